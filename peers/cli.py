@@ -1,0 +1,654 @@
+"""The `swarm` command: arguments -> options -> a role, and errors -> one clear line and an exit code.
+
+The only module that knows all roles. A role is imported when its subcommand runs, so that `swarm --help`
+does not wait for torch. A role's options are a frozen dataclass in the role's own module; the names of its
+fields are the names of the arguments here (`_options`), checked by a test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import enum
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+
+from swarm.errors import NotNow, PeerFault, Refused, SetupError, SwarmError
+
+if TYPE_CHECKING:
+    from peers.events import Emitter
+
+T = TypeVar("T")
+
+
+class Exit(enum.IntEnum):
+    """What the shell gets."""
+
+    OK = 0
+    FAILED = 1
+    """A bug of ours, or an error without a class of its own."""
+    USAGE = 2
+    """Unknown argument, or a value that cannot be."""
+    SETUP = 3
+    """The user has to change something; the text says what."""
+    NETWORK = 4
+    """Others could not be reached, or refused us."""
+    CHECK = 5
+    """`swarm check` found something wrong, or `swarm demo` a number that is not what it must be."""
+    STOPPED = 130
+    """Ctrl-C or SIGTERM before the work was done."""
+
+
+class Role(Protocol):
+    """What `_serve` runs: constructed without side effects, `run()` does everything."""
+
+    async def run(self) -> None:
+        """Work until done or until `leave()`; raises SwarmError."""
+        ...
+
+    async def leave(self) -> None:
+        """Finish what is in flight and hand over; `run()` returns soon after."""
+        ...
+
+
+DESCRIPTION = """\
+Train one model on many unreliable machines, and lose nothing when they die.
+"""
+
+COMMANDS: tuple[tuple[str, str], ...] = (
+    ("demo", "a whole swarm on this machine: trains, kills peers, loses nothing"),
+    ("check", "is this machine fit to be a peer, and if not, what to change"),
+    ("manifest", "print an example of a run's manifest, or check one"),
+    ("bootstrap", "start a run: publish its manifest, print the join line"),
+    ("peer", "join a run and serve one stage on this machine's device"),
+    ("train", "join a run as a trainer: bring the data, drive the steps"),
+    ("status", "who serves what, and how far the run is"),
+    ("generate", "let a trained model continue a text"),
+)
+
+ADDRESS = "/ip4/192.0.2.7/tcp/31337/p2p/12D3Koo..."
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with our exit code, and the fix in the message."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}\nSee: {self.prog} --help", file=sys.stderr)
+        raise SystemExit(Exit.USAGE)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line. Imports nothing heavy."""
+    parser = _Parser(
+        prog="swarm",
+        description=DESCRIPTION + "".join(f"\n  {name:<11}{words}" for name, words in COMMANDS),
+        formatter_class=_Help,
+        usage="swarm COMMAND [options]",
+        epilog="Start here:    swarm demo\nEach command:  swarm COMMAND --help",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and stop")
+    # The commands are listed in the description: argparse would break their lines.
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", help=argparse.SUPPRESS, parser_class=_Parser
+    )
+    add: dict[str, argparse.ArgumentParser] = {}
+    for name, words in COMMANDS:
+        add[name] = commands.add_parser(
+            name,
+            prog=f"swarm {name}",
+            description=words[0].upper() + words[1:] + ("" if words.endswith("?") else "."),
+            formatter_class=_Help,
+            usage=f"swarm {name} [options]",
+            allow_abbrev=False,
+        )
+    _manifest(add["manifest"])
+    _bootstrap(add["bootstrap"])
+    _peer(add["peer"])
+    _train(add["train"])
+    _status(add["status"])
+    _check(add["check"])
+    _demo(add["demo"])
+    _generate(add["generate"])
+    return parser
+
+
+# --- arguments ---
+
+
+def _manifest(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "example:\n  swarm manifest > run.toml\n  swarm manifest run.toml"
+    parser.usage = "swarm manifest [FILE] [options]"
+    parser.add_argument(
+        "manifest",
+        type=Path,
+        nargs="?",
+        metavar="FILE",
+        help="check this one: print its canonical text; without FILE, print an example to edit",
+    )
+    _common(parser, events=False)
+
+
+def _bootstrap(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "example:\n  swarm bootstrap --manifest run.toml --host 0.0.0.0 --port 31337 "
+        "--announce 192.0.2.7:31337"
+    )
+    parser.add_argument(
+        "--manifest",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the terms of the run (TOML): swarm manifest prints an example",
+    )
+    _data(parser)
+    parser.add_argument(
+        "--join",
+        action="append",
+        default=[],
+        metavar="ADDR",
+        help="another bootstrap of the same network; repeatable",
+    )
+    _network(parser, identity=True)
+    _common(parser)
+
+
+def _peer(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = f"example (the bootstrap prints this line):\n  swarm peer --run 5a7c... --join {ADDRESS}"
+    _membership(parser)
+    parser.add_argument(
+        "--stage",
+        type=_stage,
+        default="auto",
+        metavar="auto|N",
+        help="default: the stage with the fewest peers",
+    )
+    parser.add_argument(
+        "--device", default="auto", metavar="auto|cpu|cuda[:N]", help="default: CUDA if there is, else CPU"
+    )
+    parser.add_argument(
+        "--recompute", action="store_true", help="keep only stage inputs and run forwards twice: less memory"
+    )
+    parser.add_argument(
+        "--threads", type=_at_least(1), default=None, metavar="N", help="torch threads (default: all cores)"
+    )
+    parser.add_argument(
+        "--max-inflight",
+        type=_auto_or(1),
+        default="auto",
+        metavar="auto|N",
+        help="microbatches admitted at once (default: by measured memory)",
+    )
+    parser.add_argument(
+        "--checkpoint-dir",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="save checkpoints here, and resume from here",
+    )
+    parser.add_argument(
+        "--keep", type=_at_least(1), default=2, metavar="N", help="checkpoints to keep (default: %(default)s)"
+    )
+    _network(parser, identity=True)
+    _common(parser)
+
+
+def _train(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = f"example:\n  swarm train --run 5a7c... --join {ADDRESS}"
+    _membership(parser)
+    _data(parser)
+    parser.add_argument(
+        "--window",
+        type=_auto_or(1),
+        default="auto",
+        metavar="auto|N",
+        help="microbatches in flight (default: as many as raise throughput)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=_at_least(1),
+        default=None,
+        metavar="N",
+        help="stop after this many steps (default: the run's)",
+    )
+    _network(parser, identity=True)
+    _common(parser)
+
+
+def _status(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = f"example:\n  swarm status --run 5a7c... --join {ADDRESS}"
+    _membership(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument(
+        "--no-calls", action="store_true", help="directory records only: do not ask the peers themselves"
+    )
+    _network(parser, identity=False)
+    _common(parser, events=False)
+
+
+def _check(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "example:\n  swarm check --port 31337 --device cuda"
+    parser.add_argument(
+        "--device", default="auto", metavar="auto|cpu|cuda[:N]", help="the device you will use"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="IP", help="address to listen on (default: %(default)s)"
+    )
+    parser.add_argument("--port", type=_port, default=0, metavar="N", help="port to listen on (default: any)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    _common(parser, events=False)
+
+
+def _demo(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "example:\n  swarm demo --stages 3 --peers 2 --preempt 2 --verify"
+    parser.add_argument(
+        "--stages", type=_at_least(1), default=None, metavar="N", help="stages of the model (default: 3)"
+    )
+    parser.add_argument(
+        "--peers",
+        type=_at_least(1),
+        default=2,
+        metavar="N",
+        help="peers of each stage (default: %(default)s)",
+    )
+    parser.add_argument("--steps", type=_at_least(1), default=None, metavar="N", help="optimizer steps")
+    parser.add_argument(
+        "--preempt",
+        type=_at_least(0),
+        default=1,
+        metavar="N",
+        help="peers to kill on the way (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--codec",
+        choices=("none", "bf16", "blockwise8"),
+        default=None,
+        help="how activations and gradients travel (default: blockwise8)",
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="text to train on; repeatable (default: the prose in Python's own documentation)",
+    )
+    parser.add_argument(
+        "--manifest",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="train this run instead of the built-in one",
+    )
+    parser.add_argument(
+        "--seed", type=_at_least(0), default=None, metavar="N", help="of weights, data and kills"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object as the last line of stdout")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="train the same in one process too, and compare every loss and weight",
+    )
+    _common(parser, events=False)
+
+
+def _generate(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "example:\n  swarm generate --checkpoint-dir ckpt --prompt 'The import '"
+    parser.add_argument(
+        "--checkpoint-dir", type=Path, required=True, metavar="DIR", help="with the checkpoints of all stages"
+    )
+    parser.add_argument(
+        "--run", type=_run_id, default=None, metavar="ID", help="which run (default: the only one there)"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, default=None, metavar="FILE", help="tokenizer.json, if the run has one"
+    )
+    parser.add_argument(
+        "--prompt", default="The ", metavar="TEXT", help="what to continue (default: %(default)r)"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=_at_least(1),
+        default=200,
+        metavar="N",
+        help="how many to write (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=_temperature,
+        default=0.8,
+        metavar="X",
+        help="0 = always the likeliest (default: 0.8)",
+    )
+    parser.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="default: %(default)s")
+    _common(parser, events=False)
+
+
+def _membership(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the run")
+    group.add_argument("--run", required=True, type=_run_id, metavar="ID", help="run id, 32 hex digits")
+    group.add_argument(
+        "--join",
+        action="append",
+        required=True,
+        metavar="ADDR",
+        help="a bootstrap or any peer of it; repeatable",
+    )
+
+
+def _data(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="text files, in the order that the manifest pins (default: Python's documentation)",
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, default=None, metavar="FILE", help="tokenizer.json, if the run has one"
+    )
+
+
+def _network(parser: argparse.ArgumentParser, *, identity: bool) -> None:
+    group = parser.add_argument_group("network")
+    group.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="IP",
+        help="listen here; 0.0.0.0 = for other machines (default: %(default)s)",
+    )
+    group.add_argument("--port", type=_port, default=0, metavar="N", help="default: any free port")
+    group.add_argument(
+        "--announce",
+        action="append",
+        default=[],
+        metavar="ADDR",
+        help="tell others this address (behind a router), HOST:PORT; repeatable",
+    )
+    if identity:
+        group.add_argument(
+            "--identity",
+            type=Path,
+            default=None,
+            metavar="FILE",
+            help="key file, made if missing (default: a new key)",
+        )
+
+
+def _common(parser: argparse.ArgumentParser, *, events: bool = True) -> None:
+    if events:
+        parser.add_argument(
+            "--log-format", choices=("text", "json"), default="text", help="events as words or as JSON lines"
+        )
+        parser.add_argument("--die-with-parent", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--traceback", action="store_true", help="show where in the code an error comes from")
+
+
+def _at_least(low: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or int(text) < low:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {low}")
+        return int(text)
+
+    return parse
+
+
+def _auto_or(low: int) -> Callable[[str], int | str]:
+    number = _at_least(low)
+
+    def parse(text: str) -> int | str:
+        if text == "auto":
+            return text
+        try:
+            return number(text)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error} (or auto)") from None
+
+    return parse
+
+
+_stage = _auto_or(0)
+
+
+def _port(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 1 to 65535, or 0 for any free one")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a temperature: 0 to 100")
+    return value
+
+
+def _run_id(text: str) -> str:
+    if len(text) != 32 or not set(text) <= set("0123456789abcdef"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a run id (32 hex digits); the bootstrap prints it in the line to join with"
+        )
+    return text
+
+
+# --- from arguments to roles ---
+
+NOT_OPTIONS = frozenset({"command", "version", "traceback", "log_format", "die_with_parent"})
+"""Arguments that this module deals with itself."""
+
+
+def options(cls: Callable[..., T], args: argparse.Namespace) -> T:
+    """The role's frozen options from the arguments of the same names; repeated ones become tuples."""
+    fields = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(args).items()
+        if name not in NOT_OPTIONS
+    }
+    return cls(**fields)
+
+
+def _role(args: argparse.Namespace, module: str, role: str, emit: Emitter) -> Role:
+    loaded = importlib.import_module(module)
+    return getattr(loaded, role)(options(getattr(loaded, role + "Options"), args), emit=emit)
+
+
+ROLES = {
+    "bootstrap": ("peers.roles", "Bootstrap"),
+    "peer": ("peers.roles", "Peer"),
+    "train": ("peers.roles", "Train"),
+}
+"""Subcommand -> module and class; the options are the class `<name>Options` of the same module."""
+
+
+def _run_role(args: argparse.Namespace) -> int:
+    from peers.events import Emitter, LeavingNow
+
+    emit = Emitter(args.log_format)
+    if args.command != "bootstrap":
+        from peers.device import tune_malloc
+
+        tune_malloc()  # before torch starts threads
+    role = _role(args, *ROLES[args.command], emit)
+    return _with_signals(role.run, role.leave, on_leave=lambda: emit(LeavingNow(role=args.command)))
+
+
+def _run_demo(args: argparse.Namespace) -> int:
+    demo = importlib.import_module("peers.demo")
+    chosen = options(demo.DemoOptions, args)
+    return _with_signals(lambda: demo.run_demo(chosen), None)
+
+
+def _run_manifest(args: argparse.Namespace) -> int:
+    from swarm.run import EXAMPLE, load_run, parameter_count
+
+    if args.manifest is None:
+        print(EXAMPLE, end="")
+        return Exit.OK
+    run = load_run(args.manifest)
+    print(run.to_toml(), end="")
+    millions = parameter_count(run.model, sequence_length=run.data.sequence_length) / 1e6
+    words = f"{millions:,.1f} M parameters, {run.tokens_per_step:,} tokens a step"
+    pinned = "" if run.data.sha256 else "; the id changes when swarm bootstrap pins the data"
+    print(f"run {run.id}: {words}{pinned}", file=sys.stderr)
+    return Exit.OK
+
+
+def _run_check(args: argparse.Namespace) -> int:
+    from peers.check import CheckOptions, run_check
+
+    return Exit.OK if asyncio.run(run_check(options(CheckOptions, args))) else Exit.CHECK
+
+
+def _run_status(args: argparse.Namespace) -> int:
+    from peers.status import StatusOptions, run_status
+
+    return _with_signals(lambda: run_status(options(StatusOptions, args)), None)
+
+
+def _run_generate(args: argparse.Namespace) -> int:
+    from peers.generate import GenerateOptions, run_generate
+
+    run_generate(options(GenerateOptions, args))
+    return Exit.OK
+
+
+def _with_signals(
+    run: Callable[[], Coroutine[Any, Any, Any]],
+    leave: Callable[[], Coroutine[Any, Any, None]] | None,
+    *,
+    on_leave: Callable[[], None] = lambda: None,
+) -> int:
+    """Run to the end. First SIGINT or SIGTERM: `leave()`, or cancel without one. Second: cancel at once.
+
+    An int that `run` returns is the exit code. Leaving in good order exits with 0.
+    """
+
+    async def main() -> int:
+        loop = asyncio.get_running_loop()
+        work = asyncio.ensure_future(run())
+        farewell: asyncio.Future[None] | None = None
+        stopped = False
+
+        def hang_up(done: asyncio.Future[None]) -> None:
+            # A farewell that fails must not leave the process running for ever.
+            if not done.cancelled() and done.exception() is not None:
+                work.cancel()
+
+        def stop() -> None:
+            nonlocal farewell, stopped
+            if leave is not None and farewell is None:
+                on_leave()
+                farewell = asyncio.ensure_future(leave())
+                farewell.add_done_callback(hang_up)
+                return
+            stopped = True
+            work.cancel()
+
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(signum, stop)
+        try:
+            result = await work
+        except asyncio.CancelledError:
+            if not stopped and farewell is not None and farewell.done() and not farewell.cancelled():
+                farewell.result()  # raises what went wrong
+            return Exit.STOPPED
+        finally:
+            if farewell is not None:
+                farewell.cancel()
+                await asyncio.gather(farewell, return_exceptions=True)
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                loop.remove_signal_handler(signum)
+        return int(result) if isinstance(result, int) else Exit.OK
+
+    import uvloop
+
+    return uvloop.run(main())
+
+
+RUN: dict[str, Callable[[argparse.Namespace], int]] = {
+    "manifest": _run_manifest,
+    "bootstrap": _run_role,
+    "peer": _run_role,
+    "train": _run_role,
+    "status": _run_status,
+    "check": _run_check,
+    "demo": _run_demo,
+    "generate": _run_generate,
+}
+
+
+def exit_code(error: BaseException) -> Exit:
+    """The exit code that an error ends the process with."""
+    if isinstance(error, SetupError):
+        return Exit.SETUP
+    if isinstance(error, PeerFault | NotNow | Refused):
+        return Exit.NETWORK
+    if isinstance(error, KeyboardInterrupt):
+        return Exit.STOPPED
+    return Exit.FAILED
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit code (`Exit`)."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.version:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"swarm {version('swarm')}")
+        except PackageNotFoundError:
+            print("swarm, run from its folder without being installed")
+        return Exit.OK
+    if args.command is None:
+        parser.print_help()
+        return Exit.USAGE
+    try:
+        if getattr(args, "die_with_parent", False):
+            from peers.device import die_with_parent
+
+            die_with_parent()
+        return RUN[args.command](args)
+    except SwarmError as error:
+        if args.traceback:
+            raise
+        _say(args, error.text)
+        return exit_code(error)
+    except KeyboardInterrupt:
+        return Exit.STOPPED
+    except BrokenPipeError:
+        # Whoever read our output went away; keep Python from complaining again while it shuts down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return Exit.FAILED
+    except Exception as error:
+        if args.traceback:
+            raise
+        _say(args, f"a bug in swarm: {type(error).__name__}: {error} (add --traceback to see where)")
+        return Exit.FAILED
+
+
+def _say(args: argparse.Namespace, text: str) -> None:
+    """The one line about an error: on stderr for people, as an event where events are JSON."""
+    if getattr(args, "log_format", "text") == "json":
+        from peers.events import Emitter, Failed
+
+        Emitter("json")(Failed(text=text))
+    print(f"swarm {args.command}: {text}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""What the parts of a stage peer share: weights and sums, open steps, and news of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from peers.device_thread import DeviceThread, Rank
+from peers.events import Event
+from peers.steps import OpenStep
+from peers.waiting import happens
+from swarm.errors import NotReady, Stale, SwarmError
+from swarm.ids import PeerId, Stage
+from swarm.model.stage import StageCompute
+from swarm.policy.ledger import Ledger
+from swarm.policy.rounds import Go, Held
+from swarm.run import Run
+from swarm.wire.messages import Audit
+
+
+@dataclass(slots=True)
+class Applied:
+    """The last step that was taken, kept for members that missed it."""
+
+    go: Go
+    reduced: torch.Tensor
+    held: Held
+
+
+class News:
+    """Says when there is something to report: at once if a step waits for it, else gathered."""
+
+    def __init__(self) -> None:
+        self._any, self._urgent = asyncio.Event(), asyncio.Event()
+        self._last = float("-inf")
+
+    def some(self) -> None:
+        """Progress: may wait for more of it."""
+        self._any.set()
+
+    def urgent(self) -> None:
+        """A step waits for this."""
+        self._any.set()
+        self._urgent.set()
+
+    async def wait(self, *, quiet_s: float, gather_s: float) -> None:
+        """Return when it is time to report: at the latest after `quiet_s`."""
+        await happens(self._any, quiet_s)
+        if not self._urgent.is_set():
+            await happens(self._urgent, self._last + gather_s - time.monotonic())
+        self._any.clear()
+        self._urgent.clear()
+        self._last = time.monotonic()
+
+
+REALIGN_STEPS = 100
+"""Where the manifest has no checkpoints, members of different kinds of device take the same bits so often."""
+
+
+class StageCore:
+    """One stage of one run on one device. Its coroutines run in one event loop."""
+
+    def __init__(
+        self, run: Run, stage: Stage, me: PeerId, compute: StageCompute, emit: Callable[[Event], None]
+    ) -> None:
+        self.run, self.stage, self.me, self.compute, self.emit = run, stage, me, compute, emit
+        self.kind = _kind(compute.device)
+        self.device = DeviceThread(f"device of stage {stage}")
+        self.steps: dict[int, OpenStep] = {}
+        self.last_go: Go | None = None
+        self.applied: Applied | None = None
+        self._digest = (-1, "")
+        self.audit = Audit()
+        self.undone = 0
+        self.computed = 0
+        self.news = News()
+        self._moved = asyncio.Event()
+        self._hashing: asyncio.Task[None] | None = None
+        self.joined = False
+        """Serving: the weights are the stage's."""
+
+    @property
+    def version(self) -> int:
+        """Newest weight version held."""
+        return self.compute.version
+
+    @property
+    def digest(self) -> str:
+        """Of the weights of `version`; empty while it is being computed."""
+        version, digest = self._digest
+        return digest if version == self.version else ""
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.run.S - 1
+
+    @property
+    def finished(self) -> bool:
+        """All steps of the run are taken."""
+        return self.version >= self.run.steps
+
+    def newest_step(self) -> int:
+        """The newest step that weights of this version may work on (delayed updates run one ahead)."""
+        return min(self.version + (1 if self.run.delayed_updates else 0), self.run.steps - 1)
+
+    def close(self) -> None:
+        """Nothing may change a sum any more; the device thread ends after its running job."""
+        for step in self.steps.values():
+            step.close()
+        if self._hashing is not None:
+            self._hashing.cancel()
+        self.device.stop()
+
+    async def open_steps(self) -> None:
+        """Close the steps that are over and open those that this version may work on."""
+        for t in [t for t in self.steps if t < self.version]:
+            self.steps.pop(t).close()
+        for t in range(self.version, self.newest_step() + 1):
+            if t not in self.steps:
+                await self.device.run(Rank.STEP, t, self.compute.begin, t)
+                self.steps[t] = OpenStep(t, Ledger(t, self.run.M))
+        self.news.urgent()
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+
+    async def step(self, t: int, *, wait_s: float) -> OpenStep:
+        """The open step `t`; waits for it a while, since peers do not step at the same instant.
+
+        Raises:
+            Stale: it is over.
+            NotReady: it did not open in time.
+        """
+        until = time.monotonic() + wait_s
+        while True:
+            if t < self.version:
+                raise self.closed(t)
+            if self.joined and t in self.steps:
+                return self.steps[t]
+            left = until - time.monotonic()
+            if left <= 0:
+                raise NotReady(
+                    f"step {t} is not open; stage {self.stage} is at version {self.version}",
+                    version=self.version,
+                )
+            await happens(self._moved, left)
+
+    def closed(self, t: int) -> SwarmError:
+        """Why a closed step `t` takes nothing more: it was taken, or its sum was dropped here."""
+        if t < self.version:
+            text = f"step {t} is over; stage {self.stage} is at version {self.version}"
+            return Stale(text, version=self.version)
+        return NotReady(f"the sum of step {t} was dropped here and starts again", version=self.version)
+
+    async def apply(self, go: Go) -> None:
+        """Take step `go.t` with the gradient that is held."""
+        step = self.steps.get(go.t)
+        if step is None or step.held is None or step.reduced is None or go.t != self.version:
+            return
+        reduced, held, audited = step.reduced, step.held, step.audited
+        # From here on nothing may enter the step; its graphs see weights that are about to change.
+        step.close()
+        await step.stopped()
+        await self.device.run(Rank.STEP, go.t, self.compute.apply, go.t, reduced, go.total_sqnorm)
+        self.applied = Applied(go, reduced, held)
+        self.last_go = go
+        if audited is not None:
+            self.audit = Audit(
+                steps=self.audit.steps + 1,
+                missing=self.audit.missing + audited.missing,
+                duplicated=self.audit.duplicated + audited.duplicated,
+                undone=self.undone,
+            )
+        await self.open_steps()
+        self._hashing = asyncio.get_running_loop().create_task(self.refresh_digest())
+
+    async def refresh_digest(self) -> None:
+        """Hash the weights when the device has nothing better to do, and tell the coordinator."""
+        version = self.version
+        digest = await self.device.run(Rank.IDLE, version, self._digest_of, version)
+        if digest is not None:
+            self._digest = (version, digest)
+            self.news.urgent()
+
+    def _digest_of(self, version: int) -> str | None:
+        if self.compute.version != version:
+            return None
+        return self.compute.digest(canonical=self.realigns(version))
+
+    def realigns(self, version: int) -> bool:
+        """Whether members of all kinds of device compare, and take, the same bits at `version`."""
+        return version % (self.run.checkpoint_every or REALIGN_STEPS) == 0
+
+    async def load(self, version: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Replace the state by one of another member; whatever was summed here is dropped."""
+        closed = list(self.steps.values())
+        for step in closed:
+            step.close()
+        self.steps.clear()
+        for step in closed:
+            await step.stopped()
+        await self.device.run(Rank.STEP, version, self.compute.load_state, version, tensors)
+        for t in range(version, version + 2):
+            await self.device.run(Rank.STEP, t, self.compute.drop_sum, t)
+        self.applied, self.last_go = None, None
+        await self.open_steps()
+        await self.refresh_digest()
+
+
+def _kind(device: torch.device) -> str:
+    """Devices of one kind compute the same bits."""
+    if device.type == "cuda":
+        return f"cuda {torch.cuda.get_device_name(device)}"
+    return f"cpu {torch.backends.cpu.get_cpu_capability()}"

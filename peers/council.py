@@ -1,0 +1,644 @@
+"""How peers agree on steps: reports go up, briefs come down. The decisions are `swarm.policy.rounds`.
+
+Every peer runs a Council. It reports its ledger to the coordinator of its stage; if it is that
+coordinator itself, it also decides for the stage; if its stage is stage 0, it is the conductor of
+the run as well. Nothing here is kept on disk or handed over: whoever takes over is told everything
+again within a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import struct
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from peers.core import StageCore
+from peers.courier import Courier
+from peers.ports import Answer, Directory, Request, Transport
+from peers.roll import Roll
+from peers.waiting import happens
+from swarm.errors import NotNow, PeerFault, Refused, SwarmError
+from swarm.ids import PeerId, Stage
+from swarm.policy.bans import Bans
+from swarm.policy.ledger import everything, from_bytes, members_of, to_bytes
+from swarm.policy.rounds import (
+    Adopt,
+    Decision,
+    Go,
+    Held,
+    Lacking,
+    MemberStep,
+    Plan,
+    Reduce,
+    StageStep,
+    Undo,
+    conduct,
+    decide,
+    digest_majority,
+)
+from swarm.run import Run
+from swarm.wire.messages import (
+    Ack,
+    AdoptWire,
+    Brief,
+    GoWire,
+    HeldWire,
+    PlanWire,
+    Report,
+    RunBrief,
+    StepBrief,
+    StepLacking,
+    StepReport,
+    StepSummary,
+    Summary,
+    Watch,
+    Watched,
+    pack,
+    unpack,
+    unpack_answer,
+)
+
+REFRESH_S = 1.0
+"""Everything is told again this often, so a lost message costs at most this."""
+GONE_AFTER_S = 4.0
+"""A member that was silent this long is left out: four missed reports."""
+GATHER_S = 0.1
+"""News of progress that come within this time travel in one report; what a step waits for goes at once."""
+CALL_S = 3.0
+"""Limit for one report or brief."""
+LOSSES_KEPT = 64
+MOST_STEPS = 4
+"""Steps in one report: the one that is open, one more with delayed updates, and those about to close."""
+
+
+class Council:
+    """This peer's voice in its stage and, in stage 0, in the run.
+
+    Args:
+        obey: called with each brief; it makes the peer do what the brief says.
+    """
+
+    def __init__(
+        self,
+        core: StageCore,
+        transport: Transport,
+        directory: Directory,
+        roll: Roll,
+        bans: Bans,
+        *,
+        obey: Callable[[Brief], None],
+        bandwidth: Callable[[], float],
+    ) -> None:
+        self._core, self._transport, self._directory, self._bans = core, transport, directory, bans
+        self._roll = roll
+        self._obey, self._bandwidth = obey, bandwidth
+        self._run, self._stage, self._me = core.run, core.stage, core.me
+        self._members: dict[PeerId, tuple[Report, list[list[float]], float]] = {}
+        self._plans: dict[int, Plan] = {}
+        self._decisions: dict[int, Decision] = {}
+        self._told: dict[PeerId, Brief] = {}
+        self._number = 0
+        self._summaries: dict[Stage, tuple[Summary, PeerId, float]] = {}
+        self._goes: dict[int, Go] = {}
+        self._losses: dict[int, float] = {}
+        self.whole_run = RunBrief(run=core.run.id)
+        self._revision = 0
+        self._revised = asyncio.Event()
+        self.brief: Brief | None = None
+        """The last brief that this peer obeyed."""
+        self._reports = Courier(self._send_report)
+        self._briefs = Courier(self._send_brief)
+        self._summary_out = Courier(self._send_summary)
+        self._run_briefs = Courier(self._send_run_brief)
+        losses_bytes = 16 * self._run.M
+        transport.serve("report", self._serve_report, max_body_bytes=losses_bytes)
+        transport.serve("brief", self._serve_brief)
+        transport.serve("summary", self._serve_summary)
+        transport.serve("run", self._serve_run)
+        transport.serve("watch", self._serve_watch)
+
+    # -- who leads --------------------------------------------------------------------------------
+
+    def coordinator(self, stage: Stage) -> PeerId | None:
+        """The live serving peer of `stage` with the smallest id, as far as this peer can see."""
+        now = time.monotonic()
+        serving = {r.peer for r in self._directory.peers() if r.stage == stage and r.state == "serving"}
+        if stage == self._stage:
+            serving |= {p for p, (_, _, seen) in self._members.items() if now - seen < GONE_AFTER_S}
+            serving.discard(self._me)
+            if self._core.joined:
+                serving.add(self._me)
+        return min((p for p in serving if p == self._me or not self._bans.resting(p, now=now)), default=None)
+
+    # -- the loop ---------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Report on every change, and every second."""
+        while True:
+            await self._core.news.wait(quiet_s=REFRESH_S, gather_s=GATHER_S)
+            self._speak()
+
+    async def close(self) -> None:
+        """Stop talking."""
+        for courier in (self._reports, self._briefs, self._summary_out, self._run_briefs):
+            await courier.close()
+
+    def lost(self, peer: PeerId) -> None:
+        """The connection to `peer` broke: do not wait for its silence."""
+        self._told.pop(peer, None)
+        if self._members.pop(peer, None) is not None:
+            self._core.news.urgent()
+
+    def _speak(self) -> None:
+        if not self._core.joined and not self._core.steps:
+            return
+        chief = self.coordinator(self._stage)
+        if chief is None:
+            return
+        report, losses = self._report()
+        if chief == self._me:
+            self._members[self._me] = (report, losses, time.monotonic())
+            self._lead()
+        else:
+            self._members.pop(self._me, None)
+            self._reports.post(chief, (report, losses))
+
+    # -- a member's voice -------------------------------------------------------------------------
+
+    def _report(self) -> tuple[Report, list[list[float]]]:
+        core, m = self._core, self._run.M
+        steps, losses = [], []
+        for t in sorted(core.steps):
+            step = core.steps[t]
+            done = step.ledger.done
+            held = step.held
+            steps.append(
+                StepReport(
+                    t=t,
+                    done=to_bytes(done, m),
+                    doing=to_bytes(step.ledger.doing & ~done, m),
+                    frozen_for=step.ledger.frozen_for or "",
+                    held=None
+                    if held is None
+                    else HeldWire(round=held.round, sqnorm=held.sqnorm, digest=held.digest),
+                    failed_round=step.failed_round,
+                )
+            )
+            if core.is_last:
+                # A sum that is lost takes what is kept with it, on the device thread, at any moment.
+                kept = [step.kept.get(i) for i in members_of(done)]
+                losses.append([0.0 if one is None else one.answer.loss for one in kept])
+        report = Report(
+            run=self._run.id,
+            stage=self._stage,
+            version=core.version,
+            digest=core.digest,
+            kind=core.kind,
+            steps=tuple(steps),
+            last_go=_go_wire(core.last_go),
+            bandwidth_bps=self._bandwidth(),
+        )
+        return report, losses
+
+    async def _send_report(self, chief: PeerId, message: tuple[Report, list[list[float]]]) -> None:
+        report, losses = message
+        body = [struct.pack(f"<{len(row)}d", *row) for row in losses]
+        try:
+            answer = await self._transport.call(chief, "report", pack(report), body, deadline_s=CALL_S)
+            brief = unpack_answer(chief, answer.header, Brief)
+        except PeerFault:
+            self._bans.failed(chief, now=time.monotonic())
+            self._core.news.urgent()
+            return
+        except Refused:
+            # It will not hear us, whoever is wrong: let the next one coordinate us meanwhile.
+            self._bans.failed(chief, now=time.monotonic())
+            return
+        except SwarmError:
+            return
+        self._bans.answered(chief)
+        self._hear(brief)
+
+    def _hear(self, brief: Brief) -> None:
+        last = self.brief
+        if last is not None and last.coordinator == brief.coordinator and brief.number < last.number:
+            return  # overtaken by a newer one
+        self.brief = brief
+        if self._stage == 0 and brief.coordinator != self._me:
+            self._set_whole_run(brief.whole_run)
+        self._obey(brief)
+
+    async def _serve_brief(self, request: Request) -> Answer:
+        brief = unpack(request.header, Brief)
+        if brief.run != self._run.id or brief.stage != self._stage:
+            raise Refused(
+                f"a brief for stage {brief.stage} of run {brief.run[:40]!r}; this is stage {self._stage}"
+            )
+        if request.peer == brief.coordinator == self.coordinator(self._stage):
+            self._hear(brief)
+        return Answer(pack(Ack()))
+
+    # -- a coordinator's --------------------------------------------------------------------------
+
+    async def _serve_report(self, request: Request) -> Answer:
+        report = unpack(request.header, Report)
+        if report.run != self._run.id or report.stage != self._stage:
+            raise Refused(
+                f"a report for stage {report.stage} of run {report.run[:40]!r}; this is stage {self._stage}"
+            )
+        if not self._core.joined:
+            raise NotNow("this peer has not joined yet")
+        await self._roll.require(request.peer, self._stage)
+        check_report(report, self._run)
+        rows = []
+        if self._core.is_last:
+            rows = [8 * int.from_bytes(step.done, "little").bit_count() for step in report.steps]
+        if list(request.body_sizes) != rows:
+            given = list(request.body_sizes)[:8]
+            raise Refused(f"losses of {given} bytes do not fit the ledgers: {rows[:8]} were due")
+        body = await request.accept()
+        losses = [list(struct.unpack(f"<{len(row) // 8}d", row)) for row in body]
+        self._bans.answered(request.peer)
+        self._members[request.peer] = (report, losses, time.monotonic())
+        if self.coordinator(self._stage) != self._me:
+            if self.brief is None:
+                raise NotNow("another peer coordinates this stage")
+            return Answer(pack(self.brief))
+        self._lead()
+        return Answer(pack(self._numbered(self._brief_for(request.peer))))
+
+    def _lead(self) -> None:
+        """Decide for the stage, tell the members whose brief changed, and tell the conductor."""
+        now = time.monotonic()
+        for peer in [p for p, (_, _, seen) in self._members.items() if now - seen > GONE_AFTER_S]:
+            self.lost(peer)
+        own_report, own_losses = self._report()
+        self._members[self._me] = (own_report, own_losses, now)
+        for report, _, _ in self._members.values():
+            self._learn_go(report.last_go)
+        self._decide()
+        chief = self.coordinator(0)
+        summary = self._summary()
+        if chief == self._me:
+            self._summaries[self._stage] = (summary, self._me, now)
+            self._conduct()
+        elif chief is not None:
+            self._summary_out.post(chief, summary)
+        for peer in self._members:
+            self._tell(peer)
+
+    def _tell(self, peer: PeerId) -> None:
+        """Send `peer` its brief if it differs from the last one."""
+        brief = self._brief_for(peer)
+        if peer == self._me:
+            self._hear(self._numbered(brief))
+        elif brief != self._told.get(peer):
+            self._told[peer] = brief
+            self._briefs.post(peer, self._numbered(brief))
+
+    def _numbered(self, brief: Brief) -> Brief:
+        self._number += 1
+        return msgspec.structs.replace(brief, number=self._number)
+
+    def _newest_version(self) -> int:
+        return max(report.version for report, _, _ in self._members.values())
+
+    def _open(self) -> list[int]:
+        ahead = 1 if self._run.delayed_updates else 0
+        newest = self._newest_version()
+        return [t for t in range(newest, newest + ahead + 1) if t < self._run.steps]
+
+    def _member_steps(self, t: int) -> list[MemberStep]:
+        views = []
+        for peer, (report, _, _) in self._members.items():
+            for step in report.steps:
+                if step.t == t:
+                    held = step.held
+                    views.append(
+                        MemberStep(
+                            peer=peer,
+                            done=from_bytes(step.done, self._run.M),
+                            doing=from_bytes(step.doing, self._run.M),
+                            frozen_for=step.frozen_for,
+                            held=None if held is None else Held(held.round, held.sqnorm, held.digest),
+                            failed_round=step.failed_round,
+                            bandwidth_bps=max(0.0, report.bandwidth_bps),
+                        )
+                    )
+        return views
+
+    def _decide(self) -> None:
+        self._decisions = {}
+        for t in self._open():
+            views = self._member_steps(t)
+            if not views:
+                continue
+            decision = decide(
+                self._run.id, self._stage, t, self._run.M, self._core.compute.numel, views, self._plans.get(t)
+            )
+            self._decisions[t] = decision
+            if isinstance(decision, Reduce):
+                self._plans[t] = decision.plan
+                self._note_loss(t)
+            elif isinstance(decision, Adopt):
+                self._note_loss(t)
+        for t in [t for t in self._plans if t < self._newest_version()]:
+            del self._plans[t]
+
+    def _note_loss(self, t: int) -> None:
+        """Last stage: the mean loss of step `t` from its members' ledgers, added in order of `m`."""
+        if not self._core.is_last or t in self._losses:
+            return
+        by_m: dict[int, float] = {}
+        for report, losses, _ in self._members.values():
+            for step, row in zip(report.steps, losses, strict=False):
+                if step.t == t:
+                    by_m.update(zip(members_of(from_bytes(step.done, self._run.M)), row, strict=False))
+        if len(by_m) == self._run.M:
+            self._losses[t] = sum(by_m[m] for m in range(self._run.M)) / self._run.M
+
+    def _brief_for(self, peer: PeerId) -> Brief:
+        newest = self._newest_version()
+        at_newest = {p: r for p, (r, _, _) in self._members.items() if r.version == newest}
+        # Different kinds of device differ in last bits; every so often the stage takes the majority's bits.
+        kind = self._members[peer][0].kind
+        alike = {p: r for p, r in at_newest.items() if r.kind == kind or self._core.realigns(newest)}
+        digests = {p: r.digest for p, r in alike.items() if r.digest}
+        digest = digest_majority(digests) if len(digests) == len(alike) and digests else ""
+        sources = sorted(p for p, r in (alike or at_newest).items() if not digest or r.digest == digest)
+        steps = []
+        for t, decision in self._decisions.items():
+            if isinstance(decision, Reduce):
+                plan = decision.plan
+                wire = PlanWire(
+                    round=plan.round,
+                    number=plan.number,
+                    members=plan.members,
+                    ledgers=tuple(to_bytes(ledger, self._run.M) for ledger in plan.ledgers),
+                    parts=plan.parts,
+                )
+                steps.append(StepBrief(t=t, plan=wire))
+            elif isinstance(decision, Adopt):
+                steps.append(StepBrief(t=t, adopt=AdoptWire(round=decision.round, sources=decision.sources)))
+            elif isinstance(decision, Undo):
+                steps.append(StepBrief(t=t, undo=to_bytes(decision.by.get(peer, 0), self._run.M)))
+            else:
+                steps.append(StepBrief(t=t))
+        return Brief(
+            run=self._run.id,
+            stage=self._stage,
+            coordinator=self._me,
+            version=newest,
+            sources=tuple(sources[:64]),
+            digest=digest,
+            steps=tuple(steps),
+            go=_go_wire(self._newest_go()),
+            # Trainers ask peers of stage 0; to the others it would be noise at every microbatch.
+            whole_run=self.whole_run if self._stage == 0 else RunBrief(run=self._run.id),
+        )
+
+    async def _send_brief(self, member: PeerId, brief: Brief) -> None:
+        try:
+            await self._transport.call(member, "brief", pack(brief), deadline_s=CALL_S)
+        except PeerFault:
+            self.lost(member)
+        except SwarmError:
+            pass
+
+    # -- towards the conductor --------------------------------------------------------------------
+
+    def _summary(self) -> Summary:
+        steps = []
+        full = everything(self._run.M)
+        for t, decision in self._decisions.items():
+            lacking = unclaimed = 0
+            if isinstance(decision, Lacking):
+                lacking, unclaimed = decision.lacking, decision.unclaimed
+            ready = isinstance(decision, Adopt) and decision.ready
+            steps.append(
+                StepSummary(
+                    t=t,
+                    lacking=to_bytes(lacking & full, self._run.M),
+                    unclaimed=to_bytes(unclaimed & full, self._run.M),
+                    ready=ready,
+                    sqnorm=decision.sqnorm if isinstance(decision, Adopt) else 0.0,
+                    loss=self._losses.get(t),
+                )
+            )
+        return Summary(
+            run=self._run.id,
+            stage=self._stage,
+            version=self._newest_version(),
+            members=len(self._members),
+            steps=tuple(steps),
+            last_go=_go_wire(self._newest_go()),
+        )
+
+    async def _send_summary(self, chief: PeerId, summary: Summary) -> None:
+        try:
+            answer = await self._transport.call(chief, "summary", pack(summary), deadline_s=CALL_S)
+            whole_run = unpack_answer(chief, answer.header, RunBrief)
+        except PeerFault:
+            self._bans.failed(chief, now=time.monotonic())
+            self._core.news.urgent()
+            return
+        except SwarmError:
+            return
+        self._bans.answered(chief)
+        self._hear_run(whole_run)
+
+    async def _serve_run(self, request: Request) -> Answer:
+        whole_run = unpack(request.header, RunBrief)
+        if whole_run.run != self._run.id:
+            raise Refused(f"news of run {whole_run.run[:40]!r}; this peer serves {self._run.id}")
+        if request.peer == whole_run.conductor == self.coordinator(0):
+            self._hear_run(whole_run)
+        return Answer(pack(Ack()))
+
+    def _hear_run(self, whole_run: RunBrief) -> None:
+        known = self._newest_go()
+        self._learn_go(whole_run.go)
+        if whole_run != self.whole_run:
+            self._set_whole_run(whole_run)
+        if self._newest_go() != known and self.coordinator(self._stage) == self._me:
+            self._core.news.urgent()
+
+    # -- the conductor's --------------------------------------------------------------------------
+
+    async def _serve_summary(self, request: Request) -> Answer:
+        summary = unpack(request.header, Summary)
+        if summary.run != self._run.id or not 0 <= summary.stage < self._run.S:
+            raise Refused(f"a summary of stage {summary.stage} of run {summary.run[:40]!r}")
+        if self.coordinator(0) == self._me:
+            await self._roll.require(request.peer, summary.stage)
+            check_summary(summary, self._run)
+            self._summaries[summary.stage] = (summary, request.peer, time.monotonic())
+            self._conduct()
+        return Answer(pack(self.whole_run))
+
+    def _conduct(self) -> None:
+        """The picture of the whole run, from the stages' summaries; and the go, once all are ready."""
+        now = time.monotonic()
+        for stage in [s for s, (_, _, seen) in self._summaries.items() if now - seen > GONE_AFTER_S]:
+            del self._summaries[stage]
+        if not self._summaries:
+            return
+        summaries = {s: summary for s, (summary, _, _) in self._summaries.items()}
+        version = max(s.version for s in summaries.values())
+        for summary in summaries.values():
+            self._learn_go(summary.last_go)
+            for step in summary.steps:
+                if step.loss is not None:
+                    self._losses.setdefault(step.t, step.loss)
+        ahead = 1 if self._run.delayed_updates else 0
+        oldest = min(s.version for s in summaries.values())
+        lacking = []
+        for t in sorted({oldest, *range(version, version + ahead + 1)}):
+            if t >= self._run.steps:
+                continue
+            views = {s: _stage_step(summary, t) for s, summary in summaries.items()}
+            known = {s: view for s, view in views.items() if view is not None}
+            if t == oldest:  # steps are taken in their order
+                go = conduct(t, self._run.S, known, self._goes)
+                if go is not None:
+                    self._goes[t] = go
+            if t >= version:
+                lacking.append(self._lacking(t, known))
+        while len(self._losses) > LOSSES_KEPT:
+            del self._losses[min(self._losses)]
+        whole_run = RunBrief(
+            run=self._run.id,
+            version=version,
+            lacking=tuple(lacking),
+            go=_go_wire(self._newest_go()),
+            losses=tuple(sorted(self._losses.items())),
+            conductor=self._me,
+        )
+        if whole_run == self.whole_run:
+            return
+        news = whole_run.go != self.whole_run.go
+        self._set_whole_run(whole_run)
+        for stage, (_, peer, _) in self._summaries.items():
+            if stage != self._stage:
+                self._run_briefs.post(peer, whole_run)
+        if news:
+            self._core.news.urgent()
+
+    def _lacking(self, t: int, known: dict[Stage, StageStep]) -> StepLacking:
+        """Nothing is said of a stage that has not spoken: nobody could run its microbatches again now."""
+        by_stage = [known[s].unclaimed if s in known else 0 for s in range(self._run.S)]
+        return StepLacking(t=t, by_stage=tuple(to_bytes(bitmap, self._run.M) for bitmap in by_stage))
+
+    async def _send_run_brief(self, peer: PeerId, whole_run: RunBrief) -> None:
+        with contextlib.suppress(SwarmError):  # it asks again with its next summary
+            await self._transport.call(peer, "run", pack(whole_run), deadline_s=CALL_S)
+
+    def _learn_go(self, wire: GoWire | None) -> None:
+        # A go is for a step that all stages have the weights for. One that ours has not is a lie, or we are
+        # behind, and it is told again. Kept, it would hide all true ones that come after, for good.
+        newest = max((report.version for report, _, _ in self._members.values()), default=0)
+        if wire is not None and wire.t not in self._goes and wire.t <= max(newest, self._core.version):
+            self._goes[wire.t] = Go(wire.t, wire.total_sqnorm)
+            for t in [t for t in self._goes if t < wire.t - 4]:
+                del self._goes[t]
+
+    def _newest_go(self) -> Go | None:
+        return self._goes[max(self._goes)] if self._goes else self._core.last_go
+
+    # -- for trainers -----------------------------------------------------------------------------
+
+    def _set_whole_run(self, whole_run: RunBrief) -> None:
+        if whole_run != self.whole_run:
+            self.whole_run = whole_run
+            self._revise()
+
+    def _revise(self) -> None:
+        self._revision += 1
+        revised, self._revised = self._revised, asyncio.Event()
+        revised.set()
+
+    async def _serve_watch(self, request: Request) -> Answer:
+        watch = unpack(request.header, Watch)
+        if watch.run != self._run.id:
+            raise Refused(f"this peer serves run {self._run.id}, not {watch.run[:40]!r}")
+        if watch.seen == self._revision and watch.seen >= 0:
+            await happens(self._revised, REFRESH_S)
+        version = max(self.whole_run.version, self._core.version if self._core.joined else 0)
+        return Answer(pack(Watched(revision=self._revision, version=version, brief=self.whole_run)))
+
+
+def check_report(report: Report, run: Run) -> None:
+    """Refuse what no member can honestly say: it would break the coordinator's arithmetic."""
+    if not 0 <= report.version <= run.steps:
+        raise Refused(f"a report of version {report.version} of a run of {run.steps} steps")
+    if not 0.0 <= report.bandwidth_bps < math.inf:
+        raise Refused(f"an impossible bandwidth, {report.bandwidth_bps} bit/s")
+    _check_steps([step.t for step in report.steps], run)
+    _check_go(report.last_go, run)
+    for step in report.steps:
+        for ledger in (step.done, step.doing):
+            _check_bitmap(ledger, run)
+        if step.held is not None:
+            _check_sqnorm(step.held.sqnorm)
+
+
+def check_summary(summary: Summary, run: Run) -> None:
+    """Refuse what no coordinator can honestly say: it would break the conductor's arithmetic."""
+    if not 0 <= summary.version <= run.steps:
+        raise Refused(f"a summary of version {summary.version} of a run of {run.steps} steps")
+    _check_steps([step.t for step in summary.steps], run)
+    _check_go(summary.last_go, run)
+    for step in summary.steps:
+        for bitmap in (step.lacking, step.unclaimed):
+            _check_bitmap(bitmap, run)
+        _check_sqnorm(step.sqnorm)
+
+
+def _check_steps(steps: Sequence[int], run: Run) -> None:
+    if (
+        len(steps) > MOST_STEPS
+        or list(steps) != sorted(set(steps))
+        or not all(0 <= t < run.steps for t in steps)
+    ):
+        raise Refused(f"{list(steps)[:8]} are not open steps of a run of {run.steps}")
+
+
+def _check_go(go: GoWire | None, run: Run) -> None:
+    if go is not None:
+        if not 0 <= go.t < run.steps:
+            raise Refused(f"a go for step {go.t} of a run of {run.steps} steps")
+        _check_sqnorm(go.total_sqnorm)
+
+
+def _check_sqnorm(sqnorm: float) -> None:
+    """Infinity is honest: the run diverged, and taking the step says so."""
+    if not sqnorm >= 0.0:
+        raise Refused(f"an impossible squared norm, {sqnorm}")
+
+
+def _check_bitmap(bitmap: bytes, run: Run) -> None:
+    try:
+        from_bytes(bitmap, run.M)
+    except ValueError as error:
+        raise Refused(str(error)) from None
+
+
+def _go_wire(go: Go | None) -> GoWire | None:
+    return None if go is None else GoWire(t=go.t, total_sqnorm=go.total_sqnorm)
+
+
+def _stage_step(summary: Summary, t: int) -> StageStep | None:
+    """A stage that is past step `t` lacks nothing of it, and the go is known from it."""
+    for step in summary.steps:
+        if step.t == t:
+            unclaimed = int.from_bytes(step.unclaimed, "little")
+            lacking = int.from_bytes(step.lacking, "little")
+            return StageStep(summary.stage, summary.version, lacking, unclaimed, step.ready, step.sqnorm)
+    if summary.version > t:
+        return StageStep(summary.stage, summary.version, 0, 0, False, 0.0)
+    return None

@@ -1,0 +1,1 @@
+"""Files: tokens and checkpoints. Nothing here knows of the network."""

@@ -1,0 +1,109 @@
+"""Files that are either whole or not there.
+
+A file is written under a temporary name in the folder where it will be, locked while it grows, flushed to
+the disk and renamed. A process that is killed half-way leaves only the temporary file, which has no lock any
+more: the next writer in that folder removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from swarm.errors import SetupError
+
+TEMPORARY = ".writing-"
+"""How the names of temporary files start."""
+
+ABANDONED_AFTER_S = 60.0
+"""A writer takes its lock microseconds after it makes the file; a minute also covers a suspended one."""
+
+CHUNK_BYTES = 1 << 20
+"""One read or write: large enough that Python costs nothing, small enough to stay in the cache."""
+
+
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[tuple[BinaryIO, Path]]:
+    """A new file in `folder`, open for reading and writing, and its temporary path.
+
+    Rename it with `commit` inside the block. On leaving the block without, for any reason, it is removed.
+    """
+    sweep(folder)
+    handle, name = tempfile.mkstemp(prefix=TEMPORARY, dir=folder)
+    path = Path(name)
+    try:
+        with os.fdopen(handle, "w+b", buffering=0) as file:
+            # A filesystem without locks only loses the sweeping of its leftovers.
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield file, path
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def commit(file: BinaryIO, temporary: Path, final: Path) -> None:
+    """Flush `file` to the disk and give it its final name, replacing what had it."""
+    os.fsync(file.fileno())
+    temporary.chmod(0o644)  # mkstemp makes it private; what we write is public anyway
+    temporary.replace(final)
+    sync_folder(final.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` survive a power cut, where the filesystem can."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass  # network filesystems refuse this; the rename itself is still atomic
+    finally:
+        os.close(handle)
+
+
+def write_whole(final: Path, data: bytes) -> None:
+    """Write a small file at once."""
+    with replacing(final.parent) as (file, temporary):
+        write_all(file, data)
+        commit(file, temporary, final)
+
+
+def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
+    """Write all of `data` to an unbuffered file, which may take it in pieces."""
+    left = memoryview(data)
+    while len(left):
+        left = left[file.write(left[:CHUNK_BYTES]) :]
+
+
+def sweep(folder: Path) -> None:
+    """Remove temporary files whose writers are gone."""
+    for path in folder.glob(TEMPORARY + "*"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime > ABANDONED_AFTER_S:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its writer lives
+                path.unlink()
+
+
+def trouble(what: str, folder: Path, error: OSError, remedy: str) -> SetupError:
+    """The error for a write that failed: what, where, why, and what to do about it.
+
+    Args:
+        what: what could not be done, such as "cannot write the checkpoint".
+        remedy: how to choose another folder, such as "set SWARM_CACHE to another folder".
+    """
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = ""
+        with contextlib.suppress(OSError):
+            free = f" ({shutil.disk_usage(folder).free / 2**20:.0f} MiB are free)"
+        return SetupError(f"{what} in {folder}: the disk is full{free}. Make room or {remedy}")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return SetupError(f"{what} in {folder}: it is not writable ({error.strerror}). Allow it or {remedy}")
+    return SetupError(f"{what} in {folder}: {error.strerror or error}. Repair that or {remedy}")

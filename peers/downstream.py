@@ -1,0 +1,146 @@
+"""Calling the next stage: one peer of it answers in the end, whoever fails on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from peers.ports import Answer, Buffer, Directory, Transport
+from swarm.errors import Busy, NotNow, PeerFault, Refused, Stale, SwarmError
+from swarm.ids import PeerId, Stage
+from swarm.policy.patience import Patience
+from swarm.policy.router import NoPeerForStage, Router
+from swarm.wire.messages import Locate, Located, Work, WorkDone, pack, unpack_answer
+
+LOCATE_S = 1.0
+"""How long to ask who has a microbatch before somebody computes it again."""
+MOST_ASKED = 16
+"""Peers asked where a microbatch is. Missing a holder costs an undo, not correctness."""
+MOST_REFUSALS = 2
+"""So many peers that refuse the same microbatch are not all wrong about it."""
+
+
+class NextStage:
+    """The peers of stage `stage`, as one callee."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        transport: Transport,
+        directory: Directory,
+        router: Router,
+        *,
+        on_fault: Callable[[PeerFault], None],
+    ) -> None:
+        self.stage = stage
+        self._transport, self._directory = transport, directory
+        self._router, self._on_fault = router, on_fault
+        self.patience = Patience()
+
+    async def call(
+        self,
+        work: Work,
+        body: Sequence[Buffer],
+        *,
+        max_answer_bytes: int,
+        check: Callable[[PeerId, WorkDone, Answer], None],
+        closed: Callable[[], SwarmError | None],
+    ) -> tuple[PeerId, WorkDone, Answer]:
+        """Have `work` done by some peer of the stage.
+
+        Args:
+            check: raises BadAnswer for an answer that cannot be used.
+            closed: why the work need not be done any more, if so; it is raised.
+
+        Raises:
+            Stale: the step is over, here or there.
+            Refused: several peers refuse it.
+        """
+        refusals: list[PeerId] = []
+        busy: set[PeerId] = set()
+        holder: PeerId | None = None
+        while (reason := closed()) is None:
+            self._refresh_peers()
+            try:
+                if work.attempt > 0 or work.deepest >= 0:
+                    holder = await self._locate(work)
+                peer = holder if holder and holder not in refusals else self._choose(work, {*refusals, *busy})
+            except NoPeerForStage as nobody:
+                busy.clear()
+                await asyncio.sleep(min(1.0, max(0.05, nobody.retry_at - time.monotonic())))
+                await self._directory.refresh()
+                continue
+            began = time.monotonic()
+            try:
+                answer = await self._transport.call(
+                    peer,
+                    "work",
+                    pack(work),
+                    body,
+                    max_answer_bytes=max_answer_bytes,
+                    deadline_s=self.patience.limit_s,
+                )
+                done = unpack_answer(peer, answer.header, WorkDone)
+                check(peer, done, answer)
+            except PeerFault as fault:
+                self.fault(fault)
+                work = msgspec.structs.replace(work, attempt=work.attempt + 1)
+            except NotNow as later:
+                busy.add(peer)
+                if not isinstance(later, Busy) or len(busy) >= len(self._router.peers(self.stage)):
+                    await asyncio.sleep(later.retry_after_s)
+                    busy.clear()
+            except Refused as refused:
+                refusals.append(peer)
+                if len(refusals) >= MOST_REFUSALS or len(self._router.peers(self.stage)) <= len(refusals):
+                    raise Refused(f"stage {self.stage} refuses {work.t, work.m}: {refused.text}") from None
+            else:
+                took_s = time.monotonic() - began
+                self.patience.answered(took_s)
+                own_s = next((hop.own_s for hop in done.hops if hop.peer == peer), took_s)
+                # A time that cannot be true (NaN, below zero) would draw all work to its peer, for ever.
+                self._router.answered(self.stage, peer, own_s if 0.0 <= own_s <= took_s else took_s)
+                return peer, done, answer
+        raise reason
+
+    def fault(self, fault: PeerFault) -> None:
+        """A peer of the stage broke the protocol: it rests."""
+        self._router.failed(fault.peer, now=time.monotonic())
+        self._on_fault(fault)
+
+    def is_deserted(self) -> bool:
+        """Whether nobody of the stage can be asked now."""
+        now = time.monotonic()
+        return all(self._router.bans.resting(p, now=now) for p in self._router.peers(self.stage))
+
+    def _refresh_peers(self) -> None:
+        serving = [r.peer for r in self._directory.peers() if r.stage == self.stage and r.state == "serving"]
+        self._router.set_peers(self.stage, serving)
+
+    def _choose(self, work: Work, exclude: set[PeerId]) -> PeerId:
+        """The trainer's suggestion on the first attempt; else our own turn."""
+        now = time.monotonic()
+        suggested = work.route[0] if work.route and work.attempt == 0 else None
+        known = suggested in self._router.peers(self.stage) and suggested not in exclude
+        if suggested is not None and known and not self._router.bans.resting(suggested, now=now):
+            return suggested
+        return self._router.route(self.stage, now=now, exclude=exclude).peer
+
+    async def _locate(self, work: Work) -> PeerId | None:
+        """Who has `(t, m)` already or computes it, if anybody: asking it again costs nothing."""
+        now = time.monotonic()
+        peers = [p for p in self._router.peers(self.stage) if not self._router.bans.resting(p, now=now)]
+        question = pack(Locate(run=work.run, t=work.t, m=work.m))
+
+        async def ask(peer: PeerId) -> PeerId | None:
+            try:
+                answer = await self._transport.call(peer, "locate", question, deadline_s=LOCATE_S)
+                return peer if unpack_answer(peer, answer.header, Located).has else None
+            except (PeerFault, NotNow, Stale, Refused):
+                return None
+
+        answers = await asyncio.gather(*(ask(peer) for peer in peers[:MOST_ASKED]))
+        return next((peer for peer in answers if peer is not None), None)

@@ -1,0 +1,393 @@
+"""What happens in a run, as data. Log lines, JSON lines and the live display are renderings of it.
+
+An event is a frozen dataclass: `words()` says it in words, `to_json` in one line with an `event` key, and
+`parse_event` reads that line back. Nothing ever parses the words.
+
+A reader takes what it knows: unknown events and unknown fields are skipped, so that programs of different
+versions can watch each other.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, TextIO, TypeAlias
+
+import msgspec
+
+from swarm.errors import short
+
+LogFormat: TypeAlias = Literal["text", "json"]
+Level: TypeAlias = Literal["info", "warning", "error"]
+
+MAX_LINE_CHARS = 100_000
+"""A longer line is not an event of ours: the largest holds a passage of text or a list of addresses."""
+
+
+def count(n: int, noun: str) -> str:
+    """`1 peer`, `2 peers`, `2 microbatches`."""
+    if n == 1:
+        return f"1 {noun}"
+    return f"{n} {noun}es" if noun.endswith(("ch", "s")) else f"{n} {noun}s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Base of all events."""
+
+    level: ClassVar[Level] = "info"
+
+    at: float = field(default_factory=time.time, compare=False)
+    """Unix seconds, for people to read; nothing is computed from it."""
+
+    def words(self) -> str:
+        """The event as a sentence without its full stop; may hold several lines."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(Event):
+    """A role is reachable. The first event of every process that joins a network."""
+
+    role: str
+    peer: str
+    addresses: tuple[str, ...]
+    """libp2p multiaddresses that end in `/p2p/PEER`."""
+    run: str = ""
+    pid: int = 0
+
+    def words(self) -> str:
+        return f"{self.role} {short(self.peer)} listens on {', '.join(self.addresses) or 'no address'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinLine(Event):
+    """The exact line that another machine pastes."""
+
+    line: str
+
+    def words(self) -> str:
+        return f"join with:\n    {self.line}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving(Event):
+    """This peer has its weights and takes calls."""
+
+    peer: str
+    stage: int
+    version: int
+    device: str
+    max_inflight: int = 0
+
+    def words(self) -> str:
+        room = f", up to {count(self.max_inflight, 'microbatch')} at once" if self.max_inflight else ""
+        return f"serving stage {self.stage} at version {self.version} on {self.device}{room}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerJoined(Event):
+    """Another peer appeared in the directory."""
+
+    peer: str
+    stage: int
+    device: str = ""
+
+    def words(self) -> str:
+        where = f" on {self.device}" if self.device else ""
+        return f"peer {short(self.peer)} joined stage {self.stage}{where}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerLeft(Event):
+    """A peer said that it leaves."""
+
+    peer: str
+    stage: int
+
+    def words(self) -> str:
+        return f"peer {short(self.peer)} left stage {self.stage}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerLost(Event):
+    """A peer does not answer any more."""
+
+    level: ClassVar[Level] = "warning"
+
+    peer: str
+    stage: int
+    why: str
+
+    def words(self) -> str:
+        return f"peer {short(self.peer)} of stage {self.stage} is lost: {self.why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Killed(Event):
+    """The demo preempted one of its own processes with SIGKILL."""
+
+    level: ClassVar[Level] = "warning"
+
+    peer: str
+    stage: int
+
+    def words(self) -> str:
+        return f"peer {short(self.peer)} of stage {self.stage} killed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone(Event):
+    """Step `t` is applied by every stage. A trainer reports the mean loss of the microbatches that it ran."""
+
+    t: int
+    steps: int
+    """Steps of the whole run."""
+    loss: float | None
+    tokens_per_s: float
+    peers: tuple[int, ...] = ()
+    """Peers that serve each stage now."""
+    losses: tuple[float, ...] = ()
+    """Loss of each of the M microbatches, if this trainer knows all of them."""
+
+    def words(self) -> str:
+        loss = "no loss of its own" if self.loss is None else f"loss {self.loss:.4f}"
+        peers = f", peers per stage {' '.join(map(str, self.peers))}" if self.peers else ""
+        done = f"step {self.t} done ({self.t + 1}/{self.steps})"
+        return f"{done}: {loss}, {self.tokens_per_s:,.0f} tokens/s{peers}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped(Event):
+    """This peer applied step `t`."""
+
+    stage: int
+    t: int
+    microbatches: int
+    """Those of the step that were in this peer's own sum."""
+    missing: int | None = None
+    """Microbatches in no ledger of the round that was applied; None: its result came from a mate."""
+    duplicated: int | None = None
+    """Microbatches in more than one ledger of that round."""
+
+    def words(self) -> str:
+        mine = count(self.microbatches, "microbatch")
+        return f"stage {self.stage}: step {self.t} applied, {mine} mine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed(Event):
+    """Microbatches of step `t` run again because the sum that held them is gone."""
+
+    level: ClassVar[Level] = "warning"
+
+    t: int
+    count: int
+
+    def words(self) -> str:
+        return f"step {self.t}: {count(self.count, 'microbatch')} run again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undone(Event):
+    """Microbatches taken out of this peer's sum because a replica has them too."""
+
+    stage: int
+    t: int
+    count: int
+
+    def words(self) -> str:
+        return f"stage {self.stage}: step {self.t}: {count(self.count, 'duplicate')} undone"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundVoid(Event):
+    """An all-reduce of this stage was not whole; nothing was applied."""
+
+    level: ClassVar[Level] = "warning"
+
+    stage: int
+    t: int
+    why: str
+
+    def words(self) -> str:
+        return f"stage {self.stage}: a reduce of step {self.t} is void and starts again: {self.why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateFetched(Event):
+    """This peer downloaded the state of its stage."""
+
+    stage: int
+    version: int
+    source: str
+    bytes: int
+    seconds: float
+
+    def words(self) -> str:
+        return (
+            f"stage {self.stage}: version {self.version}, {self.bytes / 1e6:.1f} MB, "
+            f"from peer {short(self.source)} in {self.seconds:.1f} s"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpointed(Event):
+    """A stage is on disk."""
+
+    stage: int
+    step: int
+    path: str
+
+    def words(self) -> str:
+        return f"stage {self.stage}: checkpoint of step {self.step} in {self.path}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolledBack(Event):
+    """The run continues from a checkpoint because a stage lost all its peers."""
+
+    level: ClassVar[Level] = "warning"
+
+    stage: int
+    step: int
+
+    def words(self) -> str:
+        return f"stage {self.stage}: back to the checkpoint of step {self.step}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeavingNow(Event):
+    """This process was asked to stop and finishes what it has."""
+
+    role: str
+
+    def words(self) -> str:
+        return f"{self.role} leaves: finishing what is in flight (Ctrl-C again to stop at once)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contributed(Event):
+    """The last words of a peer."""
+
+    microbatches: int
+    steps: int
+
+    def words(self) -> str:
+        work = count(self.microbatches, "microbatch")
+        return f"contributed {work} in {count(self.steps, 'step')}. Thank you"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample(Event):
+    """Text that the trained model wrote."""
+
+    prompt: str
+    text: str
+
+    def words(self) -> str:
+        return f"the model continues {self.prompt!r}:\n{self.text}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note(Event):
+    """Anything worth a line that no program acts on."""
+
+    text: str
+
+    def words(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble(Event):
+    """Something to look at; the process goes on."""
+
+    level: ClassVar[Level] = "warning"
+
+    text: str
+
+    def words(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(Event):
+    """The process ends because of this."""
+
+    level: ClassVar[Level] = "error"
+
+    text: str
+
+    def words(self) -> str:
+        return self.text
+
+
+EVENTS: tuple[type[Event], ...] = (
+    Started, JoinLine, Serving, PeerJoined, PeerLeft, PeerLost, Killed, StepDone, Stepped, Replayed, Undone,
+    RoundVoid, StateFetched, Checkpointed, RolledBack, LeavingNow, Contributed, Sample, Note, Trouble, Failed,
+)  # fmt: skip
+
+
+def kind(cls: type[Event]) -> str:
+    """The `event` key of a class: its name in snake case."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+
+_KINDS = {kind(cls): cls for cls in EVENTS}
+
+
+def to_json(event: Event) -> str:
+    """One line of JSON. Numbers that are not finite become null."""
+    return msgspec.json.encode({"event": kind(type(event)), **msgspec.to_builtins(event)}).decode()
+
+
+def parse_event(line: str) -> Event | None:
+    """The event in a line of `to_json`, or None for any other line, unknown event or impossible field."""
+    if not line.lstrip().startswith("{") or len(line) > MAX_LINE_CHARS:
+        return None
+    try:
+        fields = msgspec.json.decode(line)
+        cls = _KINDS.get(fields.get("event"))
+        return None if cls is None else msgspec.convert(fields, cls)
+    except (msgspec.MsgspecError, TypeError, UnicodeError):
+        return None
+
+
+def to_text(event: Event) -> str:
+    """A log line: local time, a mark for trouble, the words."""
+    clock = time.strftime("%H:%M:%S", time.localtime(event.at))
+    mark = {"info": "", "warning": "! ", "error": "error: "}[event.level]
+    return f"{clock}  {mark}{event.words()}"
+
+
+Emit: TypeAlias = Callable[[Event], None]
+"""What roles are given to say something with."""
+
+
+class Emitter:
+    """Writes events as lines to a stream, one write and one flush each. Any thread may call it.
+
+    A reader that went away (closed pipe) does not stop a peer: from then on events are dropped.
+    """
+
+    def __init__(self, format: LogFormat = "text", stream: TextIO | None = None) -> None:
+        self._render = to_json if format == "json" else to_text
+        self._stream = stream if stream is not None else sys.stdout
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def __call__(self, event: Event) -> None:
+        line = self._render(event) + "\n"
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                self._stream.write(line)
+                self._stream.flush()
+            except (BrokenPipeError, ValueError):  # ValueError: the stream object was closed
+                self._closed = True

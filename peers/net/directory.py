@@ -1,0 +1,583 @@
+# pyright: reportAttributeAccessIssue=false
+# (protobuf's generated modules carry no types)
+"""Who serves what, from hivemind's DHT. Fulfils `peers.ports.Directory`.
+
+Kademlia finds the nodes near a key; from there on we read and write ourselves, because `DHTNode.get` stops at
+the first node that claims an infinite expiration (a stranger could hide everybody), and because a whole
+search for each of 16 keys every two seconds would cost more than the training's own calls. So each refresh
+asks a few random nodes that together are near all keys, one question per node for all of its keys, and the
+answers add up in a table whose entries leave when they expire. A search runs every 30 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from peers.net import envelopes
+from peers.net._hivemind import (
+    DHTID,
+    DHTNode,
+    DHTProtocol,
+    DHTRecord,
+    P2PContext,
+    PeerID,
+    RecordValidatorBase,
+    TaskKeeper,
+    dht_pb2,
+    use_protocol,
+)
+from peers.net.control import AttachedP2P, ControlError, DaemonControl
+from peers.net.daemon import split_peer_id
+from peers.net.identity import Identity
+from peers.waiting import happens
+from swarm.errors import Refused, SetupError
+from swarm.ids import PeerId
+from swarm.records import PeerRecord
+
+logger = logging.getLogger(__name__)
+
+Key = TypeVar("Key")
+Holder = TypeVar("Holder")
+
+REFRESH_S = 2.0
+RENEW_S = 5.0
+LIFE_S = 20.0
+"""A dead peer's record is gone after this; four renewals may be lost before a living one's is."""
+MANIFEST_LIFE_S = 300.0
+MANIFEST_RENEW_S = 100.0
+SEARCH_EVERY_S = 30.0
+JOIN_S = 8.0
+REPLICAS = 5
+_RPC_S = 3.0
+_CLOCK_MARGIN_S = 60.0
+_MAX_KEYS_PER_STORE = 64
+_MAX_SUBKEYS = 1024
+"""Under one key: 0.7 MB in one answer, of the 4 MiB at which hivemind's unary calls hang."""
+_MAX_KEYS = 4096
+_MAX_ENTRIES = 16384
+"""That a node stores for others: about 15 MB."""
+_MAX_ANSWER_BYTES = 1 << 20
+_MAX_RECORD_GUESS = 700
+
+
+@functools.lru_cache(maxsize=8192)
+def _checked(key: bytes, subkey: bytes, value: bytes, expires: float) -> str:
+    """'' if the DHT may hold this, else the reason why not. Cached: a record is seen many times."""
+    try:
+        owner = msgspec.msgpack.decode(subkey, type=str)
+    except msgspec.DecodeError:
+        return "a subkey that is not a text"
+    try:
+        if len(owner) == 52 and len(value) <= envelopes.MAX_ENVELOPE_BYTES:
+            with contextlib.suppress(Refused):
+                if _id(envelopes.manifest_key(envelopes.open_manifest(value, owner)[0])) == key:
+                    return ""
+            record = envelopes.open_record(value, owner, expires)
+            home = envelopes.peers_key(record.run, envelopes.shard_of(record.peer))
+        else:
+            home = envelopes.manifest_key(envelopes.open_manifest(value, owner)[0])
+    except Refused as refusal:
+        return refusal.text
+    return "" if _id(home) == key else "a value under a key where it does not belong"
+
+
+@functools.lru_cache(maxsize=4096)
+def _id(key: str) -> bytes:
+    return DHTID.generate(source=key).to_bytes()
+
+
+class RecordCheck(RecordValidatorBase):
+    """What our node stores, and believes when it reads: see `envelopes`. Counts what it refuses."""
+
+    def __init__(self) -> None:
+        self.rejected: Counter[str] = Counter()
+
+    def validate(self, record: DHTRecord) -> bool:
+        if record.expiration_time > time.time() + envelopes.MAX_LIFE_S + _CLOCK_MARGIN_S:
+            reason = "a value that wants to live too long"
+        elif len(record.value) > envelopes.MAX_PACKED_MANIFEST_BYTES or len(record.subkey) > 100:
+            reason = "a value that is too large"
+        else:
+            reason = _checked(record.key, record.subkey, record.value, record.expiration_time)
+        if reason:
+            if reason in self.rejected or len(self.rejected) < 100:
+                self.rejected[reason] += 1
+            logger.debug("refused a DHT record: %s", reason)
+        return not reason
+
+
+class _BoundedProtocol(DHTProtocol):
+    """hivemind's DHT protocol, which stores whatever anybody sends, with limits."""
+
+    _entries = 0
+    _counted_at = 0.0
+
+    async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
+        count = len(request.keys)
+        aligned = count == len(request.values) == len(request.expiration_time) == len(request.in_cache)
+        if (
+            not aligned
+            or count != len(request.subkeys)
+            or count > _MAX_KEYS_PER_STORE
+            or not all(self._room(key) for key in request.keys)
+        ):
+            return dht_pb2.StoreResponse(
+                store_ok=[False] * min(count, _MAX_KEYS_PER_STORE), peer=self.node_info
+            )
+        self._entries += count
+        return await super().rpc_store(request, context)
+
+    async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
+        del request.keys[_MAX_KEYS_PER_STORE:]
+        return await super().rpc_find(request, context)
+
+    def _room(self, key: bytes) -> bool:
+        now = time.monotonic()
+        if now - self._counted_at > 1.0:
+            self._counted_at = now
+            self._entries = sum(
+                len(getattr(item.value, "data", ())) or 1
+                for storage in (self.storage, self.cache)
+                for item in list(storage.data.values())
+            )
+        if self._entries >= _MAX_ENTRIES or len(key) != DHTID.HASH_NBYTES:
+            return False
+        held = self.storage.data.get(DHTID.from_bytes(key))
+        return held is None or len(getattr(held.value, "data", ())) < _MAX_SUBKEYS
+
+
+use_protocol(_BoundedProtocol)
+
+
+@dataclass(slots=True)
+class _Known:
+    """A verified record and the Unix time at which it ends."""
+
+    record: PeerRecord
+    expires: float
+
+
+class NetDirectory:
+    """The records of one run, and this peer's own. Without a run it only serves others (bootstrap)."""
+
+    def __init__(
+        self,
+        p2p: AttachedP2P,
+        control: DaemonControl,
+        identity: Identity,
+        run_id: str | None,
+        *,
+        join: Sequence[str] = (),
+        learn: Callable[[PeerId, Iterable[str]], None] | None = None,
+        refresh_s: float = REFRESH_S,
+        renew_s: float = RENEW_S,
+        life_s: float = LIFE_S,
+    ) -> None:
+        """`join`: multiaddrs of peers to join at, each ending in `/p2p/<id>`. `learn` is told addresses."""
+        self.run_id = run_id
+        self.check = RecordCheck()
+        self._p2p, self._control, self._identity = p2p, control, identity
+        self._join = [split_peer_id(address) for address in join]
+        self._learn = learn
+        self._refresh_s, self._renew_s, self._life_s = refresh_s, renew_s, life_s
+        self._node: DHTNode | None = None
+        self._keeper = TaskKeeper()
+        self._known: dict[PeerId, _Known] = {}
+        self._own: PeerRecord | None = None
+        self._own_expires = 0.0
+        self._stored_at = 0.0
+        self._changed = asyncio.Event()
+        self._manifest: tuple[str, PeerId, bytes] | None = None
+        self._manifest_stored_at = 0.0
+        self._searched_at = 0.0
+        self._loop_task: asyncio.Task[None] | None = None
+        self._random = random.Random(identity.peer_id)
+
+    # -- life -----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Join the DHT and begin to refresh.
+
+        Raises:
+            SetupError: no address to join at could be reached; the text says what to check.
+        """
+        with self._keeper.keeping():
+            reached = await self._connect()
+            if self._join and not reached:
+                raise SetupError(self._unreachable)
+            try:
+                self._node = await DHTNode.create(
+                    p2p=self._p2p,
+                    # The same place after a restart: else others would know us under two.
+                    node_id=DHTID.generate(source=self._identity.peer_id),
+                    initial_peers=[f"/p2p/{peer}" for peer in reached] or None,
+                    bucket_size=10,
+                    num_replicas=REPLICAS,
+                    wait_timeout=_RPC_S,
+                    bootstrap_timeout=1.0,
+                    cache_nearest=0,
+                    cache_locally=False,
+                    cache_on_store=False,
+                    cache_size=_MAX_KEYS,
+                    record_validator=self.check,
+                )
+            except RuntimeError:
+                raise SetupError(
+                    "the peers to join at can be reached, but do not answer as peers of a swarm: "
+                    f"{', '.join(reached)}. Do they run the same version?"
+                ) from None
+            except ValueError as error:
+                raise SetupError(f"cannot join: {error}") from None
+            except Exception as error:
+                # hivemind's ValidationError, which it derives from Exception
+                if type(error).__name__ != "ValidationError":
+                    raise
+                raise SetupError(_explain_validation(str(error))) from None
+        self._node.protocol.storage.maxsize = _MAX_KEYS
+        self._loop_task = asyncio.get_running_loop().create_task(self._run())
+
+    async def daemon_is_back(self, p2p: AttachedP2P, control: DaemonControl) -> None:
+        """A new p2pd took the place of the one that died: join again, and announce what we announced."""
+        await self.close()
+        self._p2p, self._control, self._node, self._stored_at = p2p, control, None, 0.0
+        self._searched_at = self._manifest_stored_at = 0.0
+        peers = [
+            f"{address.split('/p2p/')[0]}/p2p/{record.peer}"
+            for record in self.peers()
+            for address in record.addresses
+        ]
+        own_join, self._join = self._join, self._join + [split_peer_id(address) for address in peers[:20]]
+        try:
+            await self.start()
+        finally:
+            self._join = own_join
+
+    async def _connect(self) -> list[PeerId]:
+        """Dial the addresses to join at; the ids of those that answer."""
+        grouped: dict[PeerId, list[str]] = defaultdict(list)
+        for address, peer in self._join:
+            grouped[peer].append(address)
+        grouped.pop(self._identity.peer_id, None)
+        outcomes = await asyncio.gather(
+            *(self._control.connect(peer, addresses, JOIN_S) for peer, addresses in grouped.items()),
+            return_exceptions=True,
+        )
+        reached: list[PeerId] = []
+        reasons: list[str] = []
+        for (peer, addresses), outcome in zip(grouped.items(), outcomes, strict=True):
+            if outcome is None:
+                reached.append(peer)
+            elif isinstance(outcome, ControlError):
+                reasons.append(f"{', '.join(addresses)}/p2p/{peer}: {outcome.text}")
+            else:
+                raise outcome
+        self._unreachable = (
+            "none of the peers to join at can be reached. Check that one of them is running, that its "
+            "address, port and peer id are those it printed, and that no firewall is between: "
+            + "; ".join(reasons)
+        )
+        return reached
+
+    async def close(self) -> None:
+        """End all tasks. The record stays in the DHT until it expires: `withdraw` first."""
+        if self._loop_task is not None:
+            self._loop_task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._loop_task
+            self._loop_task = None
+        if self._node is not None:
+            self._node.is_alive = False
+        await self._keeper.close()
+
+    async def _run(self) -> None:
+        """Refresh, renew, search, until cancelled."""
+        with self._keeper.keeping():
+            while True:
+                try:
+                    await self._round()
+                except (ControlError, OSError) as error:
+                    logger.debug("the DHT cannot be reached: %s", error)
+                except Exception:  # strangers' answers pass through hivemind here: they must not end it
+                    logger.exception("a refresh of the directory failed")
+                # Not all peers at the same moment, though all may have started at once.
+                await happens(self._changed, self._refresh_s * self._random.uniform(0.8, 1.2))
+                self._changed.clear()
+
+    async def _round(self) -> None:
+        now = time.time()
+        if now - self._searched_at > SEARCH_EVERY_S or not self._neighbours_known():
+            self._searched_at = now
+            await self._search()
+        if self._own is not None and (self._stored_at == 0.0 or now - self._stored_at >= self._renew_s):
+            await self._store_own()
+        if self._manifest is not None and now - self._manifest_stored_at >= MANIFEST_RENEW_S:
+            await self._store_manifest()
+        if self.run_id is not None:
+            await self._refresh()
+
+    # -- finding nodes --------------------------------------------------------------------------
+
+    def _keys(self) -> list[str]:
+        if self.run_id is None:
+            return []
+        return [envelopes.peers_key(self.run_id, shard) for shard in range(envelopes.SHARDS)]
+
+    def _neighbours_known(self) -> bool:
+        return self._node is not None and bool(self._node.protocol.routing_table.uid_to_peer_id)
+
+    @property
+    def neighbours(self) -> int:
+        """How many nodes of the DHT we know."""
+        return len(self._node.protocol.routing_table.uid_to_peer_id) if self._node is not None else 0
+
+    async def _search(self) -> None:
+        """Look for the nodes near our own id and our keys; rejoin if all were lost."""
+        assert self._node is not None
+        if self._join and not self._neighbours_known():
+            pings = [
+                self._node.protocol.call_ping(PeerID.from_base58(peer)) for peer in await self._connect()
+            ]
+            await asyncio.gather(*pings)
+        queries = [self._node.node_id, *(DHTID.generate(source=key) for key in self._keys())]
+        await self._node.find_nearest_nodes(queries, k_nearest=REPLICAS, beam_size=REPLICAS)
+
+    def _nearest(self, key: str, count: int) -> list[PeerID]:
+        """Nodes near the key, nearest first, from the routing table; without us."""
+        assert self._node is not None
+        table = self._node.protocol.routing_table
+        near = table.get_nearest_neighbors(DHTID.generate(source=key), count, exclude=self._node.node_id)
+        return list(dict.fromkeys(peer for _, peer in near))  # a stranger may claim several places
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def peers(self) -> Sequence[PeerRecord]:
+        now = time.time()
+        for peer in [peer for peer, known in self._known.items() if known.expires <= now]:
+            del self._known[peer]
+        records = {peer: known.record for peer, known in self._known.items()}
+        if self._own is not None and self._own.run == self.run_id:
+            records[self._own.peer] = self._own
+        return [records[peer] for peer in sorted(records)]
+
+    async def refresh(self) -> Sequence[PeerRecord]:
+        with self._keeper.keeping():
+            if not self._neighbours_known():
+                await self._search()
+            await self._refresh()
+        return self.peers()
+
+    async def _refresh(self) -> None:
+        holders: dict[DHTID, list[PeerID]] = {}
+        for key in self._keys():
+            key_id = DHTID.generate(source=key)
+            holders[key_id] = self._nearest(key, REPLICAS)
+            self._take(key_id.to_bytes(), self._stored_here(key_id))
+        asked = whom_to_ask(holders, self._random)
+        # No answer may come near the size that hangs hivemind's unary calls.
+        per_key = _MAX_RECORD_GUESS * (1 + len(self._known) // envelopes.SHARDS)
+        batch = max(1, min(envelopes.SHARDS, _MAX_ANSWER_BYTES // per_key))
+        await asyncio.gather(
+            *(
+                self._ask(peer, keys[start : start + batch])
+                for peer, keys in asked.items()
+                for start in range(0, len(keys), batch)
+            )
+        )
+
+    async def _ask(self, peer: PeerID, keys: Sequence[DHTID]) -> None:
+        for key_id, entries in (await self._find(peer, keys)).items():
+            self._take(key_id.to_bytes(), entries)
+
+    async def _find(
+        self, peer: PeerID, keys: Sequence[DHTID]
+    ) -> dict[DHTID, dict[object, tuple[bytes, float]]]:
+        """Ask one node for the entries under some keys. What it answers went through `RecordCheck`."""
+        assert self._node is not None
+        answer = await self._node.protocol.call_find(peer, keys)
+        found: dict[DHTID, dict[object, tuple[bytes, float]]] = {}
+        for key_id, (item, _) in (answer or {}).items():
+            data = getattr(item.value, "data", None) if item is not None else None
+            if isinstance(data, dict):
+                found[key_id] = {
+                    subkey: (entry.value, entry.expiration_time) for subkey, entry in data.items()
+                }
+        return found
+
+    def _stored_here(self, key_id: DHTID) -> dict[object, tuple[bytes, float]]:
+        assert self._node is not None
+        item = self._node.protocol.storage.get(key_id)
+        data = getattr(item.value, "data", {}) if item is not None else {}
+        return {subkey: (entry.value, entry.expiration_time) for subkey, entry in data.items()}
+
+    def _take(self, key: bytes, entries: dict[object, tuple[bytes, float]]) -> None:
+        """Into the table: verified (again), ours, unexpired, newer than what we have."""
+        now = time.time()
+        for subkey, (value, expires) in entries.items():
+            if not isinstance(subkey, str) or expires <= now or subkey == self._identity.peer_id:
+                continue
+            known = self._known.get(subkey)
+            if known is not None and known.expires >= expires:
+                continue
+            if not isinstance(value, bytes) or not self.check.validate(
+                DHTRecord(key, msgspec.msgpack.encode(subkey), value, expires)
+            ):
+                continue
+            try:
+                record = envelopes.open_record(value, subkey, expires)
+            except Refused:
+                continue
+            if record.run == self.run_id:
+                self._known[subkey] = _Known(record, expires)
+                if self._learn is not None and record.addresses:
+                    self._learn(subkey, record.addresses)
+
+    # -- writing --------------------------------------------------------------------------------
+
+    async def announce(self, record: PeerRecord) -> None:
+        """Publish our record and renew it until it is replaced.
+
+        A change of run, stage or state is stored before this returns; one of only version, speed and the
+        like goes out with the next renewal, at most `renew_s` later.
+
+        Raises:
+            ValueError: the record is not about us, or larger than `MAX_RECORD_BYTES`.
+        """
+        before, self._own = self._own, record
+        envelopes.seal_record(record, time.time(), self._identity)  # a wrong record fails here
+        if before is None or (before.run, before.stage, before.state) != (
+            record.run,
+            record.stage,
+            record.state,
+        ):
+            with self._keeper.keeping():
+                await self._store_own()
+
+    async def withdraw(self) -> None:
+        """Replace our record by one that says `left`, and renew it no more."""
+        if self._own is None:
+            return
+        record = msgspec.structs.replace(self._own, state="left")
+        with self._keeper.keeping():
+            self._own = record
+            await self._store_own()
+        self._own = None
+
+    async def _store_own(self) -> None:
+        assert self._own is not None
+        self._stored_at = time.time()
+        # Later than any earlier one, also when the clock was set back: the DHT keeps the latest.
+        self._own_expires = max(self._stored_at + self._life_s, self._own_expires + 0.001)
+        record = self._own
+        value = envelopes.seal_record(record, self._own_expires, self._identity)
+        key = envelopes.peers_key(record.run, envelopes.shard_of(record.peer))
+        if await self._store(key, record.peer, value, self._own_expires) == 1 and self._join:
+            self._stored_at = 0.0  # nobody but us has it: again in the next round
+
+    async def _store(self, key: str, subkey: str, value: bytes, expires: float) -> int:
+        """Put a value on the nodes nearest to the key; how many took it."""
+        assert self._node is not None
+        key_id = DHTID.generate(source=key)
+        self._node.protocol.storage.store(key_id, value, expires, subkey=subkey)
+        answers = await asyncio.gather(
+            *(
+                self._node.protocol.call_store(peer, [key_id], [value], expires, subkeys=[subkey])
+                for peer in self._nearest(key, REPLICAS)
+            )
+        )
+        return 1 + sum(bool(answer and answer[0]) for answer in answers)
+
+    # -- manifests ------------------------------------------------------------------------------
+
+    async def publish_manifest(self, text: str) -> str:
+        """Publish a run's canonical text, and keep it published; returns the run's id.
+
+        Raises:
+            SetupError: not canonical, or the manifest names an owner who is not us.
+        """
+        owner, value = envelopes.seal_manifest(text, self._identity)
+        run_id = envelopes.run_id_of(text)
+        self._manifest = (run_id, owner, value)
+        with self._keeper.keeping():
+            if not self._neighbours_known():
+                await self._search()
+            await self._store_manifest()
+        return run_id
+
+    async def _store_manifest(self) -> None:
+        assert self._manifest is not None
+        run_id, owner, value = self._manifest
+        self._manifest_stored_at = time.time()
+        await self._store(
+            envelopes.manifest_key(run_id), owner, value, self._manifest_stored_at + MANIFEST_LIFE_S
+        )
+
+    async def fetch_manifest(self, run_id: str, *, timeout_s: float = 10.0) -> str:
+        """The text of a run's manifest: its hash is the id, and its owner, if it names one, signed it.
+
+        From then on we help to keep it published.
+
+        Raises:
+            SetupError: nobody has it.
+        """
+        assert self._node is not None
+        key = envelopes.manifest_key(run_id)
+        key_id = DHTID.generate(source=key)
+        deadline = time.monotonic() + timeout_s
+        with self._keeper.keeping():
+            while True:
+                entries = self._stored_here(key_id)
+                for peer in self._nearest(key, REPLICAS):
+                    entries.update((await self._find(peer, [key_id])).get(key_id, {}))
+                for owner, (value, _) in entries.items():
+                    with contextlib.suppress(Refused):
+                        found, text = envelopes.open_manifest(value, str(owner))
+                        if found == run_id:
+                            self._manifest = (run_id, str(owner), value)
+                            self._manifest_stored_at = time.time() - MANIFEST_RENEW_S * self._random.random()
+                            return text
+                if time.monotonic() >= deadline:
+                    refused = ", ".join(sorted(self.check.rejected)[:3])
+                    raise SetupError(
+                        f"nobody here knows a run {run_id}: check the id, and that a peer of that run is up"
+                        + (f" (refused from others: {refused})" if refused else "")
+                    )
+                await self._node.find_nearest_nodes([key_id], k_nearest=REPLICAS)
+                await asyncio.sleep(0.3)
+
+
+def whom_to_ask(holders: dict[Key, list[Holder]], rng: random.Random) -> dict[Holder, list[Key]]:
+    """Few nodes that together hold all keys, other ones each time: node -> the keys to ask it for.
+
+    In a small swarm every node holds nearly everything, and asking one or two does (a question costs 1 ms
+    of CPU over all processes). Chance keeps a node that hides records from hiding them for long.
+    """
+    left = {key: nodes for key, nodes in holders.items() if nodes}
+    asked: dict[Holder, list[Key]] = {}
+    while left:
+        covers: dict[Holder, list[Key]] = defaultdict(list)
+        for key, nodes in left.items():
+            for node in set(nodes):
+                covers[node].append(key)
+        most = max(len(keys) for keys in covers.values())
+        node = rng.choice([node for node, keys in covers.items() if 2 * len(keys) > most])
+        asked[node] = covers[node]
+        for key in covers[node]:
+            del left[key]
+    return asked
+
+
+def _explain_validation(text: str) -> str:
+    if "time must be" in text:
+        return f"this machine's clock is wrong, or that of the peer to join at is ({text}): set it (NTP)"
+    return f"cannot join: {text}"

@@ -1,0 +1,178 @@
+"""What we keep in the DHT: a peer's record signed by that peer, and a run's manifest that proves itself.
+
+A record lies at key `{run}.peers.{shard}`, subkey peer id. Its signature covers run, expiration and record,
+so nobody can move it, prolong it, or speak for another peer. A manifest lies at `{run}.manifest`; its hash
+is the run's id, and if it names an owner, the subkey is the owner and the owner's signature is with it.
+
+Opening is for strangers' bytes: bounded, and refused with a reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zlib
+from typing import Annotated
+
+import msgspec
+
+from peers.net.identity import SIGNATURE_BYTES, Identity, verify
+from swarm.errors import Refused, SetupError
+from swarm.ids import PeerId
+from swarm.records import MAX_RECORD_BYTES, PeerRecord
+from swarm.run import parse_run
+
+SHARDS = 16
+"""Peers of a run are spread over this many keys: one value stays far below the 4 MiB that hang a call."""
+MAX_MANIFEST_BYTES = 16 * 1024
+MAX_ENVELOPE_BYTES = MAX_RECORD_BYTES + SIGNATURE_BYTES + 32
+MAX_PACKED_MANIFEST_BYTES = MAX_MANIFEST_BYTES + 256
+MAX_ADDRESSES = 16
+MAX_LIFE_S = 600.0
+"""Nothing may be stored for longer: what a stranger leaves behind goes away by itself."""
+
+
+class _SignedRecord(msgspec.Struct, frozen=True, array_like=True):
+    record: Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
+    expires: float
+    signature: Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+
+
+class _SignedManifest(msgspec.Struct, frozen=True, array_like=True):
+    compressed: bytes
+    signature: Annotated[bytes, msgspec.Meta(max_length=SIGNATURE_BYTES)] = b""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_record_decoder = msgspec.msgpack.Decoder(PeerRecord)
+_signed_decoder = msgspec.msgpack.Decoder(_SignedRecord)
+_manifest_decoder = msgspec.msgpack.Decoder(_SignedManifest)
+
+
+def shard_of(peer: PeerId) -> int:
+    """Which of a run's keys holds the peer's record."""
+    return hashlib.sha256(peer.encode()).digest()[0] % SHARDS
+
+
+def peers_key(run_id: str, shard: int) -> str:
+    return f"{run_id}.peers.{shard}"
+
+
+def manifest_key(run_id: str) -> str:
+    return f"{run_id}.manifest"
+
+
+def _to_sign(run: str, expires: float, record: bytes) -> bytes:
+    return _encoder.encode(("swarm record 1", run, expires, record))
+
+
+def seal_record(record: PeerRecord, expires: float, identity: Identity) -> bytes:
+    """The envelope. `expires`: Unix time.
+
+    Raises:
+        ValueError: the record is not the identity's own, or too large.
+    """
+    if record.peer != identity.peer_id:
+        raise ValueError("a peer can only announce itself")
+    packed = _encoder.encode(record)
+    if len(packed) > MAX_RECORD_BYTES:
+        raise ValueError(f"a record of {len(packed)} bytes; at most {MAX_RECORD_BYTES} are allowed")
+    signature = identity.sign(_to_sign(record.run, expires, packed))
+    return _encoder.encode(_SignedRecord(packed, expires, signature))
+
+
+def open_record(data: bytes, peer: PeerId, expires: float) -> PeerRecord:
+    """The record that `peer` signed and that the DHT stores until `expires` (Unix time).
+
+    Raises:
+        Refused: oversized, malformed, of impossible values, someone else's, or not signed by `peer`.
+    """
+    if len(data) > MAX_ENVELOPE_BYTES:
+        raise Refused(f"a record of {len(data)} bytes; at most {MAX_ENVELOPE_BYTES} are allowed")
+    try:
+        signed = _signed_decoder.decode(data)
+        record = _record_decoder.decode(signed.record)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refused(f"a malformed record: {error}") from None
+    if signed.expires != expires:
+        raise Refused("a record stored for another time than it was signed for")
+    if record.peer != peer:
+        raise Refused("a record about another peer than the one it is stored for")
+    reason = _impossible(record)
+    if reason:
+        raise Refused(f"an impossible record: {reason}")
+    if not verify(peer, _to_sign(record.run, signed.expires, signed.record), signed.signature):
+        raise Refused("a record with a wrong signature")
+    return record
+
+
+def _impossible(record: PeerRecord) -> str:
+    if not 0 <= record.stage < 65536 or not -1 <= record.version < 1 << 48:
+        return f"stage {record.stage}, version {record.version}"
+    if not (math.isfinite(record.speed) and record.speed >= 0 and math.isfinite(record.since)):
+        return f"speed {record.speed}, since {record.since}"
+    if not 0 <= record.max_inflight < 1 << 20 or len(record.addresses) > MAX_ADDRESSES:
+        return f"max_inflight {record.max_inflight}, {len(record.addresses)} addresses"
+    return ""
+
+
+def run_id_of(text: str) -> str:
+    """The id of the run that this canonical manifest text describes."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def seal_manifest(text: str, identity: Identity | None) -> tuple[PeerId, bytes]:
+    """The subkey and the value to store.
+
+    Raises:
+        SetupError: the manifest is not canonical, or names an owner and `identity` is not that one.
+    """
+    run = parse_run(text)
+    if run.id != run_id_of(text):
+        raise SetupError("only the canonical text of a manifest can be published: use run.to_toml()")
+    owner = run.admission.owner
+    signature = b""
+    if owner:
+        if identity is None or identity.peer_id != owner:
+            raise SetupError(
+                f"the manifest names {owner} as its owner (admission.owner): only it can publish it"
+            )
+        signature = identity.sign(_manifest_to_sign(run.id))
+    value = _encoder.encode(_SignedManifest(zlib.compress(text.encode(), 9), signature))
+    if len(value) > MAX_PACKED_MANIFEST_BYTES:
+        raise SetupError(f"a manifest of {len(value)} bytes; at most {MAX_MANIFEST_BYTES} are allowed")
+    return owner, value
+
+
+def _manifest_to_sign(run_id: str) -> bytes:
+    return _encoder.encode(("swarm manifest 1", run_id))
+
+
+def open_manifest(data: bytes, owner: PeerId) -> tuple[str, str]:
+    """(run id, text) of a manifest stored under subkey `owner`.
+
+    Raises:
+        Refused: oversized, malformed, not canonical, another owner's, or not signed by its owner.
+    """
+    if len(data) > MAX_PACKED_MANIFEST_BYTES:
+        raise Refused(f"a manifest of {len(data)} bytes; at most {MAX_PACKED_MANIFEST_BYTES} are allowed")
+    try:
+        signed = _manifest_decoder.decode(data)
+        unpacker = zlib.decompressobj()
+        raw = unpacker.decompress(signed.compressed, MAX_MANIFEST_BYTES + 1)
+        if len(raw) > MAX_MANIFEST_BYTES or not unpacker.eof:
+            raise Refused(f"a manifest of more than {MAX_MANIFEST_BYTES} bytes")
+        text = raw.decode()
+        run = parse_run(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, zlib.error) as error:
+        raise Refused(f"a malformed manifest: {error}") from None
+    except SetupError as error:
+        raise Refused(f"a manifest that cannot be used: {error.text}") from None
+    run_id = run_id_of(text)
+    if run.id != run_id:
+        raise Refused("a manifest that is not in canonical form")
+    if run.admission.owner != owner:
+        raise Refused("a manifest stored for another owner than it names")
+    if owner and not verify(owner, _manifest_to_sign(run_id), signed.signature):
+        raise Refused("a manifest without its owner's signature")
+    return run_id, text

@@ -1,0 +1,398 @@
+"""Calls between peers over kept-open libp2p streams. Fulfils `peers.ports.Transport`.
+
+One stream per (caller, callee) pair, opened by the caller at its first call and shared by all later
+ones; `links` has what happens on it. Here: dialling, serving, and who may have how much.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from peers.net.control import ControlError, DaemonControl, check_response, stream_peer
+from peers.net.faults import Faults
+from peers.net.links import SILENCE_S, CalleeLink, CallerLink, ServedCall, flat
+from peers.ports import Answer, Buffer, Handler
+from peers.waiting import within
+from swarm.errors import (
+    BadAnswer,
+    Busy,
+    PeerFault,
+    PeerGone,
+    PeerSilent,
+    Refused,
+    SwarmError,
+    from_wire,
+    short,
+)
+from swarm.ids import PeerId
+from swarm.wire import frames
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL = "/swarm/calls/1"
+DIAL_S = 5.0
+"""For connecting and opening a stream; a round trip around the world takes 0.3 s, and TLS some of them."""
+MAX_LINKS = 2048
+"""Streams from callers, all together: 0.2 kB each while idle, and a file descriptor."""
+MAX_LINKS_PER_PEER = 2
+"""A caller needs one; it may redial before we notice that its first one broke."""
+MAX_HANDLERS_PER_PEER = frames.MAX_PENDING
+_FLUSH_S = 1.0
+_LOG_EVERY_S = 60.0
+
+
+class _LocalCall:
+    """A call of a peer to itself. Fulfils `peers.ports.Request`."""
+
+    def __init__(self, peer: PeerId, header: bytes, body: Sequence[memoryview]) -> None:
+        self.peer, self.header = peer, header
+        self.body_sizes: Sequence[int] = [part.nbytes for part in body]
+        self._body = body
+
+    async def accept(self) -> list[memoryview]:
+        return [memoryview(bytearray(part)) for part in self._body]
+
+
+class NetTransport:
+    """Calls over the p2pd that listens at `control_path`; incoming streams come to `streams_path`."""
+
+    def __init__(
+        self,
+        control: DaemonControl,
+        peer_id: PeerId,
+        streams_path: Path,
+        *,
+        silence_s: float = SILENCE_S,
+        dial_s: float = DIAL_S,
+        faults: Faults | None = None,
+    ) -> None:
+        self.peer_id = peer_id
+        self.calls: Counter[str] = Counter()
+        """How often each method of ours was called."""
+        self._control, self._streams_path = control, streams_path
+        self._silence_s, self._dial_s, self._faults = silence_s, dial_s, faults
+        self._methods: dict[str, tuple[Handler, int]] = {}
+        self._addresses: dict[PeerId, tuple[str, ...]] = {}
+        self._links: dict[PeerId, CallerLink] = {}
+        self._dials: dict[PeerId, asyncio.Task[CallerLink]] = {}
+        self._callers: dict[PeerId, list[CalleeLink]] = defaultdict(list)
+        self._incoming: set[CalleeLink] = set()
+        self._handlers: set[asyncio.Task[None]] = set()
+        self._handling: Counter[PeerId] = Counter()
+        self._locals: set[asyncio.Task[Answer]] = set()
+        self._server: asyncio.AbstractServer | None = None
+        self._sent: Counter[PeerId] = Counter()
+        self.on_gone: Callable[[PeerId], None] | None = None
+        """Told when the last stream that a peer had opened to us ended: it died, or left."""
+        self._received: Counter[PeerId] = Counter()
+        self._logged: dict[PeerId, float] = {}
+        self._closed: str = ""
+
+    # -- life -----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin to take incoming streams."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(self._make_callee, str(self._streams_path))
+        await self._control.serve_streams(PROTOCOL, self._streams_path)
+
+    async def close(self) -> None:
+        """Stop serving, let written answers arrive, end everything else. Pending calls get PeerGone."""
+        self._closed = "we are closing"
+        if self._server is not None:
+            self._server.close()
+        await _cancel([*self._dials.values(), *self._handlers, *self._locals])
+        for link in list(self._links.values()):
+            link.fail(PeerGone(link.peer, self._closed))
+        incoming = list(self._incoming)
+        for link in incoming:
+            link.finish()
+        if incoming:
+            await asyncio.wait([link.closed for link in incoming], timeout=_FLUSH_S)
+        for link in incoming:
+            link.fail(PeerGone(link.peer, self._closed))
+        for link in [*incoming, *self._links.values()]:
+            await link.closed
+        if self._server is not None:
+            await self._server.wait_closed()
+            self._server = None
+
+    def daemon_died(self) -> None:
+        """Our p2pd ended: every stream is broken, and dialling is pointless."""
+        self._closed = "our own p2pd ended"
+        for link in [*self._links.values(), *self._incoming]:
+            link.fail(PeerGone(link.peer, self._closed))
+
+    async def daemon_is_back(self, control: DaemonControl, streams_path: Path) -> None:
+        """A new p2pd took the place of the one that died. Methods and addresses stay as they were."""
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+        self._control, self._streams_path, self._closed = control, streams_path, ""
+        await self.start()
+
+    # -- calling --------------------------------------------------------------------------------
+
+    def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
+        """Where to dial the peer from now on (multiaddrs, with or without `/p2p/...`)."""
+        self._addresses[peer] = tuple(addresses)
+
+    async def call(
+        self,
+        peer: PeerId,
+        method: str,
+        header: bytes,
+        body: Sequence[Buffer] = (),
+        *,
+        max_answer_bytes: int = 0,
+        deadline_s: float | None = None,
+    ) -> Answer:
+        """See `peers.ports.Transport.call`. The buffers must not change until this returns."""
+        views = [flat(part) for part in body]
+        if peer == self.peer_id:
+            running = self._call_locally(method, header, views, max_answer_bytes)
+        else:
+            running = self._call_remotely(peer, method, header, views, max_answer_bytes)
+        if deadline_s is None:
+            return await running
+        try:
+            return await within(running, deadline_s)
+        except asyncio.TimeoutError:
+            raise PeerSilent(peer, f"no answer to {method!r} within {deadline_s:g} s") from None
+
+    async def _call_remotely(
+        self, peer: PeerId, method: str, header: bytes, body: Sequence[memoryview], max_answer_bytes: int
+    ) -> Answer:
+        link = self._links.get(peer)
+        if link is None or not link.usable:
+            link = await self._dial(peer)
+        return await link.call(method, header, body, max_answer_bytes)
+
+    async def _dial(self, peer: PeerId) -> CallerLink:
+        """A new link; concurrent calls share the attempt."""
+        if self._closed:
+            raise PeerGone(peer, f"cannot be reached: {self._closed}")
+        dial = self._dials.get(peer)
+        if dial is None:
+            dial = asyncio.get_running_loop().create_task(self._open(peer))
+            self._dials[peer] = dial
+            dial.add_done_callback(lambda done: self._dialled(peer, done))
+        return await asyncio.shield(dial)
+
+    def _dialled(self, peer: PeerId, dial: asyncio.Task[CallerLink]) -> None:
+        del self._dials[peer]
+        if not dial.cancelled() and dial.exception() is None and not self._closed:
+            self._links[peer] = dial.result()
+
+    async def _open(self, peer: PeerId) -> CallerLink:
+        link: CallerLink | None = None
+        try:
+            addresses = self._addresses.get(peer, ())
+            deadline = asyncio.get_running_loop().time() + self._dial_s
+            if addresses:
+                await self._control.connect(peer, addresses, self._dial_s)
+            link = await self._control.open_stream(
+                lambda request: CallerLink(peer, request, self._silence_s), peer, PROTOCOL
+            )
+            assert link is not None
+            left = max(0.0, deadline - asyncio.get_running_loop().time())
+            check_response(await within(link.opened, left))
+        except ControlError as error:
+            fault: PeerFault = PeerGone(peer, f"cannot be reached: {self._closed or error.text}")
+        except asyncio.TimeoutError:
+            fault = PeerGone(peer, f"cannot be reached: no connection within {self._dial_s:g} s")
+        except PeerFault as error:
+            fault = error
+        except BaseException:
+            if link is not None:
+                link.fail(PeerGone(peer, "the call was given up"))
+            raise
+        else:
+            opened = link
+            link.closed.add_done_callback(lambda _: self._drop(opened))
+            return link
+        if link is not None:
+            link.fail(fault)
+        raise fault
+
+    def _drop(self, link: CallerLink) -> None:
+        self._sent[link.peer] += link.sent_bytes
+        self._received[link.peer] += link.received_bytes
+        if self._links.get(link.peer) is link:
+            del self._links[link.peer]
+
+    async def _call_locally(
+        self, method: str, header: bytes, body: Sequence[memoryview], max_answer_bytes: int
+    ) -> Answer:
+        frames.pack_call(1, method, header, [part.nbytes for part in body])  # the same limits as elsewhere
+        task = asyncio.get_running_loop().create_task(self._handle_locally(method, bytes(header), body))
+        self._locals.add(task)
+        task.add_done_callback(self._local_done)
+        try:
+            # Shielded: a caller that gives up does not stop the handler, as from afar.
+            answer = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise PeerGone(self.peer_id, self._closed or "the handler was cancelled") from None
+            raise
+        total = sum(flat(part).nbytes for part in answer.body)
+        if total > max_answer_bytes:
+            raise BadAnswer(self.peer_id, f"an answer of {total} bytes; at most {max_answer_bytes} fit")
+        return answer
+
+    def _local_done(self, task: asyncio.Task[Answer]) -> None:
+        self._locals.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen: the caller may be gone
+
+    async def _handle_locally(self, method: str, header: bytes, body: Sequence[memoryview]) -> Answer:
+        self.calls[method] += 1
+        handler, refusal = self._find(method, sum(part.nbytes for part in body))
+        try:
+            if handler is None:
+                raise refusal
+            answer = await handler(_LocalCall(self.peer_id, header, body))
+            return Answer(bytes(answer.header), [memoryview(bytearray(flat(part))) for part in answer.body])
+        except SwarmError as error:
+            raise from_wire(self.peer_id, error.to_wire()) from error
+        except Exception as error:
+            raise self._bug(method, self.peer_id, error) from error
+
+    # -- serving --------------------------------------------------------------------------------
+
+    def serve(self, method: str, handler: Handler, *, max_body_bytes: int = 0) -> None:
+        """See `peers.ports.Transport.serve`."""
+        self._methods[method] = (handler, max_body_bytes)
+
+    def _find(self, method: str, body_bytes: int) -> tuple[Handler | None, SwarmError]:
+        """The handler; or None and why not."""
+        handler, limit = self._methods.get(method, (None, 0))
+        if handler is None:
+            return None, Refused(f"no such method: {method!r}")
+        if body_bytes > limit:
+            return None, Refused(f"a body of {body_bytes} bytes; {method!r} takes {limit}")
+        return handler, Refused("")
+
+    def _make_callee(self) -> CalleeLink:
+        link = CalleeLink(self._introduced, self._called, self._silence_s)
+        self._incoming.add(link)
+        link.closed.add_done_callback(lambda _: self._caller_left(link))
+        return link
+
+    def _introduced(self, link: CalleeLink, message: bytes) -> None:
+        """p2pd says who opened the stream."""
+        link.peer = stream_peer(message)
+        links = self._callers[link.peer]
+        links.append(link)
+        if len(links) > MAX_LINKS_PER_PEER:
+            links[0].fail(PeerGone(link.peer, "opened another stream"))
+        if self._closed or len(self._incoming) > MAX_LINKS:
+            link.fail(PeerGone(link.peer, self._closed or "too many streams are open"))
+
+    def _caller_left(self, link: CalleeLink) -> None:
+        self._incoming.discard(link)
+        links = self._callers.get(link.peer, [])
+        if link in links:
+            links.remove(link)
+            self._sent[link.peer] += link.sent_bytes
+            self._received[link.peer] += link.received_bytes
+        if not links:
+            self._callers.pop(link.peer, None)
+            if self.on_gone is not None and not self._closed:
+                self.on_gone(link.peer)
+        if isinstance(link.lost_because, BadAnswer):
+            self._log_abuse(link.peer, link.lost_because.text)
+
+    def _log_abuse(self, peer: PeerId, text: str) -> None:
+        """Once a minute for each peer, so that a stranger cannot fill the log."""
+        now = asyncio.get_running_loop().time()
+        if now - self._logged.get(peer, -_LOG_EVERY_S) < _LOG_EVERY_S:
+            return
+        if len(self._logged) >= MAX_LINKS:
+            self._logged.clear()
+        self._logged[peer] = now
+        logger.warning("closed a stream that broke the protocol: %s", text)
+
+    def _called(self, link: CalleeLink, call: int, header: frames.CallHeader) -> SwarmError | None:
+        """A CALL arrived: start its handler, or say why not."""
+        self.calls[header.method] += 1
+        handler, refusal = self._find(header.method, sum(header.body_sizes))
+        if handler is None:
+            return refusal
+        if self._handling[link.peer] >= MAX_HANDLERS_PER_PEER:
+            return Busy(f"{MAX_HANDLERS_PER_PEER} calls of yours are being worked on")
+        served = ServedCall(link, call, header)
+        link.start(served)
+        self._handling[link.peer] += 1
+        task = asyncio.get_running_loop().create_task(self._serve(link, served, handler))
+        self._handlers.add(task)
+        task.add_done_callback(lambda done: self._served(link.peer, done))
+        return None
+
+    def _served(self, peer: PeerId, task: asyncio.Task[None]) -> None:
+        self._handlers.discard(task)
+        self._handling[peer] -= 1
+        if not self._handling[peer]:
+            del self._handling[peer]
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("bug while answering a call", exc_info=task.exception())
+
+    async def _serve(self, link: CalleeLink, served: ServedCall, handler: Handler) -> None:
+        """Run the handler and send what becomes of it. Goes on when the caller is gone: the work counts."""
+        fault = self._faults.next_for(served.method) if self._faults is not None else None
+        try:
+            answer = await handler(served)
+            if fault is not None and fault.kind == "delay":
+                await asyncio.sleep(fault.delay_s)
+            if fault is not None and fault.kind == "drop":
+                link.lose_answer(served)
+            elif fault is not None and fault.kind == "corrupt":
+                link.corrupt_answer(served)
+            else:
+                link.answer(served, answer.header, [flat(part) for part in answer.body])
+        except SwarmError as refusal:
+            link.answer_error(served, refusal)
+        except Exception as bug:  # noqa: BLE001  a handler's bug ends its call, not the peer
+            link.answer_error(served, self._bug(served.method, served.peer, bug))
+
+    def _bug(self, method: str, caller: PeerId, error: Exception) -> Refused:
+        """What a caller hears of a bug of ours."""
+        logger.error("the handler of %r failed for peer %s", method, short(caller), exc_info=error)
+        return Refused(f"internal error: {type(error).__name__}: {error}"[:500])
+
+    # -- diagnostics ----------------------------------------------------------------------------
+
+    @property
+    def sent_bytes(self) -> Counter[PeerId]:
+        """Bytes put on streams, frames included, by the peer at the other end."""
+        return self._count(self._sent, "sent_bytes")
+
+    @property
+    def received_bytes(self) -> Counter[PeerId]:
+        """Bytes taken from streams, by the peer at the other end."""
+        return self._count(self._received, "received_bytes")
+
+    def _count(self, past: Counter[PeerId], attribute: str) -> Counter[PeerId]:
+        total = Counter(past)
+        for link in [*self._links.values(), *self._incoming]:
+            total[link.peer] += getattr(link, attribute)
+        return total
+
+    @property
+    def links(self) -> tuple[int, int]:
+        """How many streams are open: to peers that we call, and from peers that call us."""
+        return len(self._links), len(self._incoming)
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[object]]) -> None:
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,99 @@
+"""What the loops know of the world. `peers/net` fulfils these with hivemind, tests with memory."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from swarm.ids import PeerId
+from swarm.records import PeerRecord
+from swarm.wire.buffers import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a handler returns and a caller gets: a small header and raw buffers."""
+
+    header: bytes
+    body: Sequence[Buffer] = field(default=())
+
+
+class Request(Protocol):
+    """A call as its handler sees it: the header first, the body when asked for."""
+
+    peer: PeerId
+    """Who calls; authenticated by libp2p."""
+    header: bytes
+    body_sizes: Sequence[int]
+    """Bytes of each announced buffer; nothing of them was received or reserved yet."""
+
+    async def accept(self) -> list[memoryview]:
+        """Tell the caller `accepted` and receive the body (writable buffers).
+
+        Raising before calling this refuses the call cheaply: the caller stops sending.
+        """
+        ...
+
+
+Handler: TypeAlias = Callable[[Request], Awaitable[Answer]]
+
+
+class Transport(Protocol):
+    """Calls between peers. A call is answered with `accepted`, `alive` each second, then the result."""
+
+    peer_id: PeerId
+
+    @property
+    def sent_bytes(self) -> Mapping[PeerId, int]:
+        """Bytes sent so far, by the peer at the other end."""
+        ...
+
+    @property
+    def received_bytes(self) -> Mapping[PeerId, int]:
+        """Bytes received so far, by the peer at the other end."""
+        ...
+
+    def serve(self, method: str, handler: Handler, *, max_body_bytes: int = 0) -> None:
+        """Answer `method`. A handler's SwarmError becomes the answer; other exceptions are bugs."""
+        ...
+
+    async def call(
+        self,
+        peer: PeerId,
+        method: str,
+        header: bytes,
+        body: Sequence[Buffer] = (),
+        *,
+        max_answer_bytes: int = 0,
+        deadline_s: float | None = None,
+    ) -> Answer:
+        """Call `method` of `peer`.
+
+        Raises:
+            PeerGone: unreachable, or the connection broke.
+            PeerSilent: no heartbeat within the silence limit, the answer was lost, or `deadline_s` passed.
+            BadAnswer: malformed, or larger than `max_answer_bytes`.
+            Busy, NotReady, Leaving, Stale, Refused: the peer's answers.
+        """
+        ...
+
+
+class Directory(Protocol):
+    """Who serves what, from the DHT; verified records only, at most a few seconds old."""
+
+    def peers(self) -> Sequence[PeerRecord]:
+        """The records known now, sorted by peer id; refreshed in the background."""
+        ...
+
+    async def refresh(self) -> Sequence[PeerRecord]:
+        """Ask the DHT now."""
+        ...
+
+    async def announce(self, record: PeerRecord) -> None:
+        """Publish our own record until it expires or is replaced."""
+        ...
+
+    async def withdraw(self) -> None:
+        """Replace our record by one that says `left`."""
+        ...

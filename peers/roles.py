@@ -1,0 +1,242 @@
+"""The programs: bootstrap, peer, train. Each puts a loop on a node; the loops themselves know ports only."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from peers.events import Emit, JoinLine, Note, Started
+from peers.net.daemon import Daemon, DaemonOptions
+from peers.net.node import Node
+from swarm.errors import SetupError
+from swarm.ids import Stage
+from swarm.run import Run, check_id, load_run, parse_run
+
+if TYPE_CHECKING:  # torch is imported while p2pd starts
+    from peers.stage import StagePeer
+    from peers.trainer import Trainer
+    from swarm.model.stage import StageCompute
+
+MOST_INFLIGHT = 32
+"""More microbatches at one peer only queue."""
+MEMORY_SHARE = 0.5
+"""Of the memory that is free after the weights, for microbatches in flight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions:
+    """How a role is reached. Addresses as `swarm --help` describes them."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    announce: tuple[str, ...] = ()
+    identity: Path | None = None
+    join: tuple[str, ...] = ()
+
+    def daemon(self) -> DaemonOptions:
+        return DaemonOptions(host=self.host, port=self.port, announce=self.announce)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BootstrapOptions(NetworkOptions):
+    """The entry point of a run."""
+
+    manifest: Path
+    """`-` reads it from standard input."""
+    data: tuple[Path, ...] = ()
+    tokenizer: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerOptions(NetworkOptions):
+    """One device that serves one stage."""
+
+    run: str
+    stage: Literal["auto"] | int = "auto"
+    device: str = "auto"
+    recompute: bool = False
+    threads: int | None = None
+    max_inflight: Literal["auto"] | int = "auto"
+    checkpoint_dir: Path | None = None
+    keep: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(NetworkOptions):
+    """One source of microbatches."""
+
+    run: str
+    data: tuple[Path, ...] = ()
+    tokenizer: Path | None = None
+    window: Literal["auto"] | int = "auto"
+    steps: int | None = None
+
+
+class Bootstrap:
+    """DHT entry point: publishes the manifest and keeps it published."""
+
+    def __init__(self, options: BootstrapOptions, *, emit: Emit) -> None:
+        self._options, self._emit = options, emit
+        self._leaving = asyncio.Event()
+
+    async def run(self) -> None:
+        options = self._options
+        run = parse_run(sys.stdin.read()) if str(options.manifest) == "-" else load_run(options.manifest)
+        if not run.data.sha256:
+            from peers.disk.dataset import open_dataset
+
+            run = open_dataset(run, options.data, options.tokenizer).pinned(run)
+        async with Node(
+            options=options.daemon(), identity_path=options.identity, join=options.join, run_id=run.id
+        ) as node:
+            await node.directory.publish_manifest(run.to_toml())
+            self._emit(
+                Started(
+                    role="bootstrap", peer=node.peer_id, addresses=node.addresses, run=run.id, pid=os.getpid()
+                )
+            )
+            self._emit(JoinLine(line=f"swarm peer --run {run.id} --join {node.addresses[0]}"))
+            await self._leaving.wait()
+
+    async def leave(self) -> None:
+        self._leaving.set()
+
+
+async def _manifest(node: Node, run_id: str) -> Run:
+    return check_id(await node.directory.fetch_manifest(run_id), run_id)
+
+
+class Peer:
+    """Serves a stage on this machine's device."""
+
+    def __init__(self, options: PeerOptions, *, emit: Emit) -> None:
+        self._options, self._emit = options, emit
+        self._stage_peer: StagePeer | None = None
+        self._left = asyncio.Event()
+
+    async def run(self) -> None:
+        options = self._options
+        # p2pd starts while torch is imported: both take time, and they use different processes.
+        daemon = Daemon.spawn(options.daemon(), identity_path=options.identity)
+        try:
+            import torch
+
+            from peers import device
+
+            name = device.choose_device(options.device)
+            if options.threads:
+                torch.set_num_threads(options.threads)
+        except BaseException:
+            daemon.close_now()
+            raise
+        async with Node(daemon=daemon, join=options.join, run_id=options.run) as node:
+            self._emit(
+                Started(
+                    role="peer", peer=node.peer_id, addresses=node.addresses, run=options.run, pid=os.getpid()
+                )
+            )
+            run = await _manifest(node, options.run)
+            stage = await self._choose_stage(node, run)
+            compute = await asyncio.to_thread(self._build, run, stage, name)
+            await self._serve(node, run, stage, compute, name)
+
+    async def leave(self) -> None:
+        self._left.set()
+        if self._stage_peer is not None:
+            self._stage_peer.leave()
+
+    async def _choose_stage(self, node: Node, run: Run) -> Stage:
+        wish = self._options.stage
+        if wish != "auto":
+            if wish >= run.S:
+                raise SetupError(f"--stage {wish}: run {run.name!r} has stages 0 to {run.S - 1}")
+            return wish
+        counts = [0] * run.S
+        for record in await node.directory.refresh():
+            if record.state in ("joining", "serving") and 0 <= record.stage < run.S:
+                counts[record.stage] += 1
+        needy = [stage for stage in range(run.S) if counts[stage] == min(counts)]
+        # Peers that start together see the same counts: their ids spread them over the neediest stages.
+        stage = needy[hashlib.sha256(node.peer_id.encode()).digest()[0] % len(needy)]
+        self._emit(Note(text=f"stage {stage} is taken: peers per stage are {' '.join(map(str, counts))}"))
+        return stage
+
+    def _build(self, run: Run, stage: Stage, device: str) -> StageCompute:
+        from swarm.model.stage import StageCompute
+
+        return StageCompute(run, stage, device, recompute=self._options.recompute)
+
+    async def _serve(self, node: Node, run: Run, stage: Stage, compute: StageCompute, device: str) -> None:
+        from peers.stage import Checkpoints, StagePeer, StageSettings
+
+        options = self._options
+        checkpoints = None
+        if options.checkpoint_dir is not None:
+            checkpoints = Checkpoints(folder=options.checkpoint_dir, keep=options.keep)
+        max_inflight = options.max_inflight
+        if max_inflight == "auto":
+            max_inflight = await asyncio.to_thread(_room, compute, device)
+        settings = StageSettings(
+            max_inflight=max_inflight, device_name=device, addresses=node.addresses,
+            checkpoints=checkpoints, joined_at=time.time(),
+        )  # fmt: skip
+        peer = self._stage_peer = StagePeer(
+            run, stage, compute, node.transport, node.directory, settings, self._emit
+        )
+        node.transport.on_gone = peer.peer_gone
+        if self._left.is_set():
+            peer.leave()
+        await peer.run()
+
+
+def _room(compute: StageCompute, device: str) -> int:
+    """Microbatches in flight that fit in the memory that is free now."""
+    from peers.device import free_bytes
+
+    each = max(1, compute.saved_bytes())
+    return int(max(1, min(MOST_INFLIGHT, MEMORY_SHARE * free_bytes(device) // each)))
+
+
+class Train:
+    """Feeds microbatches to a run."""
+
+    def __init__(self, options: TrainOptions, *, emit: Emit) -> None:
+        self._options, self._emit = options, emit
+        self.trainer: Trainer | None = None
+        self._left = asyncio.Event()
+
+    async def run(self) -> None:
+        options = self._options
+        daemon = Daemon.spawn(options.daemon(), identity_path=options.identity)
+        async with Node(daemon=daemon, join=options.join, run_id=options.run) as node:
+            from peers.disk.dataset import open_dataset
+            from peers.trainer import Trainer, TrainerSettings
+
+            self._emit(
+                Started(
+                    role="train",
+                    peer=node.peer_id,
+                    addresses=node.addresses,
+                    run=options.run,
+                    pid=os.getpid(),
+                )
+            )
+            run = await _manifest(node, options.run)
+            batches = await asyncio.to_thread(open_dataset, run, options.data, options.tokenizer)
+            window = None if options.window == "auto" else options.window
+            settings = TrainerSettings(window=window, steps=options.steps)
+            self.trainer = Trainer(run, batches, node.transport, node.directory, settings, self._emit)
+            if self._left.is_set():
+                self.trainer.leave()
+            await self.trainer.run()
+
+    async def leave(self) -> None:
+        self._left.set()
+        if self.trainer is not None:
+            self.trainer.leave()

@@ -1,0 +1,39 @@
+"""Who may speak for a stage: those that announced themselves there, in records that they signed."""
+
+from __future__ import annotations
+
+import time
+
+from peers.ports import Directory
+from swarm.errors import NotNow, short
+from swarm.ids import PeerId, Stage
+
+REFRESH_S = 0.5
+"""A newcomer may call before our picture of the directory has it; strangers must not make us ask for ever."""
+
+
+class Roll:
+    """The announced members of each stage, as the directory has them."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._asked_at = float("-inf")
+
+    def has(self, peer: PeerId, stage: Stage) -> bool:
+        """Whether `peer` announced that it serves, or joins, `stage`."""
+        return any(r.peer == peer and r.stage == stage and r.state != "left" for r in self._directory.peers())
+
+    async def require(self, peer: PeerId, stage: Stage) -> None:
+        """Return if `peer` is announced at `stage`.
+
+        Raises:
+            NotNow: it is not, as far as we know now.
+        """
+        if self.has(peer, stage):
+            return
+        if time.monotonic() - self._asked_at > REFRESH_S:
+            self._asked_at = time.monotonic()
+            await self._directory.refresh()
+            if self.has(peer, stage):
+                return
+        raise NotNow(f"peer {short(peer)} is not announced at stage {stage}", retry_after_s=REFRESH_S)

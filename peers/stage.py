@@ -1,0 +1,558 @@
+"""A stage peer: serve, accumulate, average, step.
+
+    joins        takes the state of its stage from a mate, or starts at version 0
+    serves       microbatches (`peers.work`) and those who missed something (`peers.sync`)
+    reports      its ledger (`peers.council`), and does what the briefs say: `_obey`
+    leaves       finishes what is in flight, withdraws
+
+Knows ports only: the same class runs over libp2p and in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from peers import events
+from peers.core import StageCore
+from peers.council import Council
+from peers.device_thread import Rank
+from peers.disk import checkpoint
+from peers.downstream import NextStage
+from peers.faultpoints import fault_point
+from peers.ports import Answer, Directory, Request, Transport
+from peers.reduce import AllReduce, RoundVoid
+from peers.roll import Roll
+from peers.steps import OpenStep, audit
+from peers.sync import StateServer, download_state, fetch_gradient
+from peers.work import WorkDesk
+from swarm.errors import PeerFault, Refused, SetupError, SwarmError, short
+from swarm.ids import Microbatch, PeerId, Stage
+from swarm.model.stage import StageCompute, SumLost
+from swarm.policy.ledger import from_bytes, members_of
+from swarm.policy.rounds import Go, Plan, check_plan
+from swarm.policy.router import Router
+from swarm.records import PeerRecord
+from swarm.run import Run
+from swarm.wire.messages import (
+    AskStatus,
+    Brief,
+    LinkStatus,
+    PeerStatus,
+    PlanWire,
+    StepBrief,
+    pack,
+    unpack,
+    unpack_answer,
+)
+
+ANNOUNCE_S = 5.0
+"""A record lives a few times longer than this in the DHT."""
+RETRY_JOIN_S = 0.5
+ASK_S = 3.0
+MOST_ASKED = 16
+"""Peers that a joiner asks how far they are, its mates first."""
+MOST_LINKS_TOLD = 64
+"""In one status: 6 kB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """Where this peer saves its stage, and how many steps are kept there."""
+
+    folder: Path
+    keep: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSettings:
+    """What a peer decides for itself."""
+
+    max_inflight: int = 4
+    device_name: str = "cpu"
+    addresses: tuple[str, ...] = ()
+    checkpoints: Checkpoints | None = None
+    joined_at: float = field(default_factory=time.time)
+
+
+class StagePeer:
+    """Serves `stage` of `run` until told to leave, or until all steps are taken and `linger_s` passed."""
+
+    def __init__(
+        self,
+        run: Run,
+        stage: Stage,
+        compute: StageCompute,
+        transport: Transport,
+        directory: Directory,
+        settings: StageSettings,
+        emit: Callable[[events.Event], None],
+    ) -> None:
+        self._run, self.stage, self._settings, self._emit = run, stage, settings, emit
+        self._transport, self._directory = transport, directory
+        self.core = StageCore(run, stage, transport.peer_id, compute, emit)
+        self.router = Router()
+        next_stage = None
+        if stage < run.S - 1:
+            next_stage = NextStage(stage + 1, transport, directory, self.router, on_fault=self._fault)
+        roll = Roll(directory)
+        self.desk = WorkDesk(self.core, transport, roll, next_stage, max_inflight=settings.max_inflight)
+        self.all_reduce = AllReduce(
+            run.id, transport.peer_id, transport, run.codec.reduce, compute.sum_dtype, compute.settle
+        )
+        self.council = Council(
+            self.core, transport, directory, roll, self.router.bans,
+            obey=self._obey, bandwidth=lambda: self.all_reduce.bandwidth_bps,
+        )  # fmt: skip
+        StateServer(self.core, transport)
+        transport.serve("status", self._serve_status)
+        self._leaving = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._catching_up = False
+        self._state = "joining"
+        self._failure: SetupError | None = None
+        self._first_version = 0
+
+    # -- life -------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Join, serve, and return after `leave`."""
+        self.core.device.start()
+        loops: list[asyncio.Task[object]] = []
+        try:
+            await self._announce()
+            leaving = asyncio.create_task(self._leaving.wait())
+            loops = [asyncio.create_task(self._join()), leaving]
+            await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+            if not loops[0].done():
+                return  # a download may take hours, and what it waits for may never come
+            loops.pop(0).result()
+            self._state = "serving"
+            await self._announce()
+            self._emit(
+                events.Serving(
+                    peer=self.core.me, stage=self.stage, version=self.core.version,
+                    device=self._settings.device_name, max_inflight=self.desk.max_inflight,
+                )
+            )  # fmt: skip
+            loops += [asyncio.create_task(self.council.run()), asyncio.create_task(self._announce_often())]
+            done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # a bug in a loop ends the peer, with its traceback
+            self._state = "leaving"
+            await self._announce()
+            if self._failure is not None:
+                raise self._failure
+            await self.desk.drain()
+            self._emit(
+                events.Contributed(
+                    microbatches=self.core.computed, steps=max(0, self.core.version - self._first_version)
+                )
+            )
+        finally:
+            self._state = "left"  # a brief that still comes must not start what nobody would end
+            for task in [*loops, *self._tasks]:
+                task.cancel()
+            self.desk.stop()
+            await self.council.close()
+            await asyncio.gather(*loops, *self._tasks, return_exceptions=True)
+            await self._directory.withdraw()
+            self.core.close()
+
+    def leave(self) -> None:
+        """Finish what is in flight, then end `run`."""
+        self.desk.leaving = True
+        self._leaving.set()
+
+    async def _announce(self) -> None:
+        core = self.core
+        speed = core.computed / core.device.busy_s if core.device.busy_s > 0 else 0.0
+        record = PeerRecord(
+            peer=core.me, run=self._run.id, stage=self.stage, state=self._state, version=core.version,  # type: ignore[arg-type]
+            speed=speed, max_inflight=self.desk.max_inflight, device=self._settings.device_name,
+            addresses=self._settings.addresses, since=self._settings.joined_at,
+        )  # fmt: skip
+        await self._directory.announce(record)
+
+    async def _announce_often(self) -> None:
+        while True:
+            await asyncio.sleep(ANNOUNCE_S)
+            await self._announce()
+
+    def _fault(self, fault: PeerFault) -> None:
+        self._emit(events.PeerLost(peer=fault.peer, stage=self.stage + 1, why=fault.text))
+
+    def peer_gone(self, peer: PeerId) -> None:
+        """The transport noticed that the connection to `peer` broke."""
+        self.council.lost(peer)
+
+    # -- joining ----------------------------------------------------------------------------------
+
+    async def _join(self) -> None:
+        """Get the weights of the stage: from a mate, from a checkpoint, or version 0 from the seed."""
+        core = self.core
+        self._resume()
+        complained = False
+        while True:
+            records = await self._directory.refresh()
+            others = [r for r in records if r.peer != core.me and r.state in ("serving", "joining")]
+            told = await self._ask_versions(others)
+            mates = [
+                r.peer for r in others if r.stage == self.stage and r.state == "serving" and r.peer in told
+            ]
+            newest_mate = max((told[peer] for peer in mates), default=-1)
+            newest = max((told.get(r.peer, r.version) for r in others), default=0)
+            if mates and newest_mate > core.version:
+                if await self._download(mates):
+                    break
+            elif mates or newest <= core.version + 1:
+                break  # a brief will bring us the rest, if anything happened meanwhile
+            elif not complained:
+                complained = True
+                self._emit(
+                    events.Note(
+                        text=f"stage {self.stage} has no other member and the run is at version {newest}: "
+                        "its weights are lost unless a peer of this stage comes back, or this one is given "
+                        "--checkpoint-dir with a checkpoint of that version"
+                    )
+                )
+            await asyncio.sleep(RETRY_JOIN_S)
+        await core.open_steps()
+        self._first_version = core.version
+        core.joined = True
+        await core.refresh_digest()
+        await core.open_steps()
+
+    async def _ask_versions(self, records: Sequence[PeerRecord]) -> dict[PeerId, int]:
+        """How far those peers are, if they answer: records lag behind, and outlive who they speak of."""
+        question = pack(AskStatus(run=self._run.id))
+
+        async def ask(peer: PeerId) -> int | None:
+            try:
+                answer = await self._transport.call(peer, "status", question, deadline_s=ASK_S)
+                return unpack_answer(peer, answer.header, PeerStatus).version
+            except SwarmError:
+                return None
+
+        asked = sorted(records, key=lambda r: (r.stage != self.stage, -r.version, r.peer))[:MOST_ASKED]
+        answers = await asyncio.gather(*(ask(record.peer) for record in asked))
+        return {r.peer: version for r, version in zip(asked, answers, strict=True) if version is not None}
+
+    def _resume(self) -> None:
+        """Load the newest checkpoint that all stages have in our folder."""
+        saved = self._settings.checkpoints
+        if saved is None:
+            return
+        step = checkpoint.newest_common_step(saved.folder, self._run)
+        if step is not None and step > self.core.version:
+            tensors, _ = checkpoint.load(saved.folder, self._run, self.stage, step)
+            self.core.compute.load_state(step, tensors)
+            self._emit(events.Note(text=f"stage {self.stage} resumes from the checkpoint of version {step}"))
+
+    async def _download(self, sources: list[PeerId]) -> bool:
+        """Take the state of one of `sources`; False if none of them could give it."""
+        shown_at = time.monotonic()
+
+        def progress(done: int, total: int) -> None:
+            nonlocal shown_at
+            if time.monotonic() - shown_at > 2:
+                shown_at = time.monotonic()
+                sizes = f"{done / 2**20:.0f} of {total / 2**20:.0f} MB"
+                self._emit(events.Note(text=f"downloading stage {self.stage}: {sizes}"))
+
+        for source in sources:
+            if self.router.bans.resting(source, now=time.monotonic()):
+                continue
+            began = time.monotonic()
+            try:
+                own = self.core.compute.state()
+                opened, tensors = await download_state(
+                    self._run, self.stage, own, self._transport, source, progress=progress
+                )
+                await self.core.load(opened.version, tensors)
+            except PeerFault as fault:
+                self.router.failed(source, now=time.monotonic())
+                self._emit(events.PeerLost(peer=source, stage=self.stage, why=fault.text))
+            except SwarmError as refused:
+                self._emit(events.Note(text=f"peer {short(source)} gives no state: {refused.text}"))
+            else:
+                if opened.last_go is not None:
+                    self.core.last_go = Go(opened.last_go.t, opened.last_go.total_sqnorm)
+                self._emit(
+                    events.StateFetched(
+                        stage=self.stage, version=opened.version, source=source,
+                        bytes=sum(t.nbytes for t in tensors.values()), seconds=time.monotonic() - began,
+                    )
+                )  # fmt: skip
+                return True
+        return False
+
+    # -- obeying ----------------------------------------------------------------------------------
+
+    def _obey(self, brief: Brief) -> None:
+        """Do what a brief says that is not done or under way. Idempotent: briefs repeat."""
+        core = self.core
+        if self._catching_up or self._state == "left":
+            return
+        if brief.go is not None and brief.go.t == core.version:
+            step = core.steps.get(core.version)
+            if step is not None and step.held is not None and not step.over:
+                self._catching_up = True
+                self._spawn(self._take_step(Go(brief.go.t, brief.go.total_sqnorm)))
+                return
+        if brief.version > core.version or (
+            brief.version == core.version and brief.digest and core.digest and brief.digest != core.digest
+        ):
+            self._catching_up = True
+            self._spawn(self._catch_up(brief))
+            return
+        for wanted in brief.steps:
+            step = core.steps.get(wanted.t)
+            if step is not None and not step.over:
+                self._obey_step(step, wanted)
+
+    def _obey_step(self, step: OpenStep, wanted: StepBrief) -> None:
+        if wanted.adopt is not None:
+            if step.held is None or step.held.round != wanted.adopt.round:
+                sources = [p for p in wanted.adopt.sources if p != self.core.me]
+                if sources:
+                    self._start(step, "fetch", self._fetch(step, wanted.adopt.round, sources))
+        elif wanted.plan is not None:
+            if step.held is None and wanted.plan.round not in (step.failed_round, step.reducing):
+                step.stop("reduce")
+                step.reducing = wanted.plan.round
+                self._start(step, "reduce", self._reduce(step, wanted.plan))
+        elif step.held is None:
+            if step.reducing:
+                step.stop("reduce")
+                step.reducing = ""
+            if step.ledger.frozen_for is not None:
+                self._start(step, "thaw", self._thaw(step))
+            elif wanted.undo and any(wanted.undo):
+                self._start(step, "undo", self._undo(step, wanted.undo))
+
+    def _start(self, step: OpenStep, kind: str, work: Awaitable[None]) -> None:
+        """Run `work` unless the same kind of work already runs for this step."""
+        running = step.work.get(kind)
+        if running is not None and not running.done():
+            work.close()  # type: ignore[attr-defined]
+            return
+        step.work[kind] = self._spawn(work)
+
+    def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            error = task.exception()
+            assert error is not None
+            if isinstance(error, SetupError):
+                self._failure = error  # the run diverged: nothing that this peer does can help
+                self._leaving.set()
+            elif isinstance(error, SwarmError):
+                self._emit(events.Note(text=f"stage {self.stage}: {error.text}"))
+            else:
+                asyncio.get_running_loop().call_exception_handler(
+                    {"message": "a stage peer's task failed", "exception": error, "task": task}
+                )
+        self.core.news.urgent()
+
+    # -- averaging --------------------------------------------------------------------------------
+
+    async def _reduce(self, step: OpenStep, wire: PlanWire) -> None:
+        """Freeze the sum for this round, reduce it with the others, hold the result."""
+        core, m = self.core, self._run.M
+        try:
+            ledgers = tuple(from_bytes(ledger, m) for ledger in wire.ledgers)
+        except ValueError as error:
+            raise Refused(f"a plan with an impossible ledger: {error}") from None
+        plan = Plan(wire.round, wire.number, wire.members, ledgers, wire.parts)
+
+        def freeze() -> tuple[str | None, torch.Tensor | None]:
+            if step.over:
+                return "the step is over", None
+            why = check_plan(
+                plan, run=self._run.id, stage=self.stage, t=step.t, microbatches=m,
+                numel=core.compute.numel, me=core.me, done=step.ledger.done,
+            )  # fmt: skip
+            if why is not None:
+                return why, None
+            step.ledger.freeze(plan.round)
+            total = core.compute.sum(step.t)
+            return None, total.cpu() if total.is_cuda else total
+
+        why, total = await core.device.run(Rank.STEP, step.t, freeze)
+        if total is None:
+            step.failed_round = plan.round
+            self._emit(
+                events.RoundVoid(stage=self.stage, t=step.t, why=f"this peer does not take part: {why}")
+            )
+            return
+        try:
+            reduced, held = await self.all_reduce.run(plan, step.t, total)
+        except RoundVoid as void:
+            step.failed_round = plan.round
+            self._emit(events.RoundVoid(stage=self.stage, t=step.t, why=void.text))
+            return
+        if not step.over and step.held is None and step.ledger.frozen_for == plan.round:
+            step.reduced, step.held, step.audited = reduced, held, audit(plan, m, 0)
+            fault_point("prepared")
+
+    async def _thaw(self, step: OpenStep) -> None:
+        """Open the sum again, once nobody can be handed a mixture of before and after."""
+        await step.stopped()
+        await self.core.device.run(Rank.STEP, step.t, step.ledger.thaw)
+
+    async def _fetch(self, step: OpenStep, round_name: str, sources: list[PeerId]) -> None:
+        """Take the reduced gradient from a mate that holds it."""
+        for source in sources:
+            try:
+                reduced, held, _ = await fetch_gradient(
+                    self.core, self._transport, source, step.t, round_name
+                )
+            except PeerFault as fault:
+                self.router.failed(source, now=time.monotonic())
+                self._emit(events.PeerLost(peer=source, stage=self.stage, why=fault.text))
+            except SwarmError:
+                continue
+            else:
+                if not step.over:
+                    step.stop("reduce")
+                    await self.core.device.run(Rank.STEP, step.t, step.ledger.freeze, held.round)
+                    step.reduced, step.held = reduced, held
+                return
+
+    async def _undo(self, step: OpenStep, bitmap: bytes) -> None:
+        """Take duplicates out of our sum: run their backward again and subtract."""
+        core = self.core
+        try:
+            twice = from_bytes(bitmap, self._run.M)
+        except ValueError as error:
+            raise Refused(f"an impossible undo: {error}") from None
+
+        def subtract() -> int:
+            count = 0
+            if step.over or step.ledger.frozen_for is not None:
+                return 0
+            for m in members_of(twice & step.ledger.done):
+                kept = step.kept[m]
+                try:
+                    core.compute.subtract(Microbatch(step.t, m), kept.inputs, kept.grad_out)
+                except SumLost:
+                    step.ledger.clear()
+                    step.kept.clear()
+                    raise
+                step.ledger.remove(m)
+                del step.kept[m]
+                count += 1
+            return count
+
+        count = await core.device.run(Rank.STEP, step.t, subtract)
+        if count:
+            core.undone += count
+            self._emit(events.Undone(stage=self.stage, t=step.t, count=count))
+
+    # -- stepping ---------------------------------------------------------------------------------
+
+    async def _take_step(self, go: Go) -> None:
+        try:
+            step = self.core.steps.get(go.t)
+            mine = step.ledger.done.bit_count() if step is not None else 0
+            audited = step.audited if step is not None else None
+            await self.core.apply(go)
+            self._emit(
+                events.Stepped(
+                    stage=self.stage, t=go.t, microbatches=mine,
+                    missing=None if audited is None else audited.missing,
+                    duplicated=None if audited is None else audited.duplicated,
+                )
+            )  # fmt: skip
+            await self._save()
+            if self.core.finished:
+                text = f"all {self._run.steps} steps are taken; giving out the weights until Ctrl-C"
+                self._emit(events.Note(text=text))
+        finally:
+            self._catching_up = False
+
+    async def _save(self) -> None:
+        saved, every, version = self._settings.checkpoints, self._run.checkpoint_every, self.core.version
+        due = version == self._run.steps or (every and version % every == 0)
+        if saved is None or not due:
+            return
+        tensors = await self.core.device.run(Rank.STEP, version, self.core.compute.state)
+        try:
+            await asyncio.to_thread(
+                checkpoint.save, saved.folder, self._run, self.stage, version, tensors, {}, keep=saved.keep
+            )
+        except SetupError as error:
+            self._emit(events.Trouble(text=f"no checkpoint of version {version}: {error.text}"))
+        else:
+            self._emit(events.Checkpointed(stage=self.stage, step=version, path=str(saved.folder)))
+
+    async def _catch_up(self, brief: Brief) -> None:
+        """We missed a step: take its gradient from a mate; if that is not to be had, the whole state."""
+        core = self.core
+        sources = [p for p in brief.sources if p != core.me]
+        try:
+            if brief.version == core.version + 1 and core.version in core.steps:
+                for source in sources:
+                    if await self._catch_up_one(source):
+                        return
+            await self._download(sources)
+        finally:
+            self._catching_up = False
+
+    async def _catch_up_one(self, source: PeerId) -> bool:
+        core = self.core
+        step = core.steps[core.version]
+        try:
+            reduced, held, go = await fetch_gradient(core, self._transport, source, step.t, "")
+        except SwarmError:
+            return False
+        if go is None:
+            return False
+        await core.device.run(Rank.STEP, step.t, step.ledger.freeze, held.round)
+        step.reduced, step.held, step.audited = reduced, held, None
+        await core.apply(go)
+        self._emit(
+            events.Note(
+                text=f"stage {self.stage}: step {go.t} taken with the gradient of peer {short(source)}"
+            )
+        )
+        return True
+
+    # -- status -----------------------------------------------------------------------------------
+
+    async def _serve_status(self, request: Request) -> Answer:
+        asked = unpack(request.header, AskStatus)
+        core = self.core
+        if asked.run != self._run.id:
+            raise Refused(f"this peer serves run {self._run.id}, not {asked.run[:40]!r}")
+        step = core.steps.get(core.version)
+        losses = self.council.whole_run.losses
+        sent, received = self._transport.sent_bytes, self._transport.received_bytes
+        traffic = [
+            LinkStatus(peer=peer, bytes_in=received.get(peer, 0), bytes_out=sent.get(peer, 0))
+            for peer in {*sent, *received}
+        ]
+        links = tuple(sorted(traffic, key=lambda link: (-link.bytes_in - link.bytes_out, link.peer)))
+        status = PeerStatus(
+            peer=core.me, stage=self.stage, version=core.version, state=self._state,
+            device=self._settings.device_name, done=step.ledger.done.bit_count() if step else 0,
+            inflight=self.desk.inflight, max_inflight=self.desk.max_inflight,
+            speed=core.computed / core.device.busy_s if core.device.busy_s else 0.0, computed=core.computed,
+            coordinator=self.council.coordinator(self.stage) or "", audit=core.audit,
+            since=self._settings.joined_at, loss=losses[-1][1] if losses else None,
+            bytes_in=sum(received.values()), bytes_out=sum(sent.values()), links=links[:MOST_LINKS_TOLD],
+            busy_s=core.device.busy_s, taken=self.desk.taken, answered=self.desk.answered,
+        )  # fmt: skip
+        return Answer(pack(status))

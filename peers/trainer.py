@@ -1,0 +1,351 @@
+"""A trainer: which microbatch, through whom, call, loss, next.
+
+It moves tokens and losses only and holds no weights: it may run on a laptop behind a slow line. Any
+number of them may run at once, and each may die at any time; the ledgers keep the count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from peers import events
+from peers.faultpoints import fault_point
+from peers.ports import Directory, Transport
+from peers.waiting import happens
+from swarm.data import sample_offsets, trainer_order
+from swarm.errors import BadAnswer, Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError
+from swarm.ids import Microbatch, PeerId
+from swarm.policy.ledger import from_bytes
+from swarm.policy.patience import Patience
+from swarm.policy.router import NoPeerForStage, Router
+from swarm.policy.window import Window
+from swarm.policy.worklist import Work as Item
+from swarm.policy.worklist import WorkList
+from swarm.run import Run
+from swarm.wire.messages import Watch, Watched, Work, WorkDone, pack, unpack_answer
+from swarm.wire.tensors import input_metas
+
+WATCH_S = 3.0
+"""Limit for one look at the run; the answer is held back at most a second."""
+IDLE_S = 0.25
+"""The loop looks again at least this often."""
+STALE_S = 0.1
+"""How long to wait for news after a peer said that a step is over."""
+MOST_REFUSALS = 3
+"""A microbatch that so many attempts refuse stops the trainer: the run diverged, or we are not admitted."""
+
+
+class Batches(Protocol):
+    """The run's data, as `peers.disk.dataset` opens it."""
+
+    def batch(self, offsets: list[int]) -> np.ndarray:
+        """Tokens [B, T+1] in the run's narrow dtype."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSettings:
+    """What a trainer decides for itself."""
+
+    window: int | None = None
+    """Microbatches in flight; None: found while running."""
+    steps: int | None = None
+    """Stop when the run has taken this many steps; None: all of the manifest's."""
+
+
+class Trainer:
+    """Runs microbatches until the run is finished, or `leave` is called."""
+
+    def __init__(
+        self,
+        run: Run,
+        batches: Batches,
+        transport: Transport,
+        directory: Directory,
+        settings: TrainerSettings,
+        emit: Callable[[events.Event], None],
+    ) -> None:
+        self._run, self._batches, self._emit = run, batches, emit
+        self._transport, self._directory, self._settings = transport, directory, settings
+        me = transport.peer_id
+        self._router = Router()
+        self.patience = Patience()
+        self._todo = WorkList(lambda t: trainer_order(run.id, t, me, run.M), run.M)
+        self._window = Window(
+            start=settings.window or 2 * run.S, largest=settings.window or 1024, fixed=bool(settings.window)
+        )
+        self._version = 0
+        self._full = False
+        """As many microbatches of open steps are in flight as the window allows."""
+        self._told = False
+        """The version was heard from a peer."""
+        self._running: dict[asyncio.Task[None], int] = {}
+        """In flight, with the step that each belongs to."""
+        self._changed = asyncio.Event()
+        self._leaving = False
+        self._attempts: dict[Microbatch, int] = {}
+        self._refusals: dict[Microbatch, int] = {}
+        self._failure: SwarmError | None = None
+        self.losses: dict[Microbatch, float] = {}
+        """Of every microbatch that this trainer got an answer for."""
+        self.step_losses: dict[int, float] = {}
+        """Mean loss of each step over exactly its M microbatches, from the last stage's ledgers."""
+        self._step_began = time.monotonic()
+
+    @property
+    def replayed(self) -> int:
+        """Microbatches run again because a peer died with them."""
+        return self._todo.replayed
+
+    @property
+    def _last_step(self) -> int:
+        return min(self._settings.steps or self._run.steps, self._run.steps)
+
+    async def run(self) -> None:
+        """Train.
+
+        Raises:
+            SetupError: the run cannot go on, with the reason (not admitted, diverged).
+        """
+        watching = asyncio.create_task(self._watch())
+        try:
+            while self._version < self._last_step and not self._leaving:
+                if self._failure is not None:
+                    raise self._failure
+                if watching.done():
+                    watching.result()
+                self._start_work()
+                await self._wait_for_change()
+        finally:
+            watching.cancel()
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(watching, *self._running, return_exceptions=True)
+
+    def leave(self) -> None:
+        """Start nothing more and end `run`. What is in flight counts all the same, at the peers."""
+        self._leaving = True
+        self._changed.set()
+
+    async def _wait_for_change(self) -> None:
+        now = time.monotonic()
+        # With a full window whatever becomes due has to wait for an answer, which wakes us.
+        due = None if self._full else self._todo.next_wakeup(now=now)
+        wait_s = IDLE_S if due is None else min(IDLE_S, max(0.01, due - now))
+        await happens(self._changed, wait_s)
+        self._changed.clear()
+
+    # -- microbatches -----------------------------------------------------------------------------
+
+    def _start_work(self) -> None:
+        """Fill the window: the open steps first, then the one that is about to open.
+
+        Requests for the latter wait at their peers without holding anything. They fill up the window,
+        but never keep work of an open step out of it: that step is what they wait for.
+        """
+        self._refresh_peers()
+        if not self._told:
+            return  # a trainer that joins late would offer steps that are long over
+        newest_open = min(self._version + (1 if self._run.delayed_updates else 0), self._last_step - 1)
+        newest = min(newest_open + 1, self._last_step - 1)
+        again: Counter[int] = Counter()
+        while True:
+            item = None
+            self._full = sum(t <= newest_open for t in self._running.values()) >= self._window.size
+            if not self._full:
+                item = self._todo.next(newest_open, now=time.monotonic())
+            if item is None and len(self._running) < self._window.size:
+                item = self._todo.next(newest, now=time.monotonic())
+            if item is None:
+                break
+            again[item.microbatch.t] += item.replay
+            task = asyncio.get_running_loop().create_task(self._microbatch(item))
+            self._running[task] = item.microbatch.t
+            task.add_done_callback(self._ended)
+        for t, count in again.items():
+            if count:
+                self._emit(events.Replayed(t=t, count=count))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.pop(task, None)
+        if not task.cancelled() and task.exception() is not None:
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": "a trainer's microbatch failed", "exception": task.exception(), "task": task}
+            )
+        self._changed.set()
+
+    async def _microbatch(self, item: Item) -> None:
+        """One microbatch through one random pipeline."""
+        mb, peer = item.microbatch, None
+        began = time.monotonic()
+        try:
+            route = self._route()
+            peer = route[0]
+            done = await self._call(peer, route, item)
+        except NoPeerForStage as nobody:
+            self._todo.failed(mb)
+            await asyncio.sleep(min(0.5, max(0.05, nobody.retry_at - time.monotonic())))
+        except PeerFault as fault:
+            self._router.failed(fault.peer, now=time.monotonic())
+            self._emit(events.PeerLost(peer=fault.peer, stage=0, why=fault.text))
+            self._attempts[mb] = self._attempts.get(mb, 0) + 1
+            self._todo.failed(mb)
+        except NotNow as later:
+            if isinstance(later, Busy):
+                self._window.refused()
+            await asyncio.sleep(later.retry_after_s)
+            self._todo.failed(mb)
+        except Stale:
+            # One peer's word that the step is over is no proof: the conductor's picture will show it.
+            await asyncio.sleep(STALE_S)
+            self._todo.failed(mb)
+        except Refused as refused:
+            self._refusals[mb] = self._refusals.get(mb, 0) + 1
+            if self._refusals[mb] >= MOST_REFUSALS:
+                self._failure = SetupError(f"microbatch {mb} is refused again and again: {refused.text}")
+            await asyncio.sleep(0.2)
+            self._todo.failed(mb)
+        except asyncio.CancelledError:
+            self._todo.failed(mb)
+            raise
+        else:
+            self.losses[mb] = done.loss
+            self._todo.finished(mb, now=time.monotonic())
+            self._window.answered(now=time.monotonic())
+            self.patience.answered(time.monotonic() - began)
+            for hop in done.hops[: self._run.S]:
+                if 0 <= hop.stage < self._run.S and 0 <= hop.own_s <= time.monotonic() - began:
+                    self._router.answered(hop.stage, hop.peer, hop.own_s)
+            self._refusals.pop(mb, None)
+
+    def _route(self) -> list[PeerId]:
+        """One peer of each stage; stages behind the first may be empty for now, their callers wait."""
+        route = [self._router.route(0, now=time.monotonic()).peer]
+        for stage in range(1, self._run.S):
+            try:
+                route.append(self._router.route(stage, now=time.monotonic()).peer)
+            except NoPeerForStage:
+                break
+        return route
+
+    async def _call(self, peer: PeerId, route: list[PeerId], item: Item) -> WorkDone:
+        t, m = item.microbatch
+        work = Work(
+            run=self._run.id, t=t, m=m, version=self._run.weight_version(t),
+            attempt=self._attempts.get(item.microbatch, 0), deepest=item.deepest,
+            route=tuple(route[1:]), tensors=input_metas(self._run, 0),
+        )  # fmt: skip
+        tokens = self._batches.batch(sample_offsets(self._run, t, m))
+        body = [np.ascontiguousarray(tokens).data.cast("B")]
+        fault_point("trainer")
+        answer = await self._transport.call(
+            peer, "work", pack(work), body, deadline_s=self.patience.limit_s
+        )
+        done = unpack_answer(peer, answer.header, WorkDone)
+        if not -1e30 < done.loss < 1e30:
+            raise BadAnswer(peer, f"answered with the loss {done.loss}")
+        return done
+
+    # -- the run ----------------------------------------------------------------------------------
+
+    def _refresh_peers(self) -> None:
+        by_stage: dict[int, list[PeerId]] = {stage: [] for stage in range(self._run.S)}
+        room = 0
+        for record in self._directory.peers():
+            if record.state == "serving" and record.stage in by_stage:
+                by_stage[record.stage].append(record.peer)
+                room += record.max_inflight if record.stage == 0 else 0
+        for stage, peers in by_stage.items():
+            self._router.set_peers(stage, peers)
+        if not self._settings.window and room:
+            self._window.set_largest(room)
+
+    async def _watch(self) -> None:
+        """Follow the conductor's picture of the run, through any peer of stage 0."""
+        seen = -1
+        last: PeerId | None = None
+        while True:
+            try:
+                now, bans = time.monotonic(), self._router.bans
+                peers = [p for p in self._router.peers(0) if not bans.resting(p, now=now)]
+                if not peers:
+                    await self._directory.refresh()
+                    self._refresh_peers()
+                    await asyncio.sleep(0.1)
+                    continue
+                peer = last if last in peers else peers[0]
+                if peer != last:
+                    seen, last = -1, peer
+                question = pack(Watch(run=self._run.id, seen=seen))
+                answer = await self._transport.call(peer, "watch", question, deadline_s=WATCH_S)
+                watched = unpack_answer(peer, answer.header, Watched)
+                seen = watched.revision
+                self._learn(peer, watched)
+            except PeerFault as fault:
+                self._router.failed(fault.peer, now=time.monotonic())
+                last = None
+            except SwarmError:
+                last = None
+                await asyncio.sleep(IDLE_S)
+            await asyncio.sleep(0.02)  # progress need not be followed more closely
+
+    def _learn(self, peer: PeerId, watched: Watched) -> None:
+        brief, now = watched.brief, time.monotonic()
+        for t, loss in brief.losses:
+            if 0 <= t < self._run.steps:
+                self.step_losses.setdefault(t, loss)
+        if watched.version > self._version + 1 and watched.version > self._run.steps:
+            raise BadAnswer(peer, f"says that the run is at version {watched.version} of {self._run.steps}")
+        if not self._told:  # what was done before we came is not ours to tell
+            self._version, self._step_began = watched.version, now
+            self._todo.stepped(watched.version)
+        self._set_version(watched.version)
+        self._told = True
+        for news in brief.lacking:
+            if len(news.by_stage) == self._run.S and self._version <= news.t < self._run.steps:
+                try:
+                    by_stage = [from_bytes(bitmap, self._run.M) for bitmap in news.by_stage]
+                except ValueError as error:
+                    raise BadAnswer(peer, str(error)) from None
+                self._todo.lacking(news.t, by_stage, now=now)
+        self._changed.set()
+
+    def _set_version(self, version: int) -> None:
+        """The swarm took steps: say so, and forget what belongs to them."""
+        if version <= self._version:
+            return
+        now = time.monotonic()
+        taken = version - self._version
+        rate = taken * self._run.tokens_per_step / max(1e-6, now - self._step_began)
+        counts = tuple(len(self._router.peers(stage)) for stage in range(self._run.S))
+        for t in range(self._version, version):
+            self._emit(
+                events.StepDone(
+                    t=t, steps=self._last_step, loss=self.loss_of(t), tokens_per_s=rate, peers=counts,
+                    losses=self._losses_of(t),
+                )
+            )  # fmt: skip
+        self._version, self._step_began = version, now
+        self._todo.stepped(version)
+        self._window.paused()
+        for stale in [mb for mb in self._attempts if mb.t < version]:
+            del self._attempts[stale]
+        self._changed.set()
+
+    def _losses_of(self, t: int) -> tuple[float, ...]:
+        found = [self.losses.pop(Microbatch(t, m), None) for m in range(self._run.M)]
+        return tuple(loss for loss in found if loss is not None) if None not in found else ()
+
+    def loss_of(self, t: int) -> float | None:
+        """The mean loss of step `t`: of all M microbatches if known, else of those that we ran."""
+        if t in self.step_losses:
+            return self.step_losses[t]
+        own = [self.losses[Microbatch(t, m)] for m in range(self._run.M) if Microbatch(t, m) in self.losses]
+        return sum(own) / len(own) if own else None

@@ -1,0 +1,40 @@
+"""Waiting with a limit. Not asyncio.wait_for: before Python 3.12 it can swallow a cancellation that
+comes in the same tick as the result, and a loop that was cancelled once would run for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def within(awaitable: Awaitable[T], limit_s: float) -> T:
+    """The result of `awaitable`, which is cancelled if it takes longer.
+
+    Raises:
+        asyncio.TimeoutError: it did.
+    """
+    task = asyncio.ensure_future(awaitable)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=max(0.0, limit_s))
+    except BaseException:
+        task.cancel()
+        raise
+    if done:
+        return task.result()
+    task.cancel()
+    await asyncio.wait({task})
+    raise asyncio.TimeoutError
+
+
+async def happens(event: asyncio.Event, limit_s: float) -> bool:
+    """Whether `event` is set, waiting for it at most `limit_s`."""
+    if not event.is_set() and limit_s > 0:
+        waiter = asyncio.ensure_future(event.wait())
+        try:
+            await asyncio.wait({waiter}, timeout=limit_s)
+        finally:
+            waiter.cancel()
+    return event.is_set()

@@ -1,0 +1,376 @@
+"""Serving microbatches: forward, the next stage, backward, each once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from peers.core import StageCore
+from peers.device_thread import Rank
+from peers.downstream import NextStage
+from peers.faultpoints import fault_point
+from peers.ports import Answer, Buffer, Request, Transport
+from peers.roll import Roll
+from peers.steps import Job, Kept, OpenStep
+from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused, SwarmError
+from swarm.ids import Microbatch, PeerId
+from swarm.model.stage import Forward, SumLost
+from swarm.policy.ledger import Claim
+from swarm.wire.codec import Encoded, TensorMeta, encoded_sizes
+from swarm.wire.messages import Hop, Locate, Located, Work, WorkDone, pack, unpack
+from swarm.wire.tensors import boundary_meta, input_metas
+
+OPEN_WAIT_S = 10.0
+"""How long a request for the next step waits for it to open; its caller sees heartbeats meanwhile."""
+MOST_BAD_GRADIENTS = 3
+MOST_ATTEMPTS = 1 << 30
+MOST_PEER_ID = 100
+"""Characters. A peer id has 52."""
+MOST_WAITING = 256
+"""Requests that wait for a step to open. They hold a header and no tensors."""
+
+
+class WorkDesk:
+    """Answers `work` and `locate`.
+
+    Args:
+        next_stage: None at the last stage.
+        on_fault: told of each peer of the next stage that failed.
+    """
+
+    def __init__(
+        self,
+        core: StageCore,
+        transport: Transport,
+        roll: Roll,
+        next_stage: NextStage | None,
+        *,
+        max_inflight: int,
+    ) -> None:
+        self._core, self._roll, self._next, self.max_inflight = core, roll, next_stage, max_inflight
+        self._takes = input_metas(core.run, core.stage)
+        self._answer_bytes = 0
+        if next_stage is not None:
+            self._answer_bytes = sum(encoded_sizes(boundary_meta(core.run, core.run.codec.backward)))
+        self.inflight = 0
+        self.taken = 0
+        """Microbatches whose tensors were received."""
+        self.answered = 0
+        self.leaving = False
+        self._waiting = 0
+        self._jobs: set[asyncio.Task[None]] = set()
+        most = sum(sum(encoded_sizes(meta)) for meta in self._takes)
+        transport.serve("work", self._serve_work, max_body_bytes=most)
+        transport.serve("locate", self._serve_locate)
+
+    async def drain(self) -> None:
+        """Admit nothing more, and finish what is in flight."""
+        self.leaving = True
+        await asyncio.gather(*self._jobs, return_exceptions=True)
+
+    def stop(self) -> None:
+        """Drop what is in flight."""
+        for task in self._jobs:
+            task.cancel()
+
+    # -- answering --------------------------------------------------------------------------------
+
+    async def _serve_locate(self, request: Request) -> Answer:
+        where = unpack(request.header, Locate)
+        step = self._core.steps.get(where.t) if where.run == self._core.run.id else None
+        has = False
+        if step is not None and 0 <= where.m < self._core.run.M:
+            has = bool((step.ledger.done | step.ledger.doing) >> where.m & 1)
+        return Answer(pack(Located(has=has)))
+
+    async def _serve_work(self, request: Request) -> Answer:
+        """One microbatch: claimed, computed or remembered, answered."""
+        work = unpack(request.header, Work)
+        self._check(work, request)
+        if self._core.stage > 0:
+            await self._roll.require(request.peer, self._core.stage - 1)
+        step = await self._open(work.t)
+        claim = step.ledger.claim(work.m)
+        if claim is Claim.NEW:
+            kept = await self._take(step, work, request)
+        elif claim is Claim.DOING:
+            kept = await asyncio.shield(step.jobs[work.m].done)
+        else:
+            kept = step.kept[work.m]
+            if work.deepest > self._core.stage:
+                await self._pass_on(step, work, kept)
+        self.answered += 1
+        return Answer(pack(kept.answer), [] if kept.grad_in is None else list(kept.grad_in.buffers))
+
+    def _check(self, work: Work, request: Request) -> None:
+        """Refuse what does not belong here, before any of its tensors is received."""
+        core = self._core
+        if work.run != core.run.id:
+            raise Refused(f"this peer serves run {core.run.id}, not {work.run[:40]!r}")
+        trainers = core.run.admission.trainers
+        if core.stage == 0 and trainers and request.peer not in trainers:
+            raise Refused(f"run {core.run.name!r} does not admit {request.peer} as a trainer")
+        if not (0 <= work.m < core.run.M and 0 <= work.t < core.run.steps):
+            raise Refused(f"no microbatch ({work.t}, {work.m}) in {core.run.steps} steps of {core.run.M}")
+        if not -1 <= work.deepest < core.run.S:
+            raise Refused(f"there is no stage {work.deepest} of {core.run.S} to feed again")
+        if not 0 <= work.attempt <= MOST_ATTEMPTS:
+            raise Refused(f"attempt {work.attempt} of a microbatch; at most {MOST_ATTEMPTS} are counted")
+        version = core.run.weight_version(work.t)
+        if work.version != version:
+            raise Refused(f"step {work.t} is computed with weights {version}, not {work.version}")
+        if work.tensors != self._takes:
+            raise Refused(
+                f"stage {core.stage} takes {_shown(self._takes)}; offered were {_shown(work.tensors)}"
+            )
+        if list(request.body_sizes) != [size for meta in self._takes for size in encoded_sizes(meta)]:
+            raise Refused(
+                f"the announced buffers, {list(request.body_sizes)[:8]} bytes, do not fit the tensors"
+            )
+        if self.leaving:
+            raise Leaving("this peer is leaving")
+
+    async def _open(self, t: int) -> OpenStep:
+        """The step, held for if it is about to open. Those that wait hold no memory."""
+        core = self._core
+        if t not in core.steps and self._waiting >= MOST_WAITING:
+            raise NotReady(f"many already wait for step {t}", version=core.version, retry_after_s=0.5)
+        self._waiting += 1
+        try:
+            return await core.step(t, wait_s=OPEN_WAIT_S if t <= core.newest_step() + 1 else 0.0)
+        finally:
+            self._waiting -= 1
+
+    # -- computing --------------------------------------------------------------------------------
+
+    async def _take(self, step: OpenStep, work: Work, request: Request) -> Kept:
+        """Compute a microbatch. It goes on when its caller dies: whoever asks next gets the answer."""
+        loop = asyncio.get_running_loop()
+        job = Job(done=loop.create_future())
+        step.jobs[work.m] = job
+        self._core.news.some()
+        admitted = False
+        try:
+            if self.inflight >= self.max_inflight:
+                raise Busy(f"{self.inflight} microbatches are in flight; no more fit")
+            self.inflight += 1
+            admitted = True
+            inputs = _split(self._takes, await request.accept())
+            self.taken += 1
+        except BaseException as error:
+            self._end(step, work.m, admitted=admitted)
+            self._fail(job, error)
+            raise
+        task = loop.create_task(self._compute(step, work, inputs, job))
+        self._jobs.add(task)
+        task.add_done_callback(self._jobs.discard)
+        return await asyncio.shield(job.done)
+
+    async def _compute(self, step: OpenStep, work: Work, inputs: list[Encoded], job: Job) -> None:
+        try:
+            compute = self._last if self._core.is_last else self._middle
+            kept = await compute(step, work, inputs)
+        except (SwarmError, asyncio.CancelledError) as error:
+            self._fail(job, error)
+        except Exception as error:
+            self._fail(job, error)
+            raise
+        else:
+            self._core.computed += 1
+            job.done.set_result(kept)
+        finally:
+            self._end(step, work.m, admitted=True)
+
+    def _end(self, step: OpenStep, m: int, *, admitted: bool) -> None:
+        self.inflight -= admitted
+        step.ledger.release(m)
+        step.jobs.pop(m, None)
+        if step.ledger.doing:
+            self._core.news.some()
+        else:
+            self._core.news.urgent()  # idle: perhaps the step is complete
+
+    @staticmethod
+    def _fail(job: Job, error: BaseException) -> None:
+        if isinstance(error, asyncio.CancelledError):
+            error = NotReady("the microbatch was given up here", version=-1)
+        if isinstance(error, PeerFault):  # towards our caller, who can do nothing about it
+            error = NotReady(error.text, version=-1)
+        job.done.set_exception(error)
+        job.done.exception()  # nobody may be waiting any more
+
+    async def _last(self, step: OpenStep, work: Work, inputs: list[Encoded]) -> Kept:
+        began = time.monotonic()
+
+        def compute() -> Kept:
+            mb = self._alive(step, work)
+            add = step.ledger.may_add(work.m)
+            fault_point("backward")
+            started = time.perf_counter()
+            loss, grad_in = self._sum_guard(
+                step, lambda: self._core.compute.loss_backward(mb, inputs, add=add)
+            )
+            return self._keep(
+                step, work.m, inputs, None, grad_in, loss, added=add, own_s=time.monotonic() - began,
+                compute_s=time.perf_counter() - started, hops=(),
+            )  # fmt: skip
+
+        return await self._core.device.run(Rank.FORWARD, work.t, compute)
+
+    async def _middle(self, step: OpenStep, work: Work, inputs: list[Encoded]) -> Kept:
+        core = self._core
+        began = time.monotonic()
+        timed = [0.0, 0.0]
+
+        def forward() -> Forward:
+            mb, started = self._alive(step, work), time.perf_counter()
+            fwd = core.compute.forward(mb, inputs)
+            timed[0] = time.perf_counter() - started
+            return fwd
+
+        fwd = await core.device.run(Rank.FORWARD, work.t, forward)
+        fault_point("forward")
+        onward, behind_s = _onward(work, fwd), 0.0
+        while True:
+            left_at = time.monotonic()
+            peer, done, grad = await self._call_next(step, onward, fwd)
+            behind_s += time.monotonic() - left_at
+
+            def backward(done: WorkDone = done, grad: Encoded = grad, behind_s: float = behind_s) -> Kept:
+                mb, started = self._alive(step, work), time.perf_counter()
+                assert mb == fwd.mb
+                add = step.ledger.may_add(work.m)
+                fault_point("backward")
+                grad_in = self._sum_guard(step, lambda: core.compute.backward(fwd, grad, add=add))
+                compute_s = timed[0] + time.perf_counter() - started
+                own_s = time.monotonic() - began - behind_s
+                return self._keep(
+                    step, work.m, inputs, grad, grad_in, done.loss, added=add,
+                    own_s=own_s, compute_s=compute_s, hops=done.hops,
+                )  # fmt: skip
+
+            try:
+                return await core.device.run(Rank.BACKWARD, work.t, backward)
+            except Refused as refused:
+                # The gradient was refused before anything was added: its sender is at fault.
+                assert self._next is not None
+                self._next.fault(BadAnswer(peer, refused.text))
+                if onward.attempt - work.attempt >= MOST_BAD_GRADIENTS:
+                    raise  # several peers cannot all be at fault: the run diverges
+                onward = msgspec.structs.replace(onward, attempt=onward.attempt + 1)
+
+    async def _call_next(self, step: OpenStep, work: Work, fwd: Forward) -> tuple[PeerId, WorkDone, Encoded]:
+        assert self._next is not None
+        expected = boundary_meta(self._core.run, self._core.run.codec.backward)
+
+        def check(peer: PeerId, done: WorkDone, answer: Answer) -> None:
+            if done.tensors != (expected,):
+                raise BadAnswer(peer, f"answered {_shown(done.tensors)} where {_shown((expected,))} was due")
+            if [memoryview(b).nbytes for b in answer.body] != encoded_sizes(expected):
+                raise BadAnswer(peer, "answered buffers that do not fit their tensor")
+            hops = self._core.run.S - self._core.stage - 1
+            if len(done.hops) > hops or any(len(hop.peer) > MOST_PEER_ID for hop in done.hops):
+                raise BadAnswer(peer, f"answered with more than one hop for each of {hops} stages")
+            if not -1e30 < done.loss < 1e30:
+                raise BadAnswer(peer, f"answered with the loss {done.loss}")
+
+        body = [buffer for output in fwd.outputs for buffer in output.buffers]
+        peer, done, answer = await self._next.call(
+            work, body, max_answer_bytes=self._answer_bytes, check=check,
+            closed=lambda: self._pointless(step),
+        )  # fmt: skip
+        return peer, done, Encoded(expected, answer.body)
+
+    def _pointless(self, step: OpenStep) -> SwarmError | None:
+        """Why a microbatch need not go on: its step is over, or this peer leaves and cannot finish it."""
+        if step.over:
+            return self._core.closed(step.t)
+        if self.leaving and self._next is not None and self._next.is_deserted():
+            # All of a swarm that are stopped together would else wait for one another.
+            return Leaving("this peer is leaving, and nobody of the next stage answers", retry_after_s=0.0)
+        return None
+
+    async def _pass_on(self, step: OpenStep, work: Work, kept: Kept) -> None:
+        """A stage behind this one lost a microbatch that this one has: feed it again."""
+        core = self._core
+        if work.m in step.jobs:
+            await asyncio.shield(step.jobs[work.m].done)
+            return
+        job = step.jobs[work.m] = Job(done=asyncio.get_running_loop().create_future())
+        try:
+            fwd = await core.device.run(
+                Rank.FORWARD,
+                work.t,
+                lambda: core.compute.forward(self._alive(step, work), kept.inputs, grad=False),
+            )
+            await self._call_next(step, _onward(work, fwd), fwd)
+            job.done.set_result(kept)
+        except BaseException as error:
+            self._fail(job, error)
+            raise
+        finally:
+            if step.jobs.get(work.m) is job:  # it may have been undone and claimed anew meanwhile
+                del step.jobs[work.m]
+
+    # -- counting (on the device thread) ----------------------------------------------------------
+
+    def _alive(self, step: OpenStep, work: Work) -> Microbatch:
+        if step.over:
+            raise self._core.closed(step.t)
+        return Microbatch(work.t, work.m)
+
+    def _sum_guard(self, step: OpenStep, compute: Callable[[], Any]) -> Any:
+        """A backward that broke half-way took the sum with it: the ledger goes too."""
+        try:
+            return compute()
+        except SumLost:
+            step.ledger.clear()
+            step.kept.clear()
+            text = f"the sum of step {step.t} was lost and starts again"
+            raise NotReady(text, version=self._core.version) from None
+
+    def _keep(
+        self,
+        step: OpenStep,
+        m: int,
+        inputs: list[Encoded],
+        grad_out: Encoded | None,
+        grad_in: Encoded | None,
+        loss: float,
+        *,
+        added: bool,
+        own_s: float,
+        compute_s: float,
+        hops: Sequence[Hop],
+    ) -> Kept:
+        core = self._core
+        hop = Hop(stage=core.stage, peer=core.me, own_s=max(0.0, own_s), compute_s=compute_s)
+        tensors = () if grad_in is None else (grad_in.meta,)
+        kept = Kept(inputs, grad_out, WorkDone(loss=loss, tensors=tensors, hops=(hop, *hops)), grad_in)
+        if added:
+            step.kept[m] = kept
+            step.ledger.record(m)
+        return kept
+
+
+def _onward(work: Work, fwd: Forward) -> Work:
+    """The same microbatch, for the next stage."""
+    return msgspec.structs.replace(work, route=work.route[1:], tensors=tuple(out.meta for out in fwd.outputs))
+
+
+def _split(metas: Sequence[TensorMeta], buffers: Sequence[Buffer]) -> list[Encoded]:
+    """The buffers of a body, tensor by tensor."""
+    tensors, at = [], 0
+    for meta in metas:
+        count = len(encoded_sizes(meta))
+        tensors.append(Encoded(meta, list(buffers[at : at + count])))
+        at += count
+    return tensors
+
+
+def _shown(metas: Sequence[TensorMeta]) -> str:
+    return ", ".join(f"{m.dtype[:12]}{list(m.shape[:8])} as {m.codec[:12]}" for m in metas[:4]) or "nothing"

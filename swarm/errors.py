@@ -1,0 +1,160 @@
+"""Every error that crosses a module or a wire.
+
+    SwarmError
+    ├── SetupError        the user must change something; the text says what
+    ├── PeerFault         that peer misbehaved: let it rest, go elsewhere
+    │   ├── PeerGone      cannot be reached, or the connection broke
+    │   ├── PeerSilent    connected, but no sign of life in time
+    │   └── BadAnswer     it answered nonsense (wrong shape, not finite, malformed)
+    ├── NotNow            a healthy refusal: ask again later
+    │   ├── Busy          no room for another microbatch
+    │   ├── NotReady      it has not reached that weight version yet
+    │   └── Leaving       it is draining: ask another
+    ├── Stale             it is already past that step; carries its version
+    └── Refused           what we sent is not acceptable (and would not be elsewhere)
+
+Errors of the last four kinds travel as answers: `to_wire` and `from_wire` keep their fields.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class SwarmError(Exception):
+    """Base of all errors below. `text` is a sentence for a person."""
+
+    code: ClassVar[str] = "error"
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def to_wire(self) -> dict[str, Any]:
+        """A small msgpack-able dict: code, text and the error's own numbers."""
+        return {"code": self.code, "text": self.text[:500], **self._numbers()}
+
+    def _numbers(self) -> dict[str, Any]:
+        return {}
+
+
+class SetupError(SwarmError):
+    """The user has to change something before this can work."""
+
+    code = "setup"
+
+
+class PeerFault(SwarmError):
+    """`peer` did something wrong. Nothing of ours is lost: call another one."""
+
+    code = "fault"
+
+    def __init__(self, peer: str, text: str) -> None:
+        super().__init__(f"peer {short(peer)}: {text}")
+        self.peer = peer
+
+
+class PeerGone(PeerFault):
+    """The connection cannot be made or broke."""
+
+    code = "gone"
+
+
+class PeerSilent(PeerFault):
+    """Connected, but no byte within the limit, or the answer was lost."""
+
+    code = "silent"
+
+
+class BadAnswer(PeerFault):
+    """The answer broke the protocol."""
+
+    code = "bad-answer"
+
+
+class NotNow(SwarmError):
+    """A healthy peer cannot take this now. Retrying after `retry_after_s` makes sense."""
+
+    code = "not-now"
+
+    def __init__(self, text: str, *, retry_after_s: float = 0.05) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
+
+    def _numbers(self) -> dict[str, Any]:
+        return {"retry_after_s": self.retry_after_s}
+
+
+class Busy(NotNow):
+    """As many microbatches as fit in memory are already in flight."""
+
+    code = "busy"
+
+
+class Leaving(NotNow):
+    """The peer is draining and will not come back."""
+
+    code = "leaving"
+
+
+class NotReady(NotNow):
+    """The peer's weights are at `version`, older than what was asked for."""
+
+    code = "not-ready"
+
+    def __init__(self, text: str, *, version: int, retry_after_s: float = 0.05) -> None:
+        super().__init__(text, retry_after_s=retry_after_s)
+        self.version = version
+
+    def _numbers(self) -> dict[str, Any]:
+        return {"version": self.version, "retry_after_s": self.retry_after_s}
+
+
+class Stale(SwarmError):
+    """The step that was asked for is over: the peer's weights are at `version`."""
+
+    code = "stale"
+
+    def __init__(self, text: str, *, version: int) -> None:
+        super().__init__(text)
+        self.version = version
+
+    def _numbers(self) -> dict[str, Any]:
+        return {"version": self.version}
+
+
+class Refused(SwarmError):
+    """The request is not acceptable: unknown method, wrong run, wrong shape, too large, not finite."""
+
+    code = "refused"
+
+
+_WIRE = {cls.code: cls for cls in (NotNow, Busy, Leaving, NotReady, Stale, Refused)}
+
+
+def from_wire(peer: str, fields: dict[str, Any]) -> SwarmError:
+    """The error that `peer` answered with; anything malformed becomes `BadAnswer`."""
+    code, text = fields.get("code"), fields.get("text")
+    cls = _WIRE.get(code) if isinstance(code, str) else None
+    if cls is None or not isinstance(text, str):
+        return BadAnswer(peer, f"answered with an unknown error: {str(code)[:40]!r}: {str(text)[:200]!r}")
+    version, retry = fields.get("version", 0), fields.get("retry_after_s", 0.05)
+    if type(version) is not int or type(retry) not in (int, float) or not 0 <= retry <= 60:
+        return BadAnswer(peer, f"answered {code!r} with impossible numbers")
+    text = text[:500]
+    if cls is NotReady:
+        return NotReady(text, version=version, retry_after_s=retry)
+    if cls is Stale:
+        return Stale(text, version=version)
+    if cls is Busy:
+        return Busy(text, retry_after_s=retry)
+    if cls is Leaving:
+        return Leaving(text, retry_after_s=retry)
+    if cls is NotNow:
+        return NotNow(text, retry_after_s=retry)
+    return Refused(text)
+
+
+def short(peer: str) -> str:
+    """The end of a peer id, which is the part that differs, for log lines."""
+    return peer[-6:]

@@ -1,0 +1,21 @@
+"""Names of things. Plain types, so that they sort, hash and travel as they are."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+PeerId: TypeAlias = str
+"""libp2p peer id, base58 (an Ed25519 key: the id *is* the public key)."""
+
+Stage: TypeAlias = int
+"""Index of a stage, 0 … S-1."""
+
+
+class Microbatch(NamedTuple):
+    """Microbatch `m` of step `t`: what it holds is a pure function of the manifest."""
+
+    t: int
+    m: int
+
+    def __str__(self) -> str:
+        return f"({self.t}, {self.m})"

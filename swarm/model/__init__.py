@@ -1,0 +1,10 @@
+"""Torch maths: the model, its cut into stages, one stage's weights and sums, and the reference for all of it.
+
+gpt.py        the decoder and its cut into stages
+counting.py   the audit model, whose weights count microbatches
+draws.py      initial weights and dropout: functions of names
+optimizer.py  AdamW and SGD on flat vectors
+stage.py      what a stage peer computes
+reference.py  the same run in a single process
+generate.py   text from trained weights
+"""

@@ -1,0 +1,59 @@
+"""Text from trained weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from swarm.errors import SetupError
+from swarm.model.gpt import replace_parameters, stage_skeleton, weights_dtype
+from swarm.run import Run
+
+
+@torch.no_grad()
+def generate(
+    run: Run,
+    weights: Mapping[str, torch.Tensor],
+    prompt_tokens: Sequence[int],
+    n: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+) -> list[int]:
+    """`n` tokens that continue the prompt, drawn at `temperature` (0: always the likeliest).
+
+    `weights`: those of all stages by full name. The model sees the last `data.sequence_length` tokens.
+
+    Raises:
+        SetupError: weights are missing or have another shape, an empty prompt, or tokens that the model
+            does not know.
+    """
+    if run.model.kind != "gpt":
+        raise SetupError(f'model.kind = "{run.model.kind}" does not generate text')
+    if not prompt_tokens or not all(0 <= token < run.model.vocab_size for token in prompt_tokens):
+        raise SetupError(f"a prompt is one token or more, each from 0 to {run.model.vocab_size - 1}")
+    module = stage_skeleton(replace(run, model=replace(run.model, stages=1)), 0)
+
+    def found(name: str, empty: torch.nn.Parameter) -> torch.Tensor:
+        tensor = weights.get(name)
+        if tensor is None:
+            raise SetupError(f"no weights for {name}: take those of all {run.S} stages")
+        if tensor.shape != empty.shape:
+            raise SetupError(f"weights {name} have shape {list(tensor.shape)}; expected {list(empty.shape)}")
+        return tensor.to(device=device, dtype=weights_dtype(run))
+
+    replace_parameters(module, found)
+    module.to(device).eval()
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt_tokens)
+    for _ in range(n):
+        seen = torch.tensor([tokens[-run.data.sequence_length :]], device=device)
+        logits = module(seen)[0, -1].float().cpu()
+        if temperature:
+            chances = torch.softmax(logits / temperature, 0)
+            tokens.append(int(torch.multinomial(chances, 1, generator=generator).item()))
+        else:
+            tokens.append(int(logits.argmax().item()))
+    return tokens[len(prompt_tokens) :]

@@ -1,0 +1,269 @@
+"""The decoder and its cut into stages.
+
+Shapes: B samples, T tokens, H hidden, N heads, D = H / N, V vocabulary.
+
+A block is pre-norm: x + attention(norm(x)), then x + mlp(norm(x)), without biases; rotary or learned
+positions; the embedding and the head are separate weights, since they live on different stages. There is no
+dropout on the attention weights (fused kernels draw it from a generator of their own), only on what enters
+the residual stream.
+
+Parameters have the same full name in every split (`layers.3.qkv.weight`), and their initial values are
+functions of that name: any split trains the same model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from swarm.ids import Microbatch, Stage
+from swarm.model.counting import CountingStage
+from swarm.model.draws import Dropout, initial_normal
+from swarm.run import ModelSpec, Run
+
+NORM_EPS = 1e-5
+INIT_STD = 0.02
+"""GPT-2's. The last matrix of each branch gets 1 / sqrt(2 layers) of it, so that the residual stream
+does not grow with depth."""
+
+
+def weights_dtype(run: Run) -> torch.dtype:
+    """Of weights, gradient sums and optimizer: float32, or float64 for proofs. bfloat16 is autocast."""
+    return torch.float64 if run.dtype == "float64" else torch.float32
+
+
+def boundary_dtype(run: Run) -> torch.dtype:
+    """Of the tensors between stages, before their codec: the run's own dtype.
+
+    The residual stream of a bfloat16 run is float32 inside a stage (autocast), and rounded to bfloat16
+    where it leaves it: half the bytes with codec `none`, and an error a tenth of blockwise8's.
+    """
+    return {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}[run.dtype]
+
+
+def layer_flops(model: ModelSpec, sequence_length: int) -> tuple[float, float]:
+    """Multiply-adds per token of the forward of (one block, the head)."""
+    H = model.hidden
+    # Causal attention looks at T / 2 tokens on average, once for the scores and once for the values.
+    block = 4 * H * H + 2 * H * model.ffn_hidden + H * sequence_length
+    return float(block), float(H * model.vocab_size)
+
+
+def layer_split(run: Run) -> list[range]:
+    """The layers of each stage: contiguous, at least one each, the dearest stage as cheap as possible.
+
+    The last stage also has the head. The embedding is a lookup and counts nothing. Among equally good
+    splits the one with the least sum of squares, then the lexicographically first.
+    """
+    model = run.model
+    if model.kind == "counting":
+        return [range(stage, stage + 1) for stage in range(run.S)]
+    block, head = layer_flops(model, run.data.sequence_length)
+    L, S = model.layers, run.S
+    # best[i] = (dearest, squares, ends) of the cheapest way to give layers 0 … i-1 to the stages so far.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(S):
+        left = S - 1 - stage
+        after: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for end in range(stage + 1, L - left + 1) if left else [L]:
+            options: list[tuple[float, float, tuple[int, ...]]] = []
+            for start, (dearest, squares, ends) in best.items():
+                if start < end:
+                    cost = (end - start) * block + (0 if left else head)
+                    options.append((max(dearest, cost), squares + cost * cost, (*ends, end)))
+            after[end] = min(options)
+        best = after
+    ends = best[L][2]
+    return [range(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
+
+
+class _InPlaceOf(torch.autograd.Function):
+    """Gives `low` where a weight is wanted; its gradient goes straight into the weight's `.grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        return low.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        (grad,) = grads
+        total = ctx.weight.grad
+        if total is None:
+            return grad.to(ctx.weight.dtype), None
+        total.add_(grad)
+        return None, None
+
+
+class Matrix(nn.Linear):
+    """[.., a] -> [.., b] without bias. In a bfloat16 run a stage gives it `low`, its weight in bfloat16.
+
+    Autocast would round the weight anew for every microbatch, and every microbatch in flight would hold a
+    copy: 3.6 GB and 7 % of the time for a layer of GPT-3. The gradient is added to the float32 sum without
+    a float32 copy of its own. The numbers are those of autocast (tested).
+    """
+
+    low: torch.Tensor | None = None
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.low is None:
+            return functional.linear(input, self.weight)
+        return functional.linear(input, _InPlaceOf.apply(self.weight, self.low))
+
+
+class Block(nn.Module):
+    """One transformer block, [B, T, H] -> [B, T, H]."""
+
+    def __init__(self, model: ModelSpec, name: str) -> None:
+        super().__init__()
+        H = model.hidden
+        self.name, self.heads = name, model.heads
+        self.norm1, self.norm2 = _norm(model), _norm(model)
+        self.qkv = Matrix(H, 3 * H)
+        self.out = Matrix(H, H)
+        self.up = Matrix(H, model.ffn_hidden)
+        self.down = Matrix(model.ffn_hidden, H)
+
+    def forward(
+        self, x_BTH: torch.Tensor, turn_TD: torch.Tensor | None, dropout: Dropout | None
+    ) -> torch.Tensor:
+        B, T, H = x_BTH.shape
+        qkv = self.qkv(self.norm1(x_BTH)).view(B, T, 3, self.heads, H // self.heads)
+        q_BNTD, k_BNTD, v_BNTD = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        if turn_TD is not None:
+            q_BNTD, k_BNTD = _rotate(q_BNTD, turn_TD), _rotate(k_BNTD, turn_TD)
+        mixed = functional.scaled_dot_product_attention(q_BNTD, k_BNTD, v_BNTD, is_causal=True)
+        y_BTH = self.out(mixed.transpose(1, 2).reshape(B, T, H))
+        x_BTH = x_BTH + (dropout(y_BTH, f"{self.name}.attention") if dropout else y_BTH)
+        y_BTH = self.down(functional.gelu(self.up(self.norm2(x_BTH))))
+        return x_BTH + (dropout(y_BTH, f"{self.name}.mlp") if dropout else y_BTH)
+
+
+class GptStage(nn.Module):
+    """Some layers, with the embedding if they are the first and the head if they are the last."""
+
+    def __init__(self, run: Run, layers: range, *, first: bool, last: bool) -> None:
+        super().__init__()
+        model = run.model
+        self.first, self.last = first, last
+        self._seed, self._p = run.seed, model.dropout
+        self.learned = model.positions == "learned"
+        if first:
+            self.tokens = nn.Embedding(model.vocab_size, model.hidden)
+            if self.learned:
+                self.places = nn.Embedding(run.data.sequence_length, model.hidden)
+        self.layers = nn.ModuleDict({str(i): Block(model, f"layers.{i}") for i in layers})
+        if last:
+            self.norm = _norm(model)
+            self.head = Matrix(model.hidden, model.vocab_size)
+        # On the CPU also when the rest is built on the meta device: `.to` moves it with the weights.
+        turn = (
+            None if self.learned else _turns(run.data.sequence_length, model.hidden // model.heads, run.dtype)
+        )
+        self.register_buffer("turn", turn, persistent=False)
+
+    def forward(
+        self, x: torch.Tensor, labels_BT: torch.Tensor | None = None, *, mb: Microbatch | None = None
+    ) -> torch.Tensor:
+        """Tokens [B, T] int64 (first stage) or hidden [B, T, H] -> hidden, or the mean loss (last stage).
+
+        `mb` decides the dropout; without it there is none. Without labels the last stage gives logits
+        [B, T, V].
+        """
+        dropout = Dropout(self._seed, mb, self._p) if mb is not None and self._p else None
+        if self.first:
+            x = self.tokens(x)
+            if self.learned:
+                x = x + self.places.weight[: x.shape[1]]
+            x = dropout(x, "tokens") if dropout else x
+        elif x.dtype == torch.bfloat16:
+            x = x.float()  # the residual stream, see `boundary_dtype`
+        turn = None if self.learned else cast(torch.Tensor, self.turn)[: x.shape[1]]
+        for block in self.layers.values():
+            x = block(x, turn, dropout)
+        if not self.last:
+            return x
+        logits_BTV = self.head(self.norm(x))
+        if labels_BT is None:
+            return logits_BTV
+        flat = logits_BTV.flatten(0, 1)
+        # Autocast leaves the logits in bfloat16: too coarse for a sum over the vocabulary.
+        flat = flat.float() if flat.dtype == torch.bfloat16 else flat
+        return functional.cross_entropy(flat, labels_BT.flatten())
+
+
+def build_stage(run: Run, stage: Stage) -> nn.Module:
+    """The module of a stage with its initial weights, on the CPU, in `weights_dtype(run)`.
+
+    Called with (x, labels, mb=...): see `GptStage.forward`.
+    """
+    module = stage_skeleton(run, stage)
+    dtype = weights_dtype(run)
+
+    def fill(name: str, empty: nn.Parameter) -> torch.Tensor:
+        return initial_value(run, name, empty.shape).to(dtype)
+
+    replace_parameters(module, fill)
+    return module
+
+
+def stage_skeleton(run: Run, stage: Stage) -> nn.Module:
+    """The module of a stage whose parameters are on the meta device: shapes without memory."""
+    if not 0 <= stage < run.S:
+        raise ValueError(f"no stage {stage} in a run of {run.S}")
+    with torch.device("meta"):
+        if run.model.kind == "counting":
+            module = CountingStage(run.M, name=f"stage{stage}", last=stage == run.S - 1)
+        else:
+            module = GptStage(run, layer_split(run)[stage], first=stage == 0, last=stage == run.S - 1)
+    return module
+
+
+def initial_value(run: Run, name: str, shape: torch.Size) -> torch.Tensor:
+    """The initial value of the parameter with this full name: float32 on the CPU."""
+    if run.model.kind == "counting":
+        return torch.zeros(shape)
+    if len(shape) == 1:
+        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+    depth = math.sqrt(2 * run.model.layers) if name.endswith((".out.weight", ".down.weight")) else 1.0
+    return initial_normal(run.seed, name, shape, INIT_STD / depth)
+
+
+def replace_parameters(module: nn.Module, value: Callable[[str, nn.Parameter], torch.Tensor]) -> None:
+    """Give every parameter the memory of `value(full name, old parameter)`."""
+    for name, old in list(module.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, nn.Parameter(value(name, old)))
+
+
+def _norm(model: ModelSpec) -> nn.Module:
+    if model.norm == "layernorm":
+        return nn.LayerNorm(model.hidden, eps=NORM_EPS)
+    return nn.RMSNorm(model.hidden, eps=NORM_EPS)
+
+
+def _turns(T: int, D: int, dtype: str) -> torch.Tensor:
+    """Rotary positions: unit complex numbers [T, D / 2]; pair i of token t turns by t * 10000^(-2i / D).
+
+    Computed in float64 in any case: in float32 the angles of late tokens would be off by 1e-4.
+    """
+    rate = 10000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64, device="cpu") / D)
+    angle = torch.outer(torch.arange(T, dtype=torch.float64, device="cpu"), rate)
+    return torch.polar(torch.ones_like(angle), angle).to(
+        torch.complex128 if dtype == "float64" else torch.complex64
+    )
+
+
+def _rotate(x_BNTD: torch.Tensor, turn_TD: torch.Tensor) -> torch.Tensor:
+    """Turn neighbouring pairs. As complex numbers: five times as fast on a CPU as with halves and cat."""
+    wide = x_BNTD if x_BNTD.dtype in (torch.float32, torch.float64) else x_BNTD.float()
+    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * turn_TD).flatten(-2).to(x_BNTD.dtype)

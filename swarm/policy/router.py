@@ -1,0 +1,125 @@
+"""Who gets the next microbatch of a stage: stochastic wiring (SWARM, section 3.2).
+
+Interleaved weighted round-robin: each peer carries a virtual clock that advances by its expected
+response time whenever it is chosen, and the peer whose clock is furthest behind is next. Over time
+each peer gets work in proportion to its speed, interleaved rather than in bursts.
+
+Pure: no clock, sockets or threads. Times are monotonic seconds given by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from swarm.ids import PeerId, Stage
+from swarm.policy.bans import Bans
+
+EMA_WEIGHT = 0.2
+"""Weight of the newest response time: about five answers to follow a change of speed."""
+GUESS_S = 0.1
+"""Assumed response time of the very first peer, before anything is known."""
+
+
+class NoPeerForStage(Exception):
+    """Nobody can be asked now; somebody may at `retry_at` (infinity: nobody is known at all)."""
+
+    def __init__(self, stage: Stage, retry_at: float) -> None:
+        known = "all of them are resting" if retry_at != float("inf") else "none is announced"
+        super().__init__(f"no peer for stage {stage}: {known}")
+        self.stage, self.retry_at = stage, retry_at
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where one microbatch goes next, and why (for logs and dashboard)."""
+
+    peer: PeerId
+    expected_s: float
+    why: str
+
+
+@dataclass(slots=True)
+class _Candidate:
+    clock_s: float
+    """Virtual time: the sum of expected response times of everything it was given."""
+    ema_s: float | None
+    answers: int = 0
+
+
+class Router:
+    """Weighted round-robin over the peers of each stage."""
+
+    def __init__(self, bans: Bans | None = None) -> None:
+        self.bans = bans if bans is not None else Bans()
+        self._stages: dict[Stage, dict[PeerId, _Candidate]] = {}
+
+    def set_peers(self, stage: Stage, peers: Iterable[PeerId]) -> None:
+        """The peers that serve `stage` now. What is known of those that stay is kept.
+
+        A newcomer starts at the furthest-behind clock of the others, so that it is tried soon, but
+        is not flooded with everything that they ever got.
+        """
+        known = self._stages.setdefault(stage, {})
+        wanted = set(peers)
+        for gone in known.keys() - wanted:
+            del known[gone]
+        start = min((c.clock_s for c in known.values()), default=0.0)
+        for new in sorted(wanted - known.keys()):
+            known[new] = _Candidate(clock_s=start, ema_s=None)
+
+    def peers(self, stage: Stage) -> list[PeerId]:
+        """Everybody known at `stage`, resting or not."""
+        return sorted(self._stages.get(stage, {}))
+
+    def answered(self, stage: Stage, peer: PeerId, took_s: float) -> None:
+        """`peer` answered; `took_s` is its own response time, without the stages behind it."""
+        self.bans.answered(peer)
+        candidate = self._stages.get(stage, {}).get(peer)
+        if candidate is not None:
+            old = candidate.ema_s
+            # The first answer pays for warming up; kept in the mean, it would starve a newcomer for long.
+            if old is None or candidate.answers < 2:
+                candidate.ema_s = took_s
+            else:
+                candidate.ema_s = old + EMA_WEIGHT * (took_s - old)
+            candidate.answers += 1
+
+    def failed(self, peer: PeerId, *, now: float) -> None:
+        """`peer` missed its answer or broke the protocol: it rests."""
+        self.bans.failed(peer, now=now)
+
+    def route(self, stage: Stage, *, now: float, exclude: Collection[PeerId] = ()) -> Route:
+        """Pick the peer whose virtual clock is furthest behind; ties go to the smallest id.
+
+        Raises:
+            NoPeerForStage: all are gone, excluded or resting; carries `retry_at`.
+        """
+        known = self._stages.get(stage, {})
+        usable = [p for p in sorted(known) if p not in exclude and not self.bans.resting(p, now=now)]
+        if not usable:
+            waits = [self.bans.ends(p) for p in known]
+            raise NoPeerForStage(stage, max(now, min(waits)) if waits else float("inf"))
+        guess = self._guess_s(known)
+        peer = min(usable, key=lambda p: (known[p].clock_s + self._expected_s(known[p], guess), p))
+        chosen = known[peer]
+        expected_s = self._expected_s(chosen, guess)
+        why = "first try"
+        if chosen.ema_s is not None:
+            why = f"{expected_s * 1e3:.0f} ms expected, its turn of {len(usable)}"
+        # A peer that rested or was excluded for long must not be handed its whole backlog in one burst.
+        behind = min(known[p].clock_s for p in usable)
+        for candidate in known.values():
+            candidate.clock_s = max(candidate.clock_s, behind)
+        chosen.clock_s += expected_s
+        return Route(peer=peer, expected_s=expected_s, why=why)
+
+    @staticmethod
+    def _expected_s(candidate: _Candidate, guess: float) -> float:
+        return guess if candidate.ema_s is None else candidate.ema_s
+
+    @staticmethod
+    def _guess_s(known: dict[PeerId, _Candidate]) -> float:
+        """A newcomer is expected to be as fast as the median of its stage."""
+        times = sorted(c.ema_s for c in known.values() if c.ema_s is not None)
+        return times[len(times) // 2] if times else GUESS_S

@@ -1,0 +1,137 @@
+"""What a trainer does next. Pure: times are monotonic seconds given by the caller.
+
+Trainers need no coordinator: each walks the microbatches of a step in its own pseudo-random order and
+skips those that somebody has or is computing. One that was done and is lacking again (a peer died
+with it) is run again, but only after it has been lacking for a while: reports lag behind the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from swarm.ids import Microbatch, Stage
+
+REPLAY_AFTER_S = 0.4
+"""How long a finished microbatch must be reported lacking before it is run again: several reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Run `microbatch`; `deepest` is the last stage that lacks it if some stages already have it, else -1."""
+
+    microbatch: Microbatch
+    deepest: Stage
+    replay: bool
+
+
+@dataclass(slots=True)
+class _Step:
+    order: Sequence[int]
+    cursor: int = 0
+    done: int = 0
+    running: int = 0
+    taken: int = 0
+    """Seen claimed by somebody, at stage 0."""
+    lacking: list[int] = field(default_factory=lambda: list[int]())
+    """Per stage, microbatches that nobody has or computes."""
+    lacking_since: dict[int, float] = field(default_factory=lambda: dict[int, float]())
+
+
+class WorkList:
+    """The microbatches that this trainer may start, step by step.
+
+    Args:
+        order: `t` -> this trainer's permutation of 0 … M-1.
+        microbatches: M.
+    """
+
+    def __init__(self, order: Callable[[int], Sequence[int]], microbatches: int) -> None:
+        self._order, self._microbatches = order, microbatches
+        self._steps: dict[int, _Step] = {}
+        self._oldest = 0
+        self.replayed = 0
+
+    def stepped(self, version: int) -> None:
+        """The swarm's weights are at `version`: steps before it are over."""
+        self._oldest = max(self._oldest, version)
+        for t in [t for t in self._steps if t < self._oldest]:
+            del self._steps[t]
+
+    def lacking(self, t: int, by_stage: Sequence[int], *, now: float) -> None:
+        """News of step `t`: per stage, the microbatches that nobody has or computes."""
+        if t < self._oldest:
+            return
+        step = self._step(t)
+        step.lacking = list(by_stage)
+        anywhere = 0
+        for bitmap in by_stage:
+            anywhere |= bitmap
+        whole = (1 << self._microbatches) - 1
+        step.taken = whole & ~by_stage[0] if by_stage else 0
+        for m in [m for m in step.lacking_since if not anywhere >> m & 1]:
+            del step.lacking_since[m]
+        for m in range(self._microbatches):
+            if anywhere >> m & 1:
+                step.lacking_since.setdefault(m, now)
+
+    def next(self, newest: int, *, now: float) -> Work | None:
+        """The next microbatch to start, from the oldest step up to `newest`; None: nothing to do now."""
+        for t in range(self._oldest, newest + 1):
+            work = self._fresh(t) or self._again(t, now)
+            if work is not None:
+                self._step(t).running |= 1 << work.microbatch.m
+                self.replayed += work.replay
+                return work
+        return None
+
+    def finished(self, microbatch: Microbatch, *, now: float) -> None:
+        """It was answered. Reports that it is lacking count from now."""
+        step = self._steps.get(microbatch.t)
+        if step is not None:
+            step.running &= ~(1 << microbatch.m)
+            step.done |= 1 << microbatch.m
+            step.lacking_since.pop(microbatch.m, None)
+
+    def failed(self, microbatch: Microbatch) -> None:
+        """It was not answered: it is to be started again."""
+        step = self._steps.get(microbatch.t)
+        if step is not None:
+            step.running &= ~(1 << microbatch.m)
+            step.cursor = 0
+
+    def next_wakeup(self, *, now: float) -> float | None:
+        """When something that is lacking becomes due; None: no timer needed."""
+        due = [
+            since + REPLAY_AFTER_S
+            for step in self._steps.values()
+            for m, since in step.lacking_since.items()
+            if not step.running >> m & 1
+        ]
+        return max(now, min(due)) if due else None
+
+    def _fresh(self, t: int) -> Work | None:
+        step = self._step(t)
+        skip = step.done | step.running | step.taken
+        while step.cursor < len(step.order):
+            m = step.order[step.cursor]
+            if not skip >> m & 1:
+                return Work(Microbatch(t, m), -1, replay=False)
+            step.cursor += 1
+        return None
+
+    def _again(self, t: int, now: float) -> Work | None:
+        """A microbatch that was done or taken, and has been lacking at some stage for long enough."""
+        step = self._step(t)
+        for m, since in sorted(step.lacking_since.items()):
+            if now >= since + REPLAY_AFTER_S and not step.running >> m & 1:
+                deepest = max(s for s, bitmap in enumerate(step.lacking) if bitmap >> m & 1)
+                step.lacking_since[m] = now
+                had = any(not bitmap >> m & 1 for bitmap in step.lacking) or bool(step.done >> m & 1)
+                return Work(Microbatch(t, m), deepest if had else -1, replay=had)
+        return None
+
+    def _step(self, t: int) -> _Step:
+        if t not in self._steps:
+            self._steps[t] = _Step(order=self._order(t))
+        return self._steps[t]

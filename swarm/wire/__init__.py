@@ -1,0 +1,1 @@
+"""Bytes <-> objects, nothing else: no socket, no clock, no disk."""

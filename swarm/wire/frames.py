@@ -1,0 +1,217 @@
+"""Frames of a stream between two peers: bytes <-> objects, nothing else.
+
+A frame is a prefix of 16 bytes, a header and a body, each of stated and bounded length:
+
+    prefix = magic (2) | kind (1) | zero (1) | call (4) | header bytes (4) | body bytes (4)
+
+One stream carries the calls of one caller to one callee. Call ids count up from 1.
+
+    caller to callee                       callee to caller
+    CALL    what is called, body sizes     ACCEPT  send all of the body
+    BODY    the next part of the body      RESULT  the answer's header and body sizes
+    ABORT   the caller gave the call up    BODY    the next part of the answer's body
+                                           ERROR   the answer is an error
+                                           ALIVE   newest call seen, and the calls still being worked on
+
+At most `WINDOW_BYTES` of a body may be sent before ACCEPT. Bodies go in parts of at most `CHUNK_BYTES`,
+so that a heartbeat never waits behind more than a few of them.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+MAGIC = 0x5357
+PREFIX_BYTES = 16
+CHUNK_BYTES = 256 * 1024
+"""0.2 s at 10 Mbit/s; larger parts gain nothing on loopback, where a prefix costs 1 us."""
+WINDOW_BYTES = 1024 * 1024
+"""A stranger can make us hold this much for a call that we did not accept. Less stalls a fast long line."""
+MAX_HEADER_BYTES = 64 * 1024
+"""Of what the caller of a method calls its header. The largest, a manifest, has 16 kB."""
+MAX_BUFFERS = 1024
+MAX_METHOD_BYTES = 64
+MAX_PENDING = 256
+"""Calls of one caller that may be unanswered at a time; 1 kB of ids in a heartbeat."""
+MAX_FRAME_HEADER_BYTES = MAX_HEADER_BYTES + 9 * MAX_BUFFERS + MAX_METHOD_BYTES + 64
+"""A call's header, at most 9 msgpack bytes for each size, the method, and what msgpack adds."""
+MAX_ERROR_BYTES = 4096
+MAX_BODY_BYTES = 1 << 40
+
+_PREFIX = struct.Struct(">HBBIII")
+
+
+class FrameError(ValueError):
+    """These bytes break the protocol; the text says how."""
+
+
+class Kind(enum.IntEnum):
+    CALL = 1
+    BODY = 2
+    ABORT = 3
+    ACCEPT = 4
+    RESULT = 5
+    ERROR = 6
+    ALIVE = 7
+
+
+class Prefix(NamedTuple):
+    """What a frame is, and how many bytes follow."""
+
+    kind: Kind
+    call: int
+    header_bytes: int
+    body_bytes: int
+
+
+class _Limits(NamedTuple):
+    min_header: int
+    max_header: int
+    max_body: int
+
+
+_LIMITS = {
+    Kind.CALL: _Limits(1, MAX_FRAME_HEADER_BYTES, 0),
+    Kind.BODY: _Limits(0, 0, CHUNK_BYTES),
+    Kind.ABORT: _Limits(0, 0, 0),
+    Kind.ACCEPT: _Limits(0, 0, 0),
+    Kind.RESULT: _Limits(1, MAX_FRAME_HEADER_BYTES, 0),
+    Kind.ERROR: _Limits(1, MAX_ERROR_BYTES, 0),
+    Kind.ALIVE: _Limits(0, 4 * MAX_PENDING, 0),
+}
+
+
+def pack_prefix(kind: Kind, call: int, header_bytes: int = 0, body_bytes: int = 0) -> bytes:
+    """16 bytes."""
+    return _PREFIX.pack(MAGIC, kind, 0, call, header_bytes, body_bytes)
+
+
+def unpack_prefix(data: bytes | bytearray | memoryview, offset: int = 0) -> Prefix:
+    """The prefix at `offset`, checked.
+
+    Raises:
+        FrameError: not a frame of ours, an unknown kind, or a length over its limit.
+    """
+    magic, kind_number, zero, call, header_bytes, body_bytes = _PREFIX.unpack_from(data, offset)
+    if magic != MAGIC or zero != 0:
+        raise FrameError(f"not a frame: it starts with {bytes(data[offset : offset + 4])!r}")
+    try:
+        kind = Kind(kind_number)
+    except ValueError:
+        raise FrameError(f"unknown kind of frame: {kind_number}") from None
+    limits = _LIMITS[kind]
+    if not limits.min_header <= header_bytes <= limits.max_header:
+        raise FrameError(
+            f"{kind.name} with a header of {header_bytes} bytes; "
+            f"{limits.min_header} to {limits.max_header} are allowed"
+        )
+    if body_bytes > limits.max_body or (kind is Kind.BODY and body_bytes == 0):
+        raise FrameError(
+            f"{kind.name} with {body_bytes} bytes of body; at most {limits.max_body} are allowed"
+        )
+    if call == 0 and kind is not Kind.ALIVE:
+        raise FrameError(f"{kind.name} for call 0; calls count from 1")
+    return Prefix(kind, call, header_bytes, body_bytes)
+
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BODY_BYTES)]
+_Sizes = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_BUFFERS)]
+
+
+class CallHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Header of CALL."""
+
+    method: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_METHOD_BYTES)]
+    header: Annotated[bytes, msgspec.Meta(max_length=MAX_HEADER_BYTES)]
+    body_sizes: _Sizes = ()
+    """Bytes of each buffer, in the order in which they follow."""
+
+
+class ResultHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Header of RESULT."""
+
+    header: Annotated[bytes, msgspec.Meta(max_length=MAX_HEADER_BYTES)]
+    body_sizes: _Sizes = ()
+
+
+_encoder = msgspec.msgpack.Encoder()
+_call_decoder = msgspec.msgpack.Decoder(CallHeader)
+_result_decoder = msgspec.msgpack.Decoder(ResultHeader)
+_error_decoder = msgspec.msgpack.Decoder(dict[str, str | int | float])
+
+
+def _check_outgoing(header: bytes, body_sizes: Sequence[int]) -> None:
+    # What we send ourselves: a violation is a bug of the caller in this process.
+    if len(header) > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {len(header)} bytes; at most {MAX_HEADER_BYTES} are allowed")
+    if len(body_sizes) > MAX_BUFFERS:
+        raise ValueError(f"{len(body_sizes)} buffers; at most {MAX_BUFFERS} are allowed")
+
+
+def pack_call(call: int, method: str, header: bytes, body_sizes: Sequence[int]) -> bytes:
+    """A whole CALL frame.
+
+    Raises:
+        ValueError: the header, the method or the number of buffers is over its limit.
+    """
+    _check_outgoing(header, body_sizes)
+    if not 0 < len(method.encode()) <= MAX_METHOD_BYTES:
+        raise ValueError(f"a method's name has 1 to {MAX_METHOD_BYTES} bytes: {method[:80]!r}")
+    packed = _encoder.encode(CallHeader(method, bytes(header), tuple(body_sizes)))
+    return pack_prefix(Kind.CALL, call, len(packed)) + packed
+
+
+def unpack_call(data: bytes | memoryview) -> CallHeader:
+    """Raises FrameError if this is not the header of a CALL."""
+    try:
+        return _call_decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise FrameError(f"CALL with a malformed header: {error}") from None
+
+
+def pack_result(call: int, header: bytes, body_sizes: Sequence[int]) -> bytes:
+    """A whole RESULT frame. Raises ValueError as `pack_call` does."""
+    _check_outgoing(header, body_sizes)
+    packed = _encoder.encode(ResultHeader(bytes(header), tuple(body_sizes)))
+    return pack_prefix(Kind.RESULT, call, len(packed)) + packed
+
+
+def unpack_result(data: bytes | memoryview) -> ResultHeader:
+    """Raises FrameError if this is not the header of a RESULT."""
+    try:
+        return _result_decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise FrameError(f"RESULT with a malformed header: {error}") from None
+
+
+def pack_error(call: int, fields: dict[str, str | int | float]) -> bytes:
+    """A whole ERROR frame, from `SwarmError.to_wire()`. An error too large to send loses its text."""
+    packed = _encoder.encode(fields)
+    if len(packed) > MAX_ERROR_BYTES:
+        packed = _encoder.encode({"code": str(fields.get("code"))[:40], "text": "(too long to send)"})
+    return pack_prefix(Kind.ERROR, call, len(packed)) + packed
+
+
+def unpack_error(data: bytes | memoryview) -> dict[str, str | int | float]:
+    """For `errors.from_wire`. Raises FrameError if this is not a flat map."""
+    try:
+        return _error_decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise FrameError(f"ERROR with a malformed header: {error}") from None
+
+
+def pack_alive(newest_call: int, pending: Sequence[int]) -> bytes:
+    """A whole ALIVE frame: the newest call seen (0 = none yet) and those still being worked on."""
+    return pack_prefix(Kind.ALIVE, newest_call, 4 * len(pending)) + struct.pack(f">{len(pending)}I", *pending)
+
+
+def unpack_alive(data: bytes | memoryview) -> tuple[int, ...]:
+    """The pending calls. Raises FrameError if the length is not a multiple of 4."""
+    if len(data) % 4:
+        raise FrameError(f"ALIVE with {len(data)} bytes of call ids, which have 4 bytes each")
+    return struct.unpack(f">{len(data) // 4}I", data)

@@ -1,0 +1,372 @@
+"""Headers of every call between peers: msgpack, schema-checked, bounded. Tensors follow as raw buffers.
+
+    work      trainer or stage s → stage s+1   Work + tensors      → WorkDone + gradient
+    locate    peer → next stage's peer         Locate              → Located
+    report    member → its coordinator         Report + losses     → Brief
+    brief     coordinator → member             Brief               → Ack
+    summary   coordinator → conductor          Summary             → RunBrief
+    run       conductor → coordinator          RunBrief            → Ack
+    watch     trainer → any stage-0 peer       Watch               → Watched (held until news)
+    part      member → owner of a part         Part + contribution → PartDone + reduced part
+    held      member → member                  FetchVector         → VectorChunk + elements
+    state     joiner → member                  OpenState           → StateOpened
+    chunk     joiner → member                  FetchChunk          → VectorChunk + elements
+    status    anyone → peer                    AskStatus           → PeerStatus
+
+Every request names the run by its hash, so that runs never mix.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from swarm.errors import BadAnswer, Refused
+from swarm.ids import PeerId, Stage
+from swarm.wire.meta import TensorMeta
+
+MAX_HEADER_BYTES = 1 << 16
+"""The framing's limit. The largest header is the plan of a reduce: 1 kB of ledger (8192 microbatches, the
+most that a manifest allows) for each of up to 50 members."""
+
+T = TypeVar("T")
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """Run microbatch `(t, m)` with weights of `version`; the route names later stages' suggested peers."""
+
+    run: str
+    t: int
+    m: int
+    version: int
+    attempt: int = 0
+    """Retries so far, at any level: from the first on, callees look for a peer that already has it."""
+    deepest: Stage = -1
+    """Replay: stages before this one pass the microbatch on even if they have it."""
+    route: tuple[PeerId, ...] = ()
+    tensors: tuple[TensorMeta, ...] = ()
+
+
+class Hop(msgspec.Struct, frozen=True, kw_only=True):
+    """What one stage's peer spent on a microbatch, for the caller's router. Seconds."""
+
+    stage: Stage
+    peer: PeerId
+    own_s: float
+    """From request to answer, without the calls behind it."""
+    compute_s: float
+
+
+class WorkDone(msgspec.Struct, frozen=True, kw_only=True):
+    """The loss, and the gradient with respect to what was sent (none for stage 0)."""
+
+    loss: float
+    tensors: tuple[TensorMeta, ...] = ()
+    hops: tuple[Hop, ...] = ()
+
+
+class Locate(msgspec.Struct, frozen=True, kw_only=True):
+    """Do you have `(t, m)`, or are you computing it?"""
+
+    run: str
+    t: int
+    m: int
+
+
+class Located(msgspec.Struct, frozen=True, kw_only=True):
+    has: bool
+
+
+class HeldWire(msgspec.Struct, frozen=True, kw_only=True):
+    round: str
+    sqnorm: float
+    digest: str
+
+
+class GoWire(msgspec.Struct, frozen=True, kw_only=True):
+    t: int
+    total_sqnorm: float
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A member's ledger of one step."""
+
+    t: int
+    done: bytes
+    doing: bytes
+    frozen_for: str = ""
+    held: HeldWire | None = None
+    failed_round: str = ""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a coordinator needs to know of a member. State, not events.
+
+    The last stage adds a body: per step, the float64 losses of the microbatches in `done`, ascending.
+    """
+
+    run: str
+    stage: Stage
+    version: int
+    digest: str = ""
+    """Of the weights of `version`; empty while it is being computed."""
+    kind: str = ""
+    """Kind of device: digests of different kinds are compared only where the run realigns."""
+    steps: tuple[StepReport, ...] = ()
+    last_go: GoWire | None = None
+    bandwidth_bps: float = 0.0
+
+
+class PlanWire(msgspec.Struct, frozen=True, kw_only=True):
+    round: str
+    number: int
+    members: tuple[PeerId, ...]
+    ledgers: tuple[bytes, ...]
+    parts: tuple[int, ...]
+
+
+class AdoptWire(msgspec.Struct, frozen=True, kw_only=True):
+    round: str
+    sources: tuple[PeerId, ...]
+
+
+class StepBrief(msgspec.Struct, frozen=True, kw_only=True):
+    """What the stage does about step `t`. At most one of plan, adopt and undo is set."""
+
+    t: int
+    plan: PlanWire | None = None
+    adopt: AdoptWire | None = None
+    undo: bytes = b""
+    """Microbatches that this member subtracts."""
+
+
+class StepLacking(msgspec.Struct, frozen=True, kw_only=True):
+    """For trainers: per stage, the microbatches of step `t` that nobody has or computes."""
+
+    t: int
+    by_stage: tuple[bytes, ...]
+
+
+class RunBrief(msgspec.Struct, frozen=True, kw_only=True):
+    """The conductor's picture of the run."""
+
+    run: str = ""
+    version: int = 0
+    lacking: tuple[StepLacking, ...] = ()
+    go: GoWire | None = None
+    """The newest go."""
+    losses: tuple[tuple[int, float], ...] = ()
+    """Mean loss of each of the last steps, over exactly M microbatches."""
+    conductor: PeerId = ""
+
+
+class Brief(msgspec.Struct, frozen=True, kw_only=True):
+    """What a coordinator publishes to a member of its stage."""
+
+    run: str
+    stage: Stage
+    coordinator: PeerId
+    number: int = 0
+    """Rises with each brief of this coordinator: a late one is told from a new one."""
+    version: int
+    """Newest version in the stage: a member behind it catches up from `sources`."""
+    sources: tuple[PeerId, ...] = ()
+    digest: str = ""
+    """What most members of `version` hold; empty while unknown."""
+    steps: tuple[StepBrief, ...] = ()
+    go: GoWire | None = None
+    whole_run: RunBrief = RunBrief()
+
+
+class Ack(msgspec.Struct, frozen=True, kw_only=True):
+    ok: bool = True
+
+
+class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
+    t: int
+    lacking: bytes
+    unclaimed: bytes
+    ready: bool
+    sqnorm: float
+    loss: float | None = None
+    """Last stage, once covered: the mean over the M microbatches, added in their order."""
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage's state, from its coordinator to the conductor."""
+
+    run: str
+    stage: Stage
+    version: int
+    members: int
+    steps: tuple[StepSummary, ...] = ()
+    last_go: GoWire | None = None
+
+
+class Watch(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer when the picture differs from revision `seen`, or after a second."""
+
+    run: str
+    seen: int = -1
+
+
+class Watched(msgspec.Struct, frozen=True, kw_only=True):
+    revision: int
+    version: int
+    brief: RunBrief
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One chunk of a contribution to an all-reduce; the answer is the same chunk, reduced."""
+
+    run: str
+    t: int
+    round: str
+    start: int
+    """First element, in the flat gradient."""
+    numel: int
+    crc: int = 0
+    """CRC-32 of the body."""
+    tensors: tuple[TensorMeta, ...] = ()
+    """Empty: nothing to contribute (an empty ledger)."""
+
+
+class PartDone(msgspec.Struct, frozen=True, kw_only=True):
+    crc: int
+    tensors: tuple[TensorMeta, ...]
+
+
+class FetchVector(msgspec.Struct, frozen=True, kw_only=True):
+    """Elements of the reduced gradient of step `t`; `round` empty: whichever was applied."""
+
+    run: str
+    t: int
+    round: str = ""
+    start: int = 0
+    numel: int = 0
+
+
+class VectorChunk(msgspec.Struct, frozen=True, kw_only=True):
+    crc: int
+    total_numel: int
+    tensors: tuple[TensorMeta, ...]
+    round: str = ""
+    sqnorm: float = 0.0
+    digest: str = ""
+    total_sqnorm: float = -1.0
+    """Of the go, once the step was applied; negative before."""
+
+
+class OpenState(msgspec.Struct, frozen=True, kw_only=True):
+    """Take a consistent snapshot of weights and optimizer for me."""
+
+    run: str
+    stage: Stage
+
+
+class StateTensor(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    numel: int
+    dtype: str
+    sha256: str
+
+
+class StateOpened(msgspec.Struct, frozen=True, kw_only=True):
+    lease: str
+    version: int
+    weights_digest: str
+    last_go: GoWire | None
+    tensors: tuple[StateTensor, ...]
+
+
+class FetchChunk(msgspec.Struct, frozen=True, kw_only=True):
+    run: str
+    lease: str
+    name: str
+    start: int
+    numel: int
+
+
+class AskStatus(msgspec.Struct, frozen=True, kw_only=True):
+    run: str
+
+
+class Audit(msgspec.Struct, frozen=True, kw_only=True):
+    """Counted from the ledgers of the rounds that were applied, not from what should be."""
+
+    steps: int = 0
+    missing: int = 0
+    duplicated: int = 0
+    undone: int = 0
+    """Duplicates that were found and subtracted before their round."""
+
+
+class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What went to and came from one other peer, in bytes, frames and heartbeats included."""
+
+    peer: PeerId
+    bytes_in: int
+    bytes_out: int
+
+
+class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    peer: PeerId
+    stage: Stage
+    version: int
+    state: str
+    device: str
+    done: int
+    """Microbatches of the current step in its sum."""
+    inflight: int
+    max_inflight: int
+    speed: float
+    """Microbatches per second of its device when it is busy."""
+    computed: int
+    """Microbatches computed since it joined."""
+    coordinator: PeerId
+    audit: Audit
+    since: float
+    first_audited_step: int = 0
+    loss: float | None = None
+    bytes_in: int = 0
+    bytes_out: int = 0
+    links: tuple[LinkStatus, ...] = ()
+    """The busiest."""
+    busy_s: float = 0.0
+    """Seconds that its device worked."""
+    taken: int = 0
+    """Microbatches whose tensors were received, from a trainer or the stage before."""
+    answered: int = 0
+    """Microbatches that were answered, with a gradient if there is a stage before."""
+
+
+def pack(message: msgspec.Struct) -> bytes:
+    """The wire form of a header."""
+    return msgspec.msgpack.encode(message)
+
+
+def unpack(data: bytes, kind: type[T]) -> T:
+    """A request's header.
+
+    Raises:
+        Refused: too large, malformed, or of another shape; the text names the field.
+    """
+    if len(data) > MAX_HEADER_BYTES:
+        raise Refused(f"the header has {len(data)} bytes; at most {MAX_HEADER_BYTES} are read")
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise Refused(f"malformed {kind.__name__} header: {error}") from None
+
+
+def unpack_answer(peer: PeerId, data: bytes, kind: type[T]) -> T:
+    """An answer's header.
+
+    Raises:
+        BadAnswer: it is not a `kind`.
+    """
+    try:
+        return unpack(data, kind)
+    except Refused as refused:
+        raise BadAnswer(peer, refused.text) from None

@@ -1,0 +1,31 @@
+"""What each stage takes and gives, as metas: known from the manifest alone.
+
+So nothing unexpected is ever received."""
+
+from __future__ import annotations
+
+from swarm.data import token_dtype
+from swarm.ids import Stage
+from swarm.run import Run
+from swarm.wire.meta import TensorMeta
+
+
+def boundary_shape(run: Run) -> tuple[int, ...]:
+    """Shape of what crosses a boundary for one microbatch: [B, T, H], or one number for the audit model."""
+    if run.model.kind == "counting":
+        return (1, 1, 1)
+    return (run.batch.microbatch_size, run.data.sequence_length, run.model.hidden)
+
+
+def boundary_meta(run: Run, codec: str) -> TensorMeta:
+    """What crosses a boundary in either direction, in the run's dtype."""
+    return TensorMeta(boundary_shape(run), run.dtype, codec)
+
+
+def input_metas(run: Run, stage: Stage) -> tuple[TensorMeta, ...]:
+    """What a stage takes: tokens [B, T+1], or hidden [B, T, H] and labels [B, T]."""
+    rows, length = run.batch.microbatch_size, run.data.sequence_length
+    tokens = token_dtype(run.model.vocab_size)
+    if stage == 0:
+        return (TensorMeta((rows, length + 1), tokens, "none"),)
+    return (boundary_meta(run, run.codec.forward), TensorMeta((rows, length), tokens, "none"))

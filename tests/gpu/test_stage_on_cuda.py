@@ -1,0 +1,141 @@
+"""A stage on a CUDA device: the same maths, the same bits each time, and nothing that outruns anything."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.errors import Refused
+from swarm.ids import Microbatch
+from swarm.model.reference import SingleProcess
+from swarm.model.stage import SumLost, state_digest
+from swarm.wire.codec import Encoded, decode, encode
+from swarm.wire.meta import CODECS
+from tests.model.chain import Chain, batch_of, farthest, tiny_run, tokens_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+MB = Microbatch(0, 0)
+
+
+@pytest.fixture(autouse=True)
+def bitsandbytes() -> None:
+    pytest.importorskip("bitsandbytes")
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_tensor_of_the_device_travels(codec: str, dtype: torch.dtype) -> None:
+    x = torch.randn(3, 1000, device="cuda").to(dtype)
+    encoded = encode(x, codec)
+    y = decode(*encoded, device="cuda")
+    assert (y.device.type, y.dtype, y.shape) == ("cuda", dtype, x.shape)
+    assert ((y - x).norm() / x.norm()).item() < {"none": 1e-9, "bf16": 2e-3, "blockwise8": 1.3e-2}[codec]
+    # The bytes mean the same on the host.
+    assert torch.allclose(decode(*encoded).double(), y.cpu().double(), rtol=8e-3, atol=0)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_number_that_is_not_finite_is_not_sent_from_the_device(codec: str, bad: float) -> None:
+    x = torch.ones(600, device="cuda")
+    x[300] = bad
+    with pytest.raises(Refused, match="the output is not finite"):
+        encode(x, codec, name="the output")
+
+
+@pytest.mark.parametrize("changes", [{}, {"model": {"dropout": 0.2}}, {"delayed_updates": True}])
+def test_the_chain_equals_the_single_process_on_the_cpu(changes: dict[str, Any]) -> None:
+    """float64, codec none: to 1e-9, dropout masks included; only the order of sums differs."""
+    run = tiny_run(**changes)
+    chain, reference = Chain(run, "cuda"), SingleProcess(run, batch_of(run))
+    for t in range(run.steps):
+        assert chain.step(t) == pytest.approx(reference.step(t), abs=1e-9)
+    assert farthest(chain.named_weights(), reference.named_weights()) < 1e-9
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_same_microbatches_give_the_same_bits_again(dtype: str) -> None:
+    run = tiny_run(dtype=dtype, codec={"forward": "blockwise8", "backward": "blockwise8"})
+    digests: list[list[str]] = []
+    for recompute in (False, False, True):
+        chain = Chain(run, "cuda", recompute=recompute)
+        for t in range(2):
+            chain.step(t)
+        digests.append([state_digest(stage.state()) for stage in chain.stages])
+    assert digests[0] == digests[1] == digests[2]
+
+
+def test_launching_ahead_gives_the_bits_of_waiting() -> None:
+    run = tiny_run(dtype="bfloat16", codec={"forward": "blockwise8", "backward": "blockwise8"})
+    chain = Chain(run, "cuda")
+    chain.begin(0)
+    kept, wire = chain.forward(MB)
+    waited, grad = chain.stages[2].loss_backward(MB, wire, add=True)
+    assert grad is not None
+    answer = chain.stages[1].backward(kept[1], grad, add=True)
+    expected = [chain.stages[s].sum(0).clone() * 4 for s in (1, 2)]
+    for stage in chain.stages:
+        stage.drop_sum(0)
+        stage.begin(0)
+    forwards = [chain.stages[1].start_forward(MB, kept[0].outputs) for _ in range(4)]
+    losses = [
+        chain.stages[2].start_loss_backward(MB, pending.result().outputs, add=True) for pending in forwards
+    ]
+    again = [chain.stages[1].start_forward(MB, kept[0].outputs) for _ in range(4)]
+    backwards = [chain.stages[1].start_backward(p.result(), grad, add=True) for p in again]
+    assert all(pending.result()[0] == waited for pending in losses)
+    for pending in backwards:
+        result = pending.result()
+        assert result is not None and answer is not None
+        assert [bytes(b) for b in result.buffers] == [bytes(b) for b in answer.buffers]
+    for s, total in zip((1, 2), expected, strict=True):
+        assert torch.allclose(chain.stages[s].sum(0), total, rtol=1e-5, atol=1e-7)
+
+
+def test_a_gradient_that_overflows_on_the_device_voids_all_that_was_launched() -> None:
+    chain = Chain(tiny_run(dtype="float32"), "cuda")
+    chain.begin(0)
+    stage = chain.stages[1]
+    tokens = chain.stages[0].forward(MB, [tokens_of(chain.run, MB)]).outputs
+    good, bad = stage.forward(MB, tokens), stage.forward(MB, tokens)
+    zeros = torch.zeros(2, 16, 32)
+    pending = stage.start_backward(bad, encode(zeros + 3e38, "none"), add=True)
+    after = stage.start_backward(good, encode(zeros + 1e-3, "none"), add=True)
+    with pytest.raises(SumLost, match="not finite"):
+        pending.result()
+    with pytest.raises(SumLost, match="is lost"):
+        after.result()
+    assert not stage.sum(0).any()
+
+
+def test_the_8_bit_optimizer_trains_and_its_state_carries_on() -> None:
+    run = tiny_run(dtype="float32", steps=25, optimizer={"name": "adamw8bit"}, model={"hidden": 64})
+    chain = Chain(run, "cuda")
+    losses = [sum(chain.step(t)) / run.M for t in range(15)]
+    assert losses[-1] < losses[0] - 0.05
+    other = Chain(run, "cuda")
+    for stage, source in zip(other.stages, chain.stages, strict=True):
+        stage.load_state(source.version, source.state())
+    assert other.step(15) == chain.step(15)
+    assert [s.digest() for s in other.stages] == [s.digest() for s in chain.stages]
+    assert other.stages[0].state()["exp_avg"].dtype == torch.uint8
+
+
+def test_the_measured_memory_is_what_a_microbatch_takes() -> None:
+    run = tiny_run(dtype="bfloat16", model={"hidden": 256, "layers": 6}, data={"sequence_length": 128})
+    chain = Chain(run, "cuda")
+    stage = chain.stages[1]
+    tokens = chain.stages[0].forward(MB, [tokens_of(run, MB)]).outputs
+    stage.forward(MB, tokens)
+    before = torch.cuda.memory_allocated()
+    fwd = stage.forward(MB, tokens)
+    held = torch.cuda.memory_allocated() - before
+    assert isinstance(fwd.outputs[0], Encoded)
+    assert stage.saved_bytes() == pytest.approx(held, rel=0.3)

@@ -1,0 +1,107 @@
+"""Small runs, a text of random bytes, and all stages of a run chained by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from swarm.data import sample_offsets
+from swarm.ids import Microbatch
+from swarm.model.stage import Forward, StageCompute, sqnorm
+from swarm.run import Run, demo_run
+from swarm.wire.codec import Encoded, encode
+
+TEXT = np.random.default_rng(7).integers(0, 256, 5000).astype(np.uint8)
+
+
+def tiny_run(**changes: Any) -> Run:
+    """4 layers of width 32 on 3 stages, float64, codec none, 3 steps of 4 microbatches.
+
+    Keys of the tables `model`, `batch`, `optimizer` and `codec` are given as dicts.
+    """
+    base = demo_run(stages=3, steps=3, codec="none")
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"hidden": 32, "heads": 4, "ffn_hidden": 48, "layers": 4},
+        "batch": {"microbatch_size": 2, "microbatches_per_step": 4},
+        "optimizer": {"lr": 1e-2, "warmup_steps": 0},
+        "codec": {},
+        "data": {"tokens": len(TEXT), "sequence_length": 16},
+    }
+    for name, table in tables.items():
+        table.update(changes.pop(name, {}))
+    specs = {name: replace(getattr(base, name), **table) for name, table in tables.items()}
+    return replace(base, **{"dtype": "float64", **changes}, **specs)
+
+
+def batch_of(run: Run) -> Callable[[list[int]], np.ndarray]:
+    T = run.data.sequence_length
+    return lambda offsets: np.stack([TEXT[start : start + T + 1] for start in offsets])
+
+
+def tokens_of(run: Run, mb: Microbatch) -> Encoded:
+    return encode(torch.from_numpy(batch_of(run)(sample_offsets(run, *mb))), "none")
+
+
+class Chain:
+    """One `StageCompute` a stage, called as peers would call them."""
+
+    def __init__(self, run: Run, device: str = "cpu", **options: Any) -> None:
+        self.run = run
+        self.stages = [StageCompute(run, stage, device, **options) for stage in range(run.S)]
+
+    def begin(self, t: int) -> None:
+        for stage in self.stages:
+            stage.begin(t)
+
+    def forward(self, mb: Microbatch) -> tuple[list[Forward], list[Encoded]]:
+        """Up to the last stage: (what each stage before it keeps, the inputs of the last)."""
+        kept: list[Forward] = []
+        wire = [tokens_of(self.run, mb)]
+        for stage in self.stages[:-1]:
+            kept.append(stage.forward(mb, wire))
+            wire = kept[-1].outputs
+        return kept, wire
+
+    def backward(self, kept: list[Forward], grad: Encoded | None, *, add: bool = True) -> list[Encoded]:
+        """From the last stage's answer back to the first: the gradients of the outputs of its callers."""
+        grads: list[Encoded] = []
+        for stage, fwd in zip(self.stages[-2::-1], kept[::-1], strict=True):
+            assert grad is not None
+            grads.append(grad)
+            grad = stage.backward(fwd, grad, add=add)
+        return grads[::-1]
+
+    def microbatch(self, mb: Microbatch, *, add: bool = True) -> float:
+        kept, wire = self.forward(mb)
+        loss, grad = self.stages[-1].loss_backward(mb, wire, add=add)
+        self.backward(kept, grad, add=add)
+        return loss
+
+    def apply(self, t: int) -> None:
+        settled = [stage.settle(stage.sum(t)) for stage in self.stages]
+        self.apply_settled(t, settled)
+
+    def apply_settled(self, t: int, reduced: list[torch.Tensor]) -> None:
+        """Take step `t` with the value of each stage's sum."""
+        total = sum(sqnorm(vector) for vector in reduced)
+        for stage, vector in zip(self.stages, reduced, strict=True):
+            stage.apply(t, vector, total)
+
+    def step(self, t: int) -> list[float]:
+        self.begin(t)
+        losses = [self.microbatch(Microbatch(t, m)) for m in range(self.run.M)]
+        self.apply(t)
+        return losses
+
+    def named_weights(self) -> dict[str, torch.Tensor]:
+        return {name: w for stage in self.stages for name, w in stage.named_weights().items()}
+
+
+def farthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """The largest difference between two sets of weights."""
+    assert a.keys() == b.keys()
+    return max((a[name].double() - b[name].double()).abs().max().item() for name in a)

@@ -1,0 +1,49 @@
+"""Text from weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from swarm.errors import SetupError
+from swarm.model.generate import generate
+from swarm.model.reference import SingleProcess
+from swarm.run import counting_run
+from tests.model.chain import Chain, batch_of, tiny_run
+
+RUN = tiny_run(dtype="float32", steps=40)
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, torch.Tensor]:
+    """Trained on one sentence only, which it knows by heart."""
+    reference = SingleProcess(RUN, lambda _: batch_of(RUN)([0, 0]))
+    for t in range(RUN.steps):
+        reference.step(t)
+    return reference.named_weights()
+
+
+def test_a_model_that_knows_a_text_by_heart_says_it(trained: dict[str, torch.Tensor]) -> None:
+    text = batch_of(RUN)([0])[0].tolist()
+    assert generate(RUN, trained, text[:4], 12, temperature=0.0) == text[4:16]
+
+
+def test_the_same_seed_says_the_same_and_the_weights_may_come_from_stages() -> None:
+    weights = Chain(RUN).named_weights()
+    a, b, c = (generate(RUN, weights, [1, 2, 3], 30, temperature=1.0, seed=s) for s in (5, 5, 6))
+    assert a == b != c
+    assert len(a) == 30 and all(0 <= token < 256 for token in a), "longer than the 16 tokens it sees"
+
+
+def test_what_cannot_be_generated_from_is_refused() -> None:
+    weights = Chain(RUN).named_weights()
+    with pytest.raises(SetupError, match=r"a prompt is one token or more, each from 0 to 255"):
+        generate(RUN, weights, [], 1)
+    with pytest.raises(SetupError, match=r"each from 0 to 255"):
+        generate(RUN, weights, [256], 1)
+    with pytest.raises(SetupError, match=r"no weights for head.weight: take those of all 3 stages"):
+        generate(RUN, {n: w for n, w in weights.items() if n != "head.weight"}, [1], 1)
+    with pytest.raises(SetupError, match=r"weights head.weight have shape \[2\]; expected \[256, 32\]"):
+        generate(RUN, {**weights, "head.weight": torch.zeros(2)}, [1], 1)
+    with pytest.raises(SetupError, match=r'model.kind = "counting" does not generate'):
+        generate(counting_run(), weights, [1], 1)

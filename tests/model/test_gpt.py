@@ -1,0 +1,176 @@
+"""The model and its cut into stages."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.ids import Microbatch
+from swarm.model.draws import Dropout, initial_normal, seed_of
+from swarm.model.gpt import build_stage, layer_flops, layer_split
+from swarm.run import PRESETS, ModelSpec, demo_run, parameter_count
+from tests.model.chain import tiny_run
+
+
+@given(
+    layers=st.integers(1, 40),
+    stages=st.integers(1, 12),
+    vocab=st.sampled_from([256, 5000, 50_257]),
+    hidden=st.sampled_from([32, 256, 1024]),
+)
+@settings(max_examples=60)
+def test_the_layers_are_cut_into_stages_in_order_with_nothing_left_out(
+    layers: int, stages: int, vocab: int, hidden: int
+) -> None:
+    stages = min(stages, layers)
+    run = demo_run(stages=1)
+    model = replace(
+        run.model, layers=layers, stages=stages, vocab_size=vocab, hidden=hidden, ffn_hidden=4 * hidden
+    )
+    run = replace(run, model=model)
+    split = layer_split(run)
+    assert [i for part in split for i in part] == list(range(layers))
+    assert len(split) == stages and all(len(part) >= 1 for part in split)
+    block, head = layer_flops(model, run.data.sequence_length)
+    costs = [len(part) * block for part in split]
+    costs[-1] += head
+    # No stage could be relieved by a neighbour: that one would then be as dear.
+    for dear in range(stages):
+        for neighbour in {dear - 1, dear + 1} & set(range(stages)):
+            if len(split[dear]) > 1 and costs[dear] == max(costs):
+                assert costs[neighbour] + block >= costs[dear]
+
+
+def test_the_head_counts_as_the_layers_it_is_worth() -> None:
+    """GPT-2's head is worth 5 of its layers: on two stages the last has 5 layers fewer, or 6."""
+    run = demo_run(stages=2)
+    run = replace(
+        run, model=ModelSpec(**PRESETS["gpt2"], stages=2), data=replace(run.data, sequence_length=1024)
+    )
+    first, last = layer_split(run)
+    assert (len(first), len(last)) == (9, 3) or (len(first), len(last)) == (8, 4)
+
+
+@pytest.mark.parametrize(("norm", "positions"), [("rmsnorm", "rotary"), ("layernorm", "learned")])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_every_split_has_the_same_weights_under_the_same_names(
+    norm: str, positions: str, stages: int
+) -> None:
+    def weights(stages: int) -> dict[str, torch.Tensor]:
+        run = tiny_run(model={"norm": norm, "positions": positions, "stages": stages})
+        parts = [dict(build_stage(run, stage).named_parameters()) for stage in range(stages)]
+        names = [name for part in parts for name in part]
+        assert len(names) == len(set(names))
+        return {name: p.detach() for part in parts for name, p in part.items()}
+
+    whole, cut = weights(1), weights(stages)
+    assert whole.keys() == cut.keys()
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    run = tiny_run(model={"norm": norm, "positions": positions})
+    expected = parameter_count(run.model, sequence_length=run.data.sequence_length)
+    assert sum(w.numel() for w in whole.values()) == expected
+
+
+def test_embedding_and_head_are_not_tied() -> None:
+    run = tiny_run(model={"stages": 1})
+    stage = build_stage(run, 0)
+    weights = dict(stage.named_parameters())
+    assert not torch.equal(weights["tokens.weight"], weights["head.weight"])
+    assert weights["tokens.weight"].data_ptr() != weights["head.weight"].data_ptr()
+
+
+def test_weights_follow_from_seed_and_name_alone() -> None:
+    a = initial_normal(1, "layers.0.qkv.weight", (8, 8), 0.02)
+    assert torch.equal(a, initial_normal(1, "layers.0.qkv.weight", (8, 8), 0.02))
+    assert not torch.equal(a, initial_normal(2, "layers.0.qkv.weight", (8, 8), 0.02))
+    assert not torch.equal(a, initial_normal(1, "layers.1.qkv.weight", (8, 8), 0.02))
+    # A change here changes every run that exists.
+    assert seed_of("weights", 1, "layers.0.qkv.weight") == 6366437227399389465
+    assert hashlib.sha256(a.numpy().tobytes()).hexdigest()[:16] == "db1b0f9232131d8f"
+
+
+def test_initial_weights_are_bell_shaped() -> None:
+    x = initial_normal(3, "w", (1000, 1000), 0.5).double()
+    assert x.mean().item() == pytest.approx(0.0, abs=2e-3)
+    assert x.std().item() == pytest.approx(0.5, rel=2e-3)
+    for sigmas, share in [(1.0, 0.6827), (2.0, 0.9545)]:
+        assert (x.abs() < 0.5 * sigmas).double().mean().item() == pytest.approx(share, abs=0.015)
+
+
+def test_the_branches_end_with_smaller_weights() -> None:
+    run = tiny_run(model={"stages": 1, "hidden": 64})
+    weights = dict(build_stage(run, 0).named_parameters())
+    assert weights["layers.0.qkv.weight"].std().item() == pytest.approx(0.02, rel=0.1)
+    assert weights["layers.0.down.weight"].std().item() == pytest.approx(0.02 / 8**0.5, rel=0.1)
+    assert bool((weights["layers.0.norm1.weight"] == 1).all())
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_a_token_sees_what_came_before_it_and_its_place_and_nothing_after(positions: str) -> None:
+    run = tiny_run(model={"stages": 1, "positions": positions})
+    model = build_stage(run, 0)
+    tokens = torch.arange(16).view(1, 16) % 7
+    later = tokens.clone()
+    later[0, 10] = 99
+    a, b = model(tokens), model(later)
+    assert torch.equal(a[:, :10], b[:, :10])
+    assert not torch.equal(a[:, 11], b[:, 11])
+    swapped = tokens.clone()
+    swapped[0, 0], swapped[0, 1] = tokens[0, 1], tokens[0, 0]
+    assert not torch.allclose(a[:, 5], model(swapped)[:, 5], rtol=0, atol=1e-9)
+
+
+def test_rotary_attention_depends_on_distance_only() -> None:
+    """The same two tokens three places later give the same scores: their logits do not change."""
+    run = tiny_run(model={"stages": 1, "layers": 1})
+    model = build_stage(run, 0)
+    assert torch.allclose(model(torch.tensor([[5, 9]])), model(torch.tensor([[5, 9, 1]]))[:, :2])
+    q = torch.randn(1, 1, 2, 8, dtype=torch.float64)
+    from swarm.model.gpt import _rotate, _turns  # pyright: ignore[reportPrivateUsage]
+
+    turn = _turns(16, 8, "float64")
+    near, far = _rotate(q, turn[:2]), _rotate(q, turn[3:5])
+    assert torch.allclose(near[0, 0, 0] @ near[0, 0, 1], far[0, 0, 0] @ far[0, 0, 1])
+
+
+def test_there_is_no_stage_beyond_the_last() -> None:
+    with pytest.raises(ValueError, match="no stage 3 in a run of 3"):
+        build_stage(tiny_run(), 3)
+
+
+# --- dropout -----------------------------------------------------------------------------------
+
+
+def test_dropout_zeroes_its_share_and_keeps_the_mean() -> None:
+    x = torch.ones(500, 500)
+    y = Dropout(1, Microbatch(0, 0), 0.25)(x, "layers.0.mlp")
+    assert (y == 0).float().mean().item() == pytest.approx(0.25, abs=3e-3)
+    assert y.mean().item() == pytest.approx(1.0, abs=4e-3)
+    assert y.max().item() == pytest.approx(1 / 0.75)
+    # No pattern along rows or columns either: 500 draws have a standard deviation of 0.019.
+    assert (y == 0).float().mean(0).std().item() == pytest.approx(0.0194, rel=0.2)
+    assert (y == 0).float().mean(1).std().item() == pytest.approx(0.0194, rel=0.2)
+
+
+def test_dropout_is_a_function_of_seed_microbatch_and_place() -> None:
+    x = torch.ones(50, 50)
+
+    def kept(seed: int, t: int, m: int, site: str) -> torch.Tensor:
+        return Dropout(seed, Microbatch(t, m), 0.5)(x, site)
+
+    first = kept(1, 2, 3, "layers.0.mlp")
+    assert torch.equal(first, kept(1, 2, 3, "layers.0.mlp"))
+    others = [kept(9, 2, 3, "layers.0.mlp"), kept(1, 9, 3, "layers.0.mlp"), kept(1, 2, 9, "layers.0.mlp")]
+    for other in [*others, kept(1, 2, 3, "layers.1.mlp")]:
+        # Independent: half of 2500 places agree, give or take 1 %.
+        assert (first == other).float().mean().item() == pytest.approx(0.5, abs=0.05)
+
+
+def test_no_dropout_is_the_identity() -> None:
+    x = torch.ones(3)
+    assert Dropout(1, Microbatch(0, 0), 0.0)(x, "a") is x

@@ -1,0 +1,187 @@
+"""Stages that are chained through their wire format equal the single process that knows nothing of them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.errors import SetupError
+from swarm.ids import Microbatch
+from swarm.model.reference import SingleProcess
+from swarm.model.stage import StageCompute
+from swarm.wire.codec import Encoded
+from tests.model.chain import Chain, batch_of, farthest, tiny_run, tokens_of
+
+CASES: dict[str, dict[str, Any]] = {
+    "layernorm, learned": {"model": {"norm": "layernorm", "positions": "learned"}},
+    "dropout": {"model": {"dropout": 0.2}},
+    "delayed": {"delayed_updates": True, "steps": 5},
+    "sgd": {"optimizer": {"name": "sgd", "momentum": 0.9, "weight_decay": 0.05}},
+    "clipped": {"optimizer": {"clip_norm": 0.01, "name": "sgd"}},
+    "not clipped": {"optimizer": {"clip_norm": 0.0, "name": "sgd"}},
+    "3 microbatches": {"batch": {"microbatches_per_step": 3}},
+    "warm-up, cosine": {"optimizer": {"warmup_steps": 2, "schedule": "cosine"}, "steps": 4},
+}
+
+
+def both(**changes: Any) -> tuple[list[list[float]], list[list[float]], float]:
+    """(losses of the chain, losses of the reference, distance of their weights after the run)."""
+    run = tiny_run(**changes)
+    chain, reference = Chain(run), SingleProcess(run, batch_of(run))
+    ours = [chain.step(t) for t in range(run.steps)]
+    theirs = [reference.step(t) for t in range(run.steps)]
+    return ours, theirs, farthest(chain.named_weights(), reference.named_weights())
+
+
+def differs(a: list[list[float]], b: list[list[float]]) -> float:
+    return max(abs(x - y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_any_split_equals_the_whole_model(stages: int) -> None:
+    """float64, codec none: to 1e-12, in loss and in every weight after 3 steps."""
+    run = tiny_run(model={"stages": stages})
+    whole = tiny_run(model={"stages": 1})
+    chain, reference = Chain(run), SingleProcess(whole, batch_of(whole))
+    for t in range(run.steps):
+        assert chain.step(t) == pytest.approx(reference.step(t), abs=1e-12)
+    assert farthest(chain.named_weights(), reference.named_weights()) < 1e-12
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_terms_of_a_run_mean_the_same_in_the_chain_and_in_a_single_process(case: str) -> None:
+    ours, theirs, distance = both(**CASES[case])
+    assert differs(ours, theirs) < 1e-12 and distance < 1e-12
+
+
+EXACT = {
+    f"{dtype}, {codec}": {"dtype": dtype, "codec": {"forward": codec, "backward": codec}}
+    for dtype in ("float32", "bfloat16")
+    for codec in ("none", "bf16", "blockwise8")
+}
+"""Runs that add exactly."""
+
+
+@pytest.mark.parametrize(
+    ("precision", "case"),
+    [(precision, "") for precision in EXACT]
+    + [(f"{dtype}, blockwise8", case) for dtype in ("float32", "bfloat16") for case in CASES],
+)
+def test_sums_that_are_exact_leave_no_difference_at_all(precision: str, case: str) -> None:
+    """Every loss and every weight, to the last bit, also across an 8-bit boundary."""
+    ours, theirs, distance = both(**{**EXACT[precision], **CASES.get(case, {})})
+    assert ours == theirs and distance == 0.0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_of_floats_are_as_near_as_their_rounding(dtype: str) -> None:
+    ours, theirs, distance = both(dtype=dtype, exact_sums=False)
+    assert differs(ours, theirs) < 1e-5 and distance < 1e-5
+
+
+@pytest.mark.parametrize("codec", ["bf16", "blockwise8"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_the_codecs_at_the_boundaries_are_part_of_the_run(codec: str, dtype: str) -> None:
+    changes = {"dtype": dtype, "codec": {"forward": codec, "backward": codec}}
+    ours, theirs, distance = both(**changes)
+    allowed = 0.0 if dtype == "bfloat16" else 1e-5
+    assert differs(ours, theirs) <= allowed and distance <= allowed
+    plain, _, _ = both(dtype=dtype)
+    if (dtype, codec) == ("bfloat16", "bf16"):
+        assert differs(ours, plain) == 0.0, "the boundary is bfloat16 already"
+    else:
+        assert 0 < differs(ours, plain) < 0.05, "a codec changes the run, a little"
+
+
+def test_the_order_of_the_microbatches_changes_only_the_rounding_of_floats() -> None:
+    run = tiny_run()
+    forth, back = Chain(run), Chain(run)
+    for chain, order in ((forth, range(run.M)), (back, reversed(range(run.M)))):
+        chain.begin(0)
+        for m in order:
+            chain.microbatch(Microbatch(0, m))
+        chain.apply(0)
+    assert farthest(forth.named_weights(), back.named_weights()) < 1e-12
+
+
+def replicated_step(replicas: list[Chain], t: int, draw: random.Random) -> list[float]:
+    """Step `t` as a swarm may do it: in any order, by any replica of each stage, some twice and undone."""
+    run, losses = replicas[0].run, [0.0] * replicas[0].run.M
+    twice: list[tuple[StageCompute, Microbatch, list[Encoded], Encoded | None]] = []
+    for replica in replicas:
+        replica.begin(t)
+    for m in draw.sample(range(run.M), run.M):
+        mb = Microbatch(t, m)
+        route = [draw.choice(replicas).stages[s] for s in range(run.S)]
+        inputs, kept = [[tokens_of(run, mb)]], []
+        for stage in route[:-1]:
+            kept.append(stage.forward(mb, inputs[-1]))
+            inputs.append(kept[-1].outputs)
+        losses[m], grad = route[-1].loss_backward(mb, inputs[-1], add=True)
+        grads: list[Encoded | None] = [None]
+        for stage, fwd in zip(route[-2::-1], kept[::-1], strict=True):
+            assert grad is not None
+            grads.insert(0, grad)
+            grad = stage.backward(fwd, grad, add=True)
+        # A retry raced: another replica of some stage did it too.
+        s = draw.randrange(run.S)
+        again = draw.choice(replicas).stages[s]
+        if grads[s] is None:
+            again.loss_backward(mb, inputs[s], add=True)
+        else:
+            again.backward(again.forward(mb, inputs[s]), grads[s] or inputs[s][0], add=True)
+        twice.append((again, mb, inputs[s], grads[s]))
+    for stage, mb, wires, grad_out in draw.sample(twice, len(twice)):
+        stage.subtract(mb, wires, grad_out)
+    totals = [
+        torch.stack([replica.stages[s].sum(t) for replica in draw.sample(replicas, len(replicas))]).sum(0)
+        for s in range(run.S)
+    ]
+    reduced = [stage.settle(total) for stage, total in zip(replicas[0].stages, totals, strict=True)]
+    for replica in replicas:
+        replica.apply_settled(t, reduced)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("precision", "changes"),
+    [(precision, {}) for precision in EXACT]
+    + [("float32, blockwise8", {"delayed_updates": True}), ("bfloat16, bf16", {"model": {"dropout": 0.1}})],
+)
+def test_any_replica_in_any_order_with_undone_doubles_equals_one_process(
+    precision: str, changes: dict[str, Any]
+) -> None:
+    run = tiny_run(**EXACT[precision], **changes)
+    replicas, reference = [Chain(run) for _ in range(3)], SingleProcess(run, batch_of(run))
+    draw = random.Random(precision)
+    for t in range(run.steps):
+        assert replicated_step(replicas, t, draw) == reference.step(t)
+    for replica in replicas:
+        assert farthest(replica.named_weights(), reference.named_weights()) == 0.0
+
+
+def test_training_lowers_the_loss() -> None:
+    run = tiny_run(dtype="float32", steps=25, codec={"forward": "blockwise8", "backward": "blockwise8"})
+    run_batch = batch_of(run)
+    reference = SingleProcess(run, lambda _: run_batch([0, 100]))
+    first, last = reference.step(0)[0], [reference.step(t)[0] for t in range(1, 25)][-1]
+    assert first == pytest.approx(5.545, abs=0.1), "the logarithm of 256, nearly"
+    assert last < first - 1.5
+
+
+def test_the_8_bit_optimizer_has_no_reference() -> None:
+    run = tiny_run(dtype="float32", optimizer={"name": "adamw8bit"})
+    with pytest.raises(SetupError, match='"adamw8bit" cannot be verified'):
+        SingleProcess(run, batch_of(run))
+
+
+def test_the_reference_keeps_its_graph_only_when_asked() -> None:
+    run = tiny_run()
+    reference = SingleProcess(run, batch_of(run))
+    before = reference.named_weights()
+    quiet = reference.loss(Microbatch(0, 0), grad=False)
+    assert reference.step(0)[0] == quiet
+    assert not all(torch.equal(before[name], w) for name, w in reference.named_weights().items())

@@ -1,0 +1,674 @@
+"""One stage: its sums, its undo, its memory, its versions, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.errors import NotReady, Refused, SetupError, Stale
+from swarm.ids import Microbatch
+from swarm.model import stage as stage_module
+from swarm.model.exact import add_exact
+from swarm.model.stage import StageCompute, SumLost, sqnorm, state_digest
+from swarm.wire.codec import Encoded, TensorMeta, encode
+from tests.model.chain import Chain, tiny_run, tokens_of
+
+MB = Microbatch(0, 0)
+
+
+def accumulated(chain: Chain, *microbatches: Microbatch) -> list[torch.Tensor]:
+    t = microbatches[0].t
+    for stage in chain.stages:
+        stage.drop_sum(t)
+    chain.begin(t)
+    for mb in microbatches:
+        chain.microbatch(mb)
+    return [stage.sum(t).clone() for stage in chain.stages]
+
+
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# --- the same bits ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("codec", ["none", "blockwise8"])
+def test_the_same_microbatches_give_the_same_bits_also_when_recomputed(dtype: str, codec: str) -> None:
+    run = tiny_run(
+        dtype=dtype,
+        model={"dropout": 0.2},
+        codec={"forward": codec, "backward": codec},
+    )
+    mbs = [Microbatch(0, m) for m in (2, 0, 3)]
+    first = accumulated(chain := Chain(run), *mbs)
+    assert equal(first, accumulated(chain, *mbs))
+    assert equal(first, accumulated(Chain(run), *mbs))
+    assert equal(first, accumulated(Chain(run, recompute=True), *mbs))
+    assert all(vector.count_nonzero() > 0.5 * vector.numel() for vector in first)
+
+
+def test_dropout_differs_between_microbatches() -> None:
+    run = tiny_run(model={"dropout": 0.5})
+    chain = Chain(run)
+    tokens = [tokens_of(run, MB)]
+    outputs = [chain.stages[0].forward(Microbatch(0, m), tokens).outputs[0] for m in (0, 0, 1)]
+    a, b, c = (bytes(output.buffers[0]) for output in outputs)
+    assert a == b != c
+
+
+# --- adding, not adding, undoing -------------------------------------------------------------------
+
+
+def test_a_backward_that_does_not_add_gives_the_same_answer_and_leaves_the_sum_alone() -> None:
+    chain = Chain(tiny_run())
+    before = accumulated(chain, MB)
+    kept, wire = chain.forward(Microbatch(0, 1))
+    loss, grad = chain.stages[-1].loss_backward(Microbatch(0, 1), wire, add=False)
+    grads = chain.backward(kept, grad, add=False)
+    assert equal(before, [stage.sum(0) for stage in chain.stages])
+    again, grad = chain.stages[-1].loss_backward(Microbatch(0, 1), wire, add=True)
+    assert again == loss
+    adding = chain.backward(chain.forward(Microbatch(0, 1))[0], grad)
+    for a, b in zip(grads, adding, strict=True):
+        assert bytes(a.buffers[0]) == bytes(b.buffers[0])
+    assert not equal(before, [stage.sum(0) for stage in chain.stages])
+
+
+def test_not_adding_needs_no_sum_at_all() -> None:
+    chain = Chain(tiny_run())
+    assert math.isfinite(chain.microbatch(MB, add=False))
+    with pytest.raises(NotReady, match="step 0 has not begun at stage 2"):
+        chain.microbatch(MB, add=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "exact", "tolerance"),
+    [("float64", True, 1e-12), ("float32", False, 1e-6), ("float32", True, 0.0), ("bfloat16", True, 0.0)],
+)
+def test_an_undo_restores_the_sum(dtype: str, exact: bool, tolerance: float) -> None:
+    """To the last bit where the run adds exactly."""
+    run = tiny_run(
+        dtype=dtype, exact_sums=exact, model={"dropout": 0.1},
+        codec={"forward": "blockwise8", "backward": "bf16"},
+    )  # fmt: skip
+    chain = Chain(run)
+    expected = accumulated(chain, MB, Microbatch(0, 2))
+    for stage in chain.stages:
+        stage.drop_sum(0)
+    chain.begin(0)
+    chain.microbatch(MB)
+    wrong = Microbatch(0, 1)
+    kept, wire = chain.forward(wrong)
+    _, grad = chain.stages[-1].loss_backward(wrong, wire, add=True)
+    grads = chain.backward(kept, grad)
+    chain.microbatch(Microbatch(0, 2))
+    copies = [bytes(grad.buffers[0]) for grad in grads]
+    for stage, fwd, grad in zip(chain.stages, kept, grads, strict=False):
+        stage.subtract(wrong, fwd.inputs, grad)
+    chain.stages[-1].subtract(wrong, wire, None)
+    assert [bytes(grad.buffers[0]) for grad in grads] == copies, "what was kept is not changed by its use"
+    for stage, vector in zip(chain.stages, expected, strict=True):
+        assert (stage.sum(0) - vector).abs().max().item() <= tolerance * vector.abs().max().item()
+
+
+def test_an_undo_takes_away_the_very_bits_that_were_added() -> None:
+    chain = Chain(tiny_run(dtype="bfloat16"))
+    accumulated(chain, MB)
+    kept, wire = chain.forward(MB)
+    _, grad = chain.stages[-1].loss_backward(MB, wire, add=False)
+    grads = chain.backward(kept, grad, add=False)
+    for stage, fwd, g in zip(chain.stages, kept, grads, strict=False):
+        stage.subtract(MB, fwd.inputs, g)
+    chain.stages[-1].subtract(MB, wire, None)
+    assert all(not stage.sum(0).any() for stage in chain.stages)
+
+
+def test_an_undo_before_the_last_stage_needs_the_gradient() -> None:
+    chain = Chain(tiny_run())
+    chain.begin(0)
+    with pytest.raises(Refused, match=r"undoing \(0, 0\) takes the gradient of its output"):
+        chain.stages[0].subtract(MB, [tokens_of(chain.run, MB)], None)
+
+
+def test_a_replay_without_a_graph_feeds_a_deeper_stage_the_same() -> None:
+    chain = Chain(tiny_run(codec={"forward": "blockwise8"}))
+    tokens = [tokens_of(chain.run, MB)]
+    with_graph, without = (chain.stages[0].forward(MB, tokens, grad=keep) for keep in (True, False))
+    assert with_graph.graph is not None and without.graph is None
+    for a, b in zip(with_graph.outputs, without.outputs, strict=True):
+        assert a.meta == b.meta and [bytes(x) for x in a.buffers] == [bytes(x) for x in b.buffers]
+
+
+def test_a_backward_may_be_asked_for_again() -> None:
+    chain = Chain(tiny_run())
+    chain.begin(0)
+    kept, wire = chain.forward(MB)
+    _, grad = chain.stages[2].loss_backward(MB, wire, add=False)
+    assert grad is not None
+    first, again = (chain.stages[1].backward(kept[1], grad, add=False) for _ in range(2))
+    assert first is not None and again is not None
+    assert bytes(first.buffers[0]) == bytes(again.buffers[0])
+
+
+# --- memory ----------------------------------------------------------------------------------------
+
+
+def grads_of(stage: StageCompute, module: int) -> dict[str, torch.Tensor]:
+    return {n: p.grad for n, p in stage._modules[module].named_parameters() if p.grad is not None}
+
+
+def assert_views(stage: StageCompute, module: int, t: int) -> None:
+    """Every parameter's `.grad` is a view of the sum of step `t`, at the place of its weight."""
+    flat, weights = stage.sum(t), stage._weights[module]
+    grads = grads_of(stage, module)
+    for name, parameter in stage._modules[module].named_parameters():
+        assert grads[name].untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        assert grads[name].storage_offset() == parameter.storage_offset()
+        assert parameter.untyped_storage().data_ptr() == weights.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_autograd_adds_floats_in_place_into_the_flat_sum(dtype: str) -> None:
+    chain = Chain(tiny_run(dtype=dtype, exact_sums=False))
+    chain.begin(0)
+    for m in range(3):
+        chain.microbatch(Microbatch(0, m))
+        for stage in chain.stages:
+            assert_views(stage, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_exact_sum_is_of_whole_numbers_and_leaves_nothing_at_the_parameters(dtype: str) -> None:
+    chain, floats = Chain(tiny_run(dtype=dtype)), Chain(tiny_run(dtype=dtype, exact_sums=False))
+    for one in (chain, floats):
+        one.begin(0)
+        for m in range(3):
+            one.microbatch(Microbatch(0, m))
+    for stage, other in zip(chain.stages, floats.stages, strict=True):
+        assert not grads_of(stage, 0)
+        assert (stage.sum(0).dtype, stage.sum(0).shape) == (torch.int64, (stage.numel,))
+        settled = stage.settle(stage.sum(0))
+        assert settled.dtype == torch.float32
+        assert (settled - other.sum(0)).abs().max().item() < 1e-6 * settled.abs().max().item()
+        assert other.settle(other.sum(0)) is other.sum(0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_two_sums_may_be_alive_and_interleave_on_the_same_weights(dtype: str) -> None:
+    """Steps 0 and 1 of delayed updates both use version 0, hence the same module."""
+    run = tiny_run(delayed_updates=True, dtype=dtype)
+    zero, one = [Microbatch(0, m) for m in range(3)], [Microbatch(1, m) for m in range(3)]
+    alone = [accumulated(Chain(run), *mbs) for mbs in (zero, one)]
+    chain = Chain(run)
+    chain.begin(0)
+    chain.begin(1)
+    inflight = [(mb, *chain.forward(mb)) for pair in zip(zero, one, strict=True) for mb in pair]
+    for mb, kept, wire in inflight:
+        _, grad = chain.stages[-1].loss_backward(mb, wire, add=True)
+        chain.backward(kept, grad)
+        for stage in chain.stages:
+            if not run.adds_exactly:
+                assert_views(stage, 0, mb.t)
+    for t in (0, 1):
+        assert equal(alone[t], [stage.sum(t) for stage in chain.stages])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_sum_of_the_next_step_is_untouched_by_the_step_before(dtype: str) -> None:
+    """Delayed updates: step 1 goes on in flight while step 0 is applied, then uses the other module."""
+    run = tiny_run(delayed_updates=True, steps=6, dtype=dtype)
+    chain, plain = Chain(run), Chain(run)
+    plain_losses = [plain.step(t) for t in range(3)]
+    for t in (0, 1):
+        chain.begin(t)
+        for m in range(run.M):
+            chain.microbatch(Microbatch(t, m))
+    chain.apply(0)
+    assert [stage.version for stage in chain.stages] == [1, 1, 1]
+    chain.begin(2)
+    first = [chain.microbatch(Microbatch(2, m)) for m in range(2)]
+    for stage in chain.stages:
+        if not run.adds_exactly:
+            assert_views(stage, 1, 2)
+    chain.apply(1)
+    rest = [chain.microbatch(Microbatch(2, m)) for m in range(2, run.M)]
+    assert first + rest == plain_losses[2]
+    chain.apply(2)
+    assert [s.digest() for s in chain.stages] == [s.digest() for s in plain.stages]
+
+
+def test_begin_does_nothing_the_second_time_and_memory_is_used_again() -> None:
+    stage = Chain(tiny_run()).stages[0]
+    stage.begin(0)
+    stage.sum(0).fill_(3.0)
+    stage.begin(0)
+    assert bool((stage.sum(0) == 3.0).all())
+    address = stage.sum(0).data_ptr()
+    stage.drop_sum(0)
+    stage.drop_sum(0)
+    stage.begin(1)
+    assert stage.sum(1).data_ptr() == address and not stage.sum(1).any()
+
+
+def test_recompute_holds_a_fraction_of_the_memory() -> None:
+    run = tiny_run(model={"layers": 9})
+    kept, recomputed = (Chain(run, recompute=r).stages[1].saved_bytes() for r in (False, True))
+    hidden = 2 * 16 * 32 * 8  # B * T * H numbers of 8 bytes
+    assert recomputed == hidden
+    # 3 layers, each with about: two norms in, qkv and its turned copies, attention, up, gelu.
+    assert 3 * 8 * hidden < kept < 3 * 25 * hidden
+
+
+def test_a_bfloat16_microbatch_holds_no_copy_of_the_weights() -> None:
+    """Two tokens through 256 x 256 matrices: what is saved is far less than the weights are."""
+    run = tiny_run(
+        dtype="bfloat16",
+        model={"hidden": 256, "ffn_hidden": 1024},
+        batch={"microbatch_size": 1},
+        data={"sequence_length": 2},
+    )
+    stage = Chain(run).stages[1]
+    assert 0 < stage.saved_bytes() < 0.1 * stage.numel * 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_measured_memory_is_more_than_nothing_at_every_stage_and_leaves_no_trace(stage: int) -> None:
+    compute = Chain(tiny_run()).stages[stage]
+    before = compute.digest()
+    assert compute.saved_bytes() == compute.saved_bytes() > 10_000
+    assert compute.digest() == before and not compute._sums
+
+
+# --- what breaks -----------------------------------------------------------------------------------
+
+
+def test_a_backward_that_breaks_voids_the_sum_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = Chain(tiny_run())
+    accumulated(chain, MB)
+    kept, wire = chain.forward(Microbatch(0, 1))
+    _, grad = chain.stages[2].loss_backward(Microbatch(0, 1), wire, add=False)
+    assert grad is not None
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.autograd, "backward", broken)
+        with pytest.raises(
+            SumLost, match=r"the backward of \(0, 1\) broke \(out of memory\): the sum of step 0 is lost"
+        ):
+            chain.stages[1].backward(kept[1], grad, add=True)
+    assert not chain.stages[1].sum(0).any()
+    # The stage goes on as if the step had just begun there.
+    chain.stages[1].backward(kept[1], grad, add=True)
+    assert chain.stages[1].sum(0).any()
+
+
+def test_a_gradient_that_overflows_voids_a_sum_of_floats() -> None:
+    chain = Chain(tiny_run(dtype="float32", exact_sums=False))
+    accumulated(chain, MB)
+    kept, _ = chain.forward(Microbatch(0, 1))
+    shape = (2, 16, 32)
+    huge = encode(torch.full(shape, 3e38), "none")
+    with pytest.raises(SumLost, match=r"\(the gradient of stage 1 for \(0, 1\) is not finite\)"):
+        chain.stages[1].backward(kept[1], huge, add=True)
+    assert not chain.stages[1].sum(0).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (3e38, r"the gradient of stage 1 for \(0, 1\) is not finite"),
+        (1e30, r"the gradient of the weights of stage 1 for \(0, 1\) is beyond 65536"),
+    ],
+)
+def test_a_gradient_beyond_what_an_exact_sum_holds_is_refused_and_leaves_the_sum(
+    dtype: str, number: float, text: str
+) -> None:
+    chain = Chain(tiny_run(dtype=dtype))
+    before = accumulated(chain, MB)
+    kept, _ = chain.forward(Microbatch(0, 1))
+    huge = encode(torch.full((2, 16, 32), number).to(chain.stages[1]._hidden_dtype), "none")
+    with pytest.raises(Refused, match=text):
+        chain.stages[1].backward(kept[1], huge, add=True)
+    assert torch.equal(chain.stages[1].sum(0), before[1])
+    assert not grads_of(chain.stages[1], 0)
+    # A better gradient is taken for the same microbatch, as if nothing had been.
+    fine = encode(torch.ones((2, 16, 32)).to(chain.stages[1]._hidden_dtype), "none")
+    chain.stages[1].backward(kept[1], fine, add=True)
+    other = Chain(tiny_run(dtype=dtype))
+    accumulated(other, MB)
+    other.stages[1].backward(other.forward(Microbatch(0, 1))[0][1], fine, add=True)
+    assert torch.equal(chain.stages[1].sum(0), other.stages[1].sum(0))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 65537.0, -65537.0])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_one_bad_number_in_the_gradient_of_any_weight_is_refused(stage: int, bad: float) -> None:
+    """Also where what goes back to the caller is fine, or nothing does."""
+    chain = Chain(tiny_run(dtype="float32"))
+    before = accumulated(chain, MB)
+    _, parameter = list(chain.stages[stage]._parameters[0].items())[-1]
+
+    def spoil(grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.clone()
+        grad.view(-1)[3] = bad
+        return grad
+
+    hook = parameter.register_hook(spoil)
+    with pytest.raises(
+        Refused, match=rf"the gradient of the weights of stage {stage} for \(0, 1\) is beyond"
+    ):
+        chain.microbatch(Microbatch(0, 1))
+    assert torch.equal(chain.stages[stage].sum(0), before[stage])
+    hook.remove()
+    chain.microbatch(Microbatch(0, 1))
+    assert not torch.equal(chain.stages[stage].sum(0), before[stage])
+
+
+def test_many_numbers_that_fit_are_taken_though_their_norm_is_beyond() -> None:
+    chain = Chain(tiny_run(dtype="float32"))
+    _, parameter = list(chain.stages[1]._parameters[0].items())[-1]
+    hook = parameter.register_hook(lambda grad: torch.full_like(grad, 65000.0))
+    chain.microbatch(Microbatch(0, 0))
+    hook.remove()
+    assert (chain.stages[1].sum(0) == 65000 * SCALE).sum() == parameter.numel() > 1
+
+
+def test_a_backward_that_breaks_leaves_an_exact_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = Chain(tiny_run(dtype="float32"))
+    before = accumulated(chain, MB)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.autograd, "backward", broken)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            chain.microbatch(Microbatch(0, 1))
+    assert equal(before, [stage.sum(0) for stage in chain.stages])
+    assert not any(grads_of(stage, 0) for stage in chain.stages)
+
+
+def test_an_addition_that_breaks_part_way_voids_an_exact_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = Chain(tiny_run(dtype="float32"))
+    accumulated(chain, MB)
+    kept, wire = chain.forward(Microbatch(0, 1))
+    _, grad = chain.stages[2].loss_backward(Microbatch(0, 1), wire, add=False)
+    assert grad is not None
+    done: list[int] = []
+
+    def broken(total: torch.Tensor, term: torch.Tensor) -> None:
+        if len(done) == 2:
+            raise RuntimeError("out of memory")
+        done.append(total.numel())
+        add_exact(total, term)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage_module, "add_exact", broken)
+        with pytest.raises(
+            SumLost, match=r"the backward of \(0, 1\) broke \(out of memory\): the sum of step 0"
+        ):
+            chain.stages[1].backward(kept[1], grad, add=True)
+    assert len(done) == 2 and not chain.stages[1].sum(0).any()
+    chain.stages[1].backward(kept[1], grad, add=True)
+    assert chain.stages[1].sum(0).any()
+
+
+def test_what_was_launched_for_an_exact_sum_that_is_gone_does_not_count() -> None:
+    chain = Chain(tiny_run(dtype="float32"))
+    chain.begin(0)
+    _, wire = chain.forward(MB)
+    stage = chain.stages[-1]
+    for lose in (lambda: stage.drop_sum(0), lambda: (stage.drop_sum(0), stage.begin(0))):
+        stage.begin(0)
+        pending = stage.start_loss_backward(MB, wire, add=True)
+        lose()
+        with pytest.raises(SumLost, match=r"the sum of step 0 that \(0, 0\) belongs to is gone") as caught:
+            pending.result()
+        assert caught.value.t == 0
+        assert 0 not in stage._sums or not stage.sum(0).any()
+
+
+def test_what_was_launched_before_the_sum_was_lost_or_dropped_does_not_count() -> None:
+    chain = Chain(tiny_run())
+    chain.begin(0)
+    _, wire = chain.forward(MB)
+    stage = chain.stages[-1]
+    for lose in (lambda: stage.drop_sum(0), lambda: (stage.drop_sum(0), stage.begin(0))):
+        stage.begin(0)
+        pending = stage.start_loss_backward(MB, wire, add=True)
+        lose()
+        with pytest.raises(SumLost, match=r"the sum of step 0 that \(0, 0\) was added to is lost") as caught:
+            pending.result()
+        assert caught.value.t == 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_output_or_loss_that_is_not_finite_is_refused_and_leaves_the_sum(bad: float) -> None:
+    chain = Chain(tiny_run())
+    before = accumulated(chain, MB)
+    _, wire = chain.forward(MB)
+    for stage in chain.stages:
+        stage._weights[0][: stage.numel // 2] = bad
+    with pytest.raises(Refused, match=r"the output of stage 0 for \(0, 0\) is not finite"):
+        chain.stages[0].forward(MB, [tokens_of(chain.run, MB)])
+    with pytest.raises(Refused, match=r"the loss of \(0, 0\) is not finite: nan"):
+        chain.stages[2].loss_backward(MB, wire, add=True)
+    assert equal(before, [stage.sum(0) for stage in chain.stages])
+
+
+# --- what is refused -------------------------------------------------------------------------------
+
+
+def test_inputs_that_are_not_what_the_run_prescribes_are_refused() -> None:
+    run = tiny_run(dtype="float32", codec={"forward": "blockwise8"}, model={"vocab_size": 300})
+    chain = Chain(run)
+    tokens = torch.zeros((2, 17), dtype=torch.uint16)
+    hidden, labels = encode(torch.zeros(2, 16, 32), "blockwise8"), encode(tokens[:, 1:], "none")
+    first, middle = chain.stages[:2]
+
+    def refused(stage: StageCompute, inputs: list[Encoded], text: str) -> None:
+        with pytest.raises(Refused, match=text):
+            stage.forward(MB, inputs)
+
+    refused(first, [], "0 tensors for stage 0; expected 1")
+    refused(first, [hidden, labels], "2 tensors for stage 0; expected 1")
+    refused(first, [encode(tokens[:, 1:], "none")], r"tokens has shape \[2, 16\]; expected \[2, 17\]")
+    refused(first, [encode(tokens.to(torch.int64), "none")], "tokens is int64; expected uint16")
+    large = tokens.clone().to(torch.int64)
+    large[1, 3] = 300
+    refused(first, [encode(large.to(torch.uint16), "none")], "tokens hold 300; the vocabulary has 300")
+    refused(middle, [hidden], "1 tensors for stage 1; expected 2")
+    refused(
+        middle, [hidden, encode(large[:, 1:].to(torch.uint16), "none")], "labels hold 300; the vocabulary"
+    )
+    refused(middle, [encode(torch.zeros(2, 16, 32), "none"), labels], "hidden came as 'none'; this run sends")
+    refused(middle, [encode(torch.zeros(2, 32, 16), "blockwise8"), labels], "hidden has shape")
+    wide = encode(torch.zeros(2, 16, 32, dtype=torch.float64), "blockwise8")
+    refused(middle, [wide, labels], "hidden is float64; expected float32")
+    cut = Encoded(hidden.meta, [bytes(7), hidden.buffers[1]])
+    refused(middle, [cut, labels], "hidden came in buffers of")
+
+
+def test_a_gradient_that_is_not_what_the_run_prescribes_is_refused_and_the_graph_kept() -> None:
+    chain = Chain(tiny_run())
+    chain.begin(0)
+    fwd = chain.forward(MB)[0][1]
+    bad = Encoded(TensorMeta((2, 16, 32), "float64", "bf16"), [bytes(2 * 2 * 16 * 32)])
+    with pytest.raises(Refused, match="the gradient came as 'bf16'; this run sends it as 'none'"):
+        chain.stages[1].backward(fwd, bad, add=True)
+    nan = encode(torch.zeros(2, 16, 32, dtype=torch.float64), "none")
+    nan = Encoded(nan.meta, [b"\xff" * 8 + bytes(nan.buffers[0])[8:]])
+    with pytest.raises(Refused, match="the gradient is not finite"):
+        chain.stages[1].backward(fwd, nan, add=True)
+    assert fwd.graph is not None
+
+
+@pytest.mark.parametrize("mb", [Microbatch(-1, 0), Microbatch(0, 4), Microbatch(3, 0), Microbatch(0, -1)])
+def test_a_microbatch_that_the_run_does_not_have_is_refused(mb: Microbatch) -> None:
+    run = tiny_run()
+    with pytest.raises(Refused, match=r"no microbatch .* in a run of 3 steps of 4"):
+        Chain(run).stages[0].forward(mb, [tokens_of(run, MB)])
+
+
+# --- versions --------------------------------------------------------------------------------------
+
+
+def test_only_weights_that_are_held_are_used() -> None:
+    run = tiny_run(steps=5)
+    chain = Chain(run)
+    tokens = [tokens_of(run, MB)]
+    with pytest.raises(NotReady, match=r"\(1, 0\) needs weights 1; stage 0 is at 0") as early:
+        chain.stages[0].forward(Microbatch(1, 0), tokens)
+    assert early.value.version == 0
+    old = chain.stages[0].forward(MB, tokens)
+    chain.step(0)
+    with pytest.raises(Stale, match=r"\(0, 0\) needs weights 0; stage 0 is at 1") as late:
+        chain.stages[0].forward(MB, tokens)
+    assert late.value.version == 1
+    with pytest.raises(Stale, match=r"\(0, 0\) needs weights 0"):
+        chain.stages[0].backward(old, old.outputs[0], add=False)
+    with pytest.raises(Stale, match="step 0 is over: stage 0 is at weights 1"):
+        chain.stages[0].sum(0)
+
+
+def test_delayed_updates_hold_two_versions() -> None:
+    run = tiny_run(steps=5, delayed_updates=True)
+    chain = Chain(run)
+    tokens = [tokens_of(run, MB)]
+    out = [bytes(chain.stages[0].forward(Microbatch(t, 0), tokens).outputs[0].buffers[0]) for t in (0, 1)]
+    assert out[0] == out[1], "steps 0 and 1 are both computed with version 0"
+    with pytest.raises(NotReady):
+        chain.stages[0].forward(Microbatch(2, 0), tokens)
+    chain.step(0)
+    assert bytes(chain.stages[0].forward(Microbatch(1, 0), tokens).outputs[0].buffers[0]) == out[0]
+    assert bytes(chain.stages[0].forward(Microbatch(2, 0), tokens).outputs[0].buffers[0]) != out[0]
+    chain.step(1)
+    with pytest.raises(Stale):
+        chain.stages[0].forward(Microbatch(1, 0), tokens)
+
+
+def test_steps_are_applied_in_order_and_to_vectors_that_fit() -> None:
+    chain = Chain(tiny_run())
+    stage = chain.stages[0]
+    good = torch.zeros(stage.numel, dtype=torch.float64)
+    with pytest.raises(NotReady, match="step 1 cannot be applied to weights 0"):
+        stage.apply(1, good, 0.0)
+    stage.apply(0, good, 0.0)
+    with pytest.raises(Stale, match="step 0 cannot be applied to weights 1"):
+        stage.apply(0, good, 0.0)
+    with pytest.raises(Refused, match=r"the gradient of stage 0 has \[3\] numbers of torch.float64"):
+        stage.apply(1, good[:3], 0.0)
+    with pytest.raises(Refused, match=r"numbers of torch.float32; expected .* of torch.float64"):
+        stage.apply(1, good.float(), 0.0)
+    for bad in (math.nan, math.inf):
+        with pytest.raises(
+            SetupError, match=r"the gradient of step 1 is not finite: the run diverged; .*optimizer.lr"
+        ):
+            stage.apply(1, good, bad)
+    assert stage.version == 1
+
+
+# --- the state -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("optimizer", [{"name": "adamw"}, {"name": "sgd", "momentum": 0.9}])
+def test_a_state_carries_on_where_it_was_taken(delayed: bool, optimizer: dict[str, Any]) -> None:
+    run = tiny_run(steps=6, delayed_updates=delayed, optimizer=optimizer)
+    chain = Chain(run)
+    for t in range(3):
+        chain.step(t)
+    states = [(stage.version, stage.state()) for stage in chain.stages]
+    copies = [{name: v.clone() for name, v in state.items()} for _, state in states]
+    other = Chain(run)
+    for stage, (version, state) in zip(other.stages, states, strict=True):
+        stage.load_state(version, state)
+    assert [s.digest() for s in other.stages] == [s.digest() for s in chain.stages]
+    for t in range(3, 6):
+        assert other.step(t) == chain.step(t)
+    assert [s.digest() for s in other.stages] == [s.digest() for s in chain.stages]
+    assert [state_digest(s.state()) for s in other.stages] == [state_digest(s.state()) for s in chain.stages]
+    for (_, state), copy in zip(states, copies, strict=True):
+        assert all(torch.equal(state[name], copy[name]) for name in copy), "a state is a copy"
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    chain = Chain(tiny_run())
+    stage = chain.stages[0]
+    state, before = stage.state(), stage.digest()
+    for change, text in [
+        ({"weights": state["weights"][:-1]}, r"state weights has \[\d+\] numbers of torch.float64; expected"),
+        ({"weights": state["weights"].float()}, "numbers of torch.float32; expected"),
+        ({"exp_avg": torch.full_like(state["exp_avg"], math.nan)}, "state exp_avg is not finite"),
+        (
+            {"more": state["weights"]},
+            r"a state of .*'more'.*; stage 0 has \['exp_avg', 'exp_avg_sq', 'weights'\]",
+        ),
+    ]:
+        with pytest.raises(Refused, match=text):
+            stage.load_state(1, {**state, **change})
+    with pytest.raises(Refused, match="a state of version -1"):
+        stage.load_state(-1, state)
+    assert stage.digest() == before and stage.version == 0
+
+
+def test_what_was_in_flight_when_a_state_was_loaded_is_void() -> None:
+    chain = Chain(tiny_run())
+    chain.begin(0)
+    stage = chain.stages[0]
+    fwd = stage.forward(MB, [tokens_of(chain.run, MB)])
+    stage.load_state(0, stage.state())
+    with pytest.raises(Stale, match=r"\(0, 0\) was computed with weights that are gone"):
+        stage.backward(fwd, fwd.outputs[0], add=True)
+    with pytest.raises(NotReady, match="step 0 has not begun"):
+        stage.sum(0)
+
+
+def test_a_digest_sees_every_bit_and_every_vector() -> None:
+    stage = Chain(tiny_run()).stages[0]
+    state, digest = stage.state(), stage.digest()
+    assert len(digest) == 32 and digest == stage.digest()
+    whole = state_digest(state)
+    state["exp_avg"][5] = torch.finfo(torch.float64).tiny
+    assert state_digest(state) != whole
+    stage._weights[0][-1] += 1e-9
+    assert stage.digest() != digest
+
+
+def test_the_named_weights_are_copies_under_full_names() -> None:
+    stage = Chain(tiny_run()).stages[1]
+    weights = stage.named_weights()
+    assert {name.split(".")[0] for name in weights} == {"layers"}
+    before = stage.digest()
+    for weight in weights.values():
+        weight.zero_()
+    assert stage.digest() == before
+
+
+def test_the_squared_norm_does_not_depend_on_the_number_of_threads() -> None:
+    """Mates may have any number of threads, and compare it."""
+    draw, before = torch.Generator().manual_seed(3), torch.get_num_threads()
+    try:
+        for _ in range(8):
+            vector = torch.randn(1_100_001, generator=draw) * 10 ** torch.randn(1_100_001, generator=draw)
+            found: list[float] = []
+            for threads in (1, 2, 3, 7):
+                torch.set_num_threads(threads)
+                found.append(sqnorm(vector))
+            assert len(set(found)) == 1
+            assert found[0] == pytest.approx(vector.double().square().sum().item(), rel=1e-12)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_squared_norm_is_summed_in_double() -> None:
+    vector = torch.full((3_000_001,), 0.1)
+    assert sqnorm(vector) == pytest.approx(3_000_001 * float(torch.tensor(0.1)) ** 2, rel=1e-12)

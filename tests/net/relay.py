@@ -1,0 +1,208 @@
+"""A stand-in for p2pd in the same event loop: real unix sockets, no libp2p, and links that can be stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from peers.net._hivemind import PeerID, p2pd_pb2
+from peers.net.control import ControlError
+from peers.net.identity import Identity
+from peers.net.links import pack_varint
+from peers.net.transport import NetTransport
+from swarm.ids import PeerId
+from swarm.wire import frames
+
+
+class Relay:
+    """Brings streams from one transport to another, as p2pd would."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.paths: dict[PeerId, Path] = {}
+        self.dials: list[PeerId] = []
+        self.strangers: list[RawCallee] = []
+        self._running: dict[PeerId, asyncio.Event] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._transports: list[NetTransport] = []
+        self._pairs: list[tuple[PeerId, PeerId, list[asyncio.StreamWriter]]] = []
+
+    async def add(self, **options: Any) -> NetTransport:
+        """A transport of a new peer."""
+        peer = Identity.generate().peer_id
+        path = self.directory / f"{len(self.paths)}.sock"
+        transport = NetTransport(_Control(self, peer), peer, path, **options)  # type: ignore[arg-type]
+        await transport.start()
+        self.paths[peer] = path
+        self._running[peer] = asyncio.Event()
+        self._running[peer].set()
+        self._transports.append(transport)
+        return transport
+
+    def freeze(self, peer: PeerId) -> None:
+        """Nothing comes out of the peer, and nothing goes in, until `thaw`."""
+        self._running[peer].clear()
+
+    def thaw(self, peer: PeerId) -> None:
+        self._running[peer].set()
+
+    def sever(self, peer: PeerId) -> None:
+        """Break every stream of the peer."""
+        for caller, callee, writers in self._pairs:
+            if peer in (caller, callee):
+                for writer in writers:
+                    writer.transport.abort()
+
+    async def close(self) -> None:
+        for event in self._running.values():
+            event.set()
+        await asyncio.gather(*(transport.close() for transport in self._transports))
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(stranger.close() for stranger in self.strangers))
+
+    async def carry(self, caller: PeerId, callee: PeerId, far: socket.socket) -> None:
+        """Answer the opening request and pump bytes both ways until an end breaks."""
+        near_reader, near_writer = await asyncio.open_unix_connection(sock=far)
+        await read_message(near_reader)
+        far_reader, far_writer = await asyncio.open_unix_connection(str(self.paths[callee]))
+        self._pairs.append((caller, callee, [near_writer, far_writer]))
+        far_writer.write(introduction(caller))
+        near_writer.write(message(p2pd_pb2.Response(type=p2pd_pb2.Response.OK).SerializeToString()))
+        task = asyncio.ensure_future(self._pump(near_reader, far_writer, caller, callee))
+        try:
+            await self._pump(far_reader, near_writer, callee, caller)
+        finally:
+            task.cancel()
+            for writer in (near_writer, far_writer):
+                writer.transport.abort()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, source: PeerId, target: PeerId
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 18):
+                await self._running[source].wait()
+                await self._running[target].wait()
+                writer.write(data)
+                await writer.drain()
+            writer.write_eof()
+
+    def start(self, caller: PeerId, callee: PeerId, far: socket.socket) -> None:
+        task = asyncio.get_running_loop().create_task(self.carry(caller, callee, far))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class _Control:
+    """What a transport uses of `peers.net.control.DaemonControl`."""
+
+    def __init__(self, relay: Relay, peer: PeerId) -> None:
+        self._relay, self._peer = relay, peer
+
+    async def connect(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
+        if peer not in self._relay.paths:
+            raise ControlError("all dials failed")
+
+    async def serve_streams(self, protocol: str, socket_path: Path) -> None:
+        assert socket_path.exists()
+
+    async def open_stream(self, make: Callable[[bytes], Any], peer: PeerId, protocol: str) -> Any:
+        self._relay.dials.append(peer)
+        if peer not in self._relay.paths:
+            raise ControlError("all dials failed")
+        near, far = socket.socketpair()
+        _, link = await asyncio.get_running_loop().create_unix_connection(lambda: make(b"open"), sock=near)
+        self._relay.start(self._peer, peer, far)
+        return link
+
+
+def message(data: bytes) -> bytes:
+    """With its length before it, as p2pd writes."""
+    return pack_varint(len(data)) + data
+
+
+def introduction(caller: PeerId) -> bytes:
+    """What p2pd says first on an incoming stream."""
+    info = p2pd_pb2.StreamInfo(peer=PeerID.from_base58(caller).to_bytes(), addr=b"", proto="x")
+    return message(info.SerializeToString())
+
+
+async def read_message(reader: asyncio.StreamReader) -> bytes:
+    length = (await reader.readexactly(1))[0]
+    assert length < 128
+    return await reader.readexactly(length)
+
+
+class RawCaller:
+    """A stranger with a socket, who writes what he likes to a transport."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: PeerId) -> None:
+        self.reader, self.writer, self.peer = reader, writer, peer
+
+    @classmethod
+    async def open(cls, path: Path, peer: PeerId | None = None) -> RawCaller:
+        reader, writer = await asyncio.open_unix_connection(str(path))
+        peer = peer or Identity.generate().peer_id
+        writer.write(introduction(peer))
+        return cls(reader, writer, peer)
+
+    async def frame(self) -> tuple[frames.Prefix, bytes]:
+        """The next frame that is no heartbeat, and what follows its prefix."""
+        while True:
+            prefix = frames.unpack_prefix(await self.reader.readexactly(frames.PREFIX_BYTES))
+            data = await self.reader.readexactly(prefix.header_bytes + prefix.body_bytes)
+            if prefix.kind is not frames.Kind.ALIVE:
+                return prefix, data
+
+    async def closed(self) -> None:
+        """Wait until the other end closes."""
+        with contextlib.suppress(OSError):
+            while await self.reader.read(65536):
+                pass
+
+    async def close(self) -> None:
+        self.writer.close()
+        with contextlib.suppress(OSError):
+            await self.writer.wait_closed()
+
+
+class RawCallee:
+    """A stranger who is called, and answers what he likes: a server at a path that a relay dials."""
+
+    def __init__(self, answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]) -> None:
+        self._answer = answer
+        self._server: asyncio.AbstractServer | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def listen(self, relay: Relay) -> PeerId:
+        peer = Identity.generate().peer_id
+        path = relay.directory / f"raw{len(relay.paths)}.sock"
+        self._server = await asyncio.start_unix_server(self._serve, str(path))
+        relay.paths[peer] = path
+        relay._running[peer] = asyncio.Event()
+        relay._running[peer].set()
+        relay.strangers.append(self)
+        return peer
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            await read_message(reader)
+            await self._answer(reader, writer)
+        writer.transport.abort()
+
+    async def close(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

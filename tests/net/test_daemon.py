@@ -1,0 +1,267 @@
+"""Our p2pd starts fast, says what is wrong, and never outlives us. Real processes on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from peers.net import daemon as daemon_module
+from peers.net.daemon import Daemon, DaemonOptions, probe_p2pd, split_peer_id, to_multiaddr
+from swarm.errors import SetupError
+
+pytestmark = pytest.mark.net
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "never came true"
+        time.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+class Child:
+    """A python process that owns a p2pd and then sleeps."""
+
+    _PROGRAM = """
+import sys, time
+from peers.net.daemon import Daemon, DaemonOptions
+daemon = Daemon.spawn(DaemonOptions())
+daemon.wait_ready()
+print(daemon.pid, daemon._process.pid, daemon.directory, flush=True)
+time.sleep(600)
+"""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", self._PROGRAM], stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        p2pd, shell, directory = self.process.stdout.readline().split()
+        self.p2pd, self.shell, self.directory = int(p2pd), int(shell), Path(directory)
+        assert self.directory.is_dir()
+        assert not gone(self.p2pd)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_nothing_outlives_its_owner(how: signal.Signals) -> None:
+    child = Child()
+    try:
+        child.process.send_signal(how)
+        until(lambda: gone(child.p2pd) and gone(child.shell) and not child.directory.exists())
+    finally:
+        child.end()
+
+
+def test_a_stopped_p2pd_does_not_outlive_its_owner_either() -> None:
+    child = Child()
+    os.kill(child.p2pd, signal.SIGSTOP)
+    child.end()
+    until(lambda: gone(child.p2pd) and not child.directory.exists())
+
+
+def test_ctrl_c_in_the_terminal_does_not_reach_p2pd() -> None:
+    child = Child()
+    try:
+        assert os.getpgid(child.p2pd) != os.getpgid(child.process.pid)
+        assert os.getsid(child.p2pd) != os.getsid(child.process.pid)
+    finally:
+        child.end()
+
+
+def test_what_was_left_when_all_died_at_once_is_swept_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Child()
+    os.kill(child.process.pid, signal.SIGSTOP)  # so that it cannot clean up after the others
+    os.kill(child.shell, signal.SIGKILL)
+    child.end()
+    until(lambda: gone(child.p2pd) and gone(child.shell))
+    assert child.directory.is_dir()
+    in_use = Daemon.spawn(DaemonOptions())
+    try:
+        monkeypatch.setattr(daemon_module, "_STALE_AFTER_S", -1.0)
+        # The system may take a moment to release the lock of the dead.
+        until(lambda: probe_p2pd()[0] and not child.directory.exists())
+        assert in_use.directory.is_dir()
+    finally:
+        in_use.close_now()
+
+
+async def test_the_death_of_p2pd_is_noticed_at_once_and_leaves_nothing() -> None:
+    daemon = Daemon.spawn(DaemonOptions())
+    calls: list[int] = []
+    daemon.on_death = lambda: calls.append(1)
+    await daemon.ready()
+    assert daemon.alive
+    os.kill(daemon.pid, signal.SIGKILL)
+    await asyncio.wait_for(daemon.died.wait(), 5)
+    assert calls == [1]
+    assert not daemon.alive
+    assert not daemon.directory.exists()
+    daemon.close_now()
+
+
+async def test_the_death_of_the_watchdog_takes_p2pd_with_it() -> None:
+    daemon = Daemon.spawn(DaemonOptions())
+    await daemon.ready()
+    pid = daemon.pid
+    os.kill(daemon._process.pid, signal.SIGKILL)
+    await asyncio.wait_for(daemon.died.wait(), 5)
+    assert gone(pid)
+    assert not daemon.directory.exists()
+
+
+async def test_closing_leaves_no_process_and_no_file_and_is_no_accident() -> None:
+    daemon = Daemon.spawn(DaemonOptions())
+    daemon.on_death = lambda: pytest.fail("called")
+    await daemon.ready()
+    pid, shell = daemon.pid, daemon._process.pid
+    before = time.monotonic()
+    daemon.close_now()
+    daemon.close_now()
+    assert time.monotonic() - before < 1.0
+    assert gone(pid)
+    assert gone(shell)
+    assert not daemon.directory.exists()
+    assert daemon.died.is_set()
+
+
+def test_a_daemon_that_was_never_waited_for_closes_as_well() -> None:
+    daemon = Daemon.spawn(DaemonOptions())
+    shell = daemon._process.pid
+    daemon.close_now()
+    assert gone(shell)
+    assert not daemon.directory.exists()
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ok, text = probe_p2pd("127.0.0.1", port)
+    assert not ok
+    assert text == (
+        f"port {port} is already in use on 127.0.0.1: "
+        "stop the program that uses it, or choose another port (0 picks a free one)"
+    )
+
+
+def test_an_address_of_another_machine_is_named() -> None:
+    ok, text = probe_p2pd("192.0.2.77")
+    assert not ok
+    assert text.startswith("this machine has no address 192.0.2.77: listen on 0.0.0.0, and announce")
+
+
+def test_a_name_without_an_address_is_named() -> None:
+    ok, text = probe_p2pd("no-such-host.invalid")
+    assert not ok
+    assert text == "'no-such-host.invalid' is not an address and has no name server entry"
+
+
+def test_a_probe_that_succeeds_says_where_it_listened() -> None:
+    ok, text = probe_p2pd("localhost")
+    assert ok
+    assert text.startswith("p2pd starts and listens on /ip4/127.0.0.1/tcp/")
+
+
+def test_one_identity_serves_one_process(tmp_path: Path) -> None:
+    first = Daemon.spawn(DaemonOptions(), identity_path=tmp_path / "key")
+    try:
+        with pytest.raises(
+            SetupError, match="key is in use by another process: each peer needs an identity file"
+        ):
+            Daemon.spawn(DaemonOptions(), identity_path=tmp_path / "key")
+    finally:
+        first.close_now()
+    again = Daemon.spawn(DaemonOptions(), identity_path=tmp_path / "key")
+    again.wait_ready()
+    assert again.peer_id == first.peer_id
+    again.close_now()
+
+
+def test_a_p2pd_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    silent = tmp_path / "p2pd"
+    silent.write_text("#!/bin/sh\nsleep 60\n")
+    silent.chmod(0o755)
+    monkeypatch.setattr(daemon_module, "p2pd_path", lambda: silent)
+    daemon = Daemon.spawn(DaemonOptions())
+    with pytest.raises(SetupError, match=r"p2pd did not start within 0\.2 s; is the machine overloaded\?"):
+        daemon.wait_ready(0.2)
+    with pytest.raises(SetupError, match=r"p2pd did not start within 0\.2 s; is the machine overloaded\?"):
+        asyncio.run(daemon.ready(0.2))
+    daemon.close_now()
+
+
+@pytest.mark.parametrize(
+    ("script", "text"),
+    [
+        ("echo listen: permission denied", "not allowed to listen on 127.0.0.1:0: choose a port above 1023"),
+        ("echo must be a multiaddr", "p2pd does not understand an address: must be a multiaddr"),
+        ("echo strange words", "p2pd did not start on 127.0.0.1:0: strange words"),
+        ("exit 3", "p2pd did not start on 127.0.0.1:0: it ended without a word"),
+    ],
+)
+def test_last_words_are_explained(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, text: str
+) -> None:
+    fake = tmp_path / "p2pd"
+    fake.write_text(f"#!/bin/sh\n{script}\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(daemon_module, "p2pd_path", lambda: fake)
+    assert probe_p2pd() == (False, text)
+
+
+def test_addresses_are_read_as_people_write_them() -> None:
+    assert to_multiaddr("1.2.3.4:31337") == "/ip4/1.2.3.4/tcp/31337"
+    assert to_multiaddr("[::1]:5") == "/ip6/::1/tcp/5"
+    assert to_multiaddr("/dns4/example.org/tcp/80") == "/dns4/example.org/tcp/80"
+    for wrong in ("1.2.3.4", "1.2.3.4:0", "1.2.3.4:x", ":5", ""):
+        with pytest.raises(SetupError, match="is not an address: write host:port or /ip4/"):
+            to_multiaddr(wrong)
+    with pytest.raises(SetupError, match="has port 0: name the port that others can dial"):
+        to_multiaddr("/ip4/1.2.3.4/tcp/0")
+    assert split_peer_id("/ip4/1.2.3.4/tcp/5/p2p/12D3") == ("/ip4/1.2.3.4/tcp/5", "12D3")
+    with pytest.raises(SetupError, match="is not the address of a peer: it should end in /p2p/"):
+        split_peer_id("/ip4/1.2.3.4/tcp/5")
+
+
+@pytest.mark.parametrize("how", ["missing", "not executable"])
+def test_a_missing_binary_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str) -> None:
+    package = tmp_path / "hivemind"
+    (package / "hivemind_cli").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    if how == "not executable":
+        (package / "hivemind_cli" / "p2pd").touch(0o644)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: _Spec([str(package)]))
+    with pytest.raises(SetupError, match=r"without its p2pd binary|is not executable: chmod \+x it"):
+        daemon_module.p2pd_path()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SetupError, match="hivemind is not installed: pip install hivemind"):
+        daemon_module.p2pd_path()
+
+
+class _Spec:
+    def __init__(self, locations: list[str]) -> None:
+        self.submodule_search_locations = locations

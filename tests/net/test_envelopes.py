@@ -1,0 +1,163 @@
+"""What the DHT may hold: signed by the peer it speaks of, or proven by its own hash. Nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peers.net import envelopes
+from peers.net.identity import Identity
+from swarm.errors import Refused, SetupError
+from swarm.records import PeerRecord
+from swarm.run import Run, example_run
+
+ME, OTHER = Identity(bytes(32)), Identity(bytes(31) + b"\1")
+EXPIRES = 2_000_000_000.25
+
+
+def record(**changes: Any) -> PeerRecord:
+    fields = {"peer": ME.peer_id, "run": "r" * 32, "stage": 1, "state": "serving", "version": 5}
+    return PeerRecord(**(fields | changes))
+
+
+def signed(
+    record: PeerRecord | bytes, expires: float = EXPIRES, by: Identity = ME, run: str = "r" * 32
+) -> bytes:
+    """An envelope that nobody checked before signing."""
+    packed = record if isinstance(record, bytes) else msgspec.msgpack.encode(record)
+    return msgspec.msgpack.encode([packed, expires, by.sign(envelopes._to_sign(run, expires, packed))])
+
+
+def test_a_record_comes_out_as_it_was_sealed() -> None:
+    sealed = envelopes.seal_record(record(addresses=("/ip4/1.2.3.4/tcp/5",)), EXPIRES, ME)
+    assert envelopes.open_record(sealed, ME.peer_id, EXPIRES) == record(addresses=("/ip4/1.2.3.4/tcp/5",))
+    assert sealed == envelopes.seal_record(record(addresses=("/ip4/1.2.3.4/tcp/5",)), EXPIRES, ME)
+
+
+def test_a_record_of_a_later_version_with_more_fields_is_read() -> None:
+    fields = msgspec.to_builtins(record()) | {"colour": "blue"}
+    assert envelopes.open_record(signed(msgspec.msgpack.encode(fields)), ME.peer_id, EXPIRES) == record()
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "a malformed record"),
+        (b"\x91" * 1000, "a malformed record"),
+        (bytes(2000), "a record of 2000 bytes; at most 1096 are allowed"),
+        (signed(b"\xc0"), "a malformed record"),
+        (signed(msgspec.msgpack.encode({"peer": 5})), "a malformed record"),
+        (signed(msgspec.msgpack.encode(record(run="x" * 1000))), "a malformed record|a record of"),
+        (signed(record(peer=OTHER.peer_id)), "a record about another peer"),
+        (signed(record(), by=OTHER), "a wrong signature"),
+        (signed(record(), run="q" * 32), "a wrong signature"),
+        (signed(record(), expires=EXPIRES + 60), "stored for another time than it was signed for"),
+        (signed(record(), expires=float("nan")), "stored for another time"),
+        (signed(record(stage=-1)), "an impossible record: stage -1"),
+        (signed(record(version=1 << 60)), "an impossible record: stage 1, version"),
+        (signed(record(speed=float("inf"))), "an impossible record: speed inf"),
+        (signed(record(since=float("nan"))), "an impossible record: speed 0.0, since nan"),
+        (signed(record(max_inflight=-3)), "an impossible record: max_inflight -3"),
+        (signed(record(addresses=("a",) * 17)), "17 addresses"),
+    ],
+)
+def test_a_wrong_record_is_refused_by_name(data: bytes, reason: str) -> None:
+    with pytest.raises(Refused, match=reason):
+        envelopes.open_record(data, ME.peer_id, EXPIRES)
+
+
+@given(st.integers(0, 10_000), st.integers(0, 7))
+def test_no_bit_of_a_record_can_be_changed(where: int, bit: int) -> None:
+    data = bytearray(envelopes.seal_record(record(), EXPIRES, ME))
+    data[where % len(data)] ^= 1 << bit
+    with pytest.raises(Refused):
+        envelopes.open_record(bytes(data), ME.peer_id, EXPIRES)
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(Refused):
+        envelopes.open_record(data, ME.peer_id, EXPIRES)
+    with pytest.raises(Refused):
+        envelopes.open_manifest(data, "")
+
+
+def test_our_own_records_are_held_to_the_limits() -> None:
+    with pytest.raises(ValueError, match="a peer can only announce itself"):
+        envelopes.seal_record(record(), EXPIRES, OTHER)
+    with pytest.raises(ValueError, match=r"a record of 1[0-9]{3} bytes; at most 1000 are allowed"):
+        envelopes.seal_record(record(device="x" * 1000), EXPIRES, ME)
+
+
+def owned(by: Identity = ME) -> Run:
+    run = example_run()
+    return dataclasses.replace(run, admission=dataclasses.replace(run.admission, owner=by.peer_id))
+
+
+def test_a_manifest_proves_itself_by_its_hash() -> None:
+    run = example_run()
+    owner, value = envelopes.seal_manifest(run.to_toml(), None)
+    assert owner == ""
+    assert envelopes.open_manifest(value, "") == (run.id, run.to_toml())
+
+
+def test_an_owned_manifest_carries_its_owners_signature_whoever_stores_it() -> None:
+    run = owned()
+    owner, value = envelopes.seal_manifest(run.to_toml(), ME)
+    assert owner == ME.peer_id
+    assert envelopes.open_manifest(value, ME.peer_id) == (run.id, run.to_toml())
+
+
+def packed(text: str | bytes, signature: bytes = b"") -> bytes:
+    raw = text.encode() if isinstance(text, str) else text
+    return msgspec.msgpack.encode([zlib.compress(raw), signature])
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: packed(b"\0" * 20_000_000), "a manifest of more than 16384 bytes|a manifest of "),
+        (lambda: msgspec.msgpack.encode([zlib.compress(b"x" * 100)[:-5], b""]), "a manifest of more than"),
+        (lambda: msgspec.msgpack.encode([b"not compressed", b""]), "a malformed manifest"),
+        (lambda: packed(b"\xff\xfe"), "a malformed manifest"),
+        (lambda: packed("steps = 'many'"), "a manifest that cannot be used"),
+        (lambda: packed(example_run().to_toml() + "\n# hello"), "not in canonical form"),
+        (lambda: packed(owned().to_toml()), "stored for another owner than it names"),
+        (lambda: bytes(30_000), "a manifest of 30000 bytes; at most 16640 are allowed"),
+    ],
+)
+def test_a_wrong_manifest_is_refused_by_name(make: Callable[[], bytes], reason: str) -> None:
+    with pytest.raises(Refused, match=reason):
+        envelopes.open_manifest(make(), "")
+
+
+def test_an_owned_manifest_needs_the_signature_of_that_owner_for_that_run() -> None:
+    run = owned()
+    for signature in (b"", OTHER.sign(envelopes._manifest_to_sign(run.id)), ME.sign(b"something else")):
+        with pytest.raises(Refused, match="a manifest without its owner's signature"):
+            envelopes.open_manifest(packed(run.to_toml(), signature), ME.peer_id)
+    with pytest.raises(SetupError, match=r"names .* as its owner .*: only it can publish it"):
+        envelopes.seal_manifest(run.to_toml(), OTHER)
+    with pytest.raises(SetupError, match="only the canonical text"):
+        envelopes.seal_manifest(example_run().to_toml() + "\n", ME)
+
+
+def test_peers_spread_over_all_shards() -> None:
+    shards = {envelopes.shard_of(Identity(n.to_bytes(32, "big")).peer_id) for n in range(200)}
+    assert shards == set(range(envelopes.SHARDS))
+
+
+def test_opening_a_record_is_cheap() -> None:
+    sealed = envelopes.seal_record(record(), EXPIRES, ME)
+    before = time.process_time()
+    for _ in range(100):
+        envelopes.open_record(sealed, ME.peer_id, EXPIRES)
+    assert time.process_time() - before < 0.5  # 0.1 ms each, measured; the bound is for slow machines

@@ -1,0 +1,82 @@
+"""Keys, peer ids and signatures are libp2p's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from peers.net import identity
+from peers.net.identity import Identity
+from swarm.errors import SetupError
+
+KNOWN_SEED = bytes(range(32))
+KNOWN_PEER_ID = "12D3KooWA4Xop1JaT3MHxwYMkCepYsv4iPVopMXwCz5iHYdBfeSB"
+"""p2pd's own answer for a key file with that seed."""
+
+
+def test_the_peer_id_of_a_key_is_the_one_that_p2pd_gives_it() -> None:
+    assert Identity(KNOWN_SEED).peer_id == KNOWN_PEER_ID
+
+
+def test_the_peer_id_is_the_public_key_and_back() -> None:
+    key = Identity.generate()
+    public = identity.public_key_of(key.peer_id)
+    assert public is not None
+    assert identity.peer_id_of(public) == key.peer_id
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "12D3KooW",
+        "x" * 52,
+        "0" * 52,
+        "1" * 52,
+        "z" * 52,
+        "QmYwAPJzv5CZsnA625s3Xf2nemtYgPpHdWEz79ojWnPbdG",
+    ],
+)
+def test_other_texts_are_no_peer_ids(text: str) -> None:
+    assert identity.public_key_of(text) is None
+    assert not identity.verify(text, b"data", bytes(64))
+
+
+def test_only_the_peers_own_signature_of_the_same_bytes_counts() -> None:
+    mine, other = Identity.generate(), Identity.generate()
+    signature = mine.sign(b"data")
+    assert identity.verify(mine.peer_id, b"data", signature)
+    assert not identity.verify(mine.peer_id, b"datA", signature)
+    assert not identity.verify(other.peer_id, b"data", signature)
+    assert not identity.verify(mine.peer_id, b"data", signature[:-1])
+    assert not identity.verify(mine.peer_id, b"data", bytes(64))
+
+
+def test_a_key_file_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    first = Identity.load_or_create(path)
+    assert Identity.load_or_create(path).peer_id == first.peer_id
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_is_no_key_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(b"my thesis")
+    with pytest.raises(
+        SetupError, match=r"is not an identity file: not an Ed25519 key in libp2p's form. Move it"
+    ):
+        Identity.load_or_create(path)
+    assert path.read_bytes() == b"my thesis"
+    key = Identity.generate().to_file_bytes()
+    path.write_bytes(key[:36] + bytes(32))
+    with pytest.raises(SetupError, match="its public half does not belong to its private half"):
+        Identity.load_or_create(path)
+
+
+def test_a_key_that_cannot_be_written_or_read_says_so(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"cannot write the identity file .*: No such file or directory"):
+        Identity.load_or_create(tmp_path / "nowhere" / "key")
+    with pytest.raises(SetupError, match=r"cannot read the identity file .*: Is a directory"):
+        Identity.load_or_create(tmp_path)

@@ -1,0 +1,443 @@
+"""Peers on loopback with the real p2pd: joining, calling, dying, leaving; and strangers in the DHT."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import pytest_asyncio
+
+from peers.net import directory as directory_module
+from peers.net import envelopes
+from peers.net._hivemind import DHTID, DHTNode, PeerID
+from peers.net.control import AttachedP2P, ControlError
+from peers.net.daemon import Daemon, DaemonOptions
+from peers.net.identity import Identity
+from peers.net.node import Node, own_address
+from peers.ports import Answer, Request
+from swarm.errors import PeerGone, PeerSilent, SetupError
+from swarm.records import PeerRecord
+from swarm.run import example_run
+
+pytestmark = pytest.mark.net
+
+RUN = "f" * 32
+MIB = 1 << 20
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "never came true"
+        await asyncio.sleep(0.02)
+
+
+def record(node: Node, **changes: Any) -> PeerRecord:
+    fields = {"peer": node.peer_id, "run": RUN, "stage": 0, "state": "serving", "version": 0}
+    return PeerRecord(**(fields | {"addresses": node.addresses} | changes))
+
+
+@pytest_asyncio.fixture
+async def stack() -> AsyncIterator[contextlib.AsyncExitStack]:
+    """Ends nodes in reverse order, then looks for leftovers."""
+    async with contextlib.AsyncExitStack() as stack:
+        yield stack
+    await asyncio.sleep(0)
+    left = [task for task in asyncio.all_tasks() if "peers/net" in repr(task) or "hivemind" in repr(task)]
+    assert not left
+    assert not [
+        child for child in psutil.Process().children(recursive=True) if child.name() in ("p2pd", "sh")
+    ]
+
+
+async def start(stack: contextlib.AsyncExitStack, *join: Node, **options: Any) -> Node:
+    options = {"run_id": RUN, "refresh_s": 0.1, "join": [node.addresses[0] for node in join]} | options
+    return await stack.enter_async_context(Node(**options))
+
+
+async def echo(request: Request) -> Answer:
+    return Answer(request.peer.encode(), await request.accept())
+
+
+# -- life --------------------------------------------------------------------------------------------------
+
+
+async def test_peers_find_and_call_each_other_and_see_one_leave(stack: contextlib.AsyncExitStack) -> None:
+    first = await start(stack, run_id=None)
+    nodes = await asyncio.gather(*(start(stack, first) for _ in range(3)))
+    for node in nodes:
+        node.transport.serve("echo", echo, max_body_bytes=8 * MIB)
+        await node.directory.announce(record(node))
+    ids = sorted(node.peer_id for node in nodes)
+    await until(lambda: all([r.peer for r in node.directory.peers()] == ids for node in nodes))
+
+    body = os.urandom(5 * MIB)
+    answer = await nodes[0].transport.call(nodes[1].peer_id, "echo", b"", [body], max_answer_bytes=8 * MIB)
+    assert answer.header.decode() == nodes[0].peer_id
+    assert bytes(answer.body[0]) == body
+    assert await nodes[0].peer_count() >= 2
+
+    await nodes[2].directory.announce(record(nodes[2], stage=2, version=9))
+    await until(lambda: any(r.stage == 2 and r.version == 9 for r in nodes[0].directory.peers()))
+    await nodes[2].directory.withdraw()
+    await until(lambda: any(r.state == "left" for r in nodes[0].directory.peers()))
+    assert not nodes[0].directory.check.rejected
+
+
+async def test_a_manifest_is_found_by_its_id_and_kept_by_who_fetched_it(
+    stack: contextlib.AsyncExitStack,
+) -> None:
+    text = example_run().to_toml()
+    first = await start(stack)
+    publisher = await start(stack, first)
+    run_id = await publisher.directory.publish_manifest(text)
+    assert run_id == example_run().id
+    await publisher.close()
+    joiner = await start(stack, first)
+    assert await joiner.directory.fetch_manifest(run_id) == text
+    assert joiner.directory._manifest is not None
+    with pytest.raises(SetupError, match="nobody here knows a run 0123: check the id"):
+        await joiner.directory.fetch_manifest("0123", timeout_s=0.1)
+
+
+async def test_the_record_of_a_dead_peer_runs_out(stack: contextlib.AsyncExitStack) -> None:
+    first = await start(stack, run_id=None)
+    watcher, dying = await start(stack, first), await start(stack, first, revivals=0)
+    dying.directory._life_s = 1.0
+    await dying.directory.announce(record(dying))
+    await until(lambda: len(watcher.directory.peers()) == 1)
+    os.kill(dying.p2pd_pid, signal.SIGKILL)
+    await until(lambda: len(watcher.directory.peers()) == 0)
+
+
+async def test_a_node_is_spawned_ahead_and_closes_twice(stack: contextlib.AsyncExitStack) -> None:
+    daemon = Daemon.spawn(DaemonOptions(announce=("127.0.0.1:1234",)))
+    async with Node(daemon=daemon) as node:
+        assert node.addresses == (f"/ip4/127.0.0.1/tcp/1234/p2p/{daemon.peer_id}",)
+        assert node.alive
+        assert node.socket_dir.is_dir()
+    await node.close()
+    assert not node.alive
+    assert not node.socket_dir.exists()
+
+
+async def test_an_idle_node_has_listening_addresses_that_can_be_pasted(
+    stack: contextlib.AsyncExitStack,
+) -> None:
+    node = await start(stack)
+    (address,) = node.addresses
+    assert address.startswith("/ip4/127.0.0.1/tcp/")
+    assert address.endswith(f"/p2p/{node.peer_id}")
+    assert await node.current_addresses() == (address,)
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------
+
+
+async def test_a_peer_that_is_killed_is_gone_at_once(stack: contextlib.AsyncExitStack) -> None:
+    first = await start(stack)
+    deaths: list[int] = []
+    other = await start(stack, first, revivals=0, on_death=lambda: deaths.append(1))
+    entered = asyncio.Event()
+
+    async def never(request: Request) -> Answer:
+        entered.set()
+        await asyncio.get_running_loop().create_future()
+        return Answer(b"")
+
+    other.transport.serve("never", never)
+    first.transport.learn(other.peer_id, other.addresses)
+    call = asyncio.ensure_future(first.transport.call(other.peer_id, "never", b""))
+    await entered.wait()
+    before = time.monotonic()
+    os.kill(other.p2pd_pid, signal.SIGKILL)
+    with pytest.raises(PeerGone, match="the connection broke"):
+        await call
+    assert time.monotonic() - before < 1.0
+    with pytest.raises(PeerGone, match="cannot be reached"):
+        await first.transport.call(other.peer_id, "never", b"")
+    await until(lambda: deaths == [1])
+    with pytest.raises(PeerGone, match="cannot be reached: our own p2pd ended"):
+        await other.transport.call(first.peer_id, "x", b"")
+    with pytest.raises(ControlError, match="p2pd cannot be reached"):
+        await other.peer_count()
+
+
+async def test_a_p2pd_that_died_is_replaced_and_its_peer_is_found_as_before(
+    stack: contextlib.AsyncExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = await start(stack)
+    other = await start(stack, first)
+    other.transport.serve("echo", echo)
+    await other.directory.announce(record(other))
+    await until(lambda: len(first.directory.peers()) == 1)
+    await first.transport.call(other.peer_id, "echo", b"")
+    addresses, dead = other.addresses, other.p2pd_pid
+    os.kill(dead, signal.SIGKILL)
+    await until(lambda: "p2pd was started again" in caplog.text)
+    assert other.p2pd_pid != dead
+    assert other.addresses == addresses
+    assert (await first.transport.call(other.peer_id, "echo", b"")).header.decode() == first.peer_id
+    await other.directory.announce(record(other, stage=3))
+    await until(lambda: [r.stage for r in first.directory.peers()] == [3])
+    assert (await other.transport.call(other.peer_id, "echo", b"")).header.decode() == other.peer_id
+
+
+async def test_a_p2pd_that_cannot_be_replaced_is_reported(
+    stack: contextlib.AsyncExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    deaths: list[int] = []
+    node = await start(stack, on_death=lambda: deaths.append(1))
+
+    def refuse() -> Path:
+        raise SetupError("hivemind was removed")
+
+    monkeypatch.setattr("peers.net.daemon.p2pd_path", refuse)
+    os.kill(node.p2pd_pid, signal.SIGKILL)
+    await until(lambda: deaths == [1])
+    assert "p2pd could not be started again: hivemind was removed" in caplog.text
+
+
+async def test_a_peer_whose_p2pd_is_stopped_is_silent(stack: contextlib.AsyncExitStack) -> None:
+    first = await start(stack, silence_s=1.5)
+    other = await start(stack, first)
+    other.transport.serve("echo", echo, max_body_bytes=64 * MIB)
+    first.transport.learn(other.peer_id, other.addresses)
+    await first.transport.call(other.peer_id, "echo", b"")
+    os.kill(other.p2pd_pid, signal.SIGSTOP)
+    before = time.monotonic()
+    calls = [first.transport.call(other.peer_id, "echo", b"", [bytes(size)]) for size in (0, 64 * MIB)]
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [PeerSilent, PeerSilent]
+    assert time.monotonic() - before < 3.0
+    await asyncio.wait_for(first.directory.refresh(), 10)
+
+
+async def test_nobody_to_join_at_is_said_in_time(stack: contextlib.AsyncExitStack) -> None:
+    nobody = Identity.generate().peer_id
+    before = time.monotonic()
+    with pytest.raises(SetupError) as caught:
+        await start(stack, join=[f"/ip4/127.0.0.1/tcp/1/p2p/{nobody}", f"/ip4/192.0.2.1/tcp/9/p2p/{nobody}"])
+    assert time.monotonic() - before < 12
+    assert caught.value.text.startswith("none of the peers to join at can be reached. Check that one of them")
+    assert f"/ip4/127.0.0.1/tcp/1, /ip4/192.0.2.1/tcp/9/p2p/{nobody}: " in caught.value.text
+
+
+async def test_an_address_with_another_peers_id_is_not_joined(stack: contextlib.AsyncExitStack) -> None:
+    first = await start(stack)
+    transport, _ = first.addresses[0].split("/p2p/")
+    with pytest.raises(SetupError, match="none of the peers to join at can be reached"):
+        await start(stack, join=[f"{transport}/p2p/{Identity.generate().peer_id}"])
+    with pytest.raises(SetupError, match="is not the address of a peer: it should end in /p2p/"):
+        await start(stack, join=[transport])
+
+
+async def test_a_peer_that_speaks_no_dht_is_not_joined(stack: contextlib.AsyncExitStack) -> None:
+    daemon = Daemon.spawn(DaemonOptions())
+    await daemon.ready()
+    with pytest.raises(SetupError, match="can be reached, but do not answer as peers of a swarm"):
+        await start(stack, join=[f"{daemon.addresses[0]}/p2p/{daemon.peer_id}"])
+    daemon.close_now()
+
+
+def test_a_wrong_clock_is_explained() -> None:
+    text = "local time must be within 3 seconds  of others(local: 1.0, peer: 9.0)"
+    assert directory_module._explain_validation(text) == (
+        f"this machine's clock is wrong, or that of the peer to join at is ({text}): set it (NTP)"
+    )
+    assert directory_module._explain_validation("something") == "cannot join: something"
+
+
+# -- strangers in the DHT ----------------------------------------------------------------------------------
+
+
+class Stranger:
+    """A DHT node that stores what it likes and checks nothing."""
+
+    def __init__(self, daemon: Daemon, p2p: AttachedP2P, node: DHTNode) -> None:
+        self.daemon, self.p2p, self.node, self.identity = daemon, p2p, node, daemon.identity
+
+    @classmethod
+    async def join(cls, node: Node) -> Stranger:
+        daemon = Daemon.spawn(DaemonOptions())
+        await daemon.ready()
+        p2p = await AttachedP2P.attach(daemon.control_path, daemon.directory / "client.sock")
+        peer = node.peer_id
+        await node.control.connect(daemon.peer_id, daemon.addresses, 5)
+        dht = await DHTNode.create(p2p=p2p, initial_peers=[f"/p2p/{peer}"], bootstrap_timeout=0.2)
+        return cls(daemon, p2p, dht)
+
+    async def store(self, victim: Node, key: str, subkey: object, value: bytes, expires: float) -> bool:
+        answer = await self.node.protocol.call_store(
+            PeerID.from_base58(victim.peer_id),
+            [DHTID.generate(source=key)],
+            [value],
+            expires,
+            subkeys=[subkey],
+        )
+        return bool(answer and answer[0])
+
+    def hold(self, key: str, subkey: object, value: bytes, expires: float) -> None:
+        self.node.protocol.storage.store(DHTID.generate(source=key), value, expires, subkey=subkey)
+
+    async def leave(self) -> None:
+        self.daemon.expect_end()
+        await self.p2p.close()
+        self.daemon.close_now()
+        left = [task for task in asyncio.all_tasks() if "hivemind/dht" in repr(task)]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+
+def home(peer: str, run: str = RUN) -> str:
+    return envelopes.peers_key(run, envelopes.shard_of(peer))
+
+
+async def test_a_strangers_records_are_not_stored(stack: contextlib.AsyncExitStack) -> None:
+    victim = await start(stack)
+    stranger = await Stranger.join(victim)
+    me, soon = stranger.identity, time.time() + 20.0
+    own = PeerRecord(peer=me.peer_id, run=RUN, stage=0, state="serving", version=0)
+    about_victim = record(victim)
+    forged = msgspec.msgpack.encode(
+        [msgspec.msgpack.encode(about_victim), soon, me.sign(b"not what it should be")]
+    )
+    good = envelopes.seal_record(own, soon, me)
+    wrong: list[tuple[str, str, object, bytes, float]] = [
+        ("a record with a wrong signature", home(victim.peer_id), victim.peer_id, forged, soon),
+        ("a record about another peer", home(victim.peer_id), victim.peer_id, good, soon),
+        ("stored for another time", home(me.peer_id), me.peer_id, good, soon + 30),
+        ("a value that wants to live too long", home(me.peer_id), me.peer_id, good, soon + 1e6),
+        ("a value under a key where it does not belong", home(me.peer_id, "e" * 32), me.peer_id, good, soon),
+        ("a malformed manifest", "anything", "x", b"what is this", soon),
+        ("a value that is too large", home(me.peer_id), me.peer_id, bytes(100_000), soon),
+        ("a malformed record", home(me.peer_id), me.peer_id, b"\x91" * 900, soon),
+        ("a subkey that is not a text", home(me.peer_id), 5, good, soon),
+        ("a subkey that is not a text", home(me.peer_id), None, good, soon),
+    ]
+    rejected = victim.directory.check.rejected
+    for reason, key, subkey, value, expires in wrong:
+        before = sum(count for text, count in rejected.items() if reason in text)
+        assert not await stranger.store(victim, key, subkey, value, expires), reason
+        assert sum(count for text, count in rejected.items() if reason in text) > before, (reason, rejected)
+    assert len(victim.directory._node.protocol.storage) == 0
+    # His own record, about himself, is as good as anybody's.
+    assert await stranger.store(victim, home(me.peer_id), me.peer_id, good, soon)
+    assert [r.peer for r in await victim.directory.refresh()] == [me.peer_id]
+    # An older one does not replace it.
+    older = envelopes.seal_record(msgspec.structs.replace(own, version=7), soon - 5, me)
+    assert not await stranger.store(victim, home(me.peer_id), me.peer_id, older, soon - 5)
+    assert [r.version for r in await victim.directory.refresh()] == [0]
+    await stranger.leave()
+
+
+async def test_a_stranger_cannot_fill_a_nodes_memory(
+    stack: contextlib.AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_module, "_MAX_ENTRIES", 20)
+    victim = await start(stack)
+    stranger = await Stranger.join(victim)
+    soon, stored = time.time() + 20.0, 0
+    for number in range(30):
+        someone = Identity(number.to_bytes(32, "big"))
+        own = PeerRecord(peer=someone.peer_id, run=RUN, stage=0, state="serving", version=0)
+        sealed = envelopes.seal_record(own, soon, someone)
+        stored += await stranger.store(victim, home(someone.peer_id), someone.peer_id, sealed, soon)
+    assert stored == 20
+    many = await stranger.node.protocol.call_store(
+        PeerID.from_base58(victim.peer_id), [DHTID.generate(source="k")] * 100, [b"v"] * 100, soon
+    )
+    assert many is not None
+    assert not any(many)
+    await stranger.leave()
+
+
+async def test_what_a_strangers_node_answers_is_verified(stack: contextlib.AsyncExitStack) -> None:
+    victim = await start(stack)
+    stranger = await Stranger.join(victim)
+    me, soon = stranger.identity, time.time() + 20.0
+    about_victim = msgspec.msgpack.encode(msgspec.structs.replace(record(victim), state="left"))
+    forged = msgspec.msgpack.encode([about_victim, soon, me.sign(b"")])
+    own = PeerRecord(peer=me.peer_id, run=RUN, stage=0, state="serving", version=0)
+    await until(lambda: victim.directory.neighbours == 1)
+    # What he holds himself; an infinite expiration would make hivemind's own search stop at him.
+    stranger.hold(home(victim.peer_id), victim.peer_id, forged, soon)
+    stranger.hold(home("x" * 52), "x" * 52, b"no envelope", float("inf"))
+    assert list(await victim.directory.refresh()) == []
+    reasons = " ".join(victim.directory.check.rejected)
+    assert "a wrong signature" in reasons
+    stranger.node.protocol.storage.clear()
+    stranger.hold(home(me.peer_id), me.peer_id, envelopes.seal_record(own, soon, me), soon)
+    assert [r.peer for r in await victim.directory.refresh()] == [me.peer_id]
+    await stranger.leave()
+
+
+async def test_a_swarm_that_lost_its_node_finds_it_again(stack: contextlib.AsyncExitStack) -> None:
+    first = await start(stack, run_id=None)
+    other = await start(stack, first)
+    table = other.directory._node.protocol.routing_table
+    for uid in list(table.uid_to_peer_id):
+        del table[uid]
+    assert other.directory.neighbours == 0
+    await until(lambda: other.directory.neighbours == 1)
+
+
+def test_few_nodes_are_asked_and_other_ones_each_time() -> None:
+    everybody = [f"n{n}" for n in range(6)]
+    small = dict.fromkeys(range(16), everybody[:3])
+    first = [next(iter(directory_module.whom_to_ask(small, random.Random(seed)))) for seed in range(20)]
+    assert set(first) == set(everybody[:3])
+    large = {key: [f"n{(key * 7 + n) % 40}" for n in range(5)] for key in range(16)}
+    for seed in range(20):
+        asked = directory_module.whom_to_ask(large, random.Random(seed))
+        assert sorted(key for keys in asked.values() for key in keys) == list(range(16))
+        assert len(asked) <= 16
+    assert directory_module.whom_to_ask({1: []}, random.Random(0)) == {}
+
+
+# -- what it costs -----------------------------------------------------------------------------------------
+
+
+def run_python(program: str) -> str:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_network_needs_neither_torch_nor_the_rest_of_hivemind() -> None:
+    program = (
+        "import sys, peers.net.node, peers.net.directory, peers.net.transport;"
+        "print(sorted({'torch', 'grpc', 'pydantic', 'hivemind.moe', 'hivemind.optim'} & set(sys.modules)))"
+    )
+    assert run_python(program) == "[]"
+
+
+def test_it_works_as_well_when_all_of_hivemind_was_imported_before() -> None:
+    program = (
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "import hivemind, asyncio\n"
+        "from peers.net.node import Node\n"
+        "async def main():\n"
+        "    async with Node() as first, Node(join=first.addresses, run_id='r') as other:\n"
+        "        print(len(await other.directory.refresh()), other.directory.neighbours)\n"
+        "asyncio.run(main())\n"
+    )
+    assert run_python(program) == "0 1"
+
+
+def test_the_own_address_is_an_address() -> None:
+    assert len(own_address().split(".")) == 4

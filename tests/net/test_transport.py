@@ -1,0 +1,713 @@
+"""Calls over sockets: what peers.ports promises, under faults and strangers. A relay plays p2pd."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import tracemalloc
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from peers.net import links
+from peers.net.faults import Faults
+from peers.net.transport import MAX_LINKS_PER_PEER, NetTransport
+from peers.ports import Answer, Request
+from swarm.errors import BadAnswer, Busy, NotReady, PeerGone, PeerSilent, Refused, Stale
+from swarm.wire import frames
+from swarm.wire.frames import Kind, pack_prefix
+from tests.net.relay import RawCallee, RawCaller, Relay
+
+MIB = 1 << 20
+
+
+@pytest_asyncio.fixture
+async def relay(tmp_path: Path) -> AsyncIterator[Relay]:
+    relay = Relay(tmp_path)
+    yield relay
+    await relay.close()
+    await asyncio.sleep(0)
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not [task for task in left if "fixture" not in repr(task)], left
+
+
+@pytest_asyncio.fixture
+async def pair(relay: Relay) -> tuple[NetTransport, NetTransport]:
+    """(caller, callee); the callee echoes."""
+    caller, callee = await relay.add(), await relay.add()
+    callee.serve("echo", echo, max_body_bytes=256 * MIB)
+    return caller, callee
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats and limits twenty times as fast."""
+    monkeypatch.setattr(links, "ALIVE_EVERY_S", 0.05)
+    monkeypatch.setattr(links, "_TICK_S", 0.0125)
+    monkeypatch.setattr(links, "SEND_STALL_S", 0.5)
+
+
+async def echo(request: Request) -> Answer:
+    return Answer(request.header, await request.accept())
+
+
+class Gate:
+    """A handler that waits to be let go."""
+
+    def __init__(self) -> None:
+        self.entered, self.go, self.done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, request: Request) -> Answer:
+        self.entered.set()
+        await self.go.wait()
+        self.done.set()
+        return Answer(b"done")
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, "never came true"
+        await asyncio.sleep(0.005)
+
+
+# -- what is promised --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sizes", [[], [0], [1], [0, 5, 0], [links.frames.CHUNK_BYTES] * 2, [3 * MIB, 1, 700_001], [7] * 500]
+)
+async def test_header_and_buffers_arrive_as_they_were_sent(
+    pair: tuple[NetTransport, NetTransport], sizes: list[int]
+) -> None:
+    caller, callee = pair
+    body = [os.urandom(size) for size in sizes]
+    answer = await caller.call(callee.peer_id, "echo", b"head", body, max_answer_bytes=sum(sizes))
+    assert answer.header == b"head"
+    assert [bytes(part) for part in answer.body] == body
+
+
+async def test_buffers_may_be_of_any_shape_and_come_out_writable(
+    pair: tuple[NetTransport, NetTransport],
+) -> None:
+    caller, callee = pair
+    shaped = memoryview(bytearray(range(24))).cast("B", (4, 6))
+    answer = await caller.call(callee.peer_id, "echo", b"", [shaped, bytearray(2)], max_answer_bytes=26)
+    (first, second) = answer.body
+    assert bytes(first) == bytes(range(24))
+    second[0] = 7  # type: ignore[index]
+
+
+async def test_many_calls_share_one_stream_and_do_not_mix(pair: tuple[NetTransport, NetTransport]) -> None:
+    caller, callee = pair
+    bodies = [os.urandom(1000 + 9000 * n) for n in range(60)]
+    answers = await asyncio.gather(
+        *(caller.call(callee.peer_id, "echo", b"%d" % n, [body], max_answer_bytes=MIB)
+          for n, body in enumerate(bodies))
+    )  # fmt: skip
+    assert [answer.header for answer in answers] == [b"%d" % n for n in range(60)]
+    assert [bytes(answer.body[0]) for answer in answers] == bodies
+    assert caller.links == (1, 0)
+    assert callee.links == (0, 1)
+
+
+async def test_the_handler_sees_who_calls_and_the_sizes_before_it_accepts(
+    pair: tuple[NetTransport, NetTransport],
+) -> None:
+    caller, callee = pair
+
+    async def look(request: Request) -> Answer:
+        return Answer(f"{request.peer} {list(request.body_sizes)}".encode())
+
+    callee.serve("look", look, max_body_bytes=100 * MIB)
+    answer = await caller.call(callee.peer_id, "look", b"", [bytes(50 * MIB), b"abc"])
+    assert answer.header.decode() == f"{caller.peer_id} [{50 * MIB}, 3]"
+
+
+async def test_a_refusal_stops_the_body_early(pair: tuple[NetTransport, NetTransport]) -> None:
+    caller, callee = pair
+
+    async def full(request: Request) -> Answer:
+        raise Busy("no room", retry_after_s=0.5)
+
+    callee.serve("full", full, max_body_bytes=100 * MIB)
+    with pytest.raises(Busy, match="no room") as caught:
+        await caller.call(callee.peer_id, "full", b"", [bytes(50 * MIB)])
+    assert caught.value.retry_after_s == 0.5
+    assert caller.sent_bytes[callee.peer_id] <= frames.WINDOW_BYTES + 1000
+    assert (await caller.call(callee.peer_id, "echo", b"next")).header == b"next"
+
+
+async def test_errors_come_back_as_they_were_raised(pair: tuple[NetTransport, NetTransport]) -> None:
+    caller, callee = pair
+    raised: list[Exception] = [
+        NotReady("at 3", version=3), Stale("at 5", version=5), Refused("wrong run"), ZeroDivisionError("oops")
+    ]  # fmt: skip
+
+    async def fail(request: Request) -> Answer:
+        raise raised[int(request.header)]
+
+    callee.serve("fail", fail)
+    with pytest.raises(NotReady) as not_ready:
+        await caller.call(callee.peer_id, "fail", b"0")
+    assert not_ready.value.version == 3
+    with pytest.raises(Stale) as stale:
+        await caller.call(callee.peer_id, "fail", b"1")
+    assert stale.value.version == 5
+    with pytest.raises(Refused, match="wrong run"):
+        await caller.call(callee.peer_id, "fail", b"2")
+    with pytest.raises(Refused, match="internal error: ZeroDivisionError: oops"):
+        await caller.call(callee.peer_id, "fail", b"3")
+
+
+async def test_the_limits_of_a_method_are_kept_for_it(pair: tuple[NetTransport, NetTransport]) -> None:
+    caller, callee = pair
+    callee.serve("small", echo, max_body_bytes=10)
+    with pytest.raises(Refused, match="no such method: 'nothing'"):
+        await caller.call(callee.peer_id, "nothing", b"", [bytes(5 * MIB)])
+    with pytest.raises(Refused, match="a body of 11 bytes; 'small' takes 10"):
+        await caller.call(callee.peer_id, "small", b"", [bytes(11)])
+    with pytest.raises(BadAnswer, match="an answer of 9 bytes; at most 8 fit"):
+        await caller.call(callee.peer_id, "echo", b"", [bytes(9)], max_answer_bytes=8)
+    assert (await caller.call(callee.peer_id, "echo", b"still there")).header == b"still there"
+
+
+async def test_a_peer_can_call_itself(pair: tuple[NetTransport, NetTransport]) -> None:
+    _, callee = pair
+    answer = await callee.call(callee.peer_id, "echo", b"self", [b"body"], max_answer_bytes=4)
+    assert answer.header == b"self"
+    assert bytes(answer.body[0]) == b"body"
+    with pytest.raises(BadAnswer, match="at most 3 fit"):
+        await callee.call(callee.peer_id, "echo", b"", [b"body"], max_answer_bytes=3)
+    with pytest.raises(Refused, match="no such method"):
+        await callee.call(callee.peer_id, "nothing", b"")
+    assert callee.links == (0, 0)
+
+
+async def test_small_calls_pass_a_large_body(pair: tuple[NetTransport, NetTransport]) -> None:
+    caller, callee = pair
+    large = asyncio.ensure_future(
+        caller.call(callee.peer_id, "echo", b"", [bytes(64 * MIB)], max_answer_bytes=64 * MIB)
+    )
+    await until(lambda: caller.sent_bytes[callee.peer_id] > 4 * MIB)
+    for _ in range(5):
+        await caller.call(callee.peer_id, "echo", b"quick")
+    assert not large.done()
+    assert (await large).body[0].nbytes == 64 * MIB  # type: ignore[union-attr]
+
+
+# -- cancelled, late, lost ---------------------------------------------------------------------------------
+
+
+async def test_a_cancelled_call_drops_the_answer_but_not_the_work(
+    pair: tuple[NetTransport, NetTransport],
+) -> None:
+    caller, callee = pair
+    gate = Gate()
+    callee.serve("gate", gate)
+    call = asyncio.ensure_future(caller.call(callee.peer_id, "gate", b""))
+    await gate.entered.wait()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    gate.go.set()
+    await asyncio.wait_for(gate.done.wait(), 5)
+    assert (await caller.call(callee.peer_id, "echo", b"on")).header == b"on"
+
+
+async def test_a_call_given_up_while_its_body_is_awaited_ends_the_wait(
+    relay: Relay, pair: tuple[NetTransport, NetTransport]
+) -> None:
+    caller, callee = pair
+    errors: list[str] = []
+    accepting = asyncio.Event()
+
+    async def take(request: Request) -> Answer:
+        accepting.set()
+        try:
+            await request.accept()
+        except PeerGone as error:
+            errors.append(error.text)
+            raise
+        return Answer(b"")
+
+    callee.serve("take", take, max_body_bytes=256 * MIB)
+    call = asyncio.ensure_future(caller.call(callee.peer_id, "take", b"", [bytes(128 * MIB)]))
+    await accepting.wait()
+    call.cancel()
+    await until(lambda: bool(errors))
+    assert "gave the call up" in errors[0]
+    assert (await caller.call(callee.peer_id, "echo", b"on")).header == b"on"
+
+
+async def test_a_deadline_ends_a_call_that_is_worked_on(pair: tuple[NetTransport, NetTransport]) -> None:
+    caller, callee = pair
+    gate = Gate()
+    callee.serve("gate", gate)
+    with pytest.raises(PeerSilent, match=r"no answer to 'gate' within 0\.05 s"):
+        await caller.call(callee.peer_id, "gate", b"", deadline_s=0.05)
+    gate.go.set()
+    await gate.done.wait()
+
+
+async def test_slow_work_is_kept_alive_by_heartbeats(relay: Relay, quick: None) -> None:
+    caller, callee = await relay.add(silence_s=0.2), await relay.add()
+
+    async def slow(request: Request) -> Answer:
+        await asyncio.sleep(0.8)
+        return Answer(b"done")
+
+    callee.serve("slow", slow)
+    assert (await caller.call(callee.peer_id, "slow", b"")).header == b"done"
+
+
+async def test_a_stopped_peer_is_silent_for_all_its_callers(relay: Relay, quick: None) -> None:
+    caller, callee = await relay.add(silence_s=0.2), await relay.add()
+    gate = Gate()
+    callee.serve("gate", gate)
+    calls = [asyncio.ensure_future(caller.call(callee.peer_id, "gate", b"")) for _ in range(3)]
+    await gate.entered.wait()
+    relay.freeze(callee.peer_id)
+    for call in calls:
+        with pytest.raises(PeerSilent, match=r"no sign of life for 0\.\d s"):
+            await call
+    assert caller.links == (0, 0)
+    gate.go.set()
+
+
+async def test_sending_to_a_stopped_peer_ends_too(relay: Relay, quick: None) -> None:
+    caller, callee = await relay.add(silence_s=0.2), await relay.add()
+    callee.serve("echo", echo, max_body_bytes=256 * MIB)
+    await caller.call(callee.peer_id, "echo", b"")
+    relay.freeze(callee.peer_id)
+    with pytest.raises(PeerSilent, match="no sign of life"):
+        await caller.call(callee.peer_id, "echo", b"", [bytes(64 * MIB)])
+
+
+async def test_a_stopped_caller_does_not_hold_a_handler_that_waits_for_its_body(
+    relay: Relay, quick: None
+) -> None:
+    caller, callee = await relay.add(), await relay.add(silence_s=0.2)
+    seen: list[BaseException] = []
+
+    async def take(request: Request) -> Answer:
+        relay.freeze(caller.peer_id)
+        try:
+            await request.accept()
+        except (PeerSilent, PeerGone) as error:
+            seen.append(error)
+            raise
+        return Answer(b"")
+
+    callee.serve("take", take, max_body_bytes=256 * MIB)
+    call = asyncio.ensure_future(caller.call(callee.peer_id, "take", b"", [bytes(64 * MIB)]))
+    await until(lambda: bool(seen))
+    assert isinstance(seen[0], PeerSilent)
+    assert "its body stopped coming" in seen[0].text
+    call.cancel()
+
+
+async def test_an_answer_that_nobody_takes_does_not_stay(relay: Relay, quick: None) -> None:
+    caller, callee = await relay.add(), await relay.add()
+
+    async def large(request: Request) -> Answer:
+        relay.freeze(caller.peer_id)
+        return Answer(b"", [bytes(64 * MIB)])
+
+    callee.serve("large", large)
+    call = asyncio.ensure_future(caller.call(callee.peer_id, "large", b"", max_answer_bytes=64 * MIB))
+    await until(lambda: callee.links == (0, 1))
+    await until(lambda: callee.links == (0, 0))
+    call.cancel()
+
+
+async def test_a_lost_answer_is_noticed_while_others_go_on(relay: Relay, quick: None) -> None:
+    faults = Faults()
+    caller, callee = await relay.add(), await relay.add(faults=faults)
+    gate = Gate()
+    callee.serve("gate", gate)
+    callee.serve("echo", echo)
+    faults.drop_answer("echo", nth=2)
+    waiting = asyncio.ensure_future(caller.call(callee.peer_id, "gate", b""))
+    await caller.call(callee.peer_id, "echo", b"1")
+    with pytest.raises(PeerSilent, match="the answer was lost"):
+        await caller.call(callee.peer_id, "echo", b"2")
+    assert not waiting.done()
+    gate.go.set()
+    assert (await waiting).header == b"done"
+    assert callee.calls["echo"] == 2
+
+
+async def test_ordered_faults_delay_and_corrupt(relay: Relay) -> None:
+    faults = Faults()
+    caller, callee = await relay.add(), await relay.add(faults=faults)
+    callee.serve("echo", echo)
+    faults.delay_answer("echo", 0.05)
+    before = asyncio.get_running_loop().time()
+    await caller.call(callee.peer_id, "echo", b"1")
+    assert asyncio.get_running_loop().time() - before >= 0.05
+    faults.corrupt_answer("echo")
+    with pytest.raises(BadAnswer, match="not a frame"):
+        await caller.call(callee.peer_id, "echo", b"2")
+    assert (await caller.call(callee.peer_id, "echo", b"3")).header == b"3"
+    assert relay.dials == [callee.peer_id] * 2
+
+
+async def test_a_broken_stream_fails_its_calls_at_once_and_the_next_one_dials(
+    relay: Relay, pair: tuple[NetTransport, NetTransport]
+) -> None:
+    caller, callee = pair
+    gate = Gate()
+    callee.serve("gate", gate)
+    call = asyncio.ensure_future(caller.call(callee.peer_id, "gate", b""))
+    await gate.entered.wait()
+    relay.sever(callee.peer_id)
+    with pytest.raises(PeerGone, match="the connection broke"):
+        await call
+    gate.go.set()
+    assert (await caller.call(callee.peer_id, "echo", b"again")).header == b"again"
+    assert gate.done.is_set()
+
+
+async def test_a_peer_that_cannot_be_reached_is_gone(relay: Relay) -> None:
+    caller = await relay.add()
+    with pytest.raises(PeerGone, match="cannot be reached: all dials failed"):
+        await caller.call("12D3KooWNobody", "echo", b"")
+
+
+async def test_a_peer_that_does_not_answer_the_dial_is_gone(relay: Relay) -> None:
+    caller = await relay.add(dial_s=0.1)
+    callee = await relay.add()
+
+    async def nothing(caller: str, callee: str, far: socket.socket) -> None:
+        with far:
+            await asyncio.get_running_loop().create_future()
+
+    relay.carry = nothing  # type: ignore[method-assign]
+    with pytest.raises(PeerGone, match=r"cannot be reached: no connection within 0\.1 s"):
+        await caller.call(callee.peer_id, "echo", b"")
+
+
+async def test_closing_delivers_what_was_answered_and_fails_the_rest(
+    pair: tuple[NetTransport, NetTransport],
+) -> None:
+    caller, callee = pair
+    gate = Gate()
+    callee.serve("gate", gate)
+    waiting = asyncio.ensure_future(caller.call(callee.peer_id, "gate", b""))
+    await gate.entered.wait()
+
+    async def bye(request: Request) -> Answer:
+        return Answer(b"bye", [bytes(3 * MIB)])
+
+    callee.serve("bye", bye)
+    last = asyncio.ensure_future(caller.call(callee.peer_id, "bye", b"", max_answer_bytes=3 * MIB))
+    await until(lambda: callee.calls["bye"] == 1)
+    await asyncio.sleep(0)
+    await callee.close()
+    assert (await last).header == b"bye"
+    with pytest.raises(PeerGone):
+        await waiting
+    with pytest.raises(PeerGone, match="we are closing"):
+        await callee.call(caller.peer_id, "echo", b"")
+
+
+async def test_when_our_own_p2pd_dies_calls_say_so(pair: tuple[NetTransport, NetTransport]) -> None:
+    caller, callee = pair
+    await caller.call(callee.peer_id, "echo", b"")
+    caller.daemon_died()
+    with pytest.raises(PeerGone, match="cannot be reached: our own p2pd ended"):
+        await caller.call(callee.peer_id, "echo", b"")
+
+
+async def test_a_long_pause_of_our_own_is_not_taken_for_the_peers_silence(relay: Relay, quick: None) -> None:
+    caller, callee = await relay.add(silence_s=0.2), await relay.add()
+    gate = Gate()
+    callee.serve("gate", gate)
+    call = asyncio.ensure_future(caller.call(callee.peer_id, "gate", b""))
+    await gate.entered.wait()
+    deadline = asyncio.get_running_loop().time() + 0.6
+    while asyncio.get_running_loop().time() < deadline:  # the loop is busy: no await
+        pass
+    gate.go.set()
+    assert (await call).header == b"done"
+
+
+# -- strangers who call ------------------------------------------------------------------------------------
+
+
+def call_frame(call: int, method: str = "echo", header: bytes = b"", sizes: tuple[int, ...] = ()) -> bytes:
+    return frames.pack_call(call, method, header, sizes)
+
+
+def body_frame(call: int, data: bytes) -> bytes:
+    return pack_prefix(Kind.BODY, call, 0, len(data)) + data
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "not a frame"),
+        (pack_prefix(Kind.CALL, 1, 1 << 31), "CALL with a header of 2147483648 bytes"),
+        (pack_prefix(Kind.CALL, 1, 4) + b"\xff\xff\xff\xff", "CALL with a malformed header"),
+        (pack_prefix(Kind.CALL, 1, 60_000) + b"\x91" * 60_000, "CALL with a malformed header"),
+        (pack_prefix(Kind.BODY, 1, 0, 1 << 30), "BODY with 1073741824 bytes"),
+        (call_frame(2) + call_frame(2), "CALL 2 after call 2"),
+        (body_frame(9, b"x"), "BODY for call 9, which was never made"),
+        (pack_prefix(Kind.ABORT, 9), "ABORT of call 9, which was never made"),
+        (pack_prefix(Kind.ACCEPT, 1), "ACCEPT, which only a callee may send"),
+        (frames.pack_alive(0, []), "ALIVE, which only a callee may send"),
+        (
+            call_frame(1, "gate", sizes=(3,)) + body_frame(1, b"four"),
+            "a body with 1 bytes more than announced",
+        ),
+        (
+            call_frame(1, "gate", sizes=(9 * MIB,)) + 5 * body_frame(1, bytes(frames.CHUNK_BYTES)),
+            "1310720 bytes of a body before it was accepted",
+        ),
+    ],
+)
+async def test_a_caller_that_breaks_the_protocol_is_cut_off_by_name_and_others_are_not(
+    relay: Relay,
+    pair: tuple[NetTransport, NetTransport],
+    caplog: pytest.LogCaptureFixture,
+    sent: bytes,
+    reason: str,
+) -> None:
+    caller, callee = pair
+    gate = Gate()
+    callee.serve("gate", gate, max_body_bytes=16 * MIB)
+    good = asyncio.ensure_future(caller.call(callee.peer_id, "gate", b""))
+    await gate.entered.wait()
+    stranger = await RawCaller.open(relay.paths[callee.peer_id])
+    with caplog.at_level(logging.WARNING):
+        stranger.writer.write(sent)
+        await asyncio.wait_for(stranger.closed(), 5)
+        await until(lambda: reason in caplog.text)
+        again = await RawCaller.open(relay.paths[callee.peer_id], stranger.peer)
+        again.writer.write(sent)
+        await asyncio.wait_for(again.closed(), 5)
+    assert caplog.text.count("closed a stream that broke the protocol") == 1
+    gate.go.set()
+    assert (await good).header == b"done"
+    await stranger.close()
+    await again.close()
+
+
+async def test_a_body_in_single_bytes_costs_what_it_holds(
+    relay: Relay, pair: tuple[NetTransport, NetTransport]
+) -> None:
+    _, callee = pair
+    gate = Gate()
+    callee.serve("gate", gate, max_body_bytes=16 * MIB)
+    stranger = await RawCaller.open(relay.paths[callee.peer_id])
+    stranger.writer.write(call_frame(1, "gate", sizes=(MIB,)))
+    await gate.entered.wait()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    chunk = body_frame(1, b"x") * 10_000
+    for _ in range(5):
+        stranger.writer.write(chunk)
+        await stranger.writer.drain()
+    await until(lambda: callee.received_bytes[stranger.peer] >= 5 * len(chunk))
+    held = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert held < MIB
+    gate.go.set()
+    await stranger.close()
+
+
+async def test_bodies_that_wait_to_be_accepted_are_bounded_together(
+    relay: Relay, pair: tuple[NetTransport, NetTransport]
+) -> None:
+    _, callee = pair
+    go = asyncio.Event()
+    outcomes: list[str] = []
+
+    async def late(request: Request) -> Answer:
+        await go.wait()
+        try:
+            await request.accept()
+        except Busy as error:
+            outcomes.append(error.text)
+            raise
+        outcomes.append("accepted")
+        return Answer(b"")
+
+    callee.serve("late", late, max_body_bytes=MIB)
+    stranger = await RawCaller.open(relay.paths[callee.peer_id])
+    for call in range(1, 13):
+        stranger.writer.write(call_frame(call, "late", sizes=(MIB,)))
+        stranger.writer.write(4 * body_frame(call, bytes(frames.CHUNK_BYTES)))
+    await until(lambda: callee.received_bytes[stranger.peer] > 12 * MIB)
+    go.set()
+    await until(lambda: len(outcomes) == 12)
+    assert outcomes.count("accepted") == 8
+    assert outcomes.count("too many bodies of yours are waiting to be accepted") == 4
+    await stranger.close()
+
+
+async def test_thousands_of_unanswered_calls_are_refused_beyond_a_bound(
+    relay: Relay, pair: tuple[NetTransport, NetTransport]
+) -> None:
+    _, callee = pair
+    gate = Gate()
+    callee.serve("gate", gate)
+    stranger = await RawCaller.open(relay.paths[callee.peer_id])
+    for call in range(1, 3001):
+        stranger.writer.write(call_frame(call, "gate"))
+    refusals = [await stranger.frame() for _ in range(3000 - frames.MAX_PENDING)]
+    assert {prefix.kind for prefix, _ in refusals} == {Kind.ERROR}
+    fields = frames.unpack_error(refusals[0][1])
+    assert fields["code"] == "busy"
+    assert fields["text"] == f"{frames.MAX_PENDING} calls of yours are pending already"
+    # A new stream does not give new room.
+    other = await RawCaller.open(relay.paths[callee.peer_id], stranger.peer)
+    other.writer.write(call_frame(1, "gate"))
+    _, header = await other.frame()
+    assert frames.unpack_error(header)["text"] == f"{frames.MAX_PENDING} calls of yours are being worked on"
+    gate.go.set()
+    await stranger.close()
+    await other.close()
+
+
+async def test_a_body_that_never_comes_is_given_up(relay: Relay, quick: None) -> None:
+    callee = await relay.add(silence_s=0.2)
+    errors: list[str] = []
+
+    async def take(request: Request) -> Answer:
+        try:
+            await request.accept()
+        except PeerSilent as error:
+            errors.append(error.text)
+            raise
+        return Answer(b"")
+
+    callee.serve("take", take, max_body_bytes=MIB)
+    stranger = await RawCaller.open(relay.paths[callee.peer_id])
+    stranger.writer.write(call_frame(1, "take", sizes=(MIB,)))
+    await asyncio.wait_for(stranger.closed(), 5)
+    assert "its body stopped coming" in errors[0]
+    await stranger.close()
+
+
+async def test_a_caller_gets_few_streams_and_the_newest_ones(
+    relay: Relay, pair: tuple[NetTransport, NetTransport]
+) -> None:
+    _, callee = pair
+    first = await RawCaller.open(relay.paths[callee.peer_id])
+    others = [
+        await RawCaller.open(relay.paths[callee.peer_id], first.peer) for _ in range(MAX_LINKS_PER_PEER)
+    ]
+    await asyncio.wait_for(first.closed(), 5)
+    others[-1].writer.write(call_frame(1, header=b"hi"))
+    prefix, _ = await others[-1].frame()
+    assert prefix.kind is Kind.RESULT
+    for stranger in [first, *others]:
+        await stranger.close()
+
+
+async def test_a_stream_cut_in_the_middle_of_a_frame_leaves_nothing(
+    relay: Relay, pair: tuple[NetTransport, NetTransport]
+) -> None:
+    _, callee = pair
+    whole = call_frame(1, sizes=(100,)) + body_frame(1, bytes(100))
+    for cut in range(0, len(whole), 7):
+        stranger = await RawCaller.open(relay.paths[callee.peer_id])
+        stranger.writer.write(whole[:cut])
+        await stranger.close()
+    await until(lambda: callee.links == (0, 0))
+    await until(lambda: not callee._handlers)
+
+
+async def test_any_bytes_end_in_an_orderly_close(
+    relay: Relay, pair: tuple[NetTransport, NetTransport]
+) -> None:
+    _, callee = pair
+    for seed in range(30):
+        stranger = await RawCaller.open(relay.paths[callee.peer_id])
+        noise = bytearray(call_frame(1, sizes=(50,)) + body_frame(1, bytes(50)) + call_frame(2))
+        noise[(seed * 7) % len(noise)] ^= 1 << seed % 8
+        stranger.writer.write(bytes(noise) + os.urandom(64))
+        await asyncio.wait_for(stranger.closed(), 5)
+        await stranger.close()
+    await until(lambda: callee.links == (0, 0))
+
+
+# -- strangers who are called ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"\0" * 16, "not a frame"),
+        (pack_prefix(Kind.RESULT, 1, 1 << 30), "RESULT with a header of 1073741824 bytes"),
+        (pack_prefix(Kind.RESULT, 1, 1) + b"\xc0", "RESULT with a malformed header"),
+        (pack_prefix(Kind.ERROR, 1, 1) + b"\xc0", "ERROR with a malformed header"),
+        (pack_prefix(Kind.RESULT, 5, 1) + b"\xc0", "RESULT for call 5, which was never made"),
+        (pack_prefix(Kind.BODY, 1, 0, 3) + b"abc", "BODY before its RESULT"),
+        (pack_prefix(Kind.BODY, 7, 0, 3) + b"abc", "BODY for call 7, which was never made"),
+        (frames.pack_alive(9, []), "ALIVE speaks of call 9, which was never made"),
+        (frames.pack_alive(1, []), "the answer was lost"),
+        (call_frame(1), "CALL, which only a caller may send"),
+        (frames.pack_result(1, b"", [10]) + frames.pack_result(1, b"", []), "a second answer to one call"),
+        (frames.pack_result(1, b"", [2]) + body_frame(1, b"abc"), "a body with 1 bytes more than announced"),
+        (frames.pack_result(1, b"", [1 << 39]), "an answer of 549755813888 bytes; at most 100 fit"),
+        (frames.pack_error(1, {"code": "evil", "text": "x"}), "answered with an unknown error: 'evil'"),
+        (frames.pack_error(1, {"code": "stale", "text": "x", "version": "1"}), "impossible numbers"),
+        (
+            pack_prefix(Kind.ERROR, 1, 8) + msgspec.msgpack.encode({"a": [[]]})[:8].ljust(8),
+            "malformed header",
+        ),
+    ],
+)
+async def test_a_callee_that_answers_nonsense_is_named(relay: Relay, answer: bytes, reason: str) -> None:
+    async def nonsense(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.write(answer)
+        await asyncio.get_running_loop().create_future()
+
+    caller, stranger = await relay.add(), RawCallee(nonsense)
+    peer = await stranger.listen(relay)
+    with pytest.raises((BadAnswer, PeerSilent), match=reason) as caught:
+        await caller.call(peer, "x", b"", max_answer_bytes=100, deadline_s=5)
+    assert caught.value.peer == peer
+
+
+async def test_an_answer_cut_short_is_no_answer(relay: Relay) -> None:
+    async def half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.write(frames.pack_result(1, b"", [100]) + body_frame(1, bytes(50)))
+        await writer.drain()
+
+    caller, stranger = await relay.add(), RawCallee(half)
+    peer = await stranger.listen(relay)
+    with pytest.raises(PeerGone, match="the connection broke"):
+        await caller.call(peer, "x", b"", max_answer_bytes=100)
+
+
+async def test_answers_to_calls_given_up_are_skipped(relay: Relay) -> None:
+    go = asyncio.Event()
+
+    async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        await go.wait()
+        writer.write(
+            pack_prefix(Kind.ACCEPT, 1) + frames.pack_result(1, b"", [50]) + body_frame(1, bytes(50))
+        )
+        writer.write(frames.pack_result(2, b"second", []))
+        await asyncio.get_running_loop().create_future()
+
+    caller, stranger = await relay.add(), RawCallee(late)
+    peer = await stranger.listen(relay)
+    with pytest.raises(PeerSilent):
+        await caller.call(peer, "x", b"", max_answer_bytes=100, deadline_s=0.05)
+    second = asyncio.ensure_future(caller.call(peer, "x", b""))
+    await asyncio.sleep(0)
+    go.set()
+    assert (await second).header == b"second"

@@ -1,0 +1,269 @@
+"""A whole swarm in one event loop: real stage peers and trainers over the in-memory network.
+
+Silences last 0.2 s instead of 3.5 s, and so should all that waits for them: see the fixture `quick`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from peers import council, downstream, trainer
+from peers.events import Event, RoundVoid, Stepped
+from peers.ports import Answer, Buffer
+from peers.stage import StagePeer, StageSettings
+from peers.steps import OpenStep
+from peers.trainer import Trainer, TrainerSettings
+from swarm.data import sample_offsets, token_dtype
+from swarm.model.stage import StageCompute
+from swarm.policy import bans, worklist
+from swarm.run import Run, counting_run
+from swarm.wire.messages import pack, unpack
+from tests.peers.memory_net import MemoryNetwork, MemoryPeer
+
+E = TypeVar("E", bound=Event)
+A = TypeVar("A")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits of the protocol shortened like the network's silences: nothing else changes."""
+    monkeypatch.setattr(council, "REFRESH_S", 0.15)
+    monkeypatch.setattr(council, "GONE_AFTER_S", 0.8)
+    monkeypatch.setattr(council, "GATHER_S", 0.02)
+    monkeypatch.setattr(council, "CALL_S", 0.6)
+    monkeypatch.setattr(downstream, "LOCATE_S", 0.2)
+    monkeypatch.setattr(trainer, "WATCH_S", 0.6)
+    monkeypatch.setattr(worklist, "REPLAY_AFTER_S", 0.1)
+    monkeypatch.setattr(bans.Bans.__init__, "__kwdefaults__", {"first_s": 0.2, "longest_s": 2.0})
+
+
+class Zeros:
+    """Data for the audit model, whose result does not depend on it."""
+
+    def __init__(self, run: Run) -> None:
+        self._shape = run.data.sequence_length + 1
+        self._dtype = token_dtype(run.model.vocab_size)
+
+    def batch(self, offsets: list[int]) -> np.ndarray:
+        return np.zeros((len(offsets), self._shape), dtype=self._dtype)
+
+
+@dataclass
+class Swarm:
+    """`peers[name]` serve, `trainers[name]` train; each in a task of its own."""
+
+    run: Run
+    network: MemoryNetwork
+    batches: Any
+    peers: dict[str, StagePeer] = field(default_factory=dict)
+    trainers: dict[str, Trainer] = field(default_factory=dict)
+    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    orders: list[Callable[[str, str, str], bool]] = field(default_factory=list)
+
+    def add_peer(self, name: str, stage: int, **settings: object) -> StagePeer:
+        end = self.network.add(name)
+        compute = StageCompute(self.run, stage)
+        peer = StagePeer(
+            self.run, stage, compute, end.transport, end.directory,
+            replace(StageSettings(max_inflight=8), **settings), self.events.append,
+        )  # fmt: skip
+        self.peers[name] = peer
+        self.tasks[name] = asyncio.create_task(peer.run())
+        return peer
+
+    def add_trainer(self, name: str, *, batches: object | None = None, window: int | None = 6) -> Trainer:
+        end = self.network.add(name)
+        trainer = Trainer(
+            self.run, batches or self.batches, end.transport, end.directory,
+            TrainerSettings(window=window), self.events.append,
+        )  # fmt: skip
+        self.trainers[name] = trainer
+        self.tasks[name] = asyncio.create_task(trainer.run())
+        return trainer
+
+    def add_stranger(self, name: str = "stranger") -> Stranger:
+        """Somebody who only sends what a test makes up."""
+        return Stranger(self.run, self.network.add(name))
+
+    # -- faults -----------------------------------------------------------------------------------
+
+    def kill(self, name: str) -> None:
+        """SIGKILL: it vanishes between two instructions. Its record stays for its usual 20 seconds."""
+        self.network.fail(name)
+        self.tasks[name].cancel()
+
+    def on_call(
+        self,
+        method: str,
+        act: Callable[[str, str], None],
+        *,
+        nth: int = 1,
+        to: str | None = None,
+        by: str | None = None,
+    ) -> None:
+        """Do `act(caller, callee)` when the n-th such call from now on reaches its callee."""
+        left = nth
+
+        def order(caller: str, callee: str, called: str) -> bool:
+            nonlocal left
+            if called == method and to in (None, callee) and by in (None, caller) and caller != callee:
+                left -= 1
+                if left == 0:
+                    act(caller, callee)
+                    return True
+            return False
+
+        self.orders.append(order)
+
+    def delivered(self, caller: str, callee: str, method: str) -> None:
+        self.orders[:] = [order for order in self.orders if not order(caller, callee, method)]
+
+    # -- waiting ----------------------------------------------------------------------------------
+
+    async def until(self, condition: Callable[[], object], *, limit_s: float = 30.0) -> None:
+        """Wait until `condition()` holds."""
+        end = asyncio.get_running_loop().time() + limit_s
+        while not condition():
+            for name, task in self.tasks.items():
+                if task.done() and not task.cancelled() and task.exception() is not None:
+                    raise AssertionError(f"{name} failed") from task.exception()
+            assert asyncio.get_running_loop().time() < end, self.story()
+            await asyncio.sleep(0.005)
+
+    async def until_serving(self) -> None:
+        """Wait until every live peer has joined, and said so."""
+        records = self.network.records
+        await self.until(lambda: all(n in records and records[n].state == "serving" for n, _ in self.live()))
+
+    async def until_version(self, version: int, *, limit_s: float = 30.0) -> None:
+        """Wait until every live peer's weights are at `version`."""
+        await self.until(lambda: all(p.core.version >= version for _, p in self.live()), limit_s=limit_s)
+
+    async def until_finished(self, *, limit_s: float = 30.0) -> None:
+        """Wait until every live peer has taken all steps."""
+        await self.until_version(self.run.steps, limit_s=limit_s)
+
+    # -- looking ----------------------------------------------------------------------------------
+
+    def live(self) -> list[tuple[str, StagePeer]]:
+        return [
+            (n, p) for n, p in self.peers.items() if not self.tasks[n].done() and not self.network.is_dead(n)
+        ]
+
+    def of_stage(self, stage: int) -> list[str]:
+        """Names of the live peers of `stage`."""
+        return [name for name, peer in self.live() if peer.stage == stage]
+
+    def step(self, name: str, t: int = 0) -> OpenStep:
+        """The open step `t` of a peer."""
+        return self.peers[name].core.steps[t]
+
+    def done(self, name: str, t: int = 0) -> int:
+        """The bitmap of what is in a peer's sum of step `t`, if that is open."""
+        step = self.peers[name].core.steps.get(t)
+        return 0 if step is None else step.ledger.done
+
+    def seen(self, kind: type[E]) -> list[E]:
+        """The events of one kind so far."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def undone(self) -> int:
+        return sum(peer.core.undone for peer in self.peers.values())
+
+    @property
+    def replayed(self) -> int:
+        return sum(trainer.replayed for trainer in self.trainers.values())
+
+    def count_matrix(self) -> dict[str, torch.Tensor]:
+        """Per live peer: how often each microbatch index counted, over all steps taken (audit model)."""
+        return {
+            name: -peer.core.compute.named_weights().popitem()[1] * self.run.M for name, peer in self.live()
+        }
+
+    def assert_each_counted_once(self) -> None:
+        """Every microbatch of every step is in the weights of every live peer, once."""
+        counts = self.count_matrix()
+        assert {peer.stage for _, peer in self.live()} == set(range(self.run.S))
+        wrong = {name: row.tolist() for name, row in counts.items() if not (row == self.run.steps).all()}
+        assert not wrong, f"{wrong}\n{self.story()}"
+        for _, peer in self.live():
+            assert (peer.core.audit.missing, peer.core.audit.duplicated) == (0, 0)
+        for event in self.seen(Stepped):
+            assert event.missing in (0, None) and event.duplicated in (0, None)
+
+    def story(self) -> str:
+        """What happened, for a test that failed."""
+        lines = [event.words() for event in self.events[-40:]]
+        for name, peer in self.live():
+            for t, step in peer.core.steps.items():
+                ledger = step.ledger
+                lines.append(
+                    f"{name} v{peer.core.version} step {t}: done {ledger.done:b} doing {ledger.doing:b} "
+                    f"frozen {ledger.frozen_for} held {step.held and step.held.round} "
+                    f"failed {step.failed_round} chief {peer.council.coordinator(peer.stage)}"
+                )
+        return "\n".join(lines)
+
+    def voids(self) -> list[str]:
+        """Why rounds were void."""
+        return [event.why for event in self.seen(RoundVoid)]
+
+
+@dataclass(frozen=True)
+class Stranger:
+    """Calls peers with whatever a test wants to see refused."""
+
+    run: Run
+    end: MemoryPeer
+
+    async def send(
+        self, peer: str, method: str, header: msgspec.Struct | bytes, body: list[Buffer] | None = None
+    ) -> Answer:
+        packed = header if isinstance(header, bytes) else pack(header)
+        return await self.end.transport.call(peer, method, packed, body or [], max_answer_bytes=1 << 20)
+
+    async def ask(
+        self, peer: str, method: str, header: msgspec.Struct, kind: type[A], body: list[Buffer] | None = None
+    ) -> A:
+        return unpack((await self.send(peer, method, header, body)).header, kind)
+
+    def tokens(self, t: int, m: int, batches: Any) -> list[Buffer]:
+        """The body of a microbatch for stage 0."""
+        return [memoryview(np.ascontiguousarray(batches.batch(sample_offsets(self.run, t, m)))).cast("B")]
+
+
+@asynccontextmanager
+async def swarm(
+    run: Run | None = None,
+    *,
+    stages: int = 3,
+    replicas: int = 2,
+    silence_s: float = 0.2,
+    batches: object | None = None,
+) -> AsyncIterator[Swarm]:
+    """A swarm of `stages` × `replicas`, named `s<stage>p<replica>`, without trainers."""
+    network = MemoryNetwork(silence_s=silence_s)
+    run = run or counting_run(stages=stages, steps=3, microbatches_per_step=8)
+    built = Swarm(run, network, batches or Zeros(run))
+    network.on_deliver = built.delivered
+    try:
+        for stage in range(built.run.S):
+            for replica in range(replicas):
+                built.add_peer(f"s{stage}p{replica}", stage)
+        yield built
+    finally:
+        for task in built.tasks.values():
+            task.cancel()
+        await asyncio.gather(*built.tasks.values(), return_exceptions=True)
+        await network.close()

@@ -1,0 +1,263 @@
+"""Peers that say what cannot be true: whatever one of them says, the others go on, and each counts once.
+
+What a liar cannot be kept from is in the README: a member of a stage can send wrong gradients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import msgspec
+import pytest
+import torch
+
+from peers.downstream import NextStage
+from peers.ports import Answer, Buffer, Request
+from peers.reduce import AllReduce, RoundVoid
+from swarm.errors import Refused, Stale
+from swarm.policy.ledger import to_bytes
+from swarm.policy.rounds import Plan, round_id
+from swarm.policy.router import Router
+from swarm.records import PeerRecord
+from swarm.run import counting_run
+from swarm.wire.messages import (
+    MAX_HEADER_BYTES,
+    GoWire,
+    Hop,
+    Report,
+    StepReport,
+    StepSummary,
+    Summary,
+    Work,
+    WorkDone,
+    pack,
+    unpack,
+)
+from swarm.wire.tensors import input_metas
+from tests.peers.loops import Stranger, Swarm, quick, swarm
+from tests.peers.memory_net import MemoryNetwork
+
+__all__ = ["quick"]
+pytestmark = pytest.mark.usefixtures("quick")
+
+LIAR = "z"
+"""After all honest ids, so that it coordinates nothing."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+async def member(s: Swarm, stage: int) -> Stranger:
+    """Somebody who announced itself as a member of a stage, and then does only what a test makes it do."""
+    liar = s.add_stranger(LIAR)
+    record = PeerRecord(peer=LIAR, run=s.run.id, stage=stage, state="joining", version=0)
+    await liar.end.directory.announce(record)
+    return liar
+
+
+def report(s: Swarm, stage: int, **changes: object) -> Report:
+    nothing = to_bytes(0, s.run.M)
+    steps = (StepReport(t=0, done=nothing, doing=nothing),)
+    return msgspec.structs.replace(Report(run=s.run.id, stage=stage, version=0, steps=steps), **changes)
+
+
+def summary(s: Swarm, stage: int, **changes: object) -> Summary:
+    nothing = to_bytes(0, s.run.M)
+    steps = (StepSummary(t=0, lacking=nothing, unclaimed=nothing, ready=False, sqnorm=0.0),)
+    return msgspec.structs.replace(
+        Summary(run=s.run.id, stage=stage, version=0, members=1, steps=steps), **changes
+    )
+
+
+async def finishes(s: Swarm) -> None:
+    await s.until_finished(limit_s=15.0)
+    s.assert_each_counted_once()
+
+
+# --- among members ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan, -1.0])
+async def test_an_impossible_bandwidth_does_not_end_the_coordinator(bad: float) -> None:
+    async with swarm(stages=2) as s:
+        await s.until_serving()
+        liar = await member(s, 1)
+        with pytest.raises(Refused, match="impossible bandwidth"):
+            await liar.send("s1p0", "report", report(s, 1, bandwidth_bps=bad), [b""])
+        s.add_trainer("trainer")
+        await finishes(s)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"version": -(10**9)},
+        {"version": 10**9},
+        {"steps": (StepSummary(t=0, lacking=b"", unclaimed=b"\xff" * 9, ready=False, sqnorm=0.0),)},
+        {"steps": (StepSummary(t=0, lacking=b"\0", unclaimed=b"\0", ready=True, sqnorm=math.nan),)},
+        {"last_go": GoWire(t=10**9, total_sqnorm=1.0)},
+    ],
+)
+async def test_an_impossible_summary_is_refused_and_the_conductor_goes_on(lie: dict[str, object]) -> None:
+    async with swarm(stages=2) as s:
+        await s.until_serving()
+        liar = await member(s, 1)
+        with pytest.raises(Refused):
+            await liar.send("s0p0", "summary", summary(s, 1, **lie))
+        s.add_trainer("trainer")
+        await finishes(s)
+
+
+@pytest.mark.parametrize("by", ["report", "summary"])
+async def test_a_go_for_a_step_that_nobody_can_have_prepared_is_forgotten(by: str) -> None:
+    """It would hide every true one that comes after, for good, and travel from peer to peer."""
+    run = counting_run(stages=2, steps=3, microbatches_per_step=8)
+    async with swarm(run) as s:
+        await s.until_serving()
+        liar = await member(s, 1)
+        go = GoWire(t=run.steps - 1, total_sqnorm=1.0)
+        if by == "report":
+            await liar.send("s1p0", "report", report(s, 1, last_go=go), [b""])
+        else:
+            await liar.send("s0p0", "summary", summary(s, 1, last_go=go))
+        s.network.fail(LIAR)
+        s.add_trainer("trainer")
+        await finishes(s)
+
+
+async def test_a_stage_that_claims_to_be_far_ahead_does_not_stop_the_conductor() -> None:
+    """It looks at the steps that are open, not at all between its own and the one that is claimed."""
+    run = counting_run(stages=2, steps=10**9, microbatches_per_step=8)
+    async with swarm(run) as s:
+        await s.until_serving()
+        liar = await member(s, 1)
+        await asyncio.wait_for(liar.send("s0p0", "summary", summary(s, 1, version=10**9)), 5.0)
+
+
+async def test_a_reduce_is_void_whatever_a_member_answers() -> None:
+    network = MemoryNetwork()
+    run, plan = "run", Plan(round_id("run", 0, 0, 0, ("a", "z"), (1, 2)), 0, ("a", "z"), (1, 2), (3, 3))
+    mine = AllReduce(run, "a", network.add("a").transport, "none", torch.float64, lambda total: total)
+
+    async def stale(request: Request) -> Answer:
+        raise Stale("step 0 is over", version=7)
+
+    network.add("z").transport.serve("part", stale, max_body_bytes=1000)
+    with pytest.raises(RoundVoid, match="step 0 is over"):
+        await mine.run(plan, 0, torch.ones(6, dtype=torch.float64))
+    await network.close()
+
+
+# --- between stages -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own_s", [math.nan, -1e9, math.inf])
+async def test_a_time_that_cannot_be_true_draws_no_work_to_its_peer(own_s: float) -> None:
+    network = MemoryNetwork()
+    asked = {"a": 0, "z": 0}
+    me = network.add("me")
+    for name in asked:
+        end = network.add(name)
+
+        async def answer(request: Request, name: str = name) -> Answer:
+            asked[name] += 1
+            await asyncio.sleep(0.01)
+            told = own_s if name == "z" else 0.01
+            return Answer(
+                pack(WorkDone(loss=0.0, hops=(Hop(stage=1, peer=name, own_s=told, compute_s=0.0),)))
+            )
+
+        end.transport.serve("work", answer)
+        await end.directory.announce(PeerRecord(peer=name, run="run", stage=1, state="serving", version=0))
+    following = NextStage(1, me.transport, me.directory, Router(), on_fault=lambda fault: None)
+    for m in range(40):
+        await following.call(
+            Work(run="run", t=0, m=m, version=0), [], max_answer_bytes=0,
+            check=lambda peer, done, answer: None, closed=lambda: None,
+        )  # fmt: skip
+    assert min(asked.values()) >= 5
+    await network.close()
+
+
+async def test_an_answer_that_would_not_fit_when_it_is_passed_on_is_not_taken() -> None:
+    """Else the stage before would keep an answer that it can never give, and the step would never end."""
+    async with swarm(counting_run(stages=3, steps=2, microbatches_per_step=8), replicas=0) as s:
+        for stage, name in enumerate(("s0p0", "s1" + "p" * 50, "s2p0")):
+            s.add_peer(name, stage)
+        await s.until_serving()
+        handlers = s.network.peers["s2p0"].transport.handlers
+        honest, most = handlers["work"]
+        lies = 0
+
+        async def lie(request: Request) -> Answer:
+            nonlocal lies
+            answer = await honest(request)
+            lies += 1
+            if lies > 3:
+                return answer
+            done = unpack(answer.header, WorkDone)
+            room = MAX_HEADER_BYTES - len(answer.header) - 5
+            (hop,) = done.hops
+            long = msgspec.structs.replace(hop, peer=hop.peer + "s" * room)
+            return Answer(pack(msgspec.structs.replace(done, hops=(long,))), answer.body)
+
+        handlers["work"] = (lie, most)
+        s.add_trainer("trainer")
+        await finishes(s)
+        assert lies > 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"deepest": 2}, "no stage 2"),
+        ({"deepest": -2}, "no stage -2"),
+        ({"attempt": -1}, "attempt -1"),
+        ({"attempt": 2**63}, "attempt 9223372036854775808"),
+    ],
+)
+async def test_work_that_no_trainer_asks_for_is_refused(changes: dict[str, int], text: str) -> None:
+    async with swarm(stages=2, replicas=1) as s:
+        await s.until_serving()
+        stranger = s.add_stranger()
+        work = Work(run=s.run.id, t=0, m=3, version=0, tensors=input_metas(s.run, 0))
+        body: list[Buffer] = stranger.tokens(0, 3, s.batches)
+        await stranger.send("s0p0", "work", work, body)
+        with pytest.raises(Refused, match=text):
+            await stranger.send("s0p0", "work", msgspec.structs.replace(work, **changes), body)
+        s.add_trainer("trainer")
+        await finishes(s)
+
+
+# --- at the end ---------------------------------------------------------------------------------------------
+
+
+async def test_a_brief_that_comes_while_a_peer_ends_does_not_keep_it() -> None:
+    """It would start an all-reduce whose other members end as well, and wait for them."""
+    async with swarm(stages=1) as s:
+        s.add_trainer("trainer", window=2)
+        mate, leaving, brief = s.peers["s0p0"], s.peers["s0p1"], None
+        close = leaving.council.close
+
+        async def interrupted() -> None:
+            """What the coordinator says once more, in the middle of the end."""
+            await close()
+            assert brief is not None and brief.steps[0].plan is not None
+            step = leaving.core.steps[0]
+            step.reducing = step.failed_round = ""
+            leaving._obey(brief)
+
+        def end(*_: str) -> None:
+            nonlocal brief
+            brief = mate.council.brief
+            for name in ("trainer", "s0p0", "s0p1"):
+                s.tasks[name].cancel()
+
+        leaving.council.close = interrupted  # type: ignore[method-assign]
+        s.on_call("part", end)
+        await s.until(lambda: brief is not None)
+        done, _ = await asyncio.wait(s.tasks.values(), timeout=3.0, return_when=asyncio.ALL_COMPLETED)
+        assert len(done) == 3

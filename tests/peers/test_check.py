@@ -1,0 +1,157 @@
+"""`swarm check`: each line says what is, and what to do when it is wrong."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peers import check
+from peers.check import CheckOptions, Finding, check_all, run_check, to_json, to_text
+
+
+def wrong(finding: Finding, found: str, fix: str) -> None:
+    """The finding is bad news and says both."""
+    assert not finding.ok
+    assert found in finding.found
+    assert fix in finding.fix
+    assert f"-> {finding.fix}" in to_text([finding])
+
+
+def good(finding: Finding) -> None:
+    assert finding.ok, finding
+    assert finding.found
+    assert not finding.fix
+
+
+def test_this_python_is_fit_and_an_old_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    good(check.check_python())
+    wrong(check.check_python((3, 9, 18)), "3.9.18", "install Python 3.10 or newer")
+    monkeypatch.setattr("sys.platform", "darwin")
+    wrong(check.check_python(), "", "use Linux")
+
+
+def test_torch_works_or_is_to_be_installed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    good(check.check_torch())
+    real = builtins.__import__
+
+    def no_torch(name: str, *rest: Any) -> Any:
+        if name == "torch":
+            raise OSError("libtorch_cpu.so: cannot open shared object file")
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", no_torch)
+    wrong(check.check_torch(), "libtorch_cpu.so", "remove .venv")
+
+
+def test_torch_that_computes_nonsense_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch, "ones", torch.zeros)
+    wrong(check.check_torch(), "wrong result", "remove .venv")
+
+
+def test_a_device_is_there_and_has_room() -> None:
+    good(check.check_device("cpu", least_bytes=1))
+    wrong(check.check_device("cpu", least_bytes=10**15), "free", "free at least 1000000.0 GB")
+    wrong(check.check_device("abacus"), "abacus: not usable", "take auto, cpu, cuda")
+
+
+def test_a_broken_driver_is_a_finding_and_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(wish: str) -> str:
+        raise RuntimeError("CUDA error: unknown error\nmore of it")
+
+    monkeypatch.setattr("peers.device.choose_device", broken)
+    wrong(check.check_device("cuda"), "CUDA error: unknown error", "nvidia-smi")
+
+
+def test_the_cache_has_to_be_writable_and_have_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good(check.check_disk(tmp_path / "not" / "yet", least_bytes=1))
+    wrong(check.check_disk(tmp_path, least_bytes=10**18), "free for", "SWARM_CACHE")
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
+    wrong(check.check_disk(tmp_path), "cannot be written", "SWARM_CACHE")
+
+
+def test_a_port_in_use_is_found() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        wrong(
+            check.check_port("127.0.0.1", port), f"port {port}: Address already in use", "take another port"
+        )
+    good(check.check_port("127.0.0.1", port))
+
+
+def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
+    wrong(check.check_port("192.0.2.1", 0), "Cannot assign", "ip addr")
+    wrong(check.check_port("256.1.2.3.4", 0), "256.1.2.3.4", "give an IP address")
+
+
+def test_loopback_is_said_to_be_for_this_machine_only() -> None:
+    assert "this machine only" in check.check_port("127.0.0.1", 0).found
+    assert "this machine only" not in check.check_port("0.0.0.0", 0).found
+
+
+def test_what_p2pd_says_is_passed_on() -> None:
+    good(check.check_p2pd("127.0.0.1", 0, lambda host, port: (True, f"{host} {port}")))
+    wrong(
+        check.check_p2pd("127.0.0.1", 0, lambda *_: (False, "p2pd is missing")), "p2pd is missing", "x86-64"
+    )
+
+
+@pytest.mark.net
+def test_the_real_p2pd_starts() -> None:
+    good(check.check_p2pd("127.0.0.1", 0))
+
+
+def test_a_clock_that_was_never_set_or_jumps_is_found() -> None:
+    good(check.check_clock())
+    never = check.check_clock(lambda: 0.0, lambda: 0.0, lambda _: None)
+    wrong(never, "1970-01-01 00:00:00 UTC is in the past", "timedatectl set-ntp true")
+    times = iter((check.RELEASED + 0.0, check.RELEASED + 9.2))
+    ticks = iter((5.0, 5.2))
+    jumps = check.check_clock(lambda: next(times), lambda: next(ticks), lambda _: None)
+    wrong(jumps, "jumped by +9.00 s", "timedatectl")
+
+
+def test_a_port_that_is_wrong_is_not_reported_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "check_p2pd", lambda *_: pytest.fail("asked p2pd for a port that is taken"))
+    names = [finding.name for finding in check_all(CheckOptions(device="cpu", host="192.0.2.1"))]
+    assert names == ["python", "torch", "device", "disk", "port", "clock"]
+
+
+FINDINGS = [
+    Finding(name="python", ok=True, found="3.12.1"),
+    Finding(name="port", ok=False, found="port 5 is taken", fix="take another"),
+]
+
+
+def test_the_text_says_how_many_to_fix() -> None:
+    assert to_text(FINDINGS) == (
+        "ok     python  3.12.1\n"
+        "WRONG  port    port 5 is taken\n"
+        "               -> take another\n"
+        "1 to fix, then run swarm check again."
+    )
+    assert to_text(FINDINGS[:1]).endswith("\nThis machine can be a peer.")
+
+
+async def test_json_is_one_object(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "check_all", lambda options: FINDINGS)
+    assert not await run_check(CheckOptions(json=True))
+    said = json.loads(capsys.readouterr().out)
+    assert said["ok"] is False
+    assert said["checks"][1] == {
+        "name": "port",
+        "ok": False,
+        "found": "port 5 is taken",
+        "fix": "take another",
+    }
+    assert said == json.loads(to_json(FINDINGS))

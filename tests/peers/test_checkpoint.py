@@ -1,0 +1,370 @@
+"""A checkpoint is whole, verified and of this run, or it is not there."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import resource
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peers.disk import atomic
+from peers.disk.checkpoint import load, load_manifest, newest_common_step, save, saved_steps
+from swarm.errors import SetupError
+from swarm.run import check_id, counting_run
+
+ROOT = Path(__file__).parents[2]
+RUN = counting_run(stages=2)
+OTHER = counting_run(stages=2, seed=2)
+TENSORS = {
+    "weights": torch.arange(1000, dtype=torch.float32) / 7,
+    "m": torch.linspace(-1, 1, 7, dtype=torch.float64),
+    "half": torch.ones(3, 5, dtype=torch.bfloat16) / 3,
+    "codes": torch.arange(13, dtype=torch.uint8),
+    "count": torch.tensor(12),
+    "empty": torch.zeros(0, 4),
+}
+
+
+def _step(folder: Path, step: int) -> Path:
+    return folder / RUN.id / f"step-{step:09d}"
+
+
+def _file(folder: Path, stage: int, step: int) -> Path:
+    (path,) = _step(folder, step).glob(f"stage-{stage}-*.safetensors")
+    return path
+
+
+def _save_all(folder: Path, *steps: int, keep: int = 3) -> None:
+    for step in steps:
+        for stage in range(RUN.S):
+            save(folder, RUN, stage, step, TENSORS, {}, keep=keep)
+
+
+def _everything(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*"))
+
+
+# --- what is kept
+
+
+def test_what_is_saved_is_loaded_bit_by_bit(tmp_path: Path) -> None:
+    meta = {"version": 40, "note": "é", "loss": 2.5, "list": [1, None, True]}
+    path = save(tmp_path, RUN, 1, 40, TENSORS, meta)
+    assert path == _step(tmp_path, 40) / "stage-1.json"
+    tensors, again = load(tmp_path, RUN, 1, 40)
+    assert again == meta
+    assert tensors.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert tensors[name].dtype == tensor.dtype
+        assert torch.equal(tensors[name], tensor)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shapes=st.dictionaries(
+        st.text(min_size=1, max_size=20).filter(lambda name: name != "__metadata__"),
+        st.tuples(
+            st.sampled_from(
+                [torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int64, torch.bool]
+            ),
+            st.lists(st.integers(0, 5), max_size=3),
+        ),
+        max_size=6,
+    )
+)
+def test_any_names_types_and_shapes_come_back(
+    shapes: dict[str, tuple[torch.dtype, list[int]]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (dtype, shape) in shapes.items()}
+    save(folder, RUN, 0, 1, tensors, {})
+    again, _ = load(folder, RUN, 0, 1)
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+
+
+def test_the_file_is_a_safetensors_file_with_its_origin(tmp_path: Path) -> None:
+    save(tmp_path, RUN, 1, 40, TENSORS, {})
+    with safetensors.safe_open(_file(tmp_path, 1, 40), "pt") as file:
+        assert file.metadata() == {"run": RUN.id, "stage": "1", "step": "40"}
+        assert set(file.keys()) == TENSORS.keys()
+        assert torch.equal(file.get_tensor("half"), TENSORS["half"])
+
+
+def test_views_and_tensors_that_share_memory_are_saved_as_what_they_show(tmp_path: Path) -> None:
+    whole = torch.arange(12.0).reshape(3, 4)
+    save(tmp_path, RUN, 0, 1, {"whole": whole, "turned": whole.T, "column": whole[:, 1]}, {})
+    tensors, _ = load(tmp_path, RUN, 0, 1)
+    assert torch.equal(tensors["turned"], whole.T)
+    assert torch.equal(tensors["column"], whole[:, 1])
+
+
+def test_the_folder_alone_tells_the_run(tmp_path: Path) -> None:
+    save(tmp_path, RUN, 0, 1, TENSORS, {})
+    assert check_id(load_manifest(tmp_path, RUN.id), RUN.id) == RUN
+    with pytest.raises(SetupError, match=rf"cannot read the manifest of run {OTHER.id} from .*run\.toml"):
+        load_manifest(tmp_path, OTHER.id)
+
+
+def test_the_newest_step_that_all_stages_have_is_the_common_one(tmp_path: Path) -> None:
+    assert newest_common_step(tmp_path / "nowhere", RUN) is None
+    assert newest_common_step(tmp_path, RUN) is None
+    save(tmp_path, RUN, 0, 20, TENSORS, {})
+    assert newest_common_step(tmp_path, RUN) is None
+    save(tmp_path, RUN, 1, 20, TENSORS, {})
+    assert newest_common_step(tmp_path, RUN) == 20
+    save(tmp_path, RUN, 0, 40, TENSORS, {})
+    assert newest_common_step(tmp_path, RUN) == 20
+    save(tmp_path, RUN, 1, 40, TENSORS, {})
+    assert newest_common_step(tmp_path, RUN) == 40
+    assert newest_common_step(tmp_path, OTHER) is None
+    assert saved_steps(tmp_path, RUN, 1) == [40, 20]
+
+
+def test_old_steps_go_when_enough_newer_ones_are_there(tmp_path: Path) -> None:
+    _save_all(tmp_path, 1, 2, 3, 4, 5)
+    assert saved_steps(tmp_path, RUN, 0) == [5, 4, 3]
+    assert not _step(tmp_path, 1).exists()
+    assert not _step(tmp_path, 2).exists()
+
+
+def test_the_last_common_step_stays_while_a_stage_lags(tmp_path: Path) -> None:
+    _save_all(tmp_path, 1)
+    for step in range(2, 9):
+        save(tmp_path, RUN, 0, step, TENSORS, {}, keep=2)
+    assert saved_steps(tmp_path, RUN, 0) == [8, 7, 1]
+    assert newest_common_step(tmp_path, RUN) == 1
+    save(tmp_path, RUN, 1, 8, TENSORS, {}, keep=2)
+    save(tmp_path, RUN, 0, 9, TENSORS, {}, keep=2)
+    assert newest_common_step(tmp_path, RUN) == 8
+    assert saved_steps(tmp_path, RUN, 0) == [9, 8]
+
+
+def test_pruning_leaves_strange_files_and_other_runs_alone(tmp_path: Path) -> None:
+    save(tmp_path, OTHER, 0, 1, TENSORS, {})
+    _save_all(tmp_path, 1)
+    mine = _step(tmp_path, 1) / "notes.txt"
+    mine.write_text("keep me")
+    (tmp_path / RUN.id / "step-x").mkdir()
+    _save_all(tmp_path, 2, 3, keep=1)
+    assert mine.read_text() == "keep me"
+    assert saved_steps(tmp_path, OTHER, 0) == [1]
+
+
+def test_two_members_that_save_the_same_step_at_once_do_not_harm_each_other(tmp_path: Path) -> None:
+    # They differ in a bit, as two kinds of device may.
+    states = [{"weights": torch.full((100_000,), float(i % 2))} for i in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda state: save(tmp_path, RUN, 0, 1, state, {}), states))
+    tensors, _ = load(tmp_path, RUN, 0, 1)
+    assert tensors["weights"].unique().numel() == 1
+
+
+# --- writing fails
+
+
+@pytest.mark.parametrize("fails_at", ["manifest", "tensors", "index"])
+def test_a_full_disk_is_an_error_and_leaves_nothing(
+    tmp_path: Path, fails_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks = {"manifest": b"format = 1", "tensors": TENSORS["m"].numpy().tobytes(), "index": b'{\n "format"'}
+    original = atomic.write_all
+
+    def full(file: BinaryIO, data: Any) -> None:
+        if bytes(data).startswith(marks[fails_at]):
+            file.write(memoryview(data)[: len(data) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(file, data)
+
+    monkeypatch.setattr(atomic, "write_all", full)
+    with pytest.raises(
+        SetupError,
+        match=r"cannot save the checkpoint of stage 1, step 7 in .*: the disk is full \(\d+ MiB are free\)\. "
+        r"Make room or choose another --checkpoint-dir\. Earlier checkpoints are intact",
+    ):
+        save(tmp_path, RUN, 1, 7, TENSORS, {})
+    left = [path.name for path in _everything(tmp_path) if path.is_file()]
+    assert left == ([] if fails_at == "manifest" else ["run.toml"])
+    assert not _step(tmp_path, 7).exists()
+
+
+def test_a_file_that_the_system_refuses_to_grow_leaves_earlier_checkpoints_intact(tmp_path: Path) -> None:
+    _save_all(tmp_path, 1)
+    before = {path: path.read_bytes() for path in _everything(tmp_path) if path.is_file()}
+    large = {"weights": torch.ones(2**20)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20 + 5, hard))
+    try:
+        with pytest.raises(
+            SetupError, match=r"stage 0, step 2 in .*: File too large.* Earlier checkpoints are"
+        ):
+            save(tmp_path, RUN, 0, 2, large, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {path: path.read_bytes() for path in _everything(tmp_path) if path.is_file()} == before
+    assert newest_common_step(tmp_path, RUN) == 1
+
+
+def test_failing_to_save_a_step_again_keeps_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, RUN, 0, 1, TENSORS, {})
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic, "write_whole", full)
+        with pytest.raises(SetupError, match="the disk is full"):
+            save(tmp_path, RUN, 0, 1, TENSORS, {})
+    assert saved_steps(tmp_path, RUN, 0) == [1]
+
+
+def test_a_folder_that_cannot_be_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SetupError, match=r"cannot save .* in .*file: Not a directory.*--checkpoint-dir"):
+        save(tmp_path / "file", RUN, 0, 1, TENSORS, {})
+
+
+@pytest.mark.process
+def test_a_peer_killed_while_it_saves_leaves_the_earlier_checkpoint_and_no_half_of_one(
+    tmp_path: Path,
+) -> None:
+    _save_all(tmp_path, 1)
+    program = (
+        "import sys, torch; from peers.disk import atomic, checkpoint; from swarm.run import counting_run\n"
+        "write = atomic.write_all\n"
+        "def slow(file, data):\n"
+        "    write(file, data)\n"
+        "    if len(data) > 1000: print('writing', flush=True); sys.stdin.read()\n"
+        "atomic.write_all = slow\n"
+        "checkpoint.save(sys.argv[1], counting_run(stages=2), 0, 2, {'weights': torch.ones(2**20)}, {})\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "writing\n"
+        child.kill()
+    assert newest_common_step(tmp_path, RUN) == 1
+    (left,) = _step(tmp_path, 2).iterdir()
+    os.utime(left, (0, 0))
+    _save_all(tmp_path, 2)
+    assert not left.exists()
+    assert newest_common_step(tmp_path, RUN) == 2
+
+
+# --- reading refuses
+
+
+@pytest.mark.parametrize("at", [0, 9, 300, -1])
+def test_any_flipped_byte_is_noticed(tmp_path: Path, at: int) -> None:
+    _save_all(tmp_path, 1, 2)
+    path = _file(tmp_path, 1, 2)
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+    assert newest_common_step(tmp_path, RUN) == 1
+    with pytest.raises(
+        SetupError,
+        match=r"stage-1-.*\.safetensors is damaged: its bytes are not those .*Remove that step's folder",
+    ):
+        load(tmp_path, RUN, 1, 2)
+
+
+def test_a_file_of_another_length_is_noticed(tmp_path: Path) -> None:
+    _save_all(tmp_path, 1)
+    path = _file(tmp_path, 0, 1)
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(SetupError, match=rf"is damaged: {size - 1} bytes long, not {size}"):
+        load(tmp_path, RUN, 0, 1)
+    path.unlink()
+    with pytest.raises(
+        SetupError, match=r"cannot read .*\.safetensors: No such file.* Remove that step's folder"
+    ):
+        load(tmp_path, RUN, 0, 1)
+    assert newest_common_step(tmp_path, RUN) is None
+
+
+def test_a_step_that_is_not_there_is_said_to_be(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=rf"no checkpoint of stage 1, step 3 of run {RUN.id} in "):
+        load(tmp_path, RUN, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format": 2}, r"has format 2; this version reads format 1"),
+        ({"run": OTHER.id}, rf"is of run {OTHER.id}, not of run {RUN.id}: choose another --checkpoint-dir"),
+        ({"stage": 0}, r"is damaged: it speaks of stage 0, step 1"),
+        ({"step": 2}, r"is damaged: it speaks of stage 1, step 2"),
+        ({"sha256": "../../../x"}, r"is damaged: its digest is not 64 hex digits"),
+        ({"bytes": "many"}, r"is damaged: Expected `int`, got `str` - at `\$\.bytes`"),
+        ({"tensors": {}}, r"is damaged: its tensors are not those that its index lists"),
+        ({"extra": 1}, r"is damaged: Object contains unknown field `extra`"),
+        ({"meta": "x" * 2**20}, r"is damaged: longer than 1048576 bytes"),
+    ],
+)
+def test_an_index_that_lies_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    path = save(tmp_path, RUN, 1, 1, TENSORS, {})
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(SetupError, match=words):
+        load(tmp_path, RUN, 1, 1)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"\xff\xff", b"[" * 100_000, b'"' + b"9" * 5000])
+def test_an_index_that_is_no_json_is_refused(tmp_path: Path, raw: bytes) -> None:
+    path = save(tmp_path, RUN, 1, 1, TENSORS, {})
+    path.write_bytes(raw)
+    with pytest.raises(SetupError, match=r"stage-1\.json is damaged"):
+        load(tmp_path, RUN, 1, 1)
+    assert saved_steps(tmp_path, RUN, 1) == []
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, bad: float) -> None:
+    save(tmp_path, RUN, 0, 1, {"weights": torch.tensor([1.0, bad])}, {})
+    with pytest.raises(SetupError, match="is damaged: weights is not finite"):
+        load(tmp_path, RUN, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"junk", "not a safetensors file"),
+        ((2**60).to_bytes(8, "little") + b"{}", "not a safetensors file"),
+        (
+            b'\x40\0\0\0\0\0\0\0{"weights":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}'.ljust(72),
+            "not a safe",
+        ),
+        (None, "its tensors are not those"),
+    ],
+)
+def test_a_forged_file_with_a_matching_digest_is_refused(
+    tmp_path: Path, content: bytes | None, words: str
+) -> None:
+    """Whoever forges both files can have any digest: what the file holds is checked as well."""
+    path = save(tmp_path, RUN, 0, 1, {"weights": torch.ones(9)}, {})
+    if content is None:
+        content = safetensors.torch.save({"weights": torch.zeros(1, dtype=torch.complex64)})
+    digest = hashlib.sha256(content).hexdigest()
+    (path.parent / f"stage-0-{digest[:16]}.safetensors").write_bytes(content)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "sha256": digest, "bytes": len(content)}))
+    with pytest.raises(SetupError, match=f"is damaged: {words}"):
+        load(tmp_path, RUN, 0, 1)

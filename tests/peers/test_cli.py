@@ -1,0 +1,332 @@
+"""The command line: help that fits, values that are checked, errors as one line, signals as farewells."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peers import cli
+from peers.cli import COMMANDS, ROLES, Exit, build_parser, exit_code, main, options
+from peers.events import Failed, parse_event
+from swarm.errors import Busy, PeerGone, Refused, SetupError, SwarmError
+
+RUN = "0123456789abcdef" * 2
+JOIN = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+NAMES = [name for name, _ in COMMANDS]
+
+NEEDED = {
+    "bootstrap": ["--manifest", "run.toml"],
+    "peer": ["--run", RUN, "--join", JOIN],
+    "train": ["--run", RUN, "--join", JOIN],
+    "status": ["--run", RUN, "--join", JOIN],
+    "generate": ["--checkpoint-dir", "ckpt"],
+}
+
+
+def parse(command: str, *more: str) -> argparse.Namespace:
+    return build_parser().parse_args([command, *NEEDED.get(command, []), *more])
+
+
+def help_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: str) -> str:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as stopped:
+        main([*argv, "--help"])
+    assert stopped.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_the_help_fits_a_screen_and_names_every_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = help_of(capsys, monkeypatch).splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    for name, words in COMMANDS:
+        assert any(name in line and words in line for line in lines)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_has_an_example_that_parses(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = help_of(capsys, monkeypatch, name)
+    examples = [line.strip() for line in text.splitlines() if line.startswith("  swarm ")]
+    assert "example" in text
+    assert examples
+    for example in examples:
+        words = example.replace("5a7c...", RUN).partition(" > ")[0].replace("'", "").split()[1:]
+        if "--prompt" in words:
+            words = words[: words.index("--prompt") + 2]
+        assert build_parser().parse_args(words).command == name
+
+
+def test_the_help_comes_at_once_and_without_torch() -> None:
+    code = (
+        "import sys, peers.cli\n"
+        "try: peers.cli.main(['--help'])\n"
+        "except SystemExit: print(sorted({'torch', 'numpy', 'hivemind', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == Exit.USAGE
+    assert "swarm demo" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["dance"], "invalid choice: 'dance'"),
+        (["peer"], "the following arguments are required: --run, --join"),
+        (["peer", "--run", "5a7c", "--join", JOIN], "'5a7c' is not a run id (32 hex digits)"),
+        (
+            ["peer", *NEEDED["peer"], "--stage", "first"],
+            "'first' is not a whole number of at least 0 (or auto)",
+        ),
+        (["peer", *NEEDED["peer"], "--threads", "0"], "'0' is not a whole number of at least 1"),
+        (["peer", *NEEDED["peer"], "--port", "65536"], "'65536' is not a port: 1 to 65535"),
+        (["train", *NEEDED["train"], "--window", "-1"], "'-1' is not a whole number of at least 1 (or auto)"),
+        (["demo", "--preempt", "x"], "'x' is not a whole number of at least 0"),
+        (["demo", "--step", "3"], "unrecognized arguments: --step 3"),
+        (["demo", "--codec", "zip"], "invalid choice: 'zip'"),
+        (["generate", *NEEDED["generate"], "--temperature", "hot"], "'hot' is not a temperature: 0 to 100"),
+        (["generate", *NEEDED["generate"], "--temperature", "nan"], "'nan' is not a temperature: 0 to 100"),
+    ],
+)
+def test_a_wrong_argument_is_said_with_the_way_to_the_help(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    assert stopped.value.code == Exit.USAGE
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert shown.rstrip().endswith("--help")
+
+
+def test_repeated_addresses_and_files_become_tuples() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Everything:
+        fields: dict[str, Any]
+
+    def build(**fields: Any) -> Everything:
+        return Everything(fields)
+
+    got = options(build, parse("peer", "--join", "b", "--announce", "1.2.3.4:5", "--stage", "2")).fields
+    assert (got["join"], got["announce"], got["stage"], got["max_inflight"]) == (
+        (JOIN, "b"),
+        ("1.2.3.4:5",),
+        2,
+        "auto",
+    )
+    got = options(build, parse("train", "--data", "a", "b")).fields
+    assert got["data"] == (Path("a"), Path("b"))
+    assert not cli.NOT_OPTIONS & got.keys()
+
+
+def test_the_options_of_check_and_status_have_the_arguments_names() -> None:
+    from peers.check import CheckOptions
+    from peers.generate import GenerateOptions
+    from peers.status import StatusOptions
+
+    assert options(CheckOptions, parse("check")) == CheckOptions()
+    assert options(GenerateOptions, parse("generate")) == GenerateOptions(checkpoint_dir=Path("ckpt"))
+    assert options(StatusOptions, parse("status")) == StatusOptions(run=RUN, join=(JOIN,))
+
+
+@pytest.mark.parametrize("command", ROLES)
+def test_the_options_of_each_role_have_the_arguments_names(command: str) -> None:
+    module, role = ROLES[command]
+    cls = getattr(importlib.import_module(module), role + "Options")
+    built = options(cls, parse(command))
+    assert dataclasses.is_dataclass(built)
+    field = dataclasses.fields(built)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(built, field, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (SetupError("x"), Exit.SETUP),
+        (PeerGone("12D3KooWabcdef", "x"), Exit.NETWORK),
+        (Busy("x"), Exit.NETWORK),
+        (Refused("x"), Exit.NETWORK),
+        (SwarmError("x"), Exit.FAILED),
+        (KeyboardInterrupt(), Exit.STOPPED),
+        (ZeroDivisionError(), Exit.FAILED),
+    ],
+)
+def test_errors_have_exit_codes(error: BaseException, code: Exit) -> None:
+    assert exit_code(error) == code
+
+
+def raising(error: BaseException) -> dict[str, Any]:
+    def run(args: argparse.Namespace) -> int:
+        raise error
+
+    return dict.fromkeys(NAMES, run)
+
+
+def test_an_error_is_one_line_and_a_traceback_is_for_those_who_ask(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "RUN", raising(SetupError("the port is taken: choose another")))
+    assert main(["demo"]) == Exit.SETUP
+    assert capsys.readouterr().err == "swarm demo: the port is taken: choose another\n"
+    with pytest.raises(SetupError):
+        main(["demo", "--traceback"])
+
+
+def test_a_bug_says_that_it_is_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "RUN", raising(ZeroDivisionError("division by zero")))
+    assert main(["demo"]) == Exit.FAILED
+    assert "a bug in swarm: ZeroDivisionError: division by zero" in capsys.readouterr().err
+    with pytest.raises(ZeroDivisionError):
+        main(["demo", "--traceback"])
+    monkeypatch.setattr(cli, "RUN", raising(KeyboardInterrupt()))
+    assert main(["demo"]) == Exit.STOPPED
+
+
+def test_where_events_are_json_the_error_is_one_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "RUN", raising(SetupError("no route")))
+    assert main(["peer", *NEEDED["peer"], "--log-format", "json"]) == Exit.SETUP
+    shown = capsys.readouterr()
+    assert parse_event(shown.out.strip()) == Failed(text="no route")
+    assert shown.err == "swarm peer: no route\n"
+
+
+def test_a_manifest_is_printed_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["manifest"]) == 0
+    path = tmp_path / "run.toml"
+    path.write_text(capsys.readouterr().out)
+    assert main(["manifest", str(path)]) == 0
+    shown = capsys.readouterr()
+    assert "[optimizer]" in shown.out
+    assert "M parameters" in shown.err
+    path.write_text("stages = 3\n")
+    assert main(["manifest", str(path)]) == Exit.SETUP
+    assert "run.toml" in capsys.readouterr().err
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("swarm")
+
+
+def test_check_prints_json_and_its_code_says_how_it_went(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from peers import check
+
+    bad = check.Finding(name="port", ok=False, found="taken", fix="another")
+    monkeypatch.setattr(check, "check_all", lambda options: [bad])
+    assert main(["check", "--json"]) == Exit.CHECK
+    assert json.loads(capsys.readouterr().out)["ok"] is False
+
+
+# --- signals ---
+
+
+class Work:
+    """A role that works until it is told to leave; `stubborn`: and then goes on."""
+
+    def __init__(self, *, stubborn: bool = False, broken: bool = False) -> None:
+        self.stubborn, self.broken = stubborn, broken
+        self.left = asyncio.Event()
+        self.said: list[str] = []
+
+    async def run(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await self.left.wait()
+        if self.stubborn:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.Event().wait()
+        self.said.append("finished")
+
+    async def leave(self) -> None:
+        if self.broken:
+            raise ZeroDivisionError("in leave")
+        self.left.set()
+
+
+def test_the_first_signal_lets_the_work_finish() -> None:
+    work = Work()
+    assert cli._with_signals(work.run, work.leave, on_leave=lambda: work.said.append("leaving")) == Exit.OK
+    assert work.said == ["leaving", "finished"]
+
+
+def test_the_second_signal_stops_at_once() -> None:
+    work = Work(stubborn=True)
+    assert cli._with_signals(work.run, work.leave) == Exit.STOPPED
+    assert work.said == []
+
+
+def test_a_farewell_that_fails_does_not_leave_the_process_running() -> None:
+    work = Work(broken=True)
+    with pytest.raises(ZeroDivisionError, match="in leave"):
+        cli._with_signals(work.run, work.leave)
+
+
+def test_without_a_farewell_the_first_signal_cancels_and_cleans_up() -> None:
+    cleaned: list[bool] = []
+
+    async def run() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaned.append(True)
+
+    assert cli._with_signals(run, None) == Exit.STOPPED
+    assert cleaned == [True]
+
+
+def test_an_exit_code_of_the_work_is_passed_on() -> None:
+    async def run() -> int:
+        return Exit.CHECK
+
+    assert cli._with_signals(run, None) == Exit.CHECK
+
+
+def test_an_error_of_the_work_is_passed_on() -> None:
+    async def run() -> None:
+        raise SetupError("no disk")
+
+    with pytest.raises(SetupError, match="no disk"):
+        cli._with_signals(run, None)
+
+
+def test_output_that_nobody_reads_is_no_traceback() -> None:
+    code = "import sys; from peers.cli import main; sys.exit(main(['manifest']))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-u", "-c", code],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (Exit.FAILED, "")

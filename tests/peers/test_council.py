@@ -1,0 +1,378 @@
+"""Reports, briefs and summaries: who leads, and what nobody can talk a leader into."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import Any
+
+import msgspec
+import pytest
+
+from peers.roll import Roll
+from swarm.errors import NotNow, Refused
+from swarm.records import PeerRecord, State
+from swarm.run import counting_run
+from swarm.wire.messages import (
+    AskStatus,
+    Brief,
+    GoWire,
+    HeldWire,
+    PeerStatus,
+    PlanWire,
+    Report,
+    RunBrief,
+    StepBrief,
+    StepReport,
+    StepSummary,
+    Summary,
+    Watch,
+    Watched,
+)
+from tests.peers.loops import Stranger, Swarm, quick, swarm
+
+__all__ = ["quick"]
+pytestmark = pytest.mark.usefixtures("quick")
+
+RUN = counting_run(stages=2, steps=3, microbatches_per_step=4)
+
+
+NOTHING = StepReport(t=0, done=b"\0", doing=b"\0")
+
+
+def held(sqnorm: float) -> HeldWire:
+    return HeldWire(round="r", sqnorm=sqnorm, digest="")
+
+
+def announced(s: Swarm, name: str, stage: int, state: State = "joining") -> Stranger:
+    """A stranger that announced itself at `stage`, as anybody may."""
+    stranger = s.add_stranger(name)
+    s.network.records[name] = PeerRecord(peer=name, run=s.run.id, stage=stage, state=state, version=0)
+    return stranger
+
+
+def report(**changes: Any) -> Report:
+    """A good report of a member of stage 0 that has nothing, but for the changes."""
+    step = {"t": 0, "done": b"\0", "doing": b"\0"}
+    step.update(changes.pop("step", {}))
+    steps = changes.pop("steps", (StepReport(**step),))
+    return Report(**{"run": RUN.id, "stage": 0, "version": 0, "steps": steps, **changes})
+
+
+def summary(**changes: Any) -> Summary:
+    """A good summary of stage 1, but for the changes."""
+    step = {"t": 0, "lacking": b"\x0f", "unclaimed": b"\x0f", "ready": False, "sqnorm": 0.0}
+    step.update(changes.pop("step", {}))
+    steps = changes.pop("steps", (StepSummary(**step),))
+    return Summary(**{"run": RUN.id, "stage": 1, "version": 0, "members": 1, "steps": steps, **changes})
+
+
+def chief_of(s: Swarm, name: str) -> str:
+    """Who wrote the brief that a peer follows."""
+    brief = s.peers[name].council.brief
+    return "" if brief is None else brief.coordinator
+
+
+async def refusal(
+    stranger: Stranger, peer: str, method: str, message: msgspec.Struct, body: list[Any] | None = None
+) -> str:
+    with pytest.raises((Refused, NotNow)) as caught:
+        await stranger.send(peer, method, message, body)
+    return caught.value.text
+
+
+# --- who leads ----------------------------------------------------------------------------------------------
+
+
+async def test_the_live_member_with_the_smallest_id_leads_its_stage_and_that_of_stage_0_the_run() -> None:
+    async with swarm(RUN, replicas=3) as s:
+        await s.until_serving()
+        leaders = [[p.council.coordinator(number) for number in (0, 1)] for _, p in s.live()]
+        assert leaders == [["s0p0", "s1p0"]] * 6
+        s.kill("s1p0")
+        await s.until(lambda: s.peers["s1p2"].council.coordinator(1) == "s1p1")
+        await s.until(lambda: s.peers["s0p0"].council.whole_run.conductor == "s0p0")
+
+
+async def test_a_peer_alone_leads_itself_and_an_empty_stage_is_led_by_nobody() -> None:
+    async with swarm(RUN, replicas=0) as s:
+        peer = s.add_peer("alone", 0)
+        assert peer.council.coordinator(0) is None, "it has not joined yet"
+        await s.until_serving()
+        assert peer.council.coordinator(0) == "alone"
+        assert peer.council.coordinator(1) is None
+
+
+async def test_everybody_can_be_asked_how_it_is_doing() -> None:
+    async with swarm(RUN) as s:
+        s.add_trainer("trainer")
+        await s.until_finished()
+        status = await s.add_stranger().ask("s1p1", "status", AskStatus(run=RUN.id), PeerStatus)
+        assert (status.peer, status.stage, status.version, status.coordinator) == ("s1p1", 1, 3, "s1p0")
+        assert (status.audit.missing, status.audit.duplicated) == (0, 0)
+        assert status.state == "serving"
+
+
+# --- reports ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"run": "other"}, "a report for stage 0 of run 'other'; this is stage 0"),
+        ({"stage": 1}, f"a report for stage 1 of run '{RUN.id}'; this is stage 0"),
+        ({"version": 4}, "a report of version 4 of a run of 3 steps"),
+        ({"version": -1}, "a report of version -1 of a run of 3 steps"),
+        ({"bandwidth_bps": float("inf")}, "an impossible bandwidth, inf bit/s"),
+        ({"bandwidth_bps": float("nan")}, "an impossible bandwidth, nan bit/s"),
+        ({"bandwidth_bps": -1.0}, "an impossible bandwidth, -1.0 bit/s"),
+        ({"step": {"t": 3}}, "[3] are not open steps of a run of 3"),
+        ({"step": {"t": -1}}, "[-1] are not open steps of a run of 3"),
+        ({"steps": (NOTHING, NOTHING)}, "[0, 0] are not open steps of a run of 3"),
+        ({"step": {"done": b""}}, "a ledger of 4 microbatches has 1 bytes, not 0"),
+        ({"step": {"done": b"\x10"}}, "the ledger names a microbatch beyond 3"),
+        ({"step": {"doing": b"\x80"}}, "the ledger names a microbatch beyond 3"),
+        ({"step": {"doing": b"\0\0"}}, "a ledger of 4 microbatches has 1 bytes, not 2"),
+        ({"step": {"held": held(float("nan"))}}, "an impossible squared norm, nan"),
+        ({"step": {"held": held(-1.0)}}, "an impossible squared norm, -1.0"),
+        ({"last_go": GoWire(t=3, total_sqnorm=1.0)}, "a go for step 3 of a run of 3 steps"),
+        ({"last_go": GoWire(t=-1, total_sqnorm=1.0)}, "a go for step -1 of a run of 3 steps"),
+        ({"last_go": GoWire(t=0, total_sqnorm=float("nan"))}, "an impossible squared norm, nan"),
+    ],
+)  # fmt: skip
+async def test_a_report_that_cannot_be_true_is_refused(changes: dict[str, Any], text: str) -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        assert await refusal(announced(s, "z", 0), "s0p0", "report", report(**changes)) == text
+        assert "z" not in s.peers["s0p0"].council._members
+
+
+async def test_losses_that_do_not_fit_the_ledger_are_refused() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        liar = announced(s, "z", 1)
+        two = report(stage=1, step={"done": b"\3"})
+        text = "losses of [9] bytes do not fit the ledgers: [16] were due"
+        assert await refusal(liar, "s1p0", "report", two, [bytes(9)]) == text
+        assert await refusal(liar, "s1p0", "report", two) == text.replace("[9]", "[]")
+        text = "losses of [8] bytes do not fit the ledgers: [] were due"
+        assert await refusal(announced(s, "y", 0), "s0p0", "report", report(), [bytes(8)]) == text
+
+
+async def test_only_announced_members_may_report() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        text = "peer ranger is not announced at stage 0"
+        assert await refusal(s.add_stranger(), "s0p0", "report", report()) == text
+        assert await refusal(announced(s, "z", 1), "s0p0", "report", report()) == text.replace("ranger", "z")
+        assert await refusal(announced(s, "gone", 0, "left"), "s0p0", "report", report()) == (
+            "peer gone is not announced at stage 0"
+        )
+
+
+async def test_a_peer_that_has_not_joined_takes_no_reports() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        s.peers["s0p0"].core.joined = False
+        text = "this peer has not joined yet"
+        assert await refusal(announced(s, "z", 0), "s0p0", "report", report()) == text
+        s.peers["s0p0"].core.joined = True
+
+
+async def test_a_good_report_is_answered_with_the_brief_of_the_stage() -> None:
+    async with swarm(RUN, replicas=2) as s:
+        await s.until_serving()
+        member = announced(s, "z", 0)
+        brief = await member.ask("s0p0", "report", report(), Brief)
+        assert (brief.coordinator, brief.stage, brief.version, brief.run) == ("s0p0", 0, 0, RUN.id)
+        again = await member.ask("s0p0", "report", report(), Brief)
+        assert again.number > brief.number
+        await s.until(lambda: chief_of(s, "s0p1") == "s0p0")
+        told = await member.ask("s0p1", "report", report(), Brief)
+        assert told.coordinator == "s0p0", "who does not lead passes on what it was told"
+
+
+async def test_a_member_that_goes_quiet_is_left_out() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        await announced(s, "z", 0).ask("s0p0", "report", report(), Brief)
+        members = s.peers["s0p0"].council._members
+        assert "z" in members
+        await s.until(lambda: "z" not in members)
+
+
+async def test_a_liar_that_claims_everything_holds_a_step_up_until_it_is_quiet_and_no_longer() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        await announced(s, "z", 0).ask("s0p0", "report", report(step={"done": b"\x0f"}), Brief)
+        s.add_trainer("trainer")
+        await s.until_finished()
+        s.assert_each_counted_once()
+
+
+# --- briefs -------------------------------------------------------------------------------------------------
+
+
+async def test_a_brief_for_another_stage_or_run_is_refused() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        stranger = s.add_stranger()
+        text = f"a brief for stage 1 of run '{RUN.id}'; this is stage 0"
+        brief = Brief(run=RUN.id, stage=1, coordinator="stranger", version=0)
+        assert await refusal(stranger, "s0p0", "brief", brief) == text
+        other = Brief(run="other", stage=0, coordinator="stranger", version=0)
+        assert (
+            await refusal(stranger, "s0p0", "brief", other)
+            == "a brief for stage 0 of run 'other'; this is stage 0"
+        )
+
+
+@pytest.mark.parametrize("coordinator", ["stranger", "s0p0"])
+async def test_nobody_but_the_coordinator_is_obeyed(coordinator: str) -> None:
+    async with swarm(RUN) as s:
+        await s.until_serving()
+        await s.until(lambda: s.peers["s0p1"].council.brief is not None)
+        s.step("s0p1").ledger.record(0)
+        lie = Brief(
+            run=RUN.id, stage=0, coordinator=coordinator, version=0, number=10**6,
+            steps=(StepBrief(t=0, undo=b"\1"),),
+        )  # fmt: skip
+        await s.add_stranger().send("s0p1", "brief", lie)
+        assert s.peers["s0p1"].council.brief.number < 10**6
+
+
+async def test_a_brief_that_was_overtaken_is_not_obeyed() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        peer = s.peers["s0p0"]
+        await s.until(lambda: peer.council.brief is not None)
+        newest = peer.council.brief
+        heard: list[Brief] = []
+        peer.council._obey = heard.append
+        peer.council._hear(msgspec.structs.replace(newest, number=newest.number - 1))
+        assert heard == []
+        peer.council._hear(msgspec.structs.replace(newest, number=newest.number + 1))
+        assert len(heard) == 1
+
+
+async def test_a_plan_with_an_impossible_ledger_is_said_and_changes_nothing() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        plan = PlanWire(round="r", number=0, members=("s0p0",), ledgers=(b"",), parts=(4,))
+        s.peers["s0p0"]._obey(
+            Brief(run=RUN.id, stage=0, coordinator="s0p0", version=0, steps=(StepBrief(t=0, plan=plan),))
+        )
+        said = "stage 0: a plan with an impossible ledger: a ledger of 4 microbatches has 1 bytes, not 0"
+        await s.until(lambda: said in [event.words() for event in s.events])
+        assert s.step("s0p0").ledger.frozen_for is None
+
+
+# --- summaries and the picture of the run -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"run": "other"}, "a summary of stage 1 of run 'other'"),
+        ({"stage": 2}, f"a summary of stage 2 of run '{RUN.id}'"),
+        ({"stage": -1}, f"a summary of stage -1 of run '{RUN.id}'"),
+        ({"version": 4}, "a summary of version 4 of a run of 3 steps"),
+        ({"step": {"t": 10**12}}, "[1000000000000] are not open steps of a run of 3"),
+        ({"step": {"unclaimed": b"\xff" * 99}}, "a ledger of 4 microbatches has 1 bytes, not 99"),
+        ({"step": {"lacking": b"\xff"}}, "the ledger names a microbatch beyond 3"),
+        ({"step": {"sqnorm": float("nan")}}, "an impossible squared norm, nan"),
+        ({"last_go": GoWire(t=99, total_sqnorm=1.0)}, "a go for step 99 of a run of 3 steps"),
+        ({"last_go": GoWire(t=0, total_sqnorm=-1.0)}, "an impossible squared norm, -1.0"),
+    ],
+)
+async def test_a_summary_that_cannot_be_true_is_refused_and_the_conductor_lives(
+    changes: dict[str, Any], text: str
+) -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        assert await refusal(announced(s, "z", 1), "s0p0", "summary", summary(**changes)) == text
+        s.add_trainer("trainer")
+        await s.until_finished()
+        s.assert_each_counted_once()
+
+
+async def test_only_announced_members_may_speak_for_a_stage() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        text = "peer ranger is not announced at stage 1"
+        assert await refusal(s.add_stranger(), "s0p0", "summary", summary()) == text
+
+
+async def test_news_of_the_run_are_taken_from_the_conductor_only() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        await s.until(lambda: s.peers["s1p0"].council.whole_run.conductor == "s0p0")
+        stranger = s.add_stranger()
+        for conductor in ("stranger", "s0p0"):
+            lie = RunBrief(run=RUN.id, version=2, go=GoWire(t=0, total_sqnorm=0.0), conductor=conductor)
+            await stranger.send("s1p0", "run", lie)
+            assert s.peers["s1p0"].council.whole_run.version == 0
+        text = f"news of run 'other'; this peer serves {RUN.id}"
+        assert await refusal(stranger, "s1p0", "run", RunBrief(run="other")) == text
+
+
+async def test_whoever_watches_hears_at_once_of_what_is_new_and_in_a_while_of_nothing() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        stranger = s.add_stranger()
+        text = f"this peer serves run {RUN.id}, not 'other'"
+        assert await refusal(stranger, "s0p0", "watch", Watch(run="other")) == text
+        seen = -1
+        while True:
+            watched = await stranger.ask("s0p0", "watch", Watch(run=RUN.id, seen=seen), Watched)
+            if watched.revision == seen:
+                break
+            seen = watched.revision
+        waiting = asyncio.create_task(stranger.ask("s0p0", "watch", Watch(run=RUN.id, seen=seen), Watched))
+        s.add_trainer("trainer", window=1)
+        assert (await waiting).revision >= seen
+        await s.until_finished()
+        last = await stranger.ask("s0p0", "watch", Watch(run=RUN.id, seen=seen), Watched)
+        assert last.version == RUN.steps
+        assert last.brief.losses == tuple((t, -RUN.S * t / RUN.M) for t in range(RUN.steps))
+
+
+async def test_another_run_is_not_told_how_this_one_is_doing() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        text = f"this peer serves run {RUN.id}, not 'other'"
+        assert await refusal(s.add_stranger(), "s0p0", "status", AskStatus(run="other")) == text
+
+
+async def test_the_losses_of_a_step_come_from_the_ledgers_in_the_order_of_the_microbatches() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        member, losses = announced(s, "z", 1), (0.5, 0.25)
+        two = report(stage=1, step={"done": b"\x0a"})
+        await member.ask("s1p0", "report", two, Brief, [struct.pack("<2d", *losses)])
+        assert s.peers["s1p0"].council._members["z"][1] == [[0.5, 0.25]]
+
+
+# --- the roll -----------------------------------------------------------------------------------------------
+
+
+async def test_strangers_cannot_make_a_peer_ask_the_directory_for_ever() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        asked = 0
+        directory = s.network.peers["s0p0"].directory
+        refresh = directory.refresh
+
+        async def counted() -> Any:
+            nonlocal asked
+            asked += 1
+            return await refresh()
+
+        directory.refresh = counted  # type: ignore[method-assign]
+        roll = Roll(directory)
+        for _ in range(20):
+            with pytest.raises(NotNow, match="peer nobody is not announced at stage 1"):
+                await roll.require("nobody", 1)
+        assert asked == 1
+        await roll.require("s1p0", 1)
+        assert asked == 1

@@ -1,0 +1,494 @@
+"""Text becomes the same tokens everywhere, or an error that says what to do."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import resource
+import stat
+import subprocess
+import sys
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any, BinaryIO
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peers.disk import atomic, dataset
+from peers.disk.dataset import open_dataset, open_tokenizer
+from swarm.data import sample_offsets
+from swarm.errors import SetupError
+from swarm.run import Run, demo_run
+
+ROOT = Path(__file__).parents[2]
+SHAKESPEARE = ROOT.parent / "shared" / "data" / "text" / "tinyshakespeare.txt"
+
+PYDOC = demo_run()
+FILES = replace(PYDOC, data=replace(PYDOC.data, source="files", sequence_length=4))
+WORDS = replace(
+    FILES,
+    model=replace(FILES.model, vocab_size=1000),
+    data=replace(FILES.data, tokenizer="file"),
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache folder of this test."""
+    monkeypatch.setenv(dataset.CACHE_ENV, str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tokens"
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A small text file."""
+    path = tmp_path / "text.txt"
+    path.write_bytes("Où est-ce?\nHere.\n".encode())
+    return path
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    """A tokenizer file: byte-level pairs, learned from a few words."""
+    path = tmp_path / "tokenizer.json"
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    made.train_from_iterator(["the cat sat on the mat, the hat sat on the cat\n"] * 5, trainer)
+    made.save(str(path))
+    return path
+
+
+# --- what the tokens are
+
+
+def test_pydoc_topics_are_joined_in_the_order_of_their_names() -> None:
+    data = open_dataset(PYDOC)
+    raw = "\n".join(topics[name] for name in sorted(topics)).encode()
+    assert data.tokens == len(raw)
+    assert data.sha256 == hashlib.sha256(raw).hexdigest()
+    assert data.dtype == np.uint8
+    run = data.pinned(PYDOC)
+    offsets = sample_offsets(run, 3, 4)
+    samples = data.batch(offsets)
+    assert samples.shape == (run.batch.microbatch_size, run.data.sequence_length + 1)
+    assert [bytes(row) for row in samples] == [raw[o : o + run.data.sequence_length + 1] for o in offsets]
+
+
+def test_files_are_joined_in_the_order_given_with_nothing_between(tmp_path: Path) -> None:
+    one, two = tmp_path / "1", tmp_path / "2"
+    one.write_bytes(b"abc")
+    two.write_bytes(b"\r\n\xff\x00")
+    assert bytes(open_dataset(FILES, [one, two]).batch([0, 2])[1]) == b"c\r\n\xff\x00"
+    assert bytes(open_dataset(FILES, [two, one]).batch([2])[0]) == b"\xff\x00abc"
+
+
+def test_a_large_vocabulary_has_wider_tokens_of_the_same_bytes(text: Path) -> None:
+    wide = replace(FILES, model=replace(FILES.model, vocab_size=70_000))
+    data = open_dataset(wide, [text])
+    assert data.dtype == np.uint32
+    assert data.batch([0])[0].tolist() == list(text.read_bytes()[:5])
+    raw = np.frombuffer(text.read_bytes(), np.uint8).astype("<u4").tobytes()
+    assert data.sha256 == hashlib.sha256(raw).hexdigest()
+
+
+def test_a_tokenizer_file_makes_its_tokens(text: Path, words: Path) -> None:
+    text.write_text("the cat sat\non the hat\n")
+    data = open_dataset(WORDS, [text], words)
+    expected = tokenizers.Tokenizer.from_file(str(words)).encode(text.read_text()).ids
+    assert data.tokens == len(expected) < len(text.read_text())
+    assert data.batch([0])[0].tolist() == expected[:5]
+    assert data.dtype == np.uint16
+    assert data.tokenizer.decode(expected) == text.read_text()
+    assert data.tokenizer.encode(text.read_text()) == expected
+    run = data.pinned(WORDS)
+    assert run.data.tokenizer_sha256 == hashlib.sha256(words.read_bytes()).hexdigest()
+    assert open_dataset(run, [text], words).tokens == data.tokens
+
+
+def test_many_pieces_are_tokenized_in_order(text: Path, words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset, "PIECE_CHARS", 16)
+    monkeypatch.setattr(dataset, "_PIECES_AT_ONCE", 3)
+    lines = "".join(f"the cat number {i}\n" for i in range(50))
+    text.write_text(lines)
+    data = open_dataset(WORDS, [text], words)
+    assert data.tokenizer.decode(np.concatenate(data.batch(range(0, data.tokens - 4, 5))).tolist()) in lines
+
+
+def test_a_tokenizer_that_cuts_or_fills_does_neither_here(text: Path, words: Path) -> None:
+    text.write_text("the cat sat on the mat\n" * 10)
+    tokens = open_dataset(WORDS, [text], words).tokens
+    asked = json.loads(words.read_text())
+    asked["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    words.write_text(json.dumps(asked))
+    assert open_dataset(WORDS, [text], words).tokens == tokens
+
+
+class _Bytes:
+    """Bytes that are handed out in chunks of one size, whatever was asked for."""
+
+    def __init__(self, raw: bytes, chunk: int) -> None:
+        self._raw, self._chunk = raw, chunk
+
+    def read(self, size: int, /) -> bytes:
+        piece, self._raw = self._raw[: self._chunk], self._raw[self._chunk :]
+        return piece
+
+
+@given(text=st.text(alphabet="ab é\n\r€😀", max_size=200), chunk=st.integers(1, 300))
+def test_pieces_depend_on_the_text_and_not_on_how_it_is_read(text: str, chunk: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dataset, "PIECE_CHARS", 16)
+        raw = text.encode()
+        whole = list(dataset._text_pieces(_Bytes(raw, 1000), "x"))
+        assert "".join(whole) == text
+        assert all(0 < len(piece) <= 16 for piece in whole)
+        assert all(piece.endswith("\n") or len(piece) == 16 for piece in whole[:-1])
+        assert list(dataset._text_pieces(_Bytes(raw, chunk), "x")) == whole
+
+
+def test_bytes_encode_and_decode_a_prompt() -> None:
+    reader = open_tokenizer(PYDOC)
+    assert reader.decode(reader.encode("Où?")) == "Où?"
+    assert reader.decode([72, 105, 255, 900]) == "Hi\ufffd"
+
+
+def test_shakespeare_is_a_data_set() -> None:
+    if not SHAKESPEARE.exists():
+        pytest.skip("tinyshakespeare.txt is not beside this checkout")
+    data = open_dataset(FILES, [SHAKESPEARE])
+    assert data.tokens == SHAKESPEARE.stat().st_size
+    assert bytes(data.batch([0])[0]) == b"First"
+
+
+def test_a_file_is_never_held_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    with path.open("wb") as file:
+        for i in range(32):
+            file.write(bytes([i]) * 2**20)
+    tracemalloc.start()
+    try:
+        data = open_dataset(FILES, [path])
+        assert data.batch([31 * 2**20])[0].tolist() == [31] * 5
+        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+# --- the cache
+
+
+def test_the_second_opening_makes_nothing(text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = open_dataset(FILES, [text])
+    monkeypatch.setattr(dataset._Cache, "fill", None)
+    assert open_dataset(FILES, [text]).sha256 == first.sha256
+    assert len(list(cache.iterdir())) == 2
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o644 for path in cache.iterdir())
+
+
+def test_a_pinned_run_needs_only_the_cache(text: Path) -> None:
+    run = open_dataset(FILES, [text]).pinned(FILES)
+    text.unlink()
+    assert open_dataset(run).tokens == run.data.tokens
+
+
+def test_changed_text_and_another_tokenizer_are_other_tokens(text: Path, words: Path) -> None:
+    seen = [open_dataset(FILES, [text]).sha256, open_dataset(WORDS, [text], words).sha256]
+    text.write_text("other text")
+    seen += [open_dataset(FILES, [text]).sha256, open_dataset(WORDS, [text], words).sha256]
+    assert len(set(seen)) == 4
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "empty", "remove"])
+def test_a_damaged_cache_is_made_again(
+    text: Path, cache: Path, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = open_dataset(FILES, [text])
+    path = cache / f"{good.sha256}.uint8"
+    raw = path.read_bytes()
+    if harm == "remove":
+        path.unlink()
+    else:
+        path.write_bytes({"flip": b"X" + raw[1:], "cut": raw[:-1], "empty": b""}[harm])
+    assert open_dataset(FILES, [text]).sha256 == good.sha256
+    assert path.read_bytes() == raw
+    assert ("is damaged: making it again" in caplog.text) == (harm != "remove")
+
+
+@pytest.mark.parametrize(
+    "index", [b"", b"{", b'{"sha256": "../../x", "tokens": 3}', b'{"sha256": "ab"}', b"\xff"]
+)
+def test_a_damaged_index_of_the_cache_is_made_again(text: Path, cache: Path, index: bytes) -> None:
+    good = open_dataset(FILES, [text])
+    (path,) = cache.glob("*.json")
+    path.write_bytes(index)
+    assert open_dataset(FILES, [text]).sha256 == good.sha256
+
+
+def test_many_peers_may_make_the_same_tokens_at_once(text: Path, cache: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        opened = list(pool.map(lambda _: open_dataset(FILES, [text]), range(16)))
+    assert len({data.sha256 for data in opened}) == 1
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_without_a_place_to_cache_the_tokens_go_to_an_unnamed_file(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(dataset.CACHE_ENV)
+    monkeypatch.setenv("HOME", str(text))  # a file: no folder can be made in it, not even by root
+    data = open_dataset(FILES, [text])
+    assert bytes(data.batch([0])[0]) == text.read_bytes()[:5]
+    assert "cannot keep tokens in" in caplog.text
+    assert "they are made again at each start" in caplog.text
+    with pytest.raises(SetupError, match=r"pins 99 tokens"):  # and nothing stays open after an error
+        open_dataset(_pinned("ab" * 32, 99), [text])
+
+
+def test_a_cache_that_was_asked_for_and_cannot_be_is_an_error(text: Path) -> None:
+    with pytest.raises(SetupError, match=rf"cannot keep tokens in {text}: Not a directory.* set SWARM_CACHE"):
+        open_dataset(FILES, [text], cache_dir=text)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_cache_without_write_permission_is_an_error(text: Path, tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    with pytest.raises(SetupError, match=r"locked: it is not writable .* set SWARM_CACHE to another folder"):
+        open_dataset(FILES, [text], cache_dir=locked)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, r"the disk is full \(\d+ MiB are free\)\. Make room or do that"),
+        (errno.EDQUOT, r"the disk is full .* Make room or do that"),
+        (errno.EACCES, r"it is not writable \(Permission denied\)\. Allow it or do that"),
+        (errno.EROFS, r"it is not writable \(Read-only file system\)\. Allow it or do that"),
+        (errno.EIO, r"Input/output error\. Repair that or do that"),
+    ],
+)
+def test_a_failed_write_says_why_and_what_to_do(tmp_path: Path, number: int, words: str) -> None:
+    error = atomic.trouble("cannot x", tmp_path, OSError(number, os.strerror(number)), "do that")
+    assert isinstance(error, SetupError)
+    with pytest.raises(SetupError, match=rf"^cannot x in {tmp_path}: {words}$"):
+        raise error
+
+
+def test_a_full_disk_leaves_the_cache_as_it_was(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(bytes(3 * 2**20))
+
+    def full(file: BinaryIO, data: Any) -> None:
+        file.write(memoryview(data)[: len(data) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(atomic, "write_all", full)
+    with pytest.raises(SetupError, match=r"cannot keep tokens in .*: the disk is full .* set SWARM_CACHE"):
+        open_dataset(FILES, [path])
+    assert list(cache.iterdir()) == []
+
+
+def test_a_file_that_the_system_refuses_to_grow_is_an_error_and_is_removed(
+    tmp_path: Path, cache: Path
+) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(bytes(3 * 2**20))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20 + 5, hard))
+    try:
+        with pytest.raises(SetupError, match=r"cannot keep tokens in .*: File too large"):
+            open_dataset(FILES, [path])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(cache.iterdir()) == []
+    assert open_dataset(FILES, [path]).tokens == 3 * 2**20
+
+
+def test_what_a_killed_writer_left_is_swept_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from peers.disk import atomic\n"
+        "with atomic.replacing(Path(sys.argv[1])) as (file, path):\n"
+        "    print(path, flush=True); sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stdout is not None
+        left = Path(child.stdout.readline().strip())
+        os.utime(left, (0, 0))
+        atomic.sweep(tmp_path)
+        assert left.exists()
+        child.kill()
+    assert left.exists()
+    atomic.sweep(tmp_path)
+    assert not left.exists()
+
+
+def test_a_young_temporary_file_is_left_alone(tmp_path: Path) -> None:
+    young = tmp_path / (atomic.TEMPORARY + "x")
+    young.touch()
+    atomic.sweep(tmp_path)
+    assert young.exists()
+
+
+# --- what is refused
+
+
+def _pinned(sha256: str, tokens: int, run: Run = FILES) -> Run:
+    return replace(run, data=replace(run.data, sha256=sha256, tokens=tokens))
+
+
+def test_other_files_than_the_pinned_ones_are_refused(text: Path) -> None:
+    with pytest.raises(
+        SetupError, match=r"not the data of the run: 18 tokens with SHA-256 .* pins 99 .* the same order"
+    ):
+        open_dataset(_pinned("ab" * 32, 99), [text])
+    run = open_dataset(FILES, [text]).pinned(FILES)
+    with pytest.raises(SetupError, match=r"not the data of the run: .* pins 17 tokens"):
+        open_dataset(_pinned(run.data.sha256, 17), [text])
+
+
+def test_help_topics_of_another_python_are_refused() -> None:
+    with pytest.raises(
+        SetupError, match=rf"differ between versions, and this is Python 3\.{sys.version_info[1]}"
+    ):
+        open_dataset(_pinned("ab" * 32, 999, PYDOC))
+
+
+def test_fewer_tokens_than_the_manifest_counts_are_refused(text: Path) -> None:
+    with pytest.raises(SetupError, match=r"the manifest speaks of 19 tokens \(data\.tokens\), here are 18"):
+        open_dataset(_pinned("", 19), [text])
+
+
+@pytest.mark.parametrize("raw", [b"", b"abcd"])
+def test_a_text_shorter_than_a_sample_is_refused(text: Path, raw: bytes) -> None:
+    text.write_bytes(raw)
+    with pytest.raises(
+        SetupError, match=rf"the data have {len(raw)} tokens, but one sample needs 5 .* more text"
+    ):
+        open_dataset(FILES, [text])
+    text.write_bytes(b"abcde")
+    assert bytes(open_dataset(FILES, [text]).batch([0])[0]) == b"abcde"
+
+
+def test_files_that_are_no_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"the data file .*nowhere\.txt does not exist \(looked for it in"):
+        open_dataset(FILES, [tmp_path / "nowhere.txt"])
+    with pytest.raises(SetupError, match=r"is a folder: give the text files in it, such as .*/\*\.txt"):
+        open_dataset(FILES, [tmp_path])
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SetupError, match=r"pipe is not a regular file: save its text to one"):
+        open_dataset(FILES, [tmp_path / "pipe"])
+
+
+def test_a_file_that_cannot_be_opened_or_read_is_named(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    source = dataset._Source("secret.txt", refuse)
+    with pytest.raises(SetupError, match=r"^cannot read the data file secret\.txt: Permission denied$"):
+        dataset._Reading(source)
+
+    class _Broken:
+        def read(self, size: int) -> bytes:
+            raise OSError(errno.EIO, "Input/output error")
+
+        def close(self) -> None:
+            pass
+
+    broken: Any = _Broken()
+    with pytest.raises(SetupError, match=r"^cannot read the data file disk\.txt: Input/output error$"):
+        dataset._Reading(dataset._Source("disk.txt", lambda: broken)).read(1)
+
+
+def test_files_that_change_while_they_are_read_are_refused(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = dataset._Cache.lookup
+
+    def lookup(self: Any, key: str) -> Any:
+        text.write_text("other text")
+        return original(self, key)
+
+    monkeypatch.setattr(dataset._Cache, "lookup", lookup)
+    with pytest.raises(SetupError, match="changed while they were read"):
+        open_dataset(FILES, [text])
+
+
+def test_files_are_given_exactly_when_the_run_reads_files(text: Path) -> None:
+    with pytest.raises(
+        SetupError, match=r'reads text files \(data\.source = "files"\): give them with --data'
+    ):
+        open_dataset(FILES)
+    with pytest.raises(SetupError, match=r'\(data\.source = "pydoc"\), but .*text\.txt was given'):
+        open_dataset(PYDOC, [text])
+
+
+def test_a_python_without_its_help_topics_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(SetupError, match="this Python comes without pydoc_data"):
+        open_dataset(PYDOC)
+
+
+@pytest.mark.parametrize("good", [0, 10, 2**20 - 1, 2**20 + 7])
+def test_text_that_is_not_utf8_is_refused_with_the_place(text: Path, words: Path, good: int) -> None:
+    text.write_bytes(b"a" * good + "é".encode("latin-1") + b"tat")
+    with pytest.raises(SetupError, match=rf"text\.txt is not UTF-8 \(byte {good}\).*`iconv -t UTF-8`"):
+        open_dataset(WORDS, [text], words)
+
+
+def test_text_that_ends_inside_a_character_is_refused(text: Path, words: Path) -> None:
+    text.write_bytes(b"abc\xe2\x82")
+    with pytest.raises(SetupError, match=r"not UTF-8 \(byte 3\)"):
+        open_dataset(WORDS, [text], words)
+
+
+def test_a_tokenizer_is_given_exactly_when_the_run_has_one(text: Path, words: Path) -> None:
+    with pytest.raises(SetupError, match=r"needs its tokenizer .*: give its JSON with --tokenizer"):
+        open_dataset(WORDS, [text])
+    with pytest.raises(SetupError, match=r'\(data\.tokenizer = "bytes"\): leave .*tokenizer\.json out'):
+        open_dataset(FILES, [text], words)
+
+
+def test_a_tokenizer_that_is_none_or_another_is_refused(text: Path, words: Path, tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"cannot read the tokenizer .*nowhere\.json: No such file"):
+        open_dataset(WORDS, [text], tmp_path / "nowhere.json")
+    with pytest.raises(SetupError, match=r"text\.txt is not a `tokenizers` JSON file: "):
+        open_dataset(WORDS, [text], text)
+    pinned = replace(WORDS, data=replace(WORDS.data, tokenizer_sha256="ab" * 32))
+    with pytest.raises(
+        SetupError, match=rf"is not the tokenizer of the run: its SHA-256 .* says {'ab' * 32}"
+    ):
+        open_dataset(pinned, [text], words)
+    small = replace(WORDS, model=replace(WORDS.model, vocab_size=256))
+    with pytest.raises(
+        SetupError, match=r"model\.vocab_size = 256 .* tokens up to \d+: it must be at least \d+"
+    ):
+        open_dataset(small, [text], words)
+
+
+def test_offsets_outside_the_tokens_are_our_own_mistake(text: Path) -> None:
+    data = open_dataset(FILES, [text])
+    data.batch([data.tokens - 5])
+    for offset in (-1, data.tokens - 4):
+        with pytest.raises(AssertionError, match="sample_offsets"):
+            data.batch([offset])

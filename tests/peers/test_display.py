@@ -1,0 +1,151 @@
+"""The live screen, drawn from events: golden pictures, and plain lines off a terminal."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from peers.display import LAST_EVENTS, Display, Progress, clock, observe, render, sparkline
+from peers.events import Event, Killed, Note, PeerJoined, PeerLost, Replayed, StepDone
+
+PEER = "12D3KooWQmabcdef"
+
+
+@pytest.fixture(autouse=True)
+def greenwich() -> Iterator[None]:
+    """Local time is UTC, so that pictures are the same everywhere."""
+    before = os.environ.get("TZ")
+    os.environ["TZ"] = "UTC"
+    time.tzset()
+    yield
+    if before is None:
+        del os.environ["TZ"]
+    else:
+        os.environ["TZ"] = before
+    time.tzset()
+
+
+def step(t: int, loss: float | None = 2.0, steps: int = 40, peers: tuple[int, ...] = (2, 1, 2)) -> StepDone:
+    return StepDone(at=1000.0 + t, t=t, steps=steps, loss=loss, tokens_per_s=2345.6, peers=peers)
+
+
+def picture(progress: Progress, now: float, width: int) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=width, color_system=None, force_terminal=False)
+    console.print(render(progress, now=now, width=width))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def after(events: list[Event], title: str = "swarm demo") -> Progress:
+    progress = Progress(title=title)
+    for event in events:
+        progress = observe(progress, event)
+    return progress
+
+
+EVENTS: list[Event] = [
+    PeerJoined(at=1000.0, peer=PEER, stage=1, device="cpu"),
+    *(step(t, 2 + 4 * math.exp(-t / 8)) for t in range(20)),
+    Killed(at=1020.0, peer=PEER, stage=1),
+    PeerLost(
+        at=1020.0, peer=PEER, stage=1, why="the connection broke while a microbatch was on its way there"
+    ),
+    Replayed(at=1021.0, t=19, count=3),
+]
+
+GOLDEN_80 = """\
+swarm demo
+   step  ━━━━━━━━━━━━━━━━━━━━━━━━━━━                             20/40  1:15
+   loss  6.000 → 2.372  █▇▇▆▅▄▄▃▃▃▂▂▂▁▁▁▁▁▁▁
+  speed  2,346 tokens/s
+  peers  stage 0: 2   stage 1: 1   stage 2: 2
+
+  00:16:40  peer abcdef joined stage 1 on cpu
+  00:17:00  peer abcdef of stage 1 killed
+  00:17:00  peer abcdef of stage 1 is lost: the connection broke while a microb…
+  00:17:01  step 19: 3 microbatches run again"""
+
+GOLDEN_EMPTY = """\
+swarm demo
+   step                              0/?  0:00
+   loss  –
+  speed  –
+  peers  –
+"""
+
+
+def test_the_screen_shows_steps_loss_speed_peers_and_the_last_events() -> None:
+    assert picture(after(EVENTS), 1075.0, 80) == GOLDEN_80
+
+
+def test_the_screen_before_anything_happened() -> None:
+    assert picture(Progress(title="swarm demo"), 5.0, 50) == GOLDEN_EMPTY
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_screen_fits_its_width_and_24_lines(width: int) -> None:
+    many = [*EVENTS, *(Note(at=1030.0, text=f"line {n}\nof two lines " + "x" * 300) for n in range(50))]
+    lines = picture(after(many), 1075.0, width).splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= width
+    assert sum("line" in line for line in lines) == LAST_EVENTS
+
+
+def test_a_stage_without_peers_is_named() -> None:
+    assert "stage 1: none" in picture(after([step(0, peers=(1, 0, 1))]), 1000.0, 80)
+
+
+def test_a_step_without_a_loss_of_ours_keeps_the_curve() -> None:
+    progress = after([step(0, 3.0), step(1, None)])
+    assert progress.losses == (3.0,)
+    assert progress.done == 2
+
+
+def test_a_late_report_of_an_old_step_does_not_go_back() -> None:
+    assert after([step(5), step(3)]).done == 6
+
+
+def test_durations() -> None:
+    assert [clock(7), clock(754.9), clock(3723)] == ["0:07", "12:34", "1:02:03"]
+
+
+def test_a_sparkline_spans_from_the_smallest_to_the_largest() -> None:
+    assert sparkline([1, 2, 3], 10) == "▁▅█"
+    assert sparkline([3, 3], 10) == "▁▁"
+    assert sparkline([], 10) == sparkline([1, 2], 0) == ""
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200), st.integers(1, 60))
+def test_a_sparkline_has_at_most_its_width(values: list[float], width: int) -> None:
+    assert len(sparkline(values, width)) == min(width, len(values))
+
+
+def test_off_a_terminal_events_are_lines_and_steps_are_thinned() -> None:
+    out = io.StringIO()
+    with Display("swarm demo", stream=out) as display:
+        for t in range(400):
+            display(step(t, steps=400))
+        display(Killed(at=1020.0, peer=PEER, stage=1))
+        display.note("bye")
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "swarm demo"
+    assert lines[-1].endswith("bye")
+    assert sum("step " in line for line in lines) <= Display.LINES + 1
+    assert any("(400/400)" in line for line in lines)
+    assert "\x1b" not in out.getvalue()
+
+
+def test_on_a_terminal_the_screen_is_drawn_in_place() -> None:
+    out = io.StringIO()
+    with Display("swarm demo", stream=out, live=True) as display:
+        display(step(0))
+    assert "swarm demo" in out.getvalue()
+    assert "1/40" in out.getvalue()

@@ -1,0 +1,168 @@
+"""Events: what is written can be read back, and is said in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peers.events import (
+    EVENTS,
+    MAX_LINE_CHARS,
+    Contributed,
+    Emitter,
+    Event,
+    Failed,
+    JoinLine,
+    Killed,
+    LeavingNow,
+    Note,
+    PeerLost,
+    Replayed,
+    RoundVoid,
+    Sample,
+    StepDone,
+    Trouble,
+    count,
+    kind,
+    parse_event,
+    to_json,
+    to_text,
+)
+
+PEER = "12D3KooWQmabcdef"
+
+_VALUES: dict[str, st.SearchStrategy[object]] = {
+    "int": st.integers(-(2**53), 2**53),
+    "int | None": st.none() | st.integers(0, 2**53),
+    "float": st.floats(allow_nan=False, allow_infinity=False),
+    "float | None": st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    "str": st.text(max_size=50),
+    "tuple[str, ...]": st.lists(st.text(max_size=20), max_size=3).map(tuple),
+    "tuple[float, ...]": st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=3).map(tuple),
+    "tuple[int, ...]": st.lists(st.integers(0, 1000), max_size=5).map(tuple),
+}
+
+
+@st.composite
+def any_event(draw: st.DrawFn) -> Event:
+    """Any event with any values in its fields."""
+    cls = draw(st.sampled_from(EVENTS))
+    return cls(**{field.name: draw(_VALUES[str(field.type)]) for field in dataclasses.fields(cls)})
+
+
+@given(any_event())
+def test_an_event_reads_back_as_it_was_written(event: Event) -> None:
+    line = to_json(event)
+    assert "\n" not in line
+    assert parse_event(line) == event
+    assert json.loads(line)["event"] == kind(type(event))
+
+
+@given(any_event().map(lambda event: dataclasses.replace(event, at=0.0)))
+def test_every_event_can_be_said_in_words(event: Event) -> None:
+    assert event.words() in to_text(event)
+
+
+def test_kinds_are_distinct_and_in_snake_case() -> None:
+    kinds = [kind(cls) for cls in EVENTS]
+    assert len(set(kinds)) == len(kinds)
+    assert kind(StepDone) == "step_done"
+    assert set(Event.__subclasses__()) >= set(EVENTS)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "Traceback (most recent call last):",
+        "[1, 2]",
+        "{",
+        "{}",
+        '{"event": "moon_landing"}',
+        '{"event": ["note"]}',
+        '{"event": "note"}',
+        '{"event": "note", "text": 3}',
+        '{"event": "step_done", "t": "1", "steps": 2, "loss": 1.0, "tokens_per_s": 1.0}',
+        '{"event": "note", "text": "' + "a" * MAX_LINE_CHARS + '"}',
+        '{"event": "note", "text": "\ud800"}',
+    ],
+)
+def test_a_line_that_is_no_event_is_none(line: str) -> None:
+    assert parse_event(line) is None
+
+
+def test_fields_of_a_newer_version_are_skipped() -> None:
+    assert parse_event('{"event": "note", "at": 1.0, "text": "hi", "mood": "good"}') == Note(text="hi")
+
+
+def test_a_loss_that_is_not_finite_is_written_as_null_and_read_as_none() -> None:
+    line = to_json(StepDone(t=0, steps=1, loss=math.nan, tokens_per_s=1.0))
+    assert json.loads(line)["loss"] is None
+    read = parse_event(line)
+    assert isinstance(read, StepDone)
+    assert read.loss is None
+
+
+def test_words_are_sentences() -> None:
+    assert Killed(peer=PEER, stage=1).words() == "peer abcdef of stage 1 killed"
+    assert PeerLost(peer=PEER, stage=0, why="no heartbeat for 3.5 s").words() == (
+        "peer abcdef of stage 0 is lost: no heartbeat for 3.5 s"
+    )
+    assert Replayed(t=7, count=1).words() == "step 7: 1 microbatch run again"
+    assert Replayed(t=7, count=3).words() == "step 7: 3 microbatches run again"
+    assert StepDone(t=9, steps=40, loss=2.5, tokens_per_s=12345.6, peers=(2, 1)).words() == (
+        "step 9 done (10/40): loss 2.5000, 12,346 tokens/s, peers per stage 2 1"
+    )
+    assert "no loss of its own" in StepDone(t=9, steps=40, loss=None, tokens_per_s=0.0).words()
+    assert RoundVoid(stage=1, t=2, why="a part is missing").words() == (
+        "stage 1: a reduce of step 2 is void and starts again: a part is missing"
+    )
+    assert "Ctrl-C again" in LeavingNow(role="peer").words()
+    assert Contributed(microbatches=5, steps=1).words() == "contributed 5 microbatches in 1 step. Thank you"
+    assert Sample(prompt="The", text=" end").words() == "the model continues 'The':\n end"
+    assert JoinLine(line="swarm peer --run 5a").words() == "join with:\n    swarm peer --run 5a"
+
+
+def test_trouble_is_marked_in_the_log() -> None:
+    assert "! disk is slow" in to_text(Trouble(text="disk is slow"))
+    assert "error: no disk" in to_text(Failed(text="no disk"))
+
+
+def test_counting_words() -> None:
+    assert [count(1, "peer"), count(0, "peer"), count(2, "microbatch")] == [
+        "1 peer",
+        "0 peers",
+        "2 microbatches",
+    ]
+
+
+def test_the_emitter_writes_one_line_per_event_in_the_chosen_format() -> None:
+    out = io.StringIO()
+    emit = Emitter("json", out)
+    emit(Note(text="a\nb"))
+    emit(Note(text="c"))
+    assert [parse_event(line) for line in out.getvalue().splitlines()] == [Note(text="a\nb"), Note(text="c")]
+    out = io.StringIO()
+    Emitter("text", out)(Note(text="hello"))
+    assert out.getvalue().endswith("  hello\n")
+
+
+def test_an_emitter_whose_reader_went_away_stays_quiet() -> None:
+    class Gone(io.StringIO):
+        writes = 0
+
+        def write(self, text: str) -> int:
+            self.writes += 1
+            raise BrokenPipeError
+
+    stream = Gone()
+    emit = Emitter("text", stream)
+    emit(Note(text="a"))
+    emit(Note(text="b"))
+    assert stream.writes == 1

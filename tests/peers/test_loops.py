@@ -1,0 +1,643 @@
+"""Whole swarms in memory, with faults: whatever happens, each microbatch counts once.
+
+The audit model's weights *are* the count (`swarm.model.counting`), in float64 and exactly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from peers import council, downstream, reduce, stage, sync
+from peers.events import PeerLost, Replayed, StateFetched, StepDone, Undone
+from swarm.ids import Microbatch
+from swarm.model.reference import SingleProcess
+from swarm.policy import rounds
+from swarm.policy.ledger import Claim, Ledger
+from swarm.policy.rounds import STAR_AFTER, Decision, MemberStep, Plan, Reduce
+from swarm.run import counting_run
+from tests.model.chain import batch_of, tiny_run
+from tests.peers.loops import Swarm, quick, swarm
+
+__all__ = ["quick"]
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def retries_do_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A retry goes to just any peer, not to the one that has the microbatch already."""
+
+    async def nowhere(self: object, work: object) -> None:
+        return None
+
+    monkeypatch.setattr(downstream.NextStage, "_locate", nowhere)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of several chunks, though the audit model has 8 weights."""
+    monkeypatch.setattr(reduce, "CHUNK_ELEMENTS", 2)
+    monkeypatch.setattr(sync, "CHUNK_ELEMENTS", 3)
+
+
+async def finishes(s: Swarm, *, limit_s: float = 20.0) -> None:
+    await s.until_finished(limit_s=limit_s)
+    s.assert_each_counted_once()
+
+
+# --- no faults ----------------------------------------------------------------------------------------------
+
+
+async def test_every_microbatch_counts_once_and_nothing_is_done_twice() -> None:
+    async with swarm() as s:
+        trainer = s.add_trainer("trainer")
+        await finishes(s)
+        assert (s.undone, s.replayed, s.voids()) == (0, 0, [])
+        assert sum(peer.core.computed for peer in s.peers.values()) == 3 * s.run.S * s.run.M
+        await s.until(lambda: len(s.seen(StepDone)) == 3)
+        # The loss of the audit model is the sum of one weight a stage: -t / M after t steps.
+        assert [event.loss for event in s.seen(StepDone)] == [-s.run.S * t / s.run.M for t in range(3)]
+        assert trainer.step_losses == {t: -s.run.S * t / s.run.M for t in range(3)}
+
+
+async def test_the_weights_are_those_of_the_formula() -> None:
+    async with swarm() as s:
+        s.add_trainer("trainer")
+        await s.until_finished()
+        for _, peer in s.live():
+            weights = peer.core.compute.named_weights().popitem()[1]
+            assert torch.equal(weights, torch.full((s.run.M,), -s.run.steps / s.run.M, dtype=torch.float64))
+
+
+async def test_one_peer_a_stage_is_a_swarm() -> None:
+    async with swarm(replicas=1) as s:
+        s.add_trainer("trainer")
+        await finishes(s)
+
+
+async def test_a_single_stage_is_a_swarm() -> None:
+    async with swarm(stages=1, replicas=3) as s:
+        s.add_trainer("trainer")
+        await finishes(s)
+
+
+async def test_parts_of_several_chunks_are_put_together(small_chunks: None) -> None:
+    async with swarm(replicas=3) as s:
+        s.add_trainer("trainer")
+        await finishes(s)
+        assert s.network.peers["s0p0"].transport.calls["part"] > 2 * 3
+
+
+async def test_two_trainers_that_race_share_the_work() -> None:
+    async with swarm() as s:
+        s.add_trainer("one", window=3)
+        s.add_trainer("two", window=3)
+        await finishes(s)
+
+
+async def test_a_window_that_is_found_while_running_works_too() -> None:
+    async with swarm() as s:
+        s.add_trainer("trainer", window=None)
+        await finishes(s)
+
+
+async def test_peers_with_room_for_one_microbatch_say_busy_and_all_is_done_all_the_same() -> None:
+    run = counting_run(stages=2, steps=2, microbatches_per_step=8)
+    async with swarm(run, replicas=0) as s:
+        for number in range(2):
+            for replica in range(2):
+                s.add_peer(f"s{number}p{replica}", number, max_inflight=1)
+        s.add_trainer("trainer", window=6)
+        await finishes(s)
+
+
+@pytest.mark.parametrize("killed", [None, "s0p0", "s1p0", "s2p0"])
+async def test_delayed_updates_count_each_once_too(killed: str | None) -> None:
+    run = replace(counting_run(stages=3, steps=5, microbatches_per_step=8), delayed_updates=True)
+    async with swarm(run) as s:
+        s.add_trainer("trainer")
+        if killed:
+            s.on_call("work", lambda *_: s.kill(killed), to=killed, nth=8)
+        await finishes(s)
+
+
+# --- peers die ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nth", [1, 4])
+@pytest.mark.parametrize("name", ["s0p0", "s0p1", "s1p0", "s1p1", "s2p0", "s2p1"])
+async def test_a_peer_that_is_killed_while_it_computes_is_replaced(name: str, nth: int) -> None:
+    async with swarm() as s:
+        s.add_trainer("trainer")
+        s.on_call("work", lambda *_: s.kill(name), to=name, nth=nth)
+        await finishes(s)
+        assert nth > 1 or name not in dict(s.live()), "how many come to one peer depends on its speed"
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+async def test_what_a_dead_peer_had_in_its_sum_is_run_again(number: int) -> None:
+    async with swarm() as s:
+        trainer = s.add_trainer("trainer", window=1)
+        name = f"s{number}p0"
+        await s.until(lambda: any(s.done(name) >> m & 1 for t, m in trainer.losses if t == 0))
+        s.kill(name)
+        await finishes(s)
+        assert s.seen(Replayed)
+
+
+async def test_all_but_one_members_of_every_stage_may_die_at_once() -> None:
+    async with swarm(replicas=3) as s:
+        s.add_trainer("trainer", window=2)
+        await s.until(lambda: any(s.done(f"s1p{i}") for i in range(3)))
+        for number in range(3):
+            s.kill(f"s{number}p0")
+            s.kill(f"s{number}p2")
+        await finishes(s)
+
+
+@pytest.mark.parametrize("side", ["caller", "callee"])
+@pytest.mark.parametrize("method", ["part", "brief", "report", "summary", "run", "held"])
+async def test_a_peer_may_die_in_any_conversation_about_a_step(
+    method: str, side: str, small_chunks: None
+) -> None:
+    async with swarm(replicas=3) as s:
+        if method == "held":  # nobody asks for a held gradient unless a round half-failed
+            s.network.drop_answer("s1p0", "part", nth=3)
+        s.on_call(method, lambda caller, callee: s.kill(caller if side == "caller" else callee), nth=2)
+        s.add_trainer("trainer")
+        await finishes(s)
+
+
+async def test_a_coordinator_that_dies_is_followed_by_the_next() -> None:
+    async with swarm(replicas=3) as s:
+        s.add_trainer("trainer")
+
+        def chief() -> str | None:
+            brief = s.peers["s1p2"].council.brief
+            return None if brief is None else brief.coordinator
+
+        await s.until(lambda: chief() == "s1p0")
+        s.kill("s1p0")
+        await s.until(lambda: chief() == "s1p1")
+        await finishes(s)
+
+
+async def test_a_conductor_that_dies_with_the_go_is_followed_by_one_that_says_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    goes: list[rounds.Go] = []
+    async with swarm() as s:
+
+        def conduct(*args: object) -> rounds.Go | None:
+            go = rounds.conduct(*args)  # type: ignore[arg-type]
+            if go is not None:
+                if not goes:
+                    asyncio.get_running_loop().call_soon(s.kill, "s0p0")
+                goes.append(go)
+            return go
+
+        monkeypatch.setattr(council, "conduct", conduct)
+        s.add_trainer("trainer")
+        await finishes(s)
+        assert len({go for go in goes if go.t == 0}) == 1
+        assert "s0p0" not in dict(s.live())
+
+
+async def test_a_conductor_that_dies_after_telling_one_stage_is_followed_to_the_same_step() -> None:
+    async with swarm(stages=4) as s:
+        s.add_trainer("trainer")
+        await s.until(lambda: any(p.core.version == 1 for n, p in s.live() if p.stage > 0))
+        s.kill("s0p0")
+        await finishes(s)
+
+
+async def test_one_stage_after_another_loses_peers_and_gets_new_ones() -> None:
+    run = counting_run(stages=3, steps=6, microbatches_per_step=8)
+    async with swarm(run) as s:
+        s.add_trainer("trainer")
+        for t, number in enumerate((1, 0, 2)):
+            await s.until_version(t + 1)
+            s.kill(f"s{number}p0")
+            s.add_peer(f"s{number}new", number)
+        await finishes(s)
+
+
+# --- answers are lost ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["s0p0", "s1p0", "s2p0"])
+@pytest.mark.parametrize("fault", ["drop_answer", "corrupt_answer"])
+async def test_work_whose_answer_is_lost_still_counts_once(name: str, fault: str) -> None:
+    async with swarm() as s:
+        for nth in (1, 2, 5):
+            getattr(s.network, fault)(name, "work", nth)
+        s.add_trainer("trainer", window=2)
+        await finishes(s)
+        assert s.seen(PeerLost)
+
+
+async def test_a_retry_at_the_peer_that_has_it_computes_nothing() -> None:
+    async with swarm(replicas=1) as s:
+        for name in ("s1p0", "s2p0"):
+            s.network.drop_answer(name, "work", 1)
+        s.add_trainer("trainer", window=1)
+        await finishes(s)
+        assert len(s.seen(PeerLost)) == 2
+        assert [p.core.computed for _, p in s.live()] == [3 * s.run.M] * 3
+
+
+async def test_a_trainer_does_not_repeat_what_the_ledgers_say_is_done() -> None:
+    async with swarm() as s:
+        s.network.drop_answer("s0p0", "work", 1)
+        s.add_trainer("trainer", window=1)
+        await finishes(s)
+        assert s.seen(PeerLost)
+        assert s.undone == 0
+
+
+async def test_a_duplicate_is_undone(retries_do_not_ask: None) -> None:
+    """The peer whose answer was lost has it, and so has the one that was called instead."""
+    async with swarm() as s:
+        s.network.drop_answer("s1p0", "work", 1)
+        s.add_trainer("trainer", window=1)
+        await finishes(s)
+        assert [(event.stage, event.t, event.count) for event in s.seen(Undone)] == [(1, 0, 1)]
+        assert s.undone == 1
+
+
+async def test_duplicates_everywhere_are_undone(retries_do_not_ask: None) -> None:
+    async with swarm(replicas=3) as s:
+        for name in ("s0p0", "s1p0", "s1p1", "s2p0", "s2p1", "s2p2"):
+            for nth in (1, 3):
+                s.network.drop_answer(name, "work", nth)
+        s.add_trainer("trainer", window=2)
+        await finishes(s)
+        assert s.undone >= 3
+
+
+@pytest.mark.parametrize("name", ["s0p0", "s1p0", "s2p0"])
+async def test_an_answer_that_comes_after_its_retry_succeeded_changes_nothing(name: str) -> None:
+    """The peer hangs with its work, another does it, and then the first wakes up and has it too."""
+    async with swarm(replicas=2) as s:
+        s.on_call("work", lambda *_: s.network.hang(name), to=name)
+        s.add_trainer("trainer")
+        await s.until(lambda: any(event.peer == name for event in s.seen(PeerLost)))
+        other = name[:-1] + "1"
+        await s.until(lambda: s.peers[other].core.computed >= 2)
+        s.network.resume(name)
+        await finishes(s)
+
+
+# --- reduces fail -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["drop_answer", "corrupt_answer"])
+@pytest.mark.parametrize("nth", [1, 2, 4])
+async def test_a_reduce_that_fails_anywhere_is_void_and_starts_again(
+    fault: str, nth: int, small_chunks: None
+) -> None:
+    async with swarm() as s:
+        for number in range(3):
+            getattr(s.network, fault)(f"s{number}p{number % 2}", "part", nth)
+        s.add_trainer("trainer")
+        await finishes(s)
+        # A member that misses an answer while the others have all theirs takes the result from them.
+        assert fault == "drop_answer" or s.voids()
+
+
+async def test_every_first_reduce_of_every_step_may_fail(small_chunks: None) -> None:
+    async with swarm(stages=2) as s:
+        for nth in (1, 4, 8):
+            s.network.drop_answer("s0p0", "part", nth)
+            s.network.corrupt_answer("s1p1", "part", nth)
+        s.add_trainer("trainer")
+        await finishes(s)
+
+
+async def test_two_members_that_cannot_reach_each_other_average_through_a_third(small_chunks: None) -> None:
+    async with swarm(stages=2, replicas=3) as s:
+        s.network.partition({"s1p1"}, {"s1p2"})
+        s.add_trainer("trainer")
+        plans = s.peers[
+            "s1p0"
+        ].council._plans  # how a coordinator numbers its rounds is nobody else's business
+        await s.until(lambda: plans.get(0) is not None and plans[0].number >= STAR_AFTER)
+        assert plans[0].parts == (s.run.M, 0, 0)
+        await finishes(s)
+        assert len(s.voids()) >= 2 * STAR_AFTER
+
+
+async def test_a_partition_that_heals_leaves_no_trace() -> None:
+    async with swarm(replicas=2) as s:
+        s.add_trainer("trainer")
+        await s.until(lambda: s.done("s1p0"))
+        s.network.partition({"s0p0", "s1p0"}, {"s0p1", "s1p1", "s2p1"})
+        await s.until(lambda: s.seen(PeerLost))
+        s.network.heal()
+        await finishes(s)
+
+
+# --- peers hang, join, leave --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+async def test_a_peer_that_hangs_is_left_out_and_catches_up_when_it_wakes(number: int) -> None:
+    async with swarm() as s:
+        s.add_trainer("trainer")
+        name = f"s{number}p1"
+        await s.until(lambda: s.peers[name].core.computed)
+        s.network.hang(name)
+        others = [peer for other, peer in s.live() if other != name]
+        await s.until(lambda: all(peer.core.version >= 2 for peer in others))
+        s.network.resume(name)
+        await finishes(s)
+
+
+async def test_a_coordinator_and_a_conductor_that_hang_are_left_out() -> None:
+    async with swarm(replicas=3) as s:
+        s.add_trainer("trainer")
+        await s.until_version(1)
+        s.network.hang("s0p0")
+        s.network.hang("s1p0")
+        others = [peer for name, peer in s.live() if name not in ("s0p0", "s1p0")]
+        await s.until(lambda: all(peer.core.version == 3 for peer in others))
+        s.network.resume("s0p0")
+        s.network.resume("s1p0")
+        await finishes(s)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+async def test_a_joiner_takes_the_state_of_a_mate_and_then_takes_part(
+    number: int, small_chunks: None
+) -> None:
+    run = counting_run(stages=3, steps=6, microbatches_per_step=8)
+    async with swarm(run) as s:
+        s.add_trainer("trainer")
+        await s.until_version(2)
+        s.add_peer("joiner", number)
+        await s.until(lambda: s.seen(StateFetched))
+        await finishes(s)
+        assert {event.stage for event in s.seen(StateFetched)} == {number}
+
+
+async def test_a_joiner_whose_source_dies_takes_another(small_chunks: None) -> None:
+    run = counting_run(stages=2, steps=3, microbatches_per_step=8)
+    async with swarm(run, replicas=2) as s:
+        s.add_trainer("trainer")
+        await s.until_finished()  # so that no gradient would do instead of the state
+        s.on_call("chunk", lambda caller, callee: s.kill(callee), nth=2)
+        s.add_peer("joiner", 1)
+        await finishes(s)
+        assert len(s.of_stage(1)) == 2
+
+
+async def test_a_joiner_that_is_lied_to_by_a_broken_line_asks_again(small_chunks: None) -> None:
+    run = counting_run(stages=2, steps=3, microbatches_per_step=8)
+    async with swarm(run) as s:
+        s.add_trainer("trainer")
+        await s.until_finished()  # so that no gradient would do instead of the state
+        for name in s.of_stage(1):
+            s.network.corrupt_answer(name, "chunk", 2)
+        s.add_peer("joiner", 1)
+        await finishes(s)
+
+
+async def test_a_peer_that_leaves_takes_nothing_with_it() -> None:
+    run = counting_run(stages=3, steps=6, microbatches_per_step=8)
+    async with swarm(run) as s:
+        s.add_trainer("trainer")
+        await s.until(lambda: s.peers["s1p0"].core.computed >= 2)
+        s.peers["s1p0"].leave()
+        await s.until(lambda: s.tasks["s1p0"].done())
+        await finishes(s)
+        assert s.of_stage(1) == ["s1p1"]
+
+
+async def test_a_trainer_that_dies_is_followed_by_any_other() -> None:
+    async with swarm() as s:
+        s.add_trainer("first")
+        await s.until(lambda: s.done("s2p0") or s.done("s2p1"))
+        s.kill("first")
+        s.add_trainer("second")
+        await finishes(s)
+
+
+async def test_a_trainer_that_dies_while_another_works_is_not_missed() -> None:
+    async with swarm() as s:
+        s.add_trainer("first", window=4)
+        s.add_trainer("second", window=2)
+        s.on_call("work", lambda *_: s.kill("first"), by="first", nth=6)
+        await finishes(s)
+
+
+# --- chaos --------------------------------------------------------------------------------------------------
+
+
+async def disturb(s: Swarm, dice: random.Random, number: int) -> str:
+    """One random fault; what it was."""
+    live = [name for name, _ in s.live()]
+    kind = dice.choice(["kill", "kill", "kill", "join", "trainer", "drop", "delay", "corrupt", "hang", "cut"])
+    name = dice.choice(live)
+    number_of = s.peers[name].stage
+    if kind == "kill":
+        mates = [n for n in s.of_stage(number_of) if n != name and s.peers[n].core.joined]
+        if not mates:
+            return "nothing"
+        s.kill(name)
+    elif kind == "join":
+        name = f"s{number_of}j{number}"
+        s.add_peer(name, number_of)
+    elif kind == "trainer":
+        for old in [n for n in s.trainers if not s.tasks[n].done()][:1]:
+            s.kill(old)
+        s.add_trainer(f"trainer{number}")
+    elif kind == "hang":
+        s.network.hang(name)
+        asyncio.get_running_loop().call_later(dice.random(), s.network.resume, name)
+    elif kind == "cut":
+        other = dice.choice(live)
+        if other != name:
+            s.network.partition({name}, {other})
+            asyncio.get_running_loop().call_later(dice.random(), s.network.heal)
+    else:
+        method = dice.choice(["work", "part", "report", "brief", "summary", "run", "held"])
+        nth = dice.randint(1, 3)
+        if kind == "drop":
+            s.network.drop_answer(name, method, nth)
+        elif kind == "corrupt":
+            s.network.corrupt_answer(name, method, nth)
+        else:
+            s.network.delay_answer(name, method, dice.random() / 2, nth)
+        kind = f"{kind} {method}"
+    return f"{kind} {name}"
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_any_schedule_of_faults_leaves_each_counted_once(seed: int, small_chunks: None) -> None:
+    dice = random.Random(seed)
+    run = replace(counting_run(stages=3, steps=4), delayed_updates=dice.random() < 0.3)
+    log: list[str] = []
+    try:
+        async with swarm(run, replicas=3) as s:
+            s.network.latency_s = dice.choice([0.0, 0.001, 0.005])
+            s.add_trainer("trainer")
+            if dice.random() < 0.5:
+                s.add_trainer("another")
+            for number in range(dice.randint(3, 8)):
+                # The moments are not repeatable; that faults come at all moments is the point.
+                await asyncio.sleep(dice.random() * 0.15)
+                log.append(await disturb(s, dice, number))
+            await finishes(s, limit_s=25.0)
+    except AssertionError as error:
+        raise AssertionError(f"seed {seed}: {log}\n{error}") from error
+
+
+# --- the count is trustworthy: leaving a rule out turns it red ----------------------------------------------
+
+
+def always_new(self: Ledger, m: int) -> Claim:
+    self.doing |= 1 << m
+    return Claim.NEW
+
+
+def record_unchecked(self: Ledger, m: int) -> None:
+    self.done |= 1 << m
+
+
+def decide_blindly(*args: object) -> Decision:
+    """`decide`, without its look for duplicates."""
+    members: list[MemberStep] = sorted(args[5], key=lambda member: member.peer)  # type: ignore[call-overload]
+    seen, single = 0, []
+    for member in members:
+        single.append(replace(member, done=member.done & ~seen))
+        seen |= member.done
+    decision = rounds.decide(*args[:5], single, None)  # type: ignore[arg-type]
+    if isinstance(decision, Reduce):
+        run, number, t = args[:3]
+        ledgers = tuple(member.done for member in members)
+        name = rounds.round_id(run, number, t, 0, decision.plan.members, ledgers)  # type: ignore[arg-type]
+        return Reduce(Plan(name, 0, decision.plan.members, ledgers, decision.plan.parts))
+    return decision
+
+
+async def lost_answer_then_retry_to_the_same_peer(s: Swarm) -> None:
+    s.network.drop_answer("s1p0", "work", 1)
+    s.add_trainer("trainer", window=1)  # the step cannot be complete before the retry
+    await s.until_finished()
+
+
+async def lost_answer_then_retry_to_another_peer(s: Swarm) -> None:
+    s.network.drop_answer("s1p0", "work", 1)
+    s.add_trainer("trainer", window=1)
+    await s.until_finished()
+
+
+async def test_without_the_ledgers_check_for_duplicates_the_count_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with swarm(replicas=1) as s:
+        await lost_answer_then_retry_to_the_same_peer(s)
+        s.assert_each_counted_once()
+    monkeypatch.setattr(Ledger, "claim", always_new)
+    monkeypatch.setattr(Ledger, "may_add", lambda self, m: self.frozen_for is None)
+    monkeypatch.setattr(Ledger, "record", record_unchecked)
+    async with swarm(replicas=1) as s:
+        await lost_answer_then_retry_to_the_same_peer(s)
+        with pytest.raises(AssertionError):
+            s.assert_each_counted_once()
+        counts = s.count_matrix()
+        assert counts["s1p0"].max() > s.run.steps
+        assert (counts["s0p0"] == s.run.steps).all(), "the stage before it computed once and asked twice"
+
+
+async def test_without_the_rounds_check_for_duplicates_the_count_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, retries_do_not_ask: None
+) -> None:
+    async with swarm() as s:
+        await lost_answer_then_retry_to_another_peer(s)
+        s.assert_each_counted_once()
+        assert s.undone
+    monkeypatch.setattr(council, "decide", decide_blindly)
+    monkeypatch.setattr(stage, "check_plan", lambda plan, **_: None)
+    async with swarm() as s:
+        await lost_answer_then_retry_to_another_peer(s)
+        with pytest.raises(AssertionError):
+            s.assert_each_counted_once()
+        assert s.count_matrix()["s1p0"].max() == s.run.steps + 1
+        assert sum(peer.core.audit.duplicated for _, peer in s.live()) > 0, "the audit sees it too"
+
+
+async def test_without_the_coordinators_check_alone_members_refuse_and_nothing_is_applied(
+    monkeypatch: pytest.MonkeyPatch, retries_do_not_ask: None
+) -> None:
+    monkeypatch.setattr(council, "decide", decide_blindly)
+    async with swarm() as s:
+        s.network.drop_answer("s1p0", "work", 1)
+        s.add_trainer("trainer", window=1)
+        await s.until(lambda: any("is in two ledgers" in why for why in s.voids()))
+        assert all(peer.core.version == 0 for _, peer in s.live())
+
+
+# --- parity -------------------------------------------------------------------------------------------------
+
+
+class Text:
+    """The bytes that the single process reads too."""
+
+    def __init__(self, batch: Callable[[list[int]], np.ndarray]) -> None:
+        self.batch = batch
+
+
+async def test_a_transformer_with_deaths_equals_a_single_process_to_rounding() -> None:
+    """float64, codec none: what differs is the order of additions, and so the last bits."""
+    run = tiny_run()
+    single = SingleProcess(run, batch_of(run))
+    losses = [single.step(t) for t in range(run.steps)]
+    async with swarm(run, batches=Text(batch_of(run))) as s:
+        trainer = s.add_trainer("trainer")
+        s.on_call("work", lambda *_: s.kill("s1p0"), to="s1p0", nth=2)
+        s.on_call("part", lambda *_: s.kill("s2p1"), to="s2p1", nth=1)
+        s.on_call("work", lambda *_: s.kill("s0p1"), to="s0p1", nth=4)
+        await s.until_finished(limit_s=40.0)
+        await s.until(lambda: len(trainer.step_losses) == run.steps)
+        assert [len(s.of_stage(number)) for number in range(3)] == [1, 1, 1]
+        for t in range(run.steps):
+            assert trainer.step_losses[t] == pytest.approx(sum(losses[t]) / run.M, rel=1e-9)
+        reference = single.named_weights()
+        for _, peer in s.live():
+            for name, weight in peer.core.compute.named_weights().items():
+                far = (weight - reference[name]).norm() / reference[name].norm()
+                assert far < 1e-9, f"{name} is {far:.2e} away"
+
+
+async def test_with_quantized_boundaries_every_loss_stays_within_a_thousandth() -> None:
+    codec = {"forward": "blockwise8", "backward": "blockwise8"}
+    run = tiny_run(dtype="float32", codec=codec, optimizer={"lr": 2e-3, "warmup_steps": 0})
+    single = SingleProcess(run, batch_of(run))
+    losses = [single.step(t) for t in range(run.steps)]
+    async with swarm(run, batches=Text(batch_of(run))) as s:
+        trainer = s.add_trainer("trainer")
+        s.on_call("work", lambda *_: s.kill("s2p0"), to="s2p0", nth=3)
+        found: dict[Microbatch, float] = {}
+        while any(peer.core.version < run.steps for _, peer in s.live()):
+            found.update(trainer.losses)
+            await s.until(lambda: trainer.losses.keys() - found.keys() or s.tasks["trainer"].done())
+            if s.tasks["trainer"].done():
+                break
+        await s.until_finished()
+        for (t, m), loss in found.items():
+            assert abs(loss - losses[t][m]) < 1e-3
+        for t, loss in trainer.step_losses.items():
+            assert abs(loss - sum(losses[t]) / run.M) < 1e-3
+        assert trainer.step_losses.keys() == set(range(run.steps))

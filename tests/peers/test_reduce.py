@@ -1,0 +1,372 @@
+"""The all-reduce alone: all of it or nothing, the same bits at every member, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from peers import reduce
+from peers.ports import Answer, Request
+from peers.reduce import AllReduce, RoundVoid, checksum, read_part, vector_digest
+from peers.steps import OpenStep
+from swarm.errors import BadAnswer, NotReady, Refused
+from swarm.model.stage import sqnorm
+from swarm.policy.ledger import Ledger
+from swarm.policy.rounds import Held, Plan, round_id
+from swarm.run import counting_run
+from swarm.wire.codec import TensorMeta, round_trip
+from swarm.wire.messages import Brief, Part, PartDone, PlanWire, StepBrief, pack
+from tests.peers.loops import swarm
+from tests.peers.memory_net import MemoryNetwork
+
+NUMEL = 10
+
+
+@dataclass
+class Group:
+    """Members a, b, c … with a vector each, and the plan to add them up."""
+
+    network: MemoryNetwork
+    plan: Plan
+    totals: dict[str, torch.Tensor]
+    sides: dict[str, AllReduce] = field(default_factory=dict)
+
+    async def reduce(self, *names: str) -> list[tuple[torch.Tensor, Held] | BaseException]:
+        """Run the round at `names` (all members unless given); results or errors."""
+        runs = [self.sides[n].run(self.plan, 3, self.totals[n]) for n in names or self.plan.members]
+        return await asyncio.gather(*runs, return_exceptions=True)
+
+    async def results(self) -> list[tuple[torch.Tensor, Held]]:
+        found = await self.reduce()
+        assert not [one for one in found if isinstance(one, BaseException)], found
+        return found  # type: ignore[return-value]
+
+    async def first_void(self) -> str:
+        """Why the first member gave up. The others wait until their coordinator tells them to."""
+        runs = [asyncio.create_task(self.reduce(name)) for name in self.plan.members]
+        done, waiting = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
+        for run in waiting:
+            run.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        (void,) = done.pop().result()
+        assert isinstance(void, RoundVoid)
+        return void.text
+
+    def part(self, **changes: Any) -> Part:
+        """b's contribution to the first chunk of a, but for the changes."""
+        body = self.body()
+        meta = TensorMeta((self.plan.parts[0],), "float64", "none")
+        good = Part(
+            run="run", t=3, round=self.plan.round, start=0, numel=self.plan.parts[0], crc=checksum(body),
+            tensors=(meta,),
+        )  # fmt: skip
+        return msgspec.structs.replace(good, **changes)
+
+    def body(self) -> list[bytes]:
+        part = self.totals["b"][: self.plan.parts[0]]
+        return [struct.pack(f"<{part.numel()}d", *part.tolist())]
+
+
+def group(
+    parts: Sequence[int] = (4, 6),
+    *,
+    ledgers: Sequence[int] | None = None,
+    codec: str = "none",
+    dtype: torch.dtype = torch.float64,
+) -> Group:
+    names = "abcdef"[: len(parts)]
+    torch.manual_seed(1)
+    totals = {name: torch.randn(sum(parts), dtype=dtype) for name in names}
+    plan = Plan("round", 0, tuple(names), tuple(ledgers or [1 << i for i in range(len(parts))]), tuple(parts))
+    built = Group(MemoryNetwork(silence_s=0.1), plan, totals)
+    for name in names:
+        transport = built.network.add(name).transport
+        built.sides[name] = AllReduce("run", name, transport, codec, dtype, lambda total: total)
+    return built
+
+
+@pytest.fixture(autouse=True)
+def no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reduce, "START_WAIT_S", 0.1)
+    monkeypatch.setattr(reduce, "NOT_READY_RETRIES", 2)
+
+
+@pytest.fixture
+async def open_group() -> AsyncIterator[Group]:
+    """a waits in its round for b."""
+    built = group()
+    running = asyncio.create_task(built.reduce("a"))
+    while not built.sides["a"]._rounds:
+        await asyncio.sleep(0)
+    yield built
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await built.network.close()
+
+
+# --- adding up ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [(10,), (4, 6), (0, 10), (10, 0, 0), (3, 3, 4), (1, 2, 3, 4)])
+@pytest.mark.parametrize("chunk", [1 << 20, 2])
+async def test_all_members_get_the_sum_of_all(
+    parts: Sequence[int], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reduce, "CHUNK_ELEMENTS", chunk)
+    built = group(parts)
+    expected = torch.zeros(NUMEL, dtype=torch.float64)
+    for name in built.plan.members:  # in the order of their ids
+        expected += built.totals[name]
+    for reduced, held in await built.results():
+        assert torch.equal(reduced, expected)
+        assert held == Held("round", sqnorm(expected), vector_digest(expected))
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16", "blockwise8"])
+async def test_all_members_hold_the_same_bits_whatever_the_codec(codec: str) -> None:
+    built = group((300, 350, 374), codec=codec, dtype=torch.float32)
+    results = await built.results()
+    assert len({vector_digest(reduced) for reduced, _ in results}) == 1
+    assert len({held for _, held in results}) == 1
+    exact = torch.stack(list(built.totals.values())).sum(0)
+    far = (results[0][0] - exact).norm() / exact.norm()
+    assert far < {"none": 1e-6, "bf16": 1e-2, "blockwise8": 3e-2}[codec]
+
+
+async def test_an_owner_uses_the_decoded_bytes_itself() -> None:
+    built = group((512,), codec="blockwise8", dtype=torch.float32)
+    (reduced, _), *_ = await built.results()
+    assert torch.equal(reduced, round_trip(built.totals["a"], "blockwise8"))
+
+
+async def test_a_member_with_an_empty_ledger_contributes_nothing_and_gets_the_result() -> None:
+    built = group((4, 3, 3), ledgers=(1, 0, 2))
+    built.totals["b"].fill_(float("nan"))  # whatever its memory holds
+    for reduced, _ in await built.results():
+        assert torch.equal(reduced, built.totals["a"] + built.totals["c"])
+
+
+async def test_a_member_may_start_a_little_later_than_the_others() -> None:
+    built = group()
+    early = asyncio.create_task(built.reduce("a"))
+    while not built.sides["a"]._rounds:
+        await asyncio.sleep(0)
+    late = await built.reduce("b")
+    assert torch.equal(late[0][0], (await early)[0][0])  # type: ignore[index]
+
+
+async def test_upload_is_measured_with_parts_of_a_fair_size() -> None:
+    built = group((1 << 14, 1 << 14))
+    await built.results()
+    assert built.sides["a"].bandwidth_bps > 0
+    small = group()
+    await small.results()
+    assert small.sides["a"].bandwidth_bps == 0
+
+
+# --- all or nothing -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["drop_answer", "corrupt_answer"])
+async def test_a_lost_or_broken_answer_voids_the_round_and_leaves_the_sums(fault: str) -> None:
+    built = group((4, 3, 3))
+    before = {name: total.clone() for name, total in built.totals.items()}
+    getattr(built.network, fault)("a", "part")
+    found = await built.reduce()
+    assert any(isinstance(one, RoundVoid) for one in found)
+    for name, total in built.totals.items():
+        assert torch.equal(total, before[name])
+    whole = sum(before.values())
+    for one in found:  # who has a result has all of it
+        assert isinstance(one, RoundVoid) or torch.equal(one[0], whole)  # type: ignore[index]
+    assert all(not side._rounds for side in built.sides.values())
+
+
+async def test_without_one_member_nobody_gets_a_result() -> None:
+    built = group((4, 3, 3))
+    built.network.fail("c")
+    found = await built.reduce("a", "b")
+    assert [type(one) for one in found] == [RoundVoid, RoundVoid]
+    assert {str(one) for one in found} <= {"peer c: cannot be reached", "round 'round' is not open here"} | {
+        str(one) for one in found if "is void" in str(one)
+    }
+
+
+async def test_a_member_that_does_not_take_part_voids_the_round() -> None:
+    built = group()
+    (void,) = await built.reduce("a")
+    assert isinstance(void, RoundVoid)
+    assert void.text == "round 'round' is not open here"
+
+
+async def test_a_chunk_that_is_not_finite_voids_the_round() -> None:
+    built = group()
+    built.totals["b"][0] = float("inf")
+    assert await built.first_void() == "a gradient sum is not finite"
+
+
+async def test_an_answer_whose_checksum_does_not_fit_voids_the_round() -> None:
+    built = group()
+    transport = built.network.peers["a"].transport
+    honest, limit = transport.handlers["part"]
+
+    async def flip_a_bit(request: Request) -> Answer:
+        answer = await honest(request)
+        body = bytearray(answer.body[0])
+        body[3] ^= 1
+        return Answer(answer.header, [body])
+
+    transport.serve("part", flip_a_bit, max_body_bytes=limit)
+    found = await built.reduce()
+    assert str(found[1]) == "peer a: the checksum of a chunk does not fit its bytes"
+
+
+async def test_an_answer_of_another_shape_voids_the_round() -> None:
+    built = group()
+    transport = built.network.peers["a"].transport
+
+    async def lie(request: Request) -> Answer:
+        await request.accept()
+        body, meta = [bytes(8)], TensorMeta((1,), "float64", "none")
+        return Answer(pack(PartDone(crc=checksum(body), tensors=(meta,))), body)
+
+    transport.serve("part", lie, max_body_bytes=1000)
+    assert await built.first_void() == "peer a: a chunk has shape [1]; expected [4]"
+
+
+# --- contributions that are refused -------------------------------------------------------------------------
+
+
+async def refusal(built: Group, part: Part, body: list[bytes] | None = None, *, by: str = "b") -> str:
+    with pytest.raises((Refused, NotReady)) as caught:
+        await built.network.peers[by].transport.call(
+            "a", "part", pack(part), built.body() if body is None else body, max_answer_bytes=1000
+        )
+    return caught.value.text
+
+
+async def test_contributions_of_others_than_members_are_refused(open_group: Group) -> None:
+    open_group.network.add("stranger")
+    assert (
+        await refusal(open_group, open_group.part(), by="stranger")
+        == "stranger is not a member of round round"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"run": "other"}, "this peer serves run run, not 'other'"),
+        ({"round": "unknown"}, "round 'unknown' is not open here"),
+        ({"start": 4}, "elements from 4 of step 3 are not a chunk that this peer owns"),
+        ({"start": -1}, "elements from -1 of step 3 are not a chunk that this peer owns"),
+        ({"numel": 3}, "elements from 0 of step 3 are not a chunk that this peer owns"),
+        ({"t": 2}, "elements from 0 of step 2 are not a chunk that this peer owns"),
+        ({"crc": 1}, "the checksum of a chunk does not fit its bytes"),
+        (
+            {"tensors": (TensorMeta((4,), "float64", "bf16"),)},
+            "the announced buffers do not fit the tensor",
+        ),
+        ({"tensors": (TensorMeta((4,), "int64", "none"),)}, "a chunk is int64; expected float64"),
+        ({"tensors": (TensorMeta((2, 2), "float64", "none"),)}, "a chunk has shape [2, 2]; expected [4]"),
+        ({"tensors": (TensorMeta((4,), "complex", "none"),)}, "unknown dtype 'complex'"),
+    ],
+)
+async def test_a_contribution_that_does_not_fit_is_refused(
+    changes: dict[str, Any], text: str, open_group: Group
+) -> None:
+    assert (await refusal(open_group, open_group.part(**changes))).startswith(text)
+
+
+async def test_an_empty_contribution_is_expected_exactly_of_an_empty_ledger(open_group: Group) -> None:
+    text = "the contribution does not fit the ledger: something was expected exactly if it is not empty"
+    assert await refusal(open_group, open_group.part(tensors=(), crc=0), []) == text
+    assert await refusal(open_group, open_group.part(tensors=open_group.part().tensors * 2)) == text
+
+
+async def test_a_contribution_that_is_not_finite_is_refused(open_group: Group) -> None:
+    body = [struct.pack("<4d", 1.0, float("nan"), 1.0, 1.0)]
+    part = open_group.part(crc=checksum(body))
+    assert await refusal(open_group, part, body) == "a chunk is not finite"
+
+
+async def test_a_contribution_to_a_round_that_ended_hears_that_it_is_void(open_group: Group) -> None:
+    three = group((4, 3, 3))
+    running = asyncio.create_task(three.reduce("a"))
+    while not three.sides["a"]._rounds:
+        await asyncio.sleep(0)
+    call = asyncio.create_task(refusal(three, three.part()))
+    while not three.sides["a"]._rounds["round"].chunks[0].contributions.get("b", None) is not None:
+        await asyncio.sleep(0)
+    running.cancel()
+    assert await call == "round round is void: the round ended"
+
+
+def test_chunks_are_checked_as_answers_and_as_requests() -> None:
+    for error, kind in ((None, BadAnswer), (Refused, Refused)):
+        with pytest.raises(kind, match="0 tensors where one chunk was expected"):
+            read_part("a", (), 0, [], 4, "none", torch.float64, error=error)
+
+
+# --- the sum is left alone while it is given out ------------------------------------------------------------
+
+
+async def test_a_sum_is_not_opened_again_before_its_reduce_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work that enters while a cancelled reduce still answers would be in one part and not in another."""
+    run = counting_run(stages=1, steps=1, microbatches_per_step=4)
+    ended: list[str | None] = []
+    async with swarm(run, replicas=1) as s:
+        await s.until_serving()
+        peer, step = s.peers["s0p0"], s.step("s0p0")
+        for m in range(4):
+            step.ledger.record(m)
+
+        async def reluctant(self: AllReduce, plan: Plan, t: int, total: torch.Tensor) -> None:
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                await asyncio.sleep(0.05)
+                ended.append(step.ledger.frozen_for)
+
+        monkeypatch.setattr(AllReduce, "run", reluctant)
+        name = round_id(run.id, 0, 0, 0, ["s0p0"], [0b1111])
+        plan = PlanWire(round=name, number=0, members=("s0p0",), ledgers=(b"\x0f",), parts=(4,))
+
+        def brief(**what: Any) -> Brief:
+            return Brief(run=run.id, stage=0, coordinator="s0p0", version=0, steps=(StepBrief(t=0, **what),))
+
+        peer.council._speak = lambda: None  # type: ignore[method-assign]
+        peer._obey(brief(plan=plan))
+        await s.until(lambda: step.ledger.frozen_for == name)
+        peer._obey(brief())
+        await s.until(lambda: step.ledger.frozen_for is None)
+        assert ended == [name]
+
+
+async def test_a_closed_step_waits_for_all_that_it_stopped() -> None:
+    step = OpenStep(0, Ledger(0, 4))
+    log: list[str] = []
+
+    async def slow(name: str) -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await asyncio.sleep(0.01)
+            log.append(name)
+
+    for name in ("reduce", "fetch"):
+        step.work[name] = asyncio.create_task(slow(name))
+    await asyncio.sleep(0)
+    step.close()
+    step.stop("reduce")
+    await step.stopped()
+    assert step.over
+    assert sorted(log) == ["fetch", "reduce"]
+    await step.stopped()

@@ -1,0 +1,171 @@
+"""`swarm status`: asks every peer at once, and draws what is and what is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from peers.ports import Answer, Request
+from peers.status import PeerView, RunView, StatusOptions, ask, run_status, table, to_json
+from swarm.errors import Refused, SetupError
+from swarm.records import PeerRecord, State
+from swarm.run import demo_run
+from swarm.wire.messages import AskStatus, Audit, PeerStatus, pack, unpack
+from tests.peers.memory_net import MemoryNetwork
+
+RUN = demo_run(stages=2, steps=40)
+
+
+def record(peer: str, stage: int, *, state: State = "serving", version: int = 3) -> PeerRecord:
+    return PeerRecord(
+        peer=peer,
+        run=RUN.id,
+        stage=stage,
+        state=state,
+        version=version,
+        speed=1.5,
+        since=1000.0,
+        device="cpu",
+    )
+
+
+def status(peer: str, stage: int, *, version: int = 4, audit: Audit | None = None) -> PeerStatus:
+    return PeerStatus(
+        peer=peer, stage=stage, version=version, state="serving", device="cpu", done=5, inflight=2,
+        max_inflight=4, speed=2.25, computed=70, coordinator=peer, audit=audit or Audit(), since=1000.0,
+        loss=3.25,
+    )  # fmt: skip
+
+
+@pytest.fixture
+async def network() -> AsyncIterator[MemoryNetwork]:
+    """Three peers that answer, and one who looks."""
+    network = MemoryNetwork(silence_s=0.05)
+    for name, stage in (("peer-a", 0), ("peer-b", 0), ("peer-c", 1)):
+        peer = network.add(name)
+
+        async def answer(request: Request, name: str = name, stage: int = stage) -> Answer:
+            if unpack(request.header, AskStatus).run != RUN.id:
+                raise Refused("another run")
+            return Answer(pack(status(name, stage)))
+
+        peer.transport.serve("status", answer)
+        await peer.directory.announce(record(name, stage))
+    network.add("viewer")
+    yield network
+    await network.close()
+
+
+async def look(network: MemoryNetwork) -> RunView:
+    records = network.records_seen_by("viewer")
+    return await ask(RUN, network.add("looker").transport, records, now=1090.0, ask_s=1.0)
+
+
+def drawn(view: RunView) -> str:
+    out = io.StringIO()
+    Console(file=out, width=100, color_system=None).print(table(view))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+async def test_peers_say_more_than_their_records(network: MemoryNetwork) -> None:
+    view = await look(network)
+    assert [(peer.record.peer, peer.version) for peer in view.peers] == [
+        ("peer-a", 4),
+        ("peer-b", 4),
+        ("peer-c", 4),
+    ]
+    assert (view.version, view.loss, view.problems) == (4, 3.25, ())
+    assert [view.serving(0), view.serving(1)] == [2, 1]
+    assert drawn(view) == GOLDEN.format(id=RUN.id)
+
+
+GOLDEN = """\
+demo  {id}
+step 4 of 40, loss 3.2500, 3 peers
+
+stage  peer    state    version  step  in flight  microbatches/s    up  device
+──────────────────────────────────────────────────────────────────────────────
+    0  peer-a  serving        4  5/16        2/4            2.25  1:30  cpu
+    0  peer-b  serving        4  5/16        2/4            2.25  1:30  cpu
+    1  peer-c  serving        4  5/16        2/4            2.25  1:30  cpu"""
+
+
+async def test_a_dead_and_a_hung_peer_are_named_and_do_not_count(network: MemoryNetwork) -> None:
+    network.fail("peer-b")
+    network.hang("peer-c")
+    view = await look(network)
+    assert [view.serving(0), view.serving(1)] == [1, 0]
+    text = drawn(view)
+    assert "! stage 1 has no peer: the run waits until one joins" in text
+    assert "! peer peer-b does not answer" in text
+    assert "! peer peer-c does not answer" in text
+    assert [line.split()[2:4] for line in text.splitlines() if line.startswith("    ")] == [
+        ["serving", "4"],
+        ["no", "answer"],
+        ["no", "answer"],
+    ]
+
+
+async def test_a_peer_that_answers_nonsense_is_named(network: MemoryNetwork) -> None:
+    async def nonsense(request: Request) -> Answer:
+        return Answer(b"\xff")
+
+    network.add("peer-d").transport.serve("status", nonsense)
+    await network.add("peer-e").directory.announce(record("peer-d", 1))
+    view = await ask(RUN, network.add("looker").transport, [record("peer-d", 1)], now=0.0, ask_s=1.0)
+    assert "malformed PeerStatus header" in view.peers[0].why
+
+
+async def test_records_alone_need_no_call_and_the_dead_stay_away() -> None:
+    records = [record("b", 1), record("a", 0), record("c", 0, state="left"), record("d", 1, state="joining")]
+    view = await ask(RUN, None, records, now=1000.0)
+    assert [peer.record.peer for peer in view.peers] == ["a", "b", "d"]
+    assert (view.version, view.loss, view.serving(1)) == (3, None, 1)
+
+
+def test_a_run_without_peers_says_what_is_missing() -> None:
+    text = drawn(RunView(run=RUN, peers=(), now=0.0))
+    assert "step 0 of 40, 0 peers" in text
+    assert "! stage 0 has no peer" in text
+
+
+def test_a_count_that_is_wrong_is_shouted() -> None:
+    bad = PeerView(
+        record=record("a", 0), status=status("a", 0, audit=Audit(steps=3, missing=1, duplicated=2))
+    )
+    text = drawn(RunView(run=RUN, peers=(bad,), now=0.0))
+    assert "1 microbatch missing from steps that were taken" in text
+    assert "2 microbatches counted twice" in text
+
+
+async def test_json_holds_all_that_the_table_shows(network: MemoryNetwork) -> None:
+    network.fail("peer-b")
+    said = json.loads(to_json(await look(network)))
+    assert (said["run"], said["version"], said["steps"], said["loss"]) == (RUN.id, 4, 40, 3.25)
+    assert [stage["serving"] for stage in said["stages"]] == [1, 1]
+    first, second = said["stages"][0]["peers"]
+    assert (first["peer"], first["answered"], first["done"], first["audit"]["duplicated"]) == (
+        "peer-a",
+        True,
+        5,
+        0,
+    )
+    assert (second["answered"], second["version"]) == (False, 3)
+    assert "went away" in second["why"] or second["why"]
+    assert said["problems"]
+
+
+@pytest.mark.net
+async def test_no_route_to_the_run_is_said_in_one_line() -> None:
+    peer = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+    with pytest.raises(SetupError, match=r"127\.0\.0\.1"):
+        await run_status(StatusOptions(run="0" * 32, join=(f"/ip4/127.0.0.1/tcp/9/p2p/{peer}",)))
+
+
+def test_records_stay_small() -> None:
+    assert len(msgspec.msgpack.encode(record("p" * 52, 1))) < 400

@@ -1,0 +1,358 @@
+"""Bringing a member up to date: every chunk is checked, and what does not fit is refused with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from peers import sync
+from peers.events import PeerLost, StateFetched
+from peers.ports import Answer, Request
+from peers.sync import download_state, fetch_gradient, fetch_weights
+from swarm.errors import BadAnswer, NotReady, Refused, SetupError
+from swarm.model.stage import StageCompute
+from swarm.run import counting_run
+from swarm.wire.codec import TensorMeta
+from swarm.wire.messages import (
+    FetchChunk,
+    FetchVector,
+    OpenState,
+    StateOpened,
+    StateTensor,
+    VectorChunk,
+    pack,
+    unpack,
+)
+from tests.peers.loops import Stranger, Swarm, quick, swarm
+
+__all__ = ["quick"]
+pytestmark = pytest.mark.usefixtures("quick")
+
+RUN = counting_run(stages=2, steps=3, microbatches_per_step=8)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state of 8 weights in three chunks."""
+    monkeypatch.setattr(sync, "CHUNK_ELEMENTS", 3)
+
+
+async def trained(s: Swarm) -> Stranger:
+    """Take all steps; a stranger that may ask for the result."""
+    s.add_trainer("trainer")
+    await s.until_finished()
+    await s.until(lambda: all(peer.core.digest for _, peer in s.live()))
+    return s.add_stranger()
+
+
+async def refusal(stranger: Stranger, method: str, message: msgspec.Struct) -> str:
+    with pytest.raises((Refused, NotReady)) as caught:
+        await stranger.send("s1p0", method, message)
+    return caught.value.text
+
+
+def tampered(s: Swarm, name: str, method: str, change: Callable[[Answer], Answer]) -> None:
+    """From now on the answers of a peer to `method` pass through `change`."""
+    transport = s.network.peers[name].transport
+    honest, limit = transport.handlers[method]
+
+    async def handle(request: Request) -> Answer:
+        return change(await honest(request))
+
+    transport.serve(method, handle, max_body_bytes=limit)
+
+
+def flip_a_bit(answer: Answer) -> Answer:
+    body = bytearray(answer.body[0])
+    body[-1] ^= 1
+    return Answer(answer.header, [body])
+
+
+def flip_a_bit_and_sign(answer: Answer) -> Answer:
+    """As a liar, not a bad line: the checksum fits."""
+    changed = flip_a_bit(answer)
+    chunk = unpack(answer.header, VectorChunk)
+    return Answer(pack(msgspec.structs.replace(chunk, crc=sync.checksum(changed.body))), changed.body)
+
+
+def told(**changes: Any) -> Callable[[Answer], Answer]:
+    """An answer of the same body with other things said of it."""
+
+    def change(answer: Answer) -> Answer:
+        chunk = unpack(answer.header, VectorChunk)
+        return Answer(pack(msgspec.structs.replace(chunk, **changes)), answer.body)
+
+    return change
+
+
+def offered(**changes: Any) -> Callable[[Answer], Answer]:
+    def change(answer: Answer) -> Answer:
+        return Answer(pack(msgspec.structs.replace(unpack(answer.header, StateOpened), **changes)))
+
+    return change
+
+
+# --- the whole state ----------------------------------------------------------------------------------------
+
+
+async def test_a_downloaded_state_is_the_state() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        stranger = await trained(s)
+        seen: list[tuple[int, int]] = []
+        like = StageCompute(RUN, 1).state()
+        opened, tensors = await download_state(
+            RUN,
+            1,
+            like,
+            stranger.end.transport,
+            "s1p0",
+            progress=lambda done, total: seen.append((done, total)),
+        )
+        core = s.peers["s1p0"].core
+        assert (opened.version, opened.weights_digest) == (3, core.digest)
+        assert opened.last_go is not None and opened.last_go.t == 2
+        state = core.compute.state()
+        assert tensors.keys() == state.keys()
+        assert all(torch.equal(tensors[name], state[name]) for name in state)
+        assert seen[-1] == (seen[-1][1], sum(t.nbytes for t in state.values()))
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "why"),
+    [
+        ("chunk", flip_a_bit, "the checksum of a chunk does not fit its bytes"),
+        ("chunk", flip_a_bit_and_sign, "weights does not fit its SHA-256"),
+        ("chunk", told(tensors=()), "0 tensors where one chunk was expected"),
+        (
+            "chunk",
+            told(tensors=(TensorMeta((3,), "float32", "none"),)),
+            "a chunk is float32; expected float64",
+        ),
+        (
+            "chunk",
+            told(tensors=(TensorMeta((9,), "float64", "none"),)),
+            "a chunk has shape [9]; expected [3]",
+        ),
+        ("chunk", lambda answer: Answer(b"\xc1", answer.body), "malformed VectorChunk header"),
+        ("chunk", lambda answer: Answer(answer.header, []), "the checksum of a chunk does not fit its bytes"),
+        ("state", offered(tensors=()), "offers a state that is not stage 1's: []"),
+        (
+            "state",
+            offered(tensors=(StateTensor(name="virus", numel=1 << 60, dtype="float64", sha256=""),)),
+            "offers a state that is not stage 1's: ['virus']",
+        ),
+        ("state", lambda answer: Answer(b""), "malformed StateOpened header"),
+    ],
+)
+async def test_a_state_that_does_not_fit_is_the_sources_fault(
+    method: str, change: Callable[[Answer], Answer], why: str
+) -> None:
+    async with swarm(RUN, replicas=1) as s:
+        stranger = await trained(s)
+        tampered(s, "s1p0", method, change)
+        with pytest.raises(BadAnswer) as caught:
+            await download_state(RUN, 1, StageCompute(RUN, 1).state(), stranger.end.transport, "s1p0")
+        assert caught.value.text.startswith(f"peer s1p0: {why}")
+
+
+@pytest.mark.parametrize("change", [flip_a_bit, flip_a_bit_and_sign])
+async def test_a_joiner_that_gets_a_corrupted_chunk_takes_the_state_of_another(
+    change: Callable[[Answer], Answer],
+) -> None:
+    async with swarm(RUN, replicas=2) as s:
+        await trained(s)
+        tampered(s, "s1p0", "chunk", change)
+        joiner = s.add_peer("joiner", 1)
+        await s.until(lambda: joiner.core.version == RUN.steps and s.seen(StateFetched))
+        s.assert_each_counted_once()
+        assert [event.source for event in s.seen(StateFetched)] == ["s1p1"]
+        assert "s1p0" in [event.peer for event in s.seen(PeerLost)]
+
+
+async def test_weights_that_do_not_fit_the_digest_that_was_told_are_not_served() -> None:
+    async with swarm(RUN, replicas=2) as s:
+        await trained(s)
+        tampered(s, "s1p0", "state", offered(weights_digest="f" * 32))
+        joiner = s.add_peer("joiner", 1)
+        await s.until(lambda: joiner.core.joined and joiner.core.version == RUN.steps)
+        # Whichever mate the joiner asked first: what it serves came from the honest one.
+        assert [event.source for event in s.seen(StateFetched)] == ["s1p1"]
+        s.assert_each_counted_once()
+
+
+@pytest.mark.parametrize(
+    ("method", "message", "text"),
+    [
+        ("state", OpenState(run="other", stage=1), f"this peer serves run {RUN.id}, not 'other'"),
+        ("state", OpenState(run=RUN.id, stage=0), "this peer serves stage 1, not 0"),
+        (
+            "chunk",
+            FetchChunk(run="other", lease="", name="", start=0, numel=1),
+            f"this peer serves run {RUN.id}, not 'other'",
+        ),
+        (
+            "chunk",
+            FetchChunk(run=RUN.id, lease="x" * 99, name="weights", start=0, numel=1),
+            f"no such download: '{'x' * 20}', 'weights'; open one again",
+        ),
+        ("held", FetchVector(run="other", t=2), f"this peer serves run {RUN.id}, not 'other'"),
+        ("held", FetchVector(run=RUN.id, t=1, numel=1), "no reduced gradient of step 1 is held here"),
+        (
+            "held",
+            FetchVector(run=RUN.id, t=2, numel=0),
+            "elements 0 … 0 are not a chunk of 8; at most 3 at once",
+        ),
+        (
+            "held",
+            FetchVector(run=RUN.id, t=2, start=-1, numel=1),
+            "elements -1 … 0 are not a chunk of 8; at most 3 at once",
+        ),
+        (
+            "held",
+            FetchVector(run=RUN.id, t=2, start=6, numel=3),
+            "elements 6 … 9 are not a chunk of 8; at most 3 at once",
+        ),
+        (
+            "held",
+            FetchVector(run=RUN.id, t=2, start=0, numel=4),
+            "elements 0 … 4 are not a chunk of 8; at most 3 at once",
+        ),
+    ],
+)
+async def test_what_is_not_to_be_had_is_refused_with_its_reason(
+    method: str, message: msgspec.Struct, text: str
+) -> None:
+    async with swarm(RUN, replicas=1) as s:
+        assert await refusal(await trained(s), method, message) == text
+
+
+async def test_a_chunk_of_a_tensor_that_is_not_there_is_refused() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        stranger = await trained(s)
+        opened = await stranger.ask("s1p0", "state", OpenState(run=RUN.id, stage=1), StateOpened)
+        text = f"no such download: '{opened.lease}', 'nothing'; open one again"
+        chunk = FetchChunk(run=RUN.id, lease=opened.lease, name="nothing", start=0, numel=1)
+        assert await refusal(stranger, "chunk", chunk) == text
+        chunk = FetchChunk(run=RUN.id, lease=opened.lease, name="weights", start=7, numel=2)
+        assert (
+            await refusal(stranger, "chunk", chunk)
+            == "elements 7 … 9 are not a chunk of 8; at most 3 at once"
+        )
+
+
+async def test_a_peer_that_joins_itself_gives_no_state() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        stranger = await trained(s)
+        s.peers["s1p0"].core.joined = False
+        assert (
+            await refusal(stranger, "state", OpenState(run=RUN.id, stage=1)) == "this peer is joining itself"
+        )
+        s.peers["s1p0"].core.joined = True
+
+
+async def test_downloads_of_one_version_share_a_snapshot() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        stranger = await trained(s)
+        question = OpenState(run=RUN.id, stage=1)
+        leases = {(await stranger.ask("s1p0", "state", question, StateOpened)).lease for _ in range(3)}
+        assert len(leases) == 1
+
+
+async def test_a_peer_keeps_few_snapshots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync, "MOST_LEASES", 0)
+    async with swarm(RUN, replicas=1) as s:
+        stranger = await trained(s)
+        text = "others are downloading from this peer"
+        assert await refusal(stranger, "state", OpenState(run=RUN.id, stage=1)) == text
+
+
+async def test_a_snapshot_that_nobody_reads_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with swarm(RUN, replicas=1) as s:
+        stranger = await trained(s)
+        question = OpenState(run=RUN.id, stage=1)
+        first = await stranger.ask("s1p0", "state", question, StateOpened)
+        monkeypatch.setattr(sync, "LEASE_S", -1.0)
+        second = await stranger.ask("s1p0", "state", question, StateOpened)
+        assert second.lease != first.lease
+        chunk = FetchChunk(run=RUN.id, lease=first.lease, name="weights", start=0, numel=1)
+        assert (await refusal(stranger, "chunk", chunk)).startswith("no such download")
+
+
+# --- the gradient of one step -------------------------------------------------------------------------------
+
+
+async def test_the_gradient_of_the_last_step_comes_with_its_go() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        stranger = await trained(s)
+        core = s.peers["s1p0"].core
+        vector, held, go = await fetch_gradient(core, stranger.end.transport, "s1p0", 2, "")
+        assert torch.equal(vector, core.applied.reduced)
+        assert (held, go) == (core.applied.held, core.applied.go)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (flip_a_bit, "the checksum of a chunk does not fit its bytes"),
+        (flip_a_bit_and_sign, "the gradient does not fit its digest"),
+        (told(digest="f" * 32), "the gradient does not fit its digest"),
+        (told(sqnorm=0.5), "the gradient does not fit its digest"),
+        (told(total_numel=9), "the chunks of a gradient are not of one round"),
+    ],
+)
+async def test_a_gradient_that_does_not_fit_is_the_sources_fault(
+    change: Callable[[Answer], Answer], why: str
+) -> None:
+    async with swarm(RUN, replicas=1) as s:
+        stranger = await trained(s)
+        tampered(s, "s1p0", "held", change)
+        with pytest.raises(BadAnswer) as caught:
+            await fetch_gradient(s.peers["s1p0"].core, stranger.end.transport, "s1p0", 2, "")
+        assert caught.value.text == f"peer s1p0: {why}"
+
+
+async def test_chunks_of_two_rounds_are_not_put_together() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        stranger = await trained(s)
+        rounds = iter(["one", "one", "two"])
+        tampered(s, "s1p0", "held", lambda answer: told(round=next(rounds))(answer))
+        with pytest.raises(BadAnswer, match="the chunks of a gradient are not of one round"):
+            await fetch_gradient(s.peers["s1p0"].core, stranger.end.transport, "s1p0", 2, "")
+
+
+# --- for programs that only look ----------------------------------------------------------------------------
+
+
+async def test_the_weights_of_all_stages_are_to_be_had() -> None:
+    async with swarm(RUN, replicas=2) as s:
+        stranger = await trained(s)
+        found = await fetch_weights(RUN, stranger.end.transport, stranger.end.directory)
+        expected = {n: w for _, p in s.live() for n, w in p.core.compute.named_weights().items()}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+async def test_a_stage_that_nobody_serves_or_gives_is_named() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        stranger = await trained(s)
+        tampered(s, "s1p0", "chunk", flip_a_bit)
+        text = "the weights of stage 1 are not to be had: peer s1p0: the checksum of a chunk"
+        with pytest.raises(SetupError, match=text):
+            await fetch_weights(RUN, stranger.end.transport, stranger.end.directory)
+        del s.network.records["s1p0"]
+        with pytest.raises(SetupError, match="the weights of stage 1 are not to be had: nobody serves it"):
+            await fetch_weights(RUN, stranger.end.transport, stranger.end.directory)
+
+
+async def test_weights_of_two_versions_are_not_put_together() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        stranger = await trained(s)
+        tampered(s, "s1p0", "state", offered(version=2))
+        with pytest.raises(
+            SetupError, match=r"the run took a step meanwhile \(versions \[2, 3\]\); try again"
+        ):
+            await fetch_weights(RUN, stranger.end.transport, stranger.end.directory)

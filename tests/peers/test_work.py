@@ -1,0 +1,405 @@
+"""Serving microbatches: what is refused and how it is said, and what a lying peer achieves (nothing)."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from peers.events import PeerLost
+from peers.ports import Answer, Request
+from swarm.errors import Busy, Leaving, NotNow, NotReady, Refused, SetupError, Stale
+from swarm.model.stage import StageCompute, SumLost
+from swarm.records import PeerRecord, State
+from swarm.run import AdmissionSpec, Run, counting_run
+from swarm.wire.codec import TensorMeta, encode
+from swarm.wire.messages import Brief, Hop, Locate, Located, StepBrief, Work, WorkDone, pack
+from swarm.wire.tensors import input_metas
+from tests.peers.loops import Stranger, Swarm, quick, swarm
+
+__all__ = ["quick"]
+pytestmark = pytest.mark.usefixtures("quick")
+
+RUN = counting_run(stages=2, steps=2, microbatches_per_step=4)
+
+
+def first(terms: Run, **changes: object) -> Work:
+    """A good request to stage 0, but for the changes."""
+    good = Work(run=terms.id, t=0, m=0, version=0, tensors=input_metas(terms, 0))
+    return msgspec.structs.replace(good, **changes)
+
+
+def second(**changes: object) -> Work:
+    """A good request to stage 1, but for the changes."""
+    return msgspec.structs.replace(first(RUN, tensors=input_metas(RUN, 1)), **changes)
+
+
+def undo(bitmap: bytes) -> Brief:
+    """What the coordinator of stage 1 says when members have the same microbatch."""
+    steps = (StepBrief(t=0, undo=bitmap),)
+    return Brief(run=RUN.id, stage=1, coordinator="s1p0", version=0, steps=steps)
+
+
+def hidden(value: float = 0.0) -> list[Any]:
+    """The body of a request to stage 1: one float64, and 8 labels."""
+    return [struct.pack("<d", value), bytes(8)]
+
+
+def announced(s: Swarm, name: str, stage: int, state: State = "serving") -> Stranger:
+    """A stranger that announced itself at `stage`, as anybody may."""
+    stranger = s.add_stranger(name)
+    s.network.records[name] = PeerRecord(peer=name, run=s.run.id, stage=stage, state=state, version=0)
+    return stranger
+
+
+async def refusal(stranger: Stranger, peer: str, work: Work, body: list[Any]) -> str:
+    with pytest.raises(Refused) as caught:
+        await stranger.send(peer, "work", work, body)
+    return caught.value.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"run": "other"}, f"this peer serves run {RUN.id}, not 'other'"),
+        ({"m": 4}, "no microbatch (0, 4) in 2 steps of 4"),
+        ({"m": -1}, "no microbatch (0, -1) in 2 steps of 4"),
+        ({"t": 2}, "no microbatch (2, 0) in 2 steps of 4"),
+        ({"t": -1}, "no microbatch (-1, 0) in 2 steps of 4"),
+        ({"t": 1, "version": 0}, "step 1 is computed with weights 1, not 0"),
+        ({"version": 1}, "step 0 is computed with weights 0, not 1"),
+        ({"tensors": ()}, "stage 0 takes uint8[1, 9] as none; offered were nothing"),
+        (
+            {"tensors": (TensorMeta((1, 8), "uint8", "none"),)},
+            "stage 0 takes uint8[1, 9] as none; offered were uint8[1, 8] as none",
+        ),
+        (
+            {"tensors": (TensorMeta((1, 9), "int64", "none"),)},
+            "stage 0 takes uint8[1, 9] as none; offered were int64[1, 9] as none",
+        ),
+        (
+            {"tensors": (TensorMeta((1, 9), "uint8", "bf16"),) * 2},
+            "stage 0 takes uint8[1, 9] as none; offered were uint8[1, 9] as bf16, uint8[1, 9] as bf16",
+        ),
+    ],
+)
+async def test_a_request_that_does_not_belong_here_is_refused_with_its_reason(
+    changes: dict[str, object], text: str
+) -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        assert await refusal(s.add_stranger(), "s0p0", first(RUN, **changes), [bytes(9)]) == text
+        assert s.step("s0p0").ledger.doing == 0
+
+
+async def test_buffers_that_do_not_fit_their_tensors_are_refused_before_they_are_received() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        stranger = s.add_stranger()
+        for body, sizes in (([bytes(8)], "[8]"), ([], "[]"), ([bytes(4), bytes(5)], "[4, 5]")):
+            text = await refusal(stranger, "s0p0", first(RUN), body)
+            assert text == f"the announced buffers, {sizes} bytes, do not fit the tensors"
+        assert "a body of 10 bytes" in await refusal(stranger, "s0p0", first(RUN), [bytes(10)])
+        assert s.peers["s0p0"].desk.taken == 0
+
+
+async def test_a_malformed_header_is_refused() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        with pytest.raises(Refused, match="malformed Work header"):
+            await s.add_stranger().send("s0p0", "work", b"\xc1")
+
+
+async def test_who_is_not_admitted_as_a_trainer_is_told_so() -> None:
+    run = replace(RUN, admission=AdmissionSpec(trainers=("12D3KooW" + "A" * 44,)))
+    async with swarm(run, replicas=1) as s:
+        await s.until_serving()
+        text = await refusal(s.add_stranger(), "s0p0", first(run), [bytes(9)])
+        assert text == "run 'counting' does not admit stranger as a trainer"
+
+
+async def test_a_trainer_that_is_not_admitted_ends_with_the_reason() -> None:
+    run = replace(RUN, admission=AdmissionSpec(trainers=("12D3KooW" + "A" * 44,)))
+    async with swarm(run, replicas=1) as s:
+        s.add_trainer("trainer")
+        with pytest.raises(SetupError, match=r"is refused again and again: .* does not admit trainer"):
+            await asyncio.wait_for(s.tasks["trainer"], 20)
+        s.tasks["trainer"] = asyncio.get_running_loop().create_task(asyncio.sleep(0))
+
+
+async def test_only_announced_peers_of_the_stage_before_may_send_activations() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        with pytest.raises(NotNow, match="peer ranger is not announced at stage 0"):
+            await s.add_stranger().send("s1p0", "work", second(), hidden())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+async def test_an_activation_that_is_not_finite_is_refused_and_counts_nothing(value: float) -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        sender = announced(s, "sender", 0, "joining")
+        assert await refusal(sender, "s1p0", second(), hidden(value)) == "hidden is not finite"
+        ledger = s.step("s1p0").ledger
+        assert (ledger.done, ledger.doing) == (0, 0)
+        assert s.peers["s1p0"].desk.inflight == 0
+        assert not s.peers["s1p0"].core.compute.sum(0).any()
+
+
+async def test_a_repeated_request_is_answered_from_memory() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        sender = announced(s, "sender", 0, "joining")
+        answers = [await sender.send("s1p0", "work", second(), hidden(1.0)) for _ in range(3)]
+        assert len({(a.header, bytes(a.body[0])) for a in answers}) == 1
+        assert s.peers["s1p0"].core.computed == 1
+
+
+async def test_two_requests_at_once_are_computed_once() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        sender = announced(s, "sender", 0, "joining")
+        calls = [sender.send("s1p0", "work", second(), hidden(1.0)) for _ in range(4)]
+        answers = await asyncio.gather(*calls)
+        assert len({a.header for a in answers}) == 1
+        assert s.peers["s1p0"].core.computed == 1
+
+
+async def test_a_peer_says_whether_it_has_a_microbatch() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        sender = announced(s, "sender", 0, "joining")
+        await sender.send("s1p0", "work", second(m=2), hidden())
+
+        async def has(**changes: object) -> bool:
+            question = Locate(**{"run": RUN.id, "t": 0, "m": 2, **changes})  # type: ignore[arg-type]
+            return (await sender.ask("s1p0", "locate", question, Located)).has
+
+        assert await has()
+        for changes in ({"m": 1}, {"m": -1}, {"m": 10**9}, {"t": 1}, {"t": -1}, {"run": "other"}):
+            assert not await has(**changes)
+
+
+async def test_a_step_that_will_not_open_soon_is_not_waited_for() -> None:
+    run = counting_run(stages=1, steps=9, microbatches_per_step=4)
+    async with swarm(run, replicas=1) as s:
+        await s.until_serving()
+        with pytest.raises(NotReady, match="step 5 is not open; stage 0 is at version 0") as caught:
+            await s.add_stranger().send("s0p0", "work", first(run, t=5, version=5), [bytes(9)])
+        assert caught.value.version == 0
+
+
+async def test_a_step_that_is_over_is_said_to_be_stale() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        s.add_trainer("trainer")
+        await s.until_finished()
+        with pytest.raises(Stale, match="step 1 is over; stage 0 is at version 2") as caught:
+            await s.add_stranger().send("s0p0", "work", first(RUN, t=1, version=1), [bytes(9)])
+        assert caught.value.version == 2
+
+
+async def test_a_full_peer_says_busy_and_a_leaving_one_says_so() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        stranger = s.add_stranger()
+        s.network.hang("s1p0")
+        desk = s.peers["s0p0"].desk
+        desk.max_inflight = 1
+        pending = asyncio.create_task(stranger.send("s0p0", "work", first(RUN), [bytes(9)]))
+        await s.until(lambda: desk.inflight == 1)
+        with pytest.raises(Busy, match="1 microbatches are in flight; no more fit"):
+            await stranger.send("s0p0", "work", first(RUN, m=1), [bytes(9)])
+        desk.leaving = True
+        with pytest.raises(Leaving, match="this peer is leaving"):
+            await stranger.send("s0p0", "work", first(RUN, m=1), [bytes(9)])
+        desk.leaving = False
+        s.network.resume("s1p0")
+        await pending
+
+
+# --- lying answers ------------------------------------------------------------------------------------------
+
+GRADIENT = TensorMeta((1, 1, 1), "float64", "none")
+
+
+def lies(**changes: object) -> Callable[[Request], Awaitable[Answer]]:
+    """A handler of `work` that takes everything and computes nothing."""
+    header = changes.pop("header", None)
+    body = changes.pop("body", [struct.pack("<d", 0.25)])
+    done = WorkDone(**{"loss": 0.0, "tensors": (GRADIENT,), **changes})  # type: ignore[arg-type]
+
+    async def handle(request: Request) -> Answer:
+        await request.accept()
+        return Answer(header if header is not None else pack(done), body)  # type: ignore[arg-type]
+
+    return handle
+
+
+@pytest.mark.parametrize(
+    ("lie", "why"),
+    [
+        (lies(body=[struct.pack("<d", float("nan"))]), "the gradient is not finite"),
+        (lies(body=[struct.pack("<d", float("inf"))]), "the gradient is not finite"),
+        (lies(loss=float("nan")), "answered with the loss nan"),
+        (lies(loss=1e31), "answered with the loss 1e+31"),
+        (lies(tensors=()), "answered nothing where float64[1, 1, 1] as none was due"),
+        (
+            lies(tensors=(TensorMeta((1, 1, 1), "float32", "none"),)),
+            "answered float32[1, 1, 1] as none where float64[1, 1, 1] as none was due",
+        ),
+        (lies(body=[bytes(4)]), "answered buffers that do not fit their tensor"),
+        (lies(body=[]), "answered buffers that do not fit their tensor"),
+        (lies(body=[bytes(1 << 16)]), "an answer of 65536 bytes; at most 8 fit"),
+        (lies(header=b"\xc1"), "malformed WorkDone header"),
+        (lies(header=pack(Located(has=True))), "malformed WorkDone header"),
+    ],
+)
+async def test_a_peer_that_answers_nonsense_is_left_alone_and_another_does_the_work(
+    lie: Callable[[Request], Awaitable[Answer]], why: str
+) -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        liar = announced(s, "s1z-liar", 1)
+        liar.end.transport.serve("work", lie, max_body_bytes=1 << 20)
+        s.add_trainer("trainer")
+        await s.until_finished()
+        s.assert_each_counted_once()
+        lost = [event.why for event in s.seen(PeerLost) if event.peer == "s1z-liar"]
+        assert lost
+        assert all(why in text for text in lost)
+
+
+async def test_a_peer_that_refuses_what_others_take_is_passed_by() -> None:
+    async def refuse(request: Request) -> Answer:
+        raise Refused("I do not like it")
+
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        announced(s, "s1z-liar", 1).end.transport.serve("work", refuse, max_body_bytes=1 << 20)
+        s.add_trainer("trainer")
+        await s.until_finished()
+        s.assert_each_counted_once()
+
+
+async def test_what_all_peers_of_a_stage_refuse_ends_the_trainer_with_the_reason() -> None:
+    async def refuse(request: Request) -> Answer:
+        raise Refused("I do not like it")
+
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        s.network.peers["s1p0"].transport.serve("work", refuse, max_body_bytes=1 << 20)
+        s.add_trainer("trainer")
+        with pytest.raises(SetupError, match=r"stage 1 refuses \(0, \d\): I do not like it"):
+            await asyncio.wait_for(s.tasks["trainer"], 20)
+        s.tasks["trainer"] = asyncio.get_running_loop().create_task(asyncio.sleep(0))
+
+
+async def test_impossible_times_of_an_answer_do_not_reach_the_router() -> None:
+    hops = tuple(
+        Hop(stage=stage, peer="s1z-liar", own_s=own_s, compute_s=0.0)
+        for stage, own_s in ((1, -5.0), (9, 1.0))
+    )
+    run = counting_run(stages=1, steps=2, microbatches_per_step=4)
+    async with swarm(run, replicas=1) as s:
+        await s.until_serving()
+        good = s.network.peers["s0p0"].transport.handlers["work"][0]
+
+        async def handle(request: Request) -> Answer:
+            answer = await good(request)
+            done = msgspec.msgpack.decode(answer.header, type=WorkDone)
+            return Answer(pack(msgspec.structs.replace(done, hops=hops)), answer.body)
+
+        s.network.peers["s0p0"].transport.serve("work", handle, max_body_bytes=1 << 20)
+        s.add_trainer("trainer")
+        await s.until_finished()
+        s.assert_each_counted_once()
+
+
+# --- a sum is lost ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [0, 1])
+async def test_a_backward_that_breaks_takes_its_ledger_with_it_and_all_is_run_again(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, left = f"s{number}p0", 3
+    method = "loss_backward" if number == 1 else "backward"
+    whole = getattr(StageCompute, method)
+
+    def breaks(self: StageCompute, *args: object, add: bool) -> object:
+        nonlocal left
+        answer = whole(self, *args, add=add)
+        if self.stage == number and add:
+            left -= 1
+            if left == 0:
+                self.sum(0).zero_()
+                raise SumLost("out of memory", t=0)
+        return answer
+
+    monkeypatch.setattr(StageCompute, method, breaks)
+    async with swarm(RUN, replicas=1) as s:
+        s.add_trainer("trainer", window=1)
+        await s.until_finished()
+        s.assert_each_counted_once()
+        assert left < 0
+        assert s.peers[name].core.computed > 2 * RUN.M
+
+
+async def test_an_undo_that_breaks_takes_the_ledger_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        sender = announced(s, "sender", 0, "joining")
+        for m in (0, 1, 2):
+            await sender.send("s1p0", "work", second(m=m), hidden())
+        peer = s.peers["s1p0"]
+
+        def breaks(self: StageCompute, *_: object) -> None:
+            self.sum(0).zero_()
+            raise SumLost("out of memory", t=0)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StageCompute, "subtract", breaks)
+            brief = Brief(
+                run=RUN.id, stage=1, coordinator="s1p0", version=0, steps=(StepBrief(t=0, undo=b"\2"),)
+            )
+            peer._obey(brief)
+            await s.until(lambda: s.done("s1p0") == 0)
+        assert s.step("s1p0").kept == {}
+        s.add_trainer("trainer")
+        await s.until_finished()
+        s.assert_each_counted_once()
+
+
+async def test_an_impossible_undo_is_said_and_changes_nothing() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        sender = announced(s, "sender", 0, "joining")
+        await sender.send("s1p0", "work", second(), hidden())
+        brief = Brief(
+            run=RUN.id, stage=1, coordinator="s1p0", version=0, steps=(StepBrief(t=0, undo=b"\1\1"),)
+        )
+        s.peers["s1p0"]._obey(brief)
+        said = "stage 1: an impossible undo: a ledger of 4 microbatches has 1 bytes, not 2"
+        await s.until(lambda: said in [event.words() for event in s.events])
+        assert s.done("s1p0") == 1
+
+
+async def test_what_was_undone_is_computed_again_when_asked() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        sender = announced(s, "sender", 0, "joining")
+        await sender.send("s1p0", "work", second(), hidden())
+        peer, total = s.peers["s1p0"], encode(s.peers["s1p0"].core.compute.sum(0).clone(), "none")
+        peer._obey(
+            Brief(run=RUN.id, stage=1, coordinator="s1p0", version=0, steps=(StepBrief(t=0, undo=b"\1"),))
+        )
+        await s.until(lambda: s.done("s1p0") == 0)
+        assert not peer.core.compute.sum(0).any()
+        await sender.send("s1p0", "work", second(), hidden())
+        assert bytes(encode(peer.core.compute.sum(0), "none").buffers[0]) == bytes(total.buffers[0])
+        assert (peer.core.computed, peer.core.undone) == (2, 1)

@@ -1,0 +1,171 @@
+"""Stochastic wiring: who gets the next microbatch of a stage."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.policy.router import GUESS_S, NoPeerForStage, Router
+
+FAST, SLOW = "fast", "slow"
+
+
+@pytest.fixture
+def router() -> Router:
+    """Stage 0 has a peer that answers in 10 ms and one that needs 30 ms."""
+    router = Router()
+    router.set_peers(0, [SLOW, FAST])
+    router.answered(0, FAST, 0.01)
+    router.answered(0, SLOW, 0.03)
+    return router
+
+
+def picks(router: Router, number: int, *, now: float = 0.0) -> list[str]:
+    return [router.route(0, now=now).peer for _ in range(number)]
+
+
+def test_a_stage_that_nobody_announced_has_no_peer() -> None:
+    with pytest.raises(NoPeerForStage, match="no peer for stage 3: none is announced") as caught:
+        Router().route(3, now=0.0)
+    assert caught.value.stage == 3
+    assert caught.value.retry_at == float("inf")
+
+
+def test_when_all_rest_the_error_says_when_the_first_rest_ends(router: Router) -> None:
+    router.failed(FAST, now=1.0)
+    router.failed(SLOW, now=1.5)
+    with pytest.raises(NoPeerForStage, match="no peer for stage 0: all of them are resting") as caught:
+        router.route(0, now=1.6)
+    assert caught.value.retry_at == 2.0
+
+
+def test_when_all_that_do_not_rest_are_excluded_it_may_be_tried_again_at_once(router: Router) -> None:
+    with pytest.raises(NoPeerForStage) as caught:
+        router.route(0, now=5.0, exclude=[FAST, SLOW])
+    assert caught.value.retry_at == 5.0
+
+
+def test_a_peer_that_missed_its_reply_rests_until_the_ban_ends(router: Router) -> None:
+    router.failed(FAST, now=10.0)
+    assert set(picks(router, 5, now=10.9)) == {SLOW}
+    assert FAST in picks(router, 5, now=11.0)
+
+
+def test_an_answer_ends_the_rest_of_a_peer(router: Router) -> None:
+    router.failed(FAST, now=10.0)
+    router.answered(0, FAST, 0.01)
+    assert FAST in picks(router, 2, now=10.0)
+
+
+def test_work_is_shared_in_proportion_to_speed(router: Router) -> None:
+    assert Counter(picks(router, 400)) == {FAST: 300, SLOW: 100}
+
+
+def test_work_is_interleaved_rather_than_given_in_bursts(router: Router) -> None:
+    order = picks(router, 40)
+    runs = [order[i : i + 4].count(SLOW) for i in range(0, 40, 4)]
+    assert set(runs) == {1}
+
+
+def test_ties_go_to_the_smallest_id() -> None:
+    router = Router()
+    router.set_peers(0, ["c", "a", "b"])
+    assert picks(router, 6) == ["a", "b", "c", "a", "b", "c"]
+
+
+def test_the_first_peer_is_expected_to_need_the_guess() -> None:
+    router = Router()
+    router.set_peers(0, ["a"])
+    route = router.route(0, now=0.0)
+    assert (route.expected_s, route.why) == (GUESS_S, "first try")
+
+
+def test_a_newcomer_is_expected_to_be_as_fast_as_the_median(router: Router) -> None:
+    router.set_peers(0, [FAST, SLOW, "new"])
+    routes = [router.route(0, now=0.0) for _ in range(10)]
+    first = next(r for r in routes if r.peer == "new")
+    assert (first.expected_s, first.why) == (0.03, "first try")
+
+
+def test_a_route_says_why(router: Router) -> None:
+    assert router.route(0, now=0.0).why == "10 ms expected, its turn of 2"
+
+
+def test_a_newcomer_is_tried_soon_but_not_given_all_that_the_others_ever_got(router: Router) -> None:
+    picks(router, 400)
+    router.set_peers(0, [FAST, SLOW, "new"])
+    router.answered(0, "new", 0.01)
+    after = picks(router, 70)
+    assert "new" in after[:3]
+    assert Counter(after)["new"] == 30
+
+
+def test_a_peer_that_rested_is_not_given_its_backlog_in_one_burst(router: Router) -> None:
+    router.failed(FAST, now=0.0)
+    picks(router, 100, now=0.5)
+    after = picks(router, 40, now=1.0)
+    assert abs(Counter(after)[FAST] - 30) <= 1
+
+
+def test_what_is_known_of_a_peer_that_stays_is_kept_and_of_one_that_left_is_forgotten(router: Router) -> None:
+    router.set_peers(0, [FAST])
+    assert router.peers(0) == [FAST]
+    router.set_peers(0, [FAST, SLOW])
+    routes = {r.peer: r for r in (router.route(0, now=0.0) for _ in range(4))}
+    assert routes[FAST].expected_s == 0.01
+    assert routes[SLOW].why == "first try"
+
+
+def test_an_answer_of_a_peer_that_left_changes_nothing(router: Router) -> None:
+    router.set_peers(0, [SLOW])
+    router.answered(0, FAST, 0.001)
+    router.answered(7, FAST, 0.001)
+    assert router.peers(0) == [SLOW]
+    assert router.peers(7) == []
+
+
+def test_a_slow_first_answer_is_forgotten_with_the_second() -> None:
+    router = Router()
+    router.set_peers(0, [FAST])
+    router.answered(0, FAST, 3.0)
+    router.answered(0, FAST, 0.002)
+    assert router.route(0, now=0.0).expected_s == 0.002
+
+
+def test_a_change_of_speed_is_followed_within_a_few_answers(router: Router) -> None:
+    router.answered(0, FAST, 0.01)
+    for _ in range(10):
+        router.answered(0, FAST, 0.09)
+    expected = {r.peer: r.expected_s for r in (router.route(0, now=0.0) for _ in range(8))}
+    assert 0.07 < expected[FAST] < 0.09
+
+
+def test_stages_do_not_share_their_peers(router: Router) -> None:
+    router.set_peers(1, ["other"])
+    assert router.route(1, now=0.0).peer == "other"
+    assert "other" not in router.peers(0)
+
+
+def test_a_peer_rests_at_every_stage_it_ever_served(router: Router) -> None:
+    router.set_peers(1, [FAST])
+    router.failed(FAST, now=0.0)
+    with pytest.raises(NoPeerForStage):
+        router.route(1, now=0.5)
+
+
+@given(st.lists(st.floats(0.001, 10.0), min_size=1, max_size=6))
+def test_nobody_falls_behind_its_share_by_more_than_one_turn(times: list[float]) -> None:
+    router = Router()
+    peers = [f"p{i}" for i in range(len(times))]
+    router.set_peers(0, peers)
+    for peer, took_s in zip(peers, times, strict=True):
+        router.answered(0, peer, took_s)
+    given_s = dict.fromkeys(peers, 0.0)
+    for _ in range(60):
+        route = router.route(0, now=0.0)
+        given_s[route.peer] += route.expected_s
+        busiest, idlest = max(given_s.values()), min(given_s.values())
+        assert busiest - idlest <= max(times) + 1e-9

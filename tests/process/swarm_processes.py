@@ -1,0 +1,487 @@
+"""Swarms of real processes: started, heard, killed, and what they leave behind.
+
+Each program is `swarm …` as a user types it, its events read from its standard output. All of them carry
+a mark in their environment, which their p2pd and its watchdog inherit: whatever has that mark when a swarm
+was closed is an orphan, whoever its parent is now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import psutil
+import torch
+
+from peers.disk.dataset import Dataset, open_dataset
+from peers.events import Event, JoinLine, Serving, Started, StepDone, Stepped, parse_event
+from peers.net.node import Node
+from peers.sync import download_state, fetch_weights
+from swarm.ids import Stage
+from swarm.model.stage import StageCompute
+from swarm.run import Run
+
+E = TypeVar("E", bound=Event)
+T = TypeVar("T")
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 90.0
+"""For anything to happen. A start takes 3 s on an idle core; other programs may want the cores as well."""
+GONE_S = 10.0
+"""For a dead process's p2pd, watchdog and files to be gone; it takes milliseconds."""
+MARK = "SWARM_TEST_MARK"
+
+
+class Program:
+    """`swarm ARGUMENTS` in a process of its own."""
+
+    def __init__(
+        self, name: str, arguments: Sequence[str], *, mark: str, news: threading.Condition, kill_at: str = ""
+    ) -> None:
+        """`kill_at`: the fault point at which it kills itself, as in SWARM_KILL_AT."""
+        self.name, self.kill_at = name, kill_at
+        self.events: list[Event] = []
+        self.other_lines: list[str] = []
+        """Standard output that is no event: there should be none."""
+        self.errors: list[str] = []
+        """Lines of standard error."""
+        self.sentenced = bool(kill_at)
+        """It is meant to die or to fail; nobody else's wait ends with it."""
+        self._news = news
+        environment = {**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1"}
+        environment.pop("SWARM_KILL_AT", None)
+        if kill_at:
+            environment["SWARM_KILL_AT"] = kill_at
+        # Forked from the main thread: the kernel's signal for `--die-with-parent` follows the forking thread.
+        assert threading.current_thread() is threading.main_thread()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "peers.cli", *arguments, "--log-format", "json", "--die-with-parent"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # a Ctrl-C in the terminal is for pytest
+            env=environment,
+            cwd=ROOT,
+        )
+        self._readers = [
+            threading.Thread(target=self._read, args=(stream, take), daemon=True)
+            for stream, take in (
+                (self._process.stdout, self._hear),
+                (self._process.stderr, self.errors.append),
+            )
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, stream: Any, take: Callable[[str], None]) -> None:
+        for line in stream:
+            take(line.rstrip("\n"))
+        stream.close()
+        with self._news:
+            self._news.notify_all()
+
+    def _hear(self, line: str) -> None:
+        event = parse_event(line)
+        if event is None:
+            self.other_lines.append(line)
+            return
+        with self._news:
+            self.events.append(event)
+            self._news.notify_all()
+
+    # -- what it said -----------------------------------------------------------------------------
+
+    def heard(self, kind: type[E]) -> list[E]:
+        """Its events of that kind so far."""
+        return [event for event in list(self.events) if isinstance(event, kind)]
+
+    @property
+    def address(self) -> str:
+        """Where others can join."""
+        return self.heard(Started)[0].addresses[0]
+
+    @property
+    def peer_id(self) -> str:
+        return self.heard(Started)[0].peer
+
+    def story(self) -> str:
+        """The last that it said, for a failed test."""
+        lines = [event.words() for event in self.events[-8:]] + self.other_lines[-5:] + self.errors[-8:]
+        return f"--- {self.name} (pid {self.pid}, exit code {self.returncode})\n" + "\n".join(lines)
+
+    # -- how it ends ------------------------------------------------------------------------------
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; minus the signal if one killed it."""
+        return self._process.poll()
+
+    def signal(self, number: signal.Signals) -> None:
+        """To this process only."""
+        self._process.send_signal(number)
+
+    def wait(self, limit_s: float = LIMIT_S) -> int:
+        """Its exit code, once all that it said is read."""
+        try:
+            code = self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it does not end within {limit_s:.0f} s\n{self.story()}") from None
+        for reader in self._readers:
+            reader.join(LIMIT_S)
+        return code
+
+    def family(self) -> Family:
+        """Its watchdog and its p2pd, and their files, as of now."""
+        me = psutil.Process(self.pid)
+        return Family([me, *me.children(recursive=True)])
+
+
+class Family:
+    """Processes that belong together, and the socket directories that they use."""
+
+    def __init__(self, processes: Sequence[psutil.Process]) -> None:
+        self.processes = list(processes)
+        self.names: dict[str, psutil.Process] = {}
+        self.directories: set[Path] = set()
+        self.shared_memory: set[Path] = set()
+        for process in self.processes:
+            with contextlib.suppress(psutil.Error, OSError):
+                command = process.cmdline()
+                self.names[Path(command[0]).name if command else "?"] = process
+                self.directories |= {
+                    Path(p) for word in command for p in re.findall(r"/tmp/swarm-\w{8}", word)
+                }
+                maps = Path(f"/proc/{process.pid}/maps").read_text()
+                self.shared_memory |= {Path(p) for p in re.findall(r"/dev/shm/\S+", maps)}
+
+    @property
+    def p2pd(self) -> psutil.Process:
+        return self.names["p2pd"]
+
+    @property
+    def watchdog(self) -> psutil.Process:
+        return self.names["sh"]
+
+    def left(self) -> list[str]:
+        """What of it is still there."""
+        alive = [f"process {p.pid} {p.name()}" for p in self.processes if _alive(p)]
+        return alive + [str(path) for path in self.directories | self.shared_memory if path.exists()]
+
+    def assert_gone(self) -> None:
+        """Nothing of it is left, or will be in a moment."""
+        eventually(lambda: not self.left(), lambda: f"left behind: {self.left()}", GONE_S)
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def eventually(condition: Callable[[], bool], why: Callable[[], str], limit_s: float = LIMIT_S) -> None:
+    """For what announces itself to nobody: looked at again and again."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, why()
+        time.sleep(0.02)
+
+
+def family_of_mark(mark: str) -> Family:
+    """All live processes that carry the mark, whoever their parents are."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if wanted in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0") and _alive(process):
+                found.append(process)
+    return Family(found)
+
+
+class Processes:
+    """Programs that are started together and leave nothing behind."""
+
+    def __init__(self) -> None:
+        self.mark = secrets.token_hex(8)
+        self.programs: list[Program] = []
+        self._news = threading.Condition()
+        self._census: list[Family] = []
+
+    def start(self, name: str, arguments: Sequence[str], *, kill_at: str = "") -> Program:
+        """Start `swarm ARGUMENTS`; it is not waited for."""
+        program = Program(name, arguments, mark=self.mark, news=self._news, kill_at=kill_at)
+        self.programs.append(program)
+        return program
+
+    def until(self, condition: Callable[[], object], why: str, limit_s: float = LIMIT_S) -> None:
+        """Wait until `condition()`, looked at whenever somebody says something.
+
+        Fails when it takes too long, and when a program ends that was not meant to.
+        """
+        end = time.monotonic() + limit_s
+        while True:
+            with self._news:
+                if condition():
+                    break
+                for program in self.programs:
+                    if not program.sentenced and program.returncode not in (None, 0):
+                        raise AssertionError(f"{program.name} ended\n{self.story()}")
+                if time.monotonic() > end:
+                    raise AssertionError(f"{why}: not within {limit_s:.0f} s\n{self.story()}")
+                self._news.wait(0.5)
+        self.take_census()
+
+    def hear(self, program: Program, kind: type[E], count: int = 1) -> E:
+        """Wait for the `count`-th event of that kind."""
+        self.until(lambda: len(program.heard(kind)) >= count, f"{program.name} does not say {kind.__name__}")
+        return program.heard(kind)[count - 1]
+
+    def kill(self, program: Program) -> None:
+        """SIGKILL, and nothing of it is left."""
+        family = program.family()
+        program.sentenced = True
+        program.signal(signal.SIGKILL)
+        assert program.wait() == -signal.SIGKILL
+        family.assert_gone()
+
+    def dies(self, program: Program) -> None:
+        """Wait for a program to kill itself at its fault point."""
+        assert program.kill_at
+        self.until(lambda: program.returncode is not None, f"{program.name} does not pass {program.kill_at}")
+        assert program.wait() == -signal.SIGKILL, program.story()
+
+    def story(self) -> str:
+        """What all of them said last."""
+        return "\n".join(program.story() for program in self.programs)
+
+    def take_census(self) -> None:
+        """Remember who is there, and with which files."""
+        self._census.append(family_of_mark(self.mark))
+
+    def close(self) -> None:
+        """End all programs, by SIGTERM if they let us.
+
+        Raises:
+            AssertionError: something is left of them, or one printed what is no event.
+        """
+        self.take_census()
+        living = [program for program in self.programs if program.returncode is None]
+        try:
+            for program in living:
+                program.sentenced = True
+                program.signal(signal.SIGTERM)
+            for program in living:
+                program.wait(30.0)
+        finally:
+            for program in living:
+                if program.returncode is None:
+                    program.signal(signal.SIGKILL)
+                    program.wait()
+        for program in self.programs:
+            program.wait()
+            assert not program.other_lines, program.story()
+        for family in (*self._census, family_of_mark(self.mark)):
+            family.assert_gone()
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        with contextlib.suppress(AssertionError):  # the first error is the one to show
+            self.close()
+
+
+class Swarm(Processes):
+    """A bootstrap, peers and trainers of one run."""
+
+    def __init__(self, folder: Path, run: Run, *, data: Sequence[Path] = ()) -> None:
+        super().__init__()
+        self.data: Dataset = open_dataset(run, data)
+        self.run = self.data.pinned(run)
+        self._files = ["--data", *map(str, data)] if data else []
+        self.manifest = folder / "run.toml"
+        self.manifest.write_text(self.run.to_toml())
+        self._counts: dict[str, int] = defaultdict(int)
+
+    # -- starting ---------------------------------------------------------------------------------
+
+    def bootstrap(self) -> Program:
+        """Start it, in the network of whoever is up, and wait until others can join."""
+        program = self.start("bootstrap", ["bootstrap", "--manifest", str(self.manifest), *self._joins()])
+        self.hear(program, JoinLine)
+        return program
+
+    def _joins(self) -> list[str]:
+        """Arguments to join with: at whoever is up."""
+        up = [p.address for p in self.programs if p.returncode is None and p.heard(Started)]
+        return [word for address in up[:4] for word in ("--join", address)]
+
+    def membership(self) -> list[str]:
+        """Arguments of who takes part in the run."""
+        return ["--run", self.run.id, *self._joins()]
+
+    def _name(self, kind: str) -> str:
+        self._counts[kind] += 1
+        return f"{kind} {self._counts[kind]}"
+
+    def peer(self, stage: Stage, *extra: str, kill_at: str = "") -> Program:
+        """Start a peer; it is not waited for."""
+        words = ["--stage", str(stage), "--device", "cpu", "--threads", "1", "--max-inflight", "8", *extra]
+        return self.start(
+            self._name(f"peer of stage {stage}"), ["peer", *self.membership(), *words], kill_at=kill_at
+        )
+
+    def peers(self, replicas: int = 2) -> None:
+        """Start peers until each stage has so many, and wait until all serve."""
+        for stage in range(self.run.S):
+            for _ in range(replicas - len(self.serving(stage))):
+                self.peer(stage)
+        self.all_serve()
+
+    def all_serve(self) -> None:
+        """Wait until every peer that lives serves."""
+        alive = [p for p in self.programs if p.name.startswith("peer") and p.returncode is None]
+        self.until(
+            lambda: all(p.heard(Serving) or p.returncode is not None for p in alive), "the peers do not serve"
+        )
+
+    def serving(self, stage: Stage) -> list[Program]:
+        """Live peers of a stage that serve."""
+        return [
+            p
+            for p in self.programs
+            if p.returncode is None and any(event.stage == stage for event in p.heard(Serving))
+        ]
+
+    def trainer(self, *extra: str, kill_at: str = "") -> Program:
+        """Start a trainer; it is not waited for."""
+        return self.start(
+            self._name("trainer"), ["train", *self.membership(), *self._files, *extra], kill_at=kill_at
+        )
+
+    def train_to(self, version: int, *extra: str) -> Program:
+        """Run a trainer until so many steps are taken; it ends by itself, with 0."""
+        trainer = self.trainer("--steps", str(version), *extra)
+        self.ends(trainer)
+        return trainer
+
+    def ends(self, program: Program) -> None:
+        """Wait until a program has done what it was started for, or was asked to leave: it ends with 0."""
+        self.until(lambda: program.returncode is not None, f"{program.name} does not end")
+        assert program.wait() == 0, self.story()
+
+    def leaves(self, program: Program) -> None:
+        """Ctrl-C: it ends in good order."""
+        program.signal(signal.SIGINT)
+        self.ends(program)
+
+    # -- what happened ----------------------------------------------------------------------------
+
+    def version(self) -> int:
+        """Steps taken, as far as the trainers have told."""
+        done = [event.t + 1 for program in self.programs for event in program.heard(StepDone)]
+        return max(done, default=0)
+
+    def until_version(self, version: int) -> None:
+        """Wait until so many steps are taken."""
+        self.until(lambda: self.version() >= version, f"version {version} is not reached")
+
+    def goes_on(self, steps: int = 2) -> None:
+        """Wait for so many steps more."""
+        self.until_version(self.version() + steps)
+
+    def until_all_stepped(self) -> None:
+        """Wait until every serving peer says that it took the last step told."""
+        version = self.version()
+        peers = [p for stage in range(self.run.S) for p in self.serving(stage)]
+
+        def reached(program: Program) -> bool:
+            took = [event.t + 1 for event in program.heard(Stepped)]
+            return max([event.version for event in program.heard(Serving)] + took) >= version
+
+        self.until(lambda: all(map(reached, peers)), f"some peers do not reach version {version}")
+
+    def audits(self) -> dict[tuple[Stage, int], list[tuple[int, int]]]:
+        """(stage, step) -> (missing, counted twice), as the ledgers of the applied rounds say."""
+        found: dict[tuple[Stage, int], list[tuple[int, int]]] = defaultdict(list)
+        for program in self.programs:
+            for event in program.heard(Stepped):
+                if event.missing is not None and event.duplicated is not None:
+                    found[event.stage, event.t].append((event.missing, event.duplicated))
+        return found
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The weights of all stages, as who joins would get them. For a run at rest."""
+
+        async def fetch(node: Node) -> dict[str, torch.Tensor]:
+            return await fetch_weights(self.run, node.transport, node.directory)
+
+        return self.as_a_node(fetch)
+
+    def states(self) -> list[tuple[Program, Stage, int, dict[str, torch.Tensor]]]:
+        """(peer, its stage, version, weights) of every peer that serves, each asked itself."""
+
+        async def fetch(node: Node) -> list[tuple[Program, Stage, int, dict[str, torch.Tensor]]]:
+            found = []
+            for stage in range(self.run.S):
+                compute = StageCompute(self.run, stage)
+                for program in self.serving(stage):
+                    node.transport.learn(program.peer_id, program.heard(Started)[0].addresses)
+                    opened, tensors = await download_state(
+                        self.run, stage, compute.state(), node.transport, program.peer_id
+                    )
+                    compute.load_state(opened.version, tensors)
+                    weights = {name: w.clone() for name, w in compute.named_weights().items()}
+                    found.append((program, stage, opened.version, weights))
+            return found
+
+        return self.as_a_node(fetch)
+
+    def count_matrices(self) -> list[tuple[Program, int, list[int | float]]]:
+        """The audit model: (peer, version, how often each microbatch index counted in its weights)."""
+        rows = []
+        for program, _, version, weights in self.states():
+            (vector,) = weights.values()
+            rows.append((program, version, (-vector * self.run.M).tolist()))
+        return rows
+
+    def assert_each_counted_once(self) -> int:
+        """In the weights of every peer, each index m counted once a step. Returns the lowest version."""
+        rows = self.count_matrices()
+        for program, version, counts in rows:
+            assert counts == [version] * self.run.M, f"{program.name} at version {version}: {counts}"
+        return min(version for _, version, _ in rows)
+
+    def as_a_node(self, ask: Callable[[Node], Coroutine[Any, Any, T]]) -> T:
+        """Run `ask` with a node of this process that joined the swarm."""
+
+        async def main() -> T:
+            up = [p.address for p in self.programs if p.returncode is None and p.heard(Started)]
+            async with Node(join=up, run_id=self.run.id) as node:
+                return await ask(node)
+
+        return asyncio.run(main())

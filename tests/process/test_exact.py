@@ -1,0 +1,102 @@
+"""A language model trained by processes that are killed equals the same run in a single process."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from peers.events import StepDone
+from swarm.model.reference import SingleProcess
+from swarm.run import CodecSpec, Run, demo_run
+from tests.process.swarm_processes import Swarm
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def tiny(*, dtype: str, codec: str, steps: int) -> Run:
+    """3 layers of width 32 on 3 stages, 16 tokens a sample, 8 microbatches a step."""
+    base = demo_run(stages=3, steps=steps, codec=codec)
+    return replace(
+        base,
+        dtype=dtype,
+        model=replace(base.model, hidden=32, heads=4, ffn_hidden=64),
+        data=replace(base.data, sequence_length=16),
+        batch=replace(base.batch, microbatch_size=2, microbatches_per_step=8),
+        optimizer=replace(base.optimizer, lr=1e-2, warmup_steps=2),
+        codec=CodecSpec(forward=codec, backward=codec),
+    )
+
+
+def farthest(found: dict[str, torch.Tensor], single: SingleProcess) -> float:
+    """The largest difference of any weight, relative to the largest weight of its tensor."""
+    expected = single.named_weights()
+    assert found.keys() == expected.keys()
+    return max(float((found[n] - w).abs().max() / w.abs().max()) for n, w in expected.items())
+
+
+def test_weights_equal_a_single_process_to_rounding_whoever_was_killed(tmp_path: Path) -> None:
+    """float64, codec none: a kill at each fault point, and three at random moments; 1e-9 relative.
+
+    So only the order of additions differs: a lost or a doubled microbatch would differ in the third digit.
+    """
+    rng = random.Random(20)
+    run = tiny(dtype="float64", codec="none", steps=100)
+    with Swarm(tmp_path, run) as swarm:
+        swarm.bootstrap()
+        doomed = [swarm.peer(0, kill_at="forward:9"), swarm.peer(1, kill_at="backward:9")]
+        doomed.append(swarm.peer(2, kill_at="reduce:3"))
+        swarm.peers(1)
+        doomed.append(swarm.trainer("--window", "6", kill_at="trainer:25"))
+        trainer = swarm.trainer("--window", "6")
+        for program in doomed:
+            swarm.dies(program)
+        swarm.leaves(trainer)
+
+        prepared = swarm.peer(0, kill_at="prepared:2")
+        swarm.peers(2)
+        trainer = swarm.trainer("--window", "6")
+        swarm.dies(prepared)
+        for stage in rng.sample(range(run.S), run.S):
+            threading.Event().wait(rng.uniform(0.0, 0.4))
+            swarm.kill(rng.choice(swarm.serving(stage)))
+        swarm.goes_on()
+        swarm.leaves(trainer)
+
+        steps = swarm.version() + 3
+        swarm.train_to(steps)
+        swarm.until_all_stepped()
+        weights = swarm.weights()
+        assert {audit for found in swarm.audits().values() for audit in found} == {(0, 0)}
+    single = SingleProcess(swarm.run, swarm.data.batch)
+    for t in range(steps):
+        single.step(t)
+    assert farthest(weights, single) < 1e-9
+
+
+def test_with_quantized_boundaries_every_loss_is_that_of_a_single_process(tmp_path: Path) -> None:
+    """float32, blockwise8, a peer killed half-way: within 1e-3 of one process with the same codec."""
+    run = tiny(dtype="float32", codec="blockwise8", steps=24)
+    with Swarm(tmp_path, run) as swarm:
+        swarm.bootstrap()
+        swarm.peer(1, kill_at="backward:40")
+        swarm.peers(1)
+        trainer = swarm.trainer("--window", "6")
+        swarm.ends(trainer)
+        told = trainer.heard(StepDone)
+        assert [event.t for event in told] == list(range(run.steps))
+        weights = swarm.weights()
+    single = SingleProcess(swarm.run, swarm.data.batch)
+    whole = 0
+    for event in told:
+        losses = single.step(event.t)
+        assert event.loss == pytest.approx(sum(losses) / run.M, abs=1e-3)
+        if event.losses:
+            whole += 1
+            assert event.losses == pytest.approx(losses, abs=1e-3)
+    assert whole > run.steps // 2  # a trainer may hear of a step before it has all of its answers
+    assert farthest(weights, single) < 1e-3

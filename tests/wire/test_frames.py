@@ -1,0 +1,150 @@
+"""Frames: what goes in comes out, and nothing that is wrong gets in."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.errors import Busy, Leaving, NotNow, NotReady, from_wire
+from swarm.wire import frames
+from swarm.wire.frames import FrameError, Kind
+
+
+def split(frame: bytes) -> tuple[frames.Prefix, bytes]:
+    prefix = frames.unpack_prefix(frame)
+    header = frame[frames.PREFIX_BYTES :]
+    assert prefix.header_bytes == len(header)
+    return prefix, header
+
+
+@given(
+    call=st.integers(1, 2**32 - 1),
+    method=st.text("abc.-_/é", min_size=1, max_size=30),
+    header=st.binary(max_size=200),
+    sizes=st.lists(st.integers(0, frames.MAX_BODY_BYTES), max_size=20),
+)
+def test_a_call_comes_out_as_it_went_in(call: int, method: str, header: bytes, sizes: list[int]) -> None:
+    prefix, packed = split(frames.pack_call(call, method, header, sizes))
+    assert prefix[:2] == (Kind.CALL, call)
+    assert frames.unpack_call(packed) == frames.CallHeader(method, header, tuple(sizes))
+
+
+def test_the_largest_call_and_result_fit_into_the_limit_of_a_frame() -> None:
+    header, sizes = bytes(frames.MAX_HEADER_BYTES), [frames.MAX_BODY_BYTES] * frames.MAX_BUFFERS
+    split(frames.pack_call(1, "m" * frames.MAX_METHOD_BYTES, header, sizes))
+    prefix, packed = split(frames.pack_result(1, header, sizes))
+    assert prefix.kind is Kind.RESULT
+    assert frames.unpack_result(packed).header == header
+
+
+def test_an_error_keeps_its_numbers() -> None:
+    prefix, packed = split(frames.pack_error(7, NotReady("at 3", version=3).to_wire()))
+    error = from_wire("peer", frames.unpack_error(packed))
+    assert prefix == (Kind.ERROR, 7, len(packed), 0)
+    assert isinstance(error, NotReady)
+    assert error.version == 3
+
+
+@pytest.mark.parametrize("kind", [NotNow, Busy, Leaving])
+def test_a_peer_that_cannot_now_is_not_taken_for_a_faulty_one(kind: type[NotNow]) -> None:
+    _, packed = split(frames.pack_error(7, kind("later", retry_after_s=1.5).to_wire()))
+    error = from_wire("peer", frames.unpack_error(packed))
+    assert type(error) is kind and error.retry_after_s == 1.5
+
+
+def test_an_error_too_large_to_send_keeps_its_code() -> None:
+    _, packed = split(frames.pack_error(1, Busy("full").to_wire() | {"more": "x" * 5000}))
+    assert frames.unpack_error(packed) == {"code": "busy", "text": "(too long to send)"}
+
+
+def test_a_heartbeat_lists_as_many_calls_as_may_be_pending() -> None:
+    pending = list(range(1, frames.MAX_PENDING + 1))
+    prefix, packed = split(frames.pack_alive(1000, pending))
+    assert prefix.call == 1000
+    assert frames.unpack_alive(packed) == tuple(pending)
+    assert split(frames.pack_alive(0, []))[0] == (Kind.ALIVE, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("frame", "text"),
+    [
+        (b"GET / HTTP/1.1\r\n", r"not a frame: it starts with b'GET '"),
+        (frames.pack_prefix(Kind.ABORT, 1)[:3] + b"\1" + bytes(12), "not a frame"),
+        (b"\x53\x57\x63\0" + bytes(12), "unknown kind of frame: 99"),
+        (frames.pack_prefix(Kind.CALL, 1, 1 << 31), "CALL with a header of 2147483648 bytes; 1 to "),
+        (frames.pack_prefix(Kind.CALL, 1, 0), "CALL with a header of 0 bytes"),
+        (frames.pack_prefix(Kind.CALL, 1, 5, 1), "CALL with 1 bytes of body; at most 0"),
+        (frames.pack_prefix(Kind.BODY, 1, 0, frames.CHUNK_BYTES + 1), "BODY with 262145 bytes of body"),
+        (frames.pack_prefix(Kind.BODY, 1, 0, 0), "BODY with 0 bytes of body"),
+        (frames.pack_prefix(Kind.ERROR, 1, 5000), "ERROR with a header of 5000 bytes"),
+        (frames.pack_prefix(Kind.ALIVE, 1, 4 * frames.MAX_PENDING + 4), "ALIVE with a header of 1028 bytes"),
+        (frames.pack_prefix(Kind.ABORT, 0), "ABORT for call 0; calls count from 1"),
+    ],
+)
+def test_a_wrong_prefix_is_refused_by_name(frame: bytes, text: str) -> None:
+    with pytest.raises(FrameError, match=text):
+        frames.unpack_prefix(frame)
+
+
+_BOMB = b"\x91" * 60_000
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"\xff\xff",
+        b"",
+        _BOMB,
+        msgspec.msgpack.encode(["", b"", []]),
+        msgspec.msgpack.encode(["m" * 65, b"", []]),
+        msgspec.msgpack.encode(["m", bytes(frames.MAX_HEADER_BYTES + 1), []]),
+        msgspec.msgpack.encode(["m", b"", [-1]]),
+        msgspec.msgpack.encode(["m", b"", [frames.MAX_BODY_BYTES + 1]]),
+        msgspec.msgpack.encode(["m", b"", [0] * (frames.MAX_BUFFERS + 1)]),
+        msgspec.msgpack.encode(["m", b"", [], 1]),
+        msgspec.msgpack.encode({"method": "m"}),
+        b"\xdd\xff\xff\xff\xff",  # an array of 4 billion
+    ],
+)
+def test_a_malformed_header_is_refused_by_name(packed: bytes) -> None:
+    with pytest.raises(FrameError, match="CALL with a malformed header: "):
+        frames.unpack_call(packed)
+    with pytest.raises(FrameError, match="RESULT with a malformed header: "):
+        frames.unpack_result(packed)
+    with pytest.raises(FrameError, match="ERROR with a malformed header: "):
+        frames.unpack_error(packed if packed[:1] != b"\x81" else b"\xc1")
+
+
+def test_heartbeats_of_odd_length_are_refused() -> None:
+    with pytest.raises(FrameError, match="ALIVE with 5 bytes of call ids"):
+        frames.unpack_alive(bytes(5))
+
+
+def test_what_we_send_ourselves_is_held_to_the_limits() -> None:
+    with pytest.raises(ValueError, match="a header of 65537 bytes; at most 65536 are allowed"):
+        frames.pack_call(1, "m", bytes(frames.MAX_HEADER_BYTES + 1), [])
+    with pytest.raises(ValueError, match="1025 buffers; at most 1024 are allowed"):
+        frames.pack_result(1, b"", [0] * (frames.MAX_BUFFERS + 1))
+    with pytest.raises(ValueError, match="a method's name has 1 to 64 bytes: ''"):
+        frames.pack_call(1, "", b"", [])
+
+
+@given(st.binary(min_size=16, max_size=64))
+def test_any_bytes_are_a_bounded_prefix_or_refused(data: bytes) -> None:
+    try:
+        prefix = frames.unpack_prefix(data)
+    except FrameError:
+        return
+    assert prefix.header_bytes <= frames.MAX_FRAME_HEADER_BYTES
+    assert prefix.body_bytes <= frames.CHUNK_BYTES
+
+
+@given(st.binary(max_size=200))
+def test_any_header_is_understood_or_refused(data: bytes) -> None:
+    for unpack in (frames.unpack_call, frames.unpack_result, frames.unpack_error, frames.unpack_alive):
+        try:
+            unpack(data)
+        except FrameError:
+            continue

@@ -1,0 +1,178 @@
+"""Headers of calls: what is packed comes back, and anything else is refused with a named reason."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.errors import BadAnswer, Refused
+from swarm.wire import messages
+from swarm.wire.codec import TensorMeta
+from swarm.wire.messages import (
+    MAX_HEADER_BYTES,
+    Brief,
+    FetchVector,
+    HeldWire,
+    Locate,
+    Part,
+    PlanWire,
+    Report,
+    StepBrief,
+    StepReport,
+    Work,
+    WorkDone,
+    pack,
+    unpack,
+    unpack_answer,
+)
+
+KINDS = [
+    kind
+    for kind in vars(messages).values()
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__ == messages.__name__
+]
+WORK = Work(run="r", t=1, m=2, version=1, route=("a", "b"), tensors=(TensorMeta((1, 9), "uint8", "none"),))
+
+
+def encoded(**fields: object) -> bytes:
+    return msgspec.msgpack.encode(fields)
+
+
+def refused(data: bytes, kind: type[msgspec.Struct] = Work) -> str:
+    with pytest.raises(Refused) as caught:
+        unpack(data, kind)
+    return caught.value.text
+
+
+def test_what_is_packed_comes_back() -> None:
+    report = Report(
+        run="r", stage=1, version=3, digest="d",
+        steps=(StepReport(t=3, done=b"\1", doing=b"\2", held=HeldWire(round="x", sqnorm=0.5, digest="y")),),
+    )  # fmt: skip
+    plan = PlanWire(round="x", number=1, members=("a",), ledgers=(b"\xff",), parts=(7,))
+    brief = Brief(run="r", stage=0, coordinator="a", version=3, steps=(StepBrief(t=3, plan=plan),))
+    for message in (WORK, report, brief, WorkDone(loss=0.25)):
+        assert unpack(pack(message), type(message)) == message
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_reader_skips_fields_that_it_does_not_know(kind: type[msgspec.Struct]) -> None:
+    """So peers of a newer version may say more."""
+    if not kind.__struct_config__.array_like and not any(
+        field.required for field in msgspec.structs.fields(kind)
+    ):
+        assert unpack(encoded(a_new_field=1), kind) == kind()
+    assert unpack(encoded(run="r", t=1, m=2, a_new_field=[{}]), Locate) == Locate(run="r", t=1, m=2)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_messages_are_frozen_and_given_by_name(kind: type[msgspec.Struct]) -> None:
+    assert kind.__struct_config__.frozen
+    with pytest.raises(TypeError):
+        kind(*["x"] * len(kind.__struct_fields__))
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"", "malformed Work header: Input data was truncated"),
+        (b"\xc1", "malformed Work header: MessagePack data is malformed"),
+        (pack(WORK)[:-3], "malformed Work header: Input data was truncated"),
+        (pack(WORK) + b"\0", "malformed Work header: MessagePack data is malformed: trailing characters"),
+        (encoded(run="r", t=1, m=2), "malformed Work header: Object missing required field `version`"),
+        (
+            encoded(run="r", t="1", m=2, version=1),
+            "malformed Work header: Expected `int`, got `str` - at `$.t`",
+        ),
+        (
+            encoded(run="r", t=True, m=2, version=1),
+            "malformed Work header: Expected `int`, got `bool` - at `$.t`",
+        ),
+        (
+            encoded(run=b"r", t=1, m=2, version=1),
+            "malformed Work header: Expected `str`, got `bytes` - at `$.run`",
+        ),
+        (
+            encoded(run="r", t=1, m=2, version=1, tensors=[{"shape": [1.5], "dtype": "u", "codec": "n"}]),
+            "malformed Work header: Expected `int`, got `float` - at `$.tensors[0].shape[0]`",
+        ),
+        (msgspec.msgpack.encode([1, 2]), "malformed Work header: Expected `object`, got `array`"),
+        (
+            b"\x81\xa3run\xa2\xff\xfe",
+            "malformed Work header: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
+        ),
+    ],
+)  # fmt: skip
+def test_a_malformed_header_is_refused_and_the_text_names_the_field(data: bytes, text: str) -> None:
+    assert refused(data).startswith(text)
+
+
+def test_a_header_above_the_limit_is_refused_before_it_is_read() -> None:
+    text = f"the header has {MAX_HEADER_BYTES + 1} bytes; at most {MAX_HEADER_BYTES} are read"
+    assert refused(b"\xc1" * (MAX_HEADER_BYTES + 1)) == text
+
+
+def test_nesting_without_end_is_refused() -> None:
+    assert refused(b"\x81\xa1x" + b"\x91" * 60_000).startswith("malformed Work header: ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "where"),
+    [
+        ({"run": "r", "t": 1, "start": None}, FetchVector, "$.start"),
+        (
+            {"run": "r", "stage": 0, "version": 1, "steps": [{"t": 1, "done": "text", "doing": b""}]},
+            Report,
+            "$.steps[0].done",
+        ),
+        ({"run": "r", "t": 0, "round": "x", "start": 0, "numel": 2**64}, Part, "$.numel"),
+        ({"loss": "nan"}, WorkDone, "$.loss"),
+    ],
+)  # fmt: skip
+def test_a_field_of_the_wrong_type_is_named(fields: dict[str, object], kind: type, where: str) -> None:
+    try:
+        data = encoded(**fields)
+    except OverflowError:
+        data = encoded(**{**fields, "numel": 1e30})
+    assert where in refused(data, kind)
+
+
+def test_a_bad_answer_is_the_peers_fault() -> None:
+    with pytest.raises(BadAnswer, match=r"peer bcdefg: malformed WorkDone header: .*`loss`") as caught:
+        unpack_answer("abcdefg", encoded(), WorkDone)
+    assert caught.value.peer == "abcdefg"
+    assert unpack_answer("a", pack(WorkDone(loss=1.0)), WorkDone).loss == 1.0
+
+
+@given(st.binary(max_size=200), st.sampled_from(KINDS))
+def test_whatever_bytes_come_they_are_read_or_refused(data: bytes, kind: type[msgspec.Struct]) -> None:
+    try:
+        found = unpack(data, kind)
+    except Refused:
+        return
+    assert isinstance(found, kind)
+
+
+@given(st.data())
+def test_a_damaged_header_is_read_or_refused(data: st.DataObject) -> None:
+    good = bytearray(pack(WORK))
+    for _ in range(data.draw(st.integers(1, 3))):
+        good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        unpack(bytes(good), Work)
+    except Refused as refusal:
+        assert refusal.text.startswith("malformed Work header: ")
+
+
+def test_the_largest_plan_of_a_reduce_fits_into_a_header() -> None:
+    """50 members, 8192 microbatches: the bounds that the limit was made for."""
+    members = tuple("12D3KooW" + f"{i:044d}" for i in range(50))
+    ledgers, parts = (b"\xff" * 1024,) * 50, (1 << 30,) * 50
+    plan = PlanWire(round="f" * 32, number=9, members=members, ledgers=ledgers, parts=parts)
+    brief = Brief(
+        run="f" * 32, stage=0, coordinator=members[0], version=10, sources=members,
+        steps=(StepBrief(t=9, plan=plan),),
+    )  # fmt: skip
+    assert len(pack(brief)) < MAX_HEADER_BYTES
