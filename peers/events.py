@@ -236,6 +236,67 @@ class StateFetched(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Downloading(Event):
+    """How much of a stage's state is here; said every second or two, and at the end."""
+
+    stage: int
+    version: int
+    done_bytes: int
+    total_bytes: int
+    sources: int
+    """Peers that it comes from now."""
+
+    def words(self) -> str:
+        filled = round(20 * self.done_bytes / max(1, self.total_bytes))
+        bar = "#" * filled + "." * (20 - filled)
+        sizes = f"{self.done_bytes / 1e6:.1f} of {self.total_bytes / 1e6:.1f} MB"
+        return f"stage {self.stage} [{bar}] {sizes} from {count(self.sources, 'peer')}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLost(Event):
+    """A stage has no member that holds its weights."""
+
+    level: ClassVar[Level] = "warning"
+
+    stage: int
+    version: int
+    """Of the rest of the run."""
+
+    def words(self) -> str:
+        return (
+            f"stage {self.stage} has lost all its peers: the run pauses at version {self.version} "
+            "until a peer brings the stage back from a checkpoint"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandedOver(Event):
+    """A peer that leaves gave its sum to a mate: nothing of it is run again."""
+
+    stage: int
+    t: int
+    microbatches: int
+    to: str
+
+    def words(self) -> str:
+        given = count(self.microbatches, "microbatch")
+        return f"stage {self.stage}: step {self.t}: {given} handed to peer {short(self.to)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved(Event):
+    """This peer leaves its stage for one that needs it more."""
+
+    stage: int
+    to_stage: int
+    why: str
+
+    def words(self) -> str:
+        return f"moves from stage {self.stage} to stage {self.to_stage}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpointed(Event):
     """A stage is on disk."""
 
@@ -329,7 +390,8 @@ class Failed(Event):
 
 EVENTS: tuple[type[Event], ...] = (
     Started, JoinLine, Serving, PeerJoined, PeerLeft, PeerLost, Killed, StepDone, Stepped, Replayed, Undone,
-    RoundVoid, StateFetched, Checkpointed, RolledBack, LeavingNow, Contributed, Sample, Note, Trouble, Failed,
+    RoundVoid, StateFetched, Downloading, StageLost, HandedOver, Moved, Checkpointed, RolledBack, LeavingNow,
+    Contributed, Sample, Note, Trouble, Failed,
 )  # fmt: skip
 
 

@@ -11,7 +11,10 @@ from swarm.ids import PeerId, Stage
 MAX_RECORD_BYTES = 1000
 """hivemind's DHT slows down with larger values (and breaks with many of 12 kB under one key)."""
 
-State = Literal["joining", "serving", "leaving", "left"]
+State = Literal["joining", "serving", "leaving", "left", "keeping"]
+
+NO_STAGE: Stage = -1
+"""The stage of a keeper: it serves none, and its state is always `keeping`."""
 
 
 class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +28,12 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Weight version it serves."""
     speed: float = 0.0
     """Microbatches per second of its device, measured; 0 = not measured yet."""
+    load: float = 0.0
+    """Microbatches that waited for its device or were on it, on average over the last report."""
+    state_bytes: int = 0
+    """Of weights and optimizer: what somebody who moves to its stage has to download."""
+    bandwidth_bps: float = 0.0
+    """Measured upload, bits per second; 0 = not measured."""
     max_inflight: int = 1
     device: str = "cpu"
     addresses: tuple[str, ...] = ()

@@ -11,6 +11,7 @@
     held      member → member                  FetchVector         → VectorChunk + elements
     state     joiner → member                  OpenState           → StateOpened
     chunk     joiner → member                  FetchChunk          → VectorChunk + elements
+    saved     anyone → peer, keeper       AskSaved             → Saved
     status    anyone → peer                    AskStatus           → PeerStatus
 
 Every request names the run by its hash, so that runs never mix.
@@ -259,10 +260,15 @@ class VectorChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenState(msgspec.Struct, frozen=True, kw_only=True):
-    """Take a consistent snapshot of weights and optimizer for me."""
+    """Take a consistent snapshot of weights and optimizer for me.
+
+    The answer's body: the SHA-256 of each chunk of each tensor, 32 bytes each, in order.
+    """
 
     run: str
     stage: Stage
+    version: int = -1
+    """A saved version (a checkpoint); negative: the newest, as it is now."""
 
 
 class StateTensor(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,6 +281,8 @@ class StateTensor(msgspec.Struct, frozen=True, kw_only=True):
 class StateOpened(msgspec.Struct, frozen=True, kw_only=True):
     lease: str
     version: int
+    era: int = 0
+    era_start: int = 0
     weights_digest: str
     last_go: GoWire | None
     tensors: tuple[StateTensor, ...]
@@ -286,6 +294,22 @@ class FetchChunk(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     start: int
     numel: int
+
+
+class AskSaved(msgspec.Struct, frozen=True, kw_only=True):
+    """Which checkpoints can you give out?"""
+
+    run: str
+
+
+class SavedStage(msgspec.Struct, frozen=True, kw_only=True):
+    stage: Stage
+    versions: tuple[int, ...]
+    """Ascending."""
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True):
+    stages: tuple[SavedStage, ...] = ()
 
 
 class AskStatus(msgspec.Struct, frozen=True, kw_only=True):
