@@ -25,6 +25,7 @@ import msgspec
 
 from swarm.errors import BadAnswer, Refused
 from swarm.ids import PeerId, Stage
+from swarm.policy.eras import Era
 from swarm.wire.meta import TensorMeta
 
 MAX_HEADER_BYTES = 1 << 16
@@ -109,6 +110,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     stage: Stage
+    era: Era = Era()
     version: int
     digest: str = ""
     """Of the weights of `version`; empty while it is being computed."""
@@ -153,6 +155,7 @@ class RunBrief(msgspec.Struct, frozen=True, kw_only=True):
     """The conductor's picture of the run."""
 
     run: str = ""
+    era: Era = Era()
     version: int = 0
     lacking: tuple[StepLacking, ...] = ()
     go: GoWire | None = None
@@ -170,9 +173,11 @@ class Brief(msgspec.Struct, frozen=True, kw_only=True):
     coordinator: PeerId
     number: int = 0
     """Rises with each brief of this coordinator: a late one is told from a new one."""
+    era: Era = Era()
     version: int
     """Newest version in the stage: a member behind it catches up from `sources`."""
     sources: tuple[PeerId, ...] = ()
+    """Empty: nobody in the stage has it yet, each gets it where it can."""
     digest: str = ""
     """What most members of `version` hold; empty while unknown."""
     steps: tuple[StepBrief, ...] = ()
@@ -199,6 +204,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     stage: Stage
+    era: Era = Era()
     version: int
     members: int
     steps: tuple[StepSummary, ...] = ()
@@ -281,8 +287,7 @@ class StateTensor(msgspec.Struct, frozen=True, kw_only=True):
 class StateOpened(msgspec.Struct, frozen=True, kw_only=True):
     lease: str
     version: int
-    era: int = 0
-    era_start: int = 0
+    era: Era = Era()
     weights_digest: str
     last_go: GoWire | None
     tensors: tuple[StateTensor, ...]
@@ -339,6 +344,7 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     stage: Stage
     version: int
     state: str
+    era: Era = Era()
     device: str
     done: int
     """Microbatches of the current step in its sum."""
