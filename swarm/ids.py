@@ -19,3 +19,24 @@ class Microbatch(NamedTuple):
 
     def __str__(self) -> str:
         return f"({self.t}, {self.m})"
+
+
+class Era(NamedTuple):
+    """How often a run went back, and to which version the last time; see `swarm.policy.eras`.
+
+    Ordered: the greater one holds.
+    """
+
+    number: int = 0
+    start: int = 0
+
+    def next(self, start: int) -> Era:
+        """The era that goes back to `start`."""
+        return Era(self.number + 1, start)
+
+
+class Standing(NamedTuple):
+    """How far a peer, a stage or the run is. Ordered: of two, the greater one is where all are going."""
+
+    era: Era = Era()
+    version: int = 0

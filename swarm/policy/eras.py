@@ -3,33 +3,14 @@
 Every state of a run is a function of its manifest, so going back to an earlier one is always safe and costs
 only time. What peers must agree on is *where to go on*: an era says that. Whoever brings a lost stage back
 starts one; all stages then go back to its `start`, a version that each of them can get from somewhere, and
-go on from there. The greater era wins, so two peers that start one at the same time settle it without asking.
+go on from there. The greater era holds, so two peers that start one at the same time settle it without asking.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 from swarm.ids import Stage
-
-
-class Era(NamedTuple):
-    """How often a run went back, and to which version the last time. Ordered: the greater one holds."""
-
-    number: int = 0
-    start: int = 0
-
-    def next(self, start: int) -> Era:
-        """The era that goes back to `start`."""
-        return Era(self.number + 1, start)
-
-
-class Standing(NamedTuple):
-    """How far a peer, a stage or the run is. Ordered: of two, the greater one is where all are going."""
-
-    era: Era = Era()
-    version: int = 0
 
 
 def newest_common(stages: int, saved: Mapping[Stage, Iterable[int]], *, most: int) -> int:

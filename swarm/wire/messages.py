@@ -24,8 +24,7 @@ from typing import TypeVar
 import msgspec
 
 from swarm.errors import BadAnswer, Refused
-from swarm.ids import PeerId, Stage
-from swarm.policy.eras import Era
+from swarm.ids import Era, PeerId, Stage
 from swarm.wire.meta import TensorMeta
 
 MAX_HEADER_BYTES = 1 << 16
