@@ -9,9 +9,13 @@
     watch     trainer → any stage-0 peer       Watch               → Watched (held until news)
     part      member → owner of a part         Part + contribution → PartDone + reduced part
     held      member → member                  FetchVector         → VectorChunk + elements
+    offer     leaving → mate               OfferSum             → OfferedSum
+    give      leaving → mate               GiveSum + elements   → Ack
+    take      leaving → mate               TakeSum + losses     → Ack
     state     joiner → member                  OpenState           → StateOpened
     chunk     joiner → member                  FetchChunk          → VectorChunk + elements
-    saved     anyone → peer, keeper       AskSaved             → Saved
+    close     joiner → member                  CloseState          → Ack
+    saved     anyone → peer, keeper            AskSaved            → Saved
     status    anyone → peer                    AskStatus           → PeerStatus
 
 Every request names the run by its hash, so that runs never mix.
@@ -99,6 +103,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     frozen_for: str = ""
     held: HeldWire | None = None
     failed_round: str = ""
+    fixed: bytes = b""
+    """Of `done`, what cannot be undone: it was handed over by a member that left. Empty: nothing."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,6 +225,7 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
 
 class Watched(msgspec.Struct, frozen=True, kw_only=True):
     revision: int
+    era: Era = Era()
     version: int
     brief: RunBrief
 
@@ -264,6 +271,41 @@ class VectorChunk(msgspec.Struct, frozen=True, kw_only=True):
     """Of the go, once the step was applied; negative before."""
 
 
+class OfferSum(msgspec.Struct, frozen=True, kw_only=True):
+    """I leave: will you take my sum of step `t`, with these microbatches in it?"""
+
+    run: str
+    era: Era = Era()
+    t: int
+    done: bytes
+
+
+class OfferedSum(msgspec.Struct, frozen=True, kw_only=True):
+    overlap: bytes
+    """What the mate has as well: to be undone before the sum is given."""
+
+
+class GiveSum(msgspec.Struct, frozen=True, kw_only=True):
+    """One chunk of a sum that is handed over."""
+
+    run: str
+    t: int
+    start: int
+    numel: int
+    crc: int
+    tensors: tuple[TensorMeta, ...]
+
+
+class TakeSum(msgspec.Struct, frozen=True, kw_only=True):
+    """All chunks were given: count these microbatches as yours. Body at the last stage: their losses."""
+
+    run: str
+    era: Era = Era()
+    t: int
+    done: bytes
+    digest: str
+
+
 class OpenState(msgspec.Struct, frozen=True, kw_only=True):
     """Take a consistent snapshot of weights and optimizer for me.
 
@@ -298,6 +340,13 @@ class FetchChunk(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     start: int
     numel: int
+
+
+class CloseState(msgspec.Struct, frozen=True, kw_only=True):
+    """I have what I want of this lease."""
+
+    run: str
+    lease: str
 
 
 class AskSaved(msgspec.Struct, frozen=True, kw_only=True):
