@@ -199,6 +199,13 @@ def _peer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep", type=_at_least(1), default=2, metavar="N", help="checkpoints to keep (default: %(default)s)"
     )
+    parser.add_argument(
+        "--leave-within",
+        type=_seconds,
+        default=25.0,
+        metavar="S",
+        help="seconds to finish and hand over in on Ctrl-C (default: %(default)s)",
+    )
     _network(parser, identity=True)
     _common(parser)
 
@@ -434,6 +441,16 @@ def _temperature(text: str) -> float:
         value = -1.0
     if not 0 <= value <= 100:
         raise argparse.ArgumentTypeError(f"{text!r} is not a temperature: 0 to 100")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 to 86400")
     return value
 
 

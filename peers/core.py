@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from peers.events import Event
 from peers.steps import OpenStep
 from peers.waiting import happens
 from swarm.errors import NotReady, Stale, SwarmError
-from swarm.ids import PeerId, Stage
+from swarm.ids import Era, PeerId, Stage, Standing
 from swarm.model.stage import StageCompute
 from swarm.policy.ledger import Ledger
 from swarm.policy.rounds import Go, Held
@@ -70,6 +70,7 @@ class StageCore:
         self.run, self.stage, self.me, self.compute, self.emit = run, stage, me, compute, emit
         self.kind = _kind(compute.device)
         self.device = DeviceThread(f"device of stage {stage}")
+        self.era = Era()
         self.steps: dict[int, OpenStep] = {}
         self.last_go: Go | None = None
         self.applied: Applied | None = None
@@ -87,6 +88,11 @@ class StageCore:
     def version(self) -> int:
         """Newest weight version held."""
         return self.compute.version
+
+    @property
+    def standing(self) -> Standing:
+        """How far this peer is."""
+        return Standing(self.era, self.version)
 
     @property
     def digest(self) -> str:
@@ -194,8 +200,9 @@ class StageCore:
         """Whether members of all kinds of device compare, and take, the same bits at `version`."""
         return version % (self.run.checkpoint_every or REALIGN_STEPS) == 0
 
-    async def load(self, version: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Replace the state by one of another member; whatever was summed here is dropped."""
+    async def load(self, standing: Standing, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replace the state by one of another member or a checkpoint; whatever was summed here is dropped."""
+        version = standing.version
         closed = list(self.steps.values())
         for step in closed:
             step.close()
@@ -203,11 +210,15 @@ class StageCore:
         for step in closed:
             await step.stopped()
         await self.device.run(Rank.STEP, version, self.compute.load_state, version, tensors)
-        for t in range(version, version + 2):
-            await self.device.run(Rank.STEP, t, self.compute.drop_sum, t)
-        self.applied, self.last_go = None, None
+        self.applied, self.last_go, self.era = None, None, standing.era
         await self.open_steps()
         await self.refresh_digest()
+
+    def enter(self, era: Era) -> None:
+        """A later era that starts at the version that is held: nothing is lost, and nobody goes on alone."""
+        assert era > self.era and era.start == self.version
+        self.era, self.last_go = era, None
+        self.news.urgent()
 
 
 def _kind(device: torch.device) -> str:

@@ -22,8 +22,8 @@ from peers.courier import Courier
 from peers.ports import Answer, Directory, Request, Transport
 from peers.roll import Roll
 from peers.waiting import happens
-from swarm.errors import NotNow, PeerFault, Refused, SwarmError
-from swarm.ids import PeerId, Stage
+from swarm.errors import Leaving, NotNow, PeerFault, Refused, SwarmError, short
+from swarm.ids import Era, PeerId, Stage, Standing
 from swarm.policy.bans import Bans
 from swarm.policy.ledger import everything, from_bytes, members_of, to_bytes
 from swarm.policy.rounds import (
@@ -72,6 +72,7 @@ GATHER_S = 0.1
 CALL_S = 3.0
 """Limit for one report or brief."""
 LOSSES_KEPT = 64
+MOST_ERAS = 1_000_000
 MOST_STEPS = 4
 """Steps in one report: the one that is open, one more with delayed updates, and those about to close."""
 
@@ -105,10 +106,15 @@ class Council:
         self._number = 0
         self._summaries: dict[Stage, tuple[Summary, PeerId, float]] = {}
         self._goes: dict[int, Go] = {}
+        self._era = core.era
+        """The latest that was heard of: only what belongs to it is decided upon."""
+        self._behind_since: float | None = None
         self._losses: dict[int, float] = {}
         self.whole_run = RunBrief(run=core.run.id)
         self._revision = 0
         self._revised = asyncio.Event()
+        self.leaving = False
+        """Another member is to coordinate, if there is one."""
         self.brief: Brief | None = None
         """The last brief that this peer obeyed."""
         self._reports = Courier(self._send_report)
@@ -131,7 +137,7 @@ class Council:
         if stage == self._stage:
             serving |= {p for p, (_, _, seen) in self._members.items() if now - seen < GONE_AFTER_S}
             serving.discard(self._me)
-            if self._core.joined:
+            if self._core.joined and not (self.leaving and serving):
                 serving.add(self._me)
         return min((p for p in serving if p == self._me or not self._bans.resting(p, now=now)), default=None)
 
@@ -157,6 +163,7 @@ class Council:
     def _speak(self) -> None:
         if not self._core.joined and not self._core.steps:
             return
+        self._enter(self._core.era)
         chief = self.coordinator(self._stage)
         if chief is None:
             return
@@ -175,13 +182,16 @@ class Council:
         steps, losses = [], []
         for t in sorted(core.steps):
             step = core.steps[t]
-            done = step.ledger.done
+            done, doing, fixed = step.ledger.done, step.ledger.doing, step.ledger.fixed
+            if step.handing:  # on its way to a mate: in no sum, but not to be run again
+                done, doing, fixed = 0, done | doing, 0
             held = step.held
             steps.append(
                 StepReport(
                     t=t,
                     done=to_bytes(done, m),
-                    doing=to_bytes(step.ledger.doing & ~done, m),
+                    doing=to_bytes(doing & ~done, m),
+                    fixed=to_bytes(fixed, m) if fixed else b"",
                     frozen_for=step.ledger.frozen_for or "",
                     held=None
                     if held is None
@@ -190,12 +200,11 @@ class Council:
                 )
             )
             if core.is_last:
-                # A sum that is lost takes what is kept with it, on the device thread, at any moment.
-                kept = [step.kept.get(i) for i in members_of(done)]
-                losses.append([0.0 if one is None else one.answer.loss for one in kept])
+                losses.append([step.loss_of(i) for i in members_of(done)])
         report = Report(
             run=self._run.id,
             stage=self._stage,
+            era=core.era,
             version=core.version,
             digest=core.digest,
             kind=core.kind,
@@ -215,9 +224,10 @@ class Council:
             self._bans.failed(chief, now=time.monotonic())
             self._core.news.urgent()
             return
-        except Refused:
+        except (Refused, Leaving):
             # It will not hear us, whoever is wrong: let the next one coordinate us meanwhile.
             self._bans.failed(chief, now=time.monotonic())
+            self._core.news.some()
             return
         except SwarmError:
             return
@@ -229,6 +239,7 @@ class Council:
         if last is not None and last.coordinator == brief.coordinator and brief.number < last.number:
             return  # overtaken by a newer one
         self.brief = brief
+        self._enter(brief.era)
         if self._stage == 0 and brief.coordinator != self._me:
             self._set_whole_run(brief.whole_run)
         self._obey(brief)
@@ -253,6 +264,8 @@ class Council:
             )
         if not self._core.joined:
             raise NotNow("this peer has not joined yet")
+        if self.leaving:
+            raise Leaving("this peer is leaving: let another coordinate the stage")
         await self._roll.require(request.peer, self._stage)
         check_report(report, self._run)
         rows = []
@@ -263,14 +276,28 @@ class Council:
             raise Refused(f"losses of {given} bytes do not fit the ledgers: {rows[:8]} were due")
         body = await request.accept()
         losses = [list(struct.unpack(f"<{len(row) // 8}d", row)) for row in body]
+        self._check_ahead(request.peer, report)
         self._bans.answered(request.peer)
         self._members[request.peer] = (report, losses, time.monotonic())
+        self._enter(report.era)
         if self.coordinator(self._stage) != self._me:
             if self.brief is None:
                 raise NotNow("another peer coordinates this stage")
             return Answer(pack(self.brief))
         self._lead()
         return Answer(pack(self._numbered(self._brief_for(request.peer))))
+
+    def _check_ahead(self, peer: PeerId, report: Report) -> None:
+        """Stages step together: nobody is two versions ahead of the rest, unless this peer slept.
+
+        Then the conductor will say so within a second, and the member, which repeats itself, is believed.
+        """
+        known = max(self._core.version, self.whole_run.version)
+        if self._run.S > 1 and report.era == self._era and report.version > known + 1:
+            raise NotNow(
+                f"peer {short(peer)} says that it is at version {report.version}; the run is at {known}",
+                retry_after_s=REFRESH_S,
+            )
 
     def _lead(self) -> None:
         """Decide for the stage, tell the members whose brief changed, and tell the conductor."""
@@ -280,8 +307,9 @@ class Council:
         own_report, own_losses = self._report()
         self._members[self._me] = (own_report, own_losses, now)
         for report, _, _ in self._members.values():
-            self._learn_go(report.last_go)
+            self._learn_go(report.last_go, report.era)
         self._decide()
+        self._look_behind(now)
         chief = self.coordinator(0)
         summary = self._summary()
         if chief == self._me:
@@ -291,6 +319,27 @@ class Council:
             self._summary_out.post(chief, summary)
         for peer in self._members:
             self._tell(peer)
+
+    def _look_behind(self, now: float) -> None:
+        """Whether the run has gone on without this stage: nobody here has what the others have taken."""
+        newest = self._newest_version()
+        behind = self.whole_run.era == self._era and self.whole_run.version > newest
+        if behind and not any(view.held for view in self._member_steps(newest)):
+            self._behind_since = self._behind_since or now
+        else:
+            self._behind_since = None
+
+    @property
+    def run_standing(self) -> Standing:
+        """How far the run is, as far as the conductor told."""
+        return Standing(self.whole_run.era, self.whole_run.version)
+
+    @property
+    def behind_s(self) -> float:
+        """For how long this stage, which this peer coordinates, has been unable to follow the run."""
+        if self._behind_since is None or self.coordinator(self._stage) != self._me:
+            return 0.0
+        return time.monotonic() - self._behind_since
 
     def _tell(self, peer: PeerId) -> None:
         """Send `peer` its brief if it differs from the last one."""
@@ -305,8 +354,13 @@ class Council:
         self._number += 1
         return msgspec.structs.replace(brief, number=self._number)
 
+    def _present(self) -> dict[PeerId, Report]:
+        """Of the members that are in the present era. The others have to go back first."""
+        return {p: report for p, (report, _, _) in self._members.items() if report.era == self._era}
+
     def _newest_version(self) -> int:
-        return max(report.version for report, _, _ in self._members.values())
+        """Of the stage. An era that nobody of it has entered yet begins at its start."""
+        return max((report.version for report in self._present().values()), default=self._era.start)
 
     def _open(self) -> list[int]:
         ahead = 1 if self._run.delayed_updates else 0
@@ -315,7 +369,7 @@ class Council:
 
     def _member_steps(self, t: int) -> list[MemberStep]:
         views = []
-        for peer, (report, _, _) in self._members.items():
+        for peer, report in self._present().items():
             for step in report.steps:
                 if step.t == t:
                     held = step.held
@@ -324,6 +378,7 @@ class Council:
                             peer=peer,
                             done=from_bytes(step.done, self._run.M),
                             doing=from_bytes(step.doing, self._run.M),
+                            fixed=from_bytes(step.fixed, self._run.M) if step.fixed else 0,
                             frozen_for=step.frozen_for,
                             held=None if held is None else Held(held.round, held.sqnorm, held.digest),
                             failed_round=step.failed_round,
@@ -364,7 +419,7 @@ class Council:
 
     def _brief_for(self, peer: PeerId) -> Brief:
         newest = self._newest_version()
-        at_newest = {p: r for p, (r, _, _) in self._members.items() if r.version == newest}
+        at_newest = {p: r for p, r in self._present().items() if r.version == newest}
         # Different kinds of device differ in last bits; every so often the stage takes the majority's bits.
         kind = self._members[peer][0].kind
         alike = {p: r for p, r in at_newest.items() if r.kind == kind or self._core.realigns(newest)}
@@ -393,6 +448,7 @@ class Council:
             run=self._run.id,
             stage=self._stage,
             coordinator=self._me,
+            era=self._era,
             version=newest,
             sources=tuple(sources[:64]),
             digest=digest,
@@ -433,6 +489,7 @@ class Council:
         return Summary(
             run=self._run.id,
             stage=self._stage,
+            era=self._era,
             version=self._newest_version(),
             members=len(self._members),
             steps=tuple(steps),
@@ -462,7 +519,8 @@ class Council:
 
     def _hear_run(self, whole_run: RunBrief) -> None:
         known = self._newest_go()
-        self._learn_go(whole_run.go)
+        self._enter(whole_run.era)
+        self._learn_go(whole_run.go, whole_run.era)
         if whole_run != self.whole_run:
             self._set_whole_run(whole_run)
         if self._newest_go() != known and self.coordinator(self._stage) == self._me:
@@ -478,6 +536,7 @@ class Council:
             await self._roll.require(request.peer, summary.stage)
             check_summary(summary, self._run)
             self._summaries[summary.stage] = (summary, request.peer, time.monotonic())
+            self._enter(summary.era)
             self._conduct()
         return Answer(pack(self.whole_run))
 
@@ -486,12 +545,12 @@ class Council:
         now = time.monotonic()
         for stage in [s for s, (_, _, seen) in self._summaries.items() if now - seen > GONE_AFTER_S]:
             del self._summaries[stage]
-        if not self._summaries:
+        summaries = {s: said for s, (said, _, _) in self._summaries.items() if said.era == self._era}
+        if not summaries:
             return
-        summaries = {s: summary for s, (summary, _, _) in self._summaries.items()}
         version = max(s.version for s in summaries.values())
         for summary in summaries.values():
-            self._learn_go(summary.last_go)
+            self._learn_go(summary.last_go, summary.era)
             for step in summary.steps:
                 if step.loss is not None:
                     self._losses.setdefault(step.t, step.loss)
@@ -513,6 +572,7 @@ class Council:
             del self._losses[min(self._losses)]
         whole_run = RunBrief(
             run=self._run.id,
+            era=self._era,
             version=version,
             lacking=tuple(lacking),
             go=_go_wire(self._newest_go()),
@@ -538,17 +598,30 @@ class Council:
         with contextlib.suppress(SwarmError):  # it asks again with its next summary
             await self._transport.call(peer, "run", pack(whole_run), deadline_s=CALL_S)
 
-    def _learn_go(self, wire: GoWire | None) -> None:
+    def _enter(self, era: Era) -> None:
+        """Nothing of an earlier era is decided any more: its goes would let one stage run ahead."""
+        if era > self._era:
+            self._era = era
+            self._goes.clear()
+            self._plans.clear()
+            self._decisions.clear()
+            self._core.news.urgent()
+
+    def _learn_go(self, wire: GoWire | None, era: Era) -> None:
+        if era != self._era:
+            return
         # A go is for a step that all stages have the weights for. One that ours has not is a lie, or we are
         # behind, and it is told again. Kept, it would hide all true ones that come after, for good.
-        newest = max((report.version for report, _, _ in self._members.values()), default=0)
+        newest = max((report.version for report in self._present().values()), default=0)
         if wire is not None and wire.t not in self._goes and wire.t <= max(newest, self._core.version):
             self._goes[wire.t] = Go(wire.t, wire.total_sqnorm)
             for t in [t for t in self._goes if t < wire.t - 4]:
                 del self._goes[t]
 
     def _newest_go(self) -> Go | None:
-        return self._goes[max(self._goes)] if self._goes else self._core.last_go
+        if self._goes:
+            return self._goes[max(self._goes)]
+        return self._core.last_go if self._core.era == self._era else None
 
     # -- for trainers -----------------------------------------------------------------------------
 
@@ -568,20 +641,22 @@ class Council:
             raise Refused(f"this peer serves run {self._run.id}, not {watch.run[:40]!r}")
         if watch.seen == self._revision and watch.seen >= 0:
             await happens(self._revised, REFRESH_S)
-        version = max(self.whole_run.version, self._core.version if self._core.joined else 0)
-        return Answer(pack(Watched(revision=self._revision, version=version, brief=self.whole_run)))
+        far = self.run_standing
+        if self._core.joined:
+            far = max(far, self._core.standing)
+        watched = Watched(revision=self._revision, era=far.era, version=far.version, brief=self.whole_run)
+        return Answer(pack(watched))
 
 
 def check_report(report: Report, run: Run) -> None:
     """Refuse what no member can honestly say: it would break the coordinator's arithmetic."""
-    if not 0 <= report.version <= run.steps:
-        raise Refused(f"a report of version {report.version} of a run of {run.steps} steps")
+    check_standing(report.era, report.version, run, what="a report")
     if not 0.0 <= report.bandwidth_bps < math.inf:
         raise Refused(f"an impossible bandwidth, {report.bandwidth_bps} bit/s")
     _check_steps([step.t for step in report.steps], run)
     _check_go(report.last_go, run)
     for step in report.steps:
-        for ledger in (step.done, step.doing):
+        for ledger in (step.done, step.doing, *((step.fixed,) if step.fixed else ())):
             _check_bitmap(ledger, run)
         if step.held is not None:
             _check_sqnorm(step.held.sqnorm)
@@ -589,14 +664,23 @@ def check_report(report: Report, run: Run) -> None:
 
 def check_summary(summary: Summary, run: Run) -> None:
     """Refuse what no coordinator can honestly say: it would break the conductor's arithmetic."""
-    if not 0 <= summary.version <= run.steps:
-        raise Refused(f"a summary of version {summary.version} of a run of {run.steps} steps")
+    check_standing(summary.era, summary.version, run, what="a summary")
     _check_steps([step.t for step in summary.steps], run)
     _check_go(summary.last_go, run)
     for step in summary.steps:
         for bitmap in (step.lacking, step.unclaimed):
             _check_bitmap(bitmap, run)
         _check_sqnorm(step.sqnorm)
+
+
+def check_standing(era: Era, version: int, run: Run, *, what: str) -> None:
+    """Refuse what no peer of the run can be at."""
+    if not (0 <= era.number <= MOST_ERAS and 0 <= era.start <= run.steps):
+        raise Refused(f"an impossible era: {era.number} of at most {MOST_ERAS}, from version {era.start}")
+    if not 0 <= version <= run.steps:
+        raise Refused(f"{what} of version {version} of a run of {run.steps} steps")
+    if version < era.start:
+        raise Refused(f"{what} of version {version} in an era that starts at version {era.start}")
 
 
 def _check_steps(steps: Sequence[int], run: Run) -> None:

@@ -39,6 +39,10 @@ class DeviceThread:
         self._started = False
         self.busy_s = 0.0
         """Seconds of work done."""
+        self._queued = 0
+        self._queued_s = 0.0
+        self._looked_at = self._changed_at = time.monotonic()
+        self._lock = threading.Lock()
 
     def start(self) -> None:
         self._started = True
@@ -49,6 +53,19 @@ class DeviceThread:
         if self._started:
             self._jobs.put((-1, 0, 0, None))
             self._thread.join()
+
+    def mean_queue(self) -> float:
+        """Jobs that waited or ran, on average since this was last asked."""
+        with self._lock:
+            self._count(0)
+            now, since = self._changed_at, self._looked_at
+            queued_s, self._queued_s, self._looked_at = self._queued_s, 0.0, now
+        return queued_s / (now - since) if now > since else float(self._queued)
+
+    def _count(self, change: int) -> None:
+        now = time.monotonic()
+        self._queued_s += self._queued * (now - self._changed_at)
+        self._queued, self._changed_at = self._queued + change, now
 
     async def run(self, rank: Rank, t: int, job: Callable[..., T], *args: Any) -> T:
         """The result of `job(*args)`, computed on the device thread."""
@@ -73,6 +90,8 @@ class DeviceThread:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(deliver, value, error)
 
+        with self._lock:
+            self._count(1)
         self._jobs.put((rank, t, next(self._order), work))
         return await result
 
@@ -84,3 +103,5 @@ class DeviceThread:
             began = time.perf_counter()
             work()
             self.busy_s += time.perf_counter() - began
+            with self._lock:
+                self._count(-1)

@@ -65,6 +65,7 @@ class PeerOptions(NetworkOptions):
     max_inflight: Literal["auto"] | int = "auto"
     checkpoint_dir: Path | None = None
     keep: int = 2
+    leave_within: float = 25.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +143,9 @@ class Peer:
                 )
             )
             run = await _manifest(node, options.run)
-            stage = await self._choose_stage(node, run)
-            compute = await asyncio.to_thread(self._build, run, stage, name)
-            await self._serve(node, run, stage, compute, name)
+            stage: Stage | None = await self._choose_stage(node, run)
+            while stage is not None:
+                stage = await self._serve(node, run, stage, name)
 
     async def leave(self) -> None:
         self._left.set()
@@ -172,10 +173,12 @@ class Peer:
 
         return StageCompute(run, stage, device, recompute=self._options.recompute)
 
-    async def _serve(self, node: Node, run: Run, stage: Stage, compute: StageCompute, device: str) -> None:
+    async def _serve(self, node: Node, run: Run, stage: Stage, device: str) -> Stage | None:
+        """Serve a stage; the one to serve next, if others need this device more."""
         from peers.stage import Checkpoints, StagePeer, StageSettings
 
         options = self._options
+        compute = await asyncio.to_thread(self._build, run, stage, device)
         checkpoints = None
         if options.checkpoint_dir is not None:
             checkpoints = Checkpoints(folder=options.checkpoint_dir, keep=options.keep)
@@ -184,7 +187,8 @@ class Peer:
             max_inflight = await asyncio.to_thread(_room, compute, device)
         settings = StageSettings(
             max_inflight=max_inflight, device_name=device, addresses=node.addresses,
-            checkpoints=checkpoints, joined_at=time.time(),
+            checkpoints=checkpoints, joined_at=time.time(), movable=options.stage == "auto",
+            leave_within_s=options.leave_within,
         )  # fmt: skip
         peer = self._stage_peer = StagePeer(
             run, stage, compute, node.transport, node.directory, settings, self._emit
@@ -193,6 +197,8 @@ class Peer:
         if self._left.is_set():
             peer.leave()
         await peer.run()
+        self._stage_peer = None
+        return None if self._left.is_set() else peer.moving_to
 
 
 def _room(compute: StageCompute, device: str) -> int:

@@ -1,7 +1,7 @@
 """A stage peer: serve, accumulate, average, step.
 
     joins        takes the state of its stage from a mate, or starts at version 0
-    serves       microbatches (`peers.work`) and those who missed something (`peers.sync`)
+    serves       microbatches (`peers.work`) and those who missed something (`peers.state_server`)
     reports      its ledger (`peers.council`), and does what the briefs say: `_obey`
     leaves       finishes what is in flight, withdraws
 
@@ -19,22 +19,28 @@ from pathlib import Path
 import torch
 
 from peers import events
+from peers.catchup import CatchUp
 from peers.core import StageCore
-from peers.council import Council
+from peers.council import Council, check_standing
 from peers.device_thread import Rank
 from peers.disk import checkpoint
+from peers.disk.shelf import Shelf
 from peers.downstream import NextStage
 from peers.faultpoints import fault_point
+from peers.handover import HandOver
 from peers.ports import Answer, Directory, Request, Transport
 from peers.reduce import AllReduce, RoundVoid
 from peers.roll import Roll
+from peers.state_server import StateServer
 from peers.steps import OpenStep, audit
-from peers.sync import StateServer, download_state, fetch_gradient
+from peers.sync import fetch_gradient
+from peers.waiting import happens
 from peers.work import WorkDesk
-from swarm.errors import PeerFault, Refused, SetupError, SwarmError, short
-from swarm.ids import Microbatch, PeerId, Stage
+from swarm.errors import PeerFault, Refused, SetupError, SwarmError
+from swarm.ids import Microbatch, PeerId, Stage, Standing
 from swarm.model.stage import StageCompute, SumLost
 from swarm.policy.ledger import from_bytes, members_of
+from swarm.policy.rebalance import Move, rebalance
 from swarm.policy.rounds import Go, Plan, check_plan
 from swarm.policy.router import Router
 from swarm.records import PeerRecord
@@ -54,6 +60,12 @@ from swarm.wire.messages import (
 ANNOUNCE_S = 5.0
 """A record lives a few times longer than this in the DHT."""
 RETRY_JOIN_S = 0.5
+LOST_S = 6.0
+"""A stage without anybody who has its weights is taken for lost after this: mates may be cut off shortly."""
+LOOK_S = 1.0
+BOUNDARY_S = 10.0
+"""A peer that moves goes without a step boundary after this: perhaps the run waits for its coming."""
+MOST_WORDS = 400
 ASK_S = 3.0
 MOST_ASKED = 16
 """Peers that a joiner asks how far they are, its mates first."""
@@ -77,6 +89,10 @@ class StageSettings:
     device_name: str = "cpu"
     addresses: tuple[str, ...] = ()
     checkpoints: Checkpoints | None = None
+    movable: bool = False
+    """It may be sent to another stage that needs it more."""
+    leave_within_s: float = 25.0
+    """Finishing and handing over may take this long; a cloud's notice is 30 s."""
     joined_at: float = field(default_factory=time.time)
 
 
@@ -105,17 +121,25 @@ class StagePeer:
         self.all_reduce = AllReduce(
             run.id, transport.peer_id, transport, run.codec.reduce, compute.sum_dtype, compute.settle
         )
+        checkpoints = settings.checkpoints
+        self.shelf = Shelf(run, stage, None if checkpoints is None else checkpoints.folder)
         self.council = Council(
             self.core, transport, directory, roll, self.router.bans,
             obey=self._obey, bandwidth=lambda: self.all_reduce.bandwidth_bps,
         )  # fmt: skip
-        StateServer(self.core, transport)
+        self._catchup = CatchUp(self.core, transport, directory, self.shelf, self.router.bans, emit)
+        self._handover = HandOver(self.core, transport, directory, roll, self._undo)
+        self._states = StateServer(self.core, transport, self.shelf)
         transport.serve("status", self._serve_status)
         self._leaving = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._catching_up = False
         self._state = "joining"
         self._failure: SetupError | None = None
+        self._stepped = asyncio.Event()
+        self._decided = ""
+        self.moving_to: Stage | None = None
+        """The stage that this device serves next, once `run` has returned."""
         self._first_version = 0
 
     # -- life -------------------------------------------------------------------------------------
@@ -140,7 +164,10 @@ class StagePeer:
                     device=self._settings.device_name, max_inflight=self.desk.max_inflight,
                 )
             )  # fmt: skip
-            loops += [asyncio.create_task(self.council.run()), asyncio.create_task(self._announce_often())]
+            often = [self.council.run(), self._announce_often(), self._bring_back_often()]
+            if self._run.rebalance_every_s:
+                often.append(self._rebalance_often())
+            loops += [asyncio.create_task(loop) for loop in often]
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # a bug in a loop ends the peer, with its traceback
@@ -148,13 +175,16 @@ class StagePeer:
             await self._announce()
             if self._failure is not None:
                 raise self._failure
-            await self.desk.drain()
+            until = time.monotonic() + self._settings.leave_within_s
+            await self.desk.drain(limit_s=self._settings.leave_within_s / 2)
+            await self._handover.give_all(limit_s=until - time.monotonic())
             self._emit(
                 events.Contributed(
                     microbatches=self.core.computed, steps=max(0, self.core.version - self._first_version)
                 )
             )
         finally:
+            self.core.joined = False
             self._state = "left"  # a brief that still comes must not start what nobody would end
             for task in [*loops, *self._tasks]:
                 task.cancel()
@@ -166,7 +196,7 @@ class StagePeer:
 
     def leave(self) -> None:
         """Finish what is in flight, then end `run`."""
-        self.desk.leaving = True
+        self.desk.leaving = self.council.leaving = True
         self._leaving.set()
 
     async def _announce(self) -> None:
@@ -174,7 +204,9 @@ class StagePeer:
         speed = core.computed / core.device.busy_s if core.device.busy_s > 0 else 0.0
         record = PeerRecord(
             peer=core.me, run=self._run.id, stage=self.stage, state=self._state, version=core.version,  # type: ignore[arg-type]
-            speed=speed, max_inflight=self.desk.max_inflight, device=self._settings.device_name,
+            speed=speed, load=core.device.mean_queue(), state_bytes=core.compute.state_bytes,
+            bandwidth_bps=self.all_reduce.bandwidth_bps, movable=self._settings.movable,
+            max_inflight=self.desk.max_inflight, device=self._settings.device_name,
             addresses=self._settings.addresses, since=self._settings.joined_at,
         )  # fmt: skip
         await self._directory.announce(record)
@@ -190,37 +222,35 @@ class StagePeer:
     def peer_gone(self, peer: PeerId) -> None:
         """The transport noticed that the connection to `peer` broke."""
         self.council.lost(peer)
+        self.state_server.desk.gone(peer)
+        self._states.desk.gone(peer)
 
     # -- joining ----------------------------------------------------------------------------------
 
     async def _join(self) -> None:
-        """Get the weights of the stage: from a mate, from a checkpoint, or version 0 from the seed."""
+        """Get the weights of the stage: from mates, from a checkpoint, or version 0 from the seed."""
         core = self.core
-        self._resume()
-        complained = False
+        lost_since: float | None = None
+        await self._resume()
         while True:
             records = await self._directory.refresh()
             others = [r for r in records if r.peer != core.me and r.state in ("serving", "joining")]
-            told = await self._ask_versions(others)
+            told = await self._ask_standings(others)
             mates = [
                 r.peer for r in others if r.stage == self.stage and r.state == "serving" and r.peer in told
             ]
-            newest_mate = max((told[peer] for peer in mates), default=-1)
-            newest = max((told.get(r.peer, r.version) for r in others), default=0)
-            if mates and newest_mate > core.version:
-                if await self._download(mates):
+            newest_mate = max((told[peer] for peer in mates), default=Standing(version=-1))
+            run = max(told.values(), default=Standing())
+            if mates and newest_mate > core.standing:
+                if await self._catchup.download(mates):
                     break
-            elif mates or newest <= core.version + 1:
+            elif mates or run <= core.standing:
                 break  # a brief will bring us the rest, if anything happened meanwhile
-            elif not complained:
-                complained = True
-                self._emit(
-                    events.Note(
-                        text=f"stage {self.stage} has no other member and the run is at version {newest}: "
-                        "its weights are lost unless a peer of this stage comes back, or this one is given "
-                        "--checkpoint-dir with a checkpoint of that version"
-                    )
-                )
+            elif lost_since is None:
+                lost_since = time.monotonic()
+                self._emit(events.StageLost(stage=self.stage, version=run.version))
+            elif time.monotonic() - lost_since > LOST_S and await self._catchup.bring_back(run):
+                break
             await asyncio.sleep(RETRY_JOIN_S)
         await core.open_steps()
         self._first_version = core.version
@@ -228,69 +258,33 @@ class StagePeer:
         await core.refresh_digest()
         await core.open_steps()
 
-    async def _ask_versions(self, records: Sequence[PeerRecord]) -> dict[PeerId, int]:
+    async def _ask_standings(self, records: Sequence[PeerRecord]) -> dict[PeerId, Standing]:
         """How far those peers are, if they answer: records lag behind, and outlive who they speak of."""
         question = pack(AskStatus(run=self._run.id))
 
-        async def ask(peer: PeerId) -> int | None:
+        async def ask(peer: PeerId) -> Standing | None:
             try:
                 answer = await self._transport.call(peer, "status", question, deadline_s=ASK_S)
-                return unpack_answer(peer, answer.header, PeerStatus).version
+                status = unpack_answer(peer, answer.header, PeerStatus)
+                check_standing(status.era, status.version, self._run, what="a status")
             except SwarmError:
                 return None
+            return Standing(status.era, status.version)
 
         asked = sorted(records, key=lambda r: (r.stage != self.stage, -r.version, r.peer))[:MOST_ASKED]
         answers = await asyncio.gather(*(ask(record.peer) for record in asked))
-        return {r.peer: version for r, version in zip(asked, answers, strict=True) if version is not None}
+        return {r.peer: how_far for r, how_far in zip(asked, answers, strict=True) if how_far is not None}
 
-    def _resume(self) -> None:
+    async def _resume(self) -> None:
         """Load the newest checkpoint that all stages have in our folder."""
         saved = self._settings.checkpoints
         if saved is None:
             return
-        step = checkpoint.newest_common_step(saved.folder, self._run)
+        step = await asyncio.to_thread(checkpoint.newest_common_step, saved.folder, self._run)
         if step is not None and step > self.core.version:
-            tensors, _ = checkpoint.load(saved.folder, self._run, self.stage, step)
-            self.core.compute.load_state(step, tensors)
+            tensors, _ = await asyncio.to_thread(checkpoint.load, saved.folder, self._run, self.stage, step)
+            await self.core.load(Standing(self.core.era, step), tensors)
             self._emit(events.Note(text=f"stage {self.stage} resumes from the checkpoint of version {step}"))
-
-    async def _download(self, sources: list[PeerId]) -> bool:
-        """Take the state of one of `sources`; False if none of them could give it."""
-        shown_at = time.monotonic()
-
-        def progress(done: int, total: int) -> None:
-            nonlocal shown_at
-            if time.monotonic() - shown_at > 2:
-                shown_at = time.monotonic()
-                sizes = f"{done / 2**20:.0f} of {total / 2**20:.0f} MB"
-                self._emit(events.Note(text=f"downloading stage {self.stage}: {sizes}"))
-
-        for source in sources:
-            if self.router.bans.resting(source, now=time.monotonic()):
-                continue
-            began = time.monotonic()
-            try:
-                own = self.core.compute.state()
-                opened, tensors = await download_state(
-                    self._run, self.stage, own, self._transport, source, progress=progress
-                )
-                await self.core.load(opened.version, tensors)
-            except PeerFault as fault:
-                self.router.failed(source, now=time.monotonic())
-                self._emit(events.PeerLost(peer=source, stage=self.stage, why=fault.text))
-            except SwarmError as refused:
-                self._emit(events.Note(text=f"peer {short(source)} gives no state: {refused.text}"))
-            else:
-                if opened.last_go is not None:
-                    self.core.last_go = Go(opened.last_go.t, opened.last_go.total_sqnorm)
-                self._emit(
-                    events.StateFetched(
-                        stage=self.stage, version=opened.version, source=source,
-                        bytes=sum(t.nbytes for t in tensors.values()), seconds=time.monotonic() - began,
-                    )
-                )  # fmt: skip
-                return True
-        return False
 
     # -- obeying ----------------------------------------------------------------------------------
 
@@ -299,24 +293,27 @@ class StagePeer:
         core = self.core
         if self._catching_up or self._state == "left":
             return
-        if brief.go is not None and brief.go.t == core.version:
+        same_era = brief.era == core.era
+        if same_era and brief.go is not None and brief.go.t == core.version:
             step = core.steps.get(core.version)
             if step is not None and step.held is not None and not step.over:
                 self._catching_up = True
                 self._spawn(self._take_step(Go(brief.go.t, brief.go.total_sqnorm)))
                 return
-        if brief.version > core.version or (
-            brief.version == core.version and brief.digest and core.digest and brief.digest != core.digest
-        ):
+        theirs = Standing(brief.era, brief.version)
+        differs = brief.digest and core.digest and brief.digest != core.digest
+        if theirs > core.standing or (theirs == core.standing and differs):
             self._catching_up = True
             self._spawn(self._catch_up(brief))
             return
-        for wanted in brief.steps:
+        for wanted in brief.steps if same_era else ():
             step = core.steps.get(wanted.t)
             if step is not None and not step.over:
                 self._obey_step(step, wanted)
 
     def _obey_step(self, step: OpenStep, wanted: StepBrief) -> None:
+        if step.handing:
+            return
         if wanted.adopt is not None:
             if step.held is None or step.held.round != wanted.adopt.round:
                 sources = [p for p in wanted.adopt.sources if p != self.core.me]
@@ -334,7 +331,7 @@ class StagePeer:
             if step.ledger.frozen_for is not None:
                 self._start(step, "thaw", self._thaw(step))
             elif wanted.undo and any(wanted.undo):
-                self._start(step, "undo", self._undo(step, wanted.undo))
+                self._start(step, "undo", self._undo_told(step, wanted.undo))
 
     def _start(self, step: OpenStep, kind: str, work: Awaitable[None]) -> None:
         """Run `work` unless the same kind of work already runs for this step."""
@@ -378,8 +375,8 @@ class StagePeer:
         plan = Plan(wire.round, wire.number, wire.members, ledgers, wire.parts)
 
         def freeze() -> tuple[str | None, torch.Tensor | None]:
-            if step.over:
-                return "the step is over", None
+            if step.over or step.handing:
+                return "the step is over" if step.over else "it leaves, and hands over its sum", None
             why = check_plan(
                 plan, run=self._run.id, stage=self.stage, t=step.t, microbatches=m,
                 numel=core.compute.numel, me=core.me, done=step.ledger.done,
@@ -431,25 +428,33 @@ class StagePeer:
                     step.reduced, step.held = reduced, held
                 return
 
-    async def _undo(self, step: OpenStep, bitmap: bytes) -> None:
-        """Take duplicates out of our sum: run their backward again and subtract."""
-        core = self.core
+    async def _undo_told(self, step: OpenStep, bitmap: bytes) -> None:
         try:
             twice = from_bytes(bitmap, self._run.M)
         except ValueError as error:
             raise Refused(f"an impossible undo: {error}") from None
+        await self._undo(step, twice)
+
+    async def _undo(self, step: OpenStep, twice: int) -> None:
+        """Take duplicates out of our sum: run their backward again and subtract."""
+        core = self.core
 
         def subtract() -> int:
             count = 0
             if step.over or step.ledger.frozen_for is not None:
+                return 0
+            if twice & step.ledger.fixed:
+                # It came with the sum of a member that left, and cannot be told apart any more.
+                step.drop()
+                core.compute.drop_sum(step.t)
+                core.compute.begin(step.t)
                 return 0
             for m in members_of(twice & step.ledger.done):
                 kept = step.kept[m]
                 try:
                     core.compute.subtract(Microbatch(step.t, m), kept.inputs, kept.grad_out)
                 except SumLost:
-                    step.ledger.clear()
-                    step.kept.clear()
+                    step.drop()
                     raise
                 step.ledger.remove(m)
                 del step.kept[m]
@@ -469,6 +474,7 @@ class StagePeer:
             mine = step.ledger.done.bit_count() if step is not None else 0
             audited = step.audited if step is not None else None
             await self.core.apply(go)
+            self._stepped.set()
             self._emit(
                 events.Stepped(
                     stage=self.stage, t=go.t, microbatches=mine,
@@ -499,36 +505,52 @@ class StagePeer:
             self._emit(events.Checkpointed(stage=self.stage, step=version, path=str(saved.folder)))
 
     async def _catch_up(self, brief: Brief) -> None:
-        """We missed a step: take its gradient from a mate; if that is not to be had, the whole state."""
-        core = self.core
-        sources = [p for p in brief.sources if p != core.me]
+        """We missed steps, or the run went back."""
         try:
-            if brief.version == core.version + 1 and core.version in core.steps:
-                for source in sources:
-                    if await self._catch_up_one(source):
-                        return
-            await self._download(sources)
+            if not await self._catchup.to(brief):
+                await asyncio.sleep(RETRY_JOIN_S)
         finally:
             self._catching_up = False
 
-    async def _catch_up_one(self, source: PeerId) -> bool:
-        core = self.core
-        step = core.steps[core.version]
-        try:
-            reduced, held, go = await fetch_gradient(core, self._transport, source, step.t, "")
-        except SwarmError:
-            return False
-        if go is None:
-            return False
-        await core.device.run(Rank.STEP, step.t, step.ledger.freeze, held.round)
-        step.reduced, step.held, step.audited = reduced, held, None
-        await core.apply(go)
-        self._emit(
-            events.Note(
-                text=f"stage {self.stage}: step {go.t} taken with the gradient of peer {short(source)}"
+    async def _bring_back_often(self) -> None:
+        """When nobody of the stage has what the run needs, and this peer speaks for it: see to that."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self.council.behind_s > LOST_S and not self._catching_up:
+                self._catching_up = True
+                try:
+                    await self._bring_back(self.council.run_standing)
+                finally:
+                    self._catching_up = False
+
+    async def _rebalance_often(self) -> None:
+        """Decide who moves, as everybody does from the same records; go if it is this peer."""
+        period_s = self._run.rebalance_every_s
+        while not self._leaving.is_set():
+            now_s = time.time()
+            middle_s = (now_s // period_s + 0.5) * period_s
+            await asyncio.sleep(middle_s - now_s + (period_s if middle_s <= now_s else 0))
+            await self._directory.refresh()
+            decision = rebalance(
+                self._directory.peers(), stages=self._run.S, period_s=period_s, now_s=time.time()
             )
-        )
-        return True
+            self._decided = decision.why
+            if isinstance(decision, Move) and decision.peer == self.core.me and self._settings.movable:
+                self._emit(events.Moved(stage=self.stage, to_stage=decision.to_stage, why=decision.why))
+                await self._move(decision.to_stage)
+
+    async def _move(self, to_stage: Stage) -> None:
+        """Leave for another stage after the next step: until then our sum is part of this one's."""
+        self._stepped.clear()
+        await happens(self._stepped, BOUNDARY_S)
+        self.moving_to = to_stage
+        self.leave()
+
+    async def _bring_back(self, run: Standing) -> None:
+        self._emit(events.StageLost(stage=self.stage, version=run.version))
+        if not await self._catchup.bring_back(run):
+            text = f"stage {self.stage} could not be brought back yet; trying again"
+            self._emit(events.Trouble(text=text))
 
     # -- status -----------------------------------------------------------------------------------
 
@@ -546,13 +568,14 @@ class StagePeer:
         ]
         links = tuple(sorted(traffic, key=lambda link: (-link.bytes_in - link.bytes_out, link.peer)))
         status = PeerStatus(
-            peer=core.me, stage=self.stage, version=core.version, state=self._state,
+            peer=core.me, stage=self.stage, era=core.era, version=core.version, state=self._state,
             device=self._settings.device_name, done=step.ledger.done.bit_count() if step else 0,
             inflight=self.desk.inflight, max_inflight=self.desk.max_inflight,
             speed=core.computed / core.device.busy_s if core.device.busy_s else 0.0, computed=core.computed,
             coordinator=self.council.coordinator(self.stage) or "", audit=core.audit,
             since=self._settings.joined_at, loss=losses[-1][1] if losses else None,
             bytes_in=sum(received.values()), bytes_out=sum(sent.values()), links=links[:MOST_LINKS_TOLD],
+            rebalance=self._decided[:MOST_WORDS],
             busy_s=core.device.busy_s, taken=self.desk.taken, answered=self.desk.answered,
         )  # fmt: skip
         return Answer(pack(status))

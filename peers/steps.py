@@ -44,6 +44,10 @@ class OpenStep:
     ledger: Ledger
     jobs: dict[int, Job] = field(default_factory=dict)
     kept: dict[int, Kept] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+    """Last stage: of microbatches that were handed over, which have nothing kept."""
+    handing: bool = False
+    """This member leaves, and its sum is on its way to a mate: it counts nowhere until it is there."""
     reduced: torch.Tensor | None = None
     """The stage's complete summed gradient, flat, once held."""
     held: Held | None = None
@@ -57,6 +61,17 @@ class OpenStep:
     ending: set[asyncio.Task[Any]] = field(default_factory=set)
     """Tasks that were told to stop and may not have noticed yet."""
     over: bool = False
+
+    def loss_of(self, m: int) -> float:
+        """Last stage: the loss of a microbatch in the sum. Its sum may be lost at any moment: then 0."""
+        kept = self.kept.get(m)
+        return self.losses.get(m, 0.0) if kept is None else kept.answer.loss
+
+    def drop(self) -> None:
+        """The sum is lost or given away: its ledger goes with it. On the device thread."""
+        self.ledger.clear()
+        self.kept.clear()
+        self.losses.clear()
 
     def stop(self, kind: str) -> None:
         """End the task of that kind, if there is one, within a few turns of the loop."""

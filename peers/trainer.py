@@ -21,7 +21,7 @@ from peers.ports import Directory, Transport
 from peers.waiting import happens
 from swarm.data import sample_offsets, trainer_order
 from swarm.errors import BadAnswer, Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError
-from swarm.ids import Microbatch, PeerId
+from swarm.ids import Era, Microbatch, PeerId
 from swarm.policy.ledger import from_bytes
 from swarm.policy.patience import Patience
 from swarm.policy.router import NoPeerForStage, Router
@@ -81,6 +81,7 @@ class Trainer:
         self._window = Window(
             start=settings.window or 2 * run.S, largest=settings.window or 1024, fixed=bool(settings.window)
         )
+        self._era = Era()
         self._version = 0
         self._full = False
         """As many microbatches of open steps are in flight as the window allows."""
@@ -245,9 +246,7 @@ class Trainer:
         tokens = self._batches.batch(sample_offsets(self._run, t, m))
         body = [np.ascontiguousarray(tokens).data.cast("B")]
         fault_point("trainer")
-        answer = await self._transport.call(
-            peer, "work", pack(work), body, deadline_s=self.patience.limit_s
-        )
+        answer = await self._transport.call(peer, "work", pack(work), body, deadline_s=self.patience.limit_s)
         done = unpack_answer(peer, answer.header, WorkDone)
         if not -1e30 < done.loss < 1e30:
             raise BadAnswer(peer, f"answered with the loss {done.loss}")
@@ -303,11 +302,17 @@ class Trainer:
                 self.step_losses.setdefault(t, loss)
         if watched.version > self._version + 1 and watched.version > self._run.steps:
             raise BadAnswer(peer, f"says that the run is at version {watched.version} of {self._run.steps}")
+        if watched.era < self._era:
+            return  # a peer that has not heard of it yet
+        if watched.era > self._era:
+            self._go_back(watched.era, watched.version)
         if not self._told:  # what was done before we came is not ours to tell
             self._version, self._step_began = watched.version, now
             self._todo.stepped(watched.version)
         self._set_version(watched.version)
         self._told = True
+        if brief.era != self._era:
+            return
         for news in brief.lacking:
             if len(news.by_stage) == self._run.S and self._version <= news.t < self._run.steps:
                 try:
@@ -316,6 +321,17 @@ class Trainer:
                     raise BadAnswer(peer, str(error)) from None
                 self._todo.lacking(news.t, by_stage, now=now)
         self._changed.set()
+
+    def _go_back(self, era: Era, version: int) -> None:
+        """A stage lost all its members: the run goes on from an earlier version."""
+        self._era = era
+        if not self._told or version >= self._version:
+            return
+        self._emit(events.RolledBack(stage=-1, step=version))
+        self._version, self._step_began = version, time.monotonic()
+        self._todo.went_back(version)
+        self._attempts.clear()
+        self._window.paused()
 
     def _set_version(self, version: int) -> None:
         """The swarm took steps: say so, and forget what belongs to them."""

@@ -67,10 +67,11 @@ class WorkDesk:
         transport.serve("work", self._serve_work, max_body_bytes=most)
         transport.serve("locate", self._serve_locate)
 
-    async def drain(self) -> None:
-        """Admit nothing more, and finish what is in flight."""
+    async def drain(self, *, limit_s: float) -> None:
+        """Admit nothing more, and finish what is in flight, if that does not take too long."""
         self.leaving = True
-        await asyncio.gather(*self._jobs, return_exceptions=True)
+        if self._jobs:
+            await asyncio.wait(self._jobs, timeout=limit_s)
 
     def stop(self) -> None:
         """Drop what is in flight."""
@@ -99,8 +100,10 @@ class WorkDesk:
             kept = await self._take(step, work, request)
         elif claim is Claim.DOING:
             kept = await asyncio.shield(step.jobs[work.m].done)
+        elif (found := step.kept.get(work.m)) is None:
+            kept = await self._again(step, work, request)
         else:
-            kept = step.kept[work.m]
+            kept = found
             if work.deepest > self._core.stage:
                 await self._pass_on(step, work, kept)
         self.answered += 1
@@ -144,6 +147,11 @@ class WorkDesk:
             return await core.step(t, wait_s=OPEN_WAIT_S if t <= core.newest_step() + 1 else 0.0)
         finally:
             self._waiting -= 1
+
+    async def _again(self, step: OpenStep, work: Work, request: Request) -> Kept:
+        """In the sum, but its answer is not here: a member that left handed it over. Not added again."""
+        job = step.jobs.get(work.m)
+        return await (self._take(step, work, request) if job is None else asyncio.shield(job.done))
 
     # -- computing --------------------------------------------------------------------------------
 
@@ -328,8 +336,7 @@ class WorkDesk:
         try:
             return compute()
         except SumLost:
-            step.ledger.clear()
-            step.kept.clear()
+            step.drop()
             text = f"the sum of step {step.t} was lost and starts again"
             raise NotReady(text, version=self._core.version) from None
 

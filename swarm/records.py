@@ -30,6 +30,8 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Microbatches per second of its device, measured; 0 = not measured yet."""
     load: float = 0.0
     """Microbatches that waited for its device or were on it, on average over the last report."""
+    movable: bool = True
+    """False: whoever runs it chose its stage."""
     state_bytes: int = 0
     """Of weights and optimizer: what somebody who moves to its stage has to download."""
     bandwidth_bps: float = 0.0

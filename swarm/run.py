@@ -385,6 +385,8 @@ class Run(_Spec):
     by a bit; costs 2 to 4 % on a CPU. float64 runs, and a lossy codec.reduce, add floats in any case."""
     checkpoint_every: int = _rule(_Integer(0, 1_000_000_000), 0)
     """Steps between checkpoints; 0 = never."""
+    rebalance_every_s: int = _rule(_Integer(0, 86_400), 60)
+    """Seconds between decisions on who moves to a slower stage; 0 = nobody ever moves."""
     model: ModelSpec
     data: DataSpec
     batch: BatchSpec
@@ -630,6 +632,7 @@ dtype = "float32"           # or "bfloat16" (autocast), "float64" (proofs)
 delayed_updates = false     # true: averaging overlaps the next step, gradients are one step old
 exact_sums = true           # false: floats are added; the result depends on who computed what, by a last bit
 checkpoint_every = 100      # steps; 0 = never
+rebalance_every_s = 60      # seconds between decisions on who moves to a slower stage; 0 = nobody moves
 
 [model]
 preset = "10M"              # layers, hidden, heads, ffn_hidden, vocab_size, norm, positions

@@ -23,7 +23,7 @@ import copy
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -42,6 +42,7 @@ from swarm.model.gpt import (
     stage_skeleton,
     weights_dtype,
 )
+from swarm.model.layout import layout_of
 from swarm.model.optimizer import FlatOptimizer
 from swarm.run import Run
 from swarm.wire.buffers import Buffer
@@ -105,19 +106,13 @@ class StageCompute:
         self.sum_dtype = torch.int64 if run.adds_exactly else self.dtype
         self.first, self.last = stage == 0, stage == run.S - 1
         module = stage_skeleton(run, stage)
-        shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
-        order = sorted(shapes, key=lambda name: len(shapes[name]) < 2)  # stable: matrices first
-        self._spans: dict[str, tuple[int, int, torch.Size]] = {}
-        end = decayed = 0
-        for name in order:
-            start, end = end, end + shapes[name].numel()
-            self._spans[name] = (start, end, shapes[name])
-            decayed = end if len(shapes[name]) >= 2 else decayed
+        self._layout = layout_of(module)
+        end, decayed = self._layout.numel, self._layout.decayed
         self.numel, self.version = end, 0
         self._optimizer = FlatOptimizer(run.optimizer, end, decayed, self.dtype, self.device)
         # One vector and module a version held: version v lives in number v % len.
         weights = torch.empty(end, dtype=self.dtype, device=self.device)
-        for name, view in self._views(weights):
+        for name, view in self._layout.views(weights):
             view.copy_(initial_value(run, name, view.shape))
         self._weights = [weights]
         if run.delayed_updates:
@@ -281,6 +276,14 @@ class StageCompute:
             )
         raise NotReady(f"step {t} has not begun at stage {self.stage}", version=self.version)
 
+    def add_to_sum(self, t: int, other: torch.Tensor) -> None:
+        """Add another member's sum of step `t`, of `sum_dtype`, to this one's.
+
+        Raises:
+            NotReady, Stale: there is no sum of that step.
+        """
+        self.sum(t).add_(other.to(self.device))
+
     def settle(self, total: torch.Tensor) -> torch.Tensor:
         """The value of a sum of `sum_dtype`, in `dtype`: what `apply` takes."""
         return to_float(total, self.dtype) if self.sum_dtype == torch.int64 else total
@@ -386,10 +389,15 @@ class StageCompute:
         self.version = version
         self._loads += 1
 
+    @property
+    def state_bytes(self) -> int:
+        """Of `state`: what somebody who joins has to download."""
+        return sum(vector.nbytes for vector in self._state_vectors(self.version).values())
+
     def named_weights(self) -> dict[str, torch.Tensor]:
         """The newest weights by full name, copied to the CPU: for generation and verification."""
         flat = self._weights_of(self.version).detach().cpu().clone()
-        return dict(self._views(flat))
+        return dict(self._layout.views(flat))
 
     def saved_bytes(self) -> int:
         """Bytes that one microbatch in flight holds, measured once with a microbatch of zeros."""
@@ -399,17 +407,13 @@ class StageCompute:
 
     # --- inside -----------------------------------------------------------------------------------------
 
-    def _views(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, (start, end, shape) in self._spans.items():
-            yield name, flat[start:end].view(shape)
-
     def _bind(self, module: nn.Module, number: int) -> nn.Module:
-        views = dict(self._views(self._weights[number]))
+        views = dict(self._layout.views(self._weights[number]))
         replace_parameters(module, lambda name, _: views[name])
         low = self._low[number]
         for name, part in module.named_modules():
             if isinstance(part, Matrix) and low.numel():
-                start, end, shape = self._spans[f"{name}.weight"]
+                start, end, shape = self._layout.spans[f"{name}.weight"]
                 part.low = low[start:end].view(shape)
         return module.to(self.device)
 
@@ -585,7 +589,7 @@ class StageCompute:
             total = self._sums[t]
             try:
                 for name, grad in grads.items():
-                    start, end, _ = self._spans[name]
+                    start, end, _ = self._layout.spans[name]
                     add_exact(total[start:end], grad)
             except BaseException as error:  # no memory, perhaps: some parameters have it and some do not
                 raise self._lose_sum(mb, error) from error
@@ -602,7 +606,7 @@ class StageCompute:
     def _bind_grads(self, number: int, t: int) -> None:
         """Make autograd of module `number` add to the sum of step `t`, in place."""
         if self._grads_of[number] != t:
-            for name, view in self._views(self._sums[t]):
+            for name, view in self._layout.views(self._sums[t]):
                 self._parameters[number][name].grad = view
             self._grads_of[number] = t
 

@@ -3,7 +3,7 @@
 Every state of a run is a function of its manifest, so going back to an earlier one is always safe and costs
 only time. What peers must agree on is *where to go on*: an era says that. Whoever brings a lost stage back
 starts one; all stages then go back to its `start`, a version that each of them can get from somewhere, and
-go on from there. The greater era holds, so two peers that start one at the same time settle it without asking.
+go on from there. The greater era holds, so two peers that start one at once settle it without asking.
 """
 
 from __future__ import annotations

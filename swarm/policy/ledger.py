@@ -34,6 +34,8 @@ class Ledger:
         self.microbatches = microbatches
         self.done = 0
         self.doing = 0
+        self.fixed = 0
+        """Of `done`, what was taken over from a member that left: it cannot be subtracted again."""
         self.frozen_for: str | None = None
         """Id of the reduce round that the sum is promised to."""
 
@@ -60,9 +62,15 @@ class Ledger:
         assert self.may_add(m), f"microbatch {m} of step {self.t} would count twice"
         self.done |= 1 << m
 
+    def take_over(self, done: int) -> None:
+        """The sum of another member was added to this one, with all that its ledger held."""
+        assert self.frozen_for is None and not self.done & done, "a microbatch would count twice"
+        self.done |= done
+        self.fixed |= done
+
     def remove(self, m: int) -> None:
         """The weight gradient of `m` was subtracted from the sum again."""
-        assert self.frozen_for is None and self.done >> m & 1
+        assert self.frozen_for is None and (self.done & ~self.fixed) >> m & 1
         self.done &= ~(1 << m)
 
     def freeze(self, round_id: str) -> None:
@@ -75,7 +83,7 @@ class Ledger:
 
     def clear(self) -> None:
         """The sum was dropped; whatever was in it has to be computed again."""
-        self.done = 0
+        self.done = self.fixed = 0
         self.frozen_for = None
 
     def _check(self, m: int) -> None:

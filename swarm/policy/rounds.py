@@ -66,6 +66,8 @@ class MemberStep:
     peer: PeerId
     done: int = 0
     doing: int = 0
+    fixed: int = 0
+    """Of `done`, what this member cannot undo."""
     frozen_for: str = ""
     held: Held | None = None
     failed_round: str = ""
@@ -171,15 +173,19 @@ def _adopt(members: Sequence[MemberStep], holders: Sequence[MemberStep]) -> Adop
 
 
 def _undo(members: Sequence[MemberStep], twice: int) -> Undo:
-    """The member with the smallest id keeps a duplicate; the others take it out."""
-    by: dict[PeerId, int] = {}
-    kept = 0
-    for member in members:
-        again = member.done & twice & kept
-        if again:
-            by[member.peer] = again
-        kept |= member.done & twice
-    return Undo(by)
+    """Who cannot undo a duplicate keeps it, else the member with the smallest id; the others take it out.
+
+    Of two that cannot, the second is told all the same: it drops its whole sum.
+    """
+    keeps = dict.fromkeys((member.peer for member in members), 0)
+    left = twice
+    for only_fixed in (True, False):
+        for member in members:
+            could = member.done & member.fixed if only_fixed else member.done
+            keeps[member.peer] |= could & left
+            left &= ~could
+    by = {m.peer: m.done & twice & ~keeps[m.peer] for m in members}
+    return Undo({peer: again for peer, again in by.items() if again})
 
 
 def _still_fits(plan: Plan, members: Sequence[MemberStep]) -> bool:

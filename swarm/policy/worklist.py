@@ -58,6 +58,11 @@ class WorkList:
         for t in [t for t in self._steps if t < self._oldest]:
             del self._steps[t]
 
+    def went_back(self, version: int) -> None:
+        """The run goes on from `version`, which it had passed: what was done since is to be done again."""
+        self._oldest = version
+        self._steps.clear()
+
     def lacking(self, t: int, by_stage: Sequence[int], *, now: float) -> None:
         """News of step `t`: per stage, the microbatches that nobody has or computes."""
         if t < self._oldest:

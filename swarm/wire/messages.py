@@ -411,6 +411,8 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     bytes_out: int = 0
     links: tuple[LinkStatus, ...] = ()
     """The busiest."""
+    rebalance: str = ""
+    """What it last decided about who moves, and why."""
     busy_s: float = 0.0
     """Seconds that its device worked."""
     taken: int = 0

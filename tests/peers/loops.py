@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from peers import council, downstream, trainer
+from peers import council, downstream, stage, trainer
 from peers.events import Event, RoundVoid, Stepped
 from peers.ports import Answer, Buffer
 from peers.stage import StagePeer, StageSettings
@@ -42,6 +42,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(council, "CALL_S", 0.6)
     monkeypatch.setattr(downstream, "LOCATE_S", 0.2)
     monkeypatch.setattr(trainer, "WATCH_S", 0.6)
+    monkeypatch.setattr(stage, "LOST_S", 1.2)
+    monkeypatch.setattr(stage, "LOOK_S", 0.1)
     monkeypatch.setattr(worklist, "REPLAY_AFTER_S", 0.1)
     monkeypatch.setattr(bans.Bans.__init__, "__kwdefaults__", {"first_s": 0.2, "longest_s": 2.0})
 

@@ -1,0 +1,166 @@
+"""Coming to where the stage is: by one gradient, by its whole state, or from a checkpoint.
+
+one step behind           the reduced gradient of that step, from a mate that applied it
+further behind, joining   the state, from mates
+nobody of the stage has   a checkpoint: own disk, a mate's, a keeper's; version 0 follows from the seed
+  what the run needs      (`bring_back`: starts a new era if the run must go back for it, I5)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from peers import events
+from peers.core import StageCore
+from peers.device_thread import Rank
+from peers.disk.shelf import Shelf
+from peers.download import Partial, download_state
+from peers.ports import Directory, Transport
+from peers.saved import ask_saved
+from peers.sync import fetch_gradient
+from swarm.errors import PeerFault, SwarmError, short
+from swarm.ids import Era, PeerId, Standing
+from swarm.model.stage import StageCompute
+from swarm.policy.bans import Bans
+from swarm.policy.eras import newest_common
+from swarm.policy.rounds import Go
+from swarm.wire.messages import Brief
+
+SHOW_S = 2.0
+"""Between two words about a download."""
+
+
+class CatchUp:
+    """Brings the core of a stage peer up to date."""
+
+    def __init__(
+        self,
+        core: StageCore,
+        transport: Transport,
+        directory: Directory,
+        shelf: Shelf,
+        bans: Bans,
+        emit: Callable[[events.Event], None],
+    ) -> None:
+        self._core, self._transport, self._directory = core, transport, directory
+        self._shelf, self._bans, self._emit = shelf, bans, emit
+        self._run, self._stage = core.run, core.stage
+        self._partial = Partial()
+        self._partial = Partial()
+
+    async def to(self, brief: Brief) -> bool:
+        """Where the coordinator says that the stage is. False if nobody could give it."""
+        core = self._core
+        sources = [p for p in brief.sources if p != core.me]
+        goal = Standing(brief.era, brief.version)
+        if goal.era == core.era and goal.version == core.version + 1 and core.version in core.steps:
+            for source in sources:
+                if await self._one_step(source):
+                    return True
+        if sources and await self.download(sources):
+            return True
+        return goal.era > core.era and goal.version == goal.era.start and await self.enter(goal.era)
+
+    async def _one_step(self, source: PeerId) -> bool:
+        core = self._core
+        step = core.steps[core.version]
+        try:
+            reduced, held, go = await fetch_gradient(core, self._transport, source, step.t, "")
+        except SwarmError:
+            return False
+        if go is None:
+            return False
+        await core.device.run(Rank.STEP, step.t, step.ledger.freeze, held.round)
+        step.reduced, step.held, step.audited = reduced, held, None
+        await core.apply(go)
+        text = f"stage {self._stage}: step {go.t} taken with the gradient of peer {short(source)}"
+        self._emit(events.Note(text=text))
+        return True
+
+    async def download(self, sources: Sequence[PeerId], *, version: int = -1, era: Era | None = None) -> bool:
+        """Take the state from `sources`, all at once: the newest, or a saved version. False if none gave it.
+
+        `era`: the one that a saved version is taken for; a mate's newest state says its own.
+        """
+        core, began, now = self._core, time.monotonic(), time.monotonic()
+        shown_at = now
+
+        def progress(done_bytes: int, total_bytes: int, count: int) -> None:
+            nonlocal shown_at
+            if time.monotonic() - shown_at > SHOW_S:
+                shown_at = time.monotonic()
+                self._emit(
+                    events.Downloading(
+                        stage=self._stage, version=version, done_bytes=done_bytes, total_bytes=total_bytes,
+                        sources=count,
+                    )
+                )  # fmt: skip
+
+        def fault(fault: PeerFault) -> None:
+            self._bans.failed(fault.peer, now=time.monotonic())
+            self._emit(events.PeerLost(peer=fault.peer, stage=self._stage, why=fault.text))
+
+        usable = [source for source in sources if not self._bans.resting(source, now=now)]
+        try:
+            found = await download_state(
+                self._run, self._stage, core.compute.state(), self._transport, usable,
+                version=version, partial=self._partial, progress=progress, on_fault=fault,
+            )  # fmt: skip
+            await core.load(Standing(era or found.opened.era, found.opened.version), found.tensors)
+        except SwarmError as error:
+            self._emit(events.Note(text=error.text))
+            return False
+        go = found.opened.last_go
+        if go is not None and era is None:
+            core.last_go = Go(go.t, go.total_sqnorm)
+        source = found.sources[0] if found.sources else ""
+        self._emit(
+            events.StateFetched(
+                stage=self._stage, version=found.opened.version, source=source,
+                bytes=sum(t.nbytes for t in found.tensors.values()), seconds=time.monotonic() - began,
+            )
+        )  # fmt: skip
+        return True
+
+    # -- when the whole stage was lost ------------------------------------------------------------
+
+    async def enter(self, era: Era) -> bool:
+        """Go back to the start of an era. False if its version is not to be had."""
+        core = self._core
+        if core.version == era.start:
+            core.enter(era)
+        elif not await self._get(Standing(era, era.start)):
+            return False
+        self._emit(events.RolledBack(stage=self._stage, step=era.start))
+        return True
+
+    async def bring_back(self, run: Standing) -> bool:
+        """Give the run a state of this stage that it can go on from.
+
+        The run is at `run`, and no member of this stage holds that. If a checkpoint of just that version is
+        to be had, the run goes on; else a new era starts at the newest version that all stages can get.
+        """
+        saved = await ask_saved(self._run, self._transport, await self._directory.refresh())
+        have = {stage: set(versions) for stage, versions in saved.items()}
+        have[self._stage] |= set(await asyncio.to_thread(self._shelf.versions))
+        if run.version in have[self._stage]:
+            return await self._get(run)
+        start = newest_common(self._run.S, have, most=run.version)
+        return await self.enter(run.era.next(start))
+
+    async def _get(self, goal: Standing) -> bool:
+        """Load a saved version: from here, from others, or, if it is version 0, from the seed."""
+        core, version = self._core, goal.version
+        if version in await asyncio.to_thread(self._shelf.versions):
+            tensors = await asyncio.to_thread(self._shelf.load, version)
+            await core.load(goal, tensors)
+            return True
+        if version == 0:
+            fresh = await asyncio.to_thread(StageCompute, self._run, self._stage, "cpu")
+            await core.load(goal, fresh.state())
+            return True
+        saved = await ask_saved(self._run, self._transport, await self._directory.refresh())
+        sources = saved[self._stage].get(version, [])
+        return bool(sources) and await self.download(sources, version=version, era=goal.era)
