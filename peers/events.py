@@ -225,13 +225,16 @@ class StateFetched(Event):
     stage: int
     version: int
     source: str
+    """That gave most of it."""
     bytes: int
     seconds: float
+    sources: int = 1
 
     def words(self) -> str:
+        source = f"peer {short(self.source)}" if self.sources == 1 else count(self.sources, "peer")
         return (
             f"stage {self.stage}: version {self.version}, {self.bytes / 1e6:.1f} MB, "
-            f"from peer {short(self.source)} in {self.seconds:.1f} s"
+            f"from {source} in {self.seconds:.1f} s"
         )
 
 
