@@ -174,13 +174,12 @@ class StateDesk:
         self.check_run(wanted.run)
         # One at a time: two that want the same version at the same moment get the same copy.
         async with self._opening:
-            lease = await self._lease(wanted.stage, wanted.version)
-            now = time.monotonic()
             for other in self._leases.values():
                 if other.stage == wanted.stage:  # who opens another version has done with the one before
                     other.readers.pop(request.peer, None)
-            lease.readers[request.peer] = _Reader(now)
-            lease.read_at = now
+            lease = await self._lease(wanted.stage, wanted.version)
+            lease.read_at = time.monotonic()
+            lease.readers[request.peer] = _Reader(lease.read_at)
         return Answer(pack(lease.opened), [lease.hashes] if lease.hashes else ())
 
     async def _lease(self, stage: Stage, version: int) -> _Lease:

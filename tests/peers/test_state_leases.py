@@ -2,42 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import pytest
+import torch
 
-from peers import sync
+from peers import state_server
 from peers.core import StageCore
-from peers.sync import StateServer, download_state
-from swarm.errors import NotReady
+from peers.download import download_state
+from peers.ports import Answer
+from peers.state_server import Shelved, StateDesk, StateServer
+from swarm.errors import NotReady, Refused, SetupError, SwarmError
+from swarm.ids import Stage
 from swarm.model.stage import StageCompute
 from swarm.run import counting_run
-from swarm.wire.messages import OpenState, pack
-from tests.peers.memory_net import MemoryNetwork
+from swarm.wire.messages import (
+    AskSaved,
+    CloseState,
+    FetchChunk,
+    OpenState,
+    Saved,
+    SavedStage,
+    StateOpened,
+    pack,
+    unpack,
+)
+from tests.peers.memory_net import MemoryNetwork, MemoryTransport
 
 RUN = counting_run(stages=1, steps=9)
 
 
-class Source:
-    """A peer that gives its state out, and one that asks for it."""
+class Clock:
+    """`time.monotonic` of the server."""
 
     def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class SavedHere:
+    """A shelf in memory: version v is a state of v's. `damaged` versions cannot be read."""
+
+    def __init__(self, *versions: int, damaged: Sequence[int] = ()) -> None:
+        self.here, self.damaged, self.loads = list(versions), damaged, 0
+
+    def versions(self) -> Sequence[int]:
+        return self.here
+
+    def load(self, version: int) -> Mapping[str, torch.Tensor]:
+        self.loads += 1
+        if version in self.damaged:
+            raise SetupError(f"the file of version {version} is damaged")
+        return {name: torch.full_like(t, float(version)) for name, t in StageCompute(RUN, 0).state().items()}
+
+
+class Source:
+    """A peer that gives its state out, and those that ask for it."""
+
+    def __init__(self, shelf: Shelved | None = None) -> None:
         self.network = MemoryNetwork()
         self.core = StageCore(RUN, 0, "source", StageCompute(RUN, 0), lambda event: None)
-        self.server = StateServer(self.core, self.network.add("source").transport)
-        self.asker = self.network.add("asker").transport
+        self.server = StateServer(self.core, self.network.add("source").transport, shelf)
         self.core.device.start()
         self.core.joined = True
 
     def step(self) -> None:
         self.core.compute.load_state(self.core.version + 1, self.core.compute.state())
 
-    async def open(self) -> None:
-        await self.asker.call("source", "state", pack(OpenState(run=RUN.id, stage=0)))
+    def asker(self, name: str = "asker") -> MemoryTransport:
+        return (
+            self.network.peers[name].transport
+            if name in self.network.peers
+            else self.network.add(name).transport
+        )
 
-    async def download(self) -> int:
-        opened, _ = await download_state(RUN, 0, self.core.compute.state(), self.asker, "source")
-        return opened.version
+    async def call(self, method: str, message: object, by: str = "asker") -> Answer:
+        return await self.asker(by).call("source", method, pack(message), max_answer_bytes=1 << 20)  # type: ignore[arg-type]
+
+    async def open(self, by: str = "asker", version: int = -1, stage: Stage = 0) -> StateOpened:
+        question = OpenState(run=RUN.id, stage=stage, version=version)
+        return unpack((await self.call("state", question, by)).header, StateOpened)
+
+    async def read(self, opened: StateOpened, by: str = "asker") -> None:
+        await self.call(
+            "chunk", FetchChunk(run=RUN.id, lease=opened.lease, name="weights", start=0, numel=1), by
+        )
+
+    async def download(self, version: int = -1, by: str = "asker") -> tuple[int, dict[str, torch.Tensor]]:
+        like = self.core.compute.state()
+        got = await download_state(RUN, 0, like, self.asker(by), ["source"], version=version)
+        return got.opened.version, got.tensors
+
+    async def refusal(self, by: str = "asker", version: int = -1, stage: Stage = 0) -> SwarmError:
+        with pytest.raises((NotReady, Refused)) as caught:
+            await self.open(by, version, stage)
+        return caught.value
 
 
 @pytest.fixture
@@ -48,29 +111,241 @@ async def source() -> AsyncIterator[Source]:
     await built.network.close()
 
 
+@pytest.fixture
+async def saving() -> AsyncIterator[Source]:
+    """A source with versions 2 and 4 on its shelf, and 3 damaged."""
+    built = Source(SavedHere(2, 3, 4, damaged=[3]))
+    yield built
+    built.core.close()
+    await built.network.close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(state_server, "time", made)
+    return made
+
+
+async def half_read(source: Source) -> None:
+    """As many copies as there may be, each opened by somebody else who has not read it to its end."""
+    for number in range(state_server.MOST_LEASES):
+        await source.read(await source.open(f"reader{number}"), f"reader{number}")
+        source.step()
+
+
+OTHERS = "others are downloading from this peer"
+
+
 async def test_joiners_at_one_version_after_another_need_not_wait(source: Source) -> None:
     for version in range(5):
-        assert await source.download() == version
+        assert (await source.download())[0] == version
         source.step()
 
 
-async def test_half_read_copies_are_kept_until_nobody_reads_them(
+async def test_half_read_copies_are_kept_until_nobody_reads_them(source: Source, clock: Clock) -> None:
+    await half_read(source)
+    assert (await source.refusal()).text == OTHERS
+    clock.now += state_server.QUIET_S - 0.1
+    assert (await source.refusal()).text == OTHERS
+    clock.now += 0.2
+    assert (await source.open()).version == state_server.MOST_LEASES
+
+
+async def test_a_reader_that_died_does_not_block_the_next_one(source: Source, clock: Clock) -> None:
+    await half_read(source)
+    assert (await source.refusal()).text == OTHERS
+    source.server.desk.gone("reader0")
+    assert (await source.open()).version == state_server.MOST_LEASES
+    # The place of the dead is taken; the other reader has kept its own.
+    source.step()
+    assert (await source.refusal("late")).text == OTHERS
+
+
+async def test_a_reader_that_was_always_slow_is_not_taken_for_dead(source: Source, clock: Clock) -> None:
+    opened = await source.open("slow")
+    for _ in range(3):
+        clock.now += 18.0
+        await source.read(opened, "slow")
+    source.step()
+    await source.open("quiet")
+    clock.now += 17.0
+    source.step()
+    await source.open("third")  # in the place of the quiet one
+    await source.read(opened, "slow")
+    clock.now += state_server.LEASE_S + 1.0  # too long, however slow it was
+    source.step()
+    await source.open("fourth")
+    with pytest.raises(Refused, match="no such download"):
+        await source.read(opened, "slow")
+
+
+async def test_who_closes_makes_room(source: Source, clock: Clock) -> None:
+    await half_read(source)
+    for number in range(state_server.MOST_LEASES):
+        name = f"reader{number}"
+        for lease in list(source.server.desk._leases):
+            await source.call("close", CloseState(run=RUN.id, lease=lease), name)
+    assert (await source.open()).version == state_server.MOST_LEASES
+
+
+async def test_closing_what_is_not_open_changes_nothing(source: Source, clock: Clock) -> None:
+    await half_read(source)
+    await source.call("close", CloseState(run=RUN.id, lease="nothing"))
+    for lease in list(source.server.desk._leases):
+        await source.call("close", CloseState(run=RUN.id, lease=lease), "somebody else")
+    assert (await source.refusal()).text == OTHERS
+
+
+async def test_who_opens_a_newer_version_has_done_with_the_one_before(source: Source, clock: Clock) -> None:
+    for version in range(4):
+        assert (await source.open()).version == version
+        source.step()
+
+
+async def test_a_copy_that_two_read_is_kept_until_both_have_it(source: Source, clock: Clock) -> None:
+    first = await source.open("first")
+    assert (await source.download(by="second"))[0] == 0
+    source.step()
+    await source.open("third")
+    source.step()
+    assert (await source.refusal("fourth")).text == OTHERS
+    await source.call("close", CloseState(run=RUN.id, lease=first.lease), "first")
+    assert (await source.open("fourth")).version == 2
+
+
+async def test_a_copy_is_dropped_when_nobody_reads_it_any_more(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for _ in range(sync.MOST_LEASES):
-        await source.open()
-        source.step()
-    with pytest.raises(NotReady, match="others are downloading"):
-        await source.download()
-    monkeypatch.setattr(sync, "LEASE_S", -1.0)
-    assert await source.download() == sync.MOST_LEASES
+    monkeypatch.setattr(state_server, "LEASE_S", 0.02)
+    opened = await source.open()
+    leases = source.server.desk._leases
+    assert len(leases) == 1
+    for _ in range(1000):
+        if not leases:
+            break
+        await asyncio.sleep(0.002)
+    with pytest.raises(Refused, match="no such download"):
+        await source.read(opened)
 
 
-async def test_a_copy_that_two_read_is_kept_until_both_have_it(source: Source) -> None:
-    await source.open()
-    assert await source.download() == 0
-    source.step()
-    await source.open()
-    source.step()
-    with pytest.raises(NotReady, match="others are downloading"):
-        await source.download()
+# --- hashes -------------------------------------------------------------------------------------------------
+
+
+async def test_the_body_of_an_answer_has_the_hash_of_each_chunk(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_server, "CHUNK_ELEMENTS", 3)
+    answer = await source.call("state", OpenState(run=RUN.id, stage=0))
+    state = source.core.compute.state()
+    opened = unpack(answer.header, StateOpened)
+    expected = b""
+    for described in opened.tensors:
+        data = state[described.name].numpy()
+        for start in range(0, len(data), 3):
+            expected += hashlib.sha256(data[start : start + 3].tobytes()).digest()
+    assert b"".join(answer.body) == expected
+    assert opened.weights_digest == source.core.compute.digest()
+
+
+# --- saved versions -----------------------------------------------------------------------------------------
+
+
+async def test_saved_versions_are_told_and_given_out(saving: Source) -> None:
+    answer = await saving.call("saved", AskSaved(run=RUN.id))
+    assert unpack(answer.header, Saved) == Saved(stages=(SavedStage(stage=0, versions=(2, 3, 4)),))
+    for version in (2, 4):
+        got, tensors = await saving.download(version)
+        assert got == version
+        assert all(bool((tensor == version).all()) for tensor in tensors.values())
+    # The newest without a number is what it has live.
+    assert (await saving.download())[0] == 0
+
+
+async def test_the_live_version_may_be_asked_for_by_its_number(saving: Source) -> None:
+    saving.step()
+    saving.core.era = saving.core.era.next(1)
+    opened = await saving.open(version=1)
+    assert (opened.version, opened.era) == (1, saving.core.era)
+
+
+async def test_a_peer_that_joins_itself_gives_out_what_it_has_saved(saving: Source) -> None:
+    saving.core.joined = False
+    assert (await saving.refusal()).text == "this peer is joining itself"
+    assert (await saving.download(2))[0] == 2
+
+
+async def test_a_peer_that_joins_itself_and_saves_nothing_says_so(source: Source) -> None:
+    source.core.joined = False
+    assert (await source.refusal(version=2)).text == "this peer is joining itself"
+    source.core.joined = True
+    text = "version 2 of stage 0 is not to be had here; saved are: none"
+    assert (await source.refusal(version=2)).text == text
+
+
+@pytest.mark.parametrize(
+    ("version", "kind", "text"),
+    [
+        (7, NotReady, "version 7 of stage 0 is not to be had here; saved are: 2, 3, 4"),
+        (1, Refused, "version 1 of stage 0 is not to be had here; saved are: 2, 3, 4"),
+        (3, Refused, "version 3 of stage 0 is not to be had here: the file of version 3 is damaged"),
+    ],
+)
+async def test_a_version_that_is_not_there_is_refused_with_what_is(
+    saving: Source, version: int, kind: type[SwarmError], text: str
+) -> None:
+    refused = await saving.refusal(version=version)
+    assert (type(refused), refused.text) == (kind, text)
+
+
+async def test_copies_of_saved_versions_do_not_take_the_room_of_live_ones(
+    saving: Source, clock: Clock
+) -> None:
+    assert isinstance(saving.server.desk._shelves[0], SavedHere)
+    saving.server.desk._shelves[0].here[:] = [2, 4, 6]
+    await saving.open("a", 2)
+    await saving.open("b", 4)
+    assert (await saving.refusal("c", 6)).text == OTHERS
+    assert (await saving.open("c")).version == 0
+    # Two that read the same version share a copy.
+    loads = saving.server.desk._shelves[0].loads
+    assert (await saving.open("d", 4)).version == 4
+    assert saving.server.desk._shelves[0].loads == loads
+
+
+# --- a keeper: shelves, and nobody who trains ---------------------------------------------------------------
+
+
+async def test_a_keeper_gives_out_what_is_on_its_shelves() -> None:
+    network = MemoryNetwork()
+    shelves = {0: SavedHere(2, 4), 1: SavedHere()}
+    StateDesk(RUN.id, network.add("source").transport, shelves, most_saved=1)
+    asker = network.add("asker").transport
+    like = StageCompute(RUN, 0).state()
+    got = await download_state(RUN, 0, like, asker, ["source"])
+    assert (got.opened.version, got.opened.last_go) == (4, None)
+    for stage, text in (
+        (1, "no version of stage 1 is saved here yet"),
+        (2, "this peer keeps no checkpoints of stage 2"),
+    ):
+        with pytest.raises(SwarmError) as caught:
+            await asker.call("source", "state", pack(OpenState(run=RUN.id, stage=stage)))
+        assert caught.value.text == text
+    answer = await asker.call("source", "saved", pack(AskSaved(run=RUN.id)))
+    assert unpack(answer.header, Saved) == Saved(stages=(SavedStage(stage=0, versions=(2, 4)),))
+    # At most one copy at once.
+    await asker.call(
+        "source", "state", pack(OpenState(run=RUN.id, stage=0, version=2)), max_answer_bytes=1 << 20
+    )
+    with pytest.raises(NotReady, match=OTHERS):
+        await network.add("other").transport.call("source", "state", pack(OpenState(run=RUN.id, stage=0)))
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [("saved", AskSaved(run="other")), ("close", CloseState(run="other", lease=""))],
+)
+async def test_another_run_is_refused(source: Source, method: str, message: object) -> None:
+    with pytest.raises(Refused) as caught:
+        await source.call(method, message)
+    assert caught.value.text == f"this peer serves run {RUN.id}, not 'other'"
