@@ -22,6 +22,23 @@ _BLOCK_8BIT = 256
 """bitsandbytes' own block of its 8-bit optimizers."""
 
 
+def vector_layout(
+    spec: OptimizerSpec, numel: int, decayed: int, dtype: torch.dtype
+) -> dict[str, tuple[int, torch.dtype]]:
+    """The optimizer's vectors: name -> (length, dtype)."""
+    if spec.name == "adamw":
+        return {"exp_avg": (numel, dtype), "exp_avg_sq": (numel, dtype)}
+    if spec.name == "sgd":
+        return {"momentum": (numel, dtype)} if spec.momentum else {}
+    blocks = sum(-(-part // _BLOCK_8BIT) for part in (decayed, numel - decayed))
+    return {
+        "exp_avg": (numel, torch.uint8),
+        "exp_avg_sq": (numel, torch.uint8),
+        "exp_avg_scale": (blocks, torch.float32),
+        "exp_avg_sq_scale": (blocks, torch.float32),
+    }
+
+
 class FlatOptimizer:
     """The moments of one stage, and the step. `vectors` is its whole state, by name."""
 
@@ -34,30 +51,18 @@ class FlatOptimizer:
             SetupError: adamw8bit without CUDA.
         """
         self._spec, self._decayed, self._numel, self._device = spec, decayed, numel, device
-        self.vectors: dict[str, torch.Tensor] = {}
-
-        def zeros(length: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.zeros(length, dtype=dtype, device=device)
-
-        if spec.name == "adamw":
-            self.vectors = {"exp_avg": zeros(numel), "exp_avg_sq": zeros(numel)}
-        elif spec.name == "sgd":
-            self.vectors = {"momentum": zeros(numel)} if spec.momentum else {}
-        else:
+        if spec.name == "adamw8bit":
             if device.type != "cuda":
                 raise SetupError(
                     'optimizer.name = "adamw8bit" needs a CUDA device, and this peer computes on '
                     f'{device.type}: join with a GPU, or join a run whose optimizer is "adamw"'
                 )
-            blocks = sum(-(-(end - start) // _BLOCK_8BIT) for start, end, _ in self._parts())
             # Bytes of 0 are not numbers of 0, but blocks of scale 0 are.
             self._codes = [_dynamic_map(signed).to(device) for signed in (True, False)]
-            self.vectors = {
-                "exp_avg": zeros(numel, torch.uint8),
-                "exp_avg_sq": zeros(numel, torch.uint8),
-                "exp_avg_scale": zeros(blocks, torch.float32),
-                "exp_avg_sq_scale": zeros(blocks, torch.float32),
-            }
+        self.vectors: dict[str, torch.Tensor] = {
+            name: torch.zeros(length, dtype=kind, device=device)
+            for name, (length, kind) in vector_layout(spec, numel, decayed, dtype).items()
+        }
 
     def _parts(self) -> list[tuple[int, int, float]]:
         """(start, end, weight decay) of the two parts of the flat vector; empty ones left out."""

@@ -1,0 +1,59 @@
+"""What a stage's state looks like, known without making it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from swarm.errors import Refused
+from swarm.model.layout import empty_state, named_weights, state_bytes
+from swarm.model.stage import StageCompute
+from swarm.run import OptimizerSpec, Run, counting_run, demo_run
+
+SMALL = replace(demo_run(stages=2), model=replace(demo_run(stages=2).model, layers=2, hidden=32, heads=2))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        SMALL,
+        replace(SMALL, dtype="bfloat16", delayed_updates=True),
+        replace(SMALL, dtype="float64", model=replace(SMALL.model, norm="layernorm", positions="learned")),
+        replace(SMALL, optimizer=OptimizerSpec(name="sgd", lr=0.1)),
+        replace(SMALL, optimizer=OptimizerSpec(name="sgd", lr=0.1, momentum=0.9)),
+        counting_run(stages=2),
+    ],
+)
+def test_the_empty_state_is_like_the_real_one(run: Run) -> None:
+    for stage in range(run.S):
+        compute = StageCompute(run, stage)
+        state, empty = compute.state(), empty_state(run, stage)
+        assert {name: (t.shape, t.dtype) for name, t in state.items()} == {
+            name: (t.shape, t.dtype) for name, t in empty.items()
+        }
+        assert all(t.is_meta for t in empty.values())
+        assert state_bytes(run, stage) == sum(t.nbytes for t in state.values())
+        named = named_weights(run, stage, state["weights"])
+        expected = compute.named_weights()
+        assert list(named) == list(expected)
+        assert all(torch.equal(named[name], expected[name]) for name in named)
+
+
+def test_the_eight_bit_optimizer_counts_the_blocks_of_both_parts() -> None:
+    run = replace(SMALL, optimizer=OptimizerSpec(name="adamw8bit", lr=0.1))
+    empty = empty_state(run, 0)
+    weights = empty_state(SMALL, 0)["weights"].numel()
+    assert (empty["exp_avg"].numel(), empty["exp_avg"].dtype) == (weights, torch.uint8)
+    vectors = 2 * run.model.layers // run.S * run.model.hidden  # two norms a layer, which do not decay
+    blocks = -(-(weights - vectors) // 256) + -(-vectors // 256)
+    assert empty["exp_avg_sq_scale"].shape == (blocks,)
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(9, dtype=torch.float64)])
+def test_a_vector_that_does_not_fit_is_refused(wrong: torch.Tensor) -> None:
+    with pytest.raises(
+        Refused, match=rf"weights of \[{wrong.numel()}\] numbers of torch.float\d\d; stage 1 has "
+    ):
+        named_weights(SMALL, 1, wrong)
