@@ -3,6 +3,8 @@
 Each program is `swarm …` as a user types it, its events read from its standard output. All of them carry
 a mark in their environment, which their p2pd and its watchdog inherit: whatever has that mark when a swarm
 was closed is an orphan, whoever its parent is now.
+
+In a `Lab` each program has a host of its own, whose cable can be pulled.
 """
 
 from __future__ import annotations
@@ -21,18 +23,24 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 import torch
 
 from peers.disk.dataset import Dataset, open_dataset
+from peers.download import download_state
 from peers.events import Event, JoinLine, Serving, Started, StepDone, Stepped, parse_event
+from peers.net.daemon import DaemonOptions
 from peers.net.node import Node
-from peers.sync import download_state, fetch_weights
+from peers.sync import fetch_weights
 from swarm.ids import Stage
+from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
 from swarm.run import Run
+
+if TYPE_CHECKING:
+    from scripts.bench.netlab import Lab
 
 E = TypeVar("E", bound=Event)
 T = TypeVar("T")
@@ -60,6 +68,8 @@ class Program:
         """Lines of standard error."""
         self.sentenced = bool(kill_at)
         """It is meant to die or to fail; nobody else's wait ends with it."""
+        self.host = ""
+        """Where it is in the lab."""
         self._news = news
         environment = {**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1"}
         environment.pop("SWARM_KILL_AT", None)
@@ -138,6 +148,14 @@ class Program:
     def signal(self, number: signal.Signals) -> None:
         """To this process only."""
         self._process.send_signal(number)
+
+    def stop(self) -> None:
+        """It hangs, its p2pd does not."""
+        self.signal(signal.SIGSTOP)
+
+    def cont(self) -> None:
+        """It goes on."""
+        self.signal(signal.SIGCONT)
 
     def wait(self, limit_s: float = LIMIT_S) -> int:
         """Its exit code, once all that it said is read."""
@@ -220,17 +238,29 @@ def family_of_mark(mark: str) -> Family:
 class Processes:
     """Programs that are started together and leave nothing behind."""
 
-    def __init__(self) -> None:
+    def __init__(self, lab: Lab | None = None) -> None:
         self.mark = secrets.token_hex(8)
         self.programs: list[Program] = []
+        self.lab = lab
         self._news = threading.Condition()
         self._census: list[Family] = []
 
     def start(self, name: str, arguments: Sequence[str], *, kill_at: str = "") -> Program:
         """Start `swarm ARGUMENTS`; it is not waited for."""
-        program = Program(name, arguments, mark=self.mark, news=self._news, kill_at=kill_at)
+        host = self.free_host()
+        with self.lab.inside(host) if self.lab is not None else contextlib.nullcontext():
+            words = [*arguments, *(["--host", self.lab.ip(host)] if self.lab is not None else [])]
+            program = Program(name, words, mark=self.mark, news=self._news, kill_at=kill_at)
+        program.host = host
         self.programs.append(program)
         return program
+
+    def free_host(self) -> str:
+        """The lab's first host where no program runs; nothing without a lab."""
+        if self.lab is None:
+            return ""
+        taken = {program.host for program in self.programs if program.returncode is None}
+        return next(host for host in self.lab.hosts if host not in taken)
 
     def until(self, condition: Callable[[], object], why: str, limit_s: float = LIMIT_S) -> None:
         """Wait until `condition()`, looked at whenever somebody says something.
@@ -242,26 +272,37 @@ class Processes:
             with self._news:
                 if condition():
                     break
-                for program in self.programs:
-                    if not program.sentenced and program.returncode not in (None, 0):
-                        raise AssertionError(f"{program.name} ended\n{self.story()}")
+                self.assert_none_ended()
                 if time.monotonic() > end:
                     raise AssertionError(f"{why}: not within {limit_s:.0f} s\n{self.story()}")
                 self._news.wait(0.5)
         self.take_census()
+
+    def assert_none_ended(self) -> None:
+        """No program has ended that was not meant to."""
+        for program in self.programs:
+            if not program.sentenced and program.returncode not in (None, 0):
+                raise AssertionError(f"{program.name} ended\n{self.story()}")
+
+    def listen(self, limit_s: float) -> None:
+        """Return when somebody says something, or after `limit_s`."""
+        with self._news:
+            self._news.wait(limit_s)
 
     def hear(self, program: Program, kind: type[E], count: int = 1) -> E:
         """Wait for the `count`-th event of that kind."""
         self.until(lambda: len(program.heard(kind)) >= count, f"{program.name} does not say {kind.__name__}")
         return program.heard(kind)[count - 1]
 
-    def kill(self, program: Program) -> None:
-        """SIGKILL, and nothing of it is left."""
-        family = program.family()
-        program.sentenced = True
-        program.signal(signal.SIGKILL)
-        assert program.wait() == -signal.SIGKILL
-        family.assert_gone()
+    def kill(self, *programs: Program) -> None:
+        """SIGKILL to all of them at once, and nothing of them is left."""
+        families = [program.family() for program in programs]
+        for program in programs:
+            program.sentenced = True
+            program.signal(signal.SIGKILL)
+        for program, family in zip(programs, families, strict=True):
+            assert program.wait() == -signal.SIGKILL
+            family.assert_gone()
 
     def dies(self, program: Program) -> None:
         """Wait for a program to kill itself at its fault point."""
@@ -316,10 +357,10 @@ class Processes:
 
 
 class Swarm(Processes):
-    """A bootstrap, peers and trainers of one run."""
+    """A bootstrap, peers, trainers and keepers of one run."""
 
-    def __init__(self, folder: Path, run: Run, *, data: Sequence[Path] = ()) -> None:
-        super().__init__()
+    def __init__(self, folder: Path, run: Run, *, data: Sequence[Path] = (), lab: Lab | None = None) -> None:
+        super().__init__(lab)
         self.data: Dataset = open_dataset(run, data)
         self.run = self.data.pinned(run)
         self._files = ["--data", *map(str, data)] if data else []
@@ -331,9 +372,14 @@ class Swarm(Processes):
 
     def bootstrap(self) -> Program:
         """Start it, in the network of whoever is up, and wait until others can join."""
-        program = self.start("bootstrap", ["bootstrap", "--manifest", str(self.manifest), *self._joins()])
+        program = self.start_bootstrap()
         self.hear(program, JoinLine)
         return program
+
+    def start_bootstrap(self, *extra: str) -> Program:
+        """Start it; it is not waited for."""
+        words = ["bootstrap", "--manifest", str(self.manifest), *self._joins(), *extra]
+        return self.start("bootstrap", words)
 
     def _joins(self) -> list[str]:
         """Arguments to join with: at whoever is up."""
@@ -382,6 +428,10 @@ class Swarm(Processes):
         return self.start(
             self._name("trainer"), ["train", *self.membership(), *self._files, *extra], kill_at=kill_at
         )
+
+    def keeper(self, folder: Path, *extra: str) -> Program:
+        """Start a keeper of checkpoints in `folder`; it is not waited for."""
+        return self.start(self._name("keeper"), ["keeper", *self.membership(), "--dir", str(folder), *extra])
 
     def train_to(self, version: int, *extra: str) -> Program:
         """Run a trainer until so many steps are taken; it ends by itself, with 0."""
@@ -451,12 +501,12 @@ class Swarm(Processes):
                 compute = StageCompute(self.run, stage)
                 for program in self.serving(stage):
                     node.transport.learn(program.peer_id, program.heard(Started)[0].addresses)
-                    opened, tensors = await download_state(
-                        self.run, stage, compute.state(), node.transport, program.peer_id
+                    got = await download_state(
+                        self.run, stage, compute.state(), node.transport, [program.peer_id]
                     )
-                    compute.load_state(opened.version, tensors)
+                    compute.load_state(got.opened.version, got.tensors)
                     weights = {name: w.clone() for name, w in compute.named_weights().items()}
-                    found.append((program, stage, opened.version, weights))
+                    found.append((program, stage, got.opened.version, weights))
             return found
 
         return self.as_a_node(fetch)
@@ -481,7 +531,18 @@ class Swarm(Processes):
 
         async def main() -> T:
             up = [p.address for p in self.programs if p.returncode is None and p.heard(Started)]
-            async with Node(join=up, run_id=self.run.id) as node:
+            options = DaemonOptions(host=self.lab.ip(host) if self.lab is not None else "127.0.0.1")
+            async with Node(options=options, join=up, run_id=self.run.id) as node:
                 return await ask(node)
 
-        return asyncio.run(main())
+        host = self.free_host()
+        # Only p2pd has sockets of the network, and it is started by this thread.
+        with self.lab.inside(host) if self.lab is not None else contextlib.nullcontext():
+            return asyncio.run(main())
+
+
+def farthest(found: dict[str, torch.Tensor], single: SingleProcess) -> float:
+    """The largest difference of any weight, relative to the largest weight of its tensor."""
+    expected = single.named_weights()
+    assert found.keys() == expected.keys()
+    return max(float((found[n] - w).abs().max() / w.abs().max()) for n, w in expected.items())

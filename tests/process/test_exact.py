@@ -8,12 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from peers.events import StepDone
 from swarm.model.reference import SingleProcess
 from swarm.run import CodecSpec, Run, demo_run
-from tests.process.swarm_processes import Swarm
+from tests.process.swarm_processes import Swarm, farthest
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -30,13 +29,6 @@ def tiny(*, dtype: str, codec: str, steps: int) -> Run:
         optimizer=replace(base.optimizer, lr=1e-2, warmup_steps=2),
         codec=CodecSpec(forward=codec, backward=codec),
     )
-
-
-def farthest(found: dict[str, torch.Tensor], single: SingleProcess) -> float:
-    """The largest difference of any weight, relative to the largest weight of its tensor."""
-    expected = single.named_weights()
-    assert found.keys() == expected.keys()
-    return max(float((found[n] - w).abs().max() / w.abs().max()) for n, w in expected.items())
 
 
 def test_weights_equal_a_single_process_to_rounding_whoever_was_killed(tmp_path: Path) -> None:
