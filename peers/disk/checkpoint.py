@@ -15,19 +15,18 @@ believed, and nothing is ever unpickled.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
-from peers.disk import atomic
+from peers.disk import atomic, tensor_file
+from peers.disk.tensor_file import Damaged, Progress, TensorInfo, unheard
 from swarm.errors import SetupError
 from swarm.ids import Stage
 from swarm.run import Run
@@ -38,27 +37,6 @@ MAX_INDEX_BYTES = 1 << 20
 KEEP = 3
 """Steps kept per stage. Two would do if all stages saved at the same instant; the third is for a laggard."""
 
-# Names of the safetensors format.
-_DTYPES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.bool: "BOOL",
-}
-
-
-class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    dtype: str
-    shape: tuple[int, ...]
-
 
 class _Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: int
@@ -67,7 +45,7 @@ class _Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     step: int
     bytes: int
     sha256: str
-    tensors: dict[str, _Tensor]
+    tensors: dict[str, TensorInfo]
     meta: dict[str, Any]
 
 
@@ -80,14 +58,19 @@ def save(
     meta: dict[str, Any],
     *,
     keep: int = KEEP,
+    together: Collection[Stage] | None = None,
+    option: str = "--checkpoint-dir",
 ) -> Path:
     """Write the checkpoint of `stage` at weight version `step`; older ones beyond `keep` are removed.
 
-    The newest step that every stage has in `folder` is never removed, however many newer ones there are.
+    The newest step that every stage has in `folder` is never removed, however many newer ones there are; nor
+    is the one just written, which may be an old one that completes a step.
 
     Args:
         tensors: any shapes; the dtypes of safetensors.
         meta: JSON values.
+        together: the stages that are kept in this folder; None: all of the run.
+        option: what the user chose `folder` with, for errors.
 
     Returns:
         The path of the index.
@@ -104,7 +87,9 @@ def save(
         if not manifest.exists():
             atomic.write_whole(manifest, run.to_toml().encode())
         with atomic.replacing(where) as (file, temporary):
-            digest, size = _write_tensors(file, tensors, run, stage, step)
+            origin = {"run": run.id, "stage": str(stage), "step": str(step)}
+            in_order = dict(sorted(tensors.items()))  # the same bytes whoever saves them
+            digest, size = tensor_file.write(file, in_order, tensors.__getitem__, origin)
             written = where / _tensors_name(stage, digest)
             atomic.commit(file, temporary, written)
         index = _Index(
@@ -114,7 +99,7 @@ def save(
             step=step,
             bytes=size,
             sha256=digest,
-            tensors={name: _described(tensor) for name, tensor in tensors.items()},
+            tensors={name: tensor_file.info(tensor) for name, tensor in tensors.items()},
             meta=meta,
         )
         path = where / _index_name(stage)
@@ -125,9 +110,9 @@ def save(
             f"cannot save the checkpoint of stage {stage}, step {step}",
             Path(folder),
             error,
-            "choose another --checkpoint-dir. Earlier checkpoints are intact",
+            f"choose another {option}. Earlier checkpoints are intact",
         ) from None
-    _prune(root, run, stage, keep)
+    _prune(root, run, stage, step, keep, range(run.S) if together is None else together)
     return path
 
 
@@ -145,16 +130,45 @@ def newest_common_step(folder: str | Path, run: Run) -> int | None:
 
 
 def saved_steps(folder: str | Path, run: Run, stage: Stage) -> list[int]:
-    """The steps of which `stage` has a whole checkpoint here, newest first: for who keeps one stage only."""
+    """The steps of which `stage` has a whole checkpoint here, newest first: for who keeps one stage only.
+
+    Each file is read once to verify it, and again only when it changed.
+    """
     root = Path(folder) / run.id
     steps = sorted(_steps_of(root, [stage]), reverse=True)
     return [step for step in steps if _is_whole(root, run, stage, step)]
 
 
+def found_steps(folder: str | Path, run: Run, stage: Stage) -> list[int]:
+    """The steps of which `stage` has an index here, newest first. Nothing is read: `check` or `load` does."""
+    return sorted(_steps_of(Path(folder) / run.id, [stage]), reverse=True)
+
+
+def check(folder: str | Path, run: Run, stage: Stage, step: int) -> None:
+    """Read a checkpoint through, unless it was before and is unchanged.
+
+    Raises:
+        SetupError: missing, of another run, or damaged. Says which file, and what to do.
+    """
+    where = Path(folder) / run.id / _step_name(step)
+    index = _read_index(where, run, stage, step)
+    _verify_once(where / _tensors_name(stage, index.sha256), index)
+
+
 def load(
-    folder: str | Path, run: Run, stage: Stage, step: int
+    folder: str | Path,
+    run: Run,
+    stage: Stage,
+    step: int,
+    *,
+    only: Collection[str] | None = None,
+    progress: Progress = unheard,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors (on the CPU) and the `meta` that were saved.
+
+    Args:
+        only: names of tensors; the others are verified and not held. None: all.
+        progress: told the size of each piece of the file that was verified.
 
     Raises:
         SetupError: missing, of another run, damaged, or not finite. Says which file, and what to do.
@@ -162,18 +176,27 @@ def load(
     where = Path(folder) / run.id / _step_name(step)
     index = _read_index(where, run, stage, step)
     path = where / _tensors_name(stage, index.sha256)
-    _verify(path, index)
+    _verify(path, index.sha256, index.bytes, progress)
+
+    def wanted(found: Mapping[str, TensorInfo]) -> list[str]:
+        if found != index.tensors:
+            raise Damaged("its tensors are not those that its index lists")
+        return [name for name in found if only is None or name in only]
+
     try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise _damaged(path, f"not a safetensors file: {str(error)[:200]}") from None
-    known = all(tensor.dtype in _DTYPES for tensor in tensors.values())
-    if not known or {name: _described(tensor) for name, tensor in tensors.items()} != index.tensors:
-        raise _damaged(path, "its tensors are not those that its index lists")
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise _damaged(path, f"{name} is not finite")
+        tensors = tensor_file.read(path, wanted)
+    except Damaged as damaged:
+        raise _damaged(path, str(damaged)) from None
     return tensors, index.meta
+
+
+def size_bytes(folder: str | Path, run: Run, stage: Stage, step: int) -> int:
+    """How long the file of the tensors is, by its index.
+
+    Raises:
+        SetupError: there is no index, or it is damaged.
+    """
+    return _read_index(Path(folder) / run.id / _step_name(step), run, stage, step).bytes
 
 
 def load_manifest(folder: str | Path, run_id: str) -> str:
@@ -214,47 +237,6 @@ def _steps_of(root: Path, stages: Iterable[Stage]) -> list[int]:
 # --- writing
 
 
-def _write_tensors(
-    file: Any, tensors: dict[str, torch.Tensor], run: Run, stage: Stage, step: int
-) -> tuple[str, int]:
-    """Write a safetensors file; returns its SHA-256 and size.
-
-    Ours and not the library's, because that one needs a second pass for the digest, and reports a full disk
-    in words of its own. The format: 8 bytes of length, that much JSON, then the buffers without gaps, those
-    of large elements first so that all are aligned.
-    """
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": {"run": run.id, "stage": str(stage), "step": str(step)}}
-    at = 0
-    for name in order:
-        described, size = _described(tensors[name]), tensors[name].numel() * tensors[name].element_size()
-        header[name] = {
-            "dtype": described.dtype,
-            "shape": list(described.shape),
-            "data_offsets": [at, at + size],
-        }
-        at += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    digest, written = hashlib.sha256(), 0
-    for piece in (len(text).to_bytes(8, "little"), text, *(_raw(tensors[name]) for name in order)):
-        for start in range(0, len(piece), atomic.CHUNK_BYTES):
-            part = piece[start : start + atomic.CHUNK_BYTES]
-            digest.update(part)
-            atomic.write_all(file, part)
-        written += len(piece)
-    return digest.hexdigest(), written
-
-
-def _raw(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
-
-
-def _described(tensor: torch.Tensor) -> _Tensor:
-    return _Tensor(dtype=_DTYPES[tensor.dtype], shape=tuple(tensor.shape))
-
-
 def _tidy(where: Path, run: Run, stage: Stage, step: int, written: Path | None) -> None:
     """After a failed save: remove the tensors that no index names, and folders that we made for nothing."""
     if written is not None and not _is_whole(where.parent, run, stage, step):
@@ -265,12 +247,18 @@ def _tidy(where: Path, run: Run, stage: Stage, step: int, written: Path | None) 
             empty.rmdir()
 
 
-def _prune(root: Path, run: Run, stage: Stage, keep: int) -> None:
-    """Remove what this stage no longer needs. Failing to is no reason to stop training."""
+def _prune(root: Path, run: Run, stage: Stage, written: int, keep: int, together: Collection[Stage]) -> None:
+    """Remove what this stage no longer needs. Failing to is no reason to stop training.
+
+    What is damaged at first sight counts for nothing: it neither stands for a step nor makes one go.
+    """
     mine = sorted(_steps_of(root, [stage]), reverse=True)
-    common = max(_steps_of(root, range(run.S)), default=None)
-    for step in mine[max(1, keep) :]:
-        if step == common:
+    whole = [step for step in mine if _looks_whole(root, run, stage, step)]
+    shared = sorted(_steps_of(root, together), reverse=True)
+    common = next((step for step in shared if all(_looks_whole(root, run, s, step) for s in together)), None)
+    kept = whole[: max(1, keep)]
+    for step in mine:
+        if step in (common, written) or not kept or step >= kept[-1]:
             continue
         where = root / _step_name(step)
         # The index first: without it the rest is no checkpoint, so a kill in between leaves no half of one.
@@ -314,30 +302,48 @@ def _read_index(where: Path, run: Run, stage: Stage, step: int) -> _Index:
     return index
 
 
-def _verify(path: Path, index: _Index) -> None:
+def _verify(path: Path, sha256: str, expected_bytes: int, progress: Progress = unheard) -> None:
     """The tensors' file has the size and the digest of its index."""
-    digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            if size != index.bytes:
-                raise _damaged(path, f"{size} bytes long, not {index.bytes}")
-            while chunk := file.read(atomic.CHUNK_BYTES):
-                digest.update(chunk)
+        tensor_file.verify(path, sha256, expected_bytes, progress)
+    except Damaged as damaged:
+        raise _damaged(path, str(damaged)) from None
     except OSError as error:
         raise SetupError(f"cannot read {path}: {error.strerror or error}. {_AGAIN}") from None
-    if digest.hexdigest() != index.sha256:
-        raise _damaged(path, "its bytes are not those that were saved (SHA-256 differs)")
+
+
+def _verify_once(path: Path, index: _Index) -> None:
+    """`_verify`, unless this very file was found whole before: who serves checkpoints is asked often."""
+    try:
+        now = path.stat()
+    except OSError as error:
+        raise SetupError(f"cannot read {path}: {error.strerror or error}. {_AGAIN}") from None
+    _verified(path, now.st_ino, now.st_size, now.st_mtime_ns, index.sha256, index.bytes)
+
+
+@lru_cache(maxsize=4096)  # what raises is not remembered
+def _verified(path: Path, inode: int, size: int, mtime_ns: int, sha256: str, expected_bytes: int) -> None:
+    _verify(path, sha256, expected_bytes)
 
 
 def _is_whole(root: Path, run: Run, stage: Stage, step: int) -> bool:
     where = root / _step_name(step)
     try:
         index = _read_index(where, run, stage, step)
-        _verify(where / _tensors_name(stage, index.sha256), index)
+        _verify_once(where / _tensors_name(stage, index.sha256), index)
     except SetupError:
         return False
     return True
+
+
+def _looks_whole(root: Path, run: Run, stage: Stage, step: int) -> bool:
+    """As `_is_whole` without reading the tensors: a good index, and a file of its length."""
+    where = root / _step_name(step)
+    try:
+        index = _read_index(where, run, stage, step)
+        return (where / _tensors_name(stage, index.sha256)).stat().st_size == index.bytes
+    except (SetupError, OSError):
+        return False
 
 
 _AGAIN = "Remove that step's folder to resume from an older one"

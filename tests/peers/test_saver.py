@@ -1,0 +1,152 @@
+"""Checkpoints beside the training: never two at once, never in the way, the newest first."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peers.disk import checkpoint
+from peers.disk.saver import Saver
+from peers.events import Checkpointed, Event, Note, Trouble
+from swarm.errors import SetupError
+from swarm.run import counting_run
+
+RUN = counting_run(stages=2, steps=100)
+
+
+def state(version: int) -> dict[str, torch.Tensor]:
+    return {"weights": torch.full((10,), float(version))}
+
+
+class Disk:
+    """A disk that writes when it is told to: each save waits for `go`."""
+
+    def __init__(self) -> None:
+        self.began: list[int] = []
+        self.at_once = self.most_at_once = 0
+        self.go = threading.Semaphore(0)
+        self.arrived = threading.Semaphore(0)
+        self._save = checkpoint.save
+        self._lock = threading.Lock()
+
+    def save(self, folder: Path, run: Any, stage: int, step: int, *rest: Any, **named: Any) -> Path:
+        with self._lock:
+            self.began.append(step)
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+        self.arrived.release()
+        assert self.go.acquire(timeout=20)
+        try:
+            return self._save(folder, run, stage, step, *rest, **named)
+        finally:
+            with self._lock:
+                self.at_once -= 1
+
+    async def starts(self) -> None:
+        """The next save has begun."""
+        assert await asyncio.to_thread(self.arrived.acquire, timeout=20)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    disk = Disk()
+    monkeypatch.setattr(checkpoint, "save", disk.save)
+    yield disk
+    disk.go.release(100)
+
+
+def saver(folder: Path, emit: Callable[[Event], None]) -> Saver:
+    return Saver(folder, RUN, 1, keep=5, emit=emit)
+
+
+async def test_what_is_saved_is_there_and_told(tmp_path: Path) -> None:
+    said: list[Event] = []
+    one = saver(tmp_path, said.append)
+    one.save(20, state(20))
+    assert await one.close()
+    assert said == [Checkpointed(stage=1, step=20, path=str(tmp_path))]
+    tensors, _ = checkpoint.load(tmp_path, RUN, 1, 20)
+    assert torch.equal(tensors["weights"], state(20)["weights"])
+    one.save(40, state(40))
+    assert await one.close()
+    assert checkpoint.saved_steps(tmp_path, RUN, 1) == [40, 20]
+
+
+async def test_a_slow_disk_holds_up_nobody_and_saves_never_overlap(tmp_path: Path, disk: Disk) -> None:
+    said: list[Event] = []
+    one = saver(tmp_path, said.append)
+    began = time.perf_counter()
+    one.save(10, state(10))
+    await disk.starts()
+    for version in (20, 30, 40):
+        one.save(version, state(version))
+    assert time.perf_counter() - began < 10  # the disk would wait twice as long
+    assert [event.words() for event in said] == [
+        "no checkpoint of version 20: the disk is slow, and version 30 is newer",
+        "no checkpoint of version 30: the disk is slow, and version 40 is newer",
+    ]
+    assert not await one.close(0.0)
+    disk.go.release()
+    await disk.starts()
+    disk.go.release()
+    assert await one.close()
+    assert (disk.began, disk.most_at_once) == ([10, 40], 1)
+    assert [event.step for event in said if isinstance(event, Checkpointed)] == [10, 40]
+    assert checkpoint.saved_steps(tmp_path, RUN, 1) == [40, 10]
+
+
+async def test_what_cannot_be_saved_is_told_and_the_next_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Event] = []
+    one = saver(tmp_path, said.append)
+
+    def full(*_: Any, **__: Any) -> Path:
+        raise SetupError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", full)
+        one.save(10, state(10))
+        assert await one.close()
+    one.save(20, state(20))
+    assert await one.close()
+    assert said[0] == Trouble(text="no checkpoint of version 10: the disk is full")
+    assert isinstance(said[1], Checkpointed) and len(said) == 2
+    assert not any(isinstance(event, Note) for event in said)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_after_a_bug_it_can_still_be_closed_and_saves_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Event] = []
+    one = saver(tmp_path, said.append)
+
+    def broken(*_: Any, **__: Any) -> Path:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", broken)
+        one.save(10, state(10))
+        assert await one.close()
+    one.save(20, state(20))
+    assert await one.close()
+    assert [type(event) for event in said] == [Checkpointed]
+
+
+def test_a_disk_that_hangs_does_not_keep_the_program_alive(tmp_path: Path, disk: Disk) -> None:
+    async def main() -> bool:
+        one = saver(tmp_path, lambda event: None)
+        one.save(10, state(10))
+        await disk.starts()
+        return await one.close(0.05)
+
+    assert asyncio.run(main()) is False  # and it returned, though the disk still holds the save
+    assert checkpoint.saved_steps(tmp_path, RUN, 1) == []
