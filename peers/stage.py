@@ -24,6 +24,7 @@ from peers.core import StageCore
 from peers.council import Council, check_standing
 from peers.device_thread import Rank
 from peers.disk import checkpoint
+from peers.disk.saver import Saver
 from peers.disk.shelf import Shelf
 from peers.downstream import NextStage
 from peers.faultpoints import fault_point
@@ -31,6 +32,7 @@ from peers.handover import HandOver
 from peers.ports import Answer, Directory, Request, Transport
 from peers.reduce import AllReduce, RoundVoid
 from peers.roll import Roll
+from peers.saved import is_keeper
 from peers.state_server import StateServer
 from peers.steps import OpenStep, audit
 from peers.sync import fetch_gradient
@@ -123,6 +125,9 @@ class StagePeer:
         )
         checkpoints = settings.checkpoints
         self.shelf = Shelf(run, stage, None if checkpoints is None else checkpoints.folder)
+        self._saver = (
+            Saver(checkpoints.folder, run, stage, keep=checkpoints.keep, emit=emit) if checkpoints else None
+        )
         self.council = Council(
             self.core, transport, directory, roll, self.router.bans,
             obey=self._obey, bandwidth=lambda: self.all_reduce.bandwidth_bps,
@@ -178,6 +183,9 @@ class StagePeer:
             until = time.monotonic() + self._settings.leave_within_s
             await self.desk.drain(limit_s=self._settings.leave_within_s / 2)
             await self._handover.give_all(limit_s=until - time.monotonic())
+            if self._saver is not None:
+                await self._saver.close(until - time.monotonic())
+            await self.council.farewell()
             self._emit(
                 events.Contributed(
                     microbatches=self.core.computed, steps=max(0, self.core.version - self._first_version)
@@ -222,7 +230,6 @@ class StagePeer:
     def peer_gone(self, peer: PeerId) -> None:
         """The transport noticed that the connection to `peer` broke."""
         self.council.lost(peer)
-        self.state_server.desk.gone(peer)
         self._states.desk.gone(peer)
 
     # -- joining ----------------------------------------------------------------------------------
@@ -490,19 +497,18 @@ class StagePeer:
             self._catching_up = False
 
     async def _save(self) -> None:
-        saved, every, version = self._settings.checkpoints, self._run.checkpoint_every, self.core.version
-        due = version == self._run.steps or (every and version % every == 0)
-        if saved is None or not due:
+        """Copy the state, and have it written beside the training; or kept in memory, for keepers."""
+        every, version = self._run.checkpoint_every, self.core.version
+        if not (version == self._run.steps or (every and version % every == 0)):
+            return
+        pinned = not self.shelf.on_disk and any(map(is_keeper, self._directory.peers()))
+        if self._saver is None and not pinned:
             return
         tensors = await self.core.device.run(Rank.STEP, version, self.core.compute.state)
-        try:
-            await asyncio.to_thread(
-                checkpoint.save, saved.folder, self._run, self.stage, version, tensors, {}, keep=saved.keep
-            )
-        except SetupError as error:
-            self._emit(events.Trouble(text=f"no checkpoint of version {version}: {error.text}"))
-        else:
-            self._emit(events.Checkpointed(stage=self.stage, step=version, path=str(saved.folder)))
+        if self._saver is not None:
+            self._saver.save(version, tensors)
+        if pinned:
+            self.shelf.pin(version, tensors)
 
     async def _catch_up(self, brief: Brief) -> None:
         """We missed steps, or the run went back."""
