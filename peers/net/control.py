@@ -78,12 +78,13 @@ class DaemonControl:
     def __init__(self, path: Path) -> None:
         self._path = str(path)
 
-    async def ask(self, request: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+    async def ask(self, request: Any, timeout_s: float | None = None) -> Any:
         """The answer to a p2pd_pb2.Request, as a p2pd_pb2.Response.
 
         Raises:
             ControlError: p2pd refused, ended, or did not answer in time.
         """
+        timeout_s = CONTROL_TIMEOUT_S if timeout_s is None else timeout_s
         loop = asyncio.get_running_loop()
         try:
             transport, protocol = await loop.create_unix_connection(

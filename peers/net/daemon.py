@@ -369,6 +369,12 @@ class Daemon:
     def alive(self) -> bool:
         return self._process is not None and not self._ended
 
+    def kill(self) -> None:
+        """SIGKILL p2pd. Its end is noticed, and told to `on_death`, as that of any other."""
+        if self.pid is not None and self.alive:
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, signal.SIGKILL)
+
     def expect_end(self) -> None:
         """From now on the end of p2pd is no accident: it ends when its last lasting client detaches."""
         self._closing = True

@@ -6,7 +6,11 @@ Kademlia finds the nodes near a key; from there on we read and write ourselves, 
 the first node that claims an infinite expiration (a stranger could hide everybody), and because a whole
 search for each of 16 keys every two seconds would cost more than the training's own calls. So each refresh
 asks a few random nodes that together are near all keys, one question per node for all of its keys, and the
-answers add up in a table whose entries leave when they expire. A search runs every 30 s.
+answers add up in a table whose entries leave when they expire. The keys of a node that does not answer are
+asked of others. A search runs every 30 s.
+
+Nobody is needed for long: who joined knows the addresses of those it met, and those to join at are greeted
+again whenever they were lost, so that a bootstrap that returns finds the run, and two halves become one.
 """
 
 from __future__ import annotations
@@ -18,9 +22,9 @@ import logging
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 
@@ -40,15 +44,13 @@ from peers.net._hivemind import (
 from peers.net.control import AttachedP2P, ControlError, DaemonControl
 from peers.net.daemon import split_peer_id
 from peers.net.identity import Identity
+from peers.net.survey import Survey
 from peers.waiting import happens
 from swarm.errors import Refused, SetupError
 from swarm.ids import PeerId
 from swarm.records import PeerRecord
 
 logger = logging.getLogger(__name__)
-
-Key = TypeVar("Key")
-Holder = TypeVar("Holder")
 
 REFRESH_S = 2.0
 RENEW_S = 5.0
@@ -57,9 +59,23 @@ LIFE_S = 20.0
 MANIFEST_LIFE_S = 300.0
 MANIFEST_RENEW_S = 100.0
 SEARCH_EVERY_S = 30.0
+GREET_EVERY_S = 5.0
+"""How often those to join at are dialled while we have lost them."""
 JOIN_S = 8.0
 REPLICAS = 5
+FIRST_ANSWERS = 2
+"""For each key, in the first refresh: a node that was away has missed what was stored meanwhile."""
 _RPC_S = 3.0
+_SLOW_S = 0.5
+"""Others are asked too when an answer takes longer. On an idle core it takes 2 ms, around the world 0.3 s."""
+_REFRESH_LIMIT_S = 5.0
+_SEARCH_WAIT_S = 1.0
+"""A search among dead nodes takes long; our own record must be renewed meanwhile."""
+_JOIN_GRACE_S = 0.5
+"""How long to wait for the other addresses to join at once one of them is reached."""
+_MOST_MET = 64
+"""Peers whose addresses are kept after their records ran out, to find the swarm again when all were lost."""
+_MOST_REJOINED = 20
 _CLOCK_MARGIN_S = 60.0
 _MAX_KEYS_PER_STORE = 64
 _MAX_SUBKEYS = 1024
@@ -183,6 +199,8 @@ class NetDirectory:
         refresh_s: float = REFRESH_S,
         renew_s: float = RENEW_S,
         life_s: float = LIFE_S,
+        manifest_life_s: float = MANIFEST_LIFE_S,
+        manifest_renew_s: float = MANIFEST_RENEW_S,
     ) -> None:
         """`join`: multiaddrs of peers to join at, each ending in `/p2p/<id>`. `learn` is told addresses."""
         self.run_id = run_id
@@ -191,16 +209,25 @@ class NetDirectory:
         self._join = [split_peer_id(address) for address in join]
         self._learn = learn
         self._refresh_s, self._renew_s, self._life_s = refresh_s, renew_s, life_s
+        self._manifest_life_s, self._manifest_renew_s = manifest_life_s, manifest_renew_s
         self._node: DHTNode | None = None
+        self._online = False
+        """Our p2pd runs, and the node above is on it."""
         self._keeper = TaskKeeper()
         self._known: dict[PeerId, _Known] = {}
+        self._met: dict[PeerId, tuple[str, ...]] = {}
+        """Addresses of those whose records we saw, the latest last."""
+        self._moved_to: tuple[str, ...] = ()
+        self._refreshed = False
         self._own: PeerRecord | None = None
         self._own_expires = 0.0
         self._stored_at = 0.0
         self._changed = asyncio.Event()
         self._manifest: tuple[str, PeerId, bytes] | None = None
         self._manifest_stored_at = 0.0
-        self._searched_at = 0.0
+        self._searched_at = self._greeted_at = 0.0
+        self._searching: asyncio.Task[None] | None = None
+        self._greeting: asyncio.Task[None] | None = None
         self._loop_task: asyncio.Task[None] | None = None
         self._random = random.Random(identity.peer_id)
 
@@ -213,81 +240,114 @@ class NetDirectory:
             SetupError: no address to join at could be reached; the text says what to check.
         """
         with self._keeper.keeping():
-            reached = await self._connect()
+            reached = await self._connect(self._join)
             if self._join and not reached:
                 raise SetupError(self._unreachable)
-            try:
-                self._node = await DHTNode.create(
-                    p2p=self._p2p,
-                    # The same place after a restart: else others would know us under two.
-                    node_id=DHTID.generate(source=self._identity.peer_id),
-                    initial_peers=[f"/p2p/{peer}" for peer in reached] or None,
-                    bucket_size=10,
-                    num_replicas=REPLICAS,
-                    wait_timeout=_RPC_S,
-                    bootstrap_timeout=1.0,
-                    cache_nearest=0,
-                    cache_locally=False,
-                    cache_on_store=False,
-                    cache_size=_MAX_KEYS,
-                    record_validator=self.check,
-                )
-            except RuntimeError:
-                raise SetupError(
-                    "the peers to join at can be reached, but do not answer as peers of a swarm: "
-                    f"{', '.join(reached)}. Do they run the same version?"
-                ) from None
-            except ValueError as error:
-                raise SetupError(f"cannot join: {error}") from None
-            except Exception as error:
-                # hivemind's ValidationError, which it derives from Exception
-                if type(error).__name__ != "ValidationError":
-                    raise
-                raise SetupError(_explain_validation(str(error))) from None
-        self._node.protocol.storage.maxsize = _MAX_KEYS
+            await self._begin(reached)
+
+    async def _begin(self, reached: Sequence[PeerId]) -> None:
+        """A DHT node on our p2pd, joined at `reached`, and the loop that keeps it."""
+        try:
+            node = await DHTNode.create(
+                p2p=self._p2p,
+                # The same place after a restart: else others would know us under two.
+                node_id=DHTID.generate(source=self._identity.peer_id),
+                initial_peers=[f"/p2p/{peer}" for peer in reached] or None,
+                bucket_size=10,
+                num_replicas=REPLICAS,
+                wait_timeout=_RPC_S,
+                bootstrap_timeout=1.0,
+                cache_nearest=0,
+                cache_locally=False,
+                cache_on_store=False,
+                cache_size=_MAX_KEYS,
+                # A node that was dead or cut off is tried again in every search: it may be back.
+                backoff_rate=1.0,
+                record_validator=self.check,
+            )
+        except RuntimeError:
+            raise SetupError(
+                "the peers to join at can be reached, but do not answer as peers of a swarm: "
+                f"{', '.join(reached)}. Do they run the same version?"
+            ) from None
+        except ValueError as error:
+            raise SetupError(f"cannot join: {error}") from None
+        except Exception as error:
+            # hivemind's ValidationError, which it derives from Exception
+            if type(error).__name__ != "ValidationError":
+                raise
+            raise SetupError(_explain_validation(str(error))) from None
+        node.protocol.storage.maxsize = _MAX_KEYS
+        if self._node is not None:  # what others gave us to keep outlives our p2pd
+            for key_id, item in list(self._node.protocol.storage.items()):
+                for subkey, entry in list(getattr(item.value, "data", {}).items()):
+                    node.protocol.storage.store(key_id, entry.value, entry.expiration_time, subkey=subkey)
+        self._node, self._online = node, True
         self._loop_task = asyncio.get_running_loop().create_task(self._run())
 
-    async def daemon_is_back(self, p2p: AttachedP2P, control: DaemonControl) -> None:
-        """A new p2pd took the place of the one that died: join again, and announce what we announced."""
-        await self.close()
-        self._p2p, self._control, self._node, self._stored_at = p2p, control, None, 0.0
-        self._searched_at = self._manifest_stored_at = 0.0
-        peers = [
-            f"{address.split('/p2p/')[0]}/p2p/{record.peer}"
-            for record in self.peers()
-            for address in record.addresses
-        ]
-        own_join, self._join = self._join, self._join + [split_peer_id(address) for address in peers[:20]]
-        try:
-            await self.start()
-        finally:
-            self._join = own_join
+    def daemon_died(self) -> None:
+        """Our p2pd ended. Until another one runs we say what we knew, and remember what to announce."""
+        self._online = False
 
-    async def _connect(self) -> list[PeerId]:
-        """Dial the addresses to join at; the ids of those that answer."""
+    async def daemon_is_back(
+        self, p2p: AttachedP2P, control: DaemonControl, moved_to: tuple[str, ...] = ()
+    ) -> None:
+        """A new p2pd took the place of the one that died: join again, and announce what we announced.
+
+        With nobody in reach we go on alone, and look for them. `moved_to`: our addresses, if they changed.
+
+        Raises:
+            SetupError: as `start`, except that nobody has to be reached.
+            ControlError: the new p2pd fails too.
+        """
+        await self.close()
+        self._p2p, self._control, self._moved_to = p2p, control, moved_to
+        self._stored_at = self._searched_at = self._greeted_at = self._manifest_stored_at = 0.0
+        self._refreshed = False
+        with self._keeper.keeping():
+            await self._begin(await self._connect(self._join + self._met_addresses()))
+
+    def _met_addresses(self) -> list[tuple[str, PeerId]]:
+        """Of those seen last, as `_join` has them."""
+        latest = list(self._met.items())[: -_MOST_REJOINED - 1 : -1]
+        return [(address.split("/p2p/")[0], peer) for peer, addresses in latest for address in addresses]
+
+    async def _connect(self, places: Sequence[tuple[str, PeerId]]) -> list[PeerId]:
+        """Dial addresses; the ids of those that answer, in time or soon after the first one."""
         grouped: dict[PeerId, list[str]] = defaultdict(list)
-        for address, peer in self._join:
+        for address, peer in places:
             grouped[peer].append(address)
         grouped.pop(self._identity.peer_id, None)
-        outcomes = await asyncio.gather(
-            *(self._control.connect(peer, addresses, JOIN_S) for peer, addresses in grouped.items()),
-            return_exceptions=True,
-        )
+        self._unreachable = ""
+        if not grouped:
+            return []
+        dials = {
+            self._keeper.create_task(self._control.connect(peer, addresses, JOIN_S)): peer
+            for peer, addresses in grouped.items()
+        }
+        left: set[asyncio.Task[None]] = set(dials)
         reached: list[PeerId] = []
         reasons: list[str] = []
-        for (peer, addresses), outcome in zip(grouped.items(), outcomes, strict=True):
-            if outcome is None:
-                reached.append(peer)
-            elif isinstance(outcome, ControlError):
-                reasons.append(f"{', '.join(addresses)}/p2p/{peer}: {outcome.text}")
-            else:
-                raise outcome
+        while left:
+            done, left = await asyncio.wait(
+                left, timeout=_JOIN_GRACE_S if reached else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                break  # the others are dialled on; who answers late is found by searching
+            for dial in done:
+                peer, error = dials[dial], dial.exception()
+                if error is None:
+                    reached.append(peer)
+                elif isinstance(error, ControlError):
+                    reasons.append(f"{', '.join(grouped[peer])}/p2p/{peer}: {error.text}")
+                else:
+                    raise error
         self._unreachable = (
             "none of the peers to join at can be reached. Check that one of them is running, that its "
             "address, port and peer id are those it printed, and that no firewall is between: "
             + "; ".join(reasons)
         )
-        return reached
+        return sorted(reached)
 
     async def close(self) -> None:
         """End all tasks. The record stays in the DHT until it expires: `withdraw` first."""
@@ -298,6 +358,7 @@ class NetDirectory:
             self._loop_task = None
         if self._node is not None:
             self._node.is_alive = False
+        self._online = False
         await self._keeper.close()
 
     async def _run(self) -> None:
@@ -315,13 +376,17 @@ class NetDirectory:
                 self._changed.clear()
 
     async def _round(self) -> None:
+        if not self._online:
+            return
         now = time.time()
-        if now - self._searched_at > SEARCH_EVERY_S or not self._neighbours_known():
-            self._searched_at = now
+        if not 0 <= now - self._greeted_at < GREET_EVERY_S or not self._neighbours_known():
+            self._greeted_at = now
+            self._greet()
+        if not 0 <= now - self._searched_at < SEARCH_EVERY_S or not self._neighbours_known():
             await self._search()
         if self._own is not None and (self._stored_at == 0.0 or now - self._stored_at >= self._renew_s):
             await self._store_own()
-        if self._manifest is not None and now - self._manifest_stored_at >= MANIFEST_RENEW_S:
+        if self._manifest is not None and now - self._manifest_stored_at >= self._manifest_renew_s:
             await self._store_manifest()
         if self.run_id is not None:
             await self._refresh()
@@ -333,6 +398,11 @@ class NetDirectory:
             return []
         return [envelopes.peers_key(self.run_id, shard) for shard in range(envelopes.SHARDS)]
 
+    @property
+    def online(self) -> bool:
+        """Whether our p2pd runs, with our DHT node on it."""
+        return self._online
+
     def _neighbours_known(self) -> bool:
         return self._node is not None and bool(self._node.protocol.routing_table.uid_to_peer_id)
 
@@ -342,15 +412,54 @@ class NetDirectory:
         return len(self._node.protocol.routing_table.uid_to_peer_id) if self._node is not None else 0
 
     async def _search(self) -> None:
-        """Look for the nodes near our own id and our keys; rejoin if all were lost."""
+        """Look for the nodes near our own id and our keys. Waits a moment only; the search goes on."""
         assert self._node is not None
-        if self._join and not self._neighbours_known():
-            pings = [
-                self._node.protocol.call_ping(PeerID.from_base58(peer)) for peer in await self._connect()
-            ]
-            await asyncio.gather(*pings)
-        queries = [self._node.node_id, *(DHTID.generate(source=key) for key in self._keys())]
-        await self._node.find_nearest_nodes(queries, k_nearest=REPLICAS, beam_size=REPLICAS)
+        if self._searching is None or self._searching.done():
+            self._searched_at = time.time()
+            queries = [self._node.node_id, *(DHTID.generate(source=key) for key in self._keys())]
+            self._searching = self._kept(
+                self._node.find_nearest_nodes(queries, k_nearest=REPLICAS, beam_size=REPLICAS)
+            )
+        await asyncio.wait([self._searching], timeout=_SEARCH_WAIT_S)
+
+    def _greet(self) -> None:
+        """Dial, in the background, those to join at that we lost; everybody we ever met, if all are lost."""
+        if self._greeting is not None and not self._greeting.done():
+            return
+        assert self._node is not None
+        known = {str(peer) for peer in self._node.protocol.routing_table.peer_id_to_uid}
+        lost: dict[PeerId, list[str]] = defaultdict(list)
+        for address, peer in self._join + ([] if known else self._met_addresses()):
+            if peer not in known and peer != self._identity.peer_id:
+                lost[peer].append(address)
+        if lost:
+            self._greeting = self._kept(
+                asyncio.gather(*(self._greet_one(peer, addresses) for peer, addresses in lost.items()))
+            )
+
+    async def _greet_one(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        assert self._node is not None
+        with contextlib.suppress(ControlError):
+            await self._control.connect(peer, addresses, JOIN_S)
+            await self._node.protocol.call_ping(PeerID.from_base58(peer))
+
+    def _kept(self, work: Awaitable[Any]) -> asyncio.Task[None]:
+        """Run `work` in the background, until it ends or we close."""
+
+        async def run() -> None:
+            try:
+                await work
+            except (ControlError, OSError) as error:
+                logger.debug("the DHT cannot be reached: %s", error)
+            except Exception:  # strangers' answers pass through hivemind here
+                # One that is cancelled may trip over hivemind's own assertions.
+                logger.log(
+                    logging.ERROR if self._online else logging.DEBUG,
+                    "a search of the directory failed",
+                    exc_info=True,
+                )
+
+        return self._keeper.create_task(run())
 
     def _nearest(self, key: str, count: int) -> list[PeerID]:
         """Nodes near the key, nearest first, from the routing table; without us."""
@@ -371,42 +480,65 @@ class NetDirectory:
         return [records[peer] for peer in sorted(records)]
 
     async def refresh(self) -> Sequence[PeerRecord]:
-        with self._keeper.keeping():
-            if not self._neighbours_known():
-                await self._search()
-            await self._refresh()
+        if self._online:
+            with self._keeper.keeping():
+                if not self._searched_at or not self._neighbours_known():
+                    await self._search()
+                await self._refresh()
         return self.peers()
 
     async def _refresh(self) -> None:
         holders: dict[DHTID, list[PeerID]] = {}
+        spare: dict[DHTID, list[PeerID]] = {}
         for key in self._keys():
             key_id = DHTID.generate(source=key)
-            holders[key_id] = self._nearest(key, REPLICAS)
+            near = self._nearest(key, 2 * REPLICAS)
+            holders[key_id], spare[key_id] = near[:REPLICAS], near[REPLICAS:]
             self._take(key_id.to_bytes(), self._stored_here(key_id))
-        asked = whom_to_ask(holders, self._random)
+        survey = Survey(holders, spare, self._random, answers=1 if self._refreshed else FIRST_ANSWERS)
         # No answer may come near the size that hangs hivemind's unary calls.
         per_key = _MAX_RECORD_GUESS * (1 + len(self._known) // envelopes.SHARDS)
         batch = max(1, min(envelopes.SHARDS, _MAX_ANSWER_BYTES // per_key))
-        await asyncio.gather(
-            *(
-                self._ask(peer, keys[start : start + batch])
-                for peer, keys in asked.items()
-                for start in range(0, len(keys), batch)
-            )
-        )
+        clock = asyncio.get_running_loop().time
+        end = clock() + _REFRESH_LIMIT_S
+        asking: dict[asyncio.Task[bool], tuple[PeerID, list[DHTID], float]] = {}
+        while self._online:
+            for peer, keys in survey.ask().items():
+                for start in range(0, len(keys), batch):
+                    some = keys[start : start + batch]
+                    asking[self._keeper.create_task(self._ask(peer, some))] = (peer, some, clock())
+            if survey.over or clock() >= end:
+                break  # what still comes goes into the table
+            done, _ = await asyncio.wait(asking, timeout=_SLOW_S, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                peer, keys, _ = asking.pop(task)
+                answered = not task.cancelled() and task.result()
+                (survey.answered if answered else survey.failed)(peer, keys)
+            for peer, keys, since in asking.values():
+                if clock() - since >= _SLOW_S:
+                    survey.late(peer, keys)
+        self._refreshed = self._refreshed or self._neighbours_known()
 
-    async def _ask(self, peer: PeerID, keys: Sequence[DHTID]) -> None:
-        for key_id, entries in (await self._find(peer, keys)).items():
+    async def _ask(self, peer: PeerID, keys: Sequence[DHTID]) -> bool:
+        """Take in what one node has under some keys; whether it answered."""
+        found = await self._find(peer, keys)
+        for key_id, entries in (found or {}).items():
             self._take(key_id.to_bytes(), entries)
+        return found is not None
 
     async def _find(
         self, peer: PeerID, keys: Sequence[DHTID]
-    ) -> dict[DHTID, dict[object, tuple[bytes, float]]]:
-        """Ask one node for the entries under some keys. What it answers went through `RecordCheck`."""
+    ) -> dict[DHTID, dict[object, tuple[bytes, float]]] | None:
+        """Ask one node for the entries under some keys. What it answers went through `RecordCheck`.
+
+        None if it did not answer.
+        """
         assert self._node is not None
         answer = await self._node.protocol.call_find(peer, keys)
+        if answer is None:
+            return None
         found: dict[DHTID, dict[object, tuple[bytes, float]]] = {}
-        for key_id, (item, _) in (answer or {}).items():
+        for key_id, (item, _) in answer.items():
             data = getattr(item.value, "data", None) if item is not None else None
             if isinstance(data, dict):
                 found[key_id] = {
@@ -439,8 +571,16 @@ class NetDirectory:
                 continue
             if record.run == self.run_id:
                 self._known[subkey] = _Known(record, expires)
-                if self._learn is not None and record.addresses:
-                    self._learn(subkey, record.addresses)
+                if record.addresses:
+                    self._meet(subkey, record.addresses)
+                    if self._learn is not None:
+                        self._learn(subkey, record.addresses)
+
+    def _meet(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
+        self._met.pop(peer, None)
+        self._met[peer] = addresses
+        while len(self._met) > _MOST_MET:
+            del self._met[next(iter(self._met))]
 
     # -- writing --------------------------------------------------------------------------------
 
@@ -475,13 +615,18 @@ class NetDirectory:
 
     async def _store_own(self) -> None:
         assert self._own is not None
+        if not self._online:
+            self._stored_at = 0.0  # as soon as we are back
+            return
         self._stored_at = time.time()
         # Later than any earlier one, also when the clock was set back: the DHT keeps the latest.
         self._own_expires = max(self._stored_at + self._life_s, self._own_expires + 0.001)
         record = self._own
+        if self._moved_to:
+            record = msgspec.structs.replace(record, addresses=self._moved_to)
         value = envelopes.seal_record(record, self._own_expires, self._identity)
         key = envelopes.peers_key(record.run, envelopes.shard_of(record.peer))
-        if await self._store(key, record.peer, value, self._own_expires) == 1 and self._join:
+        if await self._store(key, record.peer, value, self._own_expires) == 1 and (self._join or self._met):
             self._stored_at = 0.0  # nobody but us has it: again in the next round
 
     async def _store(self, key: str, subkey: str, value: bytes, expires: float) -> int:
@@ -489,6 +634,8 @@ class NetDirectory:
         assert self._node is not None
         key_id = DHTID.generate(source=key)
         self._node.protocol.storage.store(key_id, value, expires, subkey=subkey)
+        if not self._online:
+            return 0
         answers = await asyncio.gather(
             *(
                 self._node.protocol.call_store(peer, [key_id], [value], expires, subkeys=[subkey])
@@ -509,7 +656,7 @@ class NetDirectory:
         run_id = envelopes.run_id_of(text)
         self._manifest = (run_id, owner, value)
         with self._keeper.keeping():
-            if not self._neighbours_known():
+            if self._online and not self._neighbours_known():
                 await self._search()
             await self._store_manifest()
         return run_id
@@ -517,10 +664,8 @@ class NetDirectory:
     async def _store_manifest(self) -> None:
         assert self._manifest is not None
         run_id, owner, value = self._manifest
-        self._manifest_stored_at = time.time()
-        await self._store(
-            envelopes.manifest_key(run_id), owner, value, self._manifest_stored_at + MANIFEST_LIFE_S
-        )
+        self._manifest_stored_at = time.time() if self._online else 0.0
+        await self._store(envelopes.manifest_key(run_id), owner, value, time.time() + self._manifest_life_s)
 
     async def fetch_manifest(self, run_id: str, *, timeout_s: float = 10.0) -> str:
         """The text of a run's manifest: its hash is the id, and its owner, if it names one, signed it.
@@ -530,51 +675,54 @@ class NetDirectory:
         Raises:
             SetupError: nobody has it.
         """
-        assert self._node is not None
         key = envelopes.manifest_key(run_id)
-        key_id = DHTID.generate(source=key)
         deadline = time.monotonic() + timeout_s
         with self._keeper.keeping():
             while True:
-                entries = self._stored_here(key_id)
-                for peer in self._nearest(key, REPLICAS):
-                    entries.update((await self._find(peer, [key_id])).get(key_id, {}))
-                for owner, (value, _) in entries.items():
-                    with contextlib.suppress(Refused):
-                        found, text = envelopes.open_manifest(value, str(owner))
-                        if found == run_id:
-                            self._manifest = (run_id, str(owner), value)
-                            self._manifest_stored_at = time.time() - MANIFEST_RENEW_S * self._random.random()
-                            return text
+                text = await self._look_for_manifest(run_id, key, min(_RPC_S, timeout_s))
+                if text is not None:
+                    return text
                 if time.monotonic() >= deadline:
                     refused = ", ".join(sorted(self.check.rejected)[:3])
                     raise SetupError(
                         f"nobody here knows a run {run_id}: check the id, and that a peer of that run is up"
                         + (f" (refused from others: {refused})" if refused else "")
                     )
-                await self._node.find_nearest_nodes([key_id], k_nearest=REPLICAS)
+                if self._node is not None and self._online:
+                    nearer = self._node.find_nearest_nodes([DHTID.generate(source=key)], k_nearest=REPLICAS)
+                    await asyncio.wait([self._kept(nearer)], timeout=_SEARCH_WAIT_S)
                 await asyncio.sleep(0.3)
 
+    async def _look_for_manifest(self, run_id: str, key: str, limit_s: float) -> str | None:
+        """The manifest, from the first node near its key that has it."""
+        if not self._online:
+            return None
+        key_id = DHTID.generate(source=key)
+        text = self._take_manifest(run_id, self._stored_here(key_id))
+        asking = {
+            self._keeper.create_task(self._find(peer, [key_id])) for peer in self._nearest(key, 2 * REPLICAS)
+        }
+        end = time.monotonic() + limit_s
+        while text is None and asking and time.monotonic() < end:
+            done, asking = await asyncio.wait(
+                asking, timeout=end - time.monotonic(), return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                found = None if task.cancelled() else task.result()
+                text = text or self._take_manifest(run_id, (found or {}).get(key_id, {}))
+        return text
 
-def whom_to_ask(holders: dict[Key, list[Holder]], rng: random.Random) -> dict[Holder, list[Key]]:
-    """Few nodes that together hold all keys, other ones each time: node -> the keys to ask it for.
-
-    In a small swarm every node holds nearly everything, and asking one or two does (a question costs 1 ms
-    of CPU over all processes). Chance keeps a node that hides records from hiding them for long.
-    """
-    left = {key: nodes for key, nodes in holders.items() if nodes}
-    asked: dict[Holder, list[Key]] = {}
-    while left:
-        covers: dict[Holder, list[Key]] = defaultdict(list)
-        for key, nodes in left.items():
-            for node in set(nodes):
-                covers[node].append(key)
-        most = max(len(keys) for keys in covers.values())
-        node = rng.choice([node for node, keys in covers.items() if 2 * len(keys) > most])
-        asked[node] = covers[node]
-        for key in covers[node]:
-            del left[key]
-    return asked
+    def _take_manifest(self, run_id: str, entries: dict[object, tuple[bytes, float]]) -> str | None:
+        """The text of the run's manifest, if it is among the entries; we keep it published from now on."""
+        for owner, (value, _) in entries.items():
+            with contextlib.suppress(Refused):
+                found, text = envelopes.open_manifest(value, str(owner))
+                if found == run_id:
+                    self._manifest = (run_id, str(owner), value)
+                    # Not all peers at the same moment.
+                    self._manifest_stored_at = time.time() - self._manifest_renew_s * self._random.random()
+                    return text
+        return None
 
 
 def _explain_validation(text: str) -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from peers.net.daemon import Daemon, DaemonOptions, split_peer_id, to_multiaddr, with_peer_id
 from peers.net.faults import Faults
 from peers.net.identity import Identity
-from swarm.errors import SetupError
+from swarm.errors import SetupError, SwarmError
 from swarm.ids import PeerId
 
 if TYPE_CHECKING:  # hivemind is imported while p2pd starts
@@ -30,6 +30,35 @@ if TYPE_CHECKING:  # hivemind is imported while p2pd starts
     from peers.net.transport import NetTransport
 
 logger = logging.getLogger(__name__)
+
+REVIVALS = 8
+"""Deaths of p2pd in a row after which we give up: about half a minute, with the pauses between them."""
+LONGEST_PAUSE_S = 30.0
+STABLE_S = 20.0
+"""A p2pd that ran for so long did well: the next death is the first of a row again."""
+PROBE_EVERY_S = 5.0
+MOST_UNANSWERED = 4
+"""A p2pd that answers none of so many probes in a row hangs, and is killed. 40 s, a machine may be busy."""
+
+
+class Deaths:
+    """How long to wait before p2pd is started again, and when not to. Pure: times are given by the caller."""
+
+    def __init__(self, most: int = REVIVALS) -> None:
+        self._most, self._row, self._began_s = most, 0, float("-inf")
+
+    def pause_s(self, *, now: float) -> float | None:
+        """p2pd died, or did not start: wait so long before the next attempt; None: give up."""
+        if now - self._began_s > STABLE_S:
+            self._row = 0
+        self._row += 1
+        if self._row > self._most:
+            return None
+        return 0.0 if self._row == 1 else min(LONGEST_PAUSE_S, 0.25 * 2 ** (self._row - 2))
+
+    def started(self, *, now: float) -> None:
+        """A new p2pd is being started."""
+        self._began_s = now
 
 
 class Node:
@@ -51,13 +80,15 @@ class Node:
         refresh_s: float | None = None,
         faults: Faults | None = None,
         on_death: Callable[[], None] | None = None,
-        revivals: int = 3,
+        revivals: int = REVIVALS,
+        manifest_life_s: float | None = None,
     ) -> None:
         """`join`: addresses of peers to join at, ending in `/p2p/<id>`; none for the first peer of a swarm.
 
         `daemon`: one that was spawned before; else `options` and `identity_path` say how to start it.
-        A p2pd that ends although nobody asked it to is started again, `revivals` times at most: calls fail
-        with PeerGone meanwhile. `on_death` is called when that does not help.
+        A p2pd that ends, or hangs, although nobody asked it to is started again, on the same identity and
+        port: calls under way fail with PeerGone, new ones wait. After `revivals` deaths in a row `on_death`
+        is called; without one, whoever entered the node is interrupted, and leaves it with a SetupError.
         """
         self.daemon = daemon
         self._options = options or DaemonOptions()
@@ -66,8 +97,14 @@ class Node:
         self._run_id = run_id
         self._silence_s, self._refresh_s, self._faults = silence_s, refresh_s, faults
         self._on_death = on_death
-        self._revivals = revivals
+        self._deaths = Deaths(revivals)
+        self._revives = revivals > 0
+        self._manifest_life_s = manifest_life_s
         self._reviving: asyncio.Task[None] | None = None
+        self._probing: asyncio.Task[None] | None = None
+        self._wished_port = 0
+        self._owner: asyncio.Task[object] | None = None
+        self._fatal: SetupError | None = None
         self._p2p: AttachedP2P | None = None
         self._started: list[str] = []
         self._listening: tuple[str, ...] = ()
@@ -78,7 +115,9 @@ class Node:
                 split_peer_id(address)
             if self.daemon is None:
                 self.daemon = Daemon.spawn(self._options, identity_path=self._identity_path)
+            self._owner = asyncio.current_task()
             await self._start(self.daemon)
+            self._probing = asyncio.get_running_loop().create_task(self._probe())
         except BaseException:
             await self.close()
             raise
@@ -88,9 +127,10 @@ class Node:
         # p2pd needs 0.15 s to start; importing hivemind's client takes 0.1 s of them.
         from peers.net import links, transport
         from peers.net.control import AttachedP2P, ControlError, DaemonControl
-        from peers.net.directory import REFRESH_S, NetDirectory
+        from peers.net.directory import MANIFEST_LIFE_S, REFRESH_S, NetDirectory
 
         daemon.on_death = self._daemon_died
+        self._wished_port = daemon.options.port
         await daemon.ready()
         self.control = DaemonControl(daemon.control_path)
         try:
@@ -113,6 +153,8 @@ class Node:
                 join=self._join,
                 learn=self.transport.learn,
                 refresh_s=self._refresh_s or REFRESH_S,
+                manifest_life_s=self._manifest_life_s or MANIFEST_LIFE_S,
+                manifest_renew_s=(self._manifest_life_s or MANIFEST_LIFE_S) / 3,
             )
             self._started.append("directory")
             await self.directory.start()
@@ -125,52 +167,126 @@ class Node:
 
     def _daemon_died(self) -> None:
         if "transport" in self._started:
-            self.transport.daemon_died()
-        if self._revivals > 0 and "directory" in self._started:
-            self._revivals -= 1
+            self.transport.daemon_died(for_good=not self._revives)
+        if "directory" not in self._started:
+            return  # `_start` fails by itself
+        self.directory.daemon_died()
+        if self._reviving is None or self._reviving.done():
             self._reviving = asyncio.get_running_loop().create_task(self._revive())
-        elif self._on_death is not None:
-            self._on_death()
 
     async def _revive(self) -> None:
-        """Put a new p2pd, of the same identity and on the same port, in the place of the dead one."""
-        from peers.net.control import AttachedP2P, ControlError, DaemonControl
+        """Put a new p2pd in the place of the dead one; again, with pauses, if it dies too."""
+        why = "it ended again and again"
+        clock = asyncio.get_running_loop().time
+        while (pause_s := self._deaths.pause_s(now=clock())) is not None:
+            await asyncio.sleep(pause_s)
+            self._deaths.started(now=clock())
+            try:
+                await self._replace_daemon()
+            except (SwarmError, OSError) as error:
+                why = error.text if isinstance(error, SwarmError) else str(error)
+                logger.warning("an attempt to start p2pd again failed: %s", why)
+            except Exception as bug:  # the attempts are few, and the last one ends us loudly
+                why = f"{type(bug).__name__}: {bug}"
+                logger.exception("an attempt to start p2pd again failed")
+            if self.alive and self.directory.online:
+                logger.warning("p2pd was started again (pid %s)", self.p2pd_pid)
+                return
+        self._give_up(why)
+
+    def _give_up(self, why: str) -> None:
+        logger.error("p2pd could not be started again: %s", why)
+        self.transport.daemon_died(for_good=True)
+        if self._on_death is not None:
+            self._on_death()
+        elif self._owner is not None:
+            self._fatal = SetupError(
+                f"p2pd, which connects this process to the others, could not be started again: {why}. "
+                "See that nothing kills it (memory, antivirus), and start this program again"
+            )
+            self._owner.cancel()
+
+    async def _replace_daemon(self) -> None:
+        """A new p2pd, of the same identity and on the same port, for the dead one."""
+        from peers.net.control import AttachedP2P, DaemonControl
 
         dead = self.daemon
         assert dead is not None
-        try:
-            if self._p2p is not None:
-                await self._p2p.close()
-            port = next((int(a.split("/tcp/")[1].split("/")[0]) for a in self._listening if "/tcp/" in a), 0)
-            daemon = self.daemon = Daemon.spawn(
-                dataclasses.replace(dead.options, port=dead.options.port or port),
+        if self._p2p is not None:
+            p2p, self._p2p = self._p2p, None
+            await p2p.close()
+        dead.close_now()  # if it did not start, its identity is still locked
+        daemon = self.daemon = await self._spawn_again(dead)
+        self.control = DaemonControl(daemon.control_path)
+        before = self._listening
+        _, self._listening = await self.control.identify()
+        await self.transport.daemon_is_back(self.control, daemon.directory / "streams.sock")
+        await self.directory.daemon_is_back(
+            await self._attach(AttachedP2P, daemon),
+            self.control,
+            self.addresses if self._listening != before else (),
+        )
+
+    async def _spawn_again(self, dead: Daemon) -> Daemon:
+        """On the port that it had; on another one if that is taken and was nobody's wish."""
+        port = next((int(a.split("/tcp/")[1].split("/")[0]) for a in self._listening if "/tcp/" in a), 0)
+        for choice in [self._wished_port] if self._wished_port else [port, 0]:
+            daemon = Daemon.spawn(
+                dataclasses.replace(dead.options, port=choice),
                 identity_path=dead.identity_path,
                 identity=dead.identity,
             )
+            self.daemon = daemon
             daemon.on_death = self._daemon_died
-            await daemon.ready()
-            self.control = DaemonControl(daemon.control_path)
-            _, self._listening = await self.control.identify()
-            await self.transport.daemon_is_back(self.control, daemon.directory / "streams.sock")
-            await self.directory.daemon_is_back(await self._attach(AttachedP2P, daemon), self.control)
-        except (SetupError, ControlError) as error:
-            logger.error("p2pd could not be started again: %s", error.text)
-            if self._on_death is not None:
-                self._on_death()
-        else:
-            logger.warning("p2pd was started again (pid %s)", daemon.pid)
+            try:
+                await daemon.ready()
+            except SetupError as error:
+                daemon.close_now()
+                if choice in (0, self._wished_port) or "already in use" not in error.text:
+                    raise
+            else:
+                return daemon
+        raise AssertionError("unreachable")
+
+    async def _probe(self) -> None:
+        """A p2pd that lives and answers nothing is as bad as a dead one, and its end is not announced."""
+        from peers.net.control import ControlError
+
+        unanswered = 0
+        while True:
+            await asyncio.sleep(PROBE_EVERY_S)
+            daemon, reviving = self.daemon, self._reviving
+            if daemon is None or not daemon.alive or (reviving is not None and not reviving.done()):
+                unanswered = 0
+                continue
+            try:
+                await self.control.identify()
+            except ControlError:
+                unanswered += 1
+            else:
+                unanswered = 0
+            if unanswered >= MOST_UNANSWERED:
+                logger.error("p2pd (pid %s) does not answer any more: it is killed", daemon.pid)
+                daemon.kill()
+                unanswered = 0
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+        if self._fatal is not None and kind is asyncio.CancelledError:
+            uncancel = getattr(self._owner, "uncancel", None)  # from Python 3.11 on
+            if uncancel is not None:
+                uncancel()
+            raise self._fatal from None
 
     async def close(self) -> None:
         """End p2pd and every task, and remove its directory. Idempotent."""
         started, self._started = self._started, []
-        if self._reviving is not None:
-            self._reviving.cancel()
-            await asyncio.gather(self._reviving, return_exceptions=True)
+        for task in (self._probing, self._reviving):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         try:
             if "transport" in started:
                 await self.transport.close()

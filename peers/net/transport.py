@@ -17,7 +17,7 @@ from peers.net.control import ControlError, DaemonControl, check_response, strea
 from peers.net.faults import Faults
 from peers.net.links import SILENCE_S, CalleeLink, CallerLink, ServedCall, flat
 from peers.ports import Answer, Buffer, Handler
-from peers.waiting import within
+from peers.waiting import happens, within
 from swarm.errors import (
     BadAnswer,
     Busy,
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 PROTOCOL = "/swarm/calls/1"
 DIAL_S = 5.0
 """For connecting and opening a stream; a round trip around the world takes 0.3 s, and TLS some of them."""
+REVIVAL_S = 10.0
+"""How long a call waits for our own p2pd to be started again; that takes 0.3 s. Nobody else is to blame."""
 MAX_LINKS = 2048
 """Streams from callers, all together: 0.2 kB each while idle, and a file descriptor."""
 MAX_LINKS_PER_PEER = 2
@@ -92,6 +94,9 @@ class NetTransport:
         self._received: Counter[PeerId] = Counter()
         self._logged: dict[PeerId, float] = {}
         self._closed: str = ""
+        self._back = asyncio.Event()
+        """Our p2pd runs, or never will again."""
+        self._back.set()
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -104,6 +109,7 @@ class NetTransport:
     async def close(self) -> None:
         """Stop serving, let written answers arrive, end everything else. Pending calls get PeerGone."""
         self._closed = "we are closing"
+        self._back.set()
         if self._server is not None:
             self._server.close()
         await _cancel([*self._dials.values(), *self._handlers, *self._locals])
@@ -122,9 +128,12 @@ class NetTransport:
             await self._server.wait_closed()
             self._server = None
 
-    def daemon_died(self) -> None:
-        """Our p2pd ended: every stream is broken, and dialling is pointless."""
+    def daemon_died(self, *, for_good: bool) -> None:
+        """Our p2pd ended: every stream is broken. New calls wait for another one, unless it is `for_good`."""
         self._closed = "our own p2pd ended"
+        self._back.clear()
+        if for_good:
+            self._back.set()
         for link in [*self._links.values(), *self._incoming]:
             link.fail(PeerGone(link.peer, self._closed))
 
@@ -135,6 +144,7 @@ class NetTransport:
             await self._server.wait_closed()
         self._control, self._streams_path, self._closed = control, streams_path, ""
         await self.start()
+        self._back.set()
 
     # -- calling --------------------------------------------------------------------------------
 
@@ -175,7 +185,7 @@ class NetTransport:
 
     async def _dial(self, peer: PeerId) -> CallerLink:
         """A new link; concurrent calls share the attempt."""
-        if self._closed:
+        if not await happens(self._back, REVIVAL_S) or self._closed:
             raise PeerGone(peer, f"cannot be reached: {self._closed}")
         dial = self._dials.get(peer)
         if dial is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,15 +19,17 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from peers.net import control as control_module
 from peers.net import directory as directory_module
 from peers.net import envelopes
+from peers.net import node as node_module
 from peers.net._hivemind import DHTID, DHTNode, PeerID
 from peers.net.control import AttachedP2P, ControlError
 from peers.net.daemon import Daemon, DaemonOptions
 from peers.net.identity import Identity
-from peers.net.node import Node, own_address
+from peers.net.node import LONGEST_PAUSE_S, STABLE_S, Deaths, Node, own_address
 from peers.ports import Answer, Request
-from swarm.errors import PeerGone, PeerSilent, SetupError
+from swarm.errors import PeerGone, PeerSilent, Refused, SetupError
 from swarm.records import PeerRecord
 from swarm.run import example_run
 
@@ -114,7 +116,7 @@ async def test_a_manifest_is_found_by_its_id_and_kept_by_who_fetched_it(
 
 async def test_the_record_of_a_dead_peer_runs_out(stack: contextlib.AsyncExitStack) -> None:
     first = await start(stack, run_id=None)
-    watcher, dying = await start(stack, first), await start(stack, first, revivals=0)
+    watcher, dying = await start(stack, first), await start(stack, first, revivals=0, on_death=list)
     dying.directory._life_s = 1.0
     await dying.directory.announce(record(dying))
     await until(lambda: len(watcher.directory.peers()) == 1)
@@ -199,7 +201,7 @@ async def test_a_p2pd_that_cannot_be_replaced_is_reported(
     stack: contextlib.AsyncExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     deaths: list[int] = []
-    node = await start(stack, on_death=lambda: deaths.append(1))
+    node = await start(stack, on_death=lambda: deaths.append(1), revivals=3)
 
     def refuse() -> Path:
         raise SetupError("hivemind was removed")
@@ -208,6 +210,204 @@ async def test_a_p2pd_that_cannot_be_replaced_is_reported(
     os.kill(node.p2pd_pid, signal.SIGKILL)
     await until(lambda: deaths == [1])
     assert "p2pd could not be started again: hivemind was removed" in caplog.text
+    with pytest.raises(PeerGone, match="cannot be reached: our own p2pd ended"):
+        await node.transport.call(Identity.generate().peer_id, "x", b"")
+
+
+async def test_who_entered_a_node_whose_p2pd_cannot_be_replaced_leaves_it_with_the_reason(
+    stack: contextlib.AsyncExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> Path:
+        raise SetupError("hivemind was removed")
+
+    with pytest.raises(SetupError) as caught:
+        async with Node(run_id=RUN, revivals=3) as node:
+            monkeypatch.setattr("peers.net.daemon.p2pd_path", refuse)
+            os.kill(node.p2pd_pid, signal.SIGKILL)
+            await asyncio.get_running_loop().create_future()
+    assert caught.value.text.startswith("p2pd, which connects this process to the others, could not be")
+    assert "started again: hivemind was removed. See that nothing kills it" in caught.value.text
+    assert caplog.text.count("an attempt to start p2pd again failed") == 3
+    await asyncio.sleep(0)  # not cancelled any more
+
+
+def test_p2pd_is_started_again_with_growing_pauses_until_it_died_too_often_in_a_row() -> None:
+    deaths, now, pauses = Deaths(6), 100.0, []
+    while (pause_s := deaths.pause_s(now=now)) is not None:
+        pauses.append(pause_s)
+        now += pause_s
+        deaths.started(now=now)
+        now += 0.5
+    assert pauses == [0.0, 0.25, 0.5, 1.0, 2.0, 4.0]
+    deaths, now = Deaths(2), 0.0
+    for _ in range(20):  # once in a while, for ever
+        assert deaths.pause_s(now=now) == 0.0
+        deaths.started(now=now)
+        now += STABLE_S + 0.1
+    deaths = Deaths(100)
+    deaths.started(now=0.0)
+    assert max(deaths.pause_s(now=0.0) or 0.0 for _ in range(100)) == LONGEST_PAUSE_S
+
+
+async def test_a_p2pd_that_dies_again_while_it_is_replaced_is_replaced_again(
+    stack: contextlib.AsyncExitStack,
+) -> None:
+    first = await start(stack)
+    other = await start(stack, first)
+    other.transport.serve("echo", echo)
+    other.transport.learn(first.peer_id, first.addresses)
+    addresses, killed = other.addresses, set[int]()
+    for _ in range(3):
+        await until(lambda: other.p2pd_pid is not None and other.alive and other.p2pd_pid not in killed)
+        killed.add(other.p2pd_pid)
+        os.kill(other.p2pd_pid, signal.SIGKILL)
+    await other.directory.announce(record(other))  # while nothing can be said to anybody
+    await other.directory.refresh()
+    call = asyncio.ensure_future(other.transport.call(first.peer_id, "x", b""))
+    await until(lambda: other.alive and other.directory.online and other.p2pd_pid not in killed)
+    with pytest.raises(Refused, match="no such method"):
+        await call
+    assert other.addresses == addresses
+    await until(lambda: [r.peer for r in first.directory.peers()] == [other.peer_id])
+    assert (await first.transport.call(other.peer_id, "echo", b"")).header.decode() == first.peer_id
+
+
+async def test_a_p2pd_that_hangs_is_killed_and_replaced(
+    stack: contextlib.AsyncExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(node_module, "PROBE_EVERY_S", 0.05)
+    monkeypatch.setattr(control_module, "CONTROL_TIMEOUT_S", 0.2)
+    first = await start(stack)
+    other = await start(stack, first)
+    await other.directory.announce(record(other))
+    hung = other.p2pd_pid
+    os.kill(hung, signal.SIGSTOP)
+    await until(lambda: other.alive and other.directory.online and other.p2pd_pid != hung)
+    assert f"p2pd (pid {hung}) does not answer any more: it is killed" in caplog.text
+    await until(lambda: [r.peer for r in first.directory.peers()] == [other.peer_id])
+
+
+async def test_a_p2pd_whose_port_was_taken_comes_back_on_another_and_is_found_there(
+    stack: contextlib.AsyncExitStack,
+) -> None:
+    first = await start(stack)
+    other = await start(stack, first)
+    other.transport.serve("echo", echo)
+    await other.directory.announce(record(other))
+    await until(lambda: len(first.directory.peers()) == 1)
+    before, dead = other.addresses, other.p2pd_pid
+    port = int(before[0].split("/tcp/")[1].split("/")[0])
+    with contextlib.closing(socket.socket()) as squatter:
+        squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        os.kill(dead, signal.SIGKILL)
+        await until(lambda: not psutil.pid_exists(dead))
+        squatter.bind(("127.0.0.1", port))
+        squatter.listen()
+        await until(lambda: other.alive and other.directory.online and other.p2pd_pid != dead)
+        assert other.addresses != before
+        await until(lambda: [r.addresses for r in first.directory.peers()] == [other.addresses])
+        assert (await first.transport.call(other.peer_id, "echo", b"")).header.decode() == first.peer_id
+
+
+# -- entry points come and go ------------------------------------------------------------------------------
+
+
+async def test_a_fresh_nodes_first_look_finds_all_that_live_though_holders_are_dead(
+    stack: contextlib.AsyncExitStack,
+) -> None:
+    first = await start(stack, run_id=None)
+    nodes = await asyncio.gather(*(start(stack, first, revivals=0, on_death=list) for _ in range(5)))
+    for node in nodes:
+        await node.directory.announce(record(node))
+    living, dead = nodes[:2], nodes[2:]
+    await until(lambda: all(len(node.directory.peers()) == 5 for node in nodes))
+    for node in dead:
+        os.kill(node.p2pd_pid, signal.SIGKILL)
+    for _ in range(3):
+        async with Node(run_id=RUN, join=[first.addresses[0]]) as fresh:
+            before = time.monotonic()
+            seen = {r.peer for r in await fresh.directory.refresh()}
+            assert seen >= {node.peer_id for node in living}
+            assert time.monotonic() - before < 5.0
+
+
+async def test_a_stopped_holder_does_not_delay_a_refresh(stack: contextlib.AsyncExitStack) -> None:
+    first = await start(stack, run_id=None)
+    watcher = await start(stack, first, refresh_s=60.0)
+    holder = await start(stack, first)
+    await holder.directory.announce(record(holder))
+    await until(lambda: watcher.directory.neighbours == 2)
+    await watcher.directory.refresh()
+    os.kill(holder.p2pd_pid, signal.SIGSTOP)
+    for _ in range(4):
+        watcher.directory._known.clear()
+        before = time.monotonic()
+        assert [r.peer for r in await watcher.directory.refresh()] == [holder.peer_id]
+        assert time.monotonic() - before < 2.0
+    os.kill(holder.p2pd_pid, signal.SIGCONT)
+
+
+async def test_a_bootstrap_that_returns_is_greeted_and_newcomers_find_the_run_through_it(
+    stack: contextlib.AsyncExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_module, "GREET_EVERY_S", 0.3)
+    key = tmp_path / "identity"
+    bootstrap = await start(stack, run_id=None, identity_path=key)
+    (address,) = bootstrap.addresses
+    port = int(address.split("/tcp/")[1].split("/")[0])
+    nodes = await asyncio.gather(*(start(stack, bootstrap) for _ in range(3)))
+    for node in nodes:
+        await node.directory.announce(record(node))
+    ids = sorted(node.peer_id for node in nodes)
+    await until(lambda: all(len(node.directory.peers()) == 3 for node in nodes))
+    await bootstrap.close()
+    for node in nodes:
+        assert len(await node.directory.refresh()) == 3
+    # A newcomer at any live peer; of its addresses to join at, one is dead.
+    late = await start(stack, join=[address, nodes[1].addresses[0]])
+    assert sorted(r.peer for r in await late.directory.refresh()) == ids
+    back = await start(stack, identity_path=key, options=DaemonOptions(port=port))
+    assert back.addresses == (address,)
+    await until(lambda: sorted(r.peer for r in back.directory.peers()) == ids, 30.0)
+    newcomer = await start(stack, join=[address])
+    assert sorted(r.peer for r in await newcomer.directory.refresh()) == ids
+
+
+async def test_a_manifest_outlives_its_publisher_as_long_as_anybody_who_fetched_it_is_there(
+    stack: contextlib.AsyncExitStack,
+) -> None:
+    text, life_s = example_run().to_toml(), 1.5
+    bootstrap = await start(stack, manifest_life_s=life_s)
+    run_id = await bootstrap.directory.publish_manifest(text)
+    peers = [await start(stack, bootstrap, manifest_life_s=life_s) for _ in range(2)]
+    for peer in peers:
+        assert await peer.directory.fetch_manifest(run_id) == text
+    await bootstrap.close()
+    await peers[0].close()
+    await asyncio.sleep(2 * life_s)  # the life of what the bootstrap stored has passed twice
+    newcomer = await start(stack, peers[1])
+    assert await newcomer.directory.fetch_manifest(run_id, timeout_s=5.0) == text
+
+
+async def test_a_node_that_lost_everybody_it_could_join_at_finds_those_it_met(
+    stack: contextlib.AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_module, "GREET_EVERY_S", 0.3)
+    bootstrap = await start(stack, run_id=None)
+    one, two = [await start(stack, bootstrap) for _ in range(2)]
+    for node in (one, two):
+        await node.directory.announce(record(node))
+    await until(lambda: all(len(node.directory.peers()) == 2 for node in (one, two)))
+    await bootstrap.close()
+    dead = two.p2pd_pid
+    os.kill(dead, signal.SIGKILL)
+    # As after a long cut: the record is over, and the routing table is empty.
+    await until(lambda: two.alive and two.directory.online and two.p2pd_pid != dead)
+    table = two.directory._node.protocol.routing_table
+    for uid in list(table.uid_to_peer_id):
+        del table[uid]
+    two.directory._known.clear()
+    await until(lambda: [r.peer for r in two.directory.peers()] == sorted([one.peer_id, two.peer_id]))
 
 
 async def test_a_peer_whose_p2pd_is_stopped_is_silent(stack: contextlib.AsyncExitStack) -> None:
@@ -393,19 +593,6 @@ async def test_a_swarm_that_lost_its_node_finds_it_again(stack: contextlib.Async
         del table[uid]
     assert other.directory.neighbours == 0
     await until(lambda: other.directory.neighbours == 1)
-
-
-def test_few_nodes_are_asked_and_other_ones_each_time() -> None:
-    everybody = [f"n{n}" for n in range(6)]
-    small = dict.fromkeys(range(16), everybody[:3])
-    first = [next(iter(directory_module.whom_to_ask(small, random.Random(seed)))) for seed in range(20)]
-    assert set(first) == set(everybody[:3])
-    large = {key: [f"n{(key * 7 + n) % 40}" for n in range(5)] for key in range(16)}
-    for seed in range(20):
-        asked = directory_module.whom_to_ask(large, random.Random(seed))
-        assert sorted(key for keys in asked.values() for key in keys) == list(range(16))
-        assert len(asked) <= 16
-    assert directory_module.whom_to_ask({1: []}, random.Random(0)) == {}
 
 
 # -- what it costs -----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from peers.net import links
+from peers.net import transport as transport_module
 from peers.net.faults import Faults
 from peers.net.transport import MAX_LINKS_PER_PEER, NetTransport
 from peers.ports import Answer, Request
@@ -420,7 +421,23 @@ async def test_closing_delivers_what_was_answered_and_fails_the_rest(
 async def test_when_our_own_p2pd_dies_calls_say_so(pair: tuple[NetTransport, NetTransport]) -> None:
     caller, callee = pair
     await caller.call(callee.peer_id, "echo", b"")
-    caller.daemon_died()
+    caller.daemon_died(for_good=True)
+    with pytest.raises(PeerGone, match="cannot be reached: our own p2pd ended"):
+        await caller.call(callee.peer_id, "echo", b"")
+
+
+async def test_while_our_own_p2pd_is_being_replaced_calls_wait_and_blame_nobody(
+    pair: tuple[NetTransport, NetTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller, callee = pair
+    await caller.call(callee.peer_id, "echo", b"")
+    caller.daemon_died(for_good=False)
+    call = asyncio.ensure_future(caller.call(callee.peer_id, "echo", b"still here"))
+    await asyncio.sleep(0)
+    await caller.daemon_is_back(caller._control, caller._streams_path)
+    assert (await call).header == b"still here"
+    monkeypatch.setattr(transport_module, "REVIVAL_S", 0.01)
+    caller.daemon_died(for_good=False)
     with pytest.raises(PeerGone, match="cannot be reached: our own p2pd ended"):
         await caller.call(callee.peer_id, "echo", b"")
 

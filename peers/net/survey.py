@@ -1,0 +1,111 @@
+"""Which nodes of the DHT are asked for which keys, until enough of them answered. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key")
+Holder = TypeVar("Holder")
+
+
+def whom_to_ask(holders: Mapping[Key, Sequence[Holder]], rng: random.Random) -> dict[Holder, list[Key]]:
+    """Few nodes that together hold all keys, other ones each time: node -> the keys to ask it for.
+
+    In a small swarm every node holds nearly everything, and asking one or two does (a question costs 1 ms
+    of CPU over all processes). Chance keeps a node that hides records from hiding them for long.
+    """
+    left = {key: nodes for key, nodes in holders.items() if nodes}
+    asked: dict[Holder, list[Key]] = {}
+    while left:
+        covers: dict[Holder, list[Key]] = defaultdict(list)
+        for key, nodes in left.items():
+            for node in dict.fromkeys(nodes):
+                covers[node].append(key)
+        most = max(len(keys) for keys in covers.values())
+        node = rng.choice([node for node, keys in covers.items() if 2 * len(keys) > most])
+        asked[node] = covers[node]
+        for key in covers[node]:
+            del left[key]
+    return asked
+
+
+class Survey(Generic[Key, Holder]):
+    """One look at all keys. The keys of a node that fails, or is late, are asked of others.
+
+    survey = Survey(holders, spare, rng, answers=1)
+    for node, keys in survey.ask().items(): ...       # again after each answer, failure or delay
+    survey.answered(node, keys); survey.failed(node, keys); survey.late(node, keys)
+    survey.over
+    """
+
+    def __init__(
+        self,
+        holders: Mapping[Key, Sequence[Holder]],
+        spare: Mapping[Key, Sequence[Holder]],
+        rng: random.Random,
+        *,
+        answers: int = 1,
+    ) -> None:
+        """`spare`: asked for a key when none of its `holders` is left. `answers`: wanted for each key."""
+        self._left = {key: list(dict.fromkeys(nodes)) for key, nodes in holders.items()}
+        self._spare = {
+            key: [node for node in dict.fromkeys(nodes) if node not in self._left.get(key, ())]
+            for key, nodes in spare.items()
+        }
+        self._rng, self._wanted = rng, answers
+        self._answers: Counter[Key] = Counter()
+        self._waiting: dict[Key, set[Holder]] = {key: set() for key in self._left}
+        self._late: dict[Key, set[Holder]] = {key: set() for key in self._left}
+
+    def ask(self) -> dict[Holder, list[Key]]:
+        """Whom to ask now, besides those who were asked."""
+        asked: dict[Holder, list[Key]] = defaultdict(list)
+        while short := [key for key in self._left if self._is_short(key) and self._next(key)]:
+            for node, keys in whom_to_ask({key: self._left[key] for key in short}, self._rng).items():
+                asked[node] += keys
+                for key in keys:
+                    self._left[key].remove(node)
+                    self._waiting[key].add(node)
+        return dict(asked)
+
+    def answered(self, holder: Holder, keys: Iterable[Key]) -> None:
+        """`holder` said what it has under `keys`, be it nothing; late answers count."""
+        for key in keys:
+            self._answers[key] += 1
+            self._forget(holder, key)
+
+    def failed(self, holder: Holder, keys: Iterable[Key]) -> None:
+        """No answer will come."""
+        for key in keys:
+            self._forget(holder, key)
+
+    def late(self, holder: Holder, keys: Iterable[Key]) -> None:
+        """Somebody else should be asked as well."""
+        for key in keys:
+            if holder in self._waiting[key]:
+                self._waiting[key].remove(holder)
+                self._late[key].add(holder)
+
+    @property
+    def over(self) -> bool:
+        """Each key has its answers, or nobody is left who could give one."""
+        return all(self._answers[key] >= self._wanted or self._is_hopeless(key) for key in self._left)
+
+    def _forget(self, holder: Holder, key: Key) -> None:
+        self._waiting[key].discard(holder)
+        self._late[key].discard(holder)
+
+    def _is_short(self, key: Key) -> bool:
+        return self._answers[key] + len(self._waiting[key]) < self._wanted
+
+    def _next(self, key: Key) -> list[Holder]:
+        # Those further away may hold nothing: they are asked only if nobody nearer answers.
+        if not (self._left[key] or self._answers[key] or self._waiting[key]):
+            self._left[key] = self._spare.pop(key, [])
+        return self._left[key]
+
+    def _is_hopeless(self, key: Key) -> bool:
+        return not self._next(key) and not self._waiting[key] and not self._late[key]
