@@ -472,7 +472,9 @@ class _Pull:
                 return self._queue.popleft()
             wait_s = CHUNK_S
             slow = [
-                (min(by.values()), c) for c, by in self._flying.items() if source not in by and len(by) < 2
+                (min(by.values()), chunk)
+                for chunk, by in self._flying.items()
+                if chunk in self._missing and source not in by and len(by) < 2
             ]
             if slow:
                 since, chunk = min(slow, key=lambda item: item[0])

@@ -15,7 +15,7 @@ from peers.download import DownloadFailed, Partial, download_state
 from peers.ports import Directory, Transport
 from peers.reduce import holds, read_part
 from peers.state_server import chunks_of
-from swarm.errors import BadAnswer, SetupError, SwarmError, short
+from swarm.errors import BadAnswer, SetupError
 from swarm.ids import PeerId, Stage
 from swarm.model.stage import StageCompute
 from swarm.policy.rounds import Go, Held
@@ -96,12 +96,11 @@ async def _stage_weights(
         serving = [r.peer for r in records if r.stage == stage and r.state == "serving"]
         try:
             got = await download_state(run, stage, like, transport, serving, partial=partial)
-            compute.load_state(got.opened.version, got.tensors)
-            return got.opened.version, compute.named_weights()
         except DownloadFailed as failed:
             reasons.update(failed.reasons)
-        except SwarmError as refused:  # every chunk fits, and the numbers are not a state
-            reasons.update({peer: f"peer {short(peer)}: {refused.text}" for peer in serving})
+        else:
+            compute.load_state(got.opened.version, got.tensors)
+            return got.opened.version, compute.named_weights()
         if time.monotonic() + RETRY_S >= until:
             why = "; ".join(reasons.values()) or "nobody serves it"
             raise SetupError(f"the weights of stage {stage} are not to be had: {why}")

@@ -9,20 +9,17 @@ import msgspec
 import pytest
 import torch
 
-from peers import sync
+from peers import state_server, sync
 from peers.events import PeerLost, StateFetched
 from peers.ports import Answer, Request
-from peers.sync import download_state, fetch_gradient, fetch_weights
+from peers.sync import fetch_gradient, fetch_weights
 from swarm.errors import BadAnswer, NotReady, Refused, SetupError
-from swarm.model.stage import StageCompute
 from swarm.run import counting_run
-from swarm.wire.codec import TensorMeta
 from swarm.wire.messages import (
     FetchChunk,
     FetchVector,
     OpenState,
     StateOpened,
-    StateTensor,
     VectorChunk,
     pack,
     unpack,
@@ -38,7 +35,8 @@ RUN = counting_run(stages=2, steps=3, microbatches_per_step=8)
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state of 8 weights in three chunks."""
-    monkeypatch.setattr(sync, "CHUNK_ELEMENTS", 3)
+    monkeypatch.setattr(state_server, "CHUNK_ELEMENTS", 3)
+    monkeypatch.setattr(sync, "RETRY_S", 0.01)
 
 
 async def trained(s: Swarm) -> Stranger:
@@ -76,7 +74,7 @@ def flip_a_bit_and_sign(answer: Answer) -> Answer:
     """As a liar, not a bad line: the checksum fits."""
     changed = flip_a_bit(answer)
     chunk = unpack(answer.header, VectorChunk)
-    return Answer(pack(msgspec.structs.replace(chunk, crc=sync.checksum(changed.body))), changed.body)
+    return Answer(pack(msgspec.structs.replace(chunk, crc=state_server.checksum(changed.body))), changed.body)
 
 
 def told(**changes: Any) -> Callable[[Answer], Answer]:
@@ -91,72 +89,13 @@ def told(**changes: Any) -> Callable[[Answer], Answer]:
 
 def offered(**changes: Any) -> Callable[[Answer], Answer]:
     def change(answer: Answer) -> Answer:
-        return Answer(pack(msgspec.structs.replace(unpack(answer.header, StateOpened), **changes)))
+        opened = unpack(answer.header, StateOpened)
+        return Answer(pack(msgspec.structs.replace(opened, **changes)), answer.body)
 
     return change
 
 
-# --- the whole state ----------------------------------------------------------------------------------------
-
-
-async def test_a_downloaded_state_is_the_state() -> None:
-    async with swarm(RUN, replicas=1) as s:
-        stranger = await trained(s)
-        seen: list[tuple[int, int]] = []
-        like = StageCompute(RUN, 1).state()
-        opened, tensors = await download_state(
-            RUN,
-            1,
-            like,
-            stranger.end.transport,
-            "s1p0",
-            progress=lambda done, total: seen.append((done, total)),
-        )
-        core = s.peers["s1p0"].core
-        assert (opened.version, opened.weights_digest) == (3, core.digest)
-        assert opened.last_go is not None and opened.last_go.t == 2
-        state = core.compute.state()
-        assert tensors.keys() == state.keys()
-        assert all(torch.equal(tensors[name], state[name]) for name in state)
-        assert seen[-1] == (seen[-1][1], sum(t.nbytes for t in state.values()))
-
-
-@pytest.mark.parametrize(
-    ("method", "change", "why"),
-    [
-        ("chunk", flip_a_bit, "the checksum of a chunk does not fit its bytes"),
-        ("chunk", flip_a_bit_and_sign, "weights does not fit its SHA-256"),
-        ("chunk", told(tensors=()), "0 tensors where one chunk was expected"),
-        (
-            "chunk",
-            told(tensors=(TensorMeta((3,), "float32", "none"),)),
-            "a chunk is float32; expected float64",
-        ),
-        (
-            "chunk",
-            told(tensors=(TensorMeta((9,), "float64", "none"),)),
-            "a chunk has shape [9]; expected [3]",
-        ),
-        ("chunk", lambda answer: Answer(b"\xc1", answer.body), "malformed VectorChunk header"),
-        ("chunk", lambda answer: Answer(answer.header, []), "the checksum of a chunk does not fit its bytes"),
-        ("state", offered(tensors=()), "offers a state that is not stage 1's: []"),
-        (
-            "state",
-            offered(tensors=(StateTensor(name="virus", numel=1 << 60, dtype="float64", sha256=""),)),
-            "offers a state that is not stage 1's: ['virus']",
-        ),
-        ("state", lambda answer: Answer(b""), "malformed StateOpened header"),
-    ],
-)
-async def test_a_state_that_does_not_fit_is_the_sources_fault(
-    method: str, change: Callable[[Answer], Answer], why: str
-) -> None:
-    async with swarm(RUN, replicas=1) as s:
-        stranger = await trained(s)
-        tampered(s, "s1p0", method, change)
-        with pytest.raises(BadAnswer) as caught:
-            await download_state(RUN, 1, StageCompute(RUN, 1).state(), stranger.end.transport, "s1p0")
-        assert caught.value.text.startswith(f"peer s1p0: {why}")
+# --- in a swarm ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", [flip_a_bit, flip_a_bit_and_sign])
@@ -254,34 +193,6 @@ async def test_a_peer_that_joins_itself_gives_no_state() -> None:
         s.peers["s1p0"].core.joined = True
 
 
-async def test_downloads_of_one_version_share_a_snapshot() -> None:
-    async with swarm(RUN, replicas=1) as s:
-        stranger = await trained(s)
-        question = OpenState(run=RUN.id, stage=1)
-        leases = {(await stranger.ask("s1p0", "state", question, StateOpened)).lease for _ in range(3)}
-        assert len(leases) == 1
-
-
-async def test_a_peer_keeps_few_snapshots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync, "MOST_LEASES", 0)
-    async with swarm(RUN, replicas=1) as s:
-        stranger = await trained(s)
-        text = "others are downloading from this peer"
-        assert await refusal(stranger, "state", OpenState(run=RUN.id, stage=1)) == text
-
-
-async def test_a_snapshot_that_nobody_reads_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with swarm(RUN, replicas=1) as s:
-        stranger = await trained(s)
-        question = OpenState(run=RUN.id, stage=1)
-        first = await stranger.ask("s1p0", "state", question, StateOpened)
-        monkeypatch.setattr(sync, "LEASE_S", -1.0)
-        second = await stranger.ask("s1p0", "state", question, StateOpened)
-        assert second.lease != first.lease
-        chunk = FetchChunk(run=RUN.id, lease=first.lease, name="weights", start=0, numel=1)
-        assert (await refusal(stranger, "chunk", chunk)).startswith("no such download")
-
-
 # --- the gradient of one step -------------------------------------------------------------------------------
 
 
@@ -336,16 +247,47 @@ async def test_the_weights_of_all_stages_are_to_be_had() -> None:
         assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-async def test_a_stage_that_nobody_serves_or_gives_is_named() -> None:
-    async with swarm(RUN, replicas=1) as s:
+async def test_a_stage_that_nobody_gives_is_named_with_every_peers_reason() -> None:
+    async with swarm(RUN, replicas=2) as s:
         stranger = await trained(s)
         tampered(s, "s1p0", "chunk", flip_a_bit)
-        text = "the weights of stage 1 are not to be had: peer s1p0: the checksum of a chunk"
-        with pytest.raises(SetupError, match=text):
-            await fetch_weights(RUN, stranger.end.transport, stranger.end.directory)
-        del s.network.records["s1p0"]
+        s.peers["s1p1"].core.joined = False
+        with pytest.raises(SetupError) as caught:
+            await fetch_weights(RUN, stranger.end.transport, stranger.end.directory, limit_s=0.05)
+        assert caught.value.text == (
+            "the weights of stage 1 are not to be had: peer s1p1: this peer is joining itself; "
+            "peer s1p0: the checksum of a chunk does not fit its bytes"
+        )
+        del s.network.records["s1p0"], s.network.records["s1p1"]
         with pytest.raises(SetupError, match="the weights of stage 1 are not to be had: nobody serves it"):
-            await fetch_weights(RUN, stranger.end.transport, stranger.end.directory)
+            await fetch_weights(RUN, stranger.end.transport, stranger.end.directory, limit_s=0.05)
+        s.peers["s1p1"].core.joined = True
+
+
+async def test_weights_are_waited_for_while_the_directory_fills() -> None:
+    """At first it knows of a peer that died only, and of nobody in the other stage."""
+    async with swarm(RUN, replicas=2) as s:
+        stranger = await trained(s)
+        s.kill("s0p0")
+        late = {name: s.network.records.pop(name) for name in ("s0p1", "s1p0", "s1p1")}
+        calls: list[str] = []
+
+        def appear(caller: str, callee: str) -> None:
+            calls.append(callee)
+            if late:
+                s.network.records.update([late.popitem()])
+
+        honest = stranger.end.transport.call
+
+        async def call(peer: str, method: str, *args: Any, **options: Any) -> Answer:
+            appear("", peer)
+            return await honest(peer, method, *args, **options)
+
+        stranger.end.transport.call = call  # type: ignore[method-assign]
+        expected = {n: w for _, p in s.live() for n, w in p.core.compute.named_weights().items()}
+        found = await fetch_weights(RUN, stranger.end.transport, stranger.end.directory)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert calls.count("s0p0") > 1, "it was tried more than once"
 
 
 async def test_weights_of_two_versions_are_not_put_together() -> None:
@@ -355,4 +297,14 @@ async def test_weights_of_two_versions_are_not_put_together() -> None:
         with pytest.raises(
             SetupError, match=r"the run took a step meanwhile \(versions \[2, 3\]\); try again"
         ):
-            await fetch_weights(RUN, stranger.end.transport, stranger.end.directory)
+            await fetch_weights(RUN, stranger.end.transport, stranger.end.directory, limit_s=0.05)
+
+
+async def test_weights_of_a_stage_that_was_behind_are_fetched_again() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        stranger = await trained(s)
+        behind = iter([True, True, False])
+        tampered(s, "s1p0", "state", lambda a: offered(version=2)(a) if next(behind, False) else a)
+        await fetch_weights(RUN, stranger.end.transport, stranger.end.directory)
+        assert s.network.peers["s0p0"].transport.calls["state"] == 1
+        assert s.network.peers["s1p0"].transport.calls["state"] == 3

@@ -1,0 +1,575 @@
+"""A state from several peers at once: each chunk is checked, the load is shared, nothing is fetched twice."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from peers import download, state_server
+from peers.disk.shelf import Shelf
+from peers.download import Download, DownloadFailed, Offer, Partial, agreed, believed, download_state
+from peers.events import Serving
+from peers.ports import Answer, Request
+from peers.state_server import HASH_BYTES, StateDesk
+from swarm.errors import Busy, PeerFault
+from swarm.ids import Era
+from swarm.model.stage import StageCompute
+from swarm.run import counting_run
+from swarm.wire.codec import TensorMeta
+from swarm.wire.messages import GoWire, StateOpened, StateTensor, VectorChunk, pack, unpack
+from tests.peers.loops import quick, swarm
+from tests.peers.memory_net import MemoryNetwork
+
+__all__ = ["quick"]
+
+RUN = counting_run(stages=1, steps=20, microbatches_per_step=40)
+LIKE = StageCompute(RUN, 0).state()
+CHUNKS = 14
+"""Of the 40 weights, three in each."""
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_server, "CHUNK_ELEMENTS", 3)
+
+
+def state(version: int, changed: int = 0) -> dict[str, torch.Tensor]:
+    """Of each version other weights. `changed`: so many of them, the first ones, are invented."""
+    made = torch.Generator().manual_seed(version)
+    weights = torch.randn(40, generator=made, dtype=torch.float64)
+    weights[:changed] += 1
+    return {"weights": weights}
+
+
+class Saved:
+    """A shelf in memory."""
+
+    def __init__(self, *versions: int, changed: int = 0) -> None:
+        self.states = {version: state(version, changed) for version in versions}
+
+    def versions(self) -> Sequence[int]:
+        return sorted(self.states)
+
+    def load(self, version: int) -> Mapping[str, torch.Tensor]:
+        return self.states[version]
+
+
+class Net(MemoryNetwork):
+    """`give("a", Saved(4))`: somebody who has that state. `get("a", "b")`: download it from them."""
+
+    def __init__(self, *, latency_s: float = 0.0) -> None:
+        super().__init__(silence_s=0.05, latency_s=latency_s)
+        self.me = self.add("me")
+        self.faults: list[PeerFault] = []
+        self.progress: list[tuple[int, int, int]] = []
+        self.act: dict[tuple[str, int], Callable[[], None]] = {}
+        self.on_deliver = self._delivered
+        self.chunks: Counter[str] = Counter()
+
+    def give(self, name: str, saved: Saved) -> Saved:
+        StateDesk(RUN.id, self.add(name).transport, {0: saved})
+        return saved
+
+    def when(self, name: str, nth: int, act: Callable[[], None]) -> None:
+        """Do `act` when the n-th chunk is asked of `name`."""
+        self.act[name, nth] = act
+
+    def _delivered(self, caller: str, callee: str, method: str) -> None:
+        if method == "chunk":
+            self.chunks[callee] += 1
+            self.act.pop((callee, self.chunks[callee]), lambda: None)()
+
+    def tamper(self, name: str, method: str, change: Callable[[Answer], Answer]) -> None:
+        """From now on the answers of `name` to `method` pass through `change`."""
+        transport = self.peers[name].transport
+        honest, limit = transport.handlers[method]
+
+        async def handle(request: Request) -> Answer:
+            return change(await honest(request))
+
+        transport.serve(method, handle, max_body_bytes=limit)
+
+    async def get(self, *sources: str, version: int = -1, partial: Partial | None = None) -> Download:
+        return await download_state(
+            RUN, 0, LIKE, self.me.transport, sources, version=version, partial=partial,
+            progress=lambda *told: self.progress.append(told), on_fault=self.faults.append,
+        )  # fmt: skip
+
+    async def fails(self, *sources: str, **options: Any) -> DownloadFailed:
+        with pytest.raises(DownloadFailed) as caught:
+            await self.get(*sources, **options)
+        return caught.value
+
+    def blamed(self) -> list[tuple[str, str]]:
+        return [(fault.peer, fault.text) for fault in self.faults]
+
+
+@pytest.fixture
+async def net() -> AsyncIterator[Net]:
+    built = Net(latency_s=0.001)
+    yield built
+    await built.close()
+
+
+def is_of(got: Download, version: int) -> bool:
+    return got.opened.version == version and torch.equal(got.tensors["weights"], state(version)["weights"])
+
+
+# --- sharing the load ---------------------------------------------------------------------------------------
+
+
+async def test_sources_share_the_load_and_no_chunk_is_fetched_twice(net: Net) -> None:
+    for name in "abc":
+        net.give(name, Saved(4))
+    got = await net.get("a", "b", "c")
+    assert is_of(got, 4)
+    assert sorted(got.sources) == ["a", "b", "c"] and not net.faults
+    assert sum(net.chunks.values()) == CHUNKS and min(net.chunks.values()) >= 3
+    assert got.received_bytes == 40 * 8
+
+
+async def test_progress_is_told_from_nothing_to_everything(net: Net) -> None:
+    net.give("a", Saved(4))
+    net.give("b", Saved(4))
+    await net.get("a", "b")
+    done = [here for here, _, _ in net.progress]
+    assert done[0] == 0 and done[-1] == 320 and done == sorted(done)
+    assert {total for _, total, _ in net.progress} == {320}
+    assert max(sources for _, _, sources in net.progress) == 2
+
+
+async def test_a_fast_source_gives_more_and_takes_over_what_a_slow_one_has(net: Net) -> None:
+    net.give("fast", Saved(4))
+    net.give("slow", Saved(4))
+    for nth in (1, 2, 3):
+        net.delay_answer("slow", "chunk", 1000.0, nth)
+    got = await net.get("fast", "slow")
+    assert is_of(got, 4) and got.sources == ("fast",) and not net.faults
+    assert (net.chunks["slow"], net.chunks["fast"]) == (3, CHUNKS)
+
+
+async def test_our_own_id_is_no_source_and_nobody_is_asked_twice(net: Net) -> None:
+    net.give("a", Saved(4))
+    got = await net.get("me", "a", "a")
+    assert is_of(got, 4) and got.sources == ("a",)
+    assert (await net.fails("me")).text == "the state of stage 0 is not to be had: there was nobody to ask"
+
+
+async def test_of_many_sources_a_few_are_asked(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "MOST_SOURCES", 2)
+    for name in "abc":
+        net.give(name, Saved(4))
+    assert set((await net.get("a", "b", "c")).sources) <= {"a", "b"}
+    assert net.peers["c"].transport.calls["state"] == 0
+
+
+async def test_leases_are_closed_in_the_end(net: Net) -> None:
+    for name in "ab":
+        net.give(name, Saved(4))
+    net.give("c", Saved(3))
+    await net.get("a", "b", "c")
+    assert [net.peers[name].transport.calls["close"] for name in "abc"] == [1, 1, 1]
+
+
+async def test_a_source_that_is_busy_is_asked_again(net: Net) -> None:
+    net.give("a", Saved(4))
+    transport = net.peers["a"].transport
+    honest, _ = transport.handlers["chunk"]
+    busy = iter([True, True, False, True])
+
+    async def handle(request: Request) -> Answer:
+        if next(busy, False):
+            raise Busy("many calls of yours are pending already", retry_after_s=0.001)
+        return await honest(request)
+
+    transport.serve("chunk", handle)
+    assert is_of(await net.get("a"), 4)
+
+
+async def test_a_download_that_is_cancelled_leaves_nothing_running(net: Net) -> None:
+    net.give("a", Saved(4))
+    net.give("b", Saved(3))
+    reached = asyncio.Event()
+    net.when("a", 4, reached.set)
+    before = asyncio.all_tasks()
+    task = asyncio.create_task(net.get("a", "b"))
+    await reached.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled()
+    await net.close()
+    assert asyncio.all_tasks() == before
+
+
+# --- sources that die ---------------------------------------------------------------------------------------
+
+
+async def test_a_source_that_is_killed_gives_its_chunks_back(net: Net) -> None:
+    for name in "abc":
+        net.give(name, Saved(4))
+    net.when("b", 2, lambda: net.fail("b"))
+    got = await net.get("a", "b", "c")
+    assert is_of(got, 4)
+    assert net.blamed() == [("b", "peer b: the connection broke")]
+
+
+async def test_a_source_that_hangs_gives_its_chunks_back(net: Net) -> None:
+    for name in "ab":
+        net.give(name, Saved(4))
+    net.when("b", 1, lambda: net.hang("b"))
+    assert is_of(await net.get("a", "b"), 4)
+
+
+async def test_when_all_die_what_came_is_not_fetched_again(net: Net) -> None:
+    for name in "ab":
+        net.give(name, Saved(4))
+        net.when(name, 5, lambda name=name: net.fail(name))
+    partial = Partial()
+    failed = await net.fails("a", "b", partial=partial)
+    assert failed.reasons == {name: f"peer {name}: the connection broke" for name in "ab"}
+    assert failed.text == (
+        "the state of stage 0 is not to be had: " + "; ".join(failed.reasons[name] for name in failed.reasons)
+    )
+    here = net.progress[-1][0]
+    assert 0 < here < 320
+    net.give("c", Saved(4))
+    got = await net.get("c", partial=partial)
+    assert is_of(got, 4) and got.received_bytes == 320 - here
+    assert net.chunks["c"] == CHUNKS - here // 24
+    # What was handed out is not given a second time.
+    got.tensors["weights"].zero_()
+    assert is_of(await net.get("c", partial=partial), 4)
+
+
+async def test_what_came_of_another_version_is_used_where_the_bytes_are_the_same(net: Net) -> None:
+    old, new = net.give("old", Saved(4)), Saved(5)
+    new.states[5]["weights"][:12] = old.states[4]["weights"][:12]
+    net.give("new", new)
+    net.when("old", 10, lambda: net.fail("old"))
+    partial = Partial()
+    await net.fails("old", partial=partial)
+    assert net.progress[-1][0] >= 4 * 24
+    got = await net.get("new", partial=partial)
+    assert torch.equal(got.tensors["weights"], new.states[5]["weights"])
+    assert net.chunks["new"] == CHUNKS - 4
+
+
+async def test_when_the_believed_sources_die_others_with_another_version_are_read(net: Net) -> None:
+    net.give("a", Saved(4))
+    net.give("b", Saved(4))
+    net.give("c", Saved(5))
+    net.when("a", 2, lambda: net.fail("a"))
+    net.when("b", 3, lambda: net.fail("b"))
+    assert is_of(await net.get("a", "b", "c"), 5)
+
+
+async def test_what_is_here_of_another_form_of_state_is_forgotten(net: Net) -> None:
+    net.give("a", Saved(4))
+    net.when("a", 9, lambda: net.fail("a"))
+    partial = Partial()
+    await net.fails("a", partial=partial)
+    partial.fit({"weights": torch.zeros(7)})
+    net.give("b", Saved(4))
+    assert is_of(await net.get("b", partial=partial), 4)
+    assert net.chunks["b"] == CHUNKS
+
+
+async def test_each_source_that_cannot_give_says_why(net: Net) -> None:
+    net.give("none", Saved())
+    net.add("stranger")
+    assert (await net.fails("none", "stranger", "dead")).reasons == {
+        "dead": "peer dead: cannot be reached",
+        "none": "peer none: no version of stage 0 is saved here yet",
+        "stranger": "peer ranger: no such method: 'state'",
+    }
+
+
+# --- several versions ---------------------------------------------------------------------------------------
+
+
+async def test_what_most_sources_have_is_taken_and_the_newest_if_as_many_have_it(net: Net) -> None:
+    for name, version in {"a": 4, "b": 4, "c": 5}.items():
+        net.give(name, Saved(version))
+    assert is_of(await net.get("a", "b", "c"), 4)
+    assert is_of(await net.get("a", "c"), 5)
+    assert is_of(await net.get("c", "b"), 5)
+
+
+async def test_a_source_at_another_version_helps_if_it_still_has_the_believed_one(net: Net) -> None:
+    net.give("a", Saved(4))
+    net.give("b", Saved(4))
+    net.give("ahead", Saved(4, 5))
+    got = await net.get("a", "b", "ahead")
+    assert is_of(got, 4) and sorted(got.sources) == ["a", "ahead", "b"]
+
+
+async def test_a_source_that_is_a_little_behind_helps_as_soon_as_it_is_there(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "RECRUIT_S", 0.002)
+    monkeypatch.setattr(download, "RECRUIT_TRIES", 10_000)
+    net.give("a", Saved(5))
+    behind = net.give("behind", Saved(4))
+    # Without help it would take for ever: after five chunks "a" is stuck.
+    net.when("a", 5, lambda: behind.states.update({5: state(5)}))
+    for nth in range(6, 20):
+        net.delay_answer("a", "chunk", 1000.0, nth)
+    got = await net.get("a", "behind")
+    assert is_of(got, 5) and set(got.sources) == {"a", "behind"}
+
+
+async def test_a_saved_version_is_read_from_all_who_have_it(net: Net) -> None:
+    net.give("a", Saved(2, 4))
+    net.give("b", Saved(2))
+    net.give("c", Saved(4))
+    got = await net.get("a", "b", "c", version=2)
+    assert is_of(got, 2) and set(got.sources) == {"a", "b"}
+    failed = await net.fails("b", "c", version=3)
+    assert failed.reasons == {
+        "b": "peer b: version 3 of stage 0 is not to be had here; saved are: 2",
+        "c": "peer c: version 3 of stage 0 is not to be had here; saved are: 4",
+    }
+
+
+async def test_a_pinned_version_is_given_out() -> None:
+    async with swarm(counting_run(stages=1, steps=3), stages=1, replicas=1) as s:
+        s.add_trainer("trainer")
+        await s.until_finished()
+        peer = s.peers["s0p0"]
+        pinned = {"weights": torch.full((s.run.M,), 0.5, dtype=torch.float64)}
+        peer.shelf.pin(2, pinned)
+        end = s.add_stranger().end
+        like = peer.core.compute.state()
+        got = await download_state(s.run, 0, like, end.transport, ["s0p0"], version=2)
+        assert got.opened.version == 2 and torch.equal(got.tensors["weights"], pinned["weights"])
+        newest = await download_state(s.run, 0, like, end.transport, ["s0p0"])
+        assert newest.opened.version == 3 and torch.equal(newest.tensors["weights"], like["weights"])
+
+
+def test_a_pinned_version_takes_the_place_of_the_one_before() -> None:
+    shelf = Shelf(RUN, 0, None)
+    shelf.pin(2, state(2))
+    shelf.pin(4, state(4))
+    assert shelf.versions() == [4]
+
+
+# --- liars --------------------------------------------------------------------------------------------------
+
+
+def flip_a_bit(answer: Answer) -> Answer:
+    body = bytearray(answer.body[0])
+    body[-1] ^= 1
+    return Answer(answer.header, [body])
+
+
+def flip_a_bit_and_sign(answer: Answer) -> Answer:
+    """As a liar, not a bad line: the checksum fits."""
+    changed = flip_a_bit(answer)
+    chunk = unpack(answer.header, VectorChunk)
+    return Answer(pack(msgspec.structs.replace(chunk, crc=state_server.checksum(changed.body))), changed.body)
+
+
+def told(**changes: Any) -> Callable[[Answer], Answer]:
+    """A chunk of the same body with other things said of it."""
+
+    def change(answer: Answer) -> Answer:
+        chunk = unpack(answer.header, VectorChunk)
+        return Answer(pack(msgspec.structs.replace(chunk, **changes)), answer.body)
+
+    return change
+
+
+def offered(**changes: Any) -> Callable[[Answer], Answer]:
+    def change(answer: Answer) -> Answer:
+        opened = unpack(answer.header, StateOpened)
+        return Answer(pack(msgspec.structs.replace(opened, **changes)), answer.body)
+
+    return change
+
+
+def with_hashes(nbytes: int) -> Callable[[Answer], Answer]:
+    return lambda answer: Answer(answer.header, [bytes(nbytes)] if nbytes else [])
+
+
+VIRUS = StateTensor(name="virus", numel=1 << 60, dtype="float64", sha256="")
+TWICE = StateTensor(name="weights", numel=40, dtype="float64", sha256="")
+NOT_ITS_OWN = "offers a state that is not stage 0's: "
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "why"),
+    [
+        ("chunk", flip_a_bit, "the checksum of a chunk does not fit its bytes"),
+        ("chunk", flip_a_bit_and_sign, "elements from 0 of weights do not fit their SHA-256"),
+        ("chunk", told(tensors=()), "0 tensors where one chunk was expected"),
+        (
+            "chunk",
+            told(tensors=(TensorMeta((3,), "float32", "none"),)),
+            "a chunk is float32; expected float64",
+        ),
+        (
+            "chunk",
+            told(tensors=(TensorMeta((9,), "float64", "none"),)),
+            "a chunk has shape [9]; expected [3]",
+        ),
+        ("chunk", lambda answer: Answer(b"\xc1", answer.body), "malformed VectorChunk header"),
+        ("chunk", lambda answer: Answer(answer.header, []), "the checksum of a chunk does not fit its bytes"),
+        ("chunk", lambda answer: Answer(answer.header, [bytes(25)]), "an answer of 25 bytes; at most 24 fit"),
+        ("state", offered(tensors=()), NOT_ITS_OWN + "[]"),
+        ("state", offered(tensors=(VIRUS,)), NOT_ITS_OWN + "['virus']"),
+        ("state", offered(tensors=(TWICE, TWICE)), NOT_ITS_OWN + "['weights', 'weights']"),
+        ("state", offered(version=21), "offers version 21 of a run of 20 steps"),
+        ("state", offered(version=-1), "offers version -1 of a run of 20 steps"),
+        (
+            "state",
+            offered(era=Era(1, 5)),
+            "offers version 4 of an impossible era: Era(number=1, start=5)",
+        ),
+        ("state", offered(era=Era(-1, 0)), "offers version 4 of an impossible era"),
+        ("state", offered(weights_digest="f" * 32), "the weights do not fit their digest"),
+        ("state", lambda answer: Answer(b""), "malformed StateOpened header"),
+        ("state", with_hashes(1 << 20), "an answer of 1048576 bytes; at most 448 fit"),
+        ("state", with_hashes(0), "0 bytes of chunks' hashes; expected 448"),
+        ("state", with_hashes(447), "447 bytes of chunks' hashes; expected 448"),
+    ],
+)
+async def test_a_state_that_does_not_fit_is_the_sources_fault(
+    net: Net, method: str, change: Callable[[Answer], Answer], why: str
+) -> None:
+    net.give("liar", Saved(4))
+    net.give("honest", Saved(4))
+    net.tamper("liar", method, change)
+    failed = await net.fails("liar")
+    assert failed.reasons["liar"].startswith(f"peer liar: {why}")
+    assert [peer for peer, _ in net.blamed()] == ["liar"]
+    net.faults.clear()
+    assert is_of(await net.get("liar", "honest"), 4)
+    assert net.blamed() and {peer for peer, _ in net.blamed()} == {"liar"}
+
+
+async def test_who_answers_with_another_version_than_was_asked_for_is_at_fault(net: Net) -> None:
+    net.give("liar", Saved(4))
+    net.tamper("liar", "state", offered(version=5))
+    assert (await net.fails("liar", version=4)).text.endswith("offers version 5 instead of 4")
+
+
+async def test_who_sends_one_bad_chunk_is_not_asked_again(net: Net) -> None:
+    net.give("liar", Saved(4))
+    net.give("honest", Saved(4))
+    answers = iter(range(99))
+    net.tamper("liar", "chunk", lambda a: flip_a_bit_and_sign(a) if next(answers) == 2 else a)
+    got = await net.get("liar", "honest")
+    assert is_of(got, 4)
+    assert len(net.faults) == 1 and "of weights do not fit their SHA-256" in net.faults[0].text
+    # What was on its way when the lie was found, and no more.
+    assert net.chunks["liar"] <= 3 + download.IN_FLIGHT
+    assert sum(net.chunks.values()) <= CHUNKS + download.IN_FLIGHT
+
+
+async def test_a_liar_whose_hashes_fit_its_lie_loses_against_a_majority(net: Net) -> None:
+    net.give("a liar", Saved(4, changed=1))
+    net.give("b", Saved(4))
+    net.give("c", Saved(4))
+    got = await net.get("a liar", "b", "c")
+    assert is_of(got, 4) and set(got.sources) == {"b", "c"}
+    assert net.chunks["a liar"] == 0
+
+
+async def test_a_tensor_that_does_not_fit_its_hash_as_a_whole_is_not_believed(net: Net) -> None:
+    """Chunks that fit their hashes, hashes that do not fit what is said of the whole."""
+    wrong = hashlib.sha256(b"wrong").hexdigest()
+    tensor = StateTensor(name="weights", numel=40, dtype="float64", sha256=wrong)
+    for name in ("l1", "l2"):
+        net.give(name, Saved(4))
+        net.tamper(name, "state", offered(tensors=(tensor,), weights_digest=wrong[:32]))
+    net.give("honest", Saved(4))
+    assert is_of(await net.get("l1", "l2", "honest"), 4)
+    assert net.blamed() == [(n, f"peer {n}: weights does not fit its SHA-256") for n in ("l1", "l2")]
+
+
+async def test_the_order_of_the_tensors_does_not_matter() -> None:
+    like = {"weights": torch.zeros(4), "momentum": torch.zeros(5)}
+    values = {"weights": torch.arange(4.0), "momentum": torch.arange(5.0)}
+
+    class Ordered(Saved):
+        def __init__(self, *names: str) -> None:
+            self.states = {4: {name: values[name] for name in names}}
+
+    network = MemoryNetwork()
+    for name, order in {"a": ("weights", "momentum"), "b": ("momentum", "weights")}.items():
+        StateDesk(RUN.id, network.add(name).transport, {0: Ordered(*order)})
+    me = network.add("me").transport
+    got = await download_state(RUN, 0, like, me, ["a", "b"])
+    assert all(torch.equal(got.tensors[name], values[name]) for name in values)
+    assert list(got.tensors) == list(like) and set(got.sources) == {"a", "b"}
+
+
+# --- whom to believe ----------------------------------------------------------------------------------------
+
+
+def offer(source: str, version: int, hashes: bytes = b"x", **said: Any) -> Offer:
+    opened = StateOpened(lease="", version=version, weights_digest="", last_go=None, tensors=(TWICE,))
+    return Offer(
+        source=source, opened=msgspec.structs.replace(opened, **said),
+        hashes={"weights": hashes * HASH_BYTES},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("offers", "expected"),
+    [
+        ([offer("a", 4), offer("b", 4), offer("c", 9)], ["a", "b"]),
+        ([offer("a", 4), offer("b", 9)], ["b"]),
+        ([offer("a", 9), offer("b", 4, era=Era(1, 3))], ["b"]),
+        ([offer("b", 4, b"y"), offer("a", 4), offer("c", 4, b"y")], ["b", "c"]),
+        ([offer("b", 4, b"y"), offer("a", 4)], ["a"]),
+        # The same bytes are the same state, whatever else is said of them.
+        ([offer("a", 4, era=Era(1, 3)), offer("b", 4), offer("c", 9)], ["a", "b"]),
+    ],
+)
+def test_the_largest_group_is_believed(offers: list[Offer], expected: list[str]) -> None:
+    assert [each.source for each in believed(offers)] == expected
+    assert [each.source for each in believed(offers[::-1])] == expected
+
+
+def test_of_era_and_last_go_what_most_say_is_taken() -> None:
+    go, other = GoWire(t=3, total_sqnorm=1.0), GoWire(t=3, total_sqnorm=2.0)
+    group = [
+        offer("a", 4, last_go=other, era=Era(7, 2)),
+        offer("b", 4, last_go=go),
+        offer("c", 4, last_go=go),
+    ]
+    assert (agreed(group).era, agreed(group).last_go) == (Era(), go)
+    # Nobody's "not known" outvotes what somebody knows; a later era is told by the next brief.
+    group = [offer("a", 4), offer("b", 4, last_go=go, era=Era(1, 2))]
+    assert (agreed(group).era, agreed(group).last_go) == (Era(), go)
+
+
+# --- in a swarm ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_joiner_that_comes_in_the_middle_of_a_reduce_neither_blocks_nor_breaks_it() -> None:
+    async with swarm(counting_run(stages=2, steps=4), stages=2, replicas=3) as s:
+        reached: list[int] = []
+
+        def join(caller: str, callee: str) -> None:
+            reached.append(s.peers[callee].core.version)
+            s.add_peer("joiner", s.peers[callee].stage)
+
+        # Of the second step: the first chunk of a contribution is on its way.
+        s.add_trainer("trainer")
+        await s.until_version(1)
+        s.on_call("part", join)
+        await s.until_finished()
+        assert reached and reached[0] < 4
+        await s.until(lambda: "joiner" in [event.peer for event in s.seen(Serving)])
+        s.assert_each_counted_once()
+        assert s.voids() == []
