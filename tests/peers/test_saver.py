@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,13 @@ import torch
 from peers.disk import checkpoint
 from peers.disk.saver import Saver
 from peers.events import Checkpointed, Event, Note, Trouble
+from peers.stage import Checkpoints
 from swarm.errors import SetupError
+from swarm.records import NO_STAGE, PeerRecord
 from swarm.run import counting_run
+from tests.peers.loops import quick, swarm
+
+__all__ = ["quick"]
 
 RUN = counting_run(stages=2, steps=100)
 
@@ -150,3 +156,44 @@ def test_a_disk_that_hangs_does_not_keep_the_program_alive(tmp_path: Path, disk:
 
     assert asyncio.run(main()) is False  # and it returned, though the disk still holds the save
     assert checkpoint.saved_steps(tmp_path, RUN, 1) == []
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_stage_takes_all_its_steps_while_its_disk_still_writes_the_first(
+    tmp_path: Path, disk: Disk
+) -> None:
+    run = replace(counting_run(stages=2, steps=5, microbatches_per_step=4), checkpoint_every=1)
+    async with swarm(run, replicas=0) as s:
+        slow = s.add_peer("slow", 0, checkpoints=Checkpoints(folder=tmp_path, keep=9))
+        s.add_peer("other", 1)
+        s.add_trainer("trainer")
+        await s.until_finished()
+        s.assert_each_counted_once()
+        assert disk.began == [1]
+        disk.go.release(2)
+        slow.leave()  # what waits is written before it goes
+        await s.until(s.tasks["slow"].done)
+        assert disk.began == [1, 5]
+        assert checkpoint.saved_steps(tmp_path, run, 0) == [5, 1]
+        tensors, _ = checkpoint.load(tmp_path, run, 0, 5)
+        assert torch.equal(tensors["weights"] * -run.M, torch.full((run.M,), 5.0, dtype=torch.float64))
+
+
+@pytest.mark.usefixtures("quick")
+async def test_without_a_folder_the_newest_checkpoint_is_held_for_a_keeper_only() -> None:
+    run = replace(counting_run(stages=1, steps=5, microbatches_per_step=4), checkpoint_every=2)
+    for kept in (False, True):
+        async with swarm(run, replicas=1) as s:
+            await s.until_serving()
+            if kept:
+                end = s.network.add("keeper")
+                record = PeerRecord(peer="keeper", run=run.id, stage=NO_STAGE, state="keeping", version=0)
+                await end.directory.announce(record)
+            s.add_trainer("trainer")
+            await s.until_finished()
+            shelf = s.peers["s0p0"].shelf
+            await s.until(lambda s=s: [note for note in s.seen(Note) if "all 5 steps" in note.text])
+            assert shelf.versions() == ([5] if kept else [])
+            if kept:
+                counted = -shelf.load(5)["weights"] * run.M
+                assert torch.equal(counted, torch.full((run.M,), 5.0, dtype=torch.float64))
