@@ -1,0 +1,352 @@
+"""Which peer moves where: the same answer everywhere, nobody's stage emptied, and an end to the moving."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from swarm.policy.rebalance import (
+    MOST_TIMES_MEDIAN,
+    REST_PERIODS,
+    Move,
+    Stay,
+    rebalance,
+)
+from swarm.records import NO_STAGE, PeerRecord
+
+PERIOD_S = 60.0
+NOW_S = 1_000_030.0
+
+
+def peer(name: str, stage: int, speed: float, **fields: object) -> PeerRecord:
+    given = {"load": 4.0, "max_inflight": 8, "since": 0.0, "state": "serving", "version": 5, **fields}
+    return PeerRecord(peer=name, run="r", stage=stage, speed=speed, **given)
+
+
+def answer(*records: PeerRecord, stages: int = 2, now_s: float = NOW_S) -> Move | Stay:
+    return rebalance(records, stages=stages, period_s=PERIOD_S, now_s=now_s)
+
+
+def over_periods(*records: PeerRecord, stages: int = 2, periods: int = 30) -> list[Move | Stay]:
+    """The anchors are drawn anew in each period."""
+    return [answer(*records, stages=stages, now_s=NOW_S + i * PERIOD_S) for i in range(periods)]
+
+
+def moves(*records: PeerRecord, stages: int = 2) -> set[str]:
+    return {one.peer for one in over_periods(*records, stages=stages) if isinstance(one, Move)}
+
+
+def why(*records: PeerRecord, stages: int = 2) -> str:
+    told = answer(*records, stages=stages)
+    assert isinstance(told, Stay), told
+    return told.why
+
+
+# --- one decision -------------------------------------------------------------------------------------------
+
+
+def test_the_peer_that_levels_two_stages_moves_and_the_reason_has_the_numbers() -> None:
+    records = [
+        *(peer(f"a{i}", 0, 2.0, load=1.0) for i in range(6)),
+        peer("slow", 0, 0.5, load=1.0),
+        peer("b", 1, 3.0, load=14.0, state_bytes=70_000_000, bandwidth_bps=40e6),
+    ]
+    told = next(one for one in over_periods(*records) if isinstance(one, Move))
+    assert (told.from_stage, told.to_stage) == (0, 1) and told.peer.startswith("a")
+    assert told.why == (
+        "stage 1 is 8.3× as loaded as stage 0 (a microbatch waits 4.7 s against 0.56 s); "
+        f"peer {told.peer} gives 2 of stage 0's 12.5 microbatches/s; after the move the slowest stage does 5 "
+        "instead of 3, which pays back 14 s of download in 21 s"
+    )
+
+
+def test_level_stages_stay() -> None:
+    records = [peer(f"{s}{i}", s, 2.0) for s in range(3) for i in range(2)]
+    assert "no move makes the run 10% faster" in why(*records, stages=3)
+
+
+def test_a_small_gain_is_left_alone() -> None:
+    """After the move 10.9 instead of 10: 9 %."""
+    records = [peer("a", 0, 10.9), peer("b", 0, 0.9), peer("c", 0, 0.9), peer("d", 1, 10.0)]
+    assert not moves(*records)
+
+
+def test_two_equally_slow_stages_are_lifted_one_after_the_other() -> None:
+    records = [*(peer(f"a{i}", 0, 2.0) for i in range(6)), peer("b", 1, 2.0), peer("c", 2, 2.0)]
+    told = next(one for one in over_periods(*records, stages=3) if isinstance(one, Move))
+    assert told.to_stage == 1 and "(with 1 more like it)" in told.why
+    assert "does 4 instead of 2" in told.why
+
+
+def test_a_download_that_does_not_pay_stays_away() -> None:
+    records = [
+        *(peer(f"a{i}", 0, 2.0) for i in range(3)),
+        peer("b", 1, 2.0, state_bytes=10_000_000_000, bandwidth_bps=100e6),
+    ]
+    assert "800 s of download would be earned back only after 800 s; the limit is 300 s" in " ".join(
+        one.why for one in over_periods(*records)
+    )
+    assert not moves(*records)
+
+
+def test_without_queues_speed_is_not_the_limit() -> None:
+    records = [*(peer(f"a{i}", 0, 2.0, load=0.1) for i in range(4)), peer("b", 1, 2.0, load=0.3)]
+    assert "more speed there would stand idle" in why(*records)
+
+
+def test_a_queue_elsewhere_speaks_against_the_speeds() -> None:
+    records = [*(peer(f"a{i}", 0, 2.0, load=8.0) for i in range(4)), peer("b", 1, 2.0, load=1.0)]
+    assert "the speeds are not what limits the run" in why(*records)
+
+
+def test_an_empty_stage_is_served_first_by_whoever_leaves_the_fastest_run_behind() -> None:
+    records = [peer("a", 0, 5.0), peer("b", 0, 2.0), peer("c", 1, 3.0), peer("d", 1, 3.0)]
+    told = next(one for one in over_periods(*records, stages=3) if isinstance(one, Move))
+    assert told.to_stage == 2 and "nobody serves stage 2, so the run stands still" in told.why
+    # c or d leaves 7, 3 and 3 behind; but one of them is the anchor, and the other may sit out.
+    named = [one.peer for one in over_periods(*records, stages=3) if isinstance(one, Move)]
+    assert len(named) == 30 and sum(name in "cd" for name in named) >= 20
+
+
+def test_an_empty_stage_calls_even_those_who_have_just_come_if_nobody_else_can_go() -> None:
+    records = [peer("a", 0, 5.0, since=NOW_S - 5), peer("b", 0, 2.0, since=NOW_S - 5)]
+    assert isinstance(answer(*records), Move)
+
+
+def test_an_empty_stage_waits_for_a_newcomer_if_nobody_can_be_spared() -> None:
+    assert "no other stage has a second peer to give" in why(peer("a", 0, 5.0), peer("b", 1, 1.0), stages=3)
+
+
+def test_somebody_who_is_on_the_way_to_an_empty_stage_is_enough() -> None:
+    records = [peer("a", 0, 5.0), peer("b", 0, 5.0), peer("c", 1, 1.0, state="joining", since=NOW_S - 30)]
+    assert "peer c is on its way there" in why(*records)
+
+
+def test_somebody_who_never_arrives_is_not_waited_for() -> None:
+    records = [peer("a", 0, 5.0), peer("b", 0, 5.0), peer("c", 1, 1.0, state="joining", since=NOW_S - 400)]
+    assert isinstance(answer(*records), Move)
+
+
+def test_a_mover_on_its_way_counts_where_it_goes_so_that_no_second_one_follows() -> None:
+    here = [*(peer(f"a{i}", 0, 2.0, load=1.0) for i in range(3)), peer("b", 1, 2.0)]
+    assert moves(*here)
+    going = [replace(here[0], stage=1, state="joining", since=NOW_S - 1), *here[1:]]
+    assert isinstance(answer(*going), Stay)
+
+
+def test_nobody_serves() -> None:
+    assert why(peer("k", NO_STAGE, 0.0, state="keeping")) == "nobody serves any stage"
+    assert why() == "nobody serves any stage"
+
+
+@pytest.mark.parametrize("wrong", [{"stages": 0}, {"period_s": 0.0}, {"now_s": math.nan}])
+def test_impossible_questions_are_bugs(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="cannot rebalance"):
+        rebalance([], **{"stages": 2, "period_s": 60.0, "now_s": 1.0, **wrong})
+
+
+def test_a_peer_rests_two_periods() -> None:
+    records = [*(peer(f"a{i}", 0, 2.0, load=1.0, since=NOW_S) for i in range(3)), peer("b", 1, 1.0)]
+    resting = [answer(*records, now_s=NOW_S + i) for i in range(int(REST_PERIODS * PERIOD_S))]
+    assert all(isinstance(one, Stay) for one in resting)
+    assert isinstance(answer(*records, now_s=NOW_S + REST_PERIODS * PERIOD_S), Move)
+
+
+def test_a_peer_that_hangs_does_not_count_as_the_second_one() -> None:
+    """Its record is still there, but its version is not the run's."""
+    records = [peer("a", 0, 5.0), peer("dead", 0, 5.0, version=1), peer("b", 1, 1.0), peer("c", 1, 1.0)]
+    assert all(one.peer not in ("a", "dead") for one in over_periods(*records) if isinstance(one, Move))
+
+
+def test_one_liar_counts_for_no_more_than_32_and_holds_the_others_up_for_a_while_only() -> None:
+    """It would be the best to move, and never does."""
+    here = [peer(f"a{i}", 0, 1.0, load=0.1) for i in range(40)]
+    told = over_periods(peer("liar", 0, 1e300), *here, peer("b", 1, 1.0, load=8.0), periods=40)
+    named = [one.peer for one in told if isinstance(one, Move)]
+    assert "liar" in named and 4 <= sum(name != "liar" for name in named) <= 16
+    assert f" of stage 0's {40 + MOST_TIMES_MEDIAN:.3g} " in next(
+        one.why for one in told if isinstance(one, Move)
+    )
+
+
+# --- any records whatever -----------------------------------------------------------------------------------
+
+ANY_NUMBER = st.one_of(
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.floats(0.05, 20.0),
+    st.sampled_from([0.0, -1.0, 1e308, 5e-324, math.inf, -math.inf, math.nan]),
+)
+ANY_RECORD = st.builds(
+    PeerRecord,
+    peer=st.sampled_from([f"p{i}" for i in range(9)]),
+    run=st.just("r"),
+    stage=st.integers(-1, 4),
+    state=st.sampled_from(["serving", "serving", "serving", "joining", "leaving", "left", "keeping"]),
+    version=st.one_of(st.integers(4, 6), st.integers()),
+    speed=ANY_NUMBER,
+    load=ANY_NUMBER,
+    state_bytes=st.one_of(st.integers(0, 10**9), st.integers()),
+    bandwidth_bps=ANY_NUMBER,
+    max_inflight=st.integers(),
+    since=st.one_of(st.just(0.0), ANY_NUMBER),
+)
+
+
+@given(st.lists(ANY_RECORD, max_size=16), st.randoms(use_true_random=False))
+@settings(max_examples=300)
+def test_whatever_strangers_write_the_answer_is_one_and_it_empties_no_stage(
+    records: list[PeerRecord], dice: random.Random
+) -> None:
+    told = answer(*records, stages=4)
+    shuffled = list(records)
+    dice.shuffle(shuffled)
+    assert answer(*shuffled, stages=4) == told
+    assert told.why and "nan" not in told.why and "inf" not in told.why.replace("inflight", "")
+    if isinstance(told, Move):
+        assert told.from_stage != told.to_stage
+        staying = {r.peer for r in records if (r.stage, r.state) == (told.from_stage, "serving")} - {
+            told.peer
+        }
+        assert staying
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.floats(0.5, 10.0)), min_size=3, max_size=9),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=200)
+def test_peers_that_see_other_speeds_and_loads_never_empty_a_stage_together(
+    swarm: list[tuple[int, float]], dice: random.Random
+) -> None:
+    """Everybody acts on its own view of the same members, all at once."""
+    records = [peer(f"p{i}", stage, speed) for i, (stage, speed) in enumerate(swarm)]
+    before, after = Counter(r.stage for r in records), Counter(r.stage for r in records)
+    for me in records:
+        view = [replace(r, speed=r.speed * dice.uniform(0.3, 3), load=dice.uniform(0, 8)) for r in records]
+        told = answer(*view, stages=3)
+        if isinstance(told, Move) and told.peer == me.peer:
+            after[me.stage] -= 1
+    assert all(after[stage] > 0 for stage in before)
+
+
+# --- many periods -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Swarm:
+    """Peers of honest speeds that do what the rule says; queues stand where the run is slow."""
+
+    stages: int
+    dice: random.Random
+    where: dict[str, int] = field(default_factory=dict)
+    speeds: dict[str, float] = field(default_factory=dict)
+    since: dict[str, float] = field(default_factory=dict)
+    now_s: float = NOW_S
+    moved: int = 0
+
+    def join(self, name: str, stage: int, since: float = 0.0) -> None:
+        self.where[name], self.since[name] = stage, since
+        self.speeds[name] = 20.0 ** self.dice.random()
+
+    def leave(self, name: str) -> None:
+        for kept in (self.where, self.speeds, self.since):
+            del kept[name]
+
+    def levels(self) -> list[float]:
+        levels = [0.0] * self.stages
+        for name, stage in self.where.items():
+            levels[stage] += self.speeds[name]
+        return levels
+
+    def records(self) -> list[PeerRecord]:
+        levels = self.levels()
+        records = []
+        for name, stage in self.where.items():
+            use = min(levels) / levels[stage]
+            load = 8.0 if use > 0.97 else min(8.0, use / (1 - use))
+            records.append(
+                peer(name, stage, self.speeds[name], load=load, since=self.since[name], state_bytes=10**7)
+            )
+        return records
+
+    def period(self) -> Move | Stay:
+        self.now_s += PERIOD_S
+        before = Counter(self.where.values())
+        told = rebalance(self.records(), stages=self.stages, period_s=PERIOD_S, now_s=self.now_s)
+        if isinstance(told, Move):
+            rested = self.now_s - self.since[told.peer] >= REST_PERIODS * PERIOD_S
+            assert rested or len(before) < self.stages
+            self.where[told.peer], self.since[told.peer] = told.to_stage, self.now_s
+            self.moved += 1
+            assert Counter(self.where.values())[told.from_stage] >= 1
+        return told
+
+    def settle(self) -> None:
+        """Until nobody moved for twenty periods: anchors differ in each."""
+        quiet, moved = 0, self.moved
+        while quiet < 20:
+            least = min(self.levels())
+            quiet = quiet + 1 if isinstance(self.period(), Stay) else 0
+            assert min(self.levels()) >= least * (1 - 1e-12), "a move made the run slower"
+            assert self.moved - moved <= 4 * len(self.where), "it does not come to rest"
+
+
+def random_swarm(seed: int, *, stages: int, peers: int) -> Swarm:
+    swarm = Swarm(stages, random.Random(seed))
+    for i in range(peers):
+        swarm.join(f"p{i}", i if i < stages else swarm.dice.randrange(stages))
+    return swarm
+
+
+def best_throughput(speeds: list[float], stages: int) -> float:
+    best = 0.0
+    for rest in itertools.product(range(stages), repeat=len(speeds) - 1):
+        levels = [0.0] * stages
+        for stage, speed in zip((0, *rest), speeds, strict=True):
+            levels[stage] += speed
+        best = max(best, min(levels))
+    return best
+
+
+def ratios(count: int) -> list[float]:
+    """Throughput at rest ÷ that of the best assignment, of `count` random swarms."""
+    found = []
+    for seed in range(count):
+        stages = 2 + seed % 2
+        swarm = random_swarm(seed, stages=stages, peers=stages + 2 + seed % 5)
+        swarm.settle()
+        found.append(min(swarm.levels()) / best_throughput(list(swarm.speeds.values()), stages))
+    return sorted(found)
+
+
+def test_it_comes_to_rest_near_the_best_assignment() -> None:
+    """Of 200 small swarms: median 0.964 of the best, 10 % below 0.89, 5 % below 0.86, the worst 0.67.
+
+    0.8 is not reached where two peers would have to change places: the first half of a swap makes the run
+    slower, and no move may do that.
+    """
+    found = ratios(200)
+    assert found[0] > 0.6
+    assert sum(ratio < 0.8 for ratio in found) <= 0.03 * len(found)
+    assert found[len(found) // 2] > 0.95
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_with_peers_that_come_and_go_no_move_ever_empties_a_stage(seed: int) -> None:
+    swarm = random_swarm(seed, stages=4, peers=12)
+    for number in range(60):
+        if swarm.dice.random() < 0.4 and len(swarm.where) > 5:
+            swarm.leave(swarm.dice.choice(sorted(swarm.where)))
+        if swarm.dice.random() < 0.4:
+            swarm.join(f"n{number}", swarm.dice.randrange(4), since=swarm.now_s)
+        swarm.period()
+    swarm.settle()
+    assert len(set(swarm.where.values())) == 4
