@@ -354,7 +354,8 @@ def _level(
         f"stage {to} is {loaded} stage {source} (a microbatch waits {wait_s:.2g} s against {given_s:.2g} s); "
         f"peer {short(mover.peer)} gives {mover.speed:.3g} of stage {source}'s "
         f"{_speed(by_stage[source]):.3g} microbatches/s; after the move{also} the slowest stage does "
-        f"{after:.3g} instead of {before:.3g}, which pays back {price_s:.0f} s of download in {earned_s:.0f} s",
+        f"{after:.3g} instead of {before:.3g}, which pays back {price_s:.0f} s of download "
+        f"in {earned_s:.0f} s",
     )
 
 
