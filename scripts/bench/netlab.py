@@ -125,9 +125,7 @@ class Lab:
             )  # fmt: skip
             for number in ready["namespaces"]:
                 self._namespaces.append(os.open(f"/proc/{self._wire.pid}/fd/{number}", os.O_RDONLY))
-            self._own_namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-            self._namespaces.append(self._own_namespace)
-            self._inodes = {os.fstat(fd).st_ino for fd in self._namespaces[:-1]}
+            self._inodes = {os.fstat(fd).st_ino for fd in self._namespaces}
             for host in self.hosts:
                 self.set_bandwidth(host, bandwidth_bps)
             for a, b in itertools.combinations(self.hosts, 2):
@@ -160,11 +158,15 @@ class Lab:
     @contextlib.contextmanager
     def inside(self, host: str) -> Iterator[None]:
         """This thread is in that host: sockets that it opens, processes and threads that it starts."""
-        _enter(self._namespaces[self._index(host)])
+        before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         try:
-            yield
+            _enter(self._namespaces[self._index(host)])
+            try:
+                yield
+            finally:
+                _enter(before)
         finally:
-            _enter(self._own_namespace)
+            os.close(before)
 
     def inhabitants(self) -> list[int]:
         """Process ids of what runs in the hosts."""

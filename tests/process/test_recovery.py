@@ -1,0 +1,40 @@
+"""What the recovery benchmark makes of moments; and one real round of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.bench.recovery import measure, rate, recovered_s, target
+
+
+def test_recovered_is_when_a_window_begins_that_is_nearly_as_fast_as_the_end() -> None:
+    """Ten a second, none for 1.5 s from 10.0 on, half as many until 15.0, and ten again."""
+    fast, slow = [i / 10 for i in range(100)], [11.5 + i / 5 for i in range(18)]
+    done = [*fast, *slow, *(15.0 + i / 10 for i in range(100))]
+    assert rate(done, 0.0, 10.0) == 10.0
+    assert rate(done, 10.0, 11.5) == 0.0
+    found = recovered_s(done, 10.0, 25.0, window_s=1.0, per_s=rate(done, 18.0, 25.0))
+    assert 4.8 <= found <= 5.0
+    assert recovered_s(done, 10.0, 25.0, window_s=1.0, per_s=20.0) == 15.0
+
+
+def test_a_target_that_is_missed_is_named() -> None:
+    row = {"kind": "kill", "detected_s": 0.2, "recovered_s": 0.3, "pass_s": 0.06}
+    assert target(row) == "met"
+    assert target({**row, "recovered_s": 0.4}) == "not recovered in 2 passes"
+    assert target({**row, "detected_s": 1.2, "recovered_s": 1.2}) == "not detected in 1 s"
+    assert target({**row, "kind": "hang", "detected_s": None}) == "not detected in 5 s"
+    moved = {"kind": "move", "detected_s": None, "recovered_s": 11.0, "download_s": 0.5}
+    assert target(moved) == "not recovered in 10 s + download"
+    assert target({**moved, "download_s": 1.5}) == "met"
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_killed_peer_is_noticed_by_its_broken_connection_and_the_swarm_is_as_fast_again() -> None:
+    """Within 3 s, on a loaded machine; its silence would be noticed after 3.5 s only."""
+    (row,) = measure(("kill",), rounds=1, before_s=4.0, after_s=12.0, say=print)
+    assert row["detected_s"] < 3.0
+    assert row["recovered_s"] < 12.0
+    assert len(row["curve_per_s"]) == 32
