@@ -113,6 +113,7 @@ class Council:
         self.whole_run = RunBrief(run=core.run.id)
         self._revision = 0
         self._revised = asyncio.Event()
+        self._silent = False
         self.leaving = False
         """Another member is to coordinate, if there is one."""
         self.brief: Brief | None = None
@@ -133,9 +134,11 @@ class Council:
     def coordinator(self, stage: Stage) -> PeerId | None:
         """The live serving peer of `stage` with the smallest id, as far as this peer can see."""
         now = time.monotonic()
-        serving = {r.peer for r in self._directory.peers() if r.stage == stage and r.state == "serving"}
+        records = [r for r in self._directory.peers() if r.stage == stage]
+        serving = {r.peer for r in records if r.state == "serving"}
         if stage == self._stage:
             serving |= {p for p, (_, _, seen) in self._members.items() if now - seen < GONE_AFTER_S}
+            serving -= {r.peer for r in records if r.state in ("leaving", "left")}
             serving.discard(self._me)
             if self._core.joined and not (self.leaving and serving):
                 serving.add(self._me)
@@ -160,8 +163,21 @@ class Council:
         if self._members.pop(peer, None) is not None:
             self._core.news.urgent()
 
+    async def farewell(self) -> None:
+        """Tell who coordinates that this peer is gone, so that nobody waits for its silence."""
+        self._silent = True
+        await self._reports.close()  # a report that comes after it would count us in again
+        chief = self.coordinator(self._stage)
+        if chief is not None and chief != self._me:
+            report = Report(
+                run=self._run.id, stage=self._stage, era=self._core.era, version=self._core.version,
+                farewell=True,
+            )  # fmt: skip
+            with contextlib.suppress(SwarmError):
+                await self._transport.call(chief, "report", pack(report), deadline_s=CALL_S)
+
     def _speak(self) -> None:
-        if not self._core.joined and not self._core.steps:
+        if self._silent or (not self._core.joined and not self._core.steps):
             return
         self._enter(self._core.era)
         chief = self.coordinator(self._stage)
@@ -268,6 +284,9 @@ class Council:
             raise Leaving("this peer is leaving: let another coordinate the stage")
         await self._roll.require(request.peer, self._stage)
         check_report(report, self._run)
+        if report.farewell:
+            self.lost(request.peer)
+            raise NotNow("goodbye")
         rows = []
         if self._core.is_last:
             rows = [8 * int.from_bytes(step.done, "little").bit_count() for step in report.steps]

@@ -123,6 +123,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Kind of device: digests of different kinds are compared only where the run realigns."""
     steps: tuple[StepReport, ...] = ()
     last_go: GoWire | None = None
+    farewell: bool = False
+    """The last one: do not count on this member any more."""
     bandwidth_bps: float = 0.0
 
 

@@ -1,0 +1,247 @@
+"""Who leaves hands its sum to a mate: nothing is run again, and nothing counts twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from peers import handover
+from peers.events import HandedOver, Stepped
+from peers.ports import Buffer
+from swarm.errors import NotNow, Refused
+from swarm.policy.ledger import to_bytes
+from swarm.run import Run, counting_run
+from swarm.wire.messages import GiveSum, OfferedSum, OfferSum, TakeSum
+from tests.peers.loops import Stranger, Swarm, quick, swarm
+
+pytestmark = pytest.mark.usefixtures("quick")
+assert quick  # a fixture
+
+
+def a_run(**more: int) -> Run:
+    return counting_run(**{"stages": 3, "steps": 4, "microbatches_per_step": 12, **more})
+
+
+async def half_a_step(built: Swarm, *, of: str, at_least: int = 2) -> None:
+    """Stop training when a peer has some microbatches of step 0, and not all are done."""
+    trainer = built.add_trainer("first", window=2)
+    await built.until(lambda: built.done(of).bit_count() >= at_least)
+    trainer.leave()
+    await built.tasks["first"]
+
+
+async def leaves(built: Swarm, name: str) -> None:
+    built.peers[name].leave()
+    await built.tasks[name]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stage", [0, 1, 2])
+async def test_a_sum_that_is_handed_over_is_not_run_again(stage: int) -> None:
+    run = a_run()
+    async with swarm(run) as built:
+        await built.until_serving()
+        name = f"s{stage}p0"  # also the coordinator of its stage
+        await half_a_step(built, of=name)
+        had, mates = built.done(name), built.done(f"s{stage}p1")
+        assert not had & mates
+        await leaves(built, name)
+        assert built.done(f"s{stage}p1") & had == had
+        (told,) = built.seen(HandedOver)
+        assert (told.stage, told.t, told.microbatches) == (stage, 0, had.bit_count())
+        built.add_trainer("second")
+        await built.until_finished()
+        built.assert_each_counted_once()
+        assert sum(e.microbatches for e in built.seen(Stepped) if (e.stage, e.t) == (stage, 0)) == run.M
+
+
+@pytest.mark.asyncio
+async def test_the_mean_loss_of_a_step_knows_what_was_handed_over() -> None:
+    async with swarm(a_run()) as built:
+        await built.until_serving()
+        await half_a_step(built, of="s2p0")
+        step = built.step("s2p0")
+        losses = {m: step.loss_of(m) for m in range(12) if step.ledger.done >> m & 1}
+        await leaves(built, "s2p0")
+        taken = built.step("s2p1")
+        assert {m: taken.loss_of(m) for m in losses} == losses
+
+
+@pytest.mark.asyncio
+async def test_one_after_another_leaves_until_one_has_it_all() -> None:
+    async with swarm(a_run(stages=2), replicas=3) as built:
+        await built.until_serving()
+        await half_a_step(built, of="s1p0")
+        done = built.done("s1p0") | built.done("s1p1") | built.done("s1p2")
+        await leaves(built, "s1p0")
+        await leaves(built, "s1p1")
+        assert built.done("s1p2") & done == done
+        built.add_trainer("second")
+        await built.until_finished()
+        built.assert_each_counted_once()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("method", ["offer", "give", "take"])
+async def test_a_mate_that_dies_while_it_takes_leaves_each_counted_once(method: str) -> None:
+    async with swarm(a_run(stages=2), replicas=3) as built:
+        await built.until_serving()
+        await half_a_step(built, of="s1p0")
+        built.on_call(method, lambda _, callee: built.kill(callee))
+        await leaves(built, "s1p0")
+        built.add_trainer("second")
+        await built.until_finished()
+        built.assert_each_counted_once()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("method", ["offer", "give", "take"])
+async def test_an_answer_that_is_lost_leaves_each_counted_once(method: str) -> None:
+    async with swarm(a_run(stages=2)) as built:
+        await built.until_serving()
+        await half_a_step(built, of="s1p0")
+        built.network.drop_answer("s1p1", method)
+        await leaves(built, "s1p0")
+        built.add_trainer("second")
+        await built.until_finished()
+        built.assert_each_counted_once()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("method", ["offer", "give", "take"])
+async def test_a_peer_that_dies_while_it_gives_leaves_each_counted_once(method: str) -> None:
+    async with swarm(a_run(stages=2)) as built:
+        await built.until_serving()
+        await half_a_step(built, of="s1p0")
+        built.on_call(method, lambda caller, _: built.kill(caller))
+        built.peers["s1p0"].leave()
+        built.add_trainer("second")
+        await built.until_finished()
+        built.assert_each_counted_once()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("seed", range(6))
+async def test_peers_that_leave_and_come_in_the_midst_of_training_lose_nothing(seed: int) -> None:
+    run = a_run(stages=2, steps=6, microbatches_per_step=8)
+    async with swarm(run) as built:
+        await built.until_serving()
+        built.add_trainer("trainer", window=4)
+        for turn in range(3):
+            took = len(built.seen(Stepped))
+            await built.until(lambda took=took: len(built.seen(Stepped)) > took)
+            await asyncio.sleep(0.003 * ((seed * 7 + turn * 3) % 10))
+            stage = (seed + turn) % 2
+            name = built.of_stage(stage)[seed % 2]
+            built.add_peer(f"late{turn}", stage)
+            await leaves(built, name)
+        await built.until_finished()
+        built.assert_each_counted_once()
+
+
+@pytest.mark.asyncio
+async def test_a_repeated_request_for_what_was_handed_over_is_answered_and_not_added() -> None:
+    """A stage before it lost the microbatch: its replay needs the gradient, whose keeper has left."""
+    async with swarm(a_run(stages=2)) as built:
+        await built.until_serving()
+        await half_a_step(built, of="s1p0")
+        await leaves(built, "s1p0")
+        built.kill("s0p0")
+        built.kill("s0p1")
+        built.add_peer("late", 0)
+        built.add_trainer("second")
+        await built.until_finished(limit_s=60)
+        built.assert_each_counted_once()
+
+
+@pytest.mark.asyncio
+async def test_a_duplicate_of_what_was_handed_over_is_undone_where_that_can_be() -> None:
+    async with swarm(a_run(stages=1), replicas=3) as built:
+        await built.until_serving()
+        await half_a_step(built, of="s0p2")
+        had = built.done("s0p2")
+        await leaves(built, "s0p2")
+        taker = next(n for n in ("s0p0", "s0p1") if built.step(n).ledger.fixed)
+        other = "s0p1" if taker == "s0p0" else "s0p0"
+        assert built.step(taker).ledger.fixed == had
+        # A stale retry computes one of them at the other peer.
+        m = had.bit_length() - 1
+        client = built.add_stranger()
+        from swarm.wire.messages import Work
+        from swarm.wire.tensors import input_metas
+
+        work = Work(run=built.run.id, t=0, m=m, version=0, tensors=input_metas(built.run, 0))
+        await client.send(other, "work", work, client.tokens(0, m, built.batches))
+        assert built.done(other) >> m & 1
+        built.add_trainer("second")
+        await built.until_finished()
+        built.assert_each_counted_once()
+        assert built.peers[other].core.undone == 1
+
+
+async def a_taker(built: Swarm) -> Stranger:
+    """Somebody who is announced at stage 0, so that it may hand over."""
+    await built.until_serving()
+    stranger = built.add_stranger("s0liar")
+    records = built.network.records
+    import msgspec
+
+    await stranger.end.directory.announce(msgspec.structs.replace(records["s0p0"], peer="s0liar"))
+    return stranger
+
+
+@pytest.mark.asyncio
+async def test_what_does_not_fit_is_refused_with_a_reason() -> None:
+    async with swarm(a_run(stages=1), replicas=1) as built:
+        liar, run = await a_taker(built), built.run
+        done = to_bytes(0b11, run.M)
+
+        async def refused(method: str, header: object, body: Sequence[Buffer], text: str) -> None:
+            with pytest.raises((Refused, NotNow)) as error:
+                await liar.send("s0p0", method, header, list(body))  # type: ignore[arg-type]
+            assert text in error.value.text, error.value.text
+
+        offer = OfferSum(run=run.id, t=0, done=done)
+        await refused("offer", OfferSum(run="0" * 32, t=0, done=done), [], "this peer serves run")
+        await refused("offer", OfferSum(run=run.id, t=3, done=done), [], "step 3 is not open here")
+        await refused(
+            "offer", OfferSum(run=run.id, t=0, done=b"1"), [], "a ledger of 12 microbatches has 2 bytes"
+        )
+        give = GiveSum(run=run.id, t=0, start=0, numel=run.M, crc=0, tensors=())
+        await refused("give", give, [b"x" * 8 * run.M], "are not a chunk that was offered")
+        take = TakeSum(run=run.id, t=0, done=done, digest="0" * 32)
+        await refused("take", take, [], "has not come as a whole")
+        answer = await liar.ask("s0p0", "offer", offer, OfferedSum)
+        assert not any(answer.overlap)
+        await refused("give", give, [b"x" * 8 * run.M], "tensors where one chunk was expected")
+        await refused("take", take, [], "has not come as a whole")
+        assert built.done("s0p0") == 0
+
+
+@pytest.mark.asyncio
+async def test_a_stranger_hands_nothing_over() -> None:
+    async with swarm(a_run(stages=1), replicas=1) as built:
+        await built.until_serving()
+        with pytest.raises(NotNow, match="is not announced at stage 0"):
+            offer = OfferSum(run=built.run.id, t=0, done=to_bytes(1, 12))
+            await built.add_stranger().send("s0p0", "offer", offer)
+
+
+@pytest.mark.asyncio
+async def test_with_the_ledger_forgotten_the_count_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard of this file's tests: a taker that adds and forgets to write it down is found out."""
+
+    def add(self: handover.HandOver, step: object, aside: object, done: int, losses: object) -> None:
+        self._core.compute.add_to_sum(step.t, aside.vector)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(handover.HandOver, "_add", add)
+    async with swarm(a_run(stages=2)) as built:
+        await built.until_serving()
+        await half_a_step(built, of="s1p0")
+        await leaves(built, "s1p0")
+        built.add_trainer("second")
+        await built.until_finished()
+        with pytest.raises(AssertionError):
+            built.assert_each_counted_once()

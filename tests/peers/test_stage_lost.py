@@ -1,0 +1,129 @@
+"""A stage that loses all of its members is brought back, and the run goes on to the same result (I5)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from peers.events import RolledBack, StageLost, Stepped
+from peers.stage import Checkpoints
+from swarm.run import counting_run
+from tests.peers.loops import Swarm, quick, swarm
+
+pytestmark = pytest.mark.usefixtures("quick")
+assert quick  # a fixture
+
+
+def lose(built: Swarm, stage: int) -> None:
+    """Kill every peer of a stage at once."""
+    for name in built.of_stage(stage):
+        built.kill(name)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stage", [0, 1, 2])
+async def test_without_any_checkpoint_the_run_begins_again_by_itself(stage: int) -> None:
+    run = counting_run(stages=3, steps=6, microbatches_per_step=4)
+    async with swarm(run) as built:
+        await built.until_serving()
+        built.add_trainer("trainer")
+        await built.until_version(2)
+        lose(built, stage)
+        built.add_peer("late", stage)
+        await built.until_finished(limit_s=60)
+        built.assert_each_counted_once()
+        assert any(event.stage == stage for event in built.seen(StageLost))
+        assert {event.step for event in built.seen(RolledBack)} == {0}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stage", [0, 1, 2])
+async def test_all_stages_go_back_to_the_newest_checkpoint_that_they_share(
+    stage: int, tmp_path: Path
+) -> None:
+    run = replace(counting_run(stages=3, steps=9, microbatches_per_step=4), checkpoint_every=2)
+    async with swarm(run, replicas=0) as built:
+        saves = Checkpoints(folder=tmp_path)
+        for s in range(run.S):
+            for replica in range(2):
+                built.add_peer(f"s{s}p{replica}", s, checkpoints=saves)
+        await built.until_serving()
+        built.add_trainer("trainer")
+        await built.until_version(5)
+        lose(built, stage)
+        built.add_peer("late", stage, checkpoints=saves)
+        await built.until_finished(limit_s=60)
+        built.assert_each_counted_once()
+        back = {event.step for event in built.seen(RolledBack)}
+        assert len(back) <= 1 and back <= {4, 6, 8}, back
+
+
+@pytest.mark.asyncio
+async def test_two_that_come_at_once_settle_it(tmp_path: Path) -> None:
+    """They see different disks, so each would go back to another version: the greater era holds."""
+    run = replace(counting_run(stages=2, steps=8, microbatches_per_step=4), checkpoint_every=2)
+    async with swarm(run, replicas=0) as built:
+        saves = Checkpoints(folder=tmp_path)
+        for s in range(run.S):
+            built.add_peer(f"s{s}p0", s, checkpoints=saves)
+        await built.until_serving()
+        built.add_trainer("trainer")
+        await built.until_version(3)
+        lose(built, 1)
+        built.add_peer("with", 1, checkpoints=saves)
+        built.add_peer("without", 1)
+        await built.until_finished(limit_s=60)
+        built.assert_each_counted_once()
+
+
+@pytest.mark.asyncio
+async def test_with_delayed_updates_it_goes_back_too(tmp_path: Path) -> None:
+    base = counting_run(stages=2, steps=8, microbatches_per_step=4)
+    run = replace(base, checkpoint_every=3, delayed_updates=True)
+    async with swarm(run, replicas=0) as built:
+        saves = Checkpoints(folder=tmp_path)
+        for s in range(run.S):
+            built.add_peer(f"s{s}p0", s, checkpoints=saves)
+        await built.until_serving()
+        built.add_trainer("trainer")
+        await built.until_version(5)
+        lose(built, 0)
+        built.add_peer("late", 0, checkpoints=saves)
+        await built.until_finished(limit_s=60)
+        built.assert_each_counted_once()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_a_stage_that_was_only_asleep_follows_the_new_era_when_it_wakes(stage: int) -> None:
+    """Its members are ahead by version, and behind by era."""
+    run = counting_run(stages=2, steps=6, microbatches_per_step=4)
+    async with swarm(run, replicas=1) as built:
+        await built.until_serving()
+        built.add_trainer("trainer")
+        await built.until_version(2)
+        built.network.hang(f"s{stage}p0")
+        built.add_peer("late", stage)
+        await built.until(lambda: built.peers["late"].core.era.number == 1, limit_s=30)
+        built.network.resume(f"s{stage}p0")
+        await built.until_finished(limit_s=60)
+        assert built.peers[f"s{stage}p0"].core.era.number >= 1
+        built.assert_each_counted_once()
+
+
+@pytest.mark.asyncio
+async def test_it_happens_again_and_again() -> None:
+    run = counting_run(stages=2, steps=5, microbatches_per_step=4)
+    async with swarm(run, replicas=1) as built:
+        await built.until_serving()
+        built.add_trainer("trainer")
+        for turn, stage in enumerate([0, 1, 0]):
+            took = len(built.seen(Stepped))
+            await built.until(lambda took=took: len(built.seen(Stepped)) >= took + 4)
+            lose(built, stage)
+            built.add_peer(f"late{turn}", stage)
+        await built.until_finished(limit_s=90)
+        built.assert_each_counted_once()
+        assert all(peer.core.era.number >= 1 for _, peer in built.live())
