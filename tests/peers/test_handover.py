@@ -30,6 +30,7 @@ async def half_a_step(built: Swarm, *, of: str, at_least: int = 2) -> None:
     await built.until(lambda: built.done(of).bit_count() >= at_least)
     trainer.leave()
     await built.tasks["first"]
+    await built.until(lambda: not any(peer.desk.inflight for _, peer in built.live()))
 
 
 async def leaves(built: Swarm, name: str) -> None:
