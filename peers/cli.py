@@ -67,8 +67,11 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("bootstrap", "start a run: publish its manifest, print the join line"),
     ("peer", "join a run and serve one stage on this machine's device"),
     ("train", "join a run as a trainer: bring the data, drive the steps"),
+    ("keeper", "keep a run's checkpoints on this disk, for whoever comes; no GPU"),
     ("status", "who serves what, and how far the run is"),
+    ("export", "make one model file of the stages' checkpoints"),
     ("generate", "let a trained model continue a text"),
+    ("eval", "how well a trained model knows a text"),
 )
 
 ADDRESS = "/ip4/192.0.2.7/tcp/31337/p2p/12D3Koo..."
@@ -119,7 +122,10 @@ def build_parser() -> argparse.ArgumentParser:
     _status(add["status"])
     _check(add["check"])
     _demo(add["demo"])
+    _keeper(add["keeper"])
+    _export(add["export"])
     _generate(add["generate"])
+    _eval(add["eval"])
     return parser
 
 
@@ -309,20 +315,61 @@ def _demo(parser: argparse.ArgumentParser) -> None:
     _common(parser, events=False)
 
 
+def _keeper(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = f"example:\n  swarm keeper --run 5a7c... --dir ckpt --join {ADDRESS}"
+    _membership(parser)
+    parser.add_argument(
+        "--dir", type=Path, required=True, metavar="DIR", help="keep them here; also what swarm export reads"
+    )
+    parser.add_argument(
+        "--keep",
+        type=_at_least(1),
+        default=2,
+        metavar="N",
+        help="versions of each stage (default: %(default)s); the newest that all have always stays",
+    )
+    parser.add_argument(
+        "--stages",
+        type=_at_least(0),
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="keep these only (default: all)",
+    )
+    _network(parser, identity=True)
+    _common(parser)
+
+
+def _export(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "example:\n  swarm export --checkpoint-dir ckpt --out model.safetensors"
+    parser.add_argument(
+        "--checkpoint-dir",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="with the checkpoints of all stages, such as a keeper's --dir",
+    )
+    _which_checkpoint(parser)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="a .safetensors file; what it is will stand in a .json beside it",
+    )
+    _common(parser, events=False)
+
+
 def _generate(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "example:\n  swarm generate --checkpoint-dir ckpt --prompt 'The import '"
-    parser.add_argument(
-        "--checkpoint-dir", type=Path, required=True, metavar="DIR", help="with the checkpoints of all stages"
+    parser.epilog = (
+        "example:\n  swarm generate --model model.safetensors 'The import '\n"
+        "  swarm generate --checkpoint-dir ckpt --tokens 500 'The import '"
     )
+    parser.usage = "swarm generate [options] [PROMPT]"
     parser.add_argument(
-        "--run", type=_run_id, default=None, metavar="ID", help="which run (default: the only one there)"
+        "prompt", nargs="?", default="The ", metavar="PROMPT", help="what to continue (default: %(default)r)"
     )
-    parser.add_argument(
-        "--tokenizer", type=Path, default=None, metavar="FILE", help="tokenizer.json, if the run has one"
-    )
-    parser.add_argument(
-        "--prompt", default="The ", metavar="TEXT", help="what to continue (default: %(default)r)"
-    )
+    _weights(parser)
     parser.add_argument(
         "--tokens",
         type=_at_least(1),
@@ -339,6 +386,64 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="default: %(default)s")
     _common(parser, events=False)
+
+
+def _eval(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "example:\n  swarm eval --model model.safetensors\n"
+        "  swarm eval --model model.safetensors --data held-out.txt --samples 500 --json"
+    )
+    _weights(parser)
+    parser.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="any text files (default: the text of the training)",
+    )
+    parser.add_argument(
+        "--samples",
+        type=_at_least(1),
+        default=64,
+        metavar="N",
+        help="how many, spread evenly over the text (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    _common(parser, events=False)
+
+
+def _weights(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the weights")
+    source = group.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--model", type=Path, default=None, metavar="FILE", help="a file that swarm export made"
+    )
+    source.add_argument(
+        "--checkpoint-dir",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="or a folder with the checkpoints of all stages",
+    )
+    _which_checkpoint(group)
+    group.add_argument(
+        "--tokenizer", type=Path, default=None, metavar="FILE", help="tokenizer.json, if the run has one"
+    )
+    group.add_argument("--device", default="cpu", metavar="auto|cpu|cuda[:N]", help="default: %(default)s")
+
+
+def _which_checkpoint(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--run", type=_run_id, default=None, metavar="ID", help="which run (default: the only one there)"
+    )
+    parser.add_argument(
+        "--step",
+        type=_at_least(0),
+        default=None,
+        metavar="N",
+        help="which step (default: the newest that all stages have)",
+    )
 
 
 def _membership(parser: argparse.ArgumentParser) -> None:
@@ -487,6 +592,7 @@ ROLES = {
     "bootstrap": ("peers.roles", "Bootstrap"),
     "peer": ("peers.roles", "Peer"),
     "train": ("peers.roles", "Train"),
+    "keeper": ("peers.keeper", "Keeper"),
 }
 """Subcommand -> module and class; the options are the class `<name>Options` of the same module."""
 
@@ -540,6 +646,20 @@ def _run_generate(args: argparse.Namespace) -> int:
     from peers.generate import GenerateOptions, run_generate
 
     run_generate(options(GenerateOptions, args))
+    return Exit.OK
+
+
+def _run_export(args: argparse.Namespace) -> int:
+    from peers.export import ExportOptions, run_export
+
+    run_export(options(ExportOptions, args))
+    return Exit.OK
+
+
+def _run_eval(args: argparse.Namespace) -> int:
+    from peers.evaluate import EvalOptions, run_eval
+
+    run_eval(options(EvalOptions, args))
     return Exit.OK
 
 
@@ -605,6 +725,9 @@ RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "check": _run_check,
     "demo": _run_demo,
     "generate": _run_generate,
+    "keeper": _run_role,
+    "export": _run_export,
+    "eval": _run_eval,
 }
 
 

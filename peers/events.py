@@ -312,6 +312,17 @@ class Checkpointed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Kept(Event):
+    """A keeper holds a version that all its stages have: the run could go on from it."""
+
+    version: int
+    stages: tuple[int, ...]
+
+    def words(self) -> str:
+        return f"keeps version {self.version} of stages {' '.join(map(str, self.stages))}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolledBack(Event):
     """The run continues from a checkpoint because a stage lost all its peers."""
 
@@ -393,8 +404,8 @@ class Failed(Event):
 
 EVENTS: tuple[type[Event], ...] = (
     Started, JoinLine, Serving, PeerJoined, PeerLeft, PeerLost, Killed, StepDone, Stepped, Replayed, Undone,
-    RoundVoid, StateFetched, Downloading, StageLost, HandedOver, Moved, Checkpointed, RolledBack, LeavingNow,
-    Contributed, Sample, Note, Trouble, Failed,
+    RoundVoid, StateFetched, Downloading, StageLost, HandedOver, Moved, Checkpointed, Kept, RolledBack,
+    LeavingNow, Contributed, Sample, Note, Trouble, Failed,
 )  # fmt: skip
 
 

@@ -102,9 +102,3 @@ def check_saved(run: Run, record: PeerRecord, saved: Saved) -> dict[Stage, tuple
             )
         found[stage] = versions
     return found
-
-
-def newest_common(sources: Sources) -> int | None:
-    """The newest version that every stage can be had at; None if there is none."""
-    common = set[int].intersection(*(set(versions) for versions in sources.values())) if sources else set()
-    return max(common, default=None)

@@ -53,10 +53,12 @@ IMPURE = frozenset(
 )
 """Parts of the standard library that `swarm` has no use for: clock, chance, sockets, processes, logs."""
 
-WIRING = frozenset(("peers.cli", "peers.check", "peers.status", "peers.demo", "peers.roles", "peers.node"))
+WIRING = frozenset(
+    ("peers.cli", "peers.check", "peers.status", "peers.demo", "peers.roles", "peers.keeper", "peers.node")
+)
 """Modules that put the loops and the world together, besides `scripts`."""
 
-ROLES = ("peers.trainer", "peers.stage", "peers.bootstrap", "peers.monitor")
+ROLES = ("peers.trainer", "peers.stage", "peers.keeping", "peers.bootstrap", "peers.monitor")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -30,7 +31,10 @@ NEEDED = {
     "peer": ["--run", RUN, "--join", JOIN],
     "train": ["--run", RUN, "--join", JOIN],
     "status": ["--run", RUN, "--join", JOIN],
+    "keeper": ["--run", RUN, "--join", JOIN, "--dir", "ckpt"],
+    "export": ["--checkpoint-dir", "ckpt", "--out", "model.safetensors"],
     "generate": ["--checkpoint-dir", "ckpt"],
+    "eval": ["--model", "model.safetensors"],
 }
 
 
@@ -65,9 +69,7 @@ def test_every_command_has_an_example_that_parses(
     assert "example" in text
     assert examples
     for example in examples:
-        words = example.replace("5a7c...", RUN).partition(" > ")[0].replace("'", "").split()[1:]
-        if "--prompt" in words:
-            words = words[: words.index("--prompt") + 2]
+        words = shlex.split(example.replace("5a7c...", RUN).partition(" > ")[0])[1:]
         assert build_parser().parse_args(words).command == name
 
 
@@ -101,6 +103,11 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
         (["peer", *NEEDED["peer"], "--threads", "0"], "'0' is not a whole number of at least 1"),
         (["peer", *NEEDED["peer"], "--port", "65536"], "'65536' is not a port: 1 to 65535"),
         (["train", *NEEDED["train"], "--window", "-1"], "'-1' is not a whole number of at least 1 (or auto)"),
+        (["keeper", *NEEDED["keeper"], "--keep", "0"], "'0' is not a whole number of at least 1"),
+        (["keeper", *NEEDED["train"]], "the following arguments are required: --dir"),
+        (["eval"], "one of the arguments --model --checkpoint-dir is required"),
+        (["generate", *NEEDED["generate"], "--model", "m"], "not allowed with argument --checkpoint-dir"),
+        (["export", *NEEDED["export"], "--step", "last"], "'last' is not a whole number of at least 0"),
         (["demo", "--preempt", "x"], "'x' is not a whole number of at least 0"),
         (["demo", "--step", "3"], "unrecognized arguments: --step 3"),
         (["demo", "--codec", "zip"], "invalid choice: 'zip'"),
@@ -141,11 +148,17 @@ def test_repeated_addresses_and_files_become_tuples() -> None:
 
 def test_the_options_of_check_and_status_have_the_arguments_names() -> None:
     from peers.check import CheckOptions
+    from peers.evaluate import EvalOptions
+    from peers.export import ExportOptions
     from peers.generate import GenerateOptions
     from peers.status import StatusOptions
 
     assert options(CheckOptions, parse("check")) == CheckOptions()
     assert options(GenerateOptions, parse("generate")) == GenerateOptions(checkpoint_dir=Path("ckpt"))
+    model = Path("model.safetensors")
+    assert options(ExportOptions, parse("export")) == ExportOptions(checkpoint_dir=Path("ckpt"), out=model)
+    assert options(EvalOptions, parse("eval")) == EvalOptions(model=model)
+    assert options(EvalOptions, parse("eval", "--data", "a", "b")).data == (Path("a"), Path("b"))
     assert options(StatusOptions, parse("status")) == StatusOptions(run=RUN, join=(JOIN,))
 
 

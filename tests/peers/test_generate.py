@@ -1,7 +1,8 @@
-"""`swarm generate`: from the stages' checkpoints to a passage of text."""
+"""`swarm generate` and where its weights come from: the stages' checkpoints, or a model file."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 from peers.cli import Exit, main
 from peers.disk import checkpoint
-from peers.generate import find_run, newest_weights
+from peers.weights import WeightsOptions, find_run, load_weights
 from swarm.errors import SetupError
 from swarm.model.stage import StageCompute
 from swarm.run import Run, demo_run, pin
@@ -23,44 +24,109 @@ RUN = pin(
 
 
 def save(folder: Path, run: Run, stage: int, step: int = 4) -> None:
-    checkpoint.save(folder, run, stage, step, StageCompute(run, stage).state(), {})
+    state = StageCompute(run, stage).state()
+    state["weights"] += step  # so that each step has weights of its own
+    checkpoint.save(folder, run, stage, step, state, {}, keep=9)
+
+
+def weights_at(step: int) -> dict[str, torch.Tensor]:
+    return {
+        name: weights + step
+        for stage in range(RUN.S)
+        for name, weights in StageCompute(RUN, stage).named_weights().items()
+    }
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Checkpoints of both stages."""
-    for stage in range(RUN.S):
-        save(tmp_path, RUN, stage)
-    return tmp_path
+    """Checkpoints of both stages at steps 2 and 4, and of one at step 6."""
+    folder = tmp_path / "ckpt"
+    for step in (2, 4):
+        for stage in range(RUN.S):
+            save(folder, RUN, stage, step)
+    save(folder, RUN, 0, 6)
+    return folder
 
 
-def test_the_weights_of_all_stages_come_back_by_name(folder: Path) -> None:
-    run = find_run(folder, None)
-    assert run == RUN
-    step, weights = newest_weights(folder, run)
-    expected = {
-        name: w for stage in range(RUN.S) for name, w in StageCompute(RUN, stage).named_weights().items()
-    }
-    assert step == 4
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+@pytest.mark.parametrize(("step", "got"), [(None, 4), (2, 2)])
+def test_the_weights_of_all_stages_come_back_by_name(folder: Path, step: int | None, got: int) -> None:
+    found = load_weights(WeightsOptions(checkpoint_dir=folder, step=step))
+    expected = weights_at(got)
+    assert (found.run, found.step) == (RUN, got)
+    assert found.by_name.keys() == expected.keys()
+    assert all(torch.equal(found.by_name[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("from_model", [False, True])
 def test_the_command_prints_the_prompt_and_what_follows(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, from_model: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["generate", "--checkpoint-dir", str(folder), "--prompt", "Hello", "--tokens", "7"]
+    source = ["--checkpoint-dir", str(folder)]
+    if from_model:
+        out = str(tmp_path / "model.safetensors")
+        assert main(["export", *source, "--out", out]) == Exit.OK
+        source = ["--model", out]
+        capsys.readouterr()
+    argv = ["generate", *source, "--tokens", "7", "Hello you"]
     assert main(argv) == Exit.OK
     first = capsys.readouterr().out
-    assert first.startswith("Hello")
+    assert first.startswith("Hello you")
+    assert len(first) > len("Hello you\n")
     assert main(argv) == Exit.OK
     assert capsys.readouterr().out == first
 
 
 def test_a_stage_that_is_missing_is_said(tmp_path: Path) -> None:
     save(tmp_path, RUN, 0)
-    with pytest.raises(SetupError, match="no step that all 2 stages"):
-        newest_weights(tmp_path, RUN)
+    text = rf"no step that all 2 stages of run {RUN.id} were saved at \(stage 0: 4; stage 1: none\)"
+    with pytest.raises(SetupError, match=text):
+        load_weights(WeightsOptions(checkpoint_dir=tmp_path))
+
+
+def test_a_step_that_is_not_complete_is_refused_with_those_that_are(folder: Path) -> None:
+    with pytest.raises(
+        SetupError, match=r"step 6 is not complete in .*: it lacks stage 1 \(complete steps: 4 2\)"
+    ):
+        load_weights(WeightsOptions(checkpoint_dir=folder, step=6))
+
+
+def test_a_damaged_step_is_named_and_the_one_before_it_used(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = (folder / RUN.id / "step-000000004").glob("stage-1-*.safetensors")
+    os.truncate(path, path.stat().st_size - 1)
+    assert load_weights(WeightsOptions(checkpoint_dir=folder)).step == 2
+    said = capsys.readouterr().err
+    assert said.startswith("step 4 cannot be used: the checkpoint file ") and path.name in said
+    with pytest.raises(SetupError, match="is damaged"):
+        load_weights(WeightsOptions(checkpoint_dir=folder, step=4))
+
+
+def test_where_every_step_is_damaged_the_newest_says_why(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / RUN.id / "step-000000004" / "stage-0.json").write_text("{}")
+    assert load_weights(WeightsOptions(checkpoint_dir=folder)).step == 2
+    assert "step 4 cannot be used" in capsys.readouterr().err
+    (folder / RUN.id / "step-000000002" / "stage-1.json").write_text("{")
+    with pytest.raises(SetupError, match=r"step-000000004.stage-0\.json is damaged"):
+        load_weights(WeightsOptions(checkpoint_dir=folder))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"other": torch.ones(3)}, r"stage 1, step 8 in .* holds no weights"),
+        ({"weights": torch.ones(3)}, r"holds weights of \[3\] numbers of torch.float32; stage 1 has \["),
+    ],
+)
+def test_a_checkpoint_that_is_not_of_its_stage_is_refused(
+    folder: Path, tensors: dict[str, torch.Tensor], words: str
+) -> None:
+    save(folder, RUN, 0, 8)
+    checkpoint.save(folder, RUN, 1, 8, tensors, {}, keep=9)
+    with pytest.raises(SetupError, match=words):
+        load_weights(WeightsOptions(checkpoint_dir=folder, step=8))
 
 
 def test_an_empty_folder_and_two_runs_in_one_are_said(folder: Path, tmp_path: Path) -> None:
@@ -71,3 +137,19 @@ def test_an_empty_folder_and_two_runs_in_one_are_said(folder: Path, tmp_path: Pa
     with pytest.raises(SetupError, match=f"--run .*{other.id}"):
         find_run(folder, None)
     assert find_run(folder, RUN.id) == RUN
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (WeightsOptions(), "say which weights: --model FILE, or --checkpoint-dir DIR"),
+        (WeightsOptions(model=Path("m"), checkpoint_dir=Path("c")), "say which weights"),
+        (
+            WeightsOptions(model=Path("m"), step=3),
+            "--run and --step choose among checkpoints: leave them out",
+        ),
+    ],
+)
+def test_which_weights_are_meant_must_be_clear(options: WeightsOptions, words: str) -> None:
+    with pytest.raises(SetupError, match=words):
+        load_weights(options)

@@ -7,7 +7,7 @@ import pytest
 
 from peers import saved
 from peers.ports import Answer, Request
-from peers.saved import ask_saved, check_saved, chosen, newest_common
+from peers.saved import ask_saved, check_saved, chosen
 from swarm.errors import BadAnswer, PeerFault, Refused
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.run import counting_run
@@ -59,8 +59,6 @@ async def test_versions_are_told_by_stage_with_who_has_them_keepers_first() -> N
     net.give(keeper("k"), offer(s0=(10,), s1=(10, 20)))
     found = await ask_saved(RUN, net.me.transport, net.list)
     assert found == {0: {10: ["k", "a"], 20: ["a"]}, 1: {10: ["k", "b"], 20: ["k"], 30: ["c"]}}
-    assert newest_common(found) == 20
-    assert newest_common({0: {10: ["a"]}, 1: {}}) is None
 
 
 async def test_who_is_dead_cut_off_or_has_nothing_is_left_out_and_the_reason_is_told() -> None:

@@ -1,0 +1,83 @@
+"""The program `swarm keeper`: puts `peers.keeping` on a node. Any machine with a disk will do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from peers.events import Emit, Started
+from peers.net.daemon import Daemon
+from peers.net.node import Node
+from peers.roles import NetworkOptions
+from swarm.errors import SetupError
+from swarm.ids import Stage
+from swarm.run import Run, check_id
+
+if TYPE_CHECKING:  # torch is imported while p2pd starts
+    from peers.keeping import Keeping
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeeperOptions(NetworkOptions):
+    """One disk that keeps a run's checkpoints."""
+
+    run: str
+    dir: Path
+    keep: int = 2
+    stages: tuple[Stage, ...] = ()
+    """Empty: all."""
+
+
+class Keeper:
+    """Keeps checkpoints on this machine's disk, and gives them to whoever joins."""
+
+    def __init__(self, options: KeeperOptions, *, emit: Emit) -> None:
+        self._options, self._emit = options, emit
+        self._keeping: Keeping | None = None
+        self._left = asyncio.Event()
+
+    async def run(self) -> None:
+        options = self._options
+        daemon = Daemon.spawn(options.daemon(), identity_path=options.identity)
+        try:
+            from peers.keeping import Keeping, KeepingSettings
+        except BaseException:
+            daemon.close_now()
+            raise
+        async with Node(daemon=daemon, join=options.join, run_id=options.run) as node:
+            self._emit(
+                Started(
+                    role="keeper", peer=node.peer_id, addresses=node.addresses, run=options.run,
+                    pid=os.getpid(),
+                )
+            )  # fmt: skip
+            run = check_id(await node.directory.fetch_manifest(options.run), options.run)
+            settings = KeepingSettings(
+                folder=options.dir, keep=options.keep, stages=chosen_stages(run, options.stages),
+                addresses=node.addresses, joined_at=time.time(),
+            )  # fmt: skip
+            keeping = self._keeping = Keeping(run, node.transport, node.directory, settings, self._emit)
+            node.transport.on_gone = keeping.peer_gone
+            if self._left.is_set():
+                keeping.leave()
+            await keeping.run()
+
+    async def leave(self) -> None:
+        self._left.set()
+        if self._keeping is not None:
+            self._keeping.leave()
+
+
+def chosen_stages(run: Run, wish: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    """The stages to keep, ascending.
+
+    Raises:
+        SetupError: the run has no such stage.
+    """
+    if wrong := [stage for stage in wish if stage >= run.S]:
+        raise SetupError(f"--stages {wrong[0]}: run {run.name!r} has stages 0 to {run.S - 1}")
+    return tuple(sorted(set(wish))) or tuple(range(run.S))

@@ -1,0 +1,304 @@
+"""A keeper: holds the checkpoints of a run on its disk, so that they outlive the machines that made them.
+
+    looks       which versions peers and other keepers can give out (`peers.saved`)
+    downloads   those of use (`swarm.policy.keeping`), each chunk checked by its hash
+    saves       whole or not at all, and prunes, but never the newest version that all stages have here
+    serves      what it has (`peers.state_server`), to joiners and to other keepers
+
+Knows ports only, and needs no device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from peers import events
+from peers.disk import checkpoint
+from peers.disk.shelf import Shelf
+from peers.download import DownloadFailed, Partial, download_state
+from peers.ports import Answer, Directory, Request, Transport
+from peers.saved import ask_saved, is_keeper
+from peers.state_server import StateDesk
+from peers.waiting import happens
+from swarm.errors import BadAnswer, PeerFault, Refused, SetupError
+from swarm.ids import PeerId, Stage
+from swarm.model.layout import empty_state, state_bytes
+from swarm.policy.bans import Bans
+from swarm.policy.keeping import newest_common, next_download, reached
+from swarm.records import NO_STAGE, PeerRecord
+from swarm.run import Run
+from swarm.wire.messages import AskStatus, Audit, PeerStatus, pack, unpack
+
+POLL_S = 3.0
+"""A peer without a disk holds a version until its next checkpoint; these are minutes apart in earnest."""
+ANNOUNCE_S = 5.0
+FULL_S = 60.0
+"""Until a full disk is tried again."""
+SHOW_S = 2.0
+"""Between two words about a download."""
+FIRST_REST_S = 5.0
+LONGEST_REST_S = 300.0
+"""Of who offered what it then did not give: there are others, and no hurry."""
+SLACK_BYTES = 1 << 20
+"""More than the tensors take on the disk: headers, index, blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepingSettings:
+    """What a keeper decides for itself."""
+
+    folder: Path
+    keep: int = 2
+    stages: tuple[Stage, ...] = ()
+    """Empty: all."""
+    addresses: tuple[str, ...] = ()
+    joined_at: float = field(default_factory=time.time)
+
+
+class Keeping:
+    """Keeps checkpoints of `run` until told to leave."""
+
+    def __init__(
+        self,
+        run: Run,
+        transport: Transport,
+        directory: Directory,
+        settings: KeepingSettings,
+        emit: Callable[[events.Event], None],
+    ) -> None:
+        self._run, self._settings, self._emit = run, settings, emit
+        self._transport, self._directory = transport, directory
+        self.stages = settings.stages or tuple(range(run.S))
+        shelves = {stage: Shelf(run, stage, settings.folder) for stage in self.stages}
+        # Their tensors are maps of files: a copy in memory is the system's to drop.
+        self._desk = StateDesk(run.id, transport, shelves, most_saved=2 * len(shelves))
+        transport.serve("status", self._serve_status)
+        self._bans = Bans(first_s=FIRST_REST_S, longest_s=LONGEST_REST_S)
+        self._partials: dict[Stage, Partial] = {}
+        self._have: dict[Stage, list[int]] = {stage: [] for stage in self.stages}
+        self._said: int | None = None
+        self._complaints: dict[PeerId, str] = {}
+        self._full_until = float("-inf")
+        self._leaving = asyncio.Event()
+
+    @property
+    def version(self) -> int | None:
+        """The newest that all its stages have here."""
+        return newest_common(self._have)
+
+    # -- life -------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Look at what is on the disk, then keep and serve until `leave`."""
+        await asyncio.to_thread(self._inspect)
+        await self._look()
+        loops: list[asyncio.Task[object]] = []
+        try:
+            await self._announce()
+            leaving = asyncio.create_task(self._leaving.wait())
+            loops = [
+                leaving,
+                asyncio.create_task(self._keep_often()),
+                asyncio.create_task(self._announce_often()),
+            ]
+            done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # a bug in a loop ends the keeper, with its traceback
+        finally:
+            for task in loops:
+                task.cancel()
+            await asyncio.gather(*loops, return_exceptions=True)
+            await self._directory.withdraw()
+
+    def leave(self) -> None:
+        """End `run`. What is being downloaded is dropped; what is kept stays."""
+        self._leaving.set()
+
+    def peer_gone(self, peer: PeerId) -> None:
+        """The transport noticed that the connection to `peer` broke."""
+        self._desk.gone(peer)
+
+    async def _announce(self) -> None:
+        record = PeerRecord(
+            peer=self._transport.peer_id, run=self._run.id, stage=NO_STAGE, state="keeping",
+            version=self.version or 0, movable=False, device="disk",
+            addresses=self._settings.addresses, since=self._settings.joined_at,
+        )  # fmt: skip
+        await self._directory.announce(record)
+
+    async def _announce_often(self) -> None:
+        while True:
+            await asyncio.sleep(ANNOUNCE_S)
+            await self._announce()
+
+    # -- what is here -----------------------------------------------------------------------------
+
+    def _inspect(self) -> None:
+        """Read through what the folder holds, and say what of it is damaged. In a thread."""
+        for stage in self.stages:
+            for step in checkpoint.found_steps(self._settings.folder, self._run, stage):
+                try:
+                    checkpoint.check(self._settings.folder, self._run, stage, step)
+                except SetupError as error:
+                    self._emit(events.Trouble(text=f"not kept: {error.text}"))
+
+    async def _look(self) -> None:
+        """See what is here now; say so if the newest whole version is another."""
+
+        def saved() -> dict[Stage, list[int]]:
+            return {s: checkpoint.saved_steps(self._settings.folder, self._run, s) for s in self.stages}
+
+        self._have = await asyncio.to_thread(saved)
+        if self.version is not None and self.version != self._said:
+            self._said = self.version
+            self._emit(events.Kept(version=self.version, stages=self.stages))
+
+    # -- keeping ----------------------------------------------------------------------------------
+
+    async def _keep_often(self) -> None:
+        while True:
+            if time.monotonic() >= self._full_until:
+                await self._keep()
+            await happens(self._leaving, POLL_S)
+
+    async def _keep(self) -> None:
+        """Fetch all that is offered and of use."""
+        now = time.monotonic()
+        records = [r for r in await self._directory.refresh() if not self._bans.resting(r.peer, now=now)]
+        found = await ask_saved(self._run, self._transport, records, on_fault=self._not_believed)
+        keepers = {record.peer for record in records if is_keeper(record)}
+        claims = {
+            stage: [v for v, peers in versions.items() if not keepers.issuperset(peers)]
+            for stage, versions in found.items()
+        }
+        limit = reached(records, claims)
+        offered = {
+            stage: {v: peers for v, peers in found[stage].items() if limit is None or v <= limit}
+            for stage in self.stages
+        }
+        while (wanted := next_download(self._have, offered)) is not None:
+            stage, version = wanted
+            if not await self._fetch(stage, version, offered[stage].pop(version)):
+                if time.monotonic() < self._full_until:
+                    return
+                continue
+            await self._look()
+            await self._announce()
+
+    async def _fetch(self, stage: Stage, version: int, sources: list[PeerId]) -> bool:
+        """Download and save one version of one stage; False: it cannot be had now, and why was said."""
+        folder, began = self._settings.folder, time.monotonic()
+        if (trouble := await asyncio.to_thread(self._no_room, stage, version)) is not None:
+            self._full(trouble)
+            return False
+        try:
+            found = await download_state(
+                self._run, stage, empty_state(self._run, stage), self._transport, sources,
+                version=version, partial=self._partials.setdefault(stage, Partial()),
+                progress=self._progress(stage, version), on_fault=self._not_believed,
+            )  # fmt: skip
+        except DownloadFailed as failed:
+            for peer in failed.reasons:
+                self._bans.failed(peer, now=time.monotonic())
+            self._emit(events.Trouble(text=f"version {version} of stage {stage} is not kept: {failed.text}"))
+            return False
+        if wrong := await asyncio.to_thread(_not_finite, found.tensors):
+            for peer in found.sources:
+                self._not_believed(
+                    BadAnswer(peer, f"gives a version {version} whose {wrong[0]} is not finite")
+                )
+            return False
+        for peer in found.sources:
+            self._bans.answered(peer)
+        size = sum(tensor.nbytes for tensor in found.tensors.values())
+        self._emit(
+            events.StateFetched(
+                stage=stage, version=version, source=found.sources[0] if found.sources else "", bytes=size,
+                seconds=time.monotonic() - began,
+            )
+        )  # fmt: skip
+
+        def save() -> None:
+            checkpoint.save(
+                folder, self._run, stage, version, found.tensors, {},
+                keep=self._settings.keep, together=self.stages, option="--dir",
+            )  # fmt: skip
+
+        try:
+            await asyncio.to_thread(save)
+        except SetupError as error:
+            self._full(error.text)
+            return False
+        self._emit(events.Checkpointed(stage=stage, step=version, path=str(folder)))
+        return True
+
+    def _no_room(self, stage: Stage, version: int) -> str | None:
+        """Why a download is not worth its bytes; None if the disk has room for it."""
+        needed, folder = state_bytes(self._run, stage) + SLACK_BYTES, self._settings.folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(folder).free
+        except OSError as error:
+            return f"cannot keep anything in {folder}: {error.strerror or error}. Repair that"
+        if free >= needed:
+            return None
+        return (
+            f"no room for version {version} of stage {stage} in {folder}: it takes {needed / 2**20:.0f} MiB, "
+            f"and {free / 2**20:.0f} MiB are free. Make room or choose another --dir"
+        )
+
+    def _full(self, text: str) -> None:
+        self._full_until = time.monotonic() + FULL_S
+        kept = "what is kept stays" if any(self._have.values()) else "nothing is kept yet"
+        self._emit(events.Trouble(text=f"{text}; {kept}, next try in {FULL_S:.0f} s"))
+
+    def _progress(self, stage: Stage, version: int) -> Callable[[int, int, int], None]:
+        shown_at = time.monotonic()
+
+        def progress(done_bytes: int, total_bytes: int, sources: int) -> None:
+            nonlocal shown_at
+            if time.monotonic() - shown_at > SHOW_S:
+                shown_at = time.monotonic()
+                self._emit(
+                    events.Downloading(
+                        stage=stage, version=version, done_bytes=done_bytes, total_bytes=total_bytes,
+                        sources=sources,
+                    )
+                )  # fmt: skip
+
+        return progress
+
+    # -- others' faults ---------------------------------------------------------------------------
+
+    def _not_believed(self, fault: PeerFault) -> None:
+        """Let it rest. Who is gone is left out without a word; nonsense is said, once."""
+        self._bans.failed(fault.peer, now=time.monotonic())
+        if isinstance(fault, BadAnswer) and self._complaints.get(fault.peer) != fault.text:
+            self._complaints[fault.peer] = fault.text
+            self._emit(events.Trouble(text=f"not believed: {fault.text}"))
+
+    # -- status -----------------------------------------------------------------------------------
+
+    async def _serve_status(self, request: Request) -> Answer:
+        asked = unpack(request.header, AskStatus)
+        if asked.run != self._run.id:
+            raise Refused(f"this keeper keeps run {self._run.id}, not {asked.run[:40]!r}")
+        status = PeerStatus(
+            peer=self._transport.peer_id, stage=NO_STAGE, version=self.version or 0, state="keeping",
+            device="disk", done=0, inflight=0, max_inflight=0, speed=0.0, computed=0, coordinator="",
+            audit=Audit(), since=self._settings.joined_at,
+            bytes_in=sum(self._transport.received_bytes.values()),
+            bytes_out=sum(self._transport.sent_bytes.values()),
+        )  # fmt: skip
+        return Answer(pack(status))
+
+
+def _not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    return [n for n, t in tensors.items() if t.is_floating_point() and not bool(torch.isfinite(t).all())]

@@ -1,0 +1,52 @@
+"""How far a long piece of work on this machine is, on standard error."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import TextIO
+
+REDRAW_S = 0.1
+LINE_S = 10.0
+"""Where nobody looks at a terminal: a line so often."""
+WIDTH = 20
+
+
+class Bar:
+    """A bar in a terminal, a line now and then elsewhere. Call it with what was done since the last time."""
+
+    def __init__(self, what: str, total: int, *, unit: str = "bytes", stream: TextIO | None = None) -> None:
+        self._what, self._total, self._unit = what, max(1, total), unit
+        self._stream = stream if stream is not None else sys.stderr
+        self._live = self._stream.isatty()
+        self._done = 0
+        self._next = time.monotonic() + (0 if self._live else LINE_S)
+
+    def __call__(self, size: int) -> None:
+        self._done = min(self._total, self._done + size)
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + (REDRAW_S if self._live else LINE_S)
+            self._write(("\r" if self._live else "") + self.words() + ("" if self._live else "\n"))
+
+    def words(self) -> str:
+        """`exporting [####................] 20.0 of 100.0 MB`"""
+        filled = WIDTH * self._done // self._total
+        bar = "#" * filled + "." * (WIDTH - filled)
+        if self._unit == "bytes":
+            return f"{self._what} [{bar}] {self._done / 1e6:.1f} of {self._total / 1e6:.1f} MB"
+        return f"{self._what} [{bar}] {self._done} of {self._total} {self._unit}"
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._write("\r\x1b[K")  # the line is the next one's
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()

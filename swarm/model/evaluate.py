@@ -1,0 +1,67 @@
+"""The loss of given weights on given samples: as the run computes it, without training anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import nn
+
+from swarm.errors import SetupError
+from swarm.model.gpt import boundary_dtype, replace_parameters, stage_skeleton, weights_dtype
+from swarm.run import Run
+from swarm.wire.codec import round_trip
+
+
+class Evaluator:
+    """All stages of a run, chained, with the codecs of the boundaries between them and without dropout.
+
+    So its loss is the training's own, which includes what the codecs do to the activations.
+    """
+
+    def __init__(
+        self, run: Run, weights: Mapping[str, torch.Tensor], device: str | torch.device = "cpu"
+    ) -> None:
+        """`weights`: those of all stages by full name; they are not copied where they need not be.
+
+        Raises:
+            SetupError: weights are missing, have another shape, or are not of a model of this run.
+        """
+        if run.model.kind != "gpt":
+            raise SetupError(f'model.kind = "{run.model.kind}" has no loss of its own')
+        self._run, self._device = run, torch.device(device)
+        self._stages: list[nn.Module] = []
+        used: set[str] = set()
+
+        def found(name: str, empty: nn.Parameter) -> torch.Tensor:
+            tensor = weights.get(name)
+            if tensor is None:
+                raise SetupError(f"no weights for {name}: take those of all {run.S} stages")
+            if tensor.shape != empty.shape:
+                raise SetupError(
+                    f"weights {name} have shape {list(tensor.shape)}; expected {list(empty.shape)}"
+                )
+            used.add(name)
+            return tensor.to(device=self._device, dtype=weights_dtype(run))
+
+        for stage in range(run.S):
+            module = stage_skeleton(run, stage)
+            replace_parameters(module, found)
+            self._stages.append(module.to(self._device).eval())
+        if strange := sorted(weights.keys() - used):
+            raise SetupError(f"weights that run {run.id} does not have: {', '.join(strange[:5])}")
+
+    @torch.no_grad()
+    def loss(self, rows: np.ndarray) -> float:
+        """The mean loss, in nats a token, of samples [B, T + 1] of tokens."""
+        run = self._run
+        tokens = torch.from_numpy(rows.astype(np.int64)).to(self._device)
+        x, labels = tokens[:, :-1], tokens[:, 1:]
+        for number, stage in enumerate(self._stages):
+            last = number == run.S - 1
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=run.dtype == "bfloat16"):
+                x = stage(x, labels if last else None)
+            if not last:
+                x = round_trip(x.to(boundary_dtype(run)), run.codec.forward)
+        return float(x.item())
