@@ -329,9 +329,12 @@ class RolledBack(Event):
     level: ClassVar[Level] = "warning"
 
     stage: int
+    """Negative: as a trainer sees it, all of them."""
     step: int
 
     def words(self) -> str:
+        if self.stage < 0:
+            return f"a stage had lost all its peers: the run goes on from version {self.step}"
         return f"stage {self.stage}: back to the checkpoint of step {self.step}"
 
 

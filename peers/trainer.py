@@ -82,6 +82,8 @@ class Trainer:
             start=settings.window or 2 * run.S, largest=settings.window or 1024, fixed=bool(settings.window)
         )
         self._era = Era()
+        self._served: set[int] = set()
+        """Stages that somebody serves; said once when nobody does any more."""
         self._version = 0
         self._full = False
         """As many microbatches of open steps are in flight as the window allows."""
@@ -263,6 +265,11 @@ class Trainer:
                 room += record.max_inflight if record.stage == 0 else 0
         for stage, peers in by_stage.items():
             self._router.set_peers(stage, peers)
+            if peers:
+                self._served.add(stage)
+            elif stage in self._served:
+                self._served.discard(stage)
+                self._emit(events.StageLost(stage=stage, version=self._version))
         if not self._settings.window and room:
             self._window.set_largest(room)
 

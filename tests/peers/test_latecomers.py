@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from peers.events import Note, Serving, StepDone
+from peers.events import Serving, StageLost, StepDone
 from peers.waiting import within
 from swarm.run import counting_run
 from tests.peers.loops import Swarm, quick, swarm
@@ -23,7 +23,7 @@ async def without_stage_1(s: Swarm) -> None:
 
 
 def lost(s: Swarm) -> bool:
-    return any(isinstance(event, Note) and "its weights are lost unless" in event.text for event in s.events)
+    return bool(s.seen(StageLost))
 
 
 async def test_a_trainer_that_comes_late_tells_only_of_steps_since() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from peers import council, downstream, reduce, stage, sync
+from peers import council, downstream, handover, reduce, stage, state_server
 from peers.events import PeerLost, Replayed, StateFetched, StepDone, Undone
 from swarm.ids import Microbatch
 from swarm.model.reference import SingleProcess
@@ -48,7 +48,8 @@ def retries_do_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of several chunks, though the audit model has 8 weights."""
     monkeypatch.setattr(reduce, "CHUNK_ELEMENTS", 2)
-    monkeypatch.setattr(sync, "CHUNK_ELEMENTS", 3)
+    monkeypatch.setattr(state_server, "CHUNK_ELEMENTS", 3)
+    monkeypatch.setattr(handover, "CHUNK_ELEMENTS", 3)
 
 
 async def finishes(s: Swarm, *, limit_s: float = 20.0) -> None:
