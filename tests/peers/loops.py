@@ -74,14 +74,24 @@ class Swarm:
 
     def add_peer(self, name: str, stage: int, **settings: object) -> StagePeer:
         end = self.network.add(name)
-        compute = StageCompute(self.run, stage)
-        peer = StagePeer(
-            self.run, stage, compute, end.transport, end.directory,
-            replace(StageSettings(max_inflight=8), **settings), self.events.append,
-        )  # fmt: skip
-        self.peers[name] = peer
-        self.tasks[name] = asyncio.create_task(peer.run())
-        return peer
+
+        def build(stage: int) -> StagePeer:
+            peer = StagePeer(
+                self.run, stage, StageCompute(self.run, stage), end.transport, end.directory,
+                replace(StageSettings(max_inflight=8), **settings), self.events.append,
+            )  # fmt: skip
+            self.peers[name] = peer
+            return peer
+
+        async def serve(peer: StagePeer) -> None:
+            await peer.run()
+            while peer.moving_to is not None:
+                peer = build(peer.moving_to)
+                await peer.run()
+
+        first = build(stage)
+        self.tasks[name] = asyncio.create_task(serve(first))
+        return first
 
     def add_trainer(self, name: str, *, batches: object | None = None, window: int | None = 6) -> Trainer:
         end = self.network.add(name)

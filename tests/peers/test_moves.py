@@ -1,0 +1,70 @@
+"""A peer that is needed elsewhere goes there after a step, and nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from peers import stage as stage_module
+from peers.events import Moved, Serving
+from swarm.policy.rebalance import Move, Stay
+from swarm.records import PeerRecord
+from swarm.run import counting_run
+from swarm.wire.messages import AskStatus, PeerStatus
+from tests.peers.loops import quick, swarm
+
+pytestmark = pytest.mark.usefixtures("quick")
+assert quick  # a fixture
+
+
+@pytest.fixture
+def one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From stage 0 to stage 1, if stage 0 has three. The real rule is tested in tests/policy."""
+
+    def rule(records: Iterable[PeerRecord], **_: object) -> Move | Stay:
+        there = sorted(r.peer for r in records if r.stage == 0 and r.state == "serving")
+        if len(there) < 3:
+            return Stay("all is well")
+        return Move(there[-1], 0, 1, "stage 1 is slow")
+
+    monkeypatch.setattr(stage_module, "rebalance", rule)
+    monkeypatch.setattr(stage_module, "BOUNDARY_S", 2.0)
+
+
+@pytest.mark.asyncio
+async def test_a_peer_moves_in_the_midst_of_training_and_each_counts_once(one_goes: None) -> None:
+    run = replace(counting_run(stages=2, steps=400, microbatches_per_step=8), rebalance_every_s=1)
+    async with swarm(run, replicas=0) as built:
+        for name, stage in (("a", 0), ("b", 0), ("c", 0), ("d", 1)):
+            built.add_peer(name, stage, movable=True)
+        await built.until_serving()
+        built.add_trainer("trainer")
+        await built.until(lambda: built.peers["c"].stage == 1 and built.peers["c"].core.joined)
+        (moved,) = built.seen(Moved)
+        assert (moved.stage, moved.to_stage, moved.why) == (0, 1, "stage 1 is slow")
+        assert [e.stage for e in built.seen(Serving) if e.peer == "c"] == [0, 1]
+        version = built.peers["c"].core.version
+        await built.until_version(version + 3)
+        status = await built.add_stranger().ask("a", "status", AskStatus(run=run.id), PeerStatus)
+        assert status.rebalance in ("all is well", "stage 1 is slow")
+        for name, counts in built.count_matrix().items():
+            steps = built.peers[name].core.version
+            assert set(counts.tolist()) <= {steps, steps - 1, steps + 1}, name
+        for _, peer in built.live():
+            assert (peer.core.audit.missing, peer.core.audit.duplicated) == (0, 0)
+
+
+@pytest.mark.asyncio
+async def test_a_peer_whose_stage_was_chosen_stays(one_goes: None) -> None:
+    run = replace(counting_run(stages=2, steps=9, microbatches_per_step=4), rebalance_every_s=1)
+    async with swarm(run, replicas=0) as built:
+        for name, stage in (("a", 0), ("b", 0), ("c", 0), ("d", 1)):
+            built.add_peer(name, stage)
+        await built.until_serving()
+        await built.until(lambda: built.peers["c"]._decided)  # pyright: ignore[reportPrivateUsage]
+        built.add_trainer("trainer")
+        await built.until_finished()
+        assert not built.seen(Moved)
+        built.assert_each_counted_once()
