@@ -244,9 +244,7 @@ class _Downloading:
             group = believed(offers)
             members = {offer.source for offer in group}
             await self._close([p for p in self.leases if p not in members])
-            # Who offers other bytes of the same version is on another kind of device, or lies.
-            differ = {o.source for o in offers if o.opened.version == group[0].opened.version}
-            others = [p for p in sources if p not in members | differ | self.useless]
+            others = [p for p in sources if p not in members | self.useless]
             if await self._pull(group, others):
                 await self._close(list(self.leases))
                 return Download(

@@ -174,7 +174,10 @@ async def test_leases_are_closed_in_the_end(net: Net) -> None:
     for name in "ab":
         net.give(name, Saved(4))
     net.give("c", Saved(3))
+    early: list[int] = []
+    net.when("a", 1, lambda: early.append(net.peers["c"].transport.calls["close"]))
     await net.get("a", "b", "c")
+    assert early == [1], "who is of no use is let go at once, not when hours have passed"
     assert [net.peers[name].transport.calls["close"] for name in "abc"] == [1, 1, 1]
 
 
@@ -323,6 +326,16 @@ async def test_a_source_that_is_a_little_behind_helps_as_soon_as_it_is_there(
         net.delay_answer("a", "chunk", 1000.0, nth)
     got = await net.get("a", "behind")
     assert is_of(got, 5) and set(got.sources) == {"a", "behind"}
+
+
+async def test_a_source_whose_bytes_of_the_believed_version_are_others_is_left_alone(net: Net) -> None:
+    """It may compute on another kind of device: no fault, and of no use."""
+    net.give("a", Saved(4))
+    net.give("b", Saved(4))
+    net.give("other kind", Saved(4, 5, changed=40))
+    assert is_of(await net.get("a", "b", "other kind"), 4)
+    assert net.chunks["other kind"] == 0 and not net.faults
+    assert net.peers["other kind"].transport.calls["close"] == 2
 
 
 async def test_a_saved_version_is_read_from_all_who_have_it(net: Net) -> None:

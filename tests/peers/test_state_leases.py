@@ -13,7 +13,7 @@ from peers import state_server
 from peers.core import StageCore
 from peers.download import download_state
 from peers.ports import Answer
-from peers.state_server import Shelved, StateDesk, StateServer
+from peers.state_server import Shelved, Snapshot, StateDesk, StateServer
 from swarm.errors import NotReady, Refused, SetupError, SwarmError
 from swarm.ids import Stage
 from swarm.model.stage import StageCompute
@@ -229,6 +229,11 @@ async def test_a_copy_is_dropped_when_nobody_reads_it_any_more(
         await source.read(opened)
 
 
+async def test_who_opens_at_the_same_moment_gets_the_same_copy(source: Source) -> None:
+    first, second = await asyncio.gather(source.open("first"), source.open("second"))
+    assert first.lease == second.lease
+
+
 # --- hashes -------------------------------------------------------------------------------------------------
 
 
@@ -267,6 +272,24 @@ async def test_the_live_version_may_be_asked_for_by_its_number(saving: Source) -
     saving.core.era = saving.core.era.next(1)
     opened = await saving.open(version=1)
     assert (opened.version, opened.era) == (1, saving.core.era)
+
+
+async def test_a_live_version_that_is_passed_while_it_is_copied_is_not_given_out_as_another() -> None:
+    class Stepping:
+        """Takes a step between the question and the copy."""
+
+        def version(self, stage: Stage) -> int:
+            return 4
+
+        async def snapshot(self) -> Snapshot:
+            return Snapshot(version=5, tensors=StageCompute(RUN, 0).state())
+
+    network = MemoryNetwork()
+    StateDesk(RUN.id, network.add("source").transport, {0: SavedHere()}, live=Stepping())
+    asker = network.add("asker").transport
+    with pytest.raises(Refused) as caught:
+        await asker.call("source", "state", pack(OpenState(run=RUN.id, stage=0, version=4)))
+    assert caught.value.text == "version 4 of stage 0 is not to be had here; saved are: none"
 
 
 async def test_a_peer_that_joins_itself_gives_out_what_it_has_saved(saving: Source) -> None:
