@@ -41,6 +41,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import psutil
+import torch
 
 from peers import events
 from peers.cli import COMMANDS
@@ -55,6 +56,8 @@ STALL_S = 150.0
 BACK_S = 90.0
 """Limit for who was hung or cut off to take a step again."""
 TOLERANCE = 1e-9
+WINDOW = "3"
+"""Of each of two trainers. If all of a step fits into both, they mostly run the same microbatches."""
 POINTS = ("forward:5", "backward:5", "reduce:3", "prepared:2", "joining")
 """Moments at which a peer is made to kill itself."""
 
@@ -83,7 +86,7 @@ NEED_LAB = frozenset(("cut", "cut link", "partition"))
 
 
 def chaos_run() -> Run:
-    """3 layers of width 32 on 3 stages, 16 tokens a sample, 8 microbatches a step, float64, codec none.
+    """3 layers of width 32 on 3 stages, 16 tokens a sample, 12 microbatches a step, float64, codec none.
 
     The rate is low: what reassociated sums differ by (1e-16) must not grow to 1e-9 by training on it for
     thousands of steps.
@@ -97,7 +100,7 @@ def chaos_run() -> Run:
         rebalance_every_s=10,
         model=replace(base.model, hidden=32, heads=4, ffn_hidden=64),
         data=replace(base.data, sequence_length=16),
-        batch=replace(base.batch, microbatch_size=2, microbatches_per_step=8),
+        batch=replace(base.batch, microbatch_size=2, microbatches_per_step=12),
         optimizer=replace(base.optimizer, lr=3e-4, warmup_steps=2),
         codec=CodecSpec(forward="none", backward="none"),
     )
@@ -140,6 +143,7 @@ class Options:
     """Each kind once, and then the end, however many faults that makes."""
     without: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
+    log: Path | None = None
 
 
 def quick(options: Options) -> Options:
@@ -201,6 +205,8 @@ class Chaos:
         """Peers that left it and are not replaced for now."""
         self._resting = False
         self._disks = 0
+        self._done: list[tuple[float, str]] = []
+        """(Unix time, fault)."""
         self._moved_at = time.monotonic()
         self._version = 0
         """Of the run, as far as trainers have told."""
@@ -235,7 +241,7 @@ class Chaos:
         for trainer in self._living("trainer"):
             swarm.leaves(trainer)
         self.steps = self._version + 3  # what was in flight may have made one more than was heard
-        swarm.train_to(self.steps, "--window", "6")
+        swarm.train_to(self.steps, "--window", WINDOW)
         swarm.until_all_stepped()
 
     def _kinds(self) -> dict[str, float]:
@@ -249,11 +255,12 @@ class Chaos:
     def _undisturbed(self) -> float:
         """Mean seconds a step of the whole swarm when nobody disturbs it."""
         self._say("undisturbed")
+        self._hear()
         first, began_at = self._version, time.time()
         while self._version < first + self.options.control_steps:
             self._tick("undisturbed")
         times = self._step_times(began_at)
-        return (times[self._version - 1] - times[first]) / (self._version - 1 - first)
+        return (times[max(times)] - times[min(times)]) / (max(times) - min(times))
 
     def _step_times(self, since: float) -> dict[int, float]:
         """When each step since then was first heard to be done (Unix seconds)."""
@@ -337,6 +344,7 @@ class Chaos:
     def _note(self, kind: str, words: str) -> None:
         self.tally.injected[kind] += 1
         self._pending[kind] += 1
+        self._done.append((time.time(), f"{kind}: {words}"))
         self._say(f"{kind}: {words}")
 
     # -- who is there -----------------------------------------------------------------------------
@@ -400,7 +408,7 @@ class Chaos:
 
     def _refill_trainers(self) -> None:
         for _ in range(2 - len(self._living("trainer"))):
-            self.swarm.trainer("--window", "6")
+            self.swarm.trainer("--window", WINDOW)
 
     def _refill(self) -> None:
         """Peers join when some are missing, two at a time."""
@@ -675,6 +683,20 @@ class Chaos:
         self.swarm.kill(*members)
         return True
 
+    def log(self) -> str:
+        """Everything that was said and done, in order."""
+        lines = [(at, "chaos", words) for at, words in self._done]
+        for program in self.swarm.programs:
+            name = program.name
+            if started := program.heard(events.Started):
+                name += f" [{started[0].peer[-6:]}]"
+            lines += [(event.at, name, event.words()) for event in list(program.events)]
+            lines += [(time.time(), name, line) for line in (*program.other_lines, *program.errors)]
+        return "".join(
+            f"{time.strftime('%H:%M:%S', time.localtime(at))}.{int(at * 1000) % 1000:03} {name}: {words}\n"
+            for at, name, words in sorted(lines)
+        )
+
     def _come_to_rest(self) -> None:
         """Everything that is due happens, and everybody is there and well."""
         self._say("coming to rest")
@@ -724,16 +746,22 @@ def play(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
             except BaseException:
                 say(f"after {dict(chaos.tally.injected)}")
                 raise
+            finally:
+                if options.log is not None:
+                    options.log.write_text(chaos.log())
         if lab is not None:
             assert not lab.inhabitants(), f"processes are left: {lab.inhabitants()}"
     finally:
         if lab is not None:
             lab.close()
         shutil.rmtree(folder, ignore_errors=True)
-    say(f"training {chaos.steps} steps in a single process")
-    single = SingleProcess(swarm.run, swarm.data.batch)
+    torch.set_num_threads(1)  # of a model that small, more only wait for each other
+    single, said_at = SingleProcess(swarm.run, swarm.data.batch), time.monotonic()
     for t in range(chaos.steps):
         single.step(t)
+        if time.monotonic() - said_at > 5:
+            said_at = time.monotonic()
+            say(f"the same in a single process: step {t} of {chaos.steps}")
     return row(chaos, farthest(weights, single), in_lab=lab is not None)
 
 
@@ -851,6 +879,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="repeatable; kinds: " + ", ".join(WEIGHTS),
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="the JSON line only, without the table")
+    parser.add_argument(
+        "--log", type=Path, metavar="FILE", help="all that the programs said, in order of time"
+    )
     return parser.parse_args(arguments)
 
 
@@ -858,7 +889,7 @@ def main() -> int:
     args = parse()
     options = Options(
         faults=args.faults, seed=args.seed, replicas=args.replicas, pause_s=args.pause,
-        without=tuple(args.without), only=tuple(args.only),
+        without=tuple(args.without), only=tuple(args.only), log=args.log,
     )  # fmt: skip
     if args.quick:
         options = quick(options)
