@@ -18,6 +18,7 @@ What does not move, and why:
   time; two peers that each believe they are the one to go still leave the anchor behind.
 - A quarter of all peers, drawn anew for each period, sits out: one that is named again and again and cannot
   go, or lies, holds the others up for four periods and not for ever.
+- A peer whose owner chose its stage stays there.
 - A peer rests two periods after it came, unless a stage stands empty and nobody else can go.
 - A move must raise the speed of the run by 10 %, alone or with the next few (several stages may be equally
   slow), and the download, priced as if the run stood still for it, must be earned back within the horizon.
@@ -92,6 +93,7 @@ class _Member:
     bandwidth_bps: float
     """0 = not measured."""
     rested: bool
+    movable: bool
     sits_out: bool
 
 
@@ -167,6 +169,7 @@ def _members(newest: Sequence[PeerRecord], *, period_s: float, now_s: float) -> 
                 load=_between(record.load, 0.0, MOST_LOAD) if serving else 0.0,
                 bandwidth_bps=_between(record.bandwidth_bps, LEAST_BPS, MOST_BPS),
                 rested=here_s >= REST_PERIODS * period_s,
+                movable=record.movable,
                 sits_out=_sits_out(record.peer, int(now_s // period_s)),
             )
         )
@@ -227,7 +230,7 @@ def _rescue(empty: Stage, by_stage: Sequence[Sequence[_Member]], anchors: set[Pe
         )
         return not member.rested, member.sits_out, -min(others, member.speed), member.speed
 
-    free = [m for there in by_stage for m in there if m.serving and m.peer not in anchors]
+    free = [m for there in by_stage for m in there if m.serving and m.movable and m.peer not in anchors]
     if not free:
         return Stay(
             f"nobody serves stage {empty}, and no other stage has a second peer to give: "
@@ -259,6 +262,10 @@ class _Step:
     to_stage: Stage
 
 
+def _may_go(member: _Member) -> bool:
+    return member.movable and member.rested and not member.sits_out
+
+
 class _Levelling:
     """Stage speeds and who may go, while a few moves are tried in thought.
 
@@ -271,7 +278,7 @@ class _Levelling:
         self.levels = [_speed(there) for there in by_stage]
         self._free = [
             sorted(
-                (m for m in there if m.serving and m.rested and not m.sits_out and m.peer not in anchors),
+                (m for m in there if m.serving and _may_go(m) and m.peer not in anchors),
                 key=lambda m: (m.speed, m.peer),
             )
             for there in by_stage

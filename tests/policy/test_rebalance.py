@@ -142,6 +142,14 @@ def test_a_mover_on_its_way_counts_where_it_goes_so_that_no_second_one_follows()
     assert isinstance(answer(*going), Stay)
 
 
+def test_a_peer_whose_owner_chose_its_stage_stays_even_if_another_stands_empty() -> None:
+    slow = peer("b", 1, 1.0, load=14.0)
+    assert moves(*(peer(f"a{i}", 0, 2.0) for i in range(4)), slow)
+    assert not moves(*(peer(f"a{i}", 0, 2.0, movable=False) for i in range(4)), slow)
+    assert not moves(*(peer(f"a{i}", 0, 2.0, movable=False) for i in range(4)))
+    assert moves(*(peer(f"a{i}", 0, 2.0, movable=i == 3) for i in range(4))) == {"a3"}
+
+
 def test_nobody_serves() -> None:
     assert why(peer("k", NO_STAGE, 0.0, state="keeping")) == "nobody serves any stage"
     assert why() == "nobody serves any stage"
