@@ -22,6 +22,7 @@ from peers.saved import ask_saved
 from peers.sync import fetch_gradient
 from swarm.errors import PeerFault, SwarmError, short
 from swarm.ids import Era, PeerId, Standing
+from swarm.model.layout import empty_state
 from swarm.model.stage import StageCompute
 from swarm.policy.bans import Bans
 from swarm.policy.eras import newest_common
@@ -89,7 +90,7 @@ class CatchUp:
 
         def progress(done_bytes: int, total_bytes: int, count: int) -> None:
             nonlocal shown_at
-            if time.monotonic() - shown_at > SHOW_S:
+            if time.monotonic() - shown_at > SHOW_S or (done_bytes == total_bytes and shown_at > now):
                 shown_at = time.monotonic()
                 self._emit(
                     events.Downloading(
@@ -105,7 +106,7 @@ class CatchUp:
         usable = [source for source in sources if not self._bans.resting(source, now=now)]
         try:
             found = await download_state(
-                self._run, self._stage, core.compute.state(), self._transport, usable,
+                self._run, self._stage, empty_state(self._run, self._stage), self._transport, usable,
                 version=version, partial=self._partial, progress=progress, on_fault=fault,
             )  # fmt: skip
             await core.load(Standing(era or found.opened.era, found.opened.version), found.tensors)
@@ -118,7 +119,7 @@ class CatchUp:
         source = found.sources[0] if found.sources else ""
         self._emit(
             events.StateFetched(
-                stage=self._stage, version=found.opened.version, source=source,
+                stage=self._stage, version=found.opened.version, source=source, sources=len(found.sources),
                 bytes=sum(t.nbytes for t in found.tensors.values()), seconds=time.monotonic() - began,
             )
         )  # fmt: skip
