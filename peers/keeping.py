@@ -13,11 +13,9 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
 
 from peers import events
 from peers.disk import checkpoint
@@ -84,7 +82,7 @@ class Keeping:
         self._partials: dict[Stage, Partial] = {}
         self._have: dict[Stage, list[int]] = {stage: [] for stage in self.stages}
         self._said: int | None = None
-        self._complaints: dict[PeerId, str] = {}
+        self._complaints: dict[str, str] = {}
         self._full_until = float("-inf")
         self._leaving = asyncio.Event()
 
@@ -207,13 +205,7 @@ class Keeping:
         except DownloadFailed as failed:
             for peer in failed.reasons:
                 self._bans.failed(peer, now=time.monotonic())
-            self._emit(events.Trouble(text=f"version {version} of stage {stage} is not kept: {failed.text}"))
-            return False
-        if wrong := await asyncio.to_thread(_not_finite, found.tensors):
-            for peer in found.sources:
-                self._not_believed(
-                    BadAnswer(peer, f"gives a version {version} whose {wrong[0]} is not finite")
-                )
+            self._complain(f"stage {stage}", f"version {version} of stage {stage} is not kept: {failed.text}")
             return False
         for peer in found.sources:
             self._bans.answered(peer)
@@ -275,14 +267,19 @@ class Keeping:
 
         return progress
 
-    # -- others' faults ---------------------------------------------------------------------------
+    # -- what goes wrong ----------------------------------------------------------------------------
 
     def _not_believed(self, fault: PeerFault) -> None:
         """Let it rest. Who is gone is left out without a word; nonsense is said, once."""
         self._bans.failed(fault.peer, now=time.monotonic())
-        if isinstance(fault, BadAnswer) and self._complaints.get(fault.peer) != fault.text:
-            self._complaints[fault.peer] = fault.text
-            self._emit(events.Trouble(text=f"not believed: {fault.text}"))
+        if isinstance(fault, BadAnswer):
+            self._complain(fault.peer, f"not believed: {fault.text}")
+
+    def _complain(self, about: str, text: str) -> None:
+        """Once, until there is something else to say about that."""
+        if self._complaints.get(about) != text:
+            self._complaints[about] = text
+            self._emit(events.Trouble(text=text))
 
     # -- status -----------------------------------------------------------------------------------
 
@@ -298,7 +295,3 @@ class Keeping:
             bytes_out=sum(self._transport.sent_bytes.values()),
         )  # fmt: skip
         return Answer(pack(status))
-
-
-def _not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    return [n for n, t in tensors.items() if t.is_floating_point() and not bool(torch.isfinite(t).all())]

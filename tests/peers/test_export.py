@@ -1,0 +1,364 @@
+"""`swarm export` and `swarm eval`: one file that says what it is, whole or refused, and worth what it was."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from peers.cli import Exit, main
+from peers.disk import atomic, checkpoint, model_file
+from peers.disk.dataset import Dataset, open_dataset
+from peers.evaluate import evaluate, open_text, spread
+from peers.export import ExportOptions, export, run_export
+from peers.weights import WeightsOptions, load_weights, model_shapes
+from swarm.data import sample_offsets
+from swarm.errors import SetupError
+from swarm.ids import Microbatch
+from swarm.model.evaluate import Evaluator
+from swarm.model.reference import SingleProcess
+from swarm.model.stage import StageCompute
+from swarm.run import BatchSpec, CodecSpec, DataSpec, Run, counting_run, demo_run
+
+SMALL = replace(
+    demo_run(stages=3, steps=20),
+    model=replace(demo_run(stages=3).model, layers=3, hidden=32, heads=2, ffn_hidden=64),
+    data=DataSpec(source="files", sequence_length=16),
+    batch=BatchSpec(microbatch_size=4, microbatches_per_step=4),
+)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("to be or not to be, that is the question. " * 60)
+    return path
+
+
+def pinned(run: Run, text: Path) -> tuple[Run, Dataset]:
+    data = open_dataset(run, [text])
+    return data.pinned(run), data
+
+
+def saved(folder: Path, run: Run, step: int = 3) -> None:
+    for stage in range(run.S):
+        state = StageCompute(run, stage).state()
+        state["weights"] += step / 1000
+        checkpoint.save(folder, run, stage, step, state, {}, keep=9)
+
+
+@pytest.fixture
+def run(text: Path, tmp_path: Path) -> Run:
+    """Its checkpoints of step 3 are in the folder `ckpt`."""
+    run, _ = pinned(SMALL, text)
+    saved(tmp_path / "ckpt", run)
+    return run
+
+
+@pytest.fixture
+def model(run: Run, tmp_path: Path) -> Path:
+    export(tmp_path / "ckpt", run, None, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+# --- exporting
+
+
+def test_an_exported_model_holds_the_weights_of_all_stages_and_says_what_it_is(
+    model: Path, run: Run, tmp_path: Path
+) -> None:
+    found = load_weights(WeightsOptions(model=model))
+    expected = load_weights(WeightsOptions(checkpoint_dir=tmp_path / "ckpt"))
+    assert (found.run, found.step) == (run, 3) == (expected.run, expected.step)
+    assert found.by_name.keys() == expected.by_name.keys()
+    assert all(torch.equal(found.by_name[name], expected.by_name[name]) for name in expected.by_name)
+    # Other programs can read both files.
+    assert safetensors.torch.load_file(model).keys() == expected.by_name.keys()
+    config = json.loads(model.with_suffix(".json").read_text())
+    assert (config["run"], config["step"], config["tokenizer"]) == (run.id, 3, "bytes")
+    assert (config["model"]["layers"], config["model"]["hidden"]) == (3, 32)
+    assert config["parameters"] == sum(tensor.numel() for tensor in expected.by_name.values())
+
+
+def test_the_command_says_what_it_wrote_and_what_to_paste_next(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "model.safetensors"
+    assert main(["export", "--checkpoint-dir", str(tmp_path / "ckpt"), "--out", str(out)]) == Exit.OK
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(f"wrote {out} (") and said[0].endswith(") and model.json")
+    assert said[1] == f"run demo {run.id}, step 3, 0.0 M parameters"
+    assert said[2] == f"try it: swarm generate --model {out} 'The '"
+
+
+def test_one_stage_is_in_memory_at_a_time(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    load = checkpoint.load
+
+    def noted(folder: Path, run: Run, stage: int, *rest: Any, **named: Any) -> Any:
+        assert named["only"] == ("weights",)
+        read.append(stage)
+        return load(folder, run, stage, *rest, **named)
+
+    monkeypatch.setattr(checkpoint, "load", noted)
+    export(tmp_path / "ckpt", run, None, tmp_path / "m.safetensors")
+    assert read == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda path: os.truncate(path, 50), r"is damaged: 50 bytes long, not \d+"),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x"),
+            r"is damaged: its bytes are not those",
+        ),
+        (lambda path: path.unlink(), r"cannot read .*No such file"),
+    ],
+)
+def test_a_damaged_checkpoint_is_not_exported_and_what_was_there_stays(
+    model: Path, run: Run, tmp_path: Path, spoil: Any, words: str
+) -> None:
+    before = model.read_bytes()
+    (path,) = (tmp_path / "ckpt" / run.id / "step-000000003").glob("stage-2-*.safetensors")
+    spoil(path)
+    with pytest.raises(SetupError, match=words):
+        export(tmp_path / "ckpt", run, None, model)
+    assert model.read_bytes() == before
+    assert load_weights(WeightsOptions(model=model)).step == 3
+    assert not list(tmp_path.glob(atomic.TEMPORARY + "*"))
+
+
+def test_an_older_step_is_exported_where_it_is_asked_for_or_the_newest_is_damaged(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path / "ckpt", run, step=6)
+    out = tmp_path / "m.safetensors"
+    assert export(tmp_path / "ckpt", run, None, out).step == 6
+    assert export(tmp_path / "ckpt", run, 3, out).step == 3
+    (tmp_path / "ckpt" / run.id / "step-000000006" / "stage-1.json").write_bytes(b"{")
+    assert export(tmp_path / "ckpt", run, None, out).step == 3
+    assert "step 6 cannot be used: the checkpoint file " in capsys.readouterr().err
+    with pytest.raises(SetupError, match=r"stage-1\.json is damaged"):
+        export(tmp_path / "ckpt", run, 6, out)
+    with pytest.raises(SetupError, match=r"step 5 is not complete in .*\(complete steps: 6 3\)"):
+        export(tmp_path / "ckpt", run, 5, out)
+
+
+def test_a_full_disk_leaves_the_old_model(model: Path, run: Run, tmp_path: Path) -> None:
+    before = model.read_bytes()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(atomic, "write_all", full)
+        with pytest.raises(SetupError, match=r"cannot write the model in .*: the disk is full.* --out"):
+            export(tmp_path / "ckpt", run, None, model)
+    assert model.read_bytes() == before
+    assert load_weights(WeightsOptions(model=model)).step == 3
+
+
+def test_a_name_that_would_mislead_and_a_strangers_json_are_refused(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"--out .*model\.bin must end in \.safetensors"):
+        run_export(ExportOptions(checkpoint_dir=tmp_path / "ckpt", out=tmp_path / "model.bin"))
+    mine = tmp_path / "notes.json"
+    mine.write_text('{"mine": 1}')
+    with pytest.raises(SetupError, match=r"notes\.json is there already and is not of a model"):
+        export(tmp_path / "ckpt", run, None, tmp_path / "notes.safetensors")
+    assert mine.read_text() == '{"mine": 1}'
+    assert not (tmp_path / "notes.safetensors").exists()
+
+
+# --- reading
+
+
+def changed(path: Path, **fields: Any) -> None:
+    config = path.with_suffix(".json")
+    config.write_text(json.dumps({**json.loads(config.read_text()), **fields}))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: os.truncate(m, 9), r"model\.safetensors is damaged: 9 bytes long, not \d+"),
+        (
+            lambda m: m.write_bytes(m.read_bytes()[:-1] + b"\1"),
+            "is damaged: its bytes are not those that were",
+        ),
+        (lambda m: m.unlink(), r"there is no model file .*: swarm export makes one"),
+        (lambda m: m.with_suffix(".json").unlink(), r"model\.json is missing: it says what .* is"),
+        (lambda m: m.with_suffix(".json").write_bytes(b'{"format"'), r"model\.json is damaged: "),
+        (lambda m: m.with_suffix(".json").write_bytes(b" " * 10**6), r"is damaged: longer than 64000 bytes"),
+        (lambda m: changed(m, format=2), "has format 2; this version reads format 1"),
+        (lambda m: changed(m, run="0" * 32), "is damaged: the manifest is of run"),
+        (lambda m: changed(m, manifest="x = 1"), r"is damaged: .*manifest"),
+        (lambda m: changed(m, step=21), "is damaged: step 21 of a run of 20"),
+        (lambda m: changed(m, sequence_length=5), "is damaged: its fields are not those of its manifest"),
+        (lambda m: changed(m, tokenizer="file"), "is damaged: its fields are not those of its manifest"),
+        (lambda m: changed(m, extra=5), "is damaged: Object contains unknown field"),
+    ],
+)
+def test_a_model_that_is_not_what_it_says_is_refused(model: Path, change: Any, words: str) -> None:
+    change(model)
+    with pytest.raises(SetupError, match=words):
+        load_weights(WeightsOptions(model=model))
+
+
+def test_weights_of_another_model_under_a_fitting_digest_are_refused(model: Path, run: Run) -> None:
+    shapes = model_shapes(run)
+    other = {name: torch.zeros(tensor.shape) for name, tensor in shapes.items()}
+    name = next(iter(other))
+    for wrong in ({**other, "extra": torch.zeros(2)}, {**other, name: torch.zeros(3)}):
+        model_file.write(model, run, 3, wrong, wrong.__getitem__)
+        with pytest.raises(SetupError, match=f"its tensors are not those of run {run.id}: (extra|{name})"):
+            load_weights(WeightsOptions(model=model))
+    bad = {**other, name: torch.full(shapes[name].shape, math.nan)}
+    model_file.write(model, run, 3, bad, bad.__getitem__)
+    with pytest.raises(SetupError, match=f"is damaged: {name} is not finite"):
+        load_weights(WeightsOptions(model=model))
+
+
+# --- evaluating
+
+
+def reference_loss(run: Run, weights: dict[str, torch.Tensor], rows: np.ndarray) -> float:
+    """What the single process says, with the same weights, of the same samples."""
+    batches = iter([rows])
+    single = SingleProcess(run, lambda offsets: next(batches))
+    for name, parameter in single._stages.named_parameters():
+        parameter.data.copy_(weights[name.partition(".")[2]])
+    return single.loss(Microbatch(0, 0), grad=False)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("codec", ["none", "blockwise8"])
+def test_the_loss_is_that_of_the_single_process_after_the_round_trip(
+    text: Path, tmp_path: Path, dtype: Any, codec: Any
+) -> None:
+    run, data = pinned(replace(SMALL, dtype=dtype, codec=CodecSpec(forward=codec, backward=codec)), text)
+    saved(tmp_path / "ckpt", run)
+    export(tmp_path / "ckpt", run, None, tmp_path / "model.safetensors")
+    model = load_weights(WeightsOptions(model=tmp_path / "model.safetensors"))
+    found = evaluate(model, data, 8)
+    offsets = spread(data.tokens, 17, 8)
+    losses = [reference_loss(run, model.by_name, data.batch(offsets[i : i + 4])) for i in (0, 4)]
+    assert found.loss == sum(losses) / 2
+    assert (found.samples, found.tokens, found.bytes, found.step) == (8, 128, 128, 3)
+    assert found.perplexity == pytest.approx(math.exp(found.loss))
+    assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))
+
+
+def test_a_swarms_own_training_loss_is_found_again(text: Path, tmp_path: Path) -> None:
+    """The samples of microbatch (t, m) have, with weights t, the loss that the swarm reported."""
+    run, data = pinned(
+        replace(SMALL, dtype="float64", codec=CodecSpec(forward="none", backward="none")), text
+    )
+    single = SingleProcess(run, data.batch)
+    for t in range(3):
+        single.step(t)
+    flat = single.named_weights()
+    weights = {
+        name.partition(".")[2] if name not in model_shapes(run) else name: w for name, w in flat.items()
+    }
+    from swarm.data import sample_offsets
+
+    again = Evaluator(run, weights).loss(data.batch(sample_offsets(run, 3, 1)))
+    assert again == single.loss(Microbatch(3, 1), grad=False)
+
+
+def test_dropout_is_off(text: Path) -> None:
+    run, data = pinned(replace(SMALL, model=replace(SMALL.model, dropout=0.5)), text)
+    weights = {n: w for s in range(run.S) for n, w in StageCompute(run, s).named_weights().items()}
+    rows = data.batch([0, 5])
+    assert Evaluator(run, weights).loss(rows) == Evaluator(replace(run, model=SMALL.model), weights).loss(
+        rows
+    )
+
+
+def test_the_command_evaluates_the_training_text_or_any_other(
+    model: Path, run: Run, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("0123456789" * 50)
+    words = {}
+    for source in (["--model", str(model)], ["--checkpoint-dir", str(tmp_path / "ckpt")]):
+        for data in ([], [text], [other]):
+            files = ["--data", *map(str, data)] if data else []
+            assert main(["eval", *source, *files, "--samples", "9", "--json"]) == Exit.OK
+            found = json.loads(capsys.readouterr().out)
+            assert (found["run"], found["step"], found["samples"]) == (run.id, 3, 9)
+            words[source[0], tuple(data)] = found["loss"]
+    # The same weights and the same text: the same loss. Another text: another.
+    assert len(set(words.values())) == 2
+    assert words["--model", ()] == words["--checkpoint-dir", (text,)]
+    assert main(["eval", "--model", str(model), "--data", str(other)]) == Exit.OK
+    shown = capsys.readouterr().out
+    assert "bits per byte" in shown and "from other.txt" in shown
+    assert main(["eval", "--model", str(model)]) == Exit.OK
+    assert "64 samples of 16 tokens from the text of its training" in capsys.readouterr().out
+
+
+def test_the_text_of_the_training_has_to_be_there(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SWARM_CACHE", str(tmp_path / "elsewhere"))
+    assert main(["eval", "--model", str(model)]) == Exit.SETUP
+    assert "the run reads text files" in capsys.readouterr().err
+
+
+def test_bytes_are_those_of_the_text_behind_the_tokens(text: Path, tmp_path: Path) -> None:
+    import tokenizers
+
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"to": 0, "be": 1, "[UNK]": 2}, unk_token="[UNK]")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    path = tmp_path / "tokenizer.json"
+    words.save(str(path))
+    spec = DataSpec(source="files", sequence_length=16, tokenizer="file")
+    run = replace(SMALL, data=spec, model=replace(SMALL.model, vocab_size=5))
+    data = open_dataset(run, [text], path)
+    run = data.pinned(run)
+    saved(tmp_path / "ckpt", run)
+    model = load_weights(WeightsOptions(checkpoint_dir=tmp_path / "ckpt", run=run.id))
+    found = evaluate(model, open_text(run, (text,), path), 3)
+    rows = data.batch(spread(data.tokens, 17, 3))
+    size = sum(len(words.decode(row[1:].tolist()).encode()) for row in rows)
+    assert (found.tokens, found.bytes) == (48, size)
+    assert size > 48
+    assert found.bits_per_byte == pytest.approx(found.loss * 48 / math.log(2) / size)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "window", "samples", "starts"),
+    [(100, 10, 3, [0, 30, 60]), (12, 10, 9, [0, 1, 2]), (10, 10, 5, [0]), (1000, 11, 2, [0, 495])],
+)
+def test_samples_are_spread_over_the_text(
+    tokens: int, window: int, samples: int, starts: Sequence[int]
+) -> None:
+    assert spread(tokens, window, samples) == list(starts)
+
+
+def test_what_does_not_fit_the_run_is_refused() -> None:
+    run = SMALL
+    weights = {n: w for s in range(run.S) for n, w in StageCompute(run, s).named_weights().items()}
+    name = next(iter(weights))
+    with pytest.raises(SetupError, match=f"no weights for {name}: take those of all 3 stages"):
+        Evaluator(run, {n: w for n, w in weights.items() if n != name})
+    with pytest.raises(SetupError, match=rf"weights {name} have shape \[2\]; expected"):
+        Evaluator(run, {**weights, name: torch.zeros(2)})
+    with pytest.raises(SetupError, match=f"weights that run {run.id} does not have: more"):
+        Evaluator(run, {**weights, "more": torch.zeros(2)})
+    with pytest.raises(SetupError, match=r'model\.kind = "counting" has no loss of its own'):
+        Evaluator(counting_run(), {})

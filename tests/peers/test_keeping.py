@@ -1,0 +1,337 @@
+"""A keeper among real stage peers in memory: what it keeps outlives them, and it believes nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+
+from peers import keeping
+from peers.disk import atomic, checkpoint
+from peers.events import Checkpointed, Kept, StateFetched, Trouble
+from peers.keeping import Keeping, KeepingSettings
+from peers.ports import Answer, Request
+from peers.stage import Checkpoints
+from swarm.errors import SwarmError
+from swarm.model.stage import StageCompute
+from swarm.records import NO_STAGE
+from swarm.run import Run, counting_run
+from swarm.wire.messages import AskStatus, PeerStatus, Saved, SavedStage, VectorChunk, pack, unpack
+from tests.peers.loops import Swarm, quick, swarm
+
+__all__ = ["quick"]
+pytestmark = pytest.mark.usefixtures("quick")
+
+RUN = replace(counting_run(stages=2, steps=4, microbatches_per_step=4), checkpoint_every=2)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "POLL_S", 0.05)
+    monkeypatch.setattr(keeping, "FULL_S", 0.2)
+    monkeypatch.setattr(keeping, "FIRST_REST_S", 0.05)
+
+
+def add_keeper(s: Swarm, folder: Path, name: str = "keeper", **settings: Any) -> Keeping:
+    end = s.network.add(name)
+    chosen = replace(KeepingSettings(folder=folder), **settings)
+    keeper = Keeping(s.run, end.transport, end.directory, chosen, s.events.append)
+    s.tasks[name] = asyncio.create_task(keeper.run())
+    return keeper
+
+
+@asynccontextmanager
+async def trained(folder: Path, run: Run = RUN, *, replicas: int = 1) -> AsyncIterator[Swarm]:
+    """All steps taken, with a keeper in `folder` since the start."""
+    async with swarm(run, replicas=replicas) as s:
+        add_keeper(s, folder)
+        await s.until_serving()
+        await s.until(lambda: s.network.records.get("keeper") is not None)
+        s.add_trainer("trainer")
+        await s.until_finished()
+        yield s
+
+
+def assert_counted(folder: Path, stages: range, version: int, run: Run = RUN) -> None:
+    """The folder holds that version of those stages, each microbatch counted once a step."""
+    for stage in stages:
+        tensors, _ = checkpoint.load(folder, run, stage, version)
+        counted = -tensors["weights"] * run.M
+        assert torch.equal(counted, torch.full((run.M,), float(version), dtype=torch.float64))
+
+
+async def test_a_keeper_holds_what_peers_without_a_disk_had_in_memory(tmp_path: Path) -> None:
+    async with trained(tmp_path) as s:
+        await s.until(lambda: [event for event in s.seen(Kept) if event.version == RUN.steps])
+        assert s.seen(Kept)[-1].words() == "keeps version 4 of stages 0 1"
+        assert {(e.stage, e.step) for e in s.seen(Checkpointed)} >= {(0, 4), (1, 4)}
+        record = s.network.records["keeper"]
+        await s.until(lambda: s.network.records["keeper"].version == RUN.steps)
+        assert (record.stage, record.state, record.movable) == (NO_STAGE, "keeping", False)
+        told = await s.add_stranger().ask("keeper", "status", AskStatus(run=RUN.id), PeerStatus)
+        assert (told.stage, told.state, told.version) == (NO_STAGE, "keeping", RUN.steps)
+    assert checkpoint.newest_common_step(tmp_path, RUN) == RUN.steps
+    assert_counted(tmp_path, range(RUN.S), RUN.steps)
+
+
+async def test_what_is_kept_outlives_everybody_and_brings_the_run_back(tmp_path: Path) -> None:
+    """The whole promise: all peers gone, others without any disk go on from the keeper's."""
+    half = replace(RUN, steps=6)
+    async with swarm(half, replicas=1) as s:
+        add_keeper(s, tmp_path)
+        await s.until_serving()
+        await s.until(lambda: s.network.records.get("keeper") is not None)
+        s.add_trainer("trainer")
+        await s.until(lambda: s.seen(Kept))
+        for name in ("trainer", "s0p0", "s1p0", "keeper"):
+            s.kill(name)
+    version = checkpoint.newest_common_step(tmp_path, half)
+    assert version is not None and version > 0
+    async with swarm(half, replicas=0) as s:
+        add_keeper(s, tmp_path)
+        await s.until(lambda: s.seen(Kept))
+        for stage in range(half.S):
+            s.add_peer(f"new{stage}", stage)
+        await s.until_serving()
+        s.add_trainer("trainer")
+        await s.until_finished()
+        s.assert_each_counted_once()
+
+
+async def test_a_second_keeper_copies_from_the_first_when_no_peer_is_left(tmp_path: Path) -> None:
+    async with trained(tmp_path / "first") as s:
+        await s.until(lambda: checkpoint.newest_common_step(tmp_path / "first", RUN) == RUN.steps)
+        for name in ("trainer", "s0p0", "s1p0"):
+            s.kill(name)
+            s.network.expire(name)
+        add_keeper(s, tmp_path / "second", "other", stages=(1,))
+        await s.until(lambda: [e for e in s.seen(Kept) if e.stages == (1,)])
+    assert checkpoint.saved_steps(tmp_path / "second", RUN, 1)[0] == RUN.steps
+    assert checkpoint.saved_steps(tmp_path / "second", RUN, 0) == []
+    assert_counted(tmp_path / "second", range(1, 2), RUN.steps)
+
+
+async def test_a_keeper_that_comes_late_takes_what_is_on_the_peers_disks(tmp_path: Path) -> None:
+    async with swarm(RUN, replicas=0) as s:
+        for stage in range(RUN.S):
+            s.add_peer(f"p{stage}", stage, checkpoints=Checkpoints(folder=tmp_path / f"of{stage}", keep=9))
+        s.add_trainer("trainer")
+        await s.until_finished()
+        await s.until(lambda: checkpoint.saved_steps(tmp_path / "of1", RUN, 1)[:1] == [RUN.steps])
+        add_keeper(s, tmp_path / "kept")
+        await s.until(lambda: [event for event in s.seen(Kept) if event.version == RUN.steps])
+        assert_counted(tmp_path / "kept", range(RUN.S), RUN.steps)
+        # Older versions are of no use any more: they were not fetched.
+        assert checkpoint.found_steps(tmp_path / "kept", RUN, 0) == [RUN.steps]
+
+
+async def test_a_keeper_that_leaves_says_so_and_what_it_kept_is_verified_when_it_returns(
+    tmp_path: Path,
+) -> None:
+    async with trained(tmp_path) as s:
+        await s.until(lambda: checkpoint.newest_common_step(tmp_path, RUN) == RUN.steps)
+        s.kill("s0p0")  # what it had is in the keeper's folder only
+        s.network.expire("s0p0")
+        (file,) = (tmp_path / RUN.id / "step-000000004").glob("stage-0-*.safetensors")
+        s.network.fail("keeper")
+        s.tasks["keeper"].cancel()
+        raw = bytearray(file.read_bytes())
+        raw[-1] ^= 1
+        file.write_bytes(raw)
+        s.events.clear()
+        again = add_keeper(s, tmp_path)
+        await s.until(lambda: s.seen(Trouble))
+        assert s.seen(Trouble)[0].text.startswith("not kept: the checkpoint file ")
+        assert "is damaged: its bytes are not those that were saved" in s.seen(Trouble)[0].text
+        await s.until(lambda: s.network.records["keeper"].state == "keeping")
+        assert again.version != RUN.steps
+        again.leave()
+        await s.until(s.tasks["keeper"].done)
+        assert s.network.records["keeper"].state == "left"
+
+
+# --- the disk
+
+
+async def test_a_full_disk_is_said_the_old_is_kept_and_the_new_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for stage in range(RUN.S):
+        checkpoint.save(tmp_path, RUN, stage, 2, StageCompute(RUN, stage).state(), {})
+    original, full = atomic.write_all, True
+
+    def write_all(file: Any, data: Any) -> None:
+        if full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(file, data)
+
+    monkeypatch.setattr(atomic, "write_all", write_all)
+    async with trained(tmp_path) as s:
+        await s.until(lambda: len(s.seen(Trouble)) > 1)
+        text = s.seen(Trouble)[0].text
+        assert "cannot save the checkpoint of stage" in text and "the disk is full" in text
+        assert "Make room or choose another --dir" in text
+        assert text.endswith("; what is kept stays, next try in 0 s")
+        assert checkpoint.newest_common_step(tmp_path, RUN) == 2
+        assert not s.tasks["keeper"].done()
+        full = False
+        await s.until(lambda: checkpoint.newest_common_step(tmp_path, RUN) == RUN.steps)
+
+
+async def test_nothing_is_downloaded_that_has_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage(NamedTuple):
+        free: int
+
+    async with swarm(RUN, replicas=1) as s:
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda _: Usage(free=1000))
+            add_keeper(s, tmp_path)
+            await s.until_serving()
+            await s.until(lambda: s.network.records.get("keeper") is not None)
+            s.add_trainer("trainer")
+            await s.until_finished()
+            await s.until(lambda: len(s.seen(Trouble)) > 1)
+            assert not s.seen(StateFetched)
+            assert s.seen(Trouble)[0].text.startswith("no room for version ")
+            assert "it takes 1 MiB, and 0 MiB are free. Make room or choose another --dir; nothing is" in (
+                s.seen(Trouble)[0].text
+            )
+        await s.until(lambda: checkpoint.newest_common_step(tmp_path, RUN) == RUN.steps)
+
+
+async def test_a_folder_that_cannot_be_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    async with trained(tmp_path / "file") as s:
+        await s.until(lambda: s.seen(Trouble))
+        assert "cannot keep anything in" in s.seen(Trouble)[0].text
+        assert not s.tasks["keeper"].done()
+
+
+# --- liars
+
+
+def answers(s: Swarm, name: str, method: str, change: Callable[[Answer], Answer]) -> None:
+    """From now on the answers of a peer to `method` pass through `change`."""
+    transport = s.network.peers[name].transport
+    honest, limit = transport.handlers[method]
+
+    async def handle(request: Request) -> Answer:
+        return change(await honest(request))
+
+    transport.serve(method, handle, max_body_bytes=limit)
+
+
+def claims(*versions: int, stage: int = 1) -> Callable[[Answer], Answer]:
+    return lambda _: Answer(pack(Saved(stages=(SavedStage(stage=stage, versions=versions),))))
+
+
+@pytest.mark.parametrize(
+    ("lie", "words"),
+    [
+        (claims(99), "not believed: peer s1p0: offers impossible versions of stage 1: [99] of 4"),
+        (claims(4, stage=0), "not believed: peer s1p0: serves stage 1 and offers checkpoints of 0"),
+    ],
+)
+async def test_what_cannot_be_is_not_believed_and_the_honest_mate_is_asked(
+    tmp_path: Path, lie: Callable[[Answer], Answer], words: str
+) -> None:
+    async with swarm(RUN, replicas=2) as s:
+        answers(s, "s1p0", "saved", lie)
+        add_keeper(s, tmp_path)
+        await s.until_serving()
+        await s.until(lambda: s.network.records.get("keeper") is not None)
+        s.add_trainer("trainer")
+        await s.until_finished()
+        await s.until(lambda: checkpoint.newest_common_step(tmp_path, RUN) == RUN.steps)
+        assert [event.text for event in s.seen(Trouble)].count(words) == 1
+    assert_counted(tmp_path, range(RUN.S), RUN.steps)
+
+
+async def test_a_version_ahead_of_the_run_is_not_even_asked_for(tmp_path: Path) -> None:
+    """It would stay for ever: newer than all that comes."""
+    run = replace(RUN, steps=50)
+    async with swarm(run, replicas=1) as s:
+        add_keeper(s, tmp_path)
+        await s.until_serving()
+        await s.until(lambda: s.network.records.get("keeper") is not None)
+        answers(s, "s1p0", "saved", claims(50))
+        s.network.records["s1p0"] = msgspec.structs.replace(s.network.records["s1p0"], version=50)
+        s.add_trainer("trainer")
+        await s.until(lambda: s.peers["s0p0"].core.version >= 6)
+        asked = s.network.peers["s1p0"].transport.calls["state"]
+        assert asked == 0
+        assert checkpoint.found_steps(tmp_path, run, 1) == []
+
+
+async def test_bytes_that_do_not_fit_their_hash_are_not_kept(tmp_path: Path) -> None:
+    def spoil(answer: Answer) -> Answer:
+        chunk = unpack(answer.header, VectorChunk)
+        body = bytearray(answer.body[0])
+        body[-1] ^= 1
+        return Answer(pack(chunk), [body])
+
+    async with swarm(RUN, replicas=2) as s:
+        answers(s, "s1p0", "chunk", spoil)
+        add_keeper(s, tmp_path)
+        await s.until_serving()
+        await s.until(lambda: s.network.records.get("keeper") is not None)
+        s.add_trainer("trainer")
+        await s.until_finished()
+        await s.until(lambda: checkpoint.newest_common_step(tmp_path, RUN) == RUN.steps)
+        assert any("not believed: peer s1p0: " in event.text for event in s.seen(Trouble))
+    assert_counted(tmp_path, range(RUN.S), RUN.steps)
+
+
+async def test_a_state_that_is_not_finite_is_not_kept_though_its_hashes_fit(tmp_path: Path) -> None:
+    async with swarm(RUN, replicas=1) as s:
+        add_keeper(s, tmp_path)
+        await s.until_serving()
+        await s.until(lambda: s.network.records.get("keeper") is not None)
+        compute = s.peers["s1p0"].core.compute
+        honest = compute.state
+        compute.state = lambda: {  # type: ignore[method-assign]
+            name: tensor * float("nan") for name, tensor in honest().items()
+        }
+        s.add_trainer("trainer")
+        await s.until_finished()
+        why = "the state of stage 1 is not to be had: peer s1p0: a tensor is not finite"
+        text = f"version {RUN.steps} of stage 1 is not kept: {why}"
+        await s.until(lambda: text in [event.text for event in s.seen(Trouble)])
+        asked = s.network.peers["s1p0"].transport.calls["state"]
+        await s.until(lambda: s.network.peers["s1p0"].transport.calls["state"] > asked + 1)
+        assert [event.text for event in s.seen(Trouble)].count(text) == 1  # said once, tried again
+        assert checkpoint.found_steps(tmp_path, RUN, 1) == []
+        assert not s.tasks["keeper"].done()
+
+
+async def test_another_run_is_refused(tmp_path: Path) -> None:
+    async with swarm(RUN, replicas=1) as s:
+        add_keeper(s, tmp_path)
+        await s.until(lambda: s.network.records.get("keeper") is not None)
+        stranger = s.add_stranger()
+        with pytest.raises(SwarmError, match=f"this keeper keeps run {RUN.id}, not 'other'"):
+            await stranger.send("keeper", "status", AskStatus(run="other"))
+
+
+async def test_a_peer_that_dies_in_the_middle_costs_only_time(tmp_path: Path) -> None:
+    async with swarm(RUN, replicas=2) as s:
+        add_keeper(s, tmp_path)
+        await s.until_serving()
+        await s.until(lambda: s.network.records.get("keeper") is not None)
+        s.add_trainer("trainer")
+        await s.until_finished()
+        s.on_call("chunk", lambda _, callee: s.kill(callee), by="keeper")
+        await s.until(lambda: checkpoint.newest_common_step(tmp_path, RUN) == RUN.steps)
+    assert_counted(tmp_path, range(RUN.S), RUN.steps)
