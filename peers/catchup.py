@@ -49,7 +49,11 @@ class CatchUp:
         self._shelf, self._bans, self._emit = shelf, bans, emit
         self._run, self._stage = core.run, core.stage
         self._partial = Partial()
+        self._useless: set[int] = set()
+        """Saved versions that somebody promised and nobody gave."""
         self._partial = Partial()
+        self._useless: set[int] = set()
+        """Saved versions that somebody promised and nobody gave."""
 
     async def to(self, brief: Brief) -> bool:
         """Where the coordinator says that the stage is. False if nobody could give it."""
@@ -146,6 +150,7 @@ class CatchUp:
         saved = await ask_saved(self._run, self._transport, await self._directory.refresh())
         have = {stage: set(versions) for stage, versions in saved.items()}
         have[self._stage] |= set(await asyncio.to_thread(self._shelf.versions))
+        have[self._stage] -= self._useless
         if run.version in have[self._stage]:
             return await self._get(run)
         start = newest_common(self._run.S, have, most=run.version)
@@ -154,14 +159,19 @@ class CatchUp:
     async def _get(self, goal: Standing) -> bool:
         """Load a saved version: from here, from others, or, if it is version 0, from the seed."""
         core, version = self._core, goal.version
-        if version in await asyncio.to_thread(self._shelf.versions):
-            tensors = await asyncio.to_thread(self._shelf.load, version)
-            await core.load(goal, tensors)
-            return True
         if version == 0:
             fresh = await asyncio.to_thread(StageCompute, self._run, self._stage, "cpu")
             await core.load(goal, fresh.state())
             return True
+        if version in await asyncio.to_thread(self._shelf.versions):
+            try:
+                await core.load(goal, await asyncio.to_thread(self._shelf.load, version))
+                return True
+            except SwarmError as error:  # others may have a whole one
+                self._emit(events.Trouble(text=error.text))
         saved = await ask_saved(self._run, self._transport, await self._directory.refresh())
         sources = saved[self._stage].get(version, [])
-        return bool(sources) and await self.download(sources, version=version, era=goal.era)
+        if sources and await self.download(sources, version=version, era=goal.era):
+            return True
+        self._useless.add(version)
+        return False

@@ -22,7 +22,7 @@ from peers.courier import Courier
 from peers.ports import Answer, Directory, Request, Transport
 from peers.roll import Roll
 from peers.waiting import happens
-from swarm.errors import Leaving, NotNow, PeerFault, Refused, SwarmError, short
+from swarm.errors import BadAnswer, Leaving, NotNow, PeerFault, Refused, SwarmError, short
 from swarm.ids import Era, PeerId, Stage, Standing
 from swarm.policy.bans import Bans
 from swarm.policy.ledger import everything, from_bytes, members_of, to_bytes
@@ -65,8 +65,8 @@ from swarm.wire.messages import (
 
 REFRESH_S = 1.0
 """Everything is told again this often, so a lost message costs at most this."""
-GONE_AFTER_S = 4.0
-"""A member that was silent this long is left out: four missed reports."""
+GONE_AFTER_S = 3.5
+"""A member that was silent this long is left out: three missed reports, as with the heartbeats of a call."""
 GATHER_S = 0.1
 """News of progress that come within this time travel in one report; what a step waits for goes at once."""
 CALL_S = 3.0
@@ -236,8 +236,8 @@ class Council:
         try:
             answer = await self._transport.call(chief, "report", pack(report), body, deadline_s=CALL_S)
             brief = unpack_answer(chief, answer.header, Brief)
-        except PeerFault:
-            self._bans.failed(chief, now=time.monotonic())
+        except PeerFault as fault:
+            self._bans.failed(chief, now=time.monotonic(), silent=not isinstance(fault, BadAnswer))
             self._core.news.urgent()
             return
         except (Refused, Leaving):
@@ -343,7 +343,8 @@ class Council:
         """Whether the run has gone on without this stage: nobody here has what the others have taken."""
         newest = self._newest_version()
         behind = self.whole_run.era == self._era and self.whole_run.version > newest
-        if behind and not any(view.held for view in self._member_steps(newest)):
+        followed = any(view.held for view in self._member_steps(newest))
+        if (behind and not followed) or not self._present():
             self._behind_since = self._behind_since or now
         else:
             self._behind_since = None
@@ -519,8 +520,8 @@ class Council:
         try:
             answer = await self._transport.call(chief, "summary", pack(summary), deadline_s=CALL_S)
             whole_run = unpack_answer(chief, answer.header, RunBrief)
-        except PeerFault:
-            self._bans.failed(chief, now=time.monotonic())
+        except PeerFault as fault:
+            self._bans.failed(chief, now=time.monotonic(), silent=not isinstance(fault, BadAnswer))
             self._core.news.urgent()
             return
         except SwarmError:

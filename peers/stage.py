@@ -30,6 +30,7 @@ from peers.downstream import NextStage
 from peers.faultpoints import fault_point
 from peers.handover import HandOver
 from peers.ports import Answer, Directory, Request, Transport
+from peers.probe import Prober
 from peers.reduce import AllReduce, RoundVoid
 from peers.roll import Roll
 from peers.saved import is_keeper
@@ -41,6 +42,7 @@ from peers.work import WorkDesk
 from swarm.errors import PeerFault, Refused, SetupError, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage, Standing
 from swarm.model.stage import StageCompute, SumLost
+from swarm.policy.bans import Bans
 from swarm.policy.ledger import from_bytes, members_of
 from swarm.policy.rebalance import Move, rebalance
 from swarm.policy.rounds import Go, Plan, check_plan
@@ -114,7 +116,8 @@ class StagePeer:
         self._run, self.stage, self._settings, self._emit = run, stage, settings, emit
         self._transport, self._directory = transport, directory
         self.core = StageCore(run, stage, transport.peer_id, compute, emit)
-        self.router = Router()
+        self.router = Router(Bans(probed=True))
+        self._prober = Prober(run.id, transport, directory, self.router.bans)
         next_stage = None
         if stage < run.S - 1:
             next_stage = NextStage(stage + 1, transport, directory, self.router, on_fault=self._fault)
@@ -169,7 +172,7 @@ class StagePeer:
                     device=self._settings.device_name, max_inflight=self.desk.max_inflight,
                 )
             )  # fmt: skip
-            often = [self.council.run(), self._announce_often(), self._bring_back_often()]
+            often = [self.council.run(), self._prober.run(), self._announce_often(), self._bring_back_often()]
             if self._run.rebalance_every_s:
                 often.append(self._rebalance_often())
             loops += [asyncio.create_task(loop) for loop in often]
@@ -248,7 +251,8 @@ class StagePeer:
             ]
             newest_mate = max((told[peer] for peer in mates), default=Standing(version=-1))
             run = max(told.values(), default=Standing())
-            if mates and newest_mate > core.standing:
+            # A checkpoint that is newer than the whole run is of no use: nobody else can follow.
+            if mates and (newest_mate > core.standing or run < core.standing):
                 if await self._catchup.download(mates):
                     break
             elif mates or run <= core.standing:
@@ -513,7 +517,11 @@ class StagePeer:
     async def _catch_up(self, brief: Brief) -> None:
         """We missed steps, or the run went back."""
         try:
-            if not await self._catchup.to(brief):
+            if await self._catchup.to(brief):
+                return
+            if self.council.behind_s > LOST_S:
+                await self._bring_back(self.council.run_standing)
+            else:
                 await asyncio.sleep(RETRY_JOIN_S)
         finally:
             self._catching_up = False

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from peers.events import RolledBack, StageLost, Stepped
+from peers.disk.shelf import Shelf
+from peers.events import RolledBack, StageLost, Stepped, Trouble
 from peers.stage import Checkpoints
+from swarm.errors import SetupError
 from swarm.run import counting_run
 from tests.peers.loops import Swarm, quick, swarm
 
@@ -76,6 +78,35 @@ async def test_two_that_come_at_once_settle_it(tmp_path: Path) -> None:
         built.add_peer("without", 1)
         await built.until_finished(limit_s=60)
         built.assert_each_counted_once()
+
+
+@pytest.mark.asyncio
+async def test_a_checkpoint_that_turns_out_damaged_is_gone_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stage 0 says that it has version 2, and cannot read it when all go back to it: then to an older one."""
+    run = replace(counting_run(stages=2, steps=8, microbatches_per_step=4), checkpoint_every=2)
+    honest = Shelf.load
+
+    def load(self: Shelf, version: int) -> object:
+        if self._stage == 0 and version:  # pyright: ignore[reportPrivateUsage]
+            raise SetupError("the disk is scratched")
+        return honest(self, version)
+
+    monkeypatch.setattr(Shelf, "load", load)
+    async with swarm(run, replicas=0) as built:
+        saves = Checkpoints(folder=tmp_path, keep=9)
+        for s in range(run.S):
+            built.add_peer(f"s{s}p0", s, checkpoints=saves)
+        await built.until_serving()
+        built.add_trainer("trainer")
+        await built.until_version(5)
+        lose(built, 1)
+        built.add_peer("late", 1, checkpoints=saves)
+        await built.until_finished(limit_s=60)
+        built.assert_each_counted_once()
+        assert any(isinstance(e, Trouble) and "the disk is scratched" in e.text for e in built.events)
+        assert 0 in {event.step for event in built.seen(RolledBack)}
 
 
 @pytest.mark.asyncio
