@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from peers.events import Event, Level, Note, StepDone, to_text
+from peers.events import Downloading, Event, Level, Note, StateFetched, StepDone, to_text
 
 LAST_EVENTS = 8
 """Lines of events on the screen; with the figures above them the display fits 24 lines."""
@@ -63,7 +63,14 @@ def observe(progress: Progress, event: Event) -> Progress:
             tokens_per_s=event.tokens_per_s,
             peers=event.peers or progress.peers,
         )
-    return replace(progress, last=(*progress.last, event)[-LAST_EVENTS:])
+    # A download is one line, which grows: not one each two seconds.
+    last = [line for line in progress.last if not (isinstance(line, Downloading) and _ends(event, line))]
+    return replace(progress, last=(*last, event)[-LAST_EVENTS:])
+
+
+def _ends(event: Event, shown: Downloading) -> bool:
+    """Whether `event` tells more of the download that `shown` tells of."""
+    return isinstance(event, (Downloading, StateFetched)) and event.stage == shown.stage
 
 
 def render(progress: Progress, *, now: float, width: int = 80) -> RenderableType:

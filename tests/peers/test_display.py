@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from peers.display import LAST_EVENTS, Display, Progress, clock, observe, render, sparkline
-from peers.events import Event, Killed, Note, PeerJoined, PeerLost, Replayed, StepDone
+from peers.events import (
+    Downloading,
+    Event,
+    Killed,
+    Note,
+    PeerJoined,
+    PeerLost,
+    Replayed,
+    StateFetched,
+    StepDone,
+)
 
 PEER = "12D3KooWQmabcdef"
 
@@ -111,6 +121,23 @@ def test_a_step_without_a_loss_of_ours_keeps_the_curve() -> None:
 
 def test_a_late_report_of_an_old_step_does_not_go_back() -> None:
     assert after([step(5), step(3)]).done == 6
+
+
+def test_a_download_is_one_line_that_grows() -> None:
+    def here(megabytes: int, stage: int = 1) -> Downloading:
+        return Downloading(
+            at=1000.0, stage=stage, version=4, done_bytes=megabytes * 10**6, total_bytes=10**7, sources=2
+        )
+
+    screen = picture(
+        after([here(1), Note(at=1000.0, text="something else"), here(5, stage=0), here(6)]), 1001, 80
+    )
+    assert "1.0 of 10.0 MB" not in screen and "something else" in screen
+    assert "stage 1 [############........] 6.0 of 10.0 MB from 2 peers" in screen
+    assert "5.0 of 10.0 MB" in screen, "of another stage"
+    fetched = StateFetched(at=1002.0, stage=1, version=4, source=PEER, bytes=10**7, seconds=2.0, sources=2)
+    screen = picture(after([here(6), fetched]), 1003, 80)
+    assert "6.0 of" not in screen and "version 4, 10.0 MB, from 2 peers in 2.0 s" in screen
 
 
 def test_durations() -> None:
