@@ -23,7 +23,7 @@ from peers.events import count
 from peers.ports import Transport
 from swarm.errors import SwarmError, short
 from swarm.ids import PeerId, Stage
-from swarm.records import PeerRecord
+from swarm.records import NO_STAGE, PeerRecord
 from swarm.run import Run, check_id
 from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack_answer
 
@@ -97,6 +97,11 @@ class RunView:
         )
 
     @property
+    def keepers(self) -> tuple[PeerView, ...]:
+        """Those who hold checkpoints and serve no stage."""
+        return tuple(view for view in self.peers if view.record.stage == NO_STAGE)
+
+    @property
     def problems(self) -> tuple[str, ...]:
         """What a person should look at, in words."""
         found = [
@@ -144,24 +149,26 @@ def table(view: RunView) -> RenderableType:
     """For people."""
     run = view.run
     loss = "" if view.loss is None else f", loss {view.loss:.4f}"
-    head = Text(
-        f"{run.name}  {run.id}\nstep {view.version} of {run.steps}{loss}, {count(len(view.peers), 'peer')}"
-    )
+    there = count(len(view.peers) - len(view.keepers), "peer")
+    if view.keepers:
+        there += f", {count(len(view.keepers), 'keeper')}"
+    head = Text(f"{run.name}  {run.id}\nstep {view.version} of {run.steps}{loss}, {there}")
     rows = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     for name in ("stage", "peer", "state", "version", "step", "in flight", "microbatches/s", "up", "device"):
         rows.add_column(
             name, justify="left" if name in ("peer", "state", "device") else "right", no_wrap=True
         )
-    for peer in view.peers:
+    for peer in sorted(view.peers, key=lambda peer: peer.record.stage == NO_STAGE):
         record, status = peer.record, peer.status
+        serves = record.stage != NO_STAGE
         speed = record.speed if status is None else status.speed
         rows.add_row(
-            str(record.stage),
+            str(record.stage) if serves else "–",
             short(record.peer),
             "no answer" if peer.why else peer.state,
             str(peer.version),
-            "" if status is None else f"{status.done}/{run.M}",
-            "" if status is None else f"{status.inflight}/{status.max_inflight}",
+            "" if status is None or not serves else f"{status.done}/{run.M}",
+            "" if status is None or not serves else f"{status.inflight}/{status.max_inflight}",
             f"{speed:.2f}" if speed else "–",
             clock(max(0.0, view.now - record.since)) if record.since else "–",
             record.device,
@@ -191,6 +198,7 @@ def to_json(view: RunView) -> str:
             "microbatches_per_step": run.M,
             "loss": view.loss,
             "stages": stages,
+            "keepers": [_peer(keeper) for keeper in view.keepers],
             "problems": view.problems,
         }
     ).decode()

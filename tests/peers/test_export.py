@@ -267,13 +267,7 @@ def test_a_swarms_own_training_loss_is_found_again(text: Path, tmp_path: Path) -
     single = SingleProcess(run, data.batch)
     for t in range(3):
         single.step(t)
-    flat = single.named_weights()
-    weights = {
-        name.partition(".")[2] if name not in model_shapes(run) else name: w for name, w in flat.items()
-    }
-    from swarm.data import sample_offsets
-
-    again = Evaluator(run, weights).loss(data.batch(sample_offsets(run, 3, 1)))
+    again = Evaluator(run, single.named_weights()).loss(data.batch(sample_offsets(run, 3, 1)))
     assert again == single.loss(Microbatch(3, 1), grad=False)
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from peers.ports import Answer, Request
 from peers.status import PeerView, RunView, StatusOptions, ask, run_status, table, to_json
 from swarm.errors import Refused, SetupError
-from swarm.records import PeerRecord, State
+from swarm.records import NO_STAGE, PeerRecord, State
 from swarm.run import demo_run
 from swarm.wire.messages import AskStatus, Audit, PeerStatus, pack, unpack
 from tests.peers.memory_net import MemoryNetwork
@@ -93,6 +93,26 @@ stage  peer    state    version  step  in flight  microbatches/s    up  device
     0  peer-a  serving        4  5/16        2/4            2.25  1:30  cpu
     0  peer-b  serving        4  5/16        2/4            2.25  1:30  cpu
     1  peer-c  serving        4  5/16        2/4            2.25  1:30  cpu"""
+
+
+async def test_keepers_stand_below_the_peers_and_are_none_of_them(network: MemoryNetwork) -> None:
+    keeper = network.add("keeper")
+    held = msgspec.structs.replace(record("keeper", NO_STAGE, state="keeping", version=2), device="disk")
+    await keeper.directory.announce(msgspec.structs.replace(held, speed=0.0))
+
+    async def answer(request: Request) -> Answer:
+        empty = status("keeper", NO_STAGE, version=2)
+        return Answer(pack(msgspec.structs.replace(empty, state="keeping", speed=0.0, loss=None)))
+
+    keeper.transport.serve("status", answer)
+    view = await look(network)
+    lines = drawn(view).splitlines()
+    assert lines[1] == "step 4 of 40, loss 3.2500, 3 peers, 1 keeper"
+    assert lines[-1] == "    –  keeper  keeping        2                                –  1:30  disk"
+    assert (view.problems, view.serving(NO_STAGE)) == ((), 0)
+    said = json.loads(to_json(view))
+    assert [(k["peer"], k["state"], k["version"]) for k in said["keepers"]] == [("keeper", "keeping", 2)]
+    assert sum(len(stage["peers"]) for stage in said["stages"]) == 3
 
 
 async def test_a_dead_and_a_hung_peer_are_named_and_do_not_count(network: MemoryNetwork) -> None:
