@@ -19,7 +19,7 @@ import msgspec
 from peers.net.identity import SIGNATURE_BYTES, Identity, verify
 from swarm.errors import Refused, SetupError
 from swarm.ids import PeerId
-from swarm.records import MAX_RECORD_BYTES, PeerRecord
+from swarm.records import MAX_RECORD_BYTES, NO_STAGE, PeerRecord
 from swarm.run import parse_run
 
 SHARDS = 16
@@ -107,7 +107,10 @@ def open_record(data: bytes, peer: PeerId, expires: float) -> PeerRecord:
 
 
 def _impossible(record: PeerRecord) -> str:
-    if not 0 <= record.stage < 65536 or not -1 <= record.version < 1 << 48:
+    keeper = record.stage == NO_STAGE and record.state in ("keeping", "left")
+    if not keeper and (not 0 <= record.stage < 65536 or record.state == "keeping"):
+        return f"stage {record.stage}, state {record.state}"
+    if not -1 <= record.version < 1 << 48:
         return f"stage {record.stage}, version {record.version}"
     if not (math.isfinite(record.speed) and record.speed >= 0 and math.isfinite(record.since)):
         return f"speed {record.speed}, since {record.since}"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from peers.net import envelopes
 from peers.net.identity import Identity
 from swarm.errors import Refused, SetupError
-from swarm.records import PeerRecord
+from swarm.records import NO_STAGE, PeerRecord
 from swarm.run import Run, example_run
 
 ME, OTHER = Identity(bytes(32)), Identity(bytes(31) + b"\1")
@@ -42,6 +42,12 @@ def test_a_record_comes_out_as_it_was_sealed() -> None:
     assert sealed == envelopes.seal_record(record(addresses=("/ip4/1.2.3.4/tcp/5",)), EXPIRES, ME)
 
 
+@pytest.mark.parametrize("state", ["keeping", "left"])
+def test_a_keeper_has_no_stage(state: str) -> None:
+    kept = record(stage=NO_STAGE, state=state)
+    assert envelopes.open_record(envelopes.seal_record(kept, EXPIRES, ME), ME.peer_id, EXPIRES) == kept
+
+
 def test_a_record_of_a_later_version_with_more_fields_is_read() -> None:
     fields = msgspec.to_builtins(record()) | {"colour": "blue"}
     assert envelopes.open_record(signed(msgspec.msgpack.encode(fields)), ME.peer_id, EXPIRES) == record()
@@ -61,7 +67,8 @@ def test_a_record_of_a_later_version_with_more_fields_is_read() -> None:
         (signed(record(), run="q" * 32), "a wrong signature"),
         (signed(record(), expires=EXPIRES + 60), "stored for another time than it was signed for"),
         (signed(record(), expires=float("nan")), "stored for another time"),
-        (signed(record(stage=-1)), "an impossible record: stage -1"),
+        (signed(record(stage=-1)), "an impossible record: stage -1, state serving"),
+        (signed(record(state="keeping")), "an impossible record: stage 1, state keeping"),
         (signed(record(version=1 << 60)), "an impossible record: stage 1, version"),
         (signed(record(speed=float("inf"))), "an impossible record: speed inf"),
         (signed(record(since=float("nan"))), "an impossible record: speed 0.0, since nan"),
