@@ -18,10 +18,12 @@ import numpy as np
 from peers import events
 from peers.faultpoints import fault_point
 from peers.ports import Directory, Transport
+from peers.probe import Prober
 from peers.waiting import happens
 from swarm.data import sample_offsets, trainer_order
 from swarm.errors import BadAnswer, Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError
 from swarm.ids import Era, Microbatch, PeerId
+from swarm.policy.bans import Bans
 from swarm.policy.ledger import from_bytes
 from swarm.policy.patience import Patience
 from swarm.policy.router import NoPeerForStage, Router
@@ -75,7 +77,8 @@ class Trainer:
         self._run, self._batches, self._emit = run, batches, emit
         self._transport, self._directory, self._settings = transport, directory, settings
         me = transport.peer_id
-        self._router = Router()
+        self._router = Router(Bans(probed=True))
+        self._prober = Prober(run.id, transport, directory, self._router.bans)
         self.patience = Patience()
         self._todo = WorkList(lambda t: trainer_order(run.id, t, me, run.M), run.M)
         self._window = Window(
@@ -118,19 +121,22 @@ class Trainer:
             SetupError: the run cannot go on, with the reason (not admitted, diverged).
         """
         watching = asyncio.create_task(self._watch())
+        probing = asyncio.create_task(self._prober.run())
         try:
             while self._version < self._last_step and not self._leaving:
                 if self._failure is not None:
                     raise self._failure
-                if watching.done():
-                    watching.result()
+                for task in (watching, probing):
+                    if task.done():
+                        task.result()
                 self._start_work()
                 await self._wait_for_change()
         finally:
             watching.cancel()
+            probing.cancel()
             for task in self._running:
                 task.cancel()
-            await asyncio.gather(watching, *self._running, return_exceptions=True)
+            await asyncio.gather(watching, probing, *self._running, return_exceptions=True)
 
     def leave(self) -> None:
         """Start nothing more and end `run`. What is in flight counts all the same, at the peers."""
@@ -196,7 +202,7 @@ class Trainer:
             self._todo.failed(mb)
             await asyncio.sleep(min(0.5, max(0.05, nobody.retry_at - time.monotonic())))
         except PeerFault as fault:
-            self._router.failed(fault.peer, now=time.monotonic())
+            self._router.failed(fault.peer, now=time.monotonic(), silent=not isinstance(fault, BadAnswer))
             self._emit(events.PeerLost(peer=fault.peer, stage=0, why=fault.text))
             self._attempts[mb] = self._attempts.get(mb, 0) + 1
             self._todo.failed(mb)
@@ -295,7 +301,7 @@ class Trainer:
                 seen = watched.revision
                 self._learn(peer, watched)
             except PeerFault as fault:
-                self._router.failed(fault.peer, now=time.monotonic())
+                self._router.failed(fault.peer, now=time.monotonic(), silent=not isinstance(fault, BadAnswer))
                 last = None
             except SwarmError:
                 last = None

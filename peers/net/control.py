@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -108,14 +109,36 @@ class DaemonControl:
 
     async def peer_count(self) -> int:
         """How many peers p2pd is connected to."""
-        return len((await self.ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))).peers)
+        return len(await self.connected())
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
-        """Connect to a peer, at these addresses or those that p2pd knows; at once if it is already."""
+        """Connect to a peer, at these addresses or those that p2pd knows; at once if it is already.
+
+        Whether anybody listens there is tried first, with a bare TCP connection. libp2p waits longer after
+        each dial that failed (5, 6, 9, 14 s … 5 minutes), and would long not see that a peer is back.
+
+        Raises:
+            ControlError: it cannot be reached.
+        """
+        places = tcp_places(addresses)
+        if places and peer not in await self.connected():
+            end = asyncio.get_running_loop().time() + timeout_s
+            await _anybody_listens(places, timeout_s)
+            timeout_s = max(0.1, end - asyncio.get_running_loop().time())
         request = p2pd_pb2.ConnectRequest(
             peer=peer_bytes(peer), addrs=_raw_addresses(addresses), timeout=max(1, round(timeout_s))
         )
         await self.ask(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=request), timeout_s)
+
+    async def disconnect(self, peer: PeerId) -> None:
+        """Close the connections to a peer: one that is silent may hold packets back for long after a cut."""
+        request = p2pd_pb2.DisconnectRequest(peer=peer_bytes(peer))
+        await self.ask(p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=request))
+
+    async def connected(self) -> set[PeerId]:
+        """Whom p2pd is connected to."""
+        response = await self.ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
+        return {PeerID(info.id).to_base58() for info in response.peers}
 
     async def serve_streams(self, protocol: str, socket_path: Path) -> None:
         """From now on p2pd brings incoming streams of the protocol to the unix socket."""
@@ -166,6 +189,61 @@ def peer_bytes(peer: PeerId) -> bytes:
         return PeerID.from_base58(peer).to_bytes()
     except ValueError:
         raise ControlError(f"{peer[:80]!r} is not a peer id") from None
+
+
+def tcp_places(addresses: Sequence[str]) -> list[tuple[str, int]]:
+    """Hosts and ports, if all addresses can be dialled directly by TCP; else nothing."""
+    places: list[tuple[str, int]] = []
+    for address in addresses[:_MAX_ADDRESSES]:
+        match address.split("/p2p/")[0].split("/"):
+            case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6", host, "tcp", port] if (
+                port.isdigit() and "p2p-circuit" not in address
+            ):
+                places.append((host, int(port)))
+            case _:
+                return []
+    return places
+
+
+async def _anybody_listens(places: Sequence[tuple[str, int]], timeout_s: float) -> None:
+    """Return as soon as one of the places takes a TCP connection.
+
+    Raises:
+        ControlError: none does, with the reasons.
+    """
+
+    async def knock(host: str, port: int) -> None:
+        _, writer = await asyncio.open_connection(host, port)
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+    knocks = {asyncio.ensure_future(knock(host, port)): f"{host}:{port}" for host, port in set(places)}
+    waiting = set(knocks)
+    reasons: list[str] = []
+    end = asyncio.get_running_loop().time() + timeout_s
+    try:
+        while waiting:
+            left_s = end - asyncio.get_running_loop().time()
+            done, waiting = await asyncio.wait(
+                waiting, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                reasons += [f"{knocks[knock]}: no connection within {timeout_s:g} s" for knock in waiting]
+                break
+            for knocked in done:
+                error = knocked.exception()
+                if error is None:
+                    return
+                if not isinstance(error, OSError | ValueError | OverflowError):
+                    raise error
+                words = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+                reasons.append(f"{knocks[knocked]}: {words}")
+    finally:
+        for knocked in knocks:
+            knocked.cancel()
+        await asyncio.gather(*knocks, return_exceptions=True)
+    raise ControlError("; ".join(sorted(reasons))[:300])
 
 
 def _raw_addresses(addresses: Sequence[str]) -> list[bytes]:

@@ -460,6 +460,7 @@ class CallerLink(FrameLink):
         self._calls: dict[int, _Pending] = {}
         self._newest = 0
         self._waiting_since = 0.0
+        self.lost_because: PeerFault | None = None
 
     @property
     def usable(self) -> bool:
@@ -596,6 +597,7 @@ class CallerLink(FrameLink):
         return True
 
     def _lost(self, fault: PeerFault) -> None:
+        self.lost_because = fault
         if not self.opened.done():
             self.opened.set_exception(fault)
             self.opened.exception()  # seen: whoever dials may be gone

@@ -87,6 +87,7 @@ class NetTransport:
         self._handlers: set[asyncio.Task[None]] = set()
         self._handling: Counter[PeerId] = Counter()
         self._locals: set[asyncio.Task[Answer]] = set()
+        self._hanging_up: set[asyncio.Task[None]] = set()
         self._server: asyncio.AbstractServer | None = None
         self._sent: Counter[PeerId] = Counter()
         self.on_gone: Callable[[PeerId], None] | None = None
@@ -124,6 +125,7 @@ class NetTransport:
             link.fail(PeerGone(link.peer, self._closed))
         for link in [*incoming, *self._links.values()]:
             await link.closed
+        await _cancel(self._hanging_up)
         if self._server is not None:
             await self._server.wait_closed()
             self._server = None
@@ -216,6 +218,7 @@ class NetTransport:
             fault: PeerFault = PeerGone(peer, f"cannot be reached: {self._closed or error.text}")
         except asyncio.TimeoutError:
             fault = PeerGone(peer, f"cannot be reached: no connection within {self._dial_s:g} s")
+            self._hang_up(peer)
         except PeerFault as error:
             fault = error
         except BaseException:
@@ -235,6 +238,24 @@ class NetTransport:
         self._received[link.peer] += link.received_bytes
         if self._links.get(link.peer) is link:
             del self._links[link.peer]
+        if isinstance(link.lost_because, PeerSilent):
+            self._hang_up(link.peer)
+
+    def _hang_up(self, peer: PeerId) -> None:
+        """Have the next dial make a new connection.
+
+        On the one that fell silent TCP sends again ever more rarely: 30 s after a cut of 30 s has healed.
+        """
+        if self._closed:
+            return
+
+        async def disconnect() -> None:
+            with contextlib.suppress(ControlError):
+                await self._control.disconnect(peer)
+
+        task = asyncio.get_running_loop().create_task(disconnect())
+        self._hanging_up.add(task)
+        task.add_done_callback(self._hanging_up.discard)
 
     async def _call_locally(
         self, method: str, header: bytes, body: Sequence[memoryview], max_answer_bytes: int

@@ -2,7 +2,7 @@
 
 Heartbeats tell a hung machine from a slow one, but a process whose device is stuck still sends them. So a
 call has a limit too, far beyond what honest work takes: what is twenty times slower is used less, not
-declared dead.
+declared dead, also when several microbatches wait for one another there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ LEAST_S = 60.0
 """Covers a step that has yet to open, a stage that has yet to be joined, a download on the same line."""
 UNKNOWN_S = 600.0
 """Before the first answer nothing is known of the model's or the devices' speed."""
-TIMES_USUAL = 20.0
+TIMES_USUAL = 60.0
+"""A peer that is 20 times slower than the others, and was given more than its share before that was known."""
 EMA_WEIGHT = 0.1
 
 

@@ -9,14 +9,16 @@ Pure: no clock, sockets or threads. Times are monotonic seconds given by the cal
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarm.ids import PeerId, Stage
 from swarm.policy.bans import Bans
 
-EMA_WEIGHT = 0.2
-"""Weight of the newest response time: about five answers to follow a change of speed."""
+REMEMBERED = 5
+"""Response times that count, by their median: three answers to follow a change of speed, while one that took
+long once (a stopped process, a busy disk) is not held against a peer for hundreds of microbatches."""
 GUESS_S = 0.1
 """Assumed response time of the very first peer, before anything is known."""
 
@@ -43,8 +45,14 @@ class Route:
 class _Candidate:
     clock_s: float
     """Virtual time: the sum of expected response times of everything it was given."""
-    ema_s: float | None
+    times_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=REMEMBERED))
+    """Of its last answers."""
     answers: int = 0
+
+    @property
+    def usual_s(self) -> float | None:
+        """None before the first answer."""
+        return sorted(self.times_s)[len(self.times_s) // 2] if self.times_s else None
 
 
 class Router:
@@ -66,7 +74,7 @@ class Router:
             del known[gone]
         start = min((c.clock_s for c in known.values()), default=0.0)
         for new in sorted(wanted - known.keys()):
-            known[new] = _Candidate(clock_s=start, ema_s=None)
+            known[new] = _Candidate(clock_s=start)
 
     def peers(self, stage: Stage) -> list[PeerId]:
         """Everybody known at `stage`, resting or not."""
@@ -77,17 +85,15 @@ class Router:
         self.bans.answered(peer)
         candidate = self._stages.get(stage, {}).get(peer)
         if candidate is not None:
-            old = candidate.ema_s
-            # The first answer pays for warming up; kept in the mean, it would starve a newcomer for long.
-            if old is None or candidate.answers < 2:
-                candidate.ema_s = took_s
-            else:
-                candidate.ema_s = old + EMA_WEIGHT * (took_s - old)
+            # The first answer pays for warming up; kept, it would starve a newcomer for long.
+            if candidate.answers == 1:
+                candidate.times_s.clear()
+            candidate.times_s.append(took_s)
             candidate.answers += 1
 
-    def failed(self, peer: PeerId, *, now: float) -> None:
-        """`peer` missed its answer or broke the protocol: it rests."""
-        self.bans.failed(peer, now=now)
+    def failed(self, peer: PeerId, *, now: float, silent: bool = False) -> None:
+        """`peer` missed its answer (`silent`) or broke the protocol: it rests."""
+        self.bans.failed(peer, now=now, silent=silent)
 
     def route(self, stage: Stage, *, now: float, exclude: Collection[PeerId] = ()) -> Route:
         """Pick the peer whose virtual clock is furthest behind; ties go to the smallest id.
@@ -105,7 +111,7 @@ class Router:
         chosen = known[peer]
         expected_s = self._expected_s(chosen, guess)
         why = "first try"
-        if chosen.ema_s is not None:
+        if chosen.times_s:
             why = f"{expected_s * 1e3:.0f} ms expected, its turn of {len(usable)}"
         # A peer that rested or was excluded for long must not be handed its whole backlog in one burst.
         behind = min(known[p].clock_s for p in usable)
@@ -116,10 +122,11 @@ class Router:
 
     @staticmethod
     def _expected_s(candidate: _Candidate, guess: float) -> float:
-        return guess if candidate.ema_s is None else candidate.ema_s
+        usual_s = candidate.usual_s
+        return guess if usual_s is None else usual_s
 
     @staticmethod
     def _guess_s(known: dict[PeerId, _Candidate]) -> float:
         """A newcomer is expected to be as fast as the median of its stage."""
-        times = sorted(c.ema_s for c in known.values() if c.ema_s is not None)
+        times = sorted(usual_s for c in known.values() if (usual_s := c.usual_s) is not None)
         return times[len(times) // 2] if times else GUESS_S

@@ -25,6 +25,7 @@ class Relay:
         self.directory = directory
         self.paths: dict[PeerId, Path] = {}
         self.dials: list[PeerId] = []
+        self.disconnects: list[tuple[PeerId, PeerId]] = []
         self.strangers: list[RawCallee] = []
         self._running: dict[PeerId, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -109,6 +110,9 @@ class _Control:
     async def connect(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
         if peer not in self._relay.paths:
             raise ControlError("all dials failed")
+
+    async def disconnect(self, peer: PeerId) -> None:
+        self._relay.disconnects.append((self._peer, peer))
 
     async def serve_streams(self, protocol: str, socket_path: Path) -> None:
         assert socket_path.exists()

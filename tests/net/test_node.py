@@ -435,6 +435,36 @@ async def test_nobody_to_join_at_is_said_in_time(stack: contextlib.AsyncExitStac
     assert f"/ip4/127.0.0.1/tcp/1, /ip4/192.0.2.1/tcp/9/p2p/{nobody}: " in caught.value.text
 
 
+async def test_a_peer_that_comes_back_is_reached_at_once_however_often_it_was_dialled(
+    stack: contextlib.AsyncExitStack,
+) -> None:
+    """libp2p alone would refuse to dial for 9 s after the third failure, and longer after each other one."""
+    first, identity = await start(stack), Identity.generate()
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    first.transport.learn(identity.peer_id, [f"/ip4/127.0.0.1/tcp/{port}"])
+    since = time.monotonic()
+    while time.monotonic() - since < 12.0:
+        with pytest.raises(PeerGone, match=f"cannot be reached: 127.0.0.1:{port}: Connection refused"):
+            await first.transport.call(identity.peer_id, "x", b"")
+        await asyncio.sleep(0.3)
+    daemon = Daemon.spawn(DaemonOptions(port=port), identity=identity)
+    await daemon.ready()
+    back = await start(stack, daemon=daemon)
+    back.transport.serve("echo", echo)
+    assert (await first.transport.call(identity.peer_id, "echo", b"")).header.decode() == first.peer_id
+
+
+def test_only_addresses_that_can_be_dialled_directly_are_tried_before_p2pd_dials_them() -> None:
+    peer = Identity.generate().peer_id
+    direct = [f"/ip4/192.0.2.7/tcp/31337/p2p/{peer}", "/ip6/::1/tcp/5", "/dns4/example.org/tcp/80"]
+    assert control_module.tcp_places(direct) == [("192.0.2.7", 31337), ("::1", 5), ("example.org", 80)]
+    relayed = f"/ip4/192.0.2.7/tcp/1/p2p/{peer}/p2p-circuit/p2p/{peer}"
+    for other in (relayed, "/ip4/192.0.2.7/udp/1/quic", "nonsense", "/ip4/192.0.2.7/tcp/x"):
+        assert control_module.tcp_places([*direct, other]) == []
+
+
 async def test_an_address_with_another_peers_id_is_not_joined(stack: contextlib.AsyncExitStack) -> None:
     first = await start(stack)
     transport, _ = first.addresses[0].split("/p2p/")

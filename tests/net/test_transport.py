@@ -278,6 +278,7 @@ async def test_a_stopped_peer_is_silent_for_all_its_callers(relay: Relay, quick:
         with pytest.raises(PeerSilent, match=r"no sign of life for 0\.\d s"):
             await call
     assert caller.links == (0, 0)
+    await until(lambda: relay.disconnects == [(caller.peer_id, callee.peer_id)])
     gate.go.set()
 
 

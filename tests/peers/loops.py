@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from peers import council, downstream, stage, trainer
+from peers import council, downstream, probe, stage, trainer
 from peers.events import Event, RoundVoid, Stepped
 from peers.ports import Answer, Buffer
 from peers.stage import StagePeer, StageSettings
@@ -45,7 +45,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "LOST_S", 1.2)
     monkeypatch.setattr(stage, "LOOK_S", 0.1)
     monkeypatch.setattr(worklist, "REPLAY_AFTER_S", 0.1)
-    monkeypatch.setattr(bans.Bans.__init__, "__kwdefaults__", {"first_s": 0.2, "longest_s": 2.0})
+    rests = {"first_s": 0.2, "longest_s": 2.0, "probed": False}
+    monkeypatch.setattr(bans.Bans.__init__, "__kwdefaults__", rests)
+    monkeypatch.setattr(probe, "PROBE_EVERY_S", 0.1)
+    monkeypatch.setattr(probe, "PROBE_S", 0.6)
 
 
 class Zeros:

@@ -60,3 +60,53 @@ def test_the_defaults_start_short_and_stay_below_half_a_minute() -> None:
     for _ in range(10):
         now = bans.ends("a")
         assert bans.failed("a", now=now) <= LONGEST_BAN_S == 30.0
+
+
+def test_a_silent_peer_rests_until_it_is_heard_if_somebody_asks_for_it() -> None:
+    bans = Bans(first_s=1.0, longest_s=5.0, probed=True)
+    bans.failed("a", now=0.0, silent=True)
+    assert bans.silent() == ["a"]
+    assert bans.resting("a", now=100.0), "who is given work while it hangs costs the time to notice"
+    bans.heard("a")
+    assert bans.silent() == []
+    assert not bans.resting("a", now=0.1), "not longer either"
+
+
+def test_without_anybody_who_asks_a_silent_peer_rests_as_any_other(bans: Bans) -> None:
+    bans.failed("a", now=0.0, silent=True)
+    assert bans.silent() == []
+    assert not bans.resting("a", now=1.0)
+    bans.heard("a")
+    assert bans.failed("a", now=1.0) == 2.0
+
+
+def test_one_that_answers_questions_but_no_work_rests_longer_each_time() -> None:
+    bans, now = Bans(first_s=1.0, longest_s=5.0, probed=True), 0.0
+    rests = []
+    for _ in range(4):
+        bans.failed("a", now=now, silent=True)
+        bans.heard("a")
+        rests.append(max(0.0, bans.ends("a") - now))
+        now = max(now, bans.ends("a"))
+    assert rests == [0.0, 2.0, 4.0, 5.0]
+    bans.answered("a")
+    bans.failed("a", now=now, silent=True)
+    bans.heard("a")
+    assert not bans.resting("a", now=now)
+
+
+def test_nonsense_rests_for_its_time_however_lively_its_peer_is() -> None:
+    bans = Bans(first_s=1.0, probed=True)
+    bans.failed("a", now=0.0)
+    bans.failed("a", now=0.1, silent=True)
+    bans.heard("a")
+    assert bans.resting("a", now=0.9)
+    assert not bans.resting("a", now=1.0)
+
+
+def test_nobody_asks_for_ever_after_one_that_is_announced_no_more() -> None:
+    bans = Bans(first_s=1.0, probed=True)
+    bans.failed("a", now=0.0, silent=True)
+    bans.forget("a")
+    assert bans.silent() == []
+    assert not bans.resting("a", now=1.0)

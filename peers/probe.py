@@ -1,0 +1,58 @@
+"""Asking those that fell silent whether they are back, so that nobody has to find out with real work."""
+
+from __future__ import annotations
+
+import asyncio
+
+from peers.ports import Directory, Transport
+from swarm.errors import PeerFault, SwarmError
+from swarm.ids import PeerId
+from swarm.policy.bans import Bans
+from swarm.wire.messages import Locate, pack
+
+PROBE_EVERY_S = 0.5
+PROBE_S = 3.0
+"""For an answer that needs no work; as long as a report may take."""
+MOST_PROBED = 32
+"""At a time."""
+
+
+class Prober:
+    """Ends the rest of silent peers as soon as they answer anything."""
+
+    def __init__(self, run: str, transport: Transport, directory: Directory, bans: Bans) -> None:
+        self._transport, self._directory, self._bans = transport, directory, bans
+        self._question = pack(Locate(run=run, t=0, m=0))
+        self._asking: dict[PeerId, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Ask, until cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(PROBE_EVERY_S)
+                self._ask_all()
+        finally:
+            asking = list(self._asking.values())
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+    def _ask_all(self) -> None:
+        announced = {r.peer for r in self._directory.peers() if r.state != "left"}
+        for peer in self._bans.silent():
+            if peer not in announced:
+                self._bans.forget(peer)
+            elif peer not in self._asking and len(self._asking) < MOST_PROBED:
+                self._asking[peer] = asyncio.get_running_loop().create_task(self._ask(peer))
+
+    async def _ask(self, peer: PeerId) -> None:
+        try:
+            await self._transport.call(peer, "locate", self._question, deadline_s=PROBE_S)
+        except PeerFault:
+            pass  # still silent
+        except SwarmError:
+            self._bans.heard(peer)  # a refusal is as good as an answer
+        else:
+            self._bans.heard(peer)
+        finally:
+            del self._asking[peer]

@@ -1,0 +1,104 @@
+"""Those that fell silent are asked whether they are back; nobody finds out with real work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+
+from peers import probe
+from peers.probe import Prober
+from swarm.policy.bans import Bans
+from swarm.records import PeerRecord
+from swarm.run import counting_run
+from tests.peers.loops import swarm
+from tests.peers.memory_net import MemoryNetwork
+
+RUN = "f" * 32
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("never came true")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "PROBE_EVERY_S", 0.01)
+    monkeypatch.setattr(probe, "PROBE_S", 0.05)
+
+
+@pytest_asyncio.fixture
+async def network() -> AsyncIterator[MemoryNetwork]:
+    network = MemoryNetwork(silence_s=0.05)
+    for name in ("me", "other"):
+        peer = network.add(name)
+        await peer.directory.announce(PeerRecord(peer=name, run=RUN, stage=0, state="serving", version=0))
+    yield network
+    await network.close()
+
+
+@contextlib.asynccontextmanager
+async def probing(network: MemoryNetwork, bans: Bans) -> AsyncIterator[None]:
+    me = network.peers["me"]
+    running = asyncio.create_task(Prober(RUN, me.transport, me.directory, bans).run())
+    yield
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    left = [task for task in asyncio.all_tasks() if "Prober" in repr(task)]
+    assert not left
+
+
+async def test_a_stopped_peer_rests_until_it_continues(network: MemoryNetwork) -> None:
+    bans = Bans(first_s=0.001, probed=True)
+    network.hang("other")
+    bans.failed("other", now=0.0, silent=True)
+    asked = []
+    network.on_deliver = lambda caller, callee, method: asked.append((caller, callee, method))
+    async with probing(network, bans):
+        await asyncio.sleep(0.3)
+        assert bans.resting("other", now=1e9)
+        network.resume("other")
+        await until(lambda: not bans.resting("other", now=1e9))
+        assert set(asked) == {("me", "other", "locate")}, "a refusal (nothing serves it here) is an answer"
+
+
+async def test_nobody_is_asked_who_is_announced_no_more(network: MemoryNetwork) -> None:
+    bans = Bans(probed=True)
+    network.fail("other")
+    network.expire("other")
+    bans.failed("other", now=0.0, silent=True)
+    async with probing(network, bans):
+        await until(lambda: not bans.silent())
+
+
+async def test_after_a_cut_heals_the_peers_behind_it_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rests that only end by themselves they would be idle for up to 30 s."""
+    monkeypatch.setattr(
+        Bans.__init__, "__kwdefaults__", {"first_s": 30.0, "longest_s": 30.0, "probed": False}
+    )
+    async with swarm(counting_run(stages=3, steps=10_000, microbatches_per_step=8)) as s:
+        s.add_trainer("trainer")
+        await s.until_version(1)
+        cut = ["s0p1", "s1p1", "s2p1"]
+        s.network.partition(cut, [p for p in s.network.peers if p not in cut])
+
+        def version() -> int:
+            return max(peer.core.version for peer in s.peers.values())
+
+        await s.until_version(version() + 4)
+        behind = {name: s.peers[name].core.version for name in cut}
+        assert max(behind.values()) < version()
+        s.network.heal()
+        healed = version()
+        computed = {name: s.peers[name].core.computed for name in cut}
+        await until(lambda: all(s.peers[name].core.version > healed for name in cut))
+        await until(lambda: all(s.peers[name].core.computed > computed[name] for name in cut))
+        counts = s.count_matrix()
+        assert all((c == c.max()).all() for c in counts.values()), counts
