@@ -51,9 +51,6 @@ class CatchUp:
         self._partial = Partial()
         self._useless: set[int] = set()
         """Saved versions that somebody promised and nobody gave."""
-        self._partial = Partial()
-        self._useless: set[int] = set()
-        """Saved versions that somebody promised and nobody gave."""
 
     async def to(self, brief: Brief) -> bool:
         """Where the coordinator says that the stage is. False if nobody could give it."""

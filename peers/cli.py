@@ -709,6 +709,8 @@ def _with_signals(
                 await asyncio.gather(farewell, return_exceptions=True)
             for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 loop.remove_signal_handler(signum)
+                # Torch takes a while to end a process that is done: an impatient user must not make it fail.
+                signal.signal(signum, signal.SIG_IGN)
         return int(result) if isinstance(result, int) else Exit.OK
 
     import uvloop

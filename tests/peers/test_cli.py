@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,16 @@ def test_check_prints_json_and_its_code_says_how_it_went(
 # --- signals ---
 
 
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """A program ignores signals once its work is done; this one goes on."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
 class Work:
     """A role that works until it is told to leave; `stubborn`: and then goes on."""
 
@@ -286,6 +297,9 @@ def test_the_first_signal_lets_the_work_finish() -> None:
     work = Work()
     assert cli._with_signals(work.run, work.leave, on_leave=lambda: work.said.append("leaving")) == Exit.OK
     assert work.said == ["leaving", "finished"]
+    os.kill(
+        os.getpid(), signal.SIGTERM
+    )  # while the process ends: an exit code of -15 would look like a crash
 
 
 def test_the_second_signal_stops_at_once() -> None:
