@@ -299,7 +299,7 @@ def test_the_first_signal_lets_the_work_finish() -> None:
     assert work.said == ["leaving", "finished"]
     os.kill(
         os.getpid(), signal.SIGTERM
-    )  # while the process ends: an exit code of -15 would look like a crash
+    )  # as the process ends: -15 would look like a crash
 
 
 def test_the_second_signal_stops_at_once() -> None:
