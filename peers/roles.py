@@ -16,6 +16,7 @@ from peers.net.daemon import Daemon, DaemonOptions
 from peers.net.node import Node
 from swarm.errors import SetupError
 from swarm.ids import Stage
+from swarm.policy.rebalance import neediest
 from swarm.run import Run, check_id, load_run, parse_run
 
 if TYPE_CHECKING:  # torch is imported while p2pd starts
@@ -158,11 +159,10 @@ class Peer:
             if wish >= run.S:
                 raise SetupError(f"--stage {wish}: run {run.name!r} has stages 0 to {run.S - 1}")
             return wish
-        counts = [0] * run.S
-        for record in await node.directory.refresh():
-            if record.state in ("joining", "serving") and 0 <= record.stage < run.S:
-                counts[record.stage] += 1
-        needy = [stage for stage in range(run.S) if counts[stage] == min(counts)]
+        records = await node.directory.refresh()
+        needy = neediest(records, stages=run.S, now_s=time.time())
+        there = [r.stage for r in records if r.state in ("joining", "serving")]
+        counts = [there.count(stage) for stage in range(run.S)]
         # Peers that start together see the same counts: their ids spread them over the neediest stages.
         stage = needy[hashlib.sha256(node.peer_id.encode()).digest()[0] % len(needy)]
         self._emit(Note(text=f"stage {stage} is taken: peers per stage are {' '.join(map(str, counts))}"))

@@ -124,6 +124,16 @@ def rebalance(records: Iterable[PeerRecord], *, stages: int, period_s: float, no
     return _level(by_stage, anchors, download_s, horizon_s=HORIZON_PERIODS * period_s)
 
 
+def neediest(records: Iterable[PeerRecord], *, stages: int, now_s: float) -> list[Stage]:
+    """Where a newcomer is needed most: stages without a peer, else the slowest; those alike together.
+
+    Peers whose speed is not known yet count as usual ones, so that a swarm that starts is filled evenly.
+    """
+    members = _members(_newest(records, stages=stages, now_s=now_s), period_s=1e9, now_s=now_s)
+    levels = [_speed([m for m in members if m.stage == stage]) for stage in range(stages)]
+    return [stage for stage in range(stages) if levels[stage] <= min(levels) * (LEAST_GAIN - 1e-9)]
+
+
 # --- what the records say -----------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from swarm.policy.rebalance import (
     REST_PERIODS,
     Move,
     Stay,
+    neediest,
     rebalance,
 )
 from swarm.records import NO_STAGE, PeerRecord
@@ -148,6 +149,22 @@ def test_a_peer_whose_owner_chose_its_stage_stays_even_if_another_stands_empty()
     assert not moves(*(peer(f"a{i}", 0, 2.0, movable=False) for i in range(4)), slow)
     assert not moves(*(peer(f"a{i}", 0, 2.0, movable=False) for i in range(4)))
     assert moves(*(peer(f"a{i}", 0, 2.0, movable=i == 3) for i in range(4))) == {"a3"}
+
+
+def test_a_newcomer_is_needed_where_nobody_is_and_else_where_it_is_slowest() -> None:
+    def needy(*records: PeerRecord) -> list[int]:
+        return neediest(records, stages=3, now_s=NOW_S)
+
+    assert needy() == [0, 1, 2]
+    assert needy(peer("a", 1, 2.0)) == [0, 2]
+    three = [peer("a", 0, 4.0), peer("b", 1, 1.0), peer("c", 1, 1.0), peer("d", 2, 4.0)]
+    assert needy(*three) == [1]
+    assert needy(*three, peer("e", 1, 0.0, state="joining")) == [1]
+    assert needy(*three, peer("e", 1, 2.0, state="joining")) == [0, 1, 2]
+    starting = [peer("a", 0, 0.0, state="joining"), peer("b", 1, 0.0, state="joining"), peer("c", 0, 0.0)]
+    assert needy(*starting) == [2]
+    assert needy(*starting, peer("d", 2, 0.0)) == [1, 2]
+    assert needy(*three, peer("liar", 1, math.inf), peer("gone", 1, 9.0, state="left")) == [1]
 
 
 def test_nobody_serves() -> None:
