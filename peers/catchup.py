@@ -21,7 +21,7 @@ from peers.ports import Directory, Transport
 from peers.saved import ask_saved
 from peers.sync import fetch_gradient
 from swarm.errors import PeerFault, SwarmError, short
-from swarm.ids import Era, PeerId, Standing
+from swarm.ids import Era, PeerId, Stage, Standing
 from swarm.model.layout import empty_state
 from swarm.model.stage import StageCompute
 from swarm.policy.bans import Bans
@@ -144,14 +144,30 @@ class CatchUp:
         The run is at `run`, and no member of this stage holds that. If a checkpoint of just that version is
         to be had, the run goes on; else a new era starts at the newest version that all stages can get.
         """
-        saved = await ask_saved(self._run, self._transport, await self._directory.refresh())
-        have = {stage: set(versions) for stage, versions in saved.items()}
-        have[self._stage] |= set(await asyncio.to_thread(self._shelf.versions))
-        have[self._stage] -= self._useless
+        have = await self._to_be_had()
         if run.version in have[self._stage]:
             return await self._get(run)
         start = newest_common(self._run.S, have, most=run.version)
         return await self.enter(run.era.next(start))
+
+    async def resume(self) -> bool | None:
+        """Start a run that nobody serves from the newest version that all stages can get somewhere.
+
+        True: done. False: some stage has nothing yet that fits. None: nothing is saved anywhere.
+        """
+        core, have = self._core, await self._to_be_had()
+        if not any(have.values()):
+            return None
+        newest = newest_common(self._run.S, have, most=self._run.steps)
+        return newest > core.version and await self._get(Standing(core.era, newest))
+
+    async def _to_be_had(self) -> dict[Stage, set[int]]:
+        """The saved versions of each stage that are here, or that somebody offers."""
+        saved = await ask_saved(self._run, self._transport, await self._directory.refresh())
+        have = {stage: set(versions) for stage, versions in saved.items()}
+        have[self._stage] |= set(await asyncio.to_thread(self._shelf.versions))
+        have[self._stage] -= self._useless
+        return have
 
     async def _get(self, goal: Standing) -> bool:
         """Load a saved version: from here, from others, or, if it is version 0, from the seed."""

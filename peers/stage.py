@@ -287,15 +287,36 @@ class StagePeer:
         return {r.peer: how_far for r, how_far in zip(asked, answers, strict=True) if how_far is not None}
 
     async def _resume(self) -> None:
-        """Load the newest checkpoint that all stages have in our folder."""
+        """Start from a checkpoint of our folder; or, where nobody serves the run, from what others saved."""
         saved = self._settings.checkpoints
-        if saved is None:
-            return
-        step = await asyncio.to_thread(checkpoint.newest_common_step, saved.folder, self._run)
-        if step is not None and step > self.core.version:
-            tensors, _ = await asyncio.to_thread(checkpoint.load, saved.folder, self._run, self.stage, step)
-            await self.core.load(Standing(self.core.era, step), tensors)
-            self._emit(events.Note(text=f"stage {self.stage} resumes from the checkpoint of version {step}"))
+        if saved is not None:
+            step = await asyncio.to_thread(checkpoint.newest_common_step, saved.folder, self._run)
+            if step is not None and step > self.core.version:
+                tensors, _ = await asyncio.to_thread(
+                    checkpoint.load, saved.folder, self._run, self.stage, step
+                )
+                await self.core.load(Standing(self.core.era, step), tensors)
+                self._say_resumed()
+                return
+        until = time.monotonic() + LOST_S
+        while time.monotonic() < until:  # those of other stages come a moment later, with their disks
+            records = await self._directory.refresh()
+            mine = await asyncio.to_thread(self.shelf.versions)
+            if not mine and not any(map(is_keeper, records)):
+                return
+            serving = [r for r in records if r.state == "serving" and r.peer != self.core.me]
+            if await self._ask_standings(serving):
+                return
+            resumed = await self._catchup.resume()
+            if resumed:
+                self._say_resumed()
+            if resumed or resumed is None:
+                return
+            await asyncio.sleep(RETRY_JOIN_S)
+
+    def _say_resumed(self) -> None:
+        text = f"stage {self.stage} resumes from the checkpoint of version {self.core.version}"
+        self._emit(events.Note(text=text))
 
     # -- obeying ----------------------------------------------------------------------------------
 

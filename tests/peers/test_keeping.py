@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from peers import keeping
+from peers import stage as stage_module
 from peers.disk import atomic, checkpoint
-from peers.events import Checkpointed, Kept, StateFetched, Trouble
+from peers.events import Checkpointed, Kept, Note, Serving, StateFetched, Trouble
 from peers.keeping import Keeping, KeepingSettings
 from peers.ports import Answer, Request
 from peers.stage import Checkpoints
@@ -103,9 +104,41 @@ async def test_what_is_kept_outlives_everybody_and_brings_the_run_back(tmp_path:
         for stage in range(half.S):
             s.add_peer(f"new{stage}", stage)
         await s.until_serving()
+        assert [event.version for event in s.seen(Serving)] == [version] * half.S
+        text = f"resumes from the checkpoint of version {version}"
+        assert sum(text in event.text for event in s.seen(Note)) == half.S
         s.add_trainer("trainer")
         await s.until_finished()
         s.assert_each_counted_once()
+
+
+async def test_disks_that_hold_one_stage_each_start_the_run_together(tmp_path: Path) -> None:
+    run = replace(RUN, steps=6)
+    for stage in range(run.S):
+        for version in (2, 4):
+            state = StageCompute(run, stage).state()
+            state["weights"] -= version / run.M
+            checkpoint.save(tmp_path / f"{stage}", run, stage, version, state, {}, keep=9)
+    checkpoint.save(tmp_path / "1", run, 1, 5, StageCompute(run, 1).state(), {}, keep=9)
+    async with swarm(run, replicas=0) as s:
+        for stage in range(run.S):
+            s.add_peer(f"p{stage}", stage, checkpoints=Checkpoints(folder=tmp_path / f"{stage}"))
+        await s.until_serving()
+        assert [event.version for event in s.seen(Serving)] == [4, 4]
+        s.add_trainer("trainer")
+        await s.until_finished()
+        s.assert_each_counted_once()
+
+
+async def test_a_run_that_starts_with_an_empty_keeper_waits_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_module, "LOST_S", 1000.0)
+    async with swarm(RUN, replicas=0) as s:
+        add_keeper(s, tmp_path)
+        await s.until(lambda: s.network.records.get("keeper") is not None)
+        s.add_peer("p0", 0)
+        await s.until_serving()
 
 
 async def test_a_second_keeper_copies_from_the_first_when_no_peer_is_left(tmp_path: Path) -> None:
@@ -166,8 +199,8 @@ async def test_a_keeper_that_leaves_says_so_and_what_it_kept_is_verified_when_it
 async def test_a_full_disk_is_said_the_old_is_kept_and_the_new_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for stage in range(RUN.S):
-        checkpoint.save(tmp_path, RUN, stage, 2, StageCompute(RUN, stage).state(), {})
+    for each in range(RUN.S):
+        checkpoint.save(tmp_path, RUN, each, 2, StageCompute(RUN, each).state(), {})
     original, full = atomic.write_all, True
 
     def write_all(file: Any, data: Any) -> None:
