@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from peers.display import clock
 from peers.events import count
 from peers.ports import Transport
 from swarm.errors import SwarmError, short
-from swarm.ids import PeerId, Stage
+from swarm.ids import PeerId, Stage, Standing
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.run import Run, check_id
 from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack_answer
@@ -48,6 +49,7 @@ ASK_S = 4.0
 """Longer than the silence limit of a connection, so that a hung peer is named as such."""
 
 MAX_STATUS_BYTES = 10_000
+MOST_WORDS = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +81,24 @@ class RunView:
 
     @property
     def version(self) -> int:
-        """The newest weight version in the swarm."""
-        return max((view.version for view in self.peers), default=0)
+        """How far the run is: after it went back, peers that have not heard of it do not count."""
+        said = [view.status for view in self.peers if view.status is not None]
+        if said:
+            return max(Standing(status.era, status.version) for status in said).version
+        return max((view.version for view in self.peers if view.record.stage != NO_STAGE), default=0)
+
+    @property
+    def went_back(self) -> int:
+        """How often the run went back to a checkpoint, since a stage had lost all its peers."""
+        return max((view.status.era.number for view in self.peers if view.status is not None), default=0)
+
+    @property
+    def rebalance(self) -> str:
+        """What most peers last decided about who moves, and why. Their words: printable, and not too many."""
+        said = Counter(view.status.rebalance for view in self.peers if view.status is not None)
+        said.pop("", None)
+        words = max(said, key=lambda text: (said[text], text), default="")
+        return "".join(c if c.isprintable() else "?" for c in words[:MOST_WORDS])
 
     @property
     def loss(self) -> float | None:
@@ -174,7 +192,15 @@ def table(view: RunView) -> RenderableType:
             record.device,
             style="red" if peer.why else "",
         )
-    return Group(head, Text(), rows, *(Text(f"! {problem}", style="yellow") for problem in view.problems))
+    notes: list[RenderableType] = [Text(f"moves: {view.rebalance}")] if view.rebalance else []
+    if view.went_back:
+        text = (
+            f"a stage lost all its peers: the run went back to a checkpoint {count(view.went_back, 'time')}"
+        )
+        notes.append(Text(text))
+    return Group(
+        head, Text(), rows, *notes, *(Text(f"! {problem}", style="yellow") for problem in view.problems)
+    )
 
 
 def to_json(view: RunView) -> str:
@@ -199,6 +225,8 @@ def to_json(view: RunView) -> str:
             "loss": view.loss,
             "stages": stages,
             "keepers": [_peer(keeper) for keeper in view.keepers],
+            "rebalance": view.rebalance,
+            "went_back": view.went_back,
             "problems": view.problems,
         }
     ).decode()

@@ -13,6 +13,7 @@ from rich.console import Console
 from peers.ports import Answer, Request
 from peers.status import PeerView, RunView, StatusOptions, ask, run_status, table, to_json
 from swarm.errors import Refused, SetupError
+from swarm.ids import Era
 from swarm.records import NO_STAGE, PeerRecord, State
 from swarm.run import demo_run
 from swarm.wire.messages import AskStatus, Audit, PeerStatus, pack, unpack
@@ -93,6 +94,28 @@ stage  peer    state    version  step  in flight  microbatches/s    up  device
     0  peer-a  serving        4  5/16        2/4            2.25  1:30  cpu
     0  peer-b  serving        4  5/16        2/4            2.25  1:30  cpu
     1  peer-c  serving        4  5/16        2/4            2.25  1:30  cpu"""
+
+
+def test_what_was_decided_about_moves_and_how_often_the_run_went_back_are_said() -> None:
+    why = "stage 1 is 2.0× as loaded as stage 0\x1b[31m"
+    peers = [
+        PeerView(
+            record=record(name, stage),
+            status=msgspec.structs.replace(status(name, stage, version=v), era=era, rebalance=said),
+        )
+        for name, stage, v, era, said in (
+            ("peer-a", 0, 2, Era(1, 2), why),
+            ("peer-b", 0, 9, Era(), "all is well"),
+            ("peer-c", 1, 2, Era(1, 2), why),
+        )
+    ]
+    view = RunView(run=RUN, peers=tuple(peers), now=1090.0)
+    assert view.version == 2  # peer-b has not heard yet that the run went back
+    said = drawn(view)
+    assert "moves: stage 1 is 2.0× as loaded as stage 0?[31m" in said
+    assert "the run went back to a checkpoint 1 time" in said
+    told = json.loads(to_json(view))
+    assert (told["went_back"], told["version"]) == (1, 2)
 
 
 async def test_keepers_stand_below_the_peers_and_are_none_of_them(network: MemoryNetwork) -> None:
