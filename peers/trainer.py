@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from peers import events
+from peers.council import check_standing
 from peers.faultpoints import fault_point
 from peers.ports import Directory, Transport
 from peers.probe import Prober
@@ -310,11 +311,13 @@ class Trainer:
 
     def _learn(self, peer: PeerId, watched: Watched) -> None:
         brief, now = watched.brief, time.monotonic()
+        try:
+            check_standing(watched.era, watched.version, self._run, what="news")
+        except Refused as refused:
+            raise BadAnswer(peer, refused.text) from None
         for t, loss in brief.losses:
             if 0 <= t < self._run.steps:
                 self.step_losses.setdefault(t, loss)
-        if watched.version > self._version + 1 and watched.version > self._run.steps:
-            raise BadAnswer(peer, f"says that the run is at version {watched.version} of {self._run.steps}")
         if watched.era < self._era:
             return  # a peer that has not heard of it yet
         if watched.era > self._era:

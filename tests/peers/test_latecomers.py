@@ -8,7 +8,10 @@ import pytest
 
 from peers.events import Serving, StageLost, StepDone
 from peers.waiting import within
+from swarm.errors import BadAnswer
+from swarm.ids import Era
 from swarm.run import counting_run
+from swarm.wire.messages import RunBrief, Watched
 from tests.peers.loops import Swarm, quick, swarm
 
 __all__ = ["quick"]
@@ -80,3 +83,18 @@ async def test_peers_that_are_all_told_to_leave_do_not_wait_for_one_another() ->
             peer.leave()
         for name in s.peers:
             await within(s.tasks[name], 30.0)
+
+
+async def test_news_that_cannot_be_are_not_believed() -> None:
+    async with swarm(counting_run(stages=1, steps=5), stages=1, replicas=1) as s:
+        trainer = s.add_trainer("trainer")
+        for era, version, text in (
+            (Era(), 6, "news of version 6 of a run of 5 steps"),
+            (Era(1, 3), 2, "news of version 2 in an era that starts at version 3"),
+            (Era(1 << 40, 0), 2, "an impossible era"),
+            (Era(-1, 0), 2, "an impossible era"),
+        ):
+            with pytest.raises(BadAnswer, match=text):
+                trainer._learn("liar", Watched(revision=1, era=era, version=version, brief=RunBrief()))
+        await s.until_finished()
+        s.assert_each_counted_once()
