@@ -56,8 +56,6 @@ STALL_S = 150.0
 BACK_S = 90.0
 """Limit for who was hung or cut off to take a step again."""
 TOLERANCE = 1e-9
-WINDOW = "3"
-"""Of each of two trainers. If all of a step fits into both, they mostly run the same microbatches."""
 POINTS = ("forward:5", "backward:5", "reduce:3", "prepared:2", "joining")
 """Moments at which a peer is made to kill itself."""
 
@@ -85,8 +83,8 @@ WEIGHTS: dict[str, float] = {
 NEED_LAB = frozenset(("cut", "cut link", "partition"))
 
 
-def chaos_run() -> Run:
-    """3 layers of width 32 on 3 stages, 16 tokens a sample, 12 microbatches a step, float64, codec none.
+def chaos_run(microbatches: int = 12) -> Run:
+    """3 layers of width 32 on 3 stages, 16 tokens a sample, float64, codec none.
 
     The rate is low: what reassociated sums differ by (1e-16) must not grow to 1e-9 by training on it for
     thousands of steps.
@@ -100,7 +98,7 @@ def chaos_run() -> Run:
         rebalance_every_s=10,
         model=replace(base.model, hidden=32, heads=4, ffn_hidden=64),
         data=replace(base.data, sequence_length=16),
-        batch=replace(base.batch, microbatch_size=2, microbatches_per_step=12),
+        batch=replace(base.batch, microbatch_size=2, microbatches_per_step=microbatches),
         optimizer=replace(base.optimizer, lr=3e-4, warmup_steps=2),
         codec=CodecSpec(forward="none", backward="none"),
     )
@@ -133,6 +131,9 @@ class Options:
     replicas: int = 3
     control_steps: int = 60
     """Undisturbed, before and after."""
+    microbatches: int = 12
+    window: int = 3
+    """Of each trainer. If all of a step fits into both, they mostly run the same microbatches."""
     pause_s: float = 4.0
     """Mean time between two faults."""
     longest_spell_s: float = 12.0
@@ -149,7 +150,15 @@ class Options:
 def quick(options: Options) -> Options:
     """The short form."""
     return replace(
-        options, once=True, replicas=2, control_steps=10, pause_s=1.0, longest_spell_s=5.0, thin_s=15.0
+        options,
+        once=True,
+        replicas=2,
+        control_steps=5,
+        microbatches=6,
+        window=2,
+        pause_s=0.7,
+        longest_spell_s=5.0,
+        thin_s=12.0,
     )
 
 
@@ -241,7 +250,7 @@ class Chaos:
         for trainer in self._living("trainer"):
             swarm.leaves(trainer)
         self.steps = self._version + 3  # what was in flight may have made one more than was heard
-        swarm.train_to(self.steps, "--window", WINDOW)
+        swarm.train_to(self.steps, "--window", str(self.options.window))
         swarm.until_all_stepped()
 
     def _kinds(self) -> dict[str, float]:
@@ -408,7 +417,7 @@ class Chaos:
 
     def _refill_trainers(self) -> None:
         for _ in range(2 - len(self._living("trainer"))):
-            self.swarm.trainer("--window", WINDOW)
+            self.swarm.trainer("--window", str(self.options.window))
 
     def _refill(self) -> None:
         """Peers join when some are missing, two at a time."""
@@ -730,7 +739,7 @@ def play(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
     Raises:
         AssertionError: something is not as it must be; the text says what.
     """
-    run, lab = chaos_run(), None
+    run, lab = chaos_run(options.microbatches), None
     folder = Path(tempfile.mkdtemp(prefix="swarm-chaos-"))
     try:
         if not why_not():

@@ -60,8 +60,7 @@ COLUMNS = (
 
 def recovery_run() -> Run:
     """The small model of the chaos test, with 24 microbatches a step."""
-    base = chaos_run()
-    return replace(base, name="recovery", batch=replace(base.batch, microbatches_per_step=24))
+    return replace(chaos_run(microbatches=24), name="recovery")
 
 
 # --- what a list of moments says ----------------------------------------------------------------------------
