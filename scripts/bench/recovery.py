@@ -5,8 +5,7 @@
     python scripts/bench/recovery.py --quick                # one round, shorter measurements
 
 3 stages × 3 peers train a small model; as root, on hosts of their own with 5 ms between them (`netlab.py`).
-The trainer tells when each microbatch is done, for the first time: work that is run again does not count. In
-a round one thing happens:
+The trainer tells when each microbatch is done. In a round one thing happens:
 
     kill   SIGKILL of a peer
     hang   SIGSTOP of a peer, for the rest of the round
@@ -16,8 +15,9 @@ a round one thing happens:
 
 `detected_s`: until the first program says that the peer is lost. `recovered_s`: until a window of two steps
 begins that is 95 % as fast as the end of the round, when everything has settled: what the remaining peers
-can give. `lost_s`: what the whole round lost against that speed. `pass_s`: one microbatch through the
-pipeline, the median before the fault. A move counts from the decision; its download is `download_s`.
+can give; work that is run again is work. `lost_s`: what the whole round lost against that speed, where it is
+not. `pass_s`: one microbatch through the pipeline, the median before the fault. A move counts from the
+decision; its download is `download_s`.
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ class Done:
     took_s: float
     t: int
     m: int
+    again: bool = False
+    """It was done before; a peer died with it."""
 
 
 # --- the trainer that tells everything ----------------------------------------------------------------------
@@ -122,9 +124,8 @@ class Feed:
                 self.events.append(event)
                 continue
             done = Done(**json.loads(line))
-            if (done.t, done.m) not in self._seen:
-                self._seen.add((done.t, done.m))
-                self.done.append(done)
+            self.done.append(replace(done, again=(done.t, done.m) in self._seen))
+            self._seen.add((done.t, done.m))
 
     def close(self) -> None:
         """It leaves."""
@@ -262,6 +263,7 @@ class Rounds:
 
     def _row(self, kind: str, stage: Stage, victim: Program, fault: float, end: float) -> dict[str, Any]:
         done = sorted(one.at for one in self._feed.done)
+        progress = sorted(one.at for one in self._feed.done if not one.again)
         before = [one for one in self._feed.done if fault - self._before_s <= one.at < fault]
         stepped = [e.at for e in self._feed.events if isinstance(e, events.StepDone) and e.at < fault][-20:]
         step_s = (stepped[-1] - stepped[0]) / (len(stepped) - 1)
@@ -278,7 +280,7 @@ class Rounds:
             "stage": stage,
             "detected_s": round(lost[0], 3) if lost and kind in ("kill", "hang", "cut") else None,
             "recovered_s": round(recovered_s(done, fault, end, window_s=window_s, per_s=after_per_s), 3),
-            "lost_s": round(end - fault - rate(done, fault, end) * (end - fault) / after_per_s, 3),
+            "lost_s": round((end - fault) * (1 - rate(progress, fault, end) / after_per_s), 3),
             "pass_s": round(statistics.median(one.took_s for one in before), 4),
             "step_s": round(step_s, 3),
             "before_per_s": round(len(before) / self._before_s, 2),
