@@ -47,14 +47,14 @@ from swarm.wire.messages import (
 
 MOST_SOURCES = 8
 """Each makes a copy of its state for us."""
-IN_FLIGHT = 3
-"""Chunks asked of one source at once: 12 MB of float32 fill 1 Gbit/s over 100 ms."""
+IN_FLIGHT = 6
+"""Chunks asked of one source at once: 6 MB of float32 fill 500 Mbit/s over 100 ms."""
 OPEN_S = 120.0
 """To copy and hash gigabytes. Who is dead or hung is noticed much earlier, by its silence."""
 GATHER_S = 5.0
 """Once a source is open, others have this long to open too; later ones join in on the way."""
-CHUNK_S = 240.0
-"""Limit for one chunk: `IN_FLIGHT` of 8 MB share a line that may have 1 Mbit/s."""
+CHUNK_S = 120.0
+"""Limit for one chunk: `IN_FLIGHT` of 2 MB share a line that may have 1 Mbit/s."""
 AGAIN_AFTER = 2.0
 """When nothing is left to ask for, a source that is done fetches what another one has had in flight for this
 many times as long as itself takes for a chunk."""
@@ -433,7 +433,7 @@ class _Pull:
             SwarmError: it does not give them; those that it had are in the queue again.
         """
         self.active.add(source)
-        workers = [asyncio.create_task(self._work(source, lease)) for _ in range(IN_FLIGHT)]
+        workers = [asyncio.create_task(self._work(source, lease, turn)) for turn in range(IN_FLIGHT)]
         try:
             await asyncio.gather(*workers)
         finally:
@@ -442,7 +442,9 @@ class _Pull:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
 
-    async def _work(self, source: PeerId, lease: str) -> None:
+    async def _work(self, source: PeerId, lease: str, turn: int) -> None:
+        for _ in range(turn):
+            await asyncio.sleep(0)  # the first source must not take all chunks before the second has one
         while (chunk := await self._next(source)) is not None:
             began = time.monotonic()
             self._flying.setdefault(chunk, {})[source] = began

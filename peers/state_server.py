@@ -29,7 +29,7 @@ import torch
 from peers.core import StageCore
 from peers.device_thread import Rank
 from peers.ports import Answer, Request, Transport
-from peers.reduce import CHUNK_ELEMENTS as CHUNK_ELEMENTS
+from peers.reduce import CHUNK_ELEMENTS as VECTOR_ELEMENTS
 from peers.reduce import checksum
 from swarm.errors import NotReady, Refused, SetupError, SwarmError
 from swarm.ids import Era, PeerId, Stage
@@ -51,6 +51,9 @@ from swarm.wire.messages import (
     unpack,
 )
 
+CHUNK_ELEMENTS = 1 << 18
+"""Of a state: 1 MB of float32 with a hash of its own. Small enough that even 20 MB come evenly from several
+sources; the hashes of 10 GB take 320 kB. A gradient comes from one source, in chunks of `VECTOR_ELEMENTS`."""
 HASH_BYTES = 32
 """SHA-256."""
 LEASE_S = 60.0
@@ -280,7 +283,7 @@ class StateDesk:
         lease.read_at = now
         lease.readers.setdefault(request.peer, _Reader(now)).reads(now)
         vector = lease.tensors[wanted.name]
-        check_range(wanted.start, wanted.numel, vector.numel())
+        _check_range(wanted.start, wanted.numel, vector.numel(), CHUNK_ELEMENTS)
         meta, body = encode(vector[wanted.start : wanted.start + wanted.numel], "none")
         return Answer(
             pack(VectorChunk(crc=checksum(body), total_numel=vector.numel(), tensors=(meta,))), body
@@ -353,7 +356,7 @@ class StateServer:
             vector, held, total = core.applied.reduced, core.applied.held, core.applied.go.total_sqnorm
         else:
             raise NotReady(f"no reduced gradient of step {wanted.t} is held here", version=core.version)
-        check_range(wanted.start, wanted.numel, vector.numel())
+        _check_range(wanted.start, wanted.numel, vector.numel(), VECTOR_ELEMENTS)
         meta, body = encode(vector[wanted.start : wanted.start + wanted.numel], "none")
         chunk = VectorChunk(
             crc=checksum(body), total_numel=vector.numel(), tensors=(meta,), round=held.round,
@@ -367,11 +370,11 @@ def chunks_of(numel: int) -> list[tuple[int, int]]:
     return [(start, min(CHUNK_ELEMENTS, numel - start)) for start in range(0, numel, CHUNK_ELEMENTS)]
 
 
-def check_range(start: int, numel: int, total: int) -> None:
+def _check_range(start: int, numel: int, total: int, most: int) -> None:
     """Raises: Refused."""
-    if not (start >= 0 and 0 < numel <= CHUNK_ELEMENTS and start + numel <= total):
+    if not (start >= 0 and 0 < numel <= most and start + numel <= total):
         raise Refused(
-            f"elements {start} … {start + numel} are not a chunk of {total}; at most {CHUNK_ELEMENTS} at once"
+            f"elements {start} … {start + numel} are not a chunk of {total}; at most {most} at once"
         )
 
 

@@ -13,8 +13,7 @@ import torch
 from peers.core import StageCore
 from peers.download import DownloadFailed, Partial, download_state
 from peers.ports import Directory, Transport
-from peers.reduce import holds, read_part
-from peers.state_server import chunks_of
+from peers.reduce import CHUNK_ELEMENTS, holds, read_part
 from swarm.errors import BadAnswer, SetupError
 from swarm.ids import PeerId, Stage
 from swarm.model.stage import StageCompute
@@ -40,7 +39,8 @@ async def fetch_gradient(
     numel, dtype = core.compute.numel, core.compute.dtype
     vector = torch.empty(numel, dtype=dtype)
     named: VectorChunk | None = None
-    for start, size in chunks_of(numel):
+    for start in range(0, numel, CHUNK_ELEMENTS):
+        size = min(CHUNK_ELEMENTS, numel - start)
         wanted = FetchVector(run=core.run.id, t=t, round=round_name, start=start, numel=size)
         most = size * vector.element_size()
         answer = await transport.call(source, "held", pack(wanted), max_answer_bytes=most, deadline_s=CALL_S)

@@ -38,6 +38,7 @@ CHUNKS = 14
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_server, "CHUNK_ELEMENTS", 3)
+    monkeypatch.setattr(download, "IN_FLIGHT", 3)
 
 
 def state(version: int, changed: int = 0) -> dict[str, torch.Tensor]:

@@ -36,6 +36,8 @@ RUN = counting_run(stages=2, steps=3, microbatches_per_step=8)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state of 8 weights in three chunks."""
     monkeypatch.setattr(state_server, "CHUNK_ELEMENTS", 3)
+    monkeypatch.setattr(state_server, "VECTOR_ELEMENTS", 3)
+    monkeypatch.setattr(sync, "CHUNK_ELEMENTS", 3)
     monkeypatch.setattr(sync, "RETRY_S", 0.01)
 
 
