@@ -1,0 +1,69 @@
+"""What goes wrong, and when: a schedule of faults drawn from a seed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from swarm.sim.dice import Dice
+
+POINTS = ("backward", "frozen", "part", "prepared", "took", "joining", "handing")
+"""Moments in the life of a stage peer at which a fault hurts most."""
+
+KINDS = (
+    ("kill", 6),
+    ("cut power", 3),
+    ("kill at", 6),
+    ("stop", 4),
+    ("cut", 4),
+    ("leave", 4),
+    ("join", 4),
+    ("lose sum", 3),
+    ("kill trainer", 3),
+    ("storm", 3),
+    ("lose stage", 1),
+)
+"""(kind, weight):
+
+kill          a peer that has a mate dies; its connections break
+cut power     the same, but nobody is told
+kill at       the same, at one of `POINTS`
+stop          SIGSTOP, and SIGCONT some seconds later
+cut           some of all are cut off from the rest, and come back some seconds later
+leave         a peer drains, hands its sum over, and goes
+join          a newcomer downloads the state of a stage and serves
+lose sum      a backward breaks half-way and takes the peer's sum with it
+kill trainer  and another one comes later
+storm         for a second half of all messages are lost, doubled or late
+lose stage    all peers of a stage die at once; others come from a checkpoint, or from nothing
+"""
+
+_BAG = tuple(kind for kind, weight in KINDS for _ in range(weight))
+
+
+class Fault(NamedTuple):
+    """`kind` at time `at_s`; `lasts_s` for those that end; `who` picks among those that it can hit."""
+
+    at_s: float
+    kind: str
+    who: float
+    lasts_s: float
+    point: str = ""
+    number: int = 0
+    """`kill at`: which time that somebody comes to the point."""
+
+
+def schedule(dice: Dice, *, most: int, within_s: float) -> list[Fault]:
+    """Up to `most` faults, by time."""
+    count = dice.below(most + 1)
+    faults = [
+        Fault(
+            at_s=dice.between(0.0, within_s),
+            kind=dice.pick(_BAG),
+            who=dice.number(),
+            lasts_s=dice.between(0.2, 1.0) if dice.chance(0.4) else dice.between(1.0, 7.0),
+            point=dice.pick(POINTS),
+            number=1 + dice.below(4),
+        )
+        for _ in range(count)
+    ]
+    return sorted(faults)
