@@ -310,7 +310,7 @@ class _Downloading:
             raise BadAnswer(source, f"offers version {opened.version} instead of {version}")
         if not 0 <= opened.version <= self.run.steps:
             raise BadAnswer(source, f"offers version {opened.version} of a run of {self.run.steps} steps")
-        if opened.era.number < 0 or not 0 <= opened.era.start <= opened.version:
+        if opened.era.number < 0 or not 0 <= opened.era.start <= self.run.steps:
             raise BadAnswer(source, f"offers version {opened.version} of an impossible era: {opened.era}")
         body = b"".join(answer.body)
         hashes: dict[str, bytes] = {}

@@ -443,8 +443,8 @@ NOT_ITS_OWN = "offers a state that is not stage 0's: "
         ("state", offered(version=-1), "offers version -1 of a run of 20 steps"),
         (
             "state",
-            offered(era=Era(1, 5)),
-            "offers version 4 of an impossible era: Era(number=1, start=5)",
+            offered(era=Era(1, 21)),
+            "offers version 4 of an impossible era: Era(number=1, start=21)",
         ),
         ("state", offered(era=Era(-1, 0)), "offers version 4 of an impossible era"),
         ("state", offered(weights_digest="f" * 32), "the weights do not fit their digest"),
