@@ -76,6 +76,8 @@ _JOIN_GRACE_S = 0.5
 _MOST_MET = 64
 """Peers whose addresses are kept after their records ran out, to find the swarm again when all were lost."""
 _MOST_REJOINED = 20
+_MET_GREETED = 2
+"""Of those met and lost, so many are dialled at a time; most of them are dead."""
 _CLOCK_MARGIN_S = 60.0
 _MAX_KEYS_PER_STORE = 64
 _MAX_SUBKEYS = 1024
@@ -304,13 +306,13 @@ class NetDirectory:
         self._p2p, self._control, self._moved_to = p2p, control, moved_to
         self._stored_at = self._searched_at = self._greeted_at = self._manifest_stored_at = 0.0
         self._refreshed = False
+        latest = list(self._met)[-_MOST_REJOINED:]
         with self._keeper.keeping():
-            await self._begin(await self._connect(self._join + self._met_addresses()))
+            await self._begin(await self._connect(self._join + self._met_addresses(latest)))
 
-    def _met_addresses(self) -> list[tuple[str, PeerId]]:
-        """Of those seen last, as `_join` has them."""
-        latest = list(self._met.items())[: -_MOST_REJOINED - 1 : -1]
-        return [(address.split("/p2p/")[0], peer) for peer, addresses in latest for address in addresses]
+    def _met_addresses(self, peers: Iterable[PeerId]) -> list[tuple[str, PeerId]]:
+        """As `_join` has them."""
+        return [(address.split("/p2p/")[0], peer) for peer in peers for address in self._met[peer]]
 
     async def _connect(self, places: Sequence[tuple[str, PeerId]]) -> list[PeerId]:
         """Dial addresses; the ids of those that answer, in time or soon after the first one."""
@@ -423,13 +425,20 @@ class NetDirectory:
         await asyncio.wait([self._searching], timeout=_SEARCH_WAIT_S)
 
     def _greet(self) -> None:
-        """Dial, in the background, those to join at that we lost; everybody we ever met, if all are lost."""
+        """Dial, in the background, those to join at that we lost, and some of those we met and lost.
+
+        After a cut each half of the swarm has forgotten the other: somebody has to try. If all are lost,
+        everybody is tried.
+        """
         if self._greeting is not None and not self._greeting.done():
             return
         assert self._node is not None
         known = {str(peer) for peer in self._node.protocol.routing_table.peer_id_to_uid}
+        met = [peer for peer in self._met if peer not in known]
+        if known:
+            met = self._random.sample(met, min(len(met), _MET_GREETED))
         lost: dict[PeerId, list[str]] = defaultdict(list)
-        for address, peer in self._join + ([] if known else self._met_addresses()):
+        for address, peer in self._join + self._met_addresses(met):
             if peer not in known and peer != self._identity.peer_id:
                 lost[peer].append(address)
         if lost:
@@ -571,14 +580,14 @@ class NetDirectory:
                 continue
             if record.run == self.run_id:
                 self._known[subkey] = _Known(record, expires)
-                if record.addresses:
-                    self._meet(subkey, record.addresses)
-                    if self._learn is not None:
-                        self._learn(subkey, record.addresses)
+                self._meet(record)
+                if self._learn is not None and record.addresses:
+                    self._learn(subkey, record.addresses)
 
-    def _meet(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
-        self._met.pop(peer, None)
-        self._met[peer] = addresses
+    def _meet(self, record: PeerRecord) -> None:
+        self._met.pop(record.peer, None)
+        if record.addresses and record.state != "left":
+            self._met[record.peer] = record.addresses
         while len(self._met) > _MOST_MET:
             del self._met[next(iter(self._met))]
 

@@ -373,6 +373,33 @@ async def test_a_bootstrap_that_returns_is_greeted_and_newcomers_find_the_run_th
     assert sorted(r.peer for r in await newcomer.directory.refresh()) == ids
 
 
+async def test_two_halves_that_forgot_each_other_become_one_network_again(
+    stack: contextlib.AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a long cut, with the bootstrap dead, at which all of them joined."""
+    monkeypatch.setattr(directory_module, "GREET_EVERY_S", 0.2)
+    bootstrap = await start(stack, run_id=None)
+    nodes = [await start(stack, bootstrap) for _ in range(4)]
+    for node in nodes:
+        await node.directory.announce(record(node))
+    await until(lambda: all(len(node.directory.peers()) == 4 for node in nodes))
+    await bootstrap.close()
+    halves = [nodes[:2], nodes[2:]]
+    for half, others in (halves, halves[::-1]):
+        gone = {node.peer_id for node in others}
+        for node in half:
+            table = node.directory._node.protocol.routing_table
+            for uid in [uid for uid, peer in table.uid_to_peer_id.items() if str(peer) in gone]:
+                del table[uid]
+            node.directory._known.clear()
+            node.directory._node.protocol.storage.clear()
+    ids = {node.peer_id for node in nodes}
+    await until(lambda: all({r.peer for r in node.directory.peers()} == ids for node in nodes))
+    for node in nodes:
+        known = {str(peer) for peer in node.directory._node.protocol.routing_table.peer_id_to_uid}
+        assert known >= ids - {node.peer_id}
+
+
 async def test_a_manifest_outlives_its_publisher_as_long_as_anybody_who_fetched_it_is_there(
     stack: contextlib.AsyncExitStack,
 ) -> None:
