@@ -1,0 +1,52 @@
+"""Every peer of one stage is killed at once: the run goes on by itself, to the same weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from peers.events import RolledBack, Serving, StageLost, StepDone
+from swarm.model.reference import SingleProcess
+from tests.process.swarm_processes import Swarm
+from tests.process.test_exact import farthest, tiny
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def test_a_stage_that_was_killed_whole_comes_back_from_a_checkpoint_to_the_same_weights(
+    tmp_path: Path,
+) -> None:
+    """The disk of one peer of each stage is left, and another machine has it."""
+    run = replace(tiny(dtype="float64", codec="none", steps=1000), checkpoint_every=5)
+    disk = tmp_path / "disk"
+    with Swarm(tmp_path, run) as swarm:
+        swarm.bootstrap()
+        for stage in range(run.S):
+            swarm.peer(stage, "--checkpoint-dir", str(disk))
+            swarm.peer(stage)
+        swarm.all_serve()
+        trainer = swarm.trainer("--window", "6")
+        swarm.until_version(12)
+        for program in swarm.serving(1):
+            swarm.kill(program)
+        back = swarm.peer(1, "--checkpoint-dir", str(disk))
+        assert swarm.hear(back, StageLost).stage == 1
+        start = swarm.hear(back, Serving).version
+        assert start >= 5 and start % 5 == 0  # what all had on the disk when the stage died
+        others = [program for stage in (0, 2) for program in swarm.serving(stage)]
+        for program in others:
+            assert swarm.hear(program, RolledBack).step == start
+        seen = len(trainer.heard(StepDone))
+        swarm.until(lambda: len(trainer.heard(StepDone)) > seen + 3, "the run does not go on")
+        swarm.leaves(trainer)
+        steps = max(event.t for event in trainer.heard(StepDone)) + 3
+        swarm.train_to(steps)
+        swarm.until_all_stepped()
+        weights = swarm.weights()
+        assert {audit for found in swarm.audits().values() for audit in found} == {(0, 0)}
+    single = SingleProcess(swarm.run, swarm.data.batch)
+    for t in range(steps):
+        single.step(t)
+    assert farthest(weights, single) < 1e-9
