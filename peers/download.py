@@ -57,7 +57,9 @@ CHUNK_S = 120.0
 """Limit for one chunk: `IN_FLIGHT` of 2 MB share a line that may have 1 Mbit/s."""
 AGAIN_AFTER = 2.0
 """When nothing is left to ask for, a source that is done fetches what another one has had in flight for this
-many times as long as itself takes for a chunk."""
+many times as long as itself ever took for a chunk, ..."""
+AGAIN_S = 3.0
+"""... and at least so long: the last chunks of ordinary sources should not be fetched twice."""
 RECRUIT_S = 1.0
 RECRUIT_TRIES = 10
 """How often one that was at another version, or not ready, is asked for the version being downloaded."""
@@ -410,8 +412,8 @@ class _Pull:
         self._missing = set(missing)
         self._flying: dict[_Chunk, dict[PeerId, float]] = {}
         """Who fetches it, and since when."""
-        self._takes_s: dict[PeerId, float] = {}
-        """How long a source takes for a chunk, lately."""
+        self._slowest_s: dict[PeerId, float] = {}
+        """The longest that a source took for a chunk."""
         self._changed = asyncio.Event()
         self.active: set[PeerId] = set()
         self.complete = asyncio.Event()
@@ -458,8 +460,7 @@ class _Pull:
                     if chunk in self._missing:
                         self._queue.appendleft(chunk)
                 self._wake()
-            took_s = time.monotonic() - began
-            self._takes_s[source] = 0.5 * (self._takes_s.get(source, took_s) + took_s)
+            self._slowest_s[source] = max(self._slowest_s.get(source, 0.0), time.monotonic() - began)
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
@@ -478,7 +479,8 @@ class _Pull:
             ]
             if slow:
                 since, chunk = min(slow, key=lambda item: item[0])
-                wait_s = since + AGAIN_AFTER * self._takes_s.get(source, 1.0) - time.monotonic()
+                patience_s = max(AGAIN_S, AGAIN_AFTER * self._slowest_s.get(source, 0.0))
+                wait_s = since + patience_s - time.monotonic()
                 if wait_s <= 0:
                     return chunk
             await happens(self._changed, wait_s)

@@ -146,7 +146,10 @@ async def test_progress_is_told_from_nothing_to_everything(net: Net) -> None:
     assert max(sources for _, _, sources in net.progress) == 2
 
 
-async def test_a_fast_source_gives_more_and_takes_over_what_a_slow_one_has(net: Net) -> None:
+async def test_a_fast_source_gives_more_and_takes_over_what_a_slow_one_has(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "AGAIN_S", 0.01)
     net.give("fast", Saved(4))
     net.give("slow", Saved(4))
     for nth in (1, 2, 3):
@@ -154,6 +157,14 @@ async def test_a_fast_source_gives_more_and_takes_over_what_a_slow_one_has(net: 
     got = await net.get("fast", "slow")
     assert is_of(got, 4) and got.sources == ("fast",) and not net.faults
     assert (net.chunks["slow"], net.chunks["fast"]) == (3, CHUNKS)
+
+
+async def test_a_chunk_that_comes_a_little_later_than_others_is_waited_for(net: Net) -> None:
+    net.give("a", Saved(4))
+    net.give("b", Saved(4))
+    net.delay_answer("b", "chunk", 0.3, 2)
+    got = await net.get("a", "b")
+    assert is_of(got, 4) and sum(net.chunks.values()) == CHUNKS
 
 
 async def test_our_own_id_is_no_source_and_nobody_is_asked_twice(net: Net) -> None:
@@ -319,6 +330,7 @@ async def test_a_source_that_is_a_little_behind_helps_as_soon_as_it_is_there(
 ) -> None:
     monkeypatch.setattr(download, "RECRUIT_S", 0.002)
     monkeypatch.setattr(download, "RECRUIT_TRIES", 10_000)
+    monkeypatch.setattr(download, "AGAIN_S", 0.01)
     net.give("a", Saved(5))
     behind = net.give("behind", Saved(4))
     # Without help it would take for ever: after five chunks "a" is stuck.
