@@ -22,6 +22,8 @@ Glossary. One word per idea, everywhere:
     peer         one process that serves one stage
     replica      a peer, seen as one of several that serve the same stage
     trainer      a process that holds data, starts microbatches and sees their loss
+    checkpoint   a stage's whole state of one version, on a disk
+    keeper       a process that holds checkpoints of all stages for whoever comes; it serves no stage
     bootstrap    the peer whose address others start from; it publishes the manifest
     step         t = 0, 1, …: everything that makes weight version t+1 out of version t
     version      the number of steps that a set of weights has seen
