@@ -331,6 +331,22 @@ async def test_a_fresh_nodes_first_look_finds_all_that_live_though_holders_are_d
             assert time.monotonic() - before < 5.0
 
 
+async def test_a_fresh_nodes_first_look_does_not_depend_on_one_holder_that_missed_a_record(
+    stack: contextlib.AsyncExitStack,
+) -> None:
+    first = await start(stack, run_id=None)
+    other = await start(stack, first)
+    await other.directory.announce(record(other))
+    for _ in range(8):  # each asks in an order of its own
+        first.directory._node.protocol.storage.clear()  # as if it had been away when it was stored
+        daemon = Daemon.spawn(DaemonOptions())
+        async with Node(run_id=RUN, join=[other.addresses[0]], daemon=daemon, refresh_s=60.0) as fresh:
+            await until(lambda node=fresh: node.directory.neighbours == 2)
+            fresh.directory._known.clear()
+            fresh.directory._refreshed = False
+            assert [r.peer for r in await fresh.directory.refresh()] == [other.peer_id]
+
+
 async def test_a_stopped_holder_does_not_delay_a_refresh(stack: contextlib.AsyncExitStack) -> None:
     first = await start(stack, run_id=None)
     watcher = await start(stack, first, refresh_s=60.0)

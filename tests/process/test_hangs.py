@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from peers.events import Note, PeerLost, RoundVoid, Serving, StateFetched, StepDone, Stepped
+from peers.net.node import REVIVALS
 from swarm.run import counting_run
 from tests.process.swarm_processes import Program, Swarm, eventually
 
@@ -206,6 +207,29 @@ def test_a_peer_whose_p2pd_is_stopped_is_routed_around_and_serves_again(swarm: R
     back_s = next(e.at for e in peer.heard(Stepped) if e.at > continued) - continued
     print(f"CONTINUED after {continued - stopped:.1f} s: first step after {back_s:.2f} s")
     assert peer.family().p2pd.pid == p2pd.pid
+
+
+def test_a_peer_whose_p2pd_dies_again_and_again_gives_up_with_the_reason(swarm: Running) -> None:
+    peer = swarm.peer(1)
+    swarm.hear(peer, Serving)
+    peer.sentenced = True
+    killed: set[int] = set()
+
+    def kill_p2pd() -> bool:
+        if peer.returncode is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                p2pd = peer.family().names.get("p2pd")
+                if p2pd is not None and p2pd.pid not in killed:
+                    killed.add(p2pd.pid)
+                    p2pd.kill()
+        return peer.returncode is not None
+
+    eventually(kill_p2pd, peer.story)
+    assert peer.wait() == 3, peer.story()
+    assert 3 <= len(killed) <= REVIVALS + 1
+    assert "p2pd, which connects this process to the others, could not be started again" in peer.errors[-1]
+    assert "See that nothing kills it" in peer.errors[-1]
+    swarm.goes_on()
 
 
 def test_a_killed_peer_is_routed_around_at_once(swarm: Running) -> None:
