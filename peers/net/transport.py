@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 PROTOCOL = "/swarm/calls/1"
 DIAL_S = 4.0
-"""For connecting and opening a stream; a round trip around the world takes 0.3 s, and TLS some of them. Who is
-cut off should not be noticed later than by silence."""
+"""For connecting and opening a stream; a round trip around the world takes 0.3 s, and TLS some of them.
+Who is cut off should not be noticed later than by silence."""
 REVIVAL_S = 10.0
 """How long a call waits for our own p2pd to be started again; that takes 0.3 s. Nobody else is to blame."""
 MAX_LINKS = 2048
