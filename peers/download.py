@@ -58,7 +58,7 @@ CHUNK_S = 120.0
 AGAIN_AFTER = 2.0
 """When nothing is left to ask for, a source that is done fetches what another one has had in flight for this
 many times as long as itself ever took for a chunk, ..."""
-AGAIN_S = 3.0
+AGAIN_S = 1.5
 """... and at least so long: the last chunks of ordinary sources should not be fetched twice."""
 RECRUIT_S = 1.0
 RECRUIT_TRIES = 10
