@@ -152,6 +152,8 @@ def test_a_disk_that_hangs_does_not_keep_the_program_alive(tmp_path: Path, disk:
         one = saver(tmp_path, lambda event: None)
         one.save(10, state(10))
         await disk.starts()
+        (thread,) = [t for t in threading.enumerate() if t.name == "checkpoints of stage 1"]
+        assert thread.daemon  # Python does not wait for it at its end
         return await one.close(0.05)
 
     assert asyncio.run(main()) is False  # and it returned, though the disk still holds the save
