@@ -44,7 +44,7 @@ import psutil
 import torch
 
 from peers import events
-from peers.cli import COMMANDS
+from peers.cli import COMMANDS, Exit
 from scripts.bench.netlab import Lab, Link, why_not
 from swarm.ids import Stage
 from swarm.model.reference import SingleProcess
@@ -175,10 +175,15 @@ class Tally:
     skipped: dict[str, str] = field(default_factory=dict)
 
 
+CONTACTS = 8
+"""Addresses that a newcomer is given."""
+
+
 class ChaosSwarm(Swarm):
-    """A swarm whose programs join at whoever is well."""
+    """A swarm whose programs join at whoever is well, wherever that is."""
 
     unwell: Callable[[Program], bool] = staticmethod(lambda program: False)
+    rng = random.Random(0)
 
     def roaming_peer(self, *extra: str) -> Program:
         """Start a peer that chooses its stage, and may move to another."""
@@ -187,8 +192,9 @@ class ChaosSwarm(Swarm):
 
     def _joins(self) -> list[str]:
         up = [p for p in self.programs if p.returncode is None and p.heard(events.Started)]
+        self.rng.shuffle(up)
         up.sort(key=self.unwell)
-        return [word for program in up[:4] for word in ("--join", program.address)]
+        return [word for program in up[:CONTACTS] for word in ("--join", program.address)]
 
 
 class Chaos:
@@ -291,6 +297,7 @@ class Chaos:
         """Listen for a moment, do what is due, replace what is gone, notice what stands still."""
         swarm, now = self.swarm, time.monotonic()
         swarm.listen(0.1)
+        self._forgive_stranded()
         swarm.assert_none_ended()
         for item in [item for item in self._later if item[0] <= now]:
             self._later.remove(item)
@@ -308,6 +315,18 @@ class Chaos:
         if now - self._said_at > 5:
             self._said_at = now
             self._say(f"{what}, {self._picture()}")
+
+    def _forgive_stranded(self) -> None:
+        """A newcomer all of whose contacts died while it started ends with a word: as it must."""
+        for program in self.swarm.programs:
+            if not program.sentenced and program.returncode == Exit.SETUP and not self._started(program):
+                program.wait()
+                if "can be reached" in "".join(program.errors):
+                    program.sentenced = True
+                    self._note("contacts died", program.name)
+
+    def _started(self, program: Program) -> bool:
+        return bool(program.heard(events.Serving) or program.heard(events.StepDone))
 
     def _picture(self) -> str:
         counts = [len(self.swarm.serving(stage)) for stage in range(self.swarm.run.S)]
