@@ -13,7 +13,7 @@ from peers.device_thread import DeviceThread, Rank
 from peers.events import Event
 from peers.steps import OpenStep
 from peers.waiting import happens
-from swarm.errors import NotReady, Stale, SwarmError
+from swarm.errors import Leaving, NotReady, Stale, SwarmError
 from swarm.ids import Era, PeerId, Stage, Standing
 from swarm.model.stage import StageCompute
 from swarm.policy.ledger import Ledger
@@ -83,6 +83,7 @@ class StageCore:
         self._hashing: asyncio.Task[None] | None = None
         self.joined = False
         """Serving: the weights are the stage's."""
+        self.leaving = False
 
     @property
     def version(self) -> int:
@@ -130,6 +131,14 @@ class StageCore:
                 await self.device.run(Rank.STEP, t, self.compute.begin, t)
                 self.steps[t] = OpenStep(t, Ledger(t, self.run.M))
         self.news.urgent()
+        self._move()
+
+    def leave(self) -> None:
+        """No step opens any more for who waits for one."""
+        self.leaving = True
+        self._move()
+
+    def _move(self) -> None:
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
 
@@ -139,6 +148,7 @@ class StageCore:
         Raises:
             Stale: it is over.
             NotReady: it did not open in time.
+            Leaving: nor will it.
         """
         until = time.monotonic() + wait_s
         while True:
@@ -146,6 +156,8 @@ class StageCore:
                 raise self.closed(t)
             if self.joined and t in self.steps:
                 return self.steps[t]
+            if self.leaving:
+                raise Leaving("this peer is leaving")
             left = until - time.monotonic()
             if left <= 0:
                 raise NotReady(

@@ -40,6 +40,8 @@ from swarm.wire.messages import Ack, GiveSum, OfferedSum, OfferSum, TakeSum, pac
 CALL_S = 20.0
 """Limit for one chunk of 8 MB."""
 LOOK_S = 0.05
+PAUSE_S = 1.5
+"""After a mate could not take a sum: longer than it takes until everybody has reported again."""
 MOST_GIVERS = 2
 """Sums that are kept aside at once: each is as large as our own."""
 
@@ -85,9 +87,9 @@ class HandOver:
 
     async def _give_step(self, step: OpenStep, until: float) -> None:
         """One step: if it is being averaged, that is waited for; it may be over then."""
-        refused: set[PeerId] = set()
+        dead: set[PeerId] = set()
         while time.monotonic() < until and not step.over and step.ledger.done:
-            mates = [mate for mate in self._mates() if mate not in refused]
+            mates = [mate for mate in self._mates() if mate not in dead]
             if not mates:
                 return
             if step.held is not None or step.reducing or step.ledger.frozen_for is not None:
@@ -99,12 +101,15 @@ class HandOver:
                 if await self._give(step, mates[0]):
                     return
             except PeerFault:
-                refused.add(mates[0])
-            except SwarmError:  # its own step is being averaged, or it is leaving as well
-                await asyncio.sleep(LOOK_S)
+                dead.add(mates[0])
+                continue
+            except SwarmError:
+                pass  # its step is being averaged, or it is leaving as well
             finally:
                 step.handing = False
                 self._core.news.urgent()
+            # We count again. If the others are about to average, they have to hear that, and we their plan.
+            await asyncio.sleep(PAUSE_S)
 
     def _mates(self) -> list[PeerId]:
         """Who could take a sum, the least loaded first."""

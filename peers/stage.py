@@ -208,6 +208,7 @@ class StagePeer:
     def leave(self) -> None:
         """Finish what is in flight, then end `run`."""
         self.desk.leaving = self.council.leaving = True
+        self.core.leave()
         self._leaving.set()
 
     async def _announce(self) -> None:

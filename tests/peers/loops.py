@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from peers import council, downstream, probe, stage, trainer
+from peers import council, downstream, handover, probe, stage, trainer
 from peers.events import Event, RoundVoid, Stepped
 from peers.ports import Answer, Buffer
 from peers.stage import StagePeer, StageSettings
@@ -43,6 +43,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downstream, "LOCATE_S", 0.2)
     monkeypatch.setattr(trainer, "WATCH_S", 0.6)
     monkeypatch.setattr(stage, "LOST_S", 1.2)
+    monkeypatch.setattr(handover, "PAUSE_S", 0.25)
     monkeypatch.setattr(stage, "LOOK_S", 0.1)
     monkeypatch.setattr(worklist, "REPLAY_AFTER_S", 0.1)
     rests = {"first_s": 0.2, "longest_s": 2.0, "probed": False}
