@@ -186,7 +186,7 @@ async def test_a_keeper_that_leaves_says_so_and_what_it_kept_is_verified_when_it
         await s.until(lambda: s.seen(Trouble))
         assert s.seen(Trouble)[0].text.startswith("not kept: the checkpoint file ")
         assert "is damaged: its bytes are not those that were saved" in s.seen(Trouble)[0].text
-        await s.until(lambda: s.network.records["keeper"].state == "keeping")
+        await s.until(lambda: (r := s.network.records.get("keeper")) is not None and r.state == "keeping")
         assert again.version != RUN.steps
         again.leave()
         await s.until(s.tasks["keeper"].done)
