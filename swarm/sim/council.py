@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from swarm.sim.peer import StagePeer
 
 REFRESH_S = 1.0
-GONE_AFTER_S = 4.0
+GONE_AFTER_S = 3.5
 GATHER_S = 0.1
 CALL_S = 3.0
 
@@ -225,11 +225,12 @@ class Council:
         try:
             brief: Brief = await self._peer.call(chief, "report", report, CALL_S)
         except PeerFault:
-            self._bans.failed(chief, now=self._clock.now)
+            self._peer.prober.failed(chief)
             self._peer.news.urgent()
             return
-        except Refused:
+        except (Refused, Leaving):
             self._bans.failed(chief, now=self._clock.now)
+            self._peer.news.some()
             return
         except SwarmError:
             return
@@ -297,7 +298,8 @@ class Council:
     def _look_behind(self, now: float) -> None:
         newest = self._newest_version()
         behind = self.whole_run.era == self._era and self.whole_run.version > newest
-        if behind and not any(view.held for view in self._member_steps(newest)):
+        followed = any(view.held for view in self._member_steps(newest))
+        if (behind and not followed) or not self._those_present():
             self._behind_since = self._behind_since or now
         else:
             self._behind_since = None
@@ -414,7 +416,7 @@ class Council:
         try:
             whole_run: RunBrief = await self._peer.call(chief, "summary", summary, CALL_S)
         except PeerFault:
-            self._bans.failed(chief, now=self._clock.now)
+            self._peer.prober.failed(chief)
             self._peer.news.urgent()
             return
         except SwarmError:

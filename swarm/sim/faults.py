@@ -20,7 +20,7 @@ KINDS = (
     ("lose sum", 3),
     ("kill trainer", 3),
     ("storm", 3),
-    ("lose stage", 1),
+    ("lose stage", 2),
 )
 """(kind, weight):
 

@@ -25,6 +25,7 @@ from swarm.errors import (
 )
 from swarm.ids import Era, PeerId, Stage, Standing
 from swarm.policy import rounds
+from swarm.policy.bans import Bans
 from swarm.policy.eras import newest_common
 from swarm.policy.ledger import Claim, Ledger, members_of
 from swarm.policy.patience import Patience
@@ -35,6 +36,7 @@ from swarm.sim.clock import Clock, Future, Task
 from swarm.sim.council import Council, News
 from swarm.sim.dice import Dice
 from swarm.sim.network import Network, Node
+from swarm.sim.probe import Prober
 from swarm.sim.terms import Brief, Directory, Entry, Hop, Part, StepBrief, Terms, Vector, Work, WorkDone
 
 OPEN_WAIT_S = 10.0
@@ -186,8 +188,11 @@ class StagePeer(Node):
         self._started: Future[None] = self.future()
         self._catching_up = False
         self._aside: dict[PeerId, tuple[int, int]] = {}
-        self.router = Router()
+        self.router = Router(Bans(probed=True))
+        self.prober = Prober(self, network, directory, self.router.bans)
         self._patience = Patience()
+        self._seen = -1
+        """Revision of the directory that the router knows."""
         self.news = News(self, lambda: self.council.speak())
         self.council = Council(self, self.router.bans, obey=self._obey)
         self.on_gone = self.council.lost
@@ -287,6 +292,7 @@ class StagePeer(Node):
 
     async def _join(self) -> None:
         lost_since: float | None = None
+        await self._resume()
         while not self.leaving:
             others = [
                 e
@@ -299,7 +305,7 @@ class StagePeer(Node):
             ]
             newest_mate = max((told[peer] for peer in mates), default=Standing(version=-1))
             run = max(told.values(), default=Standing())
-            if mates and newest_mate > self.standing:
+            if mates and (newest_mate > self.standing or run < self.standing):
                 if await self._download(mates):
                     break
             elif mates or run <= self.standing:
@@ -314,6 +320,25 @@ class StagePeer(Node):
         self._hashed = self.version
         self._open_steps()
         self.say(lambda: f"serves stage {self.stage} from {self.standing}")
+
+    async def _resume(self) -> None:
+        """Where nobody serves the run: start from what is saved of all stages."""
+        until = self.clock.now + LOST_S
+        while self.clock.now < until and not self.leaving:
+            if not any(self._shelf.saved):
+                return
+            serving = [
+                e.peer for e in self.directory.entries() if e.state == "serving" and e.peer != self.name
+            ]
+            if await self._ask_standings(serving):
+                return
+            newest = newest_common(self.terms.stages, self._saved(), most=self.terms.steps)
+            if newest > self.version and await self._get(Standing(self.era, newest)):
+                return
+            await self.sleep(RETRY_JOIN_S)
+
+    def _saved(self) -> dict[Stage, set[int]]:
+        return {stage: set(self._shelf.saved[stage]) for stage in range(self.terms.stages)}
 
     async def _ask_standings(self, peers: Sequence[PeerId]) -> dict[PeerId, Standing]:
         asked = [(peer, self.call(peer, "status", None, ASK_S)) for peer in peers]
@@ -600,7 +625,10 @@ class StagePeer(Node):
         refusals: set[PeerId] = set()
         busy: set[PeerId] = set()
         while (reason := self._pointless(step)) is None:
-            router.set_peers(stage, self.directory.serving(stage))
+            latest = self.directory.latest()
+            if latest != self._seen:
+                self._seen = latest
+                router.set_peers(stage, self.directory.serving(stage))
             try:
                 holder = await self._locate(work) if work.attempt > 0 or work.deepest >= 0 else None
                 peer = holder if holder and holder not in refusals else self._choose(work, refusals | busy)
@@ -612,7 +640,7 @@ class StagePeer(Node):
             try:
                 done: WorkDone = await self.call(peer, "work", work, self._patience.limit_s)
             except PeerFault as fault:
-                router.failed(fault.peer, now=self.clock.now)
+                self.prober.failed(fault.peer)
                 work = work._replace(attempt=work.attempt + 1)
             except NotNow as later:
                 busy.add(peer)
@@ -874,7 +902,7 @@ class StagePeer(Node):
             try:
                 found: Vector = await self.call(source, "held", (step.t, name), STATE_S)
             except PeerFault:
-                self.router.failed(source, now=self.clock.now)
+                self.prober.failed(source)
             except SwarmError:
                 continue
             else:
@@ -906,7 +934,11 @@ class StagePeer(Node):
 
     async def _catch_up(self, brief: Brief) -> None:
         try:
-            if not await self._catch_up_to(brief):
+            if await self._catch_up_to(brief):
+                return
+            if self.council.behind_s > LOST_S:
+                await self._bring_back(self.council.run_standing)
+            else:
                 await self.sleep(RETRY_JOIN_S)
         finally:
             self._catching_up = False
@@ -955,7 +987,7 @@ class StagePeer(Node):
                 await self.call(source, "chunk", None, STATE_S)
                 await self._load(Standing(era, weights.version), weights)
             except PeerFault:
-                self.router.failed(source, now=self.clock.now)
+                self.prober.failed(source)
             except SwarmError:
                 continue
             else:
@@ -976,7 +1008,7 @@ class StagePeer(Node):
     async def _bring_back(self, run: Standing) -> bool:
         """Give the run a state of this stage that it can go on from."""
         await self.sleep(self._dice.between(0.05, 1.0))  # asking everybody what they have
-        have = {stage: set(self._shelf.saved[stage]) for stage in range(self.terms.stages)}
+        have = self._saved()
         self.say(lambda: f"brings stage {self.stage} back for {run}; saved are {have}")
         if run.version in have[self.stage]:
             return await self._get(run)

@@ -147,10 +147,11 @@ class Directory:
         self._gone_at: dict[PeerId, float] = {}
         self._serving: dict[Stage, list[PeerId]] = {}
         self._fresh_until = float("inf")
+        self._revision = 0
 
     def announce(self, entry: Entry) -> None:
         self._entries[entry.peer] = entry
-        self._serving.clear()
+        self._changed()
 
     def died(self, peer: PeerId, *, forgotten_s: float) -> None:
         """Its record is still seen for so long."""
@@ -161,6 +162,11 @@ class Directory:
         """All records, by peer."""
         self._forget()
         return [self._entries[peer] for peer in sorted(self._entries)]
+
+    def latest(self) -> int:
+        """The present revision: the same as long as nothing changes."""
+        self._forget()
+        return self._revision
 
     def serving(self, stage: Stage) -> list[PeerId]:
         """Those who say that they serve `stage`, sorted. Not to be changed."""
@@ -183,4 +189,8 @@ class Directory:
             del self._gone_at[peer]
             self._entries.pop(peer, None)
         self._fresh_until = min(self._gone_at.values(), default=float("inf"))
+        self._changed()
+
+    def _changed(self) -> None:
+        self._revision += 1
         self._serving.clear()

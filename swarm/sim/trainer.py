@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from swarm.errors import Busy, NotNow, PeerFault, Refused, Stale, SwarmError
 from swarm.ids import Era, Microbatch, PeerId
+from swarm.policy.bans import Bans
 from swarm.policy.patience import Patience
 from swarm.policy.router import NoPeerForStage, Router
 from swarm.policy.window import Window
@@ -13,6 +14,7 @@ from swarm.policy.worklist import Work as Item
 from swarm.policy.worklist import WorkList
 from swarm.sim.clock import Clock, Future, Task
 from swarm.sim.network import Network, Node
+from swarm.sim.probe import Prober
 from swarm.sim.terms import Directory, Terms, Watched, Work, WorkDone
 
 WATCH_S = 3.0
@@ -39,12 +41,15 @@ class Trainer(Node):
     ) -> None:
         super().__init__(clock, name)
         self._terms, self._network, self._directory = terms, network, directory
-        self._router = Router()
+        self._router = Router(Bans(probed=True))
+        self._prober = Prober(self, network, directory, self._router.bans)
         self._patience = Patience()
         self._todo = WorkList(order, terms.microbatches)
         self._window = Window(start=window or 2 * terms.stages, largest=window or 64, fixed=bool(window))
         self._era = Era()
         self.version = 0
+        self._seen = -1
+        """Revision of the directory."""
         self._told = False
         self._behind_since: float | None = None
         self._full = False
@@ -74,6 +79,10 @@ class Trainer(Node):
             await self.within(self._changed, wait_s)
 
     def _refresh_peers(self) -> None:
+        latest = self._directory.latest()
+        if latest == self._seen:
+            return
+        self._seen = latest
         for stage in range(self._terms.stages):
             self._router.set_peers(stage, self._directory.serving(stage))
 
@@ -113,7 +122,7 @@ class Trainer(Node):
             self._todo.failed(mb)
             await self.sleep(min(0.5, max(0.05, nobody.retry_at - clock.now)))
         except PeerFault as fault:
-            self._router.failed(fault.peer, now=clock.now)
+            self._prober.failed(fault.peer)
             self._attempts[mb] = self._attempts.get(mb, 0) + 1
             self._todo.failed(mb)
         except NotNow as later:
@@ -164,7 +173,7 @@ class Trainer(Node):
                 seen = watched.revision
                 self._learn(watched)
             except PeerFault as fault:
-                self._router.failed(fault.peer, now=self.clock.now)
+                self._prober.failed(fault.peer)
                 last = None
             except SwarmError:
                 last = None

@@ -51,7 +51,7 @@ class World:
         self.clock = Clock()
         self.terms = Terms(
             stages=dice.pick((1, 2, 2, 2, 3)),
-            microbatches=dice.pick((2, 3, 3, 4)),
+            microbatches=dice.pick((2, 2, 3, 4)),
             steps=dice.pick((2, 2, 2, 3)),
             delayed_updates=dice.chance(0.3),
             checkpoint_every=dice.pick((0, 1, 1, 2)),
@@ -71,7 +71,7 @@ class World:
         self._window = dice.pick((None, 1, 2, 4))
         self._names = dice.shuffled([f"p{i:02}" for i in range(60)])
         for stage in range(self.terms.stages):
-            for _ in range(dice.pick((1, 2, 2, 3))):
+            for _ in range(dice.pick((1, 2, 2, 2, 3))):
                 self.add_peer(stage)
         for _ in range(dice.pick((1, 1, 2))):
             self.add_trainer()

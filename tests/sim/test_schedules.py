@@ -1,0 +1,215 @@
+"""Ten thousand swarms, each with its own faults, end with each microbatch once; and the simulation can fail.
+
+The second half breaks the rules that the live peers use, one by one, and wants the simulation to notice.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from swarm.policy import rounds
+from swarm.policy.ledger import Claim, Ledger
+from swarm.policy.rounds import Decision, Go, MemberStep, Plan, Reduce, StageStep
+from swarm.sim import peer
+from swarm.sim.__main__ import main, with_progress
+from swarm.sim.faults import KINDS
+from swarm.sim.world import Outcome, run_schedule
+
+SCHEDULES = 10_000
+
+
+def traced(seed: int) -> tuple[Outcome, str]:
+    lines: list[str] = []
+    return run_schedule(seed, lines.append), "\n".join(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_thousand_schedules_of_faults_change_no_weight() -> None:
+    injected: Counter[str] = Counter()
+    looked: Counter[str] = Counter()
+    undone = replayed = eras = 0
+    for outcome in with_progress(range(SCHEDULES), io.StringIO()):
+        assert not outcome.violation, f"seed {outcome.seed}: {outcome.violation}"
+        injected.update(outcome.faults)
+        looked.update(outcome.looked)
+        undone, replayed, eras = undone + outcome.undone, replayed + outcome.replayed, eras + outcome.eras
+    # A calm world would prove little.
+    assert all(injected[kind] > SCHEDULES / 50 for kind, _ in KINDS), injected
+    assert undone > SCHEDULES / 20 and replayed > SCHEDULES / 2 and eras > SCHEDULES / 200
+    assert all(looked[name] > 2 * SCHEDULES for name in ("I1", "I2", "I3", "I4"))
+
+
+def test_a_few_hundred_schedules_for_those_in_a_hurry() -> None:
+    for outcome in with_progress(range(20_000, 20_300), io.StringIO()):
+        assert not outcome.violation, f"seed {outcome.seed}: {outcome.violation}"
+
+
+def test_a_seed_replays_exactly() -> None:
+    first, trace = traced(17)
+    again, same = traced(17)
+    assert trace == same and first == again and len(trace.splitlines()) > 20
+
+
+def test_a_seed_replays_exactly_in_another_process() -> None:
+    """Python salts the order of sets of texts in each process: nothing may depend on it."""
+    command = [sys.executable, "-m", "swarm.sim", "--seed", "23", "--trace"]
+    told = [
+        subprocess.run(
+            command, env={**os.environ, "PYTHONHASHSEED": salt}, capture_output=True, text=True, check=True
+        ).stdout
+        for salt in ("1", "2")
+    ]
+    assert told[0] == told[1] and "serves stage 0" in told[0]
+
+
+# --- the command --------------------------------------------------------------------------------------------
+
+
+def test_the_summary_ends_with_a_line_of_json() -> None:
+    out = io.StringIO()
+    assert main(["--schedules", "20"], out) == 0
+    row = json.loads(out.getvalue().splitlines()[-1])["rows"][0]
+    assert row["schedules"] == 20 and row["violations"] == [] and row["checked"]["I1"] > 20
+    assert "each microbatch once in every step that was taken" in out.getvalue()
+
+
+def test_a_violation_is_told_with_the_command_that_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "conduct", hasty_conduct)
+    out = io.StringIO()
+    assert main(["--schedules", "5"], out) == 1
+    assert "I2: stage" in out.getvalue() and "again: python -m swarm.sim --seed" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--trace"], "--trace needs --seed"),
+        (["--schedules", "0"], "--schedules 0: at least 1"),
+    ],
+)
+def test_wrong_usage_is_explained(
+    arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2 and error in capsys.readouterr().err
+
+
+# --- every rule is needed -----------------------------------------------------------------------------------
+
+
+def always_new(self: Ledger, m: int) -> Claim:
+    self.doing |= 1 << m
+    return Claim.NEW
+
+
+def unchecked(self: Ledger, m: int) -> None:
+    self.done |= 1 << m
+
+
+def hasty_conduct(
+    t: int, stages: int, summaries: Mapping[int, StageStep], last_go: Mapping[int, Go]
+) -> Go | None:
+    """Goes as soon as one stage is prepared."""
+    if t not in last_go and any(s.ready for s in summaries.values()):
+        return Go(t, sum(s.sqnorm for s in summaries.values()))
+    return last_go.get(t)
+
+
+real_decide = rounds.decide
+
+
+def blind_decide(*args: object) -> Decision:
+    """`decide` without its look for duplicates."""
+    members: list[MemberStep] = sorted(args[5], key=lambda member: member.peer)  # type: ignore[call-overload]
+    seen, single = 0, []
+    for m in members:
+        single.append(MemberStep(m.peer, m.done & ~seen, m.doing, 0, m.frozen_for, m.held))
+        seen |= m.done
+    decision = real_decide(*args[:5], single, args[6])  # type: ignore[arg-type]
+    if not isinstance(decision, Reduce):
+        return decision
+    ledgers, plan = tuple(m.done for m in members), decision.plan
+    name = rounds.round_id(
+        str(args[0]), int(str(args[1])), int(str(args[2])), plan.number, plan.members, ledgers
+    )
+    return Reduce(Plan(name, plan.number, plan.members, ledgers, plan.parts))
+
+
+def no_check(plan: Plan, **_: object) -> None:
+    return None
+
+
+def count_without_claims(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ledger, "claim", always_new)
+    patch.setattr(Ledger, "may_add", lambda self, m: self.frozen_for is None)
+    patch.setattr(Ledger, "record", unchecked)
+
+
+def add_to_a_frozen_sum(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ledger, "may_add", lambda self, m: not self.done >> m & 1)
+    patch.setattr(Ledger, "record", unchecked)
+
+
+def trust_every_plan(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rounds, "check_plan", no_check)
+
+
+def overlook_duplicates(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rounds, "decide", blind_decide)
+    patch.setattr(rounds, "check_plan", no_check)
+
+
+def go_early(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rounds, "conduct", hasty_conduct)
+
+
+def take_part_of_a_reduce(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(peer, "whole", lambda this: True)
+
+
+def never_thaw(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ledger, "thaw", lambda self: None)
+
+
+def stay_when_a_stage_is_lost(patch: pytest.MonkeyPatch) -> None:
+    async def nothing(self: object, run: object) -> bool:
+        return False
+
+    patch.setattr(peer.StagePeer, "_bring_back", nothing)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "invariant", "seeds"),
+    [
+        (count_without_claims, "I1", 200),
+        (add_to_a_frozen_sum, "I1", 300),
+        (trust_every_plan, "I1", 1500),
+        (overlook_duplicates, "I1", 200),
+        (go_early, "I2", 20),
+        (take_part_of_a_reduce, "I", 50),
+        (never_thaw, "liveness", 300),
+        (stay_when_a_stage_is_lost, "liveness", 600),
+    ],
+)
+@pytest.mark.timeout(300)
+def test_a_rule_that_is_broken_is_noticed(
+    mutation: Callable[[pytest.MonkeyPatch], None],
+    invariant: str,
+    seeds: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mutation(monkeypatch)
+    for outcome in with_progress(range(seeds), io.StringIO()):
+        if outcome.violation.startswith(invariant):
+            return
+    pytest.fail(f"{seeds} schedules did not notice it")
