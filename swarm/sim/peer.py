@@ -45,6 +45,7 @@ MOST_REFUSALS = 2
 START_WAIT_S = 5.0
 NOT_READY_RETRIES = 20
 PART_S = 300.0
+SEND_S = 0.05
 STATE_S = 30.0
 ASK_S = 3.0
 RETRY_JOIN_S = 0.5
@@ -834,6 +835,8 @@ class StagePeer(Node):
     def _contribute(self, this: _Round, member: PeerId, total: int | None) -> None:
         this.contributions[member] = total
         if len(this.contributions) == len(this.plan.members) and not this.result.done:
+            # Our own sum is added where it lies: only its being frozen keeps it as it was.
+            this.contributions[self.name] = self._own(this)
             this.result.resolve(sum(c for c in this.contributions.values() if c is not None))
 
     async def _own_part(self, this: _Round, start: int, size: int, all_came: Future[None]) -> None:
@@ -847,6 +850,7 @@ class StagePeer(Node):
     ) -> None:
         for _ in range(NOT_READY_RETRIES):
             try:
+                await self.sleep(self._dice.between(0.0, SEND_S))  # one chunk after the other
                 part = Part(this.plan.round, start, self._own(this))
                 total = await self.call(owner, "part", part, PART_S)
             except NotReady as later:
