@@ -308,6 +308,20 @@ async def test_a_version_ahead_of_the_run_is_not_even_asked_for(tmp_path: Path) 
         assert checkpoint.found_steps(tmp_path, run, 1) == []
 
 
+async def test_a_keeper_that_lies_about_how_far_the_run_is_moves_nothing(tmp_path: Path) -> None:
+    run = replace(RUN, steps=50)
+    async with swarm(run, replicas=1) as s:
+        add_keeper(s, tmp_path / "liar", "liar")
+        add_keeper(s, tmp_path / "kept")
+        await s.until(lambda: {"liar", "keeper"} <= s.network.records.keys())
+        both = tuple(SavedStage(stage=stage, versions=(50,)) for stage in range(run.S))
+        answers(s, "liar", "saved", lambda _: Answer(pack(Saved(stages=both))))
+        s.add_trainer("trainer")
+        await s.until(lambda: s.peers["s0p0"].core.version >= 6)
+        assert s.network.peers["liar"].transport.calls["saved"] > 0
+        assert s.network.peers["liar"].transport.calls["state"] == 0
+
+
 async def test_bytes_that_do_not_fit_their_hash_are_not_kept(tmp_path: Path) -> None:
     def spoil(answer: Answer) -> Answer:
         chunk = unpack(answer.header, VectorChunk)
