@@ -23,11 +23,11 @@ from peers.probe import Prober
 from peers.waiting import happens
 from swarm.data import sample_offsets, trainer_order
 from swarm.errors import BadAnswer, Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError
-from swarm.ids import Era, Microbatch, PeerId
+from swarm.ids import Era, Microbatch, PeerId, Standing
 from swarm.policy.bans import Bans
 from swarm.policy.ledger import from_bytes
 from swarm.policy.patience import Patience
-from swarm.policy.router import NoPeerForStage, Router
+from swarm.policy.router import NoPeerForStage, Pace, Router
 from swarm.policy.window import Window
 from swarm.policy.worklist import Work as Item
 from swarm.policy.worklist import WorkList
@@ -41,6 +41,9 @@ IDLE_S = 0.25
 """The loop looks again at least this often."""
 STALE_S = 0.1
 """How long to wait for news after a peer said that a step is over."""
+BACK_AFTER_S = 6.0
+"""The run is where it is said to be, if that has been earlier than we knew for so long: all who held more are
+dead, and others came back from older checkpoints. One peer that lags behind has caught up by then."""
 MOST_REFUSALS = 3
 """A microbatch that so many attempts refuse stops the trainer: the run diverged, or we are not admitted."""
 
@@ -81,6 +84,7 @@ class Trainer:
         self._router = Router(Bans(probed=True))
         self._prober = Prober(run.id, transport, directory, self._router.bans)
         self.patience = Patience()
+        self._pace = Pace()
         self._todo = WorkList(lambda t: trainer_order(run.id, t, me, run.M), run.M)
         self._window = Window(
             start=settings.window or 2 * run.S, largest=settings.window or 1024, fixed=bool(settings.window)
@@ -91,6 +95,7 @@ class Trainer:
         self._version = 0
         self._full = False
         """As many microbatches of open steps are in flight as the window allows."""
+        self._behind_since: float | None = None
         self._told = False
         """The version was heard from a peer."""
         self._running: dict[asyncio.Task[None], int] = {}
@@ -196,7 +201,7 @@ class Trainer:
         mb, peer = item.microbatch, None
         began = time.monotonic()
         try:
-            route = self._route()
+            route = self._route(mb.t)
             peer = route[0]
             done = await self._call(peer, route, item)
         except NoPeerForStage as nobody:
@@ -229,18 +234,21 @@ class Trainer:
             self.losses[mb] = done.loss
             self._todo.finished(mb, now=time.monotonic())
             self._window.answered(now=time.monotonic())
+            self._pace.answered(now=time.monotonic())
             self.patience.answered(time.monotonic() - began)
             for hop in done.hops[: self._run.S]:
                 if 0 <= hop.stage < self._run.S and 0 <= hop.own_s <= time.monotonic() - began:
                     self._router.answered(hop.stage, hop.peer, hop.own_s)
             self._refusals.pop(mb, None)
 
-    def _route(self) -> list[PeerId]:
+    def _route(self, t: int) -> list[PeerId]:
         """One peer of each stage; stages behind the first may be empty for now, their callers wait."""
-        route = [self._router.route(0, now=time.monotonic()).peer]
+        ahead = self._run.M if self._run.delayed_updates else 0
+        horizon_s = self._pace.horizon_s(self._todo.unstarted(t) + ahead)
+        route = [self._router.route(0, now=time.monotonic(), horizon_s=horizon_s).peer]
         for stage in range(1, self._run.S):
             try:
-                route.append(self._router.route(stage, now=time.monotonic()).peer)
+                route.append(self._router.route(stage, now=time.monotonic(), horizon_s=horizon_s).peer)
             except NoPeerForStage:
                 break
         return route
@@ -318,9 +326,14 @@ class Trainer:
         for t, loss in brief.losses:
             if 0 <= t < self._run.steps:
                 self.step_losses.setdefault(t, loss)
-        if watched.era < self._era:
+        if Standing(watched.era, watched.version) >= Standing(self._era, self._version):
+            self._behind_since = None
+        elif self._behind_since is None:
+            self._behind_since = now
+        believed = self._behind_since is not None and now - self._behind_since > BACK_AFTER_S
+        if watched.era < self._era and not believed:
             return  # a peer that has not heard of it yet
-        if watched.era > self._era:
+        if watched.era > self._era or believed:
             self._go_back(watched.era, watched.version)
         if not self._told:  # what was done before we came is not ours to tell
             self._version, self._step_began = watched.version, now
@@ -340,7 +353,7 @@ class Trainer:
 
     def _go_back(self, era: Era, version: int) -> None:
         """A stage lost all its members: the run goes on from an earlier version."""
-        self._era = era
+        self._era, self._behind_since = era, None
         if not self._told or version >= self._version:
             return
         self._emit(events.RolledBack(stage=-1, step=version))
@@ -364,6 +377,7 @@ class Trainer:
                     losses=self._losses_of(t),
                 )
             )  # fmt: skip
+        self._pace.stepped(self._todo.ran(version - 1) / self._run.M)
         self._version, self._step_began = version, now
         self._todo.stepped(version)
         self._window.paused()

@@ -1,0 +1,33 @@
+"""A trainer that is the only one left who knows how far the run was. Found by seed 12 of the simulation."""
+
+from __future__ import annotations
+
+import pytest
+
+from peers import trainer
+from peers.events import RolledBack
+from swarm.run import counting_run
+from tests.peers.loops import quick, swarm
+
+pytestmark = pytest.mark.usefixtures("quick")
+assert quick  # a fixture
+
+
+@pytest.mark.asyncio
+async def test_all_peers_die_and_others_begin_again_while_the_trainer_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing tells the newcomers of a later era: the trainer has to see that the run is where they are."""
+    monkeypatch.setattr(trainer, "BACK_AFTER_S", 1.0)
+    run = counting_run(stages=2, steps=6, microbatches_per_step=4)
+    async with swarm(run, stages=2, replicas=1) as built:
+        await built.until_serving()
+        built.add_trainer("trainer")
+        await built.until_version(2)
+        for name, _ in built.live():
+            built.kill(name)
+        for stage in range(run.S):
+            built.add_peer(f"late{stage}", stage)
+        await built.until_finished()
+        built.assert_each_counted_once()
+        assert [event.stage for event in built.seen(RolledBack)] == [-1]
