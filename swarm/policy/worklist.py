@@ -105,6 +105,16 @@ class WorkList:
             step.running &= ~(1 << microbatch.m)
             step.cursor = 0
 
+    def unstarted(self, t: int) -> int:
+        """How many microbatches of step `t` nobody has started, as far as is known here."""
+        step = self._step(t)
+        return self._microbatches - (step.done | step.running | step.taken).bit_count()
+
+    def ran(self, t: int) -> int:
+        """How many microbatches of step `t` this trainer got an answer for."""
+        step = self._steps.get(t)
+        return 0 if step is None else step.done.bit_count()
+
     def next_wakeup(self, *, now: float) -> float | None:
         """When something that is lacking becomes due; None: no timer needed."""
         due = [

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.policy.router import GUESS_S, NoPeerForStage, Router
+from swarm.policy.router import GUESS_S, PACE_FROM, TRY_AGAIN, NoPeerForStage, Pace, Router
 
 FAST, SLOW = "fast", "slow"
 
@@ -176,3 +177,60 @@ def test_nobody_falls_behind_its_share_by_more_than_one_turn(times: list[float])
         given_s[route.peer] += route.expected_s
         busiest, idlest = max(given_s.values()), min(given_s.values())
         assert busiest - idlest <= max(times) + 1e-9
+
+
+def test_a_much_slower_peer_gets_nothing_that_the_step_would_end_up_waiting_for() -> None:
+    router = Router()
+    router.set_peers(0, ["a", "b", SLOW])
+    for peer, took_s in (("a", 0.01), ("b", 0.02), (SLOW, 0.4)):
+        for _ in range(3):
+            router.answered(0, peer, took_s)
+    began = [router.route(0, now=1.0).peer for _ in range(100)]
+    assert SLOW in began, "without a horizon it has its share"
+    assert SLOW in [router.route(0, now=1.0, horizon_s=0.5).peer for _ in range(100)]
+    late = [router.route(0, now=1.0, horizon_s=0.3).peer for _ in range(1000)]
+    assert set(late) == {"a", "b"}, "b is slower than a, and not by much"
+    ended = [router.route(0, now=1.0, horizon_s=0.0).peer for _ in range(100)]
+    assert set(ended) == {"a", "b"}, "somebody has to do what is left"
+
+
+def test_a_peer_that_is_kept_out_is_tried_again_now_and_then() -> None:
+    router = Router()
+    router.set_peers(0, [FAST, SLOW])
+    for peer, took_s in ((FAST, 0.01), (SLOW, 0.4)):
+        router.answered(0, peer, took_s)
+    now, tried = 100.0, []
+    for _ in range(2000):
+        now += 0.01
+        if router.route(0, now=now, horizon_s=0.0).peer == SLOW:
+            tried.append(now)
+    assert len(tried) >= 2
+    assert min(b - a for a, b in itertools.pairwise(tried)) >= TRY_AGAIN * 0.4
+    for _ in range(3):
+        router.answered(0, SLOW, 0.01)
+    assert SLOW in [router.route(0, now=now, horizon_s=0.0).peer for _ in range(3)], "it became fast"
+
+
+def test_the_only_peer_of_a_stage_is_used_however_slow_it_is() -> None:
+    router = Router()
+    router.set_peers(0, [SLOW])
+    router.answered(0, SLOW, 9.0)
+    assert router.route(0, now=0.0, horizon_s=0.0).peer == SLOW
+    router.set_peers(0, [SLOW, FAST])
+    router.answered(0, FAST, 0.1)
+    router.failed(FAST, now=0.0)
+    assert router.route(0, now=0.5, horizon_s=0.0).peer == SLOW
+
+
+def test_the_pace_is_that_of_the_answers_and_not_of_the_waits_between_steps() -> None:
+    pace, now = Pace(), 0.0
+    for n in range(PACE_FROM + 1):
+        assert pace.horizon_s(1) == float("inf")
+        now += 5.0 if n % 5 == 4 else 0.02
+        pace.answered(now=now)
+    assert pace.horizon_s(10) == pytest.approx(0.2)
+    pace.stepped(0.25)  # three others run as many
+    assert pace.horizon_s(10) == pytest.approx(0.05)
+    pace.stepped(0.0)  # it ran none of a step: that says nothing
+    assert pace.horizon_s(10) == pytest.approx(0.05)
+    assert pace.horizon_s(0) == 0.0

@@ -179,3 +179,17 @@ def test_nothing_runs_twice_at_once_and_what_is_lacking_is_run_in_the_end(
         todo.failed(Microbatch(0, m))
     todo.lacking(0, [ALL, ALL], now=now + 1.0)
     assert sorted(numbers(start_all(todo, now=now + 2.0))) == list(range(M))
+
+
+def test_what_nobody_started_is_counted_and_what_this_trainer_ran() -> None:
+    todo = WorkList(lambda t: range(8), 8)
+    assert todo.unstarted(0) == 8
+    first = todo.next(0, now=0.0)
+    assert first is not None
+    assert todo.unstarted(0) == 7
+    todo.finished(first.microbatch, now=0.0)
+    todo.lacking(0, [0b11110000, 0, 0], now=0.0)  # others have the first four
+    assert todo.unstarted(0) == 4
+    assert todo.ran(0) == 1
+    todo.stepped(1)
+    assert (todo.ran(0), todo.unstarted(1)) == (0, 8)
