@@ -116,7 +116,7 @@ class CatchUp:
             return False
         go = found.opened.last_go
         if go is not None and era is None:
-            core.last_go = Go(go.t, go.total_sqnorm)
+            core.goes[go.t] = Go(go.t, go.total_sqnorm)
         source = found.sources[0] if found.sources else ""
         self._emit(
             events.StateFetched(

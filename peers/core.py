@@ -57,6 +57,9 @@ class News:
         self._last = time.monotonic()
 
 
+GOES_KEPT = 3
+"""With delayed updates a mate may be two steps behind, holding both gradients, when the run has gone on."""
+
 REALIGN_STEPS = 100
 """Where the manifest has no checkpoints, members of different kinds of device take the same bits so often."""
 
@@ -72,7 +75,8 @@ class StageCore:
         self.device = DeviceThread(f"device of stage {stage}")
         self.era = Era()
         self.steps: dict[int, OpenStep] = {}
-        self.last_go: Go | None = None
+        self.goes: dict[int, Go] = {}
+        """Of the last steps that were taken, by step."""
         self.applied: Applied | None = None
         self._digest = (-1, "")
         self.audit = Audit()
@@ -184,7 +188,8 @@ class StageCore:
         await step.stopped()
         await self.device.run(Rank.STEP, go.t, self.compute.apply, go.t, reduced, go.total_sqnorm)
         self.applied = Applied(go, reduced, held)
-        self.last_go = go
+        self.goes = {t: known for t, known in self.goes.items() if t > go.t - GOES_KEPT}
+        self.goes[go.t] = go
         if audited is not None:
             self.audit = Audit(
                 steps=self.audit.steps + 1,
@@ -222,14 +227,14 @@ class StageCore:
         for step in closed:
             await step.stopped()
         await self.device.run(Rank.STEP, version, self.compute.load_state, version, tensors)
-        self.applied, self.last_go, self.era = None, None, standing.era
+        self.applied, self.goes, self.era = None, {}, standing.era
         await self.open_steps()
         await self.refresh_digest()
 
     def enter(self, era: Era) -> None:
         """A later era that starts at the version that is held: nothing is lost, and nobody goes on alone."""
         assert era > self.era and era.start == self.version
-        self.era, self.last_go = era, None
+        self.era, self.goes = era, {}
         self.news.urgent()
 
 

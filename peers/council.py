@@ -13,11 +13,11 @@ import contextlib
 import math
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from peers.core import StageCore
+from peers.core import GOES_KEPT, StageCore
 from peers.courier import Courier
 from peers.ports import Answer, Directory, Request, Transport
 from peers.roll import Roll
@@ -225,7 +225,7 @@ class Council:
             digest=core.digest,
             kind=core.kind,
             steps=tuple(steps),
-            last_go=_go_wire(core.last_go),
+            goes=_go_wires(core.goes),
             bandwidth_bps=self._bandwidth(),
         )
         return report, losses
@@ -326,7 +326,7 @@ class Council:
         own_report, own_losses = self._report()
         self._members[self._me] = (own_report, own_losses, now)
         for report, _, _ in self._members.values():
-            self._learn_go(report.last_go, report.era)
+            self._learn_goes(report.goes, report.era)
         self._decide()
         self._look_behind(now)
         chief = self.coordinator(0)
@@ -473,7 +473,7 @@ class Council:
             sources=tuple(sources[:64]),
             digest=digest,
             steps=tuple(steps),
-            go=_go_wire(self._newest_go()),
+            goes=_go_wires(self._known_goes()),
             # Trainers ask peers of stage 0; to the others it would be noise at every microbatch.
             whole_run=self.whole_run if self._stage == 0 else RunBrief(run=self._run.id),
         )
@@ -513,7 +513,7 @@ class Council:
             version=self._newest_version(),
             members=len(self._members),
             steps=tuple(steps),
-            last_go=_go_wire(self._newest_go()),
+            goes=_go_wires(self._known_goes()),
         )
 
     async def _send_summary(self, chief: PeerId, summary: Summary) -> None:
@@ -538,12 +538,12 @@ class Council:
         return Answer(pack(Ack()))
 
     def _hear_run(self, whole_run: RunBrief) -> None:
-        known = self._newest_go()
+        known = self._known_goes()
         self._enter(whole_run.era)
-        self._learn_go(whole_run.go, whole_run.era)
+        self._learn_goes(whole_run.goes, whole_run.era)
         if whole_run != self.whole_run:
             self._set_whole_run(whole_run)
-        if self._newest_go() != known and self.coordinator(self._stage) == self._me:
+        if self._known_goes() != known and self.coordinator(self._stage) == self._me:
             self._core.news.urgent()
 
     # -- the conductor's --------------------------------------------------------------------------
@@ -570,7 +570,7 @@ class Council:
             return
         version = max(s.version for s in summaries.values())
         for summary in summaries.values():
-            self._learn_go(summary.last_go, summary.era)
+            self._learn_goes(summary.goes, summary.era)
             for step in summary.steps:
                 if step.loss is not None:
                     self._losses.setdefault(step.t, step.loss)
@@ -595,13 +595,13 @@ class Council:
             era=self._era,
             version=version,
             lacking=tuple(lacking),
-            go=_go_wire(self._newest_go()),
+            goes=_go_wires(self._known_goes()),
             losses=tuple(sorted(self._losses.items())),
             conductor=self._me,
         )
         if whole_run == self.whole_run:
             return
-        news = whole_run.go != self.whole_run.go
+        news = whole_run.goes != self.whole_run.goes
         self._set_whole_run(whole_run)
         for stage, (_, peer, _) in self._summaries.items():
             if stage != self._stage:
@@ -627,21 +627,20 @@ class Council:
             self._decisions.clear()
             self._core.news.urgent()
 
-    def _learn_go(self, wire: GoWire | None, era: Era) -> None:
+    def _learn_goes(self, goes: Sequence[GoWire], era: Era) -> None:
         if era != self._era:
             return
         # A go is for a step that all stages have the weights for. One that ours has not is a lie, or we are
         # behind, and it is told again. Kept, it would hide all true ones that come after, for good.
         newest = max((report.version for report in self._present().values()), default=0)
-        if wire is not None and wire.t not in self._goes and wire.t <= max(newest, self._core.version):
-            self._goes[wire.t] = Go(wire.t, wire.total_sqnorm)
-            for t in [t for t in self._goes if t < wire.t - 4]:
-                del self._goes[t]
+        for go in goes:
+            if go.t not in self._goes and go.t <= max(newest, self._core.version):
+                self._goes[go.t] = Go(go.t, go.total_sqnorm)
+                for t in [t for t in self._goes if t < go.t - 4]:
+                    del self._goes[t]
 
-    def _newest_go(self) -> Go | None:
-        if self._goes:
-            return self._goes[max(self._goes)]
-        return self._core.last_go if self._core.era == self._era else None
+    def _known_goes(self) -> dict[int, Go]:
+        return {**(self._core.goes if self._core.era == self._era else {}), **self._goes}
 
     # -- for trainers -----------------------------------------------------------------------------
 
@@ -674,7 +673,7 @@ def check_report(report: Report, run: Run) -> None:
     if not 0.0 <= report.bandwidth_bps < math.inf:
         raise Refused(f"an impossible bandwidth, {report.bandwidth_bps} bit/s")
     _check_steps([step.t for step in report.steps], run)
-    _check_go(report.last_go, run)
+    _check_goes(report.goes, run)
     for step in report.steps:
         for ledger in (step.done, step.doing, *((step.fixed,) if step.fixed else ())):
             _check_bitmap(ledger, run)
@@ -686,7 +685,7 @@ def check_summary(summary: Summary, run: Run) -> None:
     """Refuse what no coordinator can honestly say: it would break the conductor's arithmetic."""
     check_standing(summary.era, summary.version, run, what="a summary")
     _check_steps([step.t for step in summary.steps], run)
-    _check_go(summary.last_go, run)
+    _check_goes(summary.goes, run)
     for step in summary.steps:
         for bitmap in (step.lacking, step.unclaimed):
             _check_bitmap(bitmap, run)
@@ -712,8 +711,10 @@ def _check_steps(steps: Sequence[int], run: Run) -> None:
         raise Refused(f"{list(steps)[:8]} are not open steps of a run of {run.steps}")
 
 
-def _check_go(go: GoWire | None, run: Run) -> None:
-    if go is not None:
+def _check_goes(goes: Sequence[GoWire], run: Run) -> None:
+    if len(goes) > MOST_STEPS:
+        raise Refused(f"{len(goes)} goes at once; at most {MOST_STEPS}")
+    for go in goes:
         if not 0 <= go.t < run.steps:
             raise Refused(f"a go for step {go.t} of a run of {run.steps} steps")
         _check_sqnorm(go.total_sqnorm)
@@ -732,8 +733,9 @@ def _check_bitmap(bitmap: bytes, run: Run) -> None:
         raise Refused(str(error)) from None
 
 
-def _go_wire(go: Go | None) -> GoWire | None:
-    return None if go is None else GoWire(t=go.t, total_sqnorm=go.total_sqnorm)
+def _go_wires(goes: Mapping[int, Go]) -> tuple[GoWire, ...]:
+    """The newest, ascending."""
+    return tuple(GoWire(t=t, total_sqnorm=goes[t].total_sqnorm) for t in sorted(goes)[-GOES_KEPT:])
 
 
 def _stage_step(summary: Summary, t: int) -> StageStep | None:

@@ -327,11 +327,12 @@ class StagePeer:
         if self._catching_up or self._state == "left":
             return
         same_era = brief.era == core.era
-        if same_era and brief.go is not None and brief.go.t == core.version:
+        go = next((go for go in brief.goes if go.t == core.version), None)
+        if same_era and go is not None:
             step = core.steps.get(core.version)
             if step is not None and step.held is not None and not step.over:
                 self._catching_up = True
-                self._spawn(self._take_step(Go(brief.go.t, brief.go.total_sqnorm)))
+                self._spawn(self._take_step(Go(go.t, go.total_sqnorm)))
                 return
         theirs = Standing(brief.era, brief.version)
         differs = brief.digest and core.digest and brief.digest != core.digest

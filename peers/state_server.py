@@ -333,11 +333,11 @@ class StateServer:
 
     def _copy(self) -> Snapshot:
         core = self._core
-        version, go = core.compute.version, core.last_go
-        told = go is not None and go.t == version - 1
+        version = core.compute.version
+        go = core.goes.get(version - 1)
         return Snapshot(
             version=version, tensors=core.compute.state(), era=core.era,
-            last_go=GoWire(t=go.t, total_sqnorm=go.total_sqnorm) if go is not None and told else None,
+            last_go=None if go is None else GoWire(t=go.t, total_sqnorm=go.total_sqnorm),
         )  # fmt: skip
 
     async def _serve_vector(self, request: Request) -> Answer:

@@ -122,7 +122,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = ""
     """Kind of device: digests of different kinds are compared only where the run realigns."""
     steps: tuple[StepReport, ...] = ()
-    last_go: GoWire | None = None
+    goes: tuple[GoWire, ...] = ()
+    """The last that it took: whoever conducts next says the same."""
     farewell: bool = False
     """The last one: do not count on this member any more."""
     bandwidth_bps: float = 0.0
@@ -165,8 +166,8 @@ class RunBrief(msgspec.Struct, frozen=True, kw_only=True):
     era: Era = Era()
     version: int = 0
     lacking: tuple[StepLacking, ...] = ()
-    go: GoWire | None = None
-    """The newest go."""
+    goes: tuple[GoWire, ...] = ()
+    """The newest, ascending. More than one: with delayed updates a stage may have to take two steps."""
     losses: tuple[tuple[int, float], ...] = ()
     """Mean loss of each of the last steps, over exactly M microbatches."""
     conductor: PeerId = ""
@@ -188,7 +189,7 @@ class Brief(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""
     """What most members of `version` hold; empty while unknown."""
     steps: tuple[StepBrief, ...] = ()
-    go: GoWire | None = None
+    goes: tuple[GoWire, ...] = ()
     whole_run: RunBrief = RunBrief()
 
 
@@ -215,7 +216,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     members: int
     steps: tuple[StepSummary, ...] = ()
-    last_go: GoWire | None = None
+    goes: tuple[GoWire, ...] = ()
 
 
 class Watch(msgspec.Struct, frozen=True, kw_only=True):

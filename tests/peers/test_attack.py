@@ -98,7 +98,7 @@ async def test_an_impossible_bandwidth_does_not_end_the_coordinator(bad: float) 
         {"version": 10**9},
         {"steps": (StepSummary(t=0, lacking=b"", unclaimed=b"\xff" * 9, ready=False, sqnorm=0.0),)},
         {"steps": (StepSummary(t=0, lacking=b"\0", unclaimed=b"\0", ready=True, sqnorm=math.nan),)},
-        {"last_go": GoWire(t=10**9, total_sqnorm=1.0)},
+        {"goes": (GoWire(t=10**9, total_sqnorm=1.0),)},
     ],
 )
 async def test_an_impossible_summary_is_refused_and_the_conductor_goes_on(lie: dict[str, object]) -> None:
@@ -120,9 +120,9 @@ async def test_a_go_for_a_step_that_nobody_can_have_prepared_is_forgotten(by: st
         liar = await member(s, 1)
         go = GoWire(t=run.steps - 1, total_sqnorm=1.0)
         if by == "report":
-            await liar.send("s1p0", "report", report(s, 1, last_go=go), [b""])
+            await liar.send("s1p0", "report", report(s, 1, goes=(go,)), [b""])
         else:
-            await liar.send("s0p0", "summary", summary(s, 1, last_go=go))
+            await liar.send("s0p0", "summary", summary(s, 1, goes=(go,)))
         s.network.fail(LIAR)
         s.add_trainer("trainer")
         await finishes(s)

@@ -135,9 +135,9 @@ async def test_everybody_can_be_asked_how_it_is_doing() -> None:
         ({"step": {"doing": b"\0\0"}}, "a ledger of 4 microbatches has 1 bytes, not 2"),
         ({"step": {"held": held(float("nan"))}}, "an impossible squared norm, nan"),
         ({"step": {"held": held(-1.0)}}, "an impossible squared norm, -1.0"),
-        ({"last_go": GoWire(t=3, total_sqnorm=1.0)}, "a go for step 3 of a run of 3 steps"),
-        ({"last_go": GoWire(t=-1, total_sqnorm=1.0)}, "a go for step -1 of a run of 3 steps"),
-        ({"last_go": GoWire(t=0, total_sqnorm=float("nan"))}, "an impossible squared norm, nan"),
+        ({"goes": (GoWire(t=3, total_sqnorm=1.0),)}, "a go for step 3 of a run of 3 steps"),
+        ({"goes": (GoWire(t=-1, total_sqnorm=1.0),)}, "a go for step -1 of a run of 3 steps"),
+        ({"goes": (GoWire(t=0, total_sqnorm=float("nan")),)}, "an impossible squared norm, nan"),
     ],
 )  # fmt: skip
 async def test_a_report_that_cannot_be_true_is_refused(changes: dict[str, Any], text: str) -> None:
@@ -281,8 +281,8 @@ async def test_a_plan_with_an_impossible_ledger_is_said_and_changes_nothing() ->
         ({"step": {"unclaimed": b"\xff" * 99}}, "a ledger of 4 microbatches has 1 bytes, not 99"),
         ({"step": {"lacking": b"\xff"}}, "the ledger names a microbatch beyond 3"),
         ({"step": {"sqnorm": float("nan")}}, "an impossible squared norm, nan"),
-        ({"last_go": GoWire(t=99, total_sqnorm=1.0)}, "a go for step 99 of a run of 3 steps"),
-        ({"last_go": GoWire(t=0, total_sqnorm=-1.0)}, "an impossible squared norm, -1.0"),
+        ({"goes": (GoWire(t=99, total_sqnorm=1.0),)}, "a go for step 99 of a run of 3 steps"),
+        ({"goes": (GoWire(t=0, total_sqnorm=-1.0),)}, "an impossible squared norm, -1.0"),
     ],
 )
 async def test_a_summary_that_cannot_be_true_is_refused_and_the_conductor_lives(
@@ -309,7 +309,7 @@ async def test_news_of_the_run_are_taken_from_the_conductor_only() -> None:
         await s.until(lambda: s.peers["s1p0"].council.whole_run.conductor == "s0p0")
         stranger = s.add_stranger()
         for conductor in ("stranger", "s0p0"):
-            lie = RunBrief(run=RUN.id, version=2, go=GoWire(t=0, total_sqnorm=0.0), conductor=conductor)
+            lie = RunBrief(run=RUN.id, version=2, goes=(GoWire(t=0, total_sqnorm=0.0),), conductor=conductor)
             await stranger.send("s1p0", "run", lie)
             assert s.peers["s1p0"].council.whole_run.version == 0
         text = f"news of run 'other'; this peer serves {RUN.id}"
