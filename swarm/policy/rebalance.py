@@ -161,12 +161,14 @@ def _members(newest: Sequence[PeerRecord], *, period_s: float, now_s: float) -> 
     speeds = [_between(r.speed, LEAST_SPEED, MOST_SPEED) for r in newest]
     usual = _median([speed for speed in speeds if speed], default=1.0)
     serving_versions = sorted(r.version for r in newest if r.state == "serving")
+    # Records are seconds old, and steps may be short: as far as the newest are ahead, others may lag behind.
     version = serving_versions[(len(serving_versions) - 1) // 2] if serving_versions else 0
+    spread = serving_versions[-1] - version if serving_versions else 0
     members: list[_Member] = []
     for record, speed in zip(newest, speeds, strict=True):
         here_s = now_s - _since(record, now_s)
         serving = record.state == "serving"
-        if serving and record.version < version - VERSIONS_BEHIND:
+        if serving and record.version < version - VERSIONS_BEHIND - 2 * spread:
             continue
         if not serving and here_s > HORIZON_PERIODS * period_s:
             continue  # it will not arrive any more

@@ -191,6 +191,14 @@ def test_a_peer_that_hangs_does_not_count_as_the_second_one() -> None:
     assert all(one.peer not in ("a", "dead") for one in over_periods(*records) if isinstance(one, Move))
 
 
+def test_records_of_different_age_are_not_taken_for_hung_peers() -> None:
+    """With steps of less than a second, who announced seconds before the others is many versions behind."""
+    fresh = [peer(f"a{i}", 1, 2.0, version=20) for i in range(3)]
+    old = [peer("b", 0, 2.0, version=8), peer("c", 0, 2.0, version=9)]
+    others = [peer(f"d{i}", 2, 2.0, version=14) for i in range(3)]
+    assert not moves(*fresh, *old, *others, stages=3)
+
+
 def test_one_liar_counts_for_no_more_than_32_and_holds_the_others_up_for_a_while_only() -> None:
     """It would be the best to move, and never does."""
     here = [peer(f"a{i}", 0, 1.0, load=0.1) for i in range(40)]
