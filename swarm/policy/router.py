@@ -22,9 +22,9 @@ long once (a stopped process, a busy disk) is not held against a peer for hundre
 GUESS_S = 0.1
 """Assumed response time of the very first peer, before anything is known."""
 MUCH_SLOWER = 3.0
-"""So many times slower than the fastest: it gets no microbatch that the step would end up waiting for. Without
-this rule one peer that is 20 times slower made the steps of three others take 1.4 to 2.1 times as long (8 to 128
-microbatches a step, simulated); with it 1.0 to 1.05."""
+"""So many times slower than the fastest: it gets no microbatch that the step would end up waiting for.
+Without this rule one peer that is 20 times slower made the steps of three others take 1.4 to 2.1 times as
+long (8 to 128 microbatches a step, simulated); with it 1.0 to 1.05."""
 TRY_AGAIN = 20.0
 """A peer that is kept out gets one microbatch in so many of its response times: it may have become faster. It
 can hold up the run for a twentieth of the time by that."""
