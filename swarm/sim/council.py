@@ -24,6 +24,7 @@ REFRESH_S = 1.0
 GONE_AFTER_S = 3.5
 GATHER_S = 0.1
 CALL_S = 3.0
+GOES_KEPT = 3
 
 M = TypeVar("M")
 
@@ -219,7 +220,7 @@ class Council:
                 bandwidth_bps=peer.bandwidth_bps,
             )
             steps.append((t, member))
-        return Report(peer.era, peer.version, peer.digest, tuple(steps), peer.last_go)
+        return Report(peer.era, peer.version, peer.digest, tuple(steps), _newest(peer.goes))
 
     async def _send_report(self, chief: PeerId, report: Report) -> None:
         try:
@@ -281,7 +282,7 @@ class Council:
             self.lost(peer)
         self._says(self._me, self._report())
         for report, _ in self._members.values():
-            self._learn_go(report.last_go, report.era)
+            self._learn_goes(report.goes, report.era)
         self._decide()
         self._look_behind(now)
         chief = self.coordinator(0)
@@ -386,7 +387,7 @@ class Council:
             sources=tuple(sources),
             digest=digest,
             steps=tuple(steps),
-            go=self._newest_go(),
+            goes=_newest(self._known_goes()),
             whole_run=self.whole_run if self._stage == 0 else RunBrief(),
         )
 
@@ -410,7 +411,7 @@ class Council:
             ready = isinstance(decision, Adopt) and decision.ready
             norm = decision.sqnorm if isinstance(decision, Adopt) else 0.0
             steps.append((t, StageStep(self._stage, version, lacking, unclaimed, ready, norm)))
-        return Summary(self._stage, self._era, version, tuple(steps), self._newest_go())
+        return Summary(self._stage, self._era, version, tuple(steps), _newest(self._known_goes()))
 
     async def _send_summary(self, chief: PeerId, summary: Summary) -> None:
         try:
@@ -429,11 +430,11 @@ class Council:
             self._hear_run(whole_run)
 
     def _hear_run(self, whole_run: RunBrief) -> None:
-        known = self._newest_go()
+        known = self._known_goes()
         self._enter(whole_run.era)
-        self._learn_go(whole_run.go, whole_run.era)
+        self._learn_goes(whole_run.goes, whole_run.era)
         self._set_whole_run(whole_run)
-        if self._newest_go() != known and self.coordinator(self._stage) == self._me:
+        if self._known_goes() != known and self.coordinator(self._stage) == self._me:
             self._peer.news.urgent()
 
     # -- the conductor's --------------------------------------------------------------------------
@@ -455,7 +456,7 @@ class Council:
             return
         version = max(s.version for s in summaries.values())
         for summary in summaries.values():
-            self._learn_go(summary.last_go, summary.era)
+            self._learn_goes(summary.goes, summary.era)
         oldest = min(s.version for s in summaries.values())
         lacking: list[tuple[int, tuple[int, ...]]] = []
         for t in sorted({oldest, *range(version, version + terms.ahead + 1)}):
@@ -470,10 +471,10 @@ class Council:
             if t >= version:
                 by_stage = (known[s].unclaimed if s in known else 0 for s in range(terms.stages))
                 lacking.append((t, tuple(by_stage)))
-        whole_run = RunBrief(self._era, version, tuple(lacking), self._newest_go(), self._me)
+        whole_run = RunBrief(self._era, version, tuple(lacking), _newest(self._known_goes()), self._me)
         if whole_run == self.whole_run:
             return
-        news = whole_run.go != self.whole_run.go
+        news = whole_run.goes != self.whole_run.goes
         self._set_whole_run(whole_run)
         for stage, (_, peer, _) in self._summaries.items():
             if stage != self._stage:
@@ -497,19 +498,18 @@ class Council:
             self._decisions.clear()
             self._peer.news.urgent()
 
-    def _learn_go(self, go: Go | None, era: Era) -> None:
-        if go is None or era != self._era or go.t in self._goes:
+    def _learn_goes(self, goes: tuple[Go, ...], era: Era) -> None:
+        if era != self._era or all(go.t in self._goes for go in goes):
             return
         newest = max((report.version for report in self._those_present().values()), default=0)
-        if go.t <= max(newest, self._peer.version):
-            self._goes[go.t] = go
-            for t in [t for t in self._goes if t < go.t - 4]:
-                del self._goes[t]
+        for go in goes:
+            if go.t not in self._goes and go.t <= max(newest, self._peer.version):
+                self._goes[go.t] = go
+                for t in [t for t in self._goes if t < go.t - 4]:
+                    del self._goes[t]
 
-    def _newest_go(self) -> Go | None:
-        if self._goes:
-            return self._goes[max(self._goes)]
-        return self._peer.last_go if self._peer.era == self._era else None
+    def _known_goes(self) -> dict[int, Go]:
+        return {**(self._peer.goes if self._peer.era == self._era else {}), **self._goes}
 
     # -- for trainers -----------------------------------------------------------------------------
 
@@ -527,6 +527,11 @@ class Council:
         if self._peer.joined:
             far = max(far, self._peer.standing)
         return Watched(self._revision, far.era, far.version, self.whole_run)
+
+
+def _newest(goes: dict[int, Go]) -> tuple[Go, ...]:
+    """Ascending."""
+    return tuple(goes[t] for t in sorted(goes)[-GOES_KEPT:])
 
 
 def _stage_step(summary: Summary, t: int) -> StageStep | None:

@@ -33,7 +33,7 @@ from swarm.policy.rounds import Go, Held, Plan
 from swarm.policy.router import NoPeerForStage, Router
 from swarm.sim.check import ELEMENTS, Checks, Weights, applied, initial, one_hot, sqnorm
 from swarm.sim.clock import Clock, Future, Task
-from swarm.sim.council import Council, News
+from swarm.sim.council import GOES_KEPT, Council, News
 from swarm.sim.dice import Dice
 from swarm.sim.network import Network, Node
 from swarm.sim.probe import Prober
@@ -53,6 +53,7 @@ LOST_S = 6.0
 LOOK_S = 1.0
 HAND_LOOK_S = 0.05
 HAND_CALL_S = 20.0
+HAND_PAUSE_S = 1.5
 LEAVE_WITHIN_S = 20.0
 
 
@@ -168,7 +169,8 @@ class StagePeer(Node):
         """Version of the weights whose digest is known."""
         self.sums: dict[int, int] = {}
         self.steps: dict[int, OpenStep] = {}
-        self.last_go: Go | None = None
+        self.goes: dict[int, Go] = {}
+        """Of the last steps that were taken, by step."""
         self._applied: tuple[Go, tuple[int, ...], Held] | None = None
         self.joined = False
         self.leaving = False
@@ -271,6 +273,7 @@ class StagePeer(Node):
         """Finish what is in flight, hand over, withdraw."""
         if not self.leaving:
             self.leaving = self.council.leaving = True
+            self._move()
             self.say(lambda: "leaves")
             self.spawn(self._leave())
 
@@ -389,6 +392,9 @@ class StagePeer(Node):
                 self.sums.setdefault(t, 0)
                 self.steps[t] = OpenStep(t, Ledger(t, self.terms.microbatches))
         self.news.urgent()
+        self._move()
+
+    def _move(self) -> None:
         moved, self._moved = self._moved, self.future()
         moved.resolve(None)
 
@@ -399,6 +405,8 @@ class StagePeer(Node):
                 raise self._closed(t)
             if self.joined and t in self.steps:
                 return self.steps[t]
+            if self.leaving:
+                raise Leaving("this peer is leaving")
             left_s = until - self.clock.now
             if left_s <= 0:
                 raise NotReady(f"step {t} is not open", version=self.version)
@@ -428,7 +436,9 @@ class StagePeer(Node):
         self.say(lambda: f"took step {go.t}, version {self.version}")
         self._point("took")
         self._checks.taken(self.stage, self.name, self.weights)
-        self._applied, self.last_go = (go, reduced, held), go
+        self._applied = (go, reduced, held)
+        self.goes = {t: known for t, known in self.goes.items() if t > go.t - GOES_KEPT}
+        self.goes[go.t] = go
         self._open_steps()
         self.spawn(self._hash())
 
@@ -452,13 +462,13 @@ class StagePeer(Node):
 
         await self.on_device(Rank.STEP, standing.version, 0.02, load)
         self._checks.loaded(self.stage, self.name, weights, standing.version)
-        self._applied, self.last_go, self.era = None, None, standing.era
+        self._applied, self.goes, self.era = None, {}, standing.era
         self.say(lambda: f"loaded {standing}")
         self._open_steps()
         await self._hash()
 
     def _enter_here(self, era: Era) -> None:
-        self.era, self.last_go = era, None
+        self.era, self.goes = era, {}
         self.news.urgent()
 
     # -- microbatches -----------------------------------------------------------------------------
@@ -688,11 +698,12 @@ class StagePeer(Node):
         if self._catching_up or self.gone:
             return
         same_era = brief.era == self.era
-        if same_era and brief.go is not None and brief.go.t == self.version:
+        go = next((go for go in brief.goes if go.t == self.version), None)
+        if same_era and go is not None:
             step = self.steps.get(self.version)
             if step is not None and step.held is not None and not step.over:
                 self._catching_up = True
-                self.spawn(self._take_step(brief.go))
+                self.spawn(self._take_step(go))
                 return
         theirs = Standing(brief.era, brief.version)
         differs = brief.digest and self.digest and brief.digest != self.digest
@@ -973,11 +984,10 @@ class StagePeer(Node):
     def _serve_state(self, caller: PeerId, question: None) -> Future[tuple[Era, Weights, Go | None]]:
         if not self.joined:
             raise NotReady("this peer is joining itself", version=-1, retry_after_s=1.0)
-        era, go = self.era, self.last_go
+        era = self.era
 
         def snapshot() -> tuple[Era, Weights, Go | None]:
-            known = go if go is not None and go.t == self.version - 1 else None
-            return era, self.weights, known
+            return era, self.weights, self.goes.get(self.version - 1)
 
         return self.on_device(Rank.STEP, self.version, 0.005, snapshot)
 
@@ -996,7 +1006,7 @@ class StagePeer(Node):
                 continue
             else:
                 if go is not None:
-                    self.last_go = go
+                    self.goes[go.t] = go
                 return True
         return False
 
@@ -1037,9 +1047,9 @@ class StagePeer(Node):
                 await self._give_step(step, until)
 
     async def _give_step(self, step: OpenStep, until: float) -> None:
-        refused: set[PeerId] = set()
+        dead: set[PeerId] = set()
         while self.clock.now < until and not step.over and step.ledger.done:
-            mates = [p for p in self.directory.serving(self.stage) if p != self.name and p not in refused]
+            mates = [p for p in self.directory.serving(self.stage) if p != self.name and p not in dead]
             if not mates:
                 return
             if step.held is not None or step.reducing or step.ledger.frozen_for is not None:
@@ -1051,12 +1061,14 @@ class StagePeer(Node):
                 await self._give(step, mates[0])
                 return
             except PeerFault:
-                refused.add(mates[0])
+                dead.add(mates[0])
+                continue
             except SwarmError:
-                await self.sleep(HAND_LOOK_S)
+                pass  # its step is being averaged, or it is leaving as well
             finally:
                 step.handing = False
                 self.news.urgent()
+            await self.sleep(HAND_PAUSE_S)
 
     async def _give(self, step: OpenStep, mate: PeerId) -> None:
         done = step.ledger.done

@@ -67,7 +67,7 @@ class Report(NamedTuple):
     version: int
     digest: str
     steps: tuple[tuple[int, MemberStep], ...] = ()
-    last_go: Go | None = None
+    goes: tuple[Go, ...] = ()
     farewell: bool = False
 
 
@@ -75,7 +75,7 @@ class RunBrief(NamedTuple):
     era: Era = Era()
     version: int = 0
     lacking: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    go: Go | None = None
+    goes: tuple[Go, ...] = ()
     conductor: PeerId = ""
 
 
@@ -94,7 +94,7 @@ class Brief(NamedTuple):
     sources: tuple[PeerId, ...]
     digest: str
     steps: tuple[StepBrief, ...]
-    go: Go | None
+    goes: tuple[Go, ...]
     whole_run: RunBrief
 
 
@@ -103,7 +103,7 @@ class Summary(NamedTuple):
     era: Era
     version: int
     steps: tuple[tuple[int, StageStep], ...]
-    last_go: Go | None
+    goes: tuple[Go, ...]
 
 
 class Watched(NamedTuple):

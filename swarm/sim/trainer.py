@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from swarm.errors import Busy, NotNow, PeerFault, Refused, Stale, SwarmError
-from swarm.ids import Era, Microbatch, PeerId
+from swarm.ids import Era, Microbatch, PeerId, Standing
 from swarm.policy.bans import Bans
 from swarm.policy.patience import Patience
 from swarm.policy.router import NoPeerForStage, Router
@@ -20,7 +20,7 @@ from swarm.sim.terms import Directory, Terms, Watched, Work, WorkDone
 WATCH_S = 3.0
 IDLE_S = 0.25
 STALE_S = 0.1
-BACK_AFTER_S = 5.0
+BACK_AFTER_S = 6.0
 """The run is taken to be where it is said to be, if that has been earlier than we knew for so long: who held
 the later version is dead."""
 
@@ -182,19 +182,18 @@ class Trainer(Node):
 
     def _learn(self, watched: Watched) -> None:
         brief, now = watched.brief, self.clock.now
-        if watched.era < self._era:
+        if Standing(watched.era, watched.version) >= Standing(self._era, self.version):
+            self._behind_since = None
+        elif self._behind_since is None:
+            self._behind_since = now
+        believed = self._behind_since is not None and now - self._behind_since > BACK_AFTER_S
+        if watched.era < self._era and not believed:
             return
-        if watched.era > self._era:
+        if watched.era > self._era or believed:
             self._go_back(watched.era, watched.version)
         if not self._told:
             self.version = watched.version
             self._todo.stepped(watched.version)
-        if watched.version >= self.version:
-            self._behind_since = None
-        elif self._behind_since is None:
-            self._behind_since = now
-        elif now - self._behind_since > BACK_AFTER_S:
-            self._go_back(watched.era, watched.version)
         if watched.version > self.version:
             self.version = watched.version
             self._todo.stepped(watched.version)
@@ -209,7 +208,7 @@ class Trainer(Node):
                     self._todo.lacking(t, by_stage, now=now)
 
     def _go_back(self, era: Era, version: int) -> None:
-        self._era = era
+        self._era, self._behind_since = era, None
         if self._told and version < self.version:
             self.version = version
             self._todo.went_back(version)
