@@ -475,7 +475,7 @@ class _Pull:
             slow = [
                 (min(by.values()), chunk)
                 for chunk, by in self._flying.items()
-                if chunk in self._missing and source not in by and len(by) < 2
+                if chunk in self._missing and source not in by
             ]
             if slow:
                 since, chunk = min(slow, key=lambda item: item[0])

@@ -136,6 +136,16 @@ async def test_sources_share_the_load_and_no_chunk_is_fetched_twice(net: Net) ->
     assert got.received_bytes == 40 * 8
 
 
+async def test_of_a_small_state_too_each_source_gives_its_share(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "IN_FLIGHT", CHUNKS)  # one source could have all of it on its way at once
+    net.give("a", Saved(4))
+    net.give("b", Saved(4))
+    assert is_of(await net.get("a", "b"), 4)
+    assert net.chunks == {"a": CHUNKS / 2, "b": CHUNKS / 2}
+
+
 async def test_progress_is_told_from_nothing_to_everything(net: Net) -> None:
     net.give("a", Saved(4))
     net.give("b", Saved(4))
@@ -263,14 +273,17 @@ async def test_when_all_die_what_came_is_not_fetched_again(net: Net) -> None:
     assert is_of(await net.get("c", partial=partial), 4)
 
 
-async def test_what_came_of_another_version_is_used_where_the_bytes_are_the_same(net: Net) -> None:
+async def test_what_came_of_another_version_is_used_where_the_bytes_are_the_same(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "IN_FLIGHT", 1)  # one after another: the first nine come
     old, new = net.give("old", Saved(4)), Saved(5)
     new.states[5]["weights"][:12] = old.states[4]["weights"][:12]
     net.give("new", new)
     net.when("old", 10, lambda: net.fail("old"))
     partial = Partial()
     await net.fails("old", partial=partial)
-    assert net.progress[-1][0] >= 4 * 24
+    assert net.progress[-1][0] == 9 * 24
     got = await net.get("new", partial=partial)
     assert torch.equal(got.tensors["weights"], new.states[5]["weights"])
     assert net.chunks["new"] == CHUNKS - 4
@@ -317,26 +330,34 @@ async def test_what_most_sources_have_is_taken_and_the_newest_if_as_many_have_it
     assert is_of(await net.get("c", "b"), 5)
 
 
-async def test_a_source_at_another_version_helps_if_it_still_has_the_believed_one(net: Net) -> None:
-    net.give("a", Saved(4))
-    net.give("b", Saved(4))
+def stuck(net: Net, name: str, after: int) -> None:
+    """So many chunks come from it, and no more."""
+    for nth in range(after + 1, 2 * CHUNKS):
+        net.delay_answer(name, "chunk", 1000.0, nth)
+
+
+async def test_a_source_at_another_version_helps_if_it_still_has_the_believed_one(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "AGAIN_S", 0.01)
+    for name in ("a", "b"):
+        net.give(name, Saved(4))
+        stuck(net, name, after=2)
     net.give("ahead", Saved(4, 5))
     got = await net.get("a", "b", "ahead")
     assert is_of(got, 4) and sorted(got.sources) == ["a", "ahead", "b"]
 
 
+@pytest.mark.parametrize("before", [(4,), ()], ids=["at an earlier version", "with nothing yet"])
 async def test_a_source_that_is_a_little_behind_helps_as_soon_as_it_is_there(
-    net: Net, monkeypatch: pytest.MonkeyPatch
+    net: Net, monkeypatch: pytest.MonkeyPatch, before: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(download, "RECRUIT_S", 0.002)
     monkeypatch.setattr(download, "RECRUIT_TRIES", 10_000)
     monkeypatch.setattr(download, "AGAIN_S", 0.01)
     net.give("a", Saved(5))
-    behind = net.give("behind", Saved(4))
-    # Without help it would take for ever: after five chunks "a" is stuck.
+    stuck(net, "a", after=5)
+    behind = net.give("behind", Saved(*before))
     net.when("a", 5, lambda: behind.states.update({5: state(5)}))
-    for nth in range(6, 20):
-        net.delay_answer("a", "chunk", 1000.0, nth)
     got = await net.get("a", "behind")
     assert is_of(got, 5) and set(got.sources) == {"a", "behind"}
 
