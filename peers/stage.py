@@ -186,14 +186,14 @@ class StagePeer:
             until = time.monotonic() + self._settings.leave_within_s
             await self.desk.drain(limit_s=self._settings.leave_within_s / 2)
             await self._handover.give_all(limit_s=until - time.monotonic())
-            if self._saver is not None:
-                await self._saver.close(until - time.monotonic())
             await self.council.farewell()
             self._emit(
                 events.Contributed(
                     microbatches=self.core.computed, steps=max(0, self.core.version - self._first_version)
                 )
             )
+            if self._saver is not None and self.moving_to is None:  # else the process stays, and its thread
+                await self._saver.close(until - time.monotonic())
         finally:
             self.core.joined = False
             self._state = "left"  # a brief that still comes must not start what nobody would end
