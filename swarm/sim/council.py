@@ -299,7 +299,8 @@ class Council:
     def _look_behind(self, now: float) -> None:
         newest = self._newest_version()
         behind = self.whole_run.era == self._era and self.whole_run.version > newest
-        followed = any(view.held for view in self._member_steps(newest))
+        held = any(view.held for view in self._member_steps(newest))
+        followed = held and newest in self._known_goes()
         if (behind and not followed) or not self._those_present():
             self._behind_since = self._behind_since or now
         else:
