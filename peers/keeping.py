@@ -97,6 +97,11 @@ class Keeping:
         """Look at what is on the disk, then keep and serve until `leave`."""
         await asyncio.to_thread(self._inspect)
         await self._look()
+        if self.version is None:
+            every = self._run.checkpoint_every
+            when = f"every {every} steps" if every else "at the end of the run only (checkpoint_every = 0)"
+            text = f"nothing is kept in {self._settings.folder} yet: peers save a version {when}"
+            self._emit(events.Note(text=text))
         loops: list[asyncio.Task[object]] = []
         try:
             await self._announce()

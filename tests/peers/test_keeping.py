@@ -363,6 +363,16 @@ async def test_a_state_that_is_not_finite_is_not_kept_though_its_hashes_fit(tmp_
         assert not s.tasks["keeper"].done()
 
 
+@pytest.mark.parametrize(
+    ("every", "when"), [(2, "every 2 steps"), (0, "at the end of the run only (checkpoint_every = 0)")]
+)
+async def test_a_keeper_of_nothing_says_what_it_waits_for(tmp_path: Path, every: int, when: str) -> None:
+    async with swarm(replace(RUN, checkpoint_every=every), replicas=0) as s:
+        add_keeper(s, tmp_path)
+        text = f"nothing is kept in {tmp_path} yet: peers save a version {when}"
+        await s.until(lambda: text in [note.text for note in s.seen(Note)])
+
+
 async def test_another_run_is_refused(tmp_path: Path) -> None:
     async with swarm(RUN, replicas=1) as s:
         add_keeper(s, tmp_path)
