@@ -355,7 +355,8 @@ class StageCompute:
         is computed with.
         """
         return {
-            name: vector.detach().cpu().clone() for name, vector in self._state_vectors(self.version).items()
+            name: vector.detach().to("cpu", copy=True)
+            for name, vector in self._state_vectors(self.version).items()
         }
 
     def load_state(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
