@@ -1,0 +1,47 @@
+"""How far long work is: a bar that is drawn over in a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from peers import progress
+from peers.progress import Bar
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_says_how_much_is_done() -> None:
+    bar = Bar("exporting", 100_000_000, stream=io.StringIO())
+    bar(20_000_000)
+    assert bar.words() == "exporting [####................] 20.0 of 100.0 MB"
+    bar(200_000_000)  # a total that was a guess is never passed
+    assert bar.words() == "exporting [####################] 100.0 of 100.0 MB"
+    assert Bar("evaluating", 8, unit="samples", stream=io.StringIO()).words().endswith("] 0 of 8 samples")
+    assert Bar("nothing", 0, stream=io.StringIO()).words().endswith("0.0 of 0.0 MB")
+
+
+def test_in_a_terminal_it_is_one_line_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "REDRAW_S", 0.0)
+    out = Terminal()
+    with Bar("reading", 4, unit="files", stream=out) as bar:
+        bar(1)
+        bar(3)
+    assert out.getvalue() == (
+        "\rreading [#####...............] 1 of 4 files\rreading [####################] 4 of 4 files\r\x1b[K"
+    )
+
+
+def test_elsewhere_short_work_says_nothing_and_long_work_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    with Bar("reading", 4, unit="files", stream=out) as bar:
+        bar(1)
+    assert out.getvalue() == ""
+    monkeypatch.setattr(progress, "LINE_S", 0.0)
+    with Bar("reading", 4, unit="files", stream=out) as bar:
+        bar(1)
+    assert out.getvalue() == "reading [#####...............] 1 of 4 files\n"
