@@ -257,7 +257,13 @@ class Chaos:
             swarm.leaves(trainer)
         self.steps = self._version + 3  # what was in flight may have made one more than was heard
         swarm.train_to(self.steps, "--window", str(self.options.window))
-        swarm.until_all_stepped()
+        swarm.until(self._all_reached, f"some peers do not reach version {self.steps}")
+
+    def _all_reached(self) -> bool:
+        """Whether every peer that serves has taken the last step. A run that went back was further once."""
+        self._hear()
+        serving = [p for stage in range(self.swarm.run.S) for p in self.swarm.serving(stage)]
+        return all(self._version_of[program] == self.steps for program in serving)
 
     def _kinds(self) -> dict[str, float]:
         chosen = {k: w for k, w in WEIGHTS.items() if not self.options.only or k in self.options.only}
@@ -707,6 +713,8 @@ class Chaos:
         doomed = [p for p in self._doomed if p.returncode is None]
         if self._ailing() or self._returning or doomed:
             return False
+        if stage == self._thin:
+            self._thin, self._not_wanted = None, 0
         self._note("stage loss", f"stage {stage}: {', '.join(p.name for p in members)}")
         self.swarm.kill(*members)
         return True
