@@ -88,7 +88,8 @@ class DeviceThread:
                 began = time.perf_counter()
                 try:
                     value = job(*args)
-                    job_point(began)
+                    if rank in (Rank.BACKWARD, Rank.FORWARD):
+                        job_point(began)
                 except Exception as raised:  # noqa: BLE001  whoever awaits the job gets it
                     error = raised
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more

@@ -10,7 +10,7 @@ passes the point `name`; `SWARM_STOP_AT` stops it there with SIGSTOP.
     joining    the state of another peer is half downloaded
     trainer    a trainer has a microbatch in flight
 
-`SWARM_JOB_S=seconds` makes each job of the device take at least so long: a slow device that burns nothing.
+`SWARM_JOB_S=seconds` makes each forward and backward take at least so long: a slow device that burns nothing.
 """
 
 from __future__ import annotations
@@ -40,6 +40,6 @@ def fault_point(name: str) -> None:
 
 
 def job_point(began: float) -> None:
-    """A job of the device, begun at `began` (time.perf_counter), is done. On the device thread."""
+    """A forward or backward, begun at `began` (time.perf_counter), is done. On the device thread."""
     if _JOB_S:
         time.sleep(max(0.0, began + _JOB_S - time.perf_counter()))
