@@ -242,9 +242,10 @@ class StagePeer:
         """Get the weights of the stage: from mates, from a checkpoint, or version 0 from the seed."""
         core = self.core
         lost_since: float | None = None
-        await self._resume()
-        while True:
+        records = await self._directory.refresh()
+        if await self._resume(records):
             records = await self._directory.refresh()
+        while True:
             others = [r for r in records if r.peer != core.me and r.state in ("serving", "joining")]
             told = await self._ask_standings(others)
             mates = [
@@ -264,6 +265,7 @@ class StagePeer:
             elif time.monotonic() - lost_since > LOST_S and await self._catchup.bring_back(run):
                 break
             await asyncio.sleep(RETRY_JOIN_S)
+            records = await self._directory.refresh()
         await core.open_steps()
         self._first_version = core.version
         core.joined = True
@@ -287,8 +289,11 @@ class StagePeer:
         answers = await asyncio.gather(*(ask(record.peer) for record in asked))
         return {r.peer: how_far for r, how_far in zip(asked, answers, strict=True) if how_far is not None}
 
-    async def _resume(self) -> None:
-        """Start from a checkpoint of our folder; or, where nobody serves the run, from what others saved."""
+    async def _resume(self, records: Sequence[PeerRecord]) -> bool:
+        """Start from a checkpoint of our folder; or, where nobody serves the run, from what others saved.
+
+        Whether that took a while: `records` are old then.
+        """
         saved = self._settings.checkpoints
         if saved is not None:
             step = await asyncio.to_thread(checkpoint.newest_common_step, saved.folder, self._run)
@@ -298,22 +303,23 @@ class StagePeer:
                 )
                 await self.core.load(Standing(self.core.era, step), tensors)
                 self._say_resumed()
-                return
+                return True
+        mine = await asyncio.to_thread(self.shelf.versions)
         until = time.monotonic() + LOST_S
         while time.monotonic() < until:  # those of other stages come a moment later, with their disks
-            records = await self._directory.refresh()
-            mine = await asyncio.to_thread(self.shelf.versions)
             if not mine and not any(map(is_keeper, records)):
-                return
+                return False
             serving = [r for r in records if r.state == "serving" and r.peer != self.core.me]
             if await self._ask_standings(serving):
-                return
+                return True
             resumed = await self._catchup.resume()
             if resumed:
                 self._say_resumed()
             if resumed or resumed is None:
-                return
+                return True
             await asyncio.sleep(RETRY_JOIN_S)
+            records = await self._directory.refresh()
+        return True
 
     def _say_resumed(self) -> None:
         text = f"stage {self.stage} resumes from the checkpoint of version {self.core.version}"
@@ -573,8 +579,18 @@ class StagePeer:
             )
             self._decided = decision.why
             if isinstance(decision, Move) and decision.peer == self.core.me and self._settings.movable:
+                if not await self._has_a_mate():
+                    self._decided = f"{decision.why}; it stays: no mate in stage {self.stage} answers"
+                    continue
                 self._emit(events.Moved(stage=self.stage, to_stage=decision.to_stage, why=decision.why))
                 await self._move(decision.to_stage)
+
+    async def _has_a_mate(self) -> bool:
+        """Whether somebody else has the weights of our stage (I6). Records outlive who they speak of."""
+        core = self.core
+        serving = [r for r in self._directory.peers() if r.state == "serving" and r.stage == self.stage]
+        told = await self._ask_standings([r for r in serving if r.peer != core.me])
+        return any(how.era == core.era and how.version >= core.version - 1 for how in told.values())
 
     async def _move(self, to_stage: Stage) -> None:
         """Leave for another stage after the next step: until then our sum is part of this one's."""
