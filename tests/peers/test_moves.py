@@ -68,3 +68,29 @@ async def test_a_peer_whose_stage_was_chosen_stays(one_goes: None) -> None:
         await built.until_finished()
         assert not built.seen(Moved)
         built.assert_each_counted_once()
+
+
+@pytest.mark.asyncio
+async def test_the_last_member_stays_though_records_speak_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mates died a moment ago; their records did not (I6)."""
+    asked: list[int] = []
+
+    def rule(records: Iterable[PeerRecord], **_: object) -> Move:
+        asked.append(sum(r.stage == 0 and r.state == "serving" for r in records))
+        return Move("c", 0, 1, "stage 1 is slow")
+
+    run = replace(counting_run(stages=2, steps=9, microbatches_per_step=4), rebalance_every_s=1)
+    async with swarm(run, replicas=0) as built:
+        for name, stage in (("a", 0), ("b", 0), ("c", 0), ("d", 1)):
+            built.add_peer(name, stage, movable=True)
+        await built.until_serving()
+        built.kill("a")
+        built.kill("b")
+        monkeypatch.setattr(stage_module, "rebalance", rule)
+        stays = "stage 1 is slow; it stays: no mate in stage 0 answers"
+        await built.until(lambda: built.peers["c"]._decided == stays)  # pyright: ignore[reportPrivateUsage]
+        assert asked[-1] == 3
+        built.add_trainer("trainer")
+        await built.until_finished()
+        assert not built.seen(Moved)
+        built.assert_each_counted_once()
