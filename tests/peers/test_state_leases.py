@@ -267,6 +267,15 @@ async def test_saved_versions_are_told_and_given_out(saving: Source) -> None:
     assert (await saving.download())[0] == 0
 
 
+async def test_of_many_saved_versions_the_newest_are_told() -> None:
+    network = MemoryNetwork()
+    StateDesk(RUN.id, network.add("source").transport, {0: SavedHere(*range(100))})
+    answer = await network.add("asker").transport.call("source", "saved", pack(AskSaved(run=RUN.id)))
+    assert unpack(answer.header, Saved) == Saved(
+        stages=(SavedStage(stage=0, versions=tuple(range(36, 100))),)
+    )
+
+
 async def test_the_live_version_may_be_asked_for_by_its_number(saving: Source) -> None:
     saving.step()
     saving.core.era = saving.core.era.next(1)
