@@ -945,4 +945,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # everything is ended by then
+        sys.exit("stopped")
