@@ -108,6 +108,8 @@ class Node:
         self._p2p: AttachedP2P | None = None
         self._started: list[str] = []
         self._listening: tuple[str, ...] = ()
+        self._told_addresses: tuple[str, ...] = ()
+        """Those at the start, which whoever announces us knows."""
 
     async def __aenter__(self) -> Node:
         try:
@@ -136,6 +138,7 @@ class Node:
         try:
             peer_id, self._listening = await self.control.identify()
             assert peer_id == daemon.peer_id
+            self._told_addresses = self.addresses
             self.transport = transport.NetTransport(
                 self.control,
                 peer_id,
@@ -218,13 +221,12 @@ class Node:
         dead.close_now()  # if it did not start, its identity is still locked
         daemon = self.daemon = await self._spawn_again(dead)
         self.control = DaemonControl(daemon.control_path)
-        before = self._listening
         _, self._listening = await self.control.identify()
         await self.transport.daemon_is_back(self.control, daemon.directory / "streams.sock")
         await self.directory.daemon_is_back(
             await self._attach(AttachedP2P, daemon),
             self.control,
-            self.addresses if self._listening != before else (),
+            self.addresses if self.addresses != self._told_addresses else (),
         )
 
     async def _spawn_again(self, dead: Daemon) -> Daemon:

@@ -307,6 +307,15 @@ async def test_a_p2pd_whose_port_was_taken_comes_back_on_another_and_is_found_th
         assert other.addresses != before
         await until(lambda: [r.addresses for r in first.directory.peers()] == [other.addresses])
         assert (await first.transport.call(other.peer_id, "echo", b"")).header.decode() == first.peer_id
+        moved, dead = other.addresses, other.p2pd_pid
+        os.kill(dead, signal.SIGKILL)
+        await until(lambda: other.alive and other.directory.online and other.p2pd_pid != dead)
+        assert other.addresses == moved, "once more on the port that it had"
+        await other.directory.announce(
+            record(other, version=7, addresses=before)
+        )  # who announces knows these
+        await until(lambda: [r.version for r in first.directory.peers()] == [7])
+        assert [r.addresses for r in first.directory.peers()] == [moved]
 
 
 # -- entry points come and go ------------------------------------------------------------------------------
