@@ -25,6 +25,7 @@ from peers.waiting import happens
 from swarm.errors import BadAnswer, Leaving, NotNow, PeerFault, Refused, SwarmError, short
 from swarm.ids import Era, PeerId, Stage, Standing
 from swarm.policy.bans import Bans
+from swarm.policy.eras import check_standing
 from swarm.policy.ledger import everything, from_bytes, members_of, to_bytes
 from swarm.policy.rounds import (
     Adopt,
@@ -72,7 +73,6 @@ GATHER_S = 0.1
 CALL_S = 3.0
 """Limit for one report or brief."""
 LOSSES_KEPT = 64
-MOST_ERAS = 1_000_000
 MOST_STEPS = 4
 """Steps in one report: the one that is open, one more with delayed updates, and those about to close."""
 
@@ -343,7 +343,9 @@ class Council:
         """Whether the run has gone on without this stage: nobody here has what the others have taken."""
         newest = self._newest_version()
         behind = self.whole_run.era == self._era and self.whole_run.version > newest
-        followed = any(view.held for view in self._member_steps(newest))
+        held = any(view.held for view in self._member_steps(newest))
+        # Who holds a step waits for its go. The run is past it: if nobody here was told, nobody remembers it.
+        followed = held and newest in self._known_goes()
         if (behind and not followed) or not self._present():
             self._behind_since = self._behind_since or now
         else:
@@ -690,16 +692,6 @@ def check_summary(summary: Summary, run: Run) -> None:
         for bitmap in (step.lacking, step.unclaimed):
             _check_bitmap(bitmap, run)
         _check_sqnorm(step.sqnorm)
-
-
-def check_standing(era: Era, version: int, run: Run, *, what: str) -> None:
-    """Refuse what no peer of the run can be at."""
-    if not (0 <= era.number <= MOST_ERAS and 0 <= era.start <= run.steps):
-        raise Refused(f"an impossible era: {era.number} of at most {MOST_ERAS}, from version {era.start}")
-    if not 0 <= version <= run.steps:
-        raise Refused(f"{what} of version {version} of a run of {run.steps} steps")
-    if version < era.start:
-        raise Refused(f"{what} of version {version} in an era that starts at version {era.start}")
 
 
 def _check_steps(steps: Sequence[int], run: Run) -> None:

@@ -21,7 +21,7 @@ import torch
 from peers import events
 from peers.catchup import CatchUp
 from peers.core import StageCore
-from peers.council import Council, check_standing
+from peers.council import Council
 from peers.device_thread import Rank
 from peers.disk import checkpoint
 from peers.disk.saver import Saver
@@ -43,6 +43,7 @@ from swarm.errors import PeerFault, Refused, SetupError, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage, Standing
 from swarm.model.stage import StageCompute, SumLost
 from swarm.policy.bans import Bans
+from swarm.policy.eras import check_standing
 from swarm.policy.ledger import from_bytes, members_of
 from swarm.policy.rebalance import Move, rebalance
 from swarm.policy.rounds import Go, Plan, check_plan

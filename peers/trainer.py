@@ -16,7 +16,6 @@ from typing import Protocol
 import numpy as np
 
 from peers import events
-from peers.council import check_standing
 from peers.faultpoints import fault_point
 from peers.ports import Directory, Transport
 from peers.probe import Prober
@@ -25,6 +24,7 @@ from swarm.data import sample_offsets, trainer_order
 from swarm.errors import BadAnswer, Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError
 from swarm.ids import Era, Microbatch, PeerId, Standing
 from swarm.policy.bans import Bans
+from swarm.policy.eras import check_standing
 from swarm.policy.ledger import from_bytes
 from swarm.policy.patience import Patience
 from swarm.policy.router import NoPeerForStage, Pace, Router

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from swarm.ids import Stage
+from swarm.errors import Refused
+from swarm.ids import Era, Stage
+from swarm.run import Run
+
+MOST_ERAS = 1_000_000
 
 
 def newest_common(stages: int, saved: Mapping[Stage, Iterable[int]], *, most: int) -> int:
@@ -19,3 +23,13 @@ def newest_common(stages: int, saved: Mapping[Stage, Iterable[int]], *, most: in
     for stage in range(1, stages):
         common &= set(saved.get(stage, ()))
     return max(common, default=0)
+
+
+def check_standing(era: Era, version: int, run: Run, *, what: str) -> None:
+    """Refuse what no peer of the run can be at."""
+    if not (0 <= era.number <= MOST_ERAS and 0 <= era.start <= run.steps):
+        raise Refused(f"an impossible era: {era.number} of at most {MOST_ERAS}, from version {era.start}")
+    if not 0 <= version <= run.steps:
+        raise Refused(f"{what} of version {version} of a run of {run.steps} steps")
+    if version < era.start:
+        raise Refused(f"{what} of version {version} in an era that starts at version {era.start}")
