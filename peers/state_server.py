@@ -105,6 +105,9 @@ class Live(Protocol):
         """
         ...
 
+    @property
+    def era(self) -> Era: ...
+
     async def snapshot(self) -> Snapshot: ...
 
 
@@ -202,8 +205,10 @@ class StateDesk:
                     f"no version of stage {stage} is saved here yet", version=-1, retry_after_s=1.0
                 )
         wanted = live if version < 0 else version
+        era = None if version >= 0 or self._live is None else self._live.era
         for lease in self._leases.values():
-            if (lease.stage, lease.opened.version) == (stage, wanted):
+            # The newest says where the run goes on; one that was saved, or made before that, does not.
+            if (lease.stage, lease.opened.version) == (stage, wanted) and era in (None, lease.opened.era):
                 return lease
         if live is not None and wanted == live:
             assert self._live is not None
@@ -326,6 +331,10 @@ class StateServer:
         if not core.joined:
             raise NotReady("this peer is joining itself", version=-1, retry_after_s=1.0)
         return core.version
+
+    @property
+    def era(self) -> Era:
+        return self._core.era
 
     async def snapshot(self) -> Snapshot:
         """Between two jobs of the device: all of one version."""

@@ -15,7 +15,7 @@ from peers.download import download_state
 from peers.ports import Answer
 from peers.state_server import Shelved, Snapshot, StateDesk, StateServer
 from swarm.errors import NotReady, Refused, SetupError, SwarmError
-from swarm.ids import Stage
+from swarm.ids import Era, Stage
 from swarm.model.stage import StageCompute
 from swarm.run import counting_run
 from swarm.wire.messages import (
@@ -283,12 +283,31 @@ async def test_the_live_version_may_be_asked_for_by_its_number(saving: Source) -
     assert (opened.version, opened.era) == (1, saving.core.era)
 
 
+async def test_a_copy_that_was_saved_or_made_before_the_run_went_back_is_not_the_newest(
+    saving: Source,
+) -> None:
+    """Whoever took it for that would be told to download again, and again get the same."""
+    saved = await saving.open("keeper", version=2)
+    saving.step()
+    saving.step()
+    for _ in range(2):
+        saving.core.era = saving.core.era.next(2)
+        newest = await saving.open()
+        assert (newest.version, newest.era) == (2, saving.core.era)
+    assert await saving.open() == newest
+    assert (await saving.open("keeper", version=2)).lease in (saved.lease, newest.lease)
+
+
 async def test_a_live_version_that_is_passed_while_it_is_copied_is_not_given_out_as_another() -> None:
     class Stepping:
         """Takes a step between the question and the copy."""
 
         def version(self, stage: Stage) -> int:
             return 4
+
+        @property
+        def era(self) -> Era:
+            return Era()
 
         async def snapshot(self) -> Snapshot:
             return Snapshot(version=5, tensors=StageCompute(RUN, 0).state())
