@@ -11,6 +11,7 @@ import pytest
 
 from peers.roll import Roll
 from swarm.errors import NotNow, Refused
+from swarm.policy.rounds import Held
 from swarm.records import PeerRecord, State
 from swarm.run import counting_run
 from swarm.wire.messages import (
@@ -351,6 +352,22 @@ async def test_the_losses_of_a_step_come_from_the_ledgers_in_the_order_of_the_mi
         two = report(stage=1, step={"done": b"\x0a"})
         await member.ask("s1p0", "report", two, Brief, [struct.pack("<2d", *losses)])
         assert s.peers["s1p0"].council._members["z"][1] == [[0.5, 0.25]]
+
+
+async def test_a_stage_that_holds_a_step_whose_go_nobody_remembers_is_behind() -> None:
+    """Its mates took many steps while it slept, and died. Found by the simulation."""
+    run = counting_run(stages=2, steps=9, microbatches_per_step=4)
+    async with swarm(run, replicas=1) as s:
+        await s.until_serving()
+        s.kill("s0p0")
+        sleeper = s.peers["s1p0"]
+        sleeper.core.steps[0].held = Held("r", 1.0, "")
+        for goes, behind in (((0,), False), ((3, 4, 5), True)):
+            told = tuple(GoWire(t=t, total_sqnorm=1.0) for t in goes)
+            sleeper.council._goes.clear()
+            sleeper.council._hear_run(RunBrief(run=run.id, version=6, goes=told, conductor="s0p0"))
+            sleeper.council._speak()
+            assert (sleeper.council._behind_since is not None) is behind
 
 
 # --- the roll -----------------------------------------------------------------------------------------------
