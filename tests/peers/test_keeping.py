@@ -160,7 +160,9 @@ async def test_a_keeper_that_comes_late_takes_what_is_on_the_peers_disks(tmp_pat
             s.add_peer(f"p{stage}", stage, checkpoints=Checkpoints(folder=tmp_path / f"of{stage}", keep=9))
         s.add_trainer("trainer")
         await s.until_finished()
-        await s.until(lambda: checkpoint.saved_steps(tmp_path / "of1", RUN, 1)[:1] == [RUN.steps])
+        for each in range(RUN.S):
+            newest = [RUN.steps]
+            await s.until(lambda e=each: checkpoint.saved_steps(tmp_path / f"of{e}", RUN, e)[:1] == newest)
         add_keeper(s, tmp_path / "kept")
         await s.until(lambda: [event for event in s.seen(Kept) if event.version == RUN.steps])
         assert_counted(tmp_path / "kept", range(RUN.S), RUN.steps)
