@@ -25,7 +25,7 @@ from swarm.ids import Era, PeerId, Stage, Standing
 from swarm.model.layout import empty_state
 from swarm.model.stage import StageCompute
 from swarm.policy.bans import Bans
-from swarm.policy.eras import newest_common
+from swarm.policy.eras import newest_common, worth_waiting_s
 from swarm.policy.rounds import Go
 from swarm.wire.messages import Brief
 
@@ -48,6 +48,7 @@ class CatchUp:
         self._core, self._transport, self._directory = core, transport, directory
         self._shelf, self._bans, self._emit = shelf, bans, emit
         self._run, self._stage = core.run, core.stage
+        self._waiting = False
         self._partial = Partial()
         self._useless: set[int] = set()
         """Saved versions that somebody promised and nobody gave."""
@@ -138,7 +139,7 @@ class CatchUp:
         self._emit(events.RolledBack(stage=self._stage, step=era.start))
         return True
 
-    async def bring_back(self, run: Standing) -> bool:
+    async def bring_back(self, run: Standing, *, waited_s: float) -> bool:
         """Give the run a state of this stage that it can go on from.
 
         The run is at `run`, and no member of this stage holds that. If a checkpoint of just that version is
@@ -148,6 +149,17 @@ class CatchUp:
         if run.version in have[self._stage]:
             return await self._get(run)
         start = newest_common(self._run.S, have, most=run.version)
+        left_s = worth_waiting_s(start, run.version, self._run.checkpoint_every) - waited_s
+        if left_s > 0:
+            if not self._waiting:
+                self._waiting = True
+                text = (
+                    f"stage {self._stage} waits for a checkpoint newer than version {start}, on a disk or "
+                    f"at a keeper; the run, at version {run.version}, goes back to {start} in {left_s:.0f} s"
+                )
+                self._emit(events.Trouble(text=text))
+            return False
+        self._waiting = False
         return await self.enter(run.era.next(start))
 
     async def resume(self) -> bool | None:

@@ -146,6 +146,8 @@ class StagePeer:
         self._state = "joining"
         self._failure: SetupError | None = None
         self._stepped = asyncio.Event()
+        self._lost_at: Standing | None = None
+        """Where the run was when this stage was last said to be lost."""
         self._decided = ""
         self.moving_to: Stage | None = None
         """The stage that this device serves next, once `run` has returned."""
@@ -263,7 +265,9 @@ class StagePeer:
             elif lost_since is None:
                 lost_since = time.monotonic()
                 self._emit(events.StageLost(stage=self.stage, version=run.version))
-            elif time.monotonic() - lost_since > LOST_S and await self._catchup.bring_back(run):
+            elif (waited_s := time.monotonic() - lost_since) > LOST_S and await self._catchup.bring_back(
+                run, waited_s=waited_s
+            ):
                 break
             await asyncio.sleep(RETRY_JOIN_S)
             records = await self._directory.refresh()
@@ -550,7 +554,7 @@ class StagePeer:
             if await self._catchup.to(brief):
                 return
             if self.council.behind_s > LOST_S:
-                await self._bring_back(self.council.run_standing)
+                await self._bring_back()
             else:
                 await asyncio.sleep(RETRY_JOIN_S)
         finally:
@@ -563,7 +567,7 @@ class StagePeer:
             if self.council.behind_s > LOST_S and not self._catching_up:
                 self._catching_up = True
                 try:
-                    await self._bring_back(self.council.run_standing)
+                    await self._bring_back()
                 finally:
                     self._catching_up = False
 
@@ -600,11 +604,12 @@ class StagePeer:
         self.moving_to = to_stage
         self.leave()
 
-    async def _bring_back(self, run: Standing) -> None:
-        self._emit(events.StageLost(stage=self.stage, version=run.version))
-        if not await self._catchup.bring_back(run):
-            text = f"stage {self.stage} could not be brought back yet; trying again"
-            self._emit(events.Trouble(text=text))
+    async def _bring_back(self) -> None:
+        run = self.council.run_standing
+        if run != self._lost_at:
+            self._lost_at = run
+            self._emit(events.StageLost(stage=self.stage, version=run.version))
+        await self._catchup.bring_back(run, waited_s=self.council.behind_s)
 
     # -- status -----------------------------------------------------------------------------------
 

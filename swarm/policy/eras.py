@@ -15,6 +15,7 @@ from swarm.ids import Era, Stage
 from swarm.run import Run
 
 MOST_ERAS = 1_000_000
+FAR_BACK_S = 60.0
 
 
 def newest_common(stages: int, saved: Mapping[Stage, Iterable[int]], *, most: int) -> int:
@@ -23,6 +24,17 @@ def newest_common(stages: int, saved: Mapping[Stage, Iterable[int]], *, most: in
     for stage in range(1, stages):
         common &= set(saved.get(stage, ()))
     return max(common, default=0)
+
+
+def worth_waiting_s(start: int, run_version: int, checkpoint_every: int) -> float:
+    """How long a newer checkpoint is waited for before a run at `run_version` goes back to `start`.
+
+    Going back by more than two checkpoints means that those who had newer ones are away: a keeper that
+    restarts is back within a minute, and a minute is little against what would be computed again.
+    """
+    if not checkpoint_every or run_version - start <= 2 * checkpoint_every:
+        return 0.0
+    return FAR_BACK_S
 
 
 def check_standing(era: Era, version: int, run: Run, *, what: str) -> None:

@@ -11,6 +11,7 @@ from peers.disk.shelf import Shelf
 from peers.events import RolledBack, StageLost, Stepped, Trouble
 from peers.stage import Checkpoints
 from swarm.errors import SetupError
+from swarm.policy import eras
 from swarm.run import counting_run
 from tests.peers.loops import Swarm, quick, swarm
 
@@ -107,6 +108,28 @@ async def test_a_checkpoint_that_turns_out_damaged_is_gone_behind(
         built.assert_each_counted_once()
         assert any(isinstance(e, Trouble) and "the disk is scratched" in e.text for e in built.events)
         assert 0 in {event.step for event in built.seen(RolledBack)}
+
+
+@pytest.mark.asyncio
+async def test_a_keeper_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Going back to the beginning would lose more than waiting: the disk comes a little later."""
+    monkeypatch.setattr(eras, "FAR_BACK_S", 30.0)
+    run = replace(counting_run(stages=2, steps=16, microbatches_per_step=4), checkpoint_every=2)
+    async with swarm(run, replicas=0) as built:
+        saves = Checkpoints(folder=tmp_path, keep=9)
+        built.add_peer("s0p0", 0, checkpoints=saves)
+        built.add_peer("s1p0", 1, checkpoints=saves)
+        await built.until_serving()
+        built.add_trainer("trainer")
+        await built.until_version(9)
+        built.kill("s1p0")
+        built.add_peer("without", 1)
+        waits = "waits for a checkpoint newer than version 0"
+        await built.until(lambda: any(waits in event.words() for event in built.events))
+        built.add_peer("with", 1, checkpoints=saves)
+        await built.until_finished(limit_s=60)
+        built.assert_each_counted_once()
+        assert all(event.step >= 6 for event in built.seen(RolledBack))
 
 
 @pytest.mark.asyncio
