@@ -206,7 +206,9 @@ class AllReduce:
                 began = time.monotonic()
                 answer = await self._call_until_ready(owner, part, body)
                 done = unpack_answer(owner, answer.header, PartDone)
-                this.reduced[start : start + numel] = read_part(owner, done.tensors, done.crc, answer.body, numel, self._codec, self._dtype)  # noqa: E501
+                this.reduced[start : start + numel] = read_part(
+                    owner, done.tensors, done.crc, answer.body, numel, self._codec, self._dtype
+                )
                 self._measured(sum(memoryview(b).nbytes for b in body), time.monotonic() - began)
 
         tasks = [asyncio.create_task(exchange(start)) for start in starts]
