@@ -161,8 +161,8 @@ async def test_a_keeper_that_comes_late_takes_what_is_on_the_peers_disks(tmp_pat
         s.add_trainer("trainer")
         await s.until_finished()
         for each in range(RUN.S):
-            newest = [RUN.steps]
-            await s.until(lambda e=each: checkpoint.saved_steps(tmp_path / f"of{e}", RUN, e)[:1] == newest)
+            of = tmp_path / f"of{each}"
+            await s.until(lambda e=each, of=of: RUN.steps in checkpoint.saved_steps(of, RUN, e))
         add_keeper(s, tmp_path / "kept")
         await s.until(lambda: [event for event in s.seen(Kept) if event.version == RUN.steps])
         assert_counted(tmp_path / "kept", range(RUN.S), RUN.steps)
