@@ -103,6 +103,10 @@ class Council:
         self._members: dict[PeerId, tuple[Report, float]] = {}
         self._present: dict[PeerId, Report] | None = None
         """Those of them that are in the present era; None: to be found again."""
+        self._version = 0
+        """The newest of them."""
+        self._said: tuple[object, tuple[Go, ...]] = (None, ())
+        """The last goes, and what they were found from."""
         self._plans: dict[int, Plan] = {}
         self._decisions: dict[int, Decision] = {}
         self._told: dict[PeerId, Brief] = {}
@@ -220,7 +224,7 @@ class Council:
                 bandwidth_bps=peer.bandwidth_bps,
             )
             steps.append((t, member))
-        return Report(peer.era, peer.version, peer.digest, tuple(steps), _newest(peer.goes))
+        return Report(peer.era, peer.version, peer.digest, tuple(steps), newest_goes(peer.goes))
 
     async def _send_report(self, chief: PeerId, report: Report) -> None:
         try:
@@ -272,10 +276,9 @@ class Council:
             if self.brief is None:
                 raise NotNow("another peer coordinates this stage")
             return self.brief
-        self._lead()
-        return self._numbered(self._brief_for(caller, self._brief()))
+        return self._numbered(self._brief_for(caller, self._lead()))
 
-    def _lead(self) -> None:
+    def _lead(self) -> Brief:
         """Decide for the stage, tell the members whose brief changed, and tell the conductor."""
         now = self._clock.now
         for peer in [p for p, (_, seen) in self._members.items() if now - seen > GONE_AFTER_S]:
@@ -295,6 +298,7 @@ class Council:
         common = self._brief()
         for peer in list(self._members):
             self._tell(peer, self._brief_for(peer, common))
+        return common
 
     def _look_behind(self, now: float) -> None:
         newest = self._newest_version()
@@ -332,10 +336,13 @@ class Council:
         """Of the members that are in the present era."""
         if self._present is None:
             self._present = {p: report for p, (report, _) in self._members.items() if report.era == self._era}
+            versions = [report.version for report in self._present.values()]
+            self._version = max(versions, default=self._era.start)
         return self._present
 
     def _newest_version(self) -> int:
-        return max([report.version for report in self._those_present().values()], default=self._era.start)
+        self._those_present()
+        return self._version
 
     def _member_steps(self, t: int) -> list[MemberStep]:
         return [
@@ -388,7 +395,7 @@ class Council:
             sources=tuple(sources),
             digest=digest,
             steps=tuple(steps),
-            goes=_newest(self._known_goes()),
+            goes=self._last_goes(),
             whole_run=self.whole_run if self._stage == 0 else RunBrief(),
         )
 
@@ -412,7 +419,7 @@ class Council:
             ready = isinstance(decision, Adopt) and decision.ready
             norm = decision.sqnorm if isinstance(decision, Adopt) else 0.0
             steps.append((t, StageStep(self._stage, version, lacking, unclaimed, ready, norm)))
-        return Summary(self._stage, self._era, version, tuple(steps), _newest(self._known_goes()))
+        return Summary(self._stage, self._era, version, tuple(steps), self._last_goes())
 
     async def _send_summary(self, chief: PeerId, summary: Summary) -> None:
         try:
@@ -431,11 +438,11 @@ class Council:
             self._hear_run(whole_run)
 
     def _hear_run(self, whole_run: RunBrief) -> None:
-        known = self._known_goes()
+        known = self._last_goes()
         self._enter(whole_run.era)
         self._learn_goes(whole_run.goes, whole_run.era)
         self._set_whole_run(whole_run)
-        if self._known_goes() != known and self.coordinator(self._stage) == self._me:
+        if self._last_goes() != known and self.coordinator(self._stage) == self._me:
             self._peer.news.urgent()
 
     # -- the conductor's --------------------------------------------------------------------------
@@ -472,7 +479,7 @@ class Council:
             if t >= version:
                 by_stage = (known[s].unclaimed if s in known else 0 for s in range(terms.stages))
                 lacking.append((t, tuple(by_stage)))
-        whole_run = RunBrief(self._era, version, tuple(lacking), _newest(self._known_goes()), self._me)
+        whole_run = RunBrief(self._era, version, tuple(lacking), self._last_goes(), self._me)
         if whole_run == self.whole_run:
             return
         news = whole_run.goes != self.whole_run.goes
@@ -502,7 +509,7 @@ class Council:
     def _learn_goes(self, goes: tuple[Go, ...], era: Era) -> None:
         if era != self._era or all(go.t in self._goes for go in goes):
             return
-        newest = max((report.version for report in self._those_present().values()), default=0)
+        newest = self._newest_version() if self._those_present() else 0
         for go in goes:
             if go.t not in self._goes and go.t <= max(newest, self._peer.version):
                 self._goes[go.t] = go
@@ -511,6 +518,13 @@ class Council:
 
     def _known_goes(self) -> dict[int, Go]:
         return {**(self._peer.goes if self._peer.era == self._era else {}), **self._goes}
+
+    def _last_goes(self) -> tuple[Go, ...]:
+        """Asked for all the time, and seldom another: a go never changes within its era."""
+        known_from = (self._era, self._peer.era, tuple(self._goes), tuple(self._peer.goes))
+        if known_from != self._said[0]:
+            self._said = (known_from, newest_goes(self._known_goes()))
+        return self._said[1]
 
     # -- for trainers -----------------------------------------------------------------------------
 
@@ -530,7 +544,7 @@ class Council:
         return Watched(self._revision, far.era, far.version, self.whole_run)
 
 
-def _newest(goes: dict[int, Go]) -> tuple[Go, ...]:
+def newest_goes(goes: dict[int, Go]) -> tuple[Go, ...]:
     """Ascending."""
     return tuple(goes[t] for t in sorted(goes)[-GOES_KEPT:])
 

@@ -50,9 +50,9 @@ class World:
         self.dice = dice = Dice(seed)
         self.clock = Clock()
         self.terms = Terms(
-            stages=dice.pick((1, 2, 2, 2, 3)),
-            microbatches=dice.pick((2, 2, 3, 4)),
-            steps=dice.pick((2, 2, 2, 3)),
+            stages=dice.pick((1, 2, 2, 2, 2, 3)),
+            microbatches=dice.pick((2, 2, 3)),
+            steps=dice.pick((2, 2, 2, 2, 2, 3)),
             delayed_updates=dice.chance(0.3),
             checkpoint_every=dice.pick((0, 1, 1, 2)),
         )
