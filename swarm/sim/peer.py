@@ -984,10 +984,9 @@ class StagePeer(Node):
     def _serve_state(self, caller: PeerId, question: None) -> Future[tuple[Era, Weights, Go | None]]:
         if not self.joined:
             raise NotReady("this peer is joining itself", version=-1, retry_after_s=1.0)
-        era = self.era
 
         def snapshot() -> tuple[Era, Weights, Go | None]:
-            return era, self.weights, self.goes.get(self.version - 1)
+            return self.era, self.weights, self.goes.get(self.version - 1)
 
         return self.on_device(Rank.STEP, self.version, 0.005, snapshot)
 
