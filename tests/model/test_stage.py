@@ -11,7 +11,7 @@ import torch
 from swarm.errors import NotReady, Refused, SetupError, Stale
 from swarm.ids import Microbatch
 from swarm.model import stage as stage_module
-from swarm.model.exact import add_exact
+from swarm.model.exact import SCALE, add_exact
 from swarm.model.stage import StageCompute, SumLost, sqnorm, state_digest
 from swarm.wire.codec import Encoded, TensorMeta, encode
 from tests.model.chain import Chain, tiny_run, tokens_of
@@ -376,6 +376,7 @@ def test_many_numbers_that_fit_are_taken_though_their_norm_is_beyond() -> None:
     chain = Chain(tiny_run(dtype="float32"))
     _, parameter = list(chain.stages[1]._parameters[0].items())[-1]
     hook = parameter.register_hook(lambda grad: torch.full_like(grad, 65000.0))
+    chain.begin(0)
     chain.microbatch(Microbatch(0, 0))
     hook.remove()
     assert (chain.stages[1].sum(0) == 65000 * SCALE).sum() == parameter.numel() > 1

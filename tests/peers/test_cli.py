@@ -297,9 +297,7 @@ def test_the_first_signal_lets_the_work_finish() -> None:
     work = Work()
     assert cli._with_signals(work.run, work.leave, on_leave=lambda: work.said.append("leaving")) == Exit.OK
     assert work.said == ["leaving", "finished"]
-    os.kill(
-        os.getpid(), signal.SIGTERM
-    )  # as the process ends: -15 would look like a crash
+    os.kill(os.getpid(), signal.SIGTERM)  # as the process ends: -15 would look like a crash
 
 
 def test_the_second_signal_stops_at_once() -> None:
