@@ -25,6 +25,8 @@ MUCH_SLOWER = 3.0
 """So many times slower than the fastest: it gets no microbatch that the step would end up waiting for.
 Without this rule one peer that is 20 times slower made the steps of three others take 1.4 to 2.1 times as
 long (8 to 128 microbatches a step, simulated); with it 1.0 to 1.05."""
+SHORT_S = 0.05
+"""A step may wait so long for anybody. What is this short is mostly the noise of a busy machine."""
 TRY_AGAIN = 20.0
 """A peer that is kept out gets one microbatch in so many of its response times: it may have become faster. It
 can hold up the run for a twentieth of the time by that."""
@@ -127,7 +129,7 @@ class Router:
             raise NoPeerForStage(stage, max(now, min(waits)) if waits else float("inf"))
         guess = self._guess_s(known)
         fastest = min(self._expected_s(known[p], guess) for p in usable)
-        limit_s = max(horizon_s, MUCH_SLOWER * fastest)
+        limit_s = max(horizon_s, MUCH_SLOWER * fastest, SHORT_S)
         usable = [p for p in usable if self._in_time(known[p], guess, limit_s, now)]
         peer = min(usable, key=lambda p: (known[p].clock_s + self._expected_s(known[p], guess), p))
         chosen = known[peer]
@@ -145,6 +147,8 @@ class Router:
 
     def _in_time(self, candidate: _Candidate, guess: float, limit_s: float, now: float) -> bool:
         expected_s = self._expected_s(candidate, guess)
+        if len(candidate.times_s) < REMEMBERED:
+            return True  # it may still be warming up: kept out now, it would stay cold
         return expected_s <= limit_s or now - candidate.chosen_at >= TRY_AGAIN * expected_s
 
     @staticmethod

@@ -183,7 +183,7 @@ def test_a_much_slower_peer_gets_nothing_that_the_step_would_end_up_waiting_for(
     router = Router()
     router.set_peers(0, ["a", "b", SLOW])
     for peer, took_s in (("a", 0.01), ("b", 0.02), (SLOW, 0.4)):
-        for _ in range(3):
+        for _ in range(6):
             router.answered(0, peer, took_s)
     began = [router.route(0, now=1.0).peer for _ in range(100)]
     assert SLOW in began, "without a horizon it has its share"
@@ -197,7 +197,7 @@ def test_a_much_slower_peer_gets_nothing_that_the_step_would_end_up_waiting_for(
 def test_a_peer_that_is_kept_out_is_tried_again_now_and_then() -> None:
     router = Router()
     router.set_peers(0, [FAST, SLOW])
-    for peer, took_s in ((FAST, 0.01), (SLOW, 0.4)):
+    for peer, took_s in [(FAST, 0.01), (SLOW, 0.4)] * 6:
         router.answered(0, peer, took_s)
     now, tried = 100.0, []
     for _ in range(2000):
@@ -209,6 +209,20 @@ def test_a_peer_that_is_kept_out_is_tried_again_now_and_then() -> None:
     for _ in range(3):
         router.answered(0, SLOW, 0.01)
     assert SLOW in [router.route(0, now=now, horizon_s=0.0).peer for _ in range(3)], "it became fast"
+
+
+def test_a_newcomer_is_not_kept_out_before_it_is_warm_nor_anybody_for_some_milliseconds() -> None:
+    router = Router()
+    router.set_peers(0, [FAST, "new", "near"])
+    for peer, took_s in [(FAST, 0.001), ("near", 0.04)] * 6:
+        router.answered(0, peer, took_s)
+    for _ in range(4):
+        router.answered(0, "new", 0.5)
+    assert {router.route(0, now=1.0, horizon_s=0.0).peer for _ in range(2000)} == {FAST, "new", "near"}
+    for _ in range(2):
+        router.answered(0, "new", 0.5)
+    router.route(0, now=1.0, horizon_s=0.0)
+    assert {router.route(0, now=1.0, horizon_s=0.0).peer for _ in range(2000)} == {FAST, "near"}
 
 
 def test_the_only_peer_of_a_stage_is_used_however_slow_it_is() -> None:

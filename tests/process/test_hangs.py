@@ -145,7 +145,7 @@ def test_a_stopped_peer_is_routed_around_and_serves_again_when_it_continues(
 
 
 @pytest.mark.parametrize(
-    ("point", "stage"), [("forward:30", 0), ("reduce:31", 0), ("reduce:31", 1), ("prepared:9", 1)]
+    ("point", "stage"), [("forward:10", 0), ("reduce:31", 0), ("reduce:31", 1), ("prepared:9", 1)]
 )
 def test_a_peer_that_stops_at_the_worst_moment_is_left_out_and_serves_again_when_it_continues(
     swarm: Running, point: str, stage: int
