@@ -66,14 +66,14 @@ class MemberStep:
     peer: PeerId
     done: int = 0
     doing: int = 0
-    fixed: int = 0
-    """Of `done`, what this member cannot undo."""
     frozen_for: str = ""
     held: Held | None = None
     failed_round: str = ""
     """The last round that failed at this member."""
     bandwidth_bps: float = 0.0
     """Measured upload, bits per second; 0 = not measured."""
+    fixed: int = 0
+    """Of `done`, what this member cannot undo."""
 
 
 @dataclass(frozen=True, slots=True)

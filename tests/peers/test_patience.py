@@ -17,6 +17,7 @@ async def test_a_peer_that_never_answers_is_given_up_and_its_work_done_by_others
 ) -> None:
     monkeypatch.setattr(patience, "UNKNOWN_S", 0.3)
     monkeypatch.setattr(patience, "LEAST_S", 0.3)
+    monkeypatch.setattr(patience, "TIMES_USUAL", 5.0)
     async with swarm() as s:
         stuck = s.network.peers[f"s{stage}p1"].transport
 
