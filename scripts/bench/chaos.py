@@ -257,13 +257,14 @@ class Chaos:
             swarm.leaves(trainer)
         self.steps = self._version + 3  # what was in flight may have made one more than was heard
         swarm.train_to(self.steps, "--window", str(self.options.window))
-        swarm.until(self._all_reached, f"some peers do not reach version {self.steps}")
+        self._all_reach(self.steps)
 
-    def _all_reached(self) -> bool:
-        """Whether every peer that serves has taken the last step. A run that went back was further once."""
-        self._hear()
-        serving = [p for stage in range(self.swarm.run.S) for p in self.swarm.serving(stage)]
-        return all(self._version_of[program] == self.steps for program in serving)
+    def _all_reach(self, version: int) -> None:
+        """Wait until every peer that serves says that it is there."""
+        end = time.monotonic() + BACK_S
+        while set(found := self.swarm.versions().values()) != {version}:
+            assert time.monotonic() < end, f"not all peers reach version {version}: {sorted(found)}"
+            self.swarm.listen(0.5)
 
     def _kinds(self) -> dict[str, float]:
         chosen = {k: w for k, w in WEIGHTS.items() if not self.options.only or k in self.options.only}
@@ -363,7 +364,7 @@ class Chaos:
                 elif isinstance(event, events.RolledBack):
                     self._version_of[program] = event.step
                     self._version = min(self._version, event.step)
-                elif isinstance(event, events.Serving):
+                elif isinstance(event, events.Serving | events.StateFetched):
                     self._version_of[program] = event.version
                 elif isinstance(event, events.Moved):
                     self._note("move", f"{program.name} {event.words()}")

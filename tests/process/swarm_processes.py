@@ -38,6 +38,7 @@ from swarm.ids import Stage
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
 from swarm.run import Run
+from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack_answer
 
 if TYPE_CHECKING:
     from scripts.bench.netlab import Lab
@@ -510,6 +511,21 @@ class Swarm(Processes):
             return found
 
         return self.as_a_node(fetch)
+
+    def versions(self) -> dict[Program, int]:
+        """Of every peer that serves, each asked itself."""
+        peers = [p for p in self.programs if p.returncode is None and p.heard(Serving)]
+
+        async def ask(node: Node) -> dict[Program, int]:
+            found = {}
+            for program in peers:
+                node.transport.learn(program.peer_id, program.heard(Started)[0].addresses)
+                question = pack(AskStatus(run=self.run.id))
+                answer = await node.transport.call(program.peer_id, "status", question)
+                found[program] = unpack_answer(program.peer_id, answer.header, PeerStatus).version
+            return found
+
+        return self.as_a_node(ask)
 
     def count_matrices(self) -> list[tuple[Program, int, list[int | float]]]:
         """The audit model: (peer, version, how often each microbatch index counted in its weights)."""
