@@ -30,7 +30,7 @@ INVARIANTS = {
 
 
 def main(argv: Sequence[str] | None = None, out: TextIO = sys.stdout) -> int:
-    """Exit code 0: all invariants held; 1: one was violated; 2: wrong usage."""
+    """Exit code 0: all invariants held; 1: one was violated; 2: wrong usage; 130: stopped by Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m swarm.sim",
         description="Simulate the protocol of steps under random faults, in virtual time.",
@@ -52,7 +52,14 @@ def main(argv: Sequence[str] | None = None, out: TextIO = sys.stdout) -> int:
         return report(outcomes, 0.0, out)
     began = time.monotonic()
     seeds = range(args.first, args.first + args.schedules)
-    outcomes = list(with_progress(seeds, sys.stderr))
+    outcomes: list[Outcome] = []
+    try:
+        outcomes.extend(with_progress(seeds, sys.stderr))
+    except KeyboardInterrupt:
+        print(f"stopped after {len(outcomes)} of {len(seeds)} schedules", file=sys.stderr)
+        if outcomes:
+            report(outcomes, time.monotonic() - began, out)
+        return 130
     return report(outcomes, time.monotonic() - began, out)
 
 

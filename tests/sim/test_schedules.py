@@ -19,6 +19,7 @@ import pytest
 from swarm.policy import rounds
 from swarm.policy.ledger import Claim, Ledger
 from swarm.policy.rounds import Decision, Go, MemberStep, Plan, Reduce, StageStep
+from swarm.sim import __main__ as program
 from swarm.sim import peer
 from swarm.sim.__main__ import main, with_progress
 from swarm.sim.faults import KINDS
@@ -93,6 +94,21 @@ def test_a_violation_is_told_with_the_command_that_shows_it(monkeypatch: pytest.
     out = io.StringIO()
     assert main(["--schedules", "5"], out) == 1
     assert "I2: stage" in out.getvalue() and "again: python -m swarm.sim --seed" in out.getvalue()
+
+
+def test_ctrl_c_tells_what_was_done_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(seed: int) -> Outcome:
+        if seed == 3:
+            raise KeyboardInterrupt
+        return run_schedule(seed)
+
+    monkeypatch.setattr(program, "run_schedule", interrupted)
+    out = io.StringIO()
+    assert main(["--schedules", "9"], out) == 130
+    assert capsys.readouterr().err == "stopped after 3 of 9 schedules\n"
+    assert out.getvalue().startswith("3 schedules, ")
 
 
 @pytest.mark.parametrize(
