@@ -26,7 +26,7 @@ from swarm.errors import (
 from swarm.ids import Era, PeerId, Stage, Standing
 from swarm.policy import rounds
 from swarm.policy.bans import Bans
-from swarm.policy.eras import newest_common
+from swarm.policy.eras import newest_common, worth_waiting_s
 from swarm.policy.ledger import Claim, Ledger, members_of
 from swarm.policy.patience import Patience
 from swarm.policy.rounds import Go, Held, Plan
@@ -265,7 +265,7 @@ class StagePeer(Node):
             if self.council.behind_s > LOST_S and not self._catching_up:
                 self._catching_up = True
                 try:
-                    await self._bring_back(self.council.run_standing)
+                    await self._bring_back(self.council.run_standing, self.council.behind_s)
                 finally:
                     self._catching_up = False
 
@@ -316,7 +316,7 @@ class StagePeer(Node):
                 break
             elif lost_since is None:
                 lost_since = self.clock.now
-            elif self.clock.now - lost_since > LOST_S and await self._bring_back(run):
+            elif (waited_s := self.clock.now - lost_since) > LOST_S and await self._bring_back(run, waited_s):
                 break
             await self.sleep(RETRY_JOIN_S)
         self._open_steps()
@@ -952,7 +952,7 @@ class StagePeer(Node):
             if await self._catch_up_to(brief):
                 return
             if self.council.behind_s > LOST_S:
-                await self._bring_back(self.council.run_standing)
+                await self._bring_back(self.council.run_standing, self.council.behind_s)
             else:
                 await self.sleep(RETRY_JOIN_S)
         finally:
@@ -1018,14 +1018,17 @@ class StagePeer(Node):
             return True
         return await self._get(Standing(era, era.start))
 
-    async def _bring_back(self, run: Standing) -> bool:
+    async def _bring_back(self, run: Standing, waited_s: float) -> bool:
         """Give the run a state of this stage that it can go on from."""
         await self.sleep(self._dice.between(0.05, 1.0))  # asking everybody what they have
         have = self._saved()
         self.say(lambda: f"brings stage {self.stage} back for {run}; saved are {have}")
         if run.version in have[self.stage]:
             return await self._get(run)
-        return await self._enter(run.era.next(newest_common(self.terms.stages, have, most=run.version)))
+        start = newest_common(self.terms.stages, have, most=run.version)
+        if worth_waiting_s(start, run.version, self.terms.checkpoint_every) > waited_s:
+            return False
+        return await self._enter(run.era.next(start))
 
     async def _get(self, goal: Standing) -> bool:
         await self.sleep(self._dice.between(0.05, 0.5))

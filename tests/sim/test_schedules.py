@@ -213,7 +213,7 @@ def never_thaw(patch: pytest.MonkeyPatch) -> None:
 
 
 def stay_when_a_stage_is_lost(patch: pytest.MonkeyPatch) -> None:
-    async def nothing(self: object, run: object) -> bool:
+    async def nothing(self: object, run: object, waited_s: float) -> bool:
         return False
 
     patch.setattr(peer.StagePeer, "_bring_back", nothing)
