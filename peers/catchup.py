@@ -148,7 +148,8 @@ class CatchUp:
         have = await self._to_be_had()
         if run.version in have[self._stage]:
             return await self._get(run)
-        start = newest_common(self._run.S, have, most=run.version)
+        # Also forward: after a long way back there may be a newer one than the run has come to again.
+        start = newest_common(self._run.S, have, most=self._run.steps)
         left_s = worth_waiting_s(start, run.version, self._run.checkpoint_every) - waited_s
         if left_s > 0:
             if not self._waiting:

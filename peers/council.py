@@ -73,6 +73,7 @@ GATHER_S = 0.1
 CALL_S = 3.0
 """Limit for one report or brief."""
 LOSSES_KEPT = 64
+MOST_BEHIND_S = 3600
 MOST_STEPS = 4
 """Steps in one report: the one that is open, one more with delayed updates, and those about to close."""
 
@@ -256,6 +257,9 @@ class Council:
             return  # overtaken by a newer one
         self.brief = brief
         self._enter(brief.era)
+        if brief.coordinator != self._me:
+            began = time.monotonic() - min(max(0, brief.behind_s), MOST_BEHIND_S)
+            self._behind_since = began if brief.behind_s > 0 else None
         if self._stage == 0 and brief.coordinator != self._me:
             self._set_whole_run(brief.whole_run)
         self._obey(brief)
@@ -359,9 +363,10 @@ class Council:
     @property
     def behind_s(self) -> float:
         """For how long this stage, which this peer coordinates, has been unable to follow the run."""
-        if self._behind_since is None or self.coordinator(self._stage) != self._me:
-            return 0.0
-        return time.monotonic() - self._behind_since
+        return self._stuck_s() if self.coordinator(self._stage) == self._me else 0.0
+
+    def _stuck_s(self) -> float:
+        return 0.0 if self._behind_since is None else time.monotonic() - self._behind_since
 
     def _tell(self, peer: PeerId) -> None:
         """Send `peer` its brief if it differs from the last one."""
@@ -472,6 +477,7 @@ class Council:
             coordinator=self._me,
             era=self._era,
             version=newest,
+            behind_s=int(self._stuck_s()),
             sources=tuple(sources[:64]),
             digest=digest,
             steps=tuple(steps),

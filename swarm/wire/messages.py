@@ -186,6 +186,8 @@ class Brief(msgspec.Struct, frozen=True, kw_only=True):
     """Newest version in the stage: a member behind it catches up from `sources`."""
     sources: tuple[PeerId, ...] = ()
     """Empty: nobody in the stage has it yet, each gets it where it can."""
+    behind_s: int = 0
+    """For how long the stage has been unable to follow the run; who coordinates next goes on counting."""
     digest: str = ""
     """What most members of `version` hold; empty while unknown."""
     steps: tuple[StepBrief, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from peers.disk.shelf import Shelf
@@ -13,6 +14,7 @@ from peers.stage import Checkpoints
 from swarm.errors import SetupError
 from swarm.policy import eras
 from swarm.run import counting_run
+from swarm.wire.messages import Brief
 from tests.peers.loops import Swarm, quick, swarm
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -130,6 +132,21 @@ async def test_a_keeper_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: 
         await built.until_finished(limit_s=60)
         built.assert_each_counted_once()
         assert all(event.step >= 6 for event in built.seen(RolledBack))
+
+
+@pytest.mark.asyncio
+async def test_who_takes_the_lead_of_a_lost_stage_goes_on_counting() -> None:
+    """Else each newcomer with a smaller id would wait its own minute before the run goes far back."""
+    async with swarm(counting_run(stages=1, steps=3), replicas=1) as built:
+        await built.until_serving()
+        council = built.peers["s0p0"].council
+        brief = Brief(run=built.run.id, stage=0, coordinator="a", version=0, behind_s=50)
+        council._hear(brief)
+        assert 50 <= council._stuck_s() < 60
+        council._hear(msgspec.structs.replace(brief, number=1, behind_s=-(10**9)))
+        assert council._stuck_s() == 0
+        council._hear(msgspec.structs.replace(brief, number=2, behind_s=10**18))
+        assert council._stuck_s() < 3700
 
 
 @pytest.mark.asyncio
