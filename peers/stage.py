@@ -189,6 +189,7 @@ class StagePeer:
             until = time.monotonic() + self._settings.leave_within_s
             await self.desk.drain(limit_s=self._settings.leave_within_s / 2)
             await self._handover.give_all(limit_s=until - time.monotonic())
+            await self._leave_the_version(until)
             await self.council.farewell()
             self._emit(
                 events.Contributed(
@@ -207,6 +208,27 @@ class StagePeer:
             await asyncio.gather(*loops, *self._tasks, return_exceptions=True)
             await self._directory.withdraw()
             self.core.close()
+
+    async def _leave_the_version(self, until: float) -> None:
+        """Wait until a mate that stays has our weights: two that leave after a step would take them along."""
+        core = self.core
+        question = pack(AskStatus(run=self._run.id))
+
+        async def ask(peer: PeerId) -> PeerStatus | None:
+            try:
+                answer = await self._transport.call(peer, "status", question, deadline_s=ASK_S)
+                return unpack_answer(peer, answer.header, PeerStatus)
+            except SwarmError:
+                return None
+
+        while time.monotonic() < until:
+            records = [r for r in self._directory.peers() if r.stage == self.stage and r.peer != core.me]
+            asked = [r.peer for r in records if r.state == "serving"][:MOST_ASKED]
+            told = await asyncio.gather(*map(ask, asked))
+            stay = [Standing(s.era, s.version) for s in told if s is not None and s.state == "serving"]
+            if not stay or max(stay) >= Standing(core.era, core.version):
+                return
+            await asyncio.sleep(RETRY_JOIN_S)
 
     def leave(self) -> None:
         """Finish what is in flight, then end `run`."""
@@ -256,8 +278,8 @@ class StagePeer:
             ]
             newest_mate = max((told[peer] for peer in mates), default=Standing(version=-1))
             run = max(told.values(), default=Standing())
-            # A checkpoint that is newer than the whole run is of no use: nobody else can follow.
-            if mates and (newest_mate > core.standing or run < core.standing):
+            # A checkpoint that is newer than a run that goes on is of no use; one that has not begun follows us.
+            if mates and (newest_mate > core.standing or Standing() < run < core.standing):
                 if await self._catchup.download(mates):
                     break
             elif mates or run <= core.standing:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from peers import handover
-from peers.events import HandedOver, Stepped
+from peers.events import HandedOver, StageLost, Stepped
 from peers.ports import Buffer
 from swarm.errors import NotNow, Refused
 from swarm.policy.ledger import to_bytes
@@ -246,3 +246,30 @@ async def test_with_the_ledger_forgotten_the_count_is_wrong(monkeypatch: pytest.
         await built.until_finished()
         with pytest.raises(AssertionError):
             built.assert_each_counted_once()
+
+
+@pytest.mark.asyncio
+async def test_two_that_leave_in_one_moment_do_not_take_the_newest_version_along() -> None:
+    """The only mate that stays missed steps: it gets them before they are gone."""
+    run = a_run(steps=6)
+    async with swarm(run, replicas=0) as built:
+        for name, stage in (("a", 0), ("b", 0), ("c", 0), ("d", 1), ("e", 2)):
+            built.add_peer(name, stage)
+        await built.until_serving()
+        built.add_trainer("trainer")
+        await built.until_version(2)
+        built.network.hang("c")
+        await built.tasks["trainer"]
+        await built.until(lambda: all(built.peers[name].core.version == run.steps for name in "abde"))
+        slow = built.peers["c"]
+        assert slow.core.version < run.steps
+        slow._catching_up = True  # as when a download takes its time
+        built.network.resume("c")
+        for name in "ab":
+            built.peers[name].leave()
+        gone = {built.tasks["a"], built.tasks["b"]}
+        assert not (await asyncio.wait(gone, timeout=1.0))[0]
+        slow._catching_up = False
+        await asyncio.gather(*gone)
+        assert slow.core.version == run.steps
+        assert not built.seen(StageLost)
