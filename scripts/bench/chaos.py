@@ -51,9 +51,9 @@ from swarm.model.reference import SingleProcess
 from swarm.run import CodecSpec, Run, demo_run
 from tests.process.swarm_processes import Program, Swarm, farthest
 
-STALL_S = 150.0
+STALL_S = 240.0
 """Limit for a step, whatever was done to the swarm; with everything healed or not."""
-BACK_S = 90.0
+BACK_S = 180.0
 """Limit for who was hung or cut off to take a step again."""
 TOLERANCE = 1e-9
 POINTS = ("forward:5", "backward:5", "reduce:3", "prepared:2", "joining")
