@@ -278,7 +278,7 @@ class StagePeer:
             ]
             newest_mate = max((told[peer] for peer in mates), default=Standing(version=-1))
             run = max(told.values(), default=Standing())
-            # A checkpoint that is newer than a run that goes on is of no use; one that has not begun follows us.
+            # A checkpoint newer than a run that goes on is of no use; a run that has not begun follows us.
             if mates and (newest_mate > core.standing or Standing() < run < core.standing):
                 if await self._catchup.download(mates):
                     break
