@@ -695,7 +695,10 @@ def _with_signals(
             stopped = True
             work.cancel()
 
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # Under nohup the terminal's end is not for us.
+        hang_ups = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+        numbers = (signal.SIGINT, signal.SIGTERM, *hang_ups)
+        for signum in numbers:
             loop.add_signal_handler(signum, stop)
         try:
             result = await work
@@ -707,7 +710,7 @@ def _with_signals(
             if farewell is not None:
                 farewell.cancel()
                 await asyncio.gather(farewell, return_exceptions=True)
-            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for signum in numbers:
                 loop.remove_signal_handler(signum)
                 # Torch takes a while to end a process that is done: an impatient user must not make it fail.
                 signal.signal(signum, signal.SIG_IGN)

@@ -40,7 +40,10 @@ class Child:
     """A python process that owns a p2pd and then sleeps."""
 
     _PROGRAM = """
-import sys, time
+import signal, sys, time
+# Whoever runs the tests in the background, or under nohup, has them ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from peers.net.daemon import Daemon, DaemonOptions
 daemon = Daemon.spawn(DaemonOptions())
 daemon.wait_ready()

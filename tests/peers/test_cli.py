@@ -300,6 +300,20 @@ def test_the_first_signal_lets_the_work_finish() -> None:
     os.kill(os.getpid(), signal.SIGTERM)  # as the process ends: -15 would look like a crash
 
 
+def test_under_nohup_the_end_of_the_terminal_is_not_for_us() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    work = Work()
+
+    async def run() -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0)
+        assert not work.left.is_set()
+        await work.run()
+
+    assert cli._with_signals(run, work.leave) == Exit.OK
+    assert work.said == ["finished"]
+
+
 def test_the_second_signal_stops_at_once() -> None:
     work = Work(stubborn=True)
     assert cli._with_signals(work.run, work.leave) == Exit.STOPPED
