@@ -131,8 +131,8 @@ async def test_the_death_of_the_watchdog_takes_p2pd_with_it() -> None:
     pid = daemon.pid
     os.kill(daemon._process.pid, signal.SIGKILL)
     await asyncio.wait_for(daemon.died.wait(), 5)
-    assert gone(pid)
-    assert not daemon.directory.exists()
+    # The kernel kills p2pd when its watchdog dies; on a busy machine that takes a moment.
+    until(lambda: gone(pid) and not daemon.directory.exists())
 
 
 async def test_closing_leaves_no_process_and_no_file_and_is_no_accident() -> None:
