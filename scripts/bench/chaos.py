@@ -86,6 +86,7 @@ NEED_LAB = frozenset(("cut", "cut link", "partition"))
 def chaos_run(microbatches: int = 12) -> Run:
     """3 layers of width 32 on 3 stages, 16 tokens a sample, float64, codec none.
 
+    Steps may take a tenth of a second: checkpoints are further apart than the looks of a keeper.
     The rate is low: what reassociated sums differ by (1e-16) must not grow to 1e-9 by training on it for
     thousands of steps.
     """
@@ -94,7 +95,7 @@ def chaos_run(microbatches: int = 12) -> Run:
         base,
         name="chaos",
         dtype="float64",
-        checkpoint_every=10,
+        checkpoint_every=25,
         rebalance_every_s=10,
         model=replace(base.model, hidden=32, heads=4, ffn_hidden=64),
         data=replace(base.data, sequence_length=16),
@@ -255,6 +256,7 @@ class Chaos:
         self.after_s = self._undisturbed()
         for trainer in self._living("trainer"):
             swarm.leaves(trainer)
+        self._hear()
         self.steps = self._version + 3  # what was in flight may have made one more than was heard
         swarm.train_to(self.steps, "--window", str(self.options.window))
         self._all_reach(self.steps)
