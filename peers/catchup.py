@@ -18,7 +18,7 @@ from peers.device_thread import Rank
 from peers.disk.shelf import Shelf
 from peers.download import Partial, download_state
 from peers.ports import Directory, Transport
-from peers.saved import ask_saved
+from peers.saved import ask_saved, is_keeper
 from peers.sync import fetch_gradient
 from swarm.errors import PeerFault, SwarmError, short
 from swarm.ids import Era, PeerId, Stage, Standing
@@ -145,13 +145,13 @@ class CatchUp:
         The run is at `run`, and no member of this stage holds that. If a checkpoint of just that version is
         to be had, the run goes on; else a new era starts at the newest version that all stages can get.
         """
-        have = await self._to_be_had()
+        have, from_keeper = await self._to_be_had()
         if run.version in have[self._stage]:
             return await self._get(run)
         # Also forward: after a long way back there may be a newer one than the run has come to again.
         start = newest_common(self._run.S, have, most=self._run.steps)
         left_s = worth_waiting_s(start, run.version, self._run.checkpoint_every) - waited_s
-        if left_s > 0:
+        if left_s > 0 and not from_keeper:
             if not self._waiting:
                 self._waiting = True
                 text = (
@@ -168,19 +168,23 @@ class CatchUp:
 
         True: done. False: some stage has nothing yet that fits. None: nothing is saved anywhere.
         """
-        core, have = self._core, await self._to_be_had()
+        core = self._core
+        have, _ = await self._to_be_had()
         if not any(have.values()):
             return None
         newest = newest_common(self._run.S, have, most=self._run.steps)
         return newest > core.version and await self._get(Standing(core.era, newest))
 
-    async def _to_be_had(self) -> dict[Stage, set[int]]:
-        """The saved versions of each stage that are here, or that somebody offers."""
-        saved = await ask_saved(self._run, self._transport, await self._directory.refresh())
+    async def _to_be_had(self) -> tuple[dict[Stage, set[int]], bool]:
+        """The saved versions of each stage that are here, or that somebody offers; whether a keeper does."""
+        records = await self._directory.refresh()
+        keepers = {record.peer for record in records if is_keeper(record)}
+        saved = await ask_saved(self._run, self._transport, records)
+        from_keeper = any(not keepers.isdisjoint(who) for had in saved.values() for who in had.values())
         have = {stage: set(versions) for stage, versions in saved.items()}
         have[self._stage] |= set(await asyncio.to_thread(self._shelf.versions))
         have[self._stage] -= self._useless
-        return have
+        return have, from_keeper
 
     async def _get(self, goal: Standing) -> bool:
         """Load a saved version: from here, from others, or, if it is version 0, from the seed."""
