@@ -250,7 +250,7 @@ class Downloading(Event):
     """Peers that it comes from now."""
 
     def words(self) -> str:
-        filled = round(20 * self.done_bytes / max(1, self.total_bytes))
+        filled = min(20, max(0, 20 * self.done_bytes // max(1, self.total_bytes)))
         bar = "#" * filled + "." * (20 - filled)
         sizes = f"{self.done_bytes / 1e6:.1f} of {self.total_bytes / 1e6:.1f} MB"
         return f"stage {self.stage} [{bar}] {sizes} from {count(self.sources, 'peer')}"

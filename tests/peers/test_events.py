@@ -15,6 +15,7 @@ from peers.events import (
     EVENTS,
     MAX_LINE_CHARS,
     Contributed,
+    Downloading,
     Emitter,
     Event,
     Failed,
@@ -67,6 +68,13 @@ def test_an_event_reads_back_as_it_was_written(event: Event) -> None:
 @given(any_event().map(lambda event: dataclasses.replace(event, at=0.0)))
 def test_every_event_can_be_said_in_words(event: Event) -> None:
     assert event.words() in to_text(event)
+
+
+def test_a_download_beyond_its_end_is_a_full_bar() -> None:
+    """Events are read back from others' lines: a number must not become as many characters."""
+    for done, filled in ((-(10**12), 0), (0, 0), (5, 10), (10**12, 20)):
+        said = Downloading(stage=0, version=1, done_bytes=done, total_bytes=10, sources=1).words()
+        assert f"[{'#' * filled}{'.' * (20 - filled)}]" in said
 
 
 def test_kinds_are_distinct_and_in_snake_case() -> None:
