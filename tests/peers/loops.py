@@ -167,9 +167,19 @@ class Swarm:
 
     async def until_finished(self, *, limit_s: float = 30.0) -> None:
         """Wait until every live peer has taken all steps."""
-        await self.until_version(self.run.steps, limit_s=limit_s)
+        await self.until(lambda: self.finished, limit_s=limit_s)
+
+    async def until_next_step(self) -> None:
+        """Wait until a live peer takes one more step; at the end of the run there is none to wait for."""
+        took = len(self.seen(Stepped))
+        await self.until(lambda: len(self.seen(Stepped)) > took or self.finished)
 
     # -- looking ----------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        """Whether every live peer has taken all steps."""
+        return all(peer.core.version >= self.run.steps for _, peer in self.live())
 
     def live(self) -> list[tuple[str, StagePeer]]:
         return [

@@ -43,10 +43,9 @@ async def test_a_peer_moves_in_the_midst_of_training_and_each_counts_once(one_go
             built.add_peer(name, stage, movable=True)
         await built.until_serving()
         built.add_trainer("trainer")
-        await built.until(lambda: built.peers["c"].stage == 1 and built.peers["c"].core.joined)
+        await built.until(lambda: [e.stage for e in built.seen(Serving) if e.peer == "c"] == [0, 1])
         (moved,) = built.seen(Moved)
         assert (moved.stage, moved.to_stage, moved.why) == (0, 1, "stage 1 is slow")
-        assert [e.stage for e in built.seen(Serving) if e.peer == "c"] == [0, 1]
         version = built.peers["c"].core.version
         await built.until_version(version + 3)
         status = await built.add_stranger().ask("a", "status", AskStatus(run=run.id), PeerStatus)
