@@ -16,21 +16,17 @@ from peers import events
 from peers.core import StageCore
 from peers.device_thread import Rank
 from peers.disk.shelf import Shelf
-from peers.download import Partial, download_state
+from peers.download import Partial, download_state, shown
 from peers.ports import Directory, Transport
 from peers.saved import ask_saved, is_keeper
 from peers.sync import fetch_gradient
 from swarm.errors import PeerFault, SwarmError, short
 from swarm.ids import Era, PeerId, Stage, Standing
-from swarm.model.layout import empty_state
-from swarm.model.stage import StageCompute
+from swarm.model.layout import empty_state, initial_state
 from swarm.policy.bans import Bans
-from swarm.policy.eras import newest_common, worth_waiting_s
+from swarm.policy.eras import newest_start, worth_waiting_s
 from swarm.policy.rounds import Go
 from swarm.wire.messages import Brief
-
-SHOW_S = 2.0
-"""Between two words about a download."""
 
 
 class CatchUp:
@@ -87,29 +83,18 @@ class CatchUp:
 
         `era`: the one that a saved version is taken for; a mate's newest state says its own.
         """
-        core, began, now = self._core, time.monotonic(), time.monotonic()
-        shown_at = now
-
-        def progress(done_bytes: int, total_bytes: int, count: int) -> None:
-            nonlocal shown_at
-            if time.monotonic() - shown_at > SHOW_S or (done_bytes == total_bytes and shown_at > now):
-                shown_at = time.monotonic()
-                self._emit(
-                    events.Downloading(
-                        stage=self._stage, version=version, done_bytes=done_bytes, total_bytes=total_bytes,
-                        sources=count,
-                    )
-                )  # fmt: skip
+        core, began = self._core, time.monotonic()
 
         def fault(fault: PeerFault) -> None:
             self._bans.failed(fault.peer, now=time.monotonic())
             self._emit(events.PeerLost(peer=fault.peer, stage=self._stage, why=fault.text))
 
-        usable = [source for source in sources if not self._bans.resting(source, now=now)]
+        usable = [source for source in sources if not self._bans.resting(source, now=began)]
         try:
             found = await download_state(
                 self._run, self._stage, empty_state(self._run, self._stage), self._transport, usable,
-                version=version, partial=self._partial, progress=progress, on_fault=fault,
+                version=version, partial=self._partial,
+                progress=shown(self._stage, version, self._emit), on_fault=fault,
             )  # fmt: skip
             await core.load(Standing(era or found.opened.era, found.opened.version), found.tensors)
         except SwarmError as error:
@@ -149,7 +134,7 @@ class CatchUp:
         if run.version in have[self._stage]:
             return await self._get(run)
         # Also forward: after a long way back there may be a newer one than the run has come to again.
-        start = newest_common(self._run.S, have, most=self._run.steps)
+        start = newest_start(self._run.S, have, most=self._run.steps)
         left_s = worth_waiting_s(start, run.version, self._run.checkpoint_every) - waited_s
         if left_s > 0 and not from_keeper:
             if not self._waiting:
@@ -172,7 +157,7 @@ class CatchUp:
         have, _ = await self._to_be_had()
         if not any(have.values()):
             return None
-        newest = newest_common(self._run.S, have, most=self._run.steps)
+        newest = newest_start(self._run.S, have, most=self._run.steps)
         return newest > core.version and await self._get(Standing(core.era, newest))
 
     async def _to_be_had(self) -> tuple[dict[Stage, set[int]], bool]:
@@ -190,8 +175,7 @@ class CatchUp:
         """Load a saved version: from here, from others, or, if it is version 0, from the seed."""
         core, version = self._core, goal.version
         if version == 0:
-            fresh = await asyncio.to_thread(StageCompute, self._run, self._stage, "cpu")
-            await core.load(goal, fresh.state())
+            await core.load(goal, await asyncio.to_thread(initial_state, self._run, self._stage))
             return True
         if version in await asyncio.to_thread(self._shelf.versions):
             try:

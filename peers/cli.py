@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import enum
 import importlib
 import os
@@ -540,23 +541,18 @@ def _port(text: str) -> int:
 
 
 def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a temperature: 0 to 100")
-    return value
+    return _number(text, 100, "a temperature: 0 to 100")
 
 
 def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 to 86400")
-    return value
+    return _number(text, 86_400, "a number of seconds, 0 to 86400")
+
+
+def _number(text: str, most: float, wanted: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) <= most:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
 
 
 def _run_id(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from swarm.ids import Era, PeerId, Stage, Standing
 from swarm.model.stage import StageCompute
 from swarm.policy.ledger import Ledger
 from swarm.policy.rounds import Go, Held
+from swarm.records import PeerRecord
 from swarm.run import Run
 from swarm.wire.messages import Audit
 
@@ -88,6 +89,7 @@ class StageCore:
         self.joined = False
         """Serving: the weights are the stage's."""
         self.leaving = False
+        """Nothing more is admitted, and another member coordinates, if there is one."""
 
     @property
     def version(self) -> int:
@@ -136,6 +138,17 @@ class StageCore:
                 self.steps[t] = OpenStep(t, Ledger(t, self.run.M))
         self.news.urgent()
         self._move()
+
+    def drop_sum(self, step: OpenStep) -> None:
+        """On the device thread: forget all of a step's sum and its ledger; it starts again from nothing."""
+        step.drop()
+        if not step.over:
+            self.compute.drop_sum(step.t)
+            self.compute.begin(step.t)
+
+    def mates(self, records: Iterable[PeerRecord]) -> list[PeerRecord]:
+        """Those of `records` that are of others who serve this stage."""
+        return [r for r in records if r.stage == self.stage and r.state == "serving" and r.peer != self.me]
 
     def leave(self) -> None:
         """No step opens any more for who waits for one."""

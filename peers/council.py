@@ -22,11 +22,11 @@ from peers.courier import Courier
 from peers.ports import Answer, Directory, Request, Transport
 from peers.roll import Roll
 from peers.waiting import happens
-from swarm.errors import BadAnswer, Leaving, NotNow, PeerFault, Refused, SwarmError, short
+from swarm.errors import Leaving, NotNow, PeerFault, Refused, SwarmError, short
 from swarm.ids import Era, PeerId, Stage, Standing
 from swarm.policy.bans import Bans
 from swarm.policy.eras import check_standing
-from swarm.policy.ledger import everything, from_bytes, members_of, to_bytes
+from swarm.policy.ledger import everything, from_bytes, members_of, read_bitmap, to_bytes
 from swarm.policy.rounds import (
     Adopt,
     Decision,
@@ -59,6 +59,7 @@ from swarm.wire.messages import (
     Summary,
     Watch,
     Watched,
+    check_run,
     pack,
     unpack,
     unpack_answer,
@@ -115,8 +116,6 @@ class Council:
         self._revision = 0
         self._revised = asyncio.Event()
         self._silent = False
-        self.leaving = False
-        """Another member is to coordinate, if there is one."""
         self.brief: Brief | None = None
         """The last brief that this peer obeyed."""
         self._reports = Courier(self._send_report)
@@ -141,7 +140,7 @@ class Council:
             serving |= {p for p, (_, _, seen) in self._members.items() if now - seen < GONE_AFTER_S}
             serving -= {r.peer for r in records if r.state in ("leaving", "left")}
             serving.discard(self._me)
-            if self._core.joined and not (self.leaving and serving):
+            if self._core.joined and not (self._core.leaving and serving):
                 serving.add(self._me)
         return min((p for p in serving if p == self._me or not self._bans.resting(p, now=now)), default=None)
 
@@ -238,7 +237,7 @@ class Council:
             answer = await self._transport.call(chief, "report", pack(report), body, deadline_s=CALL_S)
             brief = unpack_answer(chief, answer.header, Brief)
         except PeerFault as fault:
-            self._bans.failed(chief, now=time.monotonic(), silent=not isinstance(fault, BadAnswer))
+            self._bans.failed(chief, now=time.monotonic(), silent=fault.silent)
             self._core.news.urgent()
             return
         except (Refused, Leaving):
@@ -284,7 +283,7 @@ class Council:
             )
         if not self._core.joined:
             raise NotNow("this peer has not joined yet")
-        if self.leaving:
+        if self._core.leaving:
             raise Leaving("this peer is leaving: let another coordinate the stage")
         await self._roll.require(request.peer, self._stage)
         check_report(report, self._run)
@@ -529,7 +528,7 @@ class Council:
             answer = await self._transport.call(chief, "summary", pack(summary), deadline_s=CALL_S)
             whole_run = unpack_answer(chief, answer.header, RunBrief)
         except PeerFault as fault:
-            self._bans.failed(chief, now=time.monotonic(), silent=not isinstance(fault, BadAnswer))
+            self._bans.failed(chief, now=time.monotonic(), silent=fault.silent)
             self._core.news.urgent()
             return
         except SwarmError:
@@ -664,8 +663,7 @@ class Council:
 
     async def _serve_watch(self, request: Request) -> Answer:
         watch = unpack(request.header, Watch)
-        if watch.run != self._run.id:
-            raise Refused(f"this peer serves run {self._run.id}, not {watch.run[:40]!r}")
+        check_run(watch.run, self._run.id)
         if watch.seen == self._revision and watch.seen >= 0:
             await happens(self._revised, REFRESH_S)
         far = self.run_standing
@@ -684,7 +682,7 @@ def check_report(report: Report, run: Run) -> None:
     _check_goes(report.goes, run)
     for step in report.steps:
         for ledger in (step.done, step.doing, *((step.fixed,) if step.fixed else ())):
-            _check_bitmap(ledger, run)
+            read_bitmap(ledger, run.M)
         if step.held is not None:
             _check_sqnorm(step.held.sqnorm)
 
@@ -696,7 +694,7 @@ def check_summary(summary: Summary, run: Run) -> None:
     _check_goes(summary.goes, run)
     for step in summary.steps:
         for bitmap in (step.lacking, step.unclaimed):
-            _check_bitmap(bitmap, run)
+            read_bitmap(bitmap, run.M)
         _check_sqnorm(step.sqnorm)
 
 
@@ -722,13 +720,6 @@ def _check_sqnorm(sqnorm: float) -> None:
     """Infinity is honest: the run diverged, and taking the step says so."""
     if not sqnorm >= 0.0:
         raise Refused(f"an impossible squared norm, {sqnorm}")
-
-
-def _check_bitmap(bitmap: bytes, run: Run) -> None:
-    try:
-        from_bytes(bitmap, run.M)
-    except ValueError as error:
-        raise Refused(str(error)) from None
 
 
 def _go_wires(goes: Mapping[int, Go]) -> tuple[GoWire, ...]:

@@ -26,6 +26,7 @@ from typing import TypeAlias
 import msgspec
 import torch
 
+from peers.events import Downloading, Emit
 from peers.faultpoints import fault_point
 from peers.ports import Answer, Transport
 from peers.reduce import read_part
@@ -65,9 +66,29 @@ RECRUIT_TRIES = 10
 """How often one that was at another version, or not ready, is asked for the version being downloaded."""
 CLOSE_S = 1.0
 BUSY_TRIES = 20
+SHOW_S = 2.0
+"""Between two words about a download."""
 
 Progress: TypeAlias = Callable[[int, int, int], None]
 """(bytes that are here, bytes in all, sources now)."""
+
+
+def shown(stage: Stage, version: int, emit: Emit) -> Progress:
+    """Says every `SHOW_S` how far a download is, and its end if it took that long."""
+    shown_at = began = time.monotonic()
+
+    def progress(done_bytes: int, total_bytes: int, sources: int) -> None:
+        nonlocal shown_at
+        if time.monotonic() - shown_at > SHOW_S or (done_bytes == total_bytes and shown_at > began):
+            shown_at = time.monotonic()
+            emit(
+                Downloading(
+                    stage=stage, version=version, done_bytes=done_bytes, total_bytes=total_bytes,
+                    sources=sources,
+                )
+            )  # fmt: skip
+
+    return progress
 
 
 class DownloadFailed(SwarmError):

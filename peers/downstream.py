@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from peers.ports import Answer, Buffer, Directory, Transport
-from swarm.errors import BadAnswer, Busy, NotNow, PeerFault, Refused, Stale, SwarmError
+from swarm.errors import Busy, NotNow, PeerFault, Refused, Stale, SwarmError
 from swarm.ids import PeerId, Stage
 from swarm.policy.patience import Patience
 from swarm.policy.router import NoPeerForStage, Router
@@ -108,7 +108,7 @@ class NextStage:
 
     def fault(self, fault: PeerFault) -> None:
         """A peer of the stage broke the protocol: it rests."""
-        self._router.failed(fault.peer, now=time.monotonic(), silent=not isinstance(fault, BadAnswer))
+        self._router.failed(fault.peer, now=time.monotonic(), silent=fault.silent)
         self._on_fault(fault)
 
     def is_deserted(self) -> bool:

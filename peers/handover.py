@@ -33,9 +33,19 @@ from peers.roll import Roll
 from peers.steps import OpenStep
 from swarm.errors import NotNow, PeerFault, Refused, SwarmError
 from swarm.ids import PeerId
-from swarm.policy.ledger import from_bytes, members_of, to_bytes
+from swarm.policy.ledger import members_of, read_bitmap, to_bytes
 from swarm.wire.codec import encode
-from swarm.wire.messages import Ack, GiveSum, OfferedSum, OfferSum, TakeSum, pack, unpack, unpack_answer
+from swarm.wire.messages import (
+    Ack,
+    GiveSum,
+    OfferedSum,
+    OfferSum,
+    TakeSum,
+    check_run,
+    pack,
+    unpack,
+    unpack_answer,
+)
 
 CALL_S = 20.0
 """Limit for one chunk of 8 MB."""
@@ -113,12 +123,7 @@ class HandOver:
 
     def _mates(self) -> list[PeerId]:
         """Who could take a sum, the least loaded first."""
-        core = self._core
-        mates = [
-            r
-            for r in self._directory.peers()
-            if r.stage == core.stage and r.state == "serving" and r.peer != core.me
-        ]
+        mates = self._core.mates(self._directory.peers())
         return [r.peer for r in sorted(mates, key=lambda r: (r.load, r.peer))]
 
     async def _give(self, step: OpenStep, mate: PeerId) -> bool:
@@ -127,7 +132,7 @@ class HandOver:
         done = step.ledger.done
         offer = OfferSum(run=core.run.id, era=core.era, t=step.t, done=to_bytes(done, m))
         answer = await self._transport.call(mate, "offer", pack(offer), deadline_s=CALL_S)
-        overlap = _bitmap(unpack_answer(mate, answer.header, OfferedSum).overlap, m)
+        overlap = read_bitmap(unpack_answer(mate, answer.header, OfferedSum).overlap, m)
         if overlap:
             await self._undo(step, overlap & done)
         total, done, losses = await core.device.run(Rank.STEP, step.t, self._freeze, step)
@@ -148,7 +153,7 @@ class HandOver:
         except SwarmError:
             await core.device.run(Rank.STEP, step.t, step.ledger.thaw)
             raise
-        await core.device.run(Rank.STEP, step.t, self._drop, step)
+        await core.device.run(Rank.STEP, step.t, core.drop_sum, step)
         given = done.bit_count()
         core.emit(events.HandedOver(stage=core.stage, t=step.t, microbatches=given, to=mate))
         return True
@@ -162,18 +167,12 @@ class HandOver:
         losses = [step.loss_of(m) for m in members_of(step.ledger.done)]
         return total.cpu() if total.is_cuda else total, step.ledger.done, losses
 
-    def _drop(self, step: OpenStep) -> None:
-        step.drop()
-        if not step.over:
-            self._core.compute.drop_sum(step.t)
-            self._core.compute.begin(step.t)
-
     # -- taking -----------------------------------------------------------------------------------
 
     async def _serve_offer(self, request: Request) -> Answer:
         offer = unpack(request.header, OfferSum)
         step = await self._step_for(request, offer.run, offer.t)
-        done = _bitmap(offer.done, self._core.run.M)
+        done = read_bitmap(offer.done, self._core.run.M)
         if offer.era != self._core.era:
             raise NotNow("this peer is in another era")
         if step.held is not None or step.ledger.frozen_for is not None or step.handing:
@@ -216,7 +215,7 @@ class HandOver:
         take = unpack(request.header, TakeSum)
         core = self._core
         step = await self._step_for(request, take.run, take.t)
-        done = _bitmap(take.done, core.run.M)
+        done = read_bitmap(take.done, core.run.M)
         aside = self._aside.get(request.peer)
         if aside is None or aside.t != take.t or aside.missing:
             raise Refused(f"the sum of step {take.t} has not come as a whole")
@@ -250,17 +249,9 @@ class HandOver:
         step.losses.update(zip(members_of(done), losses, strict=False))
 
     async def _step_for(self, request: Request, run: str, t: int) -> OpenStep:
-        if run != self._core.run.id:
-            raise Refused(f"this peer serves run {self._core.run.id}, not {run[:40]!r}")
+        check_run(run, self._core.run.id)
         await self._roll.require(request.peer, self._core.stage)
         step = self._core.steps.get(t)
         if step is None or not self._core.joined:
             raise NotNow(f"step {t} is not open here")
         return step
-
-
-def _bitmap(data: bytes, microbatches: int) -> int:
-    try:
-        return from_bytes(data, microbatches)
-    except ValueError as error:
-        raise Refused(str(error)) from None

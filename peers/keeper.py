@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peers.events import Emit, Started
+from peers.events import Emit
 from peers.net.daemon import Daemon
 from peers.net.node import Node
-from peers.roles import NetworkOptions
+from peers.roles import NetworkOptions, manifest, started
 from swarm.errors import SetupError
 from swarm.ids import Stage
-from swarm.run import Run, check_id
+from swarm.run import Run
 
 if TYPE_CHECKING:  # torch is imported while p2pd starts
     from peers.keeping import Keeping
@@ -49,13 +48,8 @@ class Keeper:
             daemon.close_now()
             raise
         async with Node(daemon=daemon, join=options.join, run_id=options.run) as node:
-            self._emit(
-                Started(
-                    role="keeper", peer=node.peer_id, addresses=node.addresses, run=options.run,
-                    pid=os.getpid(),
-                )
-            )  # fmt: skip
-            run = check_id(await node.directory.fetch_manifest(options.run), options.run)
+            self._emit(started("keeper", node, options.run))
+            run = await manifest(node, options.run)
             settings = KeepingSettings(
                 folder=options.dir, keep=options.keep, stages=chosen_stages(run, options.stages),
                 addresses=node.addresses, joined_at=time.time(),

@@ -20,14 +20,14 @@ from pathlib import Path
 from peers import events
 from peers.disk import checkpoint
 from peers.disk.shelf import Shelf
-from peers.download import DownloadFailed, Partial, download_state
+from peers.download import DownloadFailed, Partial, download_state, shown
 from peers.ports import Answer, Directory, Request, Transport
 from peers.saved import ask_saved, is_keeper
 from peers.state_server import StateDesk
 from peers.waiting import happens
 from swarm.errors import BadAnswer, PeerFault, Refused, SetupError
 from swarm.ids import PeerId, Stage
-from swarm.model.layout import empty_state, state_bytes
+from swarm.model.layout import empty_state
 from swarm.policy.bans import Bans
 from swarm.policy.keeping import newest_common, next_download, reached
 from swarm.records import NO_STAGE, PeerRecord
@@ -39,8 +39,6 @@ POLL_S = 3.0
 ANNOUNCE_S = 5.0
 FULL_S = 60.0
 """Until a full disk is tried again."""
-SHOW_S = 2.0
-"""Between two words about a download."""
 FIRST_REST_S = 5.0
 LONGEST_REST_S = 300.0
 """Of who offered what it then did not give: there are others, and no hurry."""
@@ -198,14 +196,16 @@ class Keeping:
     async def _fetch(self, stage: Stage, version: int, sources: list[PeerId]) -> bool:
         """Download and save one version of one stage; False: it cannot be had now, and why was said."""
         folder, began = self._settings.folder, time.monotonic()
-        if (trouble := await asyncio.to_thread(self._no_room, stage, version)) is not None:
+        state = empty_state(self._run, stage)
+        size = sum(vector.nbytes for vector in state.values())
+        if (trouble := await asyncio.to_thread(self._no_room, stage, version, size)) is not None:
             self._full(trouble)
             return False
         try:
             found = await download_state(
-                self._run, stage, empty_state(self._run, stage), self._transport, sources,
+                self._run, stage, state, self._transport, sources,
                 version=version, partial=self._partials.setdefault(stage, Partial()),
-                progress=self._progress(stage, version), on_fault=self._not_believed,
+                progress=shown(stage, version, self._emit), on_fault=self._not_believed,
             )  # fmt: skip
         except DownloadFailed as failed:
             for peer in failed.reasons:
@@ -214,7 +214,6 @@ class Keeping:
             return False
         for peer in found.sources:
             self._bans.answered(peer)
-        size = sum(tensor.nbytes for tensor in found.tensors.values())
         self._emit(
             events.StateFetched(
                 stage=stage, version=version, source=found.sources[0] if found.sources else "", bytes=size,
@@ -236,9 +235,9 @@ class Keeping:
         self._emit(events.Checkpointed(stage=stage, step=version, path=str(folder)))
         return True
 
-    def _no_room(self, stage: Stage, version: int) -> str | None:
+    def _no_room(self, stage: Stage, version: int, size_bytes: int) -> str | None:
         """Why a download is not worth its bytes; None if the disk has room for it."""
-        needed, folder = state_bytes(self._run, stage) + SLACK_BYTES, self._settings.folder
+        needed, folder = size_bytes + SLACK_BYTES, self._settings.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(folder).free
@@ -255,22 +254,6 @@ class Keeping:
         self._full_until = time.monotonic() + FULL_S
         kept = "what is kept stays" if any(self._have.values()) else "nothing is kept yet"
         self._emit(events.Trouble(text=f"{text}; {kept}, next try in {FULL_S:.0f} s"))
-
-    def _progress(self, stage: Stage, version: int) -> Callable[[int, int, int], None]:
-        shown_at = time.monotonic()
-
-        def progress(done_bytes: int, total_bytes: int, sources: int) -> None:
-            nonlocal shown_at
-            if time.monotonic() - shown_at > SHOW_S:
-                shown_at = time.monotonic()
-                self._emit(
-                    events.Downloading(
-                        stage=stage, version=version, done_bytes=done_bytes, total_bytes=total_bytes,
-                        sources=sources,
-                    )
-                )  # fmt: skip
-
-        return progress
 
     # -- what goes wrong ----------------------------------------------------------------------------
 

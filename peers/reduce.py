@@ -27,7 +27,7 @@ from swarm.ids import PeerId
 from swarm.model.stage import sqnorm
 from swarm.policy.rounds import Held, Plan
 from swarm.wire.codec import TensorMeta, decode, encode, encoded_sizes
-from swarm.wire.messages import Part, PartDone, pack, unpack, unpack_answer
+from swarm.wire.messages import Part, PartDone, check_run, pack, unpack, unpack_answer
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements per call: 4 MB of float32, so that sending, adding and answering overlap."""
@@ -239,8 +239,7 @@ class AllReduce:
 
     async def _serve_part(self, request: Request) -> Answer:
         part = unpack(request.header, Part)
-        if part.run != self._run:
-            raise Refused(f"this peer serves run {self._run}, not {part.run[:40]!r}")
+        check_run(part.run, self._run)
         this = await self._round(part.round)
         if request.peer not in this.plan.members:
             raise Refused(f"{request.peer} is not a member of round {part.round[:8]}")

@@ -98,11 +98,7 @@ class Bootstrap:
             options=options.daemon(), identity_path=options.identity, join=options.join, run_id=run.id
         ) as node:
             await node.directory.publish_manifest(run.to_toml())
-            self._emit(
-                Started(
-                    role="bootstrap", peer=node.peer_id, addresses=node.addresses, run=run.id, pid=os.getpid()
-                )
-            )
+            self._emit(started("bootstrap", node, run.id))
             self._emit(JoinLine(line=f"swarm peer --run {run.id} --join {node.addresses[0]}"))
             await self._leaving.wait()
 
@@ -110,7 +106,13 @@ class Bootstrap:
         self._leaving.set()
 
 
-async def _manifest(node: Node, run_id: str) -> Run:
+def started(role: Literal["bootstrap", "peer", "train", "keeper"], node: Node, run_id: str) -> Started:
+    """What a program says when it can be reached."""
+    return Started(role=role, peer=node.peer_id, addresses=node.addresses, run=run_id, pid=os.getpid())
+
+
+async def manifest(node: Node, run_id: str) -> Run:
+    """The manifest that `run_id` is the hash of, from the DHT."""
     return check_id(await node.directory.fetch_manifest(run_id), run_id)
 
 
@@ -138,12 +140,8 @@ class Peer:
             daemon.close_now()
             raise
         async with Node(daemon=daemon, join=options.join, run_id=options.run) as node:
-            self._emit(
-                Started(
-                    role="peer", peer=node.peer_id, addresses=node.addresses, run=options.run, pid=os.getpid()
-                )
-            )
-            run = await _manifest(node, options.run)
+            self._emit(started("peer", node, options.run))
+            run = await manifest(node, options.run)
             stage: Stage | None = await self._choose_stage(node, run)
             while stage is not None:
                 stage = await self._serve(node, run, stage, name)
@@ -224,16 +222,8 @@ class Train:
             from peers.disk.dataset import open_dataset
             from peers.trainer import Trainer, TrainerSettings
 
-            self._emit(
-                Started(
-                    role="train",
-                    peer=node.peer_id,
-                    addresses=node.addresses,
-                    run=options.run,
-                    pid=os.getpid(),
-                )
-            )
-            run = await _manifest(node, options.run)
+            self._emit(started("train", node, options.run))
+            run = await manifest(node, options.run)
             batches = await asyncio.to_thread(open_dataset, run, options.data, options.tokenizer)
             window = None if options.window == "auto" else options.window
             settings = TrainerSettings(window=window, steps=options.steps)

@@ -57,6 +57,7 @@ from swarm.wire.messages import (
     PeerStatus,
     PlanWire,
     StepBrief,
+    check_run,
     pack,
     unpack,
     unpack_answer,
@@ -211,28 +212,15 @@ class StagePeer:
 
     async def _leave_the_version(self, until: float) -> None:
         """Wait until a mate that stays has our weights: two that leave after a step would take them along."""
-        core = self.core
-        question = pack(AskStatus(run=self._run.id))
-
-        async def ask(peer: PeerId) -> PeerStatus | None:
-            try:
-                answer = await self._transport.call(peer, "status", question, deadline_s=ASK_S)
-                return unpack_answer(peer, answer.header, PeerStatus)
-            except SwarmError:
-                return None
-
         while time.monotonic() < until:
-            records = [r for r in self._directory.peers() if r.stage == self.stage and r.peer != core.me]
-            asked = [r.peer for r in records if r.state == "serving"][:MOST_ASKED]
-            told = await asyncio.gather(*map(ask, asked))
-            stay = [Standing(s.era, s.version) for s in told if s is not None and s.state == "serving"]
-            if not stay or max(stay) >= Standing(core.era, core.version):
+            told = await self._ask_status(self.core.mates(self._directory.peers()))
+            stay = [_standing(status) for status in told.values() if status.state == "serving"]
+            if not stay or max(stay) >= self.core.standing:
                 return
             await asyncio.sleep(RETRY_JOIN_S)
 
     def leave(self) -> None:
         """Finish what is in flight, then end `run`."""
-        self.desk.leaving = self.council.leaving = True
         self.core.leave()
         self._leaving.set()
 
@@ -272,7 +260,7 @@ class StagePeer:
             records = await self._directory.refresh()
         while True:
             others = [r for r in records if r.peer != core.me and r.state in ("serving", "joining")]
-            told = await self._ask_standings(others)
+            told = {peer: _standing(status) for peer, status in (await self._ask_status(others)).items()}
             mates = [
                 r.peer for r in others if r.stage == self.stage and r.state == "serving" and r.peer in told
             ]
@@ -299,22 +287,22 @@ class StagePeer:
         await core.refresh_digest()
         await core.open_steps()
 
-    async def _ask_standings(self, records: Sequence[PeerRecord]) -> dict[PeerId, Standing]:
-        """How far those peers are, if they answer: records lag behind, and outlive who they speak of."""
+    async def _ask_status(self, records: Sequence[PeerRecord]) -> dict[PeerId, PeerStatus]:
+        """What those peers say of themselves, if they answer: records lag, and outlive who they speak of."""
         question = pack(AskStatus(run=self._run.id))
 
-        async def ask(peer: PeerId) -> Standing | None:
+        async def ask(peer: PeerId) -> PeerStatus | None:
             try:
                 answer = await self._transport.call(peer, "status", question, deadline_s=ASK_S)
                 status = unpack_answer(peer, answer.header, PeerStatus)
                 check_standing(status.era, status.version, self._run, what="a status")
             except SwarmError:
                 return None
-            return Standing(status.era, status.version)
+            return status
 
         asked = sorted(records, key=lambda r: (r.stage != self.stage, -r.version, r.peer))[:MOST_ASKED]
         answers = await asyncio.gather(*(ask(record.peer) for record in asked))
-        return {r.peer: how_far for r, how_far in zip(asked, answers, strict=True) if how_far is not None}
+        return {r.peer: status for r, status in zip(asked, answers, strict=True) if status is not None}
 
     async def _resume(self, records: Sequence[PeerRecord]) -> bool:
         """Start from a checkpoint of our folder; or, where nobody serves the run, from what others saved.
@@ -337,7 +325,7 @@ class StagePeer:
             if not mine and not any(map(is_keeper, records)):
                 return False
             serving = [r for r in records if r.state == "serving" and r.peer != self.core.me]
-            if await self._ask_standings(serving):
+            if await self._ask_status(serving):
                 return True
             resumed = await self._catchup.resume()
             if resumed:
@@ -512,9 +500,7 @@ class StagePeer:
                 return 0
             if twice & step.ledger.fixed:
                 # It came with the sum of a member that left, and cannot be told apart any more.
-                step.drop()
-                core.compute.drop_sum(step.t)
-                core.compute.begin(step.t)
+                core.drop_sum(step)
                 return 0
             for m in members_of(twice & step.ledger.done):
                 kept = step.kept[m]
@@ -615,9 +601,8 @@ class StagePeer:
     async def _has_a_mate(self) -> bool:
         """Whether somebody else has the weights of our stage (I6). Records outlive who they speak of."""
         core = self.core
-        serving = [r for r in self._directory.peers() if r.state == "serving" and r.stage == self.stage]
-        told = await self._ask_standings([r for r in serving if r.peer != core.me])
-        return any(how.era == core.era and how.version >= core.version - 1 for how in told.values())
+        told = await self._ask_status(core.mates(self._directory.peers()))
+        return any(mate.era == core.era and mate.version >= core.version - 1 for mate in told.values())
 
     async def _move(self, to_stage: Stage) -> None:
         """Leave for another stage after the next step: until then our sum is part of this one's."""
@@ -638,8 +623,7 @@ class StagePeer:
     async def _serve_status(self, request: Request) -> Answer:
         asked = unpack(request.header, AskStatus)
         core = self.core
-        if asked.run != self._run.id:
-            raise Refused(f"this peer serves run {self._run.id}, not {asked.run[:40]!r}")
+        check_run(asked.run, self._run.id)
         step = core.steps.get(core.version)
         losses = self.council.whole_run.losses
         sent, received = self._transport.sent_bytes, self._transport.received_bytes
@@ -660,3 +644,7 @@ class StagePeer:
             busy_s=core.device.busy_s, taken=self.desk.taken, answered=self.desk.answered,
         )  # fmt: skip
         return Answer(pack(status))
+
+
+def _standing(status: PeerStatus) -> Standing:
+    return Standing(status.era, status.version)

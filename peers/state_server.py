@@ -47,6 +47,7 @@ from swarm.wire.messages import (
     StateOpened,
     StateTensor,
     VectorChunk,
+    check_run,
     pack,
     unpack,
 )
@@ -168,16 +169,11 @@ class StateDesk:
         for lease in self._leases.values():
             lease.readers.pop(peer, None)
 
-    def check_run(self, run: str) -> None:
-        """Raises: Refused."""
-        if run != self._run:
-            raise Refused(f"this peer serves run {self._run}, not {run[:40]!r}")
-
     # -- opening ----------------------------------------------------------------------------------
 
     async def _serve_open(self, request: Request) -> Answer:
         wanted = unpack(request.header, OpenState)
-        self.check_run(wanted.run)
+        check_run(wanted.run, self._run)
         # One at a time: two that want the same version at the same moment get the same copy.
         async with self._opening:
             for other in self._leases.values():
@@ -280,7 +276,7 @@ class StateDesk:
 
     async def _serve_chunk(self, request: Request) -> Answer:
         wanted = unpack(request.header, FetchChunk)
-        self.check_run(wanted.run)
+        check_run(wanted.run, self._run)
         lease = self._leases.get(wanted.lease)
         if lease is None or wanted.name not in lease.tensors:
             raise Refused(f"no such download: {wanted.lease[:20]!r}, {wanted.name[:40]!r}; open one again")
@@ -297,14 +293,14 @@ class StateDesk:
     async def _serve_close(self, request: Request) -> Answer:
         """The caller has all that it wants of a lease; the copy stays a while for others."""
         wanted = unpack(request.header, CloseState)
-        self.check_run(wanted.run)
+        check_run(wanted.run, self._run)
         lease = self._leases.get(wanted.lease)
         if lease is not None:
             lease.readers.pop(request.peer, None)
         return Answer(pack(Ack()))
 
     async def _serve_saved(self, request: Request) -> Answer:
-        self.check_run(unpack(request.header, AskSaved).run)
+        check_run(unpack(request.header, AskSaved).run, self._run)
         stages = []
         for stage in sorted(self._shelves):
             versions = (await self._versions(stage))[-MOST_VERSIONS_TOLD:]
@@ -352,7 +348,7 @@ class StateServer:
     async def _serve_vector(self, request: Request) -> Answer:
         """A chunk of the reduced gradient of step `t`: held, or applied last."""
         wanted = unpack(request.header, FetchVector)
-        self.desk.check_run(wanted.run)
+        check_run(wanted.run, self._core.run.id)
         core, step = self._core, self._core.steps.get(wanted.t)
         if (
             step is not None

@@ -208,7 +208,7 @@ class Trainer:
             self._todo.failed(mb)
             await asyncio.sleep(min(0.5, max(0.05, nobody.retry_at - time.monotonic())))
         except PeerFault as fault:
-            self._router.failed(fault.peer, now=time.monotonic(), silent=not isinstance(fault, BadAnswer))
+            self._router.failed(fault.peer, now=time.monotonic(), silent=fault.silent)
             self._emit(events.PeerLost(peer=fault.peer, stage=0, why=fault.text))
             self._attempts[mb] = self._attempts.get(mb, 0) + 1
             self._todo.failed(mb)
@@ -310,7 +310,7 @@ class Trainer:
                 seen = watched.revision
                 self._learn(peer, watched)
             except PeerFault as fault:
-                self._router.failed(fault.peer, now=time.monotonic(), silent=not isinstance(fault, BadAnswer))
+                self._router.failed(fault.peer, now=time.monotonic(), silent=fault.silent)
                 last = None
             except SwarmError:
                 last = None

@@ -21,7 +21,7 @@ from swarm.ids import Microbatch, PeerId
 from swarm.model.stage import Forward, SumLost
 from swarm.policy.ledger import Claim
 from swarm.wire.codec import Encoded, TensorMeta, encoded_sizes
-from swarm.wire.messages import Hop, Locate, Located, Work, WorkDone, pack, unpack
+from swarm.wire.messages import Hop, Locate, Located, Work, WorkDone, check_run, pack, unpack
 from swarm.wire.tensors import boundary_meta, input_metas
 
 OPEN_WAIT_S = 10.0
@@ -60,7 +60,6 @@ class WorkDesk:
         self.taken = 0
         """Microbatches whose tensors were received."""
         self.answered = 0
-        self.leaving = False
         self._waiting = 0
         self._jobs: set[asyncio.Task[None]] = set()
         most = sum(sum(encoded_sizes(meta)) for meta in self._takes)
@@ -68,8 +67,7 @@ class WorkDesk:
         transport.serve("locate", self._serve_locate)
 
     async def drain(self, *, limit_s: float) -> None:
-        """Admit nothing more, and finish what is in flight, if that does not take too long."""
-        self.leaving = True
+        """Finish what is in flight, if that does not take too long. Nothing more is admitted meanwhile."""
         if self._jobs:
             await asyncio.wait(self._jobs, timeout=limit_s)
 
@@ -112,8 +110,7 @@ class WorkDesk:
     def _check(self, work: Work, request: Request) -> None:
         """Refuse what does not belong here, before any of its tensors is received."""
         core = self._core
-        if work.run != core.run.id:
-            raise Refused(f"this peer serves run {core.run.id}, not {work.run[:40]!r}")
+        check_run(work.run, core.run.id)
         trainers = core.run.admission.trainers
         if core.stage == 0 and trainers and request.peer not in trainers:
             raise Refused(f"run {core.run.name!r} does not admit {request.peer} as a trainer")
@@ -134,7 +131,7 @@ class WorkDesk:
             raise Refused(
                 f"the announced buffers, {list(request.body_sizes)[:8]} bytes, do not fit the tensors"
             )
-        if self.leaving:
+        if self._core.leaving:
             raise Leaving("this peer is leaving")
 
     async def _open(self, t: int) -> OpenStep:
@@ -297,7 +294,7 @@ class WorkDesk:
         """Why a microbatch need not go on: its step is over, or this peer leaves and cannot finish it."""
         if step.over:
             return self._core.closed(step.t)
-        if self.leaving and self._next is not None and self._next.is_deserted():
+        if self._core.leaving and self._next is not None and self._next.is_deserted():
             # All of a swarm that are stopped together would else wait for one another.
             return Leaving("this peer is leaving, and nobody of the next stage answers", retry_after_s=0.0)
         return None

@@ -48,6 +48,8 @@ class PeerFault(SwarmError):
     """`peer` did something wrong. Nothing of ours is lost: call another one."""
 
     code = "fault"
+    silent: ClassVar[bool] = True
+    """Nothing was heard of it: perhaps only the line is cut, and a sign of life ends its rest."""
 
     def __init__(self, peer: str, text: str) -> None:
         super().__init__(f"peer {short(peer)}: {text}")
@@ -70,6 +72,7 @@ class BadAnswer(PeerFault):
     """The answer broke the protocol."""
 
     code = "bad-answer"
+    silent = False
 
 
 class NotNow(SwarmError):

@@ -14,7 +14,7 @@ from torch import nn
 
 from swarm.errors import Refused
 from swarm.ids import Stage
-from swarm.model.gpt import stage_skeleton, weights_dtype
+from swarm.model.gpt import initial_value, stage_skeleton, weights_dtype
 from swarm.model.optimizer import vector_layout
 from swarm.run import Run
 
@@ -71,9 +71,19 @@ def empty_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
     return {name: torch.empty(n, dtype=kind, device="meta") for name, (n, kind) in vectors.items()}
 
 
-def state_bytes(run: Run, stage: Stage) -> int:
-    """Of the whole state: what a download brings and a checkpoint takes."""
-    return sum(vector.numel() * vector.element_size() for vector in empty_state(run, stage).values())
+def initial_weights(run: Run, layout: Layout, device: torch.device) -> torch.Tensor:
+    """The vector of version 0, a function of the run alone."""
+    weights = torch.empty(layout.numel, dtype=weights_dtype(run), device=device)
+    for name, view in layout.views(weights):
+        view.copy_(initial_value(run, name, view.shape))
+    return weights
+
+
+def initial_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
+    """`StageCompute.state()` of version 0, on the CPU: nothing is in the optimizer's vectors yet."""
+    weights = initial_weights(run, stage_layout(run, stage), torch.device("cpu"))
+    state = {name: torch.zeros_like(empty, device="cpu") for name, empty in empty_state(run, stage).items()}
+    return {name: weights if name.startswith("weights") else zeros for name, zeros in state.items()}
 
 
 def named_weights(run: Run, stage: Stage, flat: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -37,12 +37,11 @@ from swarm.model.exact import add_exact, largest_term, to_float
 from swarm.model.gpt import (
     Matrix,
     boundary_dtype,
-    initial_value,
     replace_parameters,
     stage_skeleton,
     weights_dtype,
 )
-from swarm.model.layout import layout_of
+from swarm.model.layout import initial_weights, layout_of
 from swarm.model.optimizer import FlatOptimizer
 from swarm.run import Run
 from swarm.wire.buffers import Buffer
@@ -111,9 +110,7 @@ class StageCompute:
         self.numel, self.version = end, 0
         self._optimizer = FlatOptimizer(run.optimizer, end, decayed, self.dtype, self.device)
         # One vector and module a version held: version v lives in number v % len.
-        weights = torch.empty(end, dtype=self.dtype, device=self.device)
-        for name, view in self._layout.views(weights):
-            view.copy_(initial_value(run, name, view.shape))
+        weights = initial_weights(run, self._layout, self.device)
         self._weights = [weights]
         if run.delayed_updates:
             self._weights.append(weights.clone())

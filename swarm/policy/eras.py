@@ -12,18 +12,17 @@ from collections.abc import Iterable, Mapping
 
 from swarm.errors import Refused
 from swarm.ids import Era, Stage
+from swarm.policy.keeping import newest_common
 from swarm.run import Run
 
 MOST_ERAS = 1_000_000
 FAR_BACK_S = 60.0
 
 
-def newest_common(stages: int, saved: Mapping[Stage, Iterable[int]], *, most: int) -> int:
+def newest_start(stages: int, saved: Mapping[Stage, Iterable[int]], *, most: int) -> int:
     """The newest version up to `most` that every stage can get. 0, which follows from the seed, always is."""
-    common = {v for v in saved.get(0, ()) if v <= most}
-    for stage in range(1, stages):
-        common &= set(saved.get(stage, ()))
-    return max(common, default=0)
+    reachable = {stage: [v for v in saved.get(stage, ()) if v <= most] for stage in range(stages)}
+    return newest_common(reachable) or 0
 
 
 def worth_waiting_s(start: int, run_version: int, checkpoint_every: int) -> float:

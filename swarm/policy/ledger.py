@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import Enum
 
+from swarm.errors import Refused
+
 
 class Claim(Enum):
     """What to do with a request for `(t, m)`."""
@@ -122,3 +124,14 @@ def from_bytes(data: bytes, microbatches: int) -> int:
     if bitmap > everything(microbatches):
         raise ValueError(f"the ledger names a microbatch beyond {microbatches - 1}")
     return bitmap
+
+def read_bitmap(data: bytes, microbatches: int) -> int:
+    """The bitmap in what a peer sent.
+
+    Raises:
+        Refused: not as many bits as the step has microbatches.
+    """
+    try:
+        return from_bytes(data, microbatches)
+    except ValueError as error:
+        raise Refused(str(error)) from None

@@ -26,7 +26,7 @@ from swarm.errors import (
 from swarm.ids import Era, PeerId, Stage, Standing
 from swarm.policy import rounds
 from swarm.policy.bans import Bans
-from swarm.policy.eras import newest_common, worth_waiting_s
+from swarm.policy.eras import newest_start, worth_waiting_s
 from swarm.policy.ledger import Claim, Ledger, members_of
 from swarm.policy.patience import Patience
 from swarm.policy.rounds import Go, Held, Plan
@@ -336,7 +336,7 @@ class StagePeer(Node):
             ]
             if await self._ask_standings(serving):
                 return
-            newest = newest_common(self.terms.stages, self._saved(), most=self.terms.steps)
+            newest = newest_start(self.terms.stages, self._saved(), most=self.terms.steps)
             if newest > self.version and await self._get(Standing(self.era, newest)):
                 return
             await self.sleep(RETRY_JOIN_S)
@@ -1025,7 +1025,7 @@ class StagePeer(Node):
         self.say(lambda: f"brings stage {self.stage} back for {run}; saved are {have}")
         if run.version in have[self.stage]:
             return await self._get(run)
-        start = newest_common(self.terms.stages, have, most=run.version)
+        start = newest_start(self.terms.stages, have, most=run.version)
         if worth_waiting_s(start, run.version, self.terms.checkpoint_every) > waited_s:
             return False
         return await self._enter(run.era.next(start))

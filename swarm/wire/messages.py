@@ -445,6 +445,16 @@ def unpack(data: bytes, kind: type[T]) -> T:
         raise Refused(f"malformed {kind.__name__} header: {error}") from None
 
 
+def check_run(named: str, serves: str) -> None:
+    """Every request names its run.
+
+    Raises:
+        Refused: it is for another one.
+    """
+    if named != serves:
+        raise Refused(f"this peer serves run {serves}, not {named[:40]!r}")
+
+
 def unpack_answer(peer: PeerId, data: bytes, kind: type[T]) -> T:
     """An answer's header.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swarm.errors import Refused
-from swarm.model.layout import empty_state, named_weights, state_bytes
+from swarm.model.layout import empty_state, initial_state, named_weights
 from swarm.model.stage import StageCompute
 from swarm.run import OptimizerSpec, Run, counting_run, demo_run
 
@@ -26,7 +26,7 @@ SMALL = replace(demo_run(stages=2), model=replace(demo_run(stages=2).model, laye
         counting_run(stages=2),
     ],
 )
-def test_the_empty_state_is_like_the_real_one(run: Run) -> None:
+def test_the_empty_and_the_initial_state_are_like_the_real_one(run: Run) -> None:
     for stage in range(run.S):
         compute = StageCompute(run, stage)
         state, empty = compute.state(), empty_state(run, stage)
@@ -34,7 +34,9 @@ def test_the_empty_state_is_like_the_real_one(run: Run) -> None:
             name: (t.shape, t.dtype) for name, t in empty.items()
         }
         assert all(t.is_meta for t in empty.values())
-        assert state_bytes(run, stage) == sum(t.nbytes for t in state.values())
+        initial = initial_state(run, stage)
+        assert list(initial) == list(state)
+        assert all(torch.equal(initial[name], state[name]) for name in state)
         named = named_weights(run, stage, state["weights"])
         expected = compute.named_weights()
         assert list(named) == list(expected)

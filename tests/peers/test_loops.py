@@ -447,7 +447,7 @@ async def test_a_trainer_that_dies_while_another_works_is_not_missed() -> None:
 
 def stay(s: Swarm, stage: int) -> set[str]:
     """Who serves a stage, and was not told to leave."""
-    return {n for n in s.of_stage(stage) if s.peers[n].core.joined and not s.peers[n].desk.leaving}
+    return {n for n in s.of_stage(stage) if s.peers[n].core.joined and not s.peers[n].core.leaving}
 
 
 async def disturb(s: Swarm, dice: random.Random, number: int) -> str:

@@ -214,10 +214,10 @@ async def test_a_full_peer_says_busy_and_a_leaving_one_says_so() -> None:
         await s.until(lambda: desk.inflight == 1)
         with pytest.raises(Busy, match="1 microbatches are in flight; no more fit"):
             await stranger.send("s0p0", "work", first(RUN, m=1), [bytes(9)])
-        desk.leaving = True
+        s.peers["s0p0"].core.leaving = True
         with pytest.raises(Leaving, match="this peer is leaving"):
             await stranger.send("s0p0", "work", first(RUN, m=1), [bytes(9)])
-        desk.leaving = False
+        s.peers["s0p0"].core.leaving = False
         s.network.resume("s1p0")
         await pending
 

@@ -6,16 +6,16 @@ import pytest
 
 from swarm.errors import Refused
 from swarm.ids import Era, Standing
-from swarm.policy.eras import FAR_BACK_S, MOST_ERAS, check_standing, newest_common, worth_waiting_s
+from swarm.policy.eras import FAR_BACK_S, MOST_ERAS, check_standing, newest_start, worth_waiting_s
 from swarm.run import counting_run
 
 
 def test_the_newest_version_that_all_stages_can_get() -> None:
-    assert newest_common(2, {0: [2, 4], 1: [4, 6]}, most=9) == 4
-    assert newest_common(2, {0: [2, 4], 1: [2, 4]}, most=3) == 2
-    assert newest_common(2, {0: [2, 4], 1: [6]}, most=9) == 0
-    assert newest_common(3, {0: [2], 1: [2]}, most=9) == 0
-    assert newest_common(2, {}, most=9) == 0
+    assert newest_start(2, {0: [2, 4], 1: [4, 6]}, most=9) == 4
+    assert newest_start(2, {0: [2, 4], 1: [2, 4]}, most=3) == 2
+    assert newest_start(2, {0: [2, 4], 1: [6]}, most=9) == 0
+    assert newest_start(3, {0: [2], 1: [2]}, most=9) == 0
+    assert newest_start(2, {}, most=9) == 0
 
 
 def test_of_two_standings_the_later_era_holds_whatever_the_versions() -> None:
