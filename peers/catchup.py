@@ -1,9 +1,9 @@
 """Coming to where the stage is: by one gradient, by its whole state, or from a checkpoint.
 
-one step behind           the reduced gradient of that step, from a mate that applied it
-further behind, joining   the state, from mates
-nobody of the stage has   a checkpoint: own disk, a mate's, a keeper's; version 0 follows from the seed
-  what the run needs      (`bring_back`: starts a new era if the run must go back for it, I5)
+    one step behind           the reduced gradient of that step, from a mate that applied it
+    further behind, joining   the state, from mates
+    nobody of the stage has   a checkpoint: own disk, a mate's, a keeper's; version 0 follows from the seed
+      what the run needs      (`bring_back`: starts a new era if the run must go back for it, I5)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from swarm.errors import PeerFault, SwarmError, short
 from swarm.ids import Era, PeerId, Stage, Standing
 from swarm.model.layout import empty_state, initial_state
 from swarm.policy.bans import Bans
-from swarm.policy.eras import newest_start, worth_waiting_s
+from swarm.policy.eras import newest_start, way_back
 from swarm.policy.rounds import Go
 from swarm.wire.messages import Brief
 
@@ -127,26 +127,26 @@ class CatchUp:
     async def bring_back(self, run: Standing, *, waited_s: float) -> bool:
         """Give the run a state of this stage that it can go on from.
 
-        The run is at `run`, and no member of this stage holds that. If a checkpoint of just that version is
-        to be had, the run goes on; else a new era starts at the newest version that all stages can get.
+        The run is at `run`, and no member of this stage holds that. False if it has to wait, or nobody gave
+        what he promised.
         """
         have, from_keeper = await self._to_be_had()
-        if run.version in have[self._stage]:
-            return await self._get(run)
-        # Also forward: after a long way back there may be a newer one than the run has come to again.
-        start = newest_start(self._run.S, have, most=self._run.steps)
-        left_s = worth_waiting_s(start, run.version, self._run.checkpoint_every) - waited_s
-        if left_s > 0 and not from_keeper:
+        goal, wait_s = way_back(
+            self._stage, self._run.S, run, have, waited_s=waited_s, from_keeper=from_keeper,
+            checkpoint_every=self._run.checkpoint_every, steps=self._run.steps,
+        )  # fmt: skip
+        if wait_s > 0:
             if not self._waiting:
                 self._waiting = True
+                start = goal.version
                 text = (
                     f"stage {self._stage} waits for a checkpoint newer than version {start}, on a disk or "
-                    f"at a keeper; the run, at version {run.version}, goes back to {start} in {left_s:.0f} s"
+                    f"at a keeper; the run, at version {run.version}, goes back to {start} in {wait_s:.0f} s"
                 )
                 self._emit(events.Trouble(text=text))
             return False
         self._waiting = False
-        return await self.enter(run.era.next(start))
+        return await (self._get(run) if goal == run else self.enter(goal.era))
 
     async def resume(self) -> bool | None:
         """Start a run that nobody serves from the newest version that all stages can get somewhere.

@@ -43,7 +43,7 @@ from swarm.errors import PeerFault, Refused, SetupError, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage, Standing
 from swarm.model.stage import StageCompute, SumLost
 from swarm.policy.bans import Bans
-from swarm.policy.eras import check_standing
+from swarm.policy.eras import Join, check_standing, join_by, may_leave
 from swarm.policy.ledger import from_bytes, members_of
 from swarm.policy.rebalance import Move, rebalance
 from swarm.policy.rounds import Go, Plan, check_plan
@@ -215,7 +215,7 @@ class StagePeer:
         while time.monotonic() < until:
             told = await self._ask_status(self.core.mates(self._directory.peers()))
             stay = [_standing(status) for status in told.values() if status.state == "serving"]
-            if not stay or max(stay) >= self.core.standing:
+            if may_leave(self.core.standing, stay):
                 return
             await asyncio.sleep(RETRY_JOIN_S)
 
@@ -264,21 +264,17 @@ class StagePeer:
             mates = [
                 r.peer for r in others if r.stage == self.stage and r.state == "serving" and r.peer in told
             ]
-            newest_mate = max((told[peer] for peer in mates), default=Standing(version=-1))
             run = max(told.values(), default=Standing())
-            # A checkpoint newer than a run that goes on is of no use; a run that has not begun follows us.
-            if mates and (newest_mate > core.standing or Standing() < run < core.standing):
-                if await self._catchup.download(mates):
-                    break
-            elif mates or run <= core.standing:
-                break  # a brief will bring us the rest, if anything happened meanwhile
-            elif lost_since is None:
-                lost_since = time.monotonic()
-                self._emit(events.StageLost(stage=self.stage, version=run.version))
-            elif (waited_s := time.monotonic() - lost_since) > LOST_S and await self._catchup.bring_back(
-                run, waited_s=waited_s
-            ):
+            by = join_by(core.standing, [told[mate] for mate in mates], run)
+            if by is Join.SERVE or (by is Join.DOWNLOAD and await self._catchup.download(mates)):
                 break
+            if by is Join.LOST:
+                if lost_since is None:
+                    lost_since = time.monotonic()
+                    self._emit(events.StageLost(stage=self.stage, version=run.version))
+                waited_s = time.monotonic() - lost_since
+                if waited_s > LOST_S and await self._catchup.bring_back(run, waited_s=waited_s):
+                    break
             await asyncio.sleep(RETRY_JOIN_S)
             records = await self._directory.refresh()
         await core.open_steps()

@@ -8,10 +8,12 @@ go on from there. The greater era holds, so two peers that start one at once set
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from enum import Enum
+from typing import NamedTuple
 
 from swarm.errors import Refused
-from swarm.ids import Era, Stage
+from swarm.ids import Era, Stage, Standing
 from swarm.policy.keeping import newest_common
 from swarm.run import Run
 
@@ -23,6 +25,65 @@ def newest_start(stages: int, saved: Mapping[Stage, Iterable[int]], *, most: int
     """The newest version up to `most` that every stage can get. 0, which follows from the seed, always is."""
     reachable = {stage: [v for v in saved.get(stage, ()) if v <= most] for stage in range(stages)}
     return newest_common(reachable) or 0
+
+
+class Join(Enum):
+    """What a newcomer does."""
+
+    DOWNLOAD = "download"
+    """A mate has what the run needs."""
+    SERVE = "serve"
+    """With the weights that it has: a brief brings the rest, if anything happened meanwhile."""
+    LOST = "lost"
+    """Nobody of its stage is where the run is: the stage has to be brought back."""
+
+
+def join_by(mine: Standing, mates: Collection[Standing], run: Standing) -> Join:
+    """`mates` serve the stage, `run` is the furthest of all peers; each has answered just now.
+
+    A checkpoint newer than a run that goes on is of no use; a run that has not begun follows us.
+    """
+    if mates and (max(mates) > mine or Standing() < run < mine):
+        return Join.DOWNLOAD
+    return Join.SERVE if mates or run <= mine else Join.LOST
+
+
+def may_leave(mine: Standing, staying: Collection[Standing]) -> bool:
+    """Whether the stage keeps what this member has: two that leave after a step would take it with them."""
+    return not staying or max(staying) >= mine
+
+
+class WayBack(NamedTuple):
+    """How a run goes on whose stage was lost."""
+
+    goal: Standing
+    """Of a new era, unless it is where the run is."""
+    wait_s: float
+    """Not before that: those who have a newer checkpoint may come back."""
+
+
+def way_back(
+    stage: Stage,
+    stages: int,
+    run: Standing,
+    saved: Mapping[Stage, Iterable[int]],
+    *,
+    waited_s: float,
+    checkpoint_every: int,
+    steps: int,
+    from_keeper: bool = False,
+) -> WayBack:
+    """For a peer of `stage`, which the run, at `run`, has lost. `saved`: what is to be had, by stage.
+
+    If a checkpoint of just that version is to be had, the run goes on; else a new era starts at the newest
+    version that all stages can get. That may be a later one: after a long way back there may be a newer
+    checkpoint than the run has come to again. With a keeper's answer nothing newer is waited for.
+    """
+    if run.version in saved.get(stage, ()):
+        return WayBack(run, 0.0)
+    start = newest_start(stages, saved, most=steps)
+    wait_s = 0.0 if from_keeper else worth_waiting_s(start, run.version, checkpoint_every) - waited_s
+    return WayBack(Standing(run.era.next(start), start), max(0.0, wait_s))
 
 
 def worth_waiting_s(start: int, run_version: int, checkpoint_every: int) -> float:

@@ -116,7 +116,6 @@ class Council:
         self._era = Era()
         self._behind_since: float | None = None
         self._silent = False
-        self.leaving = False
         self.whole_run = RunBrief()
         self._revision = 0
         self._revised: Future[None] = peer.future()
@@ -154,7 +153,7 @@ class Council:
             heard = now - seen < GONE_AFTER_S and peer.directory.state(name) not in ("leaving", "left")
             if heard and name != me and name not in serving:
                 found.append(name)
-        if peer.joined and not (self.leaving and found):
+        if peer.joined and not (self._peer.leaving and found):
             found.append(me)
         found.sort()
         return found
@@ -248,6 +247,8 @@ class Council:
             return
         self.brief = brief
         self._enter(brief.era)
+        if brief.coordinator != self._me:
+            self._behind_since = self._clock.now - brief.behind_s if brief.behind_s > 0 else None
         if self._stage == 0 and brief.coordinator != self._me:
             self._set_whole_run(brief.whole_run)
         self._obey(brief)
@@ -261,7 +262,7 @@ class Council:
     def _serve_report(self, caller: PeerId, report: Report) -> Brief:
         if not self._peer.joined:
             raise NotNow("this peer has not joined yet")
-        if self.leaving:
+        if self._peer.leaving:
             raise Leaving("this peer is leaving: let another coordinate the stage")
         if report.farewell:
             self.lost(caller)
@@ -317,9 +318,10 @@ class Council:
     @property
     def behind_s(self) -> float:
         """For how long this stage, which this peer coordinates, has been unable to follow the run."""
-        if self._behind_since is None or self.coordinator(self._stage) != self._me:
-            return 0.0
-        return self._clock.now - self._behind_since
+        return self._stuck_s() if self.coordinator(self._stage) == self._me else 0.0
+
+    def _stuck_s(self) -> float:
+        return 0.0 if self._behind_since is None else self._clock.now - self._behind_since
 
     def _tell(self, peer: PeerId, brief: Brief) -> None:
         if peer == self._me:
@@ -397,6 +399,7 @@ class Council:
             steps=tuple(steps),
             goes=self._last_goes(),
             whole_run=self.whole_run if self._stage == 0 else RunBrief(),
+            behind_s=int(self._stuck_s()),
         )
 
     async def _send_brief(self, member: PeerId, brief: Brief) -> None:

@@ -24,9 +24,9 @@ from swarm.errors import (
     SwarmError,
 )
 from swarm.ids import Era, PeerId, Stage, Standing
-from swarm.policy import rounds
+from swarm.policy import eras, rounds
 from swarm.policy.bans import Bans
-from swarm.policy.eras import newest_start, worth_waiting_s
+from swarm.policy.eras import Join
 from swarm.policy.ledger import Claim, Ledger, members_of
 from swarm.policy.patience import Patience
 from swarm.policy.rounds import Go, Held, Plan
@@ -37,7 +37,19 @@ from swarm.sim.council import GOES_KEPT, Council, News
 from swarm.sim.dice import Dice
 from swarm.sim.network import Network, Node
 from swarm.sim.probe import Prober
-from swarm.sim.terms import Brief, Directory, Entry, Hop, Part, StepBrief, Terms, Vector, Work, WorkDone
+from swarm.sim.terms import (
+    Brief,
+    Directory,
+    Entry,
+    Hop,
+    Part,
+    Status,
+    StepBrief,
+    Terms,
+    Vector,
+    Work,
+    WorkDone,
+)
 
 OPEN_WAIT_S = 10.0
 LOCATE_S = 1.0
@@ -206,7 +218,7 @@ class StagePeer(Node):
             held=self._serve_vector,
             state=self._serve_state,
             chunk=lambda caller, question: None,
-            status=lambda caller, question: self.standing,
+            status=lambda caller, question: Status(self.standing, stays=not self.leaving),
             saved=lambda caller, question: None,
             offer=self._serve_offer,
             take=self._serve_take,
@@ -272,7 +284,7 @@ class StagePeer(Node):
     def leave(self) -> None:
         """Finish what is in flight, hand over, withdraw."""
         if not self.leaving:
-            self.leaving = self.council.leaving = True
+            self.leaving = True
             self._move()
             self.say(lambda: "leaves")
             self.spawn(self._leave())
@@ -284,6 +296,7 @@ class StagePeer(Node):
             while self._running_jobs and self.clock.now < until - LEAVE_WITHIN_S / 2:
                 await self.sleep(0.1)
             await self._give_all(until)
+            await self._leave_the_version(until)
             await self.council.farewell()
         self.joined = False
         self.gone = True
@@ -294,6 +307,14 @@ class StagePeer(Node):
         self.network.kill(self.name, quietly=False)
         self.say(lambda: "has left")
 
+    async def _leave_the_version(self, until: float) -> None:
+        while self.clock.now < until:
+            mates = [p for p in self.directory.serving(self.stage) if p != self.name]
+            told = await self._ask_status(mates)
+            if eras.may_leave(self.standing, [status.standing for status in told.values() if status.stays]):
+                return
+            await self.sleep(RETRY_JOIN_S)
+
     async def _join(self) -> None:
         lost_since: float | None = None
         await self._resume()
@@ -303,21 +324,20 @@ class StagePeer(Node):
                 for e in self.directory.entries()
                 if e.peer != self.name and e.state in ("serving", "joining")
             ]
-            told = await self._ask_standings([e.peer for e in others])
+            statuses = await self._ask_status([e.peer for e in others])
+            told = {peer: status.standing for peer, status in statuses.items()}
             mates = [
                 e.peer for e in others if (e.stage, e.state) == (self.stage, "serving") and e.peer in told
             ]
-            newest_mate = max((told[peer] for peer in mates), default=Standing(version=-1))
             run = max(told.values(), default=Standing())
-            if mates and (newest_mate > self.standing or run < self.standing):
-                if await self._download(mates):
+            by = eras.join_by(self.standing, [told[mate] for mate in mates], run)
+            if by is Join.SERVE or (by is Join.DOWNLOAD and await self._download(mates)):
+                break
+            if by is Join.LOST:
+                lost_since = lost_since or self.clock.now
+                waited_s = self.clock.now - lost_since
+                if waited_s > LOST_S and await self._bring_back(run, waited_s):
                     break
-            elif mates or run <= self.standing:
-                break
-            elif lost_since is None:
-                lost_since = self.clock.now
-            elif (waited_s := self.clock.now - lost_since) > LOST_S and await self._bring_back(run, waited_s):
-                break
             await self.sleep(RETRY_JOIN_S)
         self._open_steps()
         self.joined = True
@@ -334,9 +354,9 @@ class StagePeer(Node):
             serving = [
                 e.peer for e in self.directory.entries() if e.state == "serving" and e.peer != self.name
             ]
-            if await self._ask_standings(serving):
+            if await self._ask_status(serving):
                 return
-            newest = newest_start(self.terms.stages, self._saved(), most=self.terms.steps)
+            newest = eras.newest_start(self.terms.stages, self._saved(), most=self.terms.steps)
             if newest > self.version and await self._get(Standing(self.era, newest)):
                 return
             await self.sleep(RETRY_JOIN_S)
@@ -344,9 +364,9 @@ class StagePeer(Node):
     def _saved(self) -> dict[Stage, set[int]]:
         return {stage: set(self._shelf.saved[stage]) for stage in range(self.terms.stages)}
 
-    async def _ask_standings(self, peers: Sequence[PeerId]) -> dict[PeerId, Standing]:
+    async def _ask_status(self, peers: Sequence[PeerId]) -> dict[PeerId, Status]:
         asked = [(peer, self.call(peer, "status", None, ASK_S)) for peer in peers]
-        told: dict[PeerId, Standing] = {}
+        told: dict[PeerId, Status] = {}
         for peer, answer in asked:
             try:
                 told[peer] = await answer
@@ -1023,12 +1043,13 @@ class StagePeer(Node):
         await self.sleep(self._dice.between(0.05, 1.0))  # asking everybody what they have
         have = self._saved()
         self.say(lambda: f"brings stage {self.stage} back for {run}; saved are {have}")
-        if run.version in have[self.stage]:
-            return await self._get(run)
-        start = newest_start(self.terms.stages, have, most=run.version)
-        if worth_waiting_s(start, run.version, self.terms.checkpoint_every) > waited_s:
+        goal, wait_s = eras.way_back(
+            self.stage, self.terms.stages, run, have, waited_s=waited_s,
+            checkpoint_every=self.terms.checkpoint_every, steps=self.terms.steps,
+        )  # fmt: skip
+        if wait_s > 0:
             return False
-        return await self._enter(run.era.next(start))
+        return await (self._get(run) if goal == run else self._enter(goal.era))
 
     async def _get(self, goal: Standing) -> bool:
         await self.sleep(self._dice.between(0.05, 0.5))

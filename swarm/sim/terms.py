@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from swarm.ids import Era, PeerId, Stage
+from swarm.ids import Era, PeerId, Stage, Standing
 from swarm.policy.rounds import Go, Held, MemberStep, Plan, StageStep
 from swarm.sim.clock import Clock
 
@@ -62,6 +62,11 @@ class WorkDone(NamedTuple):
     hops: tuple[Hop, ...]
 
 
+class Status(NamedTuple):
+    standing: Standing
+    stays: bool
+
+
 class Report(NamedTuple):
     era: Era
     version: int
@@ -96,6 +101,7 @@ class Brief(NamedTuple):
     steps: tuple[StepBrief, ...]
     goes: tuple[Go, ...]
     whole_run: RunBrief
+    behind_s: float
 
 
 class Summary(NamedTuple):

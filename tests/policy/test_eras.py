@@ -6,7 +6,18 @@ import pytest
 
 from swarm.errors import Refused
 from swarm.ids import Era, Standing
-from swarm.policy.eras import FAR_BACK_S, MOST_ERAS, check_standing, newest_start, worth_waiting_s
+from swarm.policy.eras import (
+    FAR_BACK_S,
+    MOST_ERAS,
+    Join,
+    WayBack,
+    check_standing,
+    join_by,
+    may_leave,
+    newest_start,
+    way_back,
+    worth_waiting_s,
+)
 from swarm.run import counting_run
 
 
@@ -45,3 +56,46 @@ def test_only_a_long_way_back_is_worth_waiting() -> None:
 def test_what_no_peer_can_be_at_is_refused(era: Era, version: int, text: str) -> None:
     with pytest.raises(Refused, match=text):
         check_standing(era, version, counting_run(steps=5), what="a report")
+
+
+@pytest.mark.parametrize(
+    ("mine", "mates", "run", "does"),
+    [
+        (0, [], 0, Join.SERVE),  # the first of all
+        (4, [], 0, Join.SERVE),  # it resumed, and nobody else is there
+        (0, [], 3, Join.LOST),
+        (0, [2], 3, Join.DOWNLOAD),
+        (3, [3], 3, Join.SERVE),
+        (4, [3], 3, Join.DOWNLOAD),  # our checkpoint is of another life of the run
+        (4, [0], 0, Join.SERVE),  # who has not begun follows us
+        (3, [2], 3, Join.SERVE),
+    ],
+)
+def test_what_a_newcomer_does(mine: int, mates: list[int], run: int, does: Join) -> None:
+    def standing(version: int) -> Standing:
+        return Standing(Era(), version)
+
+    assert join_by(standing(mine), [standing(mate) for mate in mates], standing(run)) is does
+
+
+def test_a_lost_stage_goes_on_or_a_new_era_starts() -> None:
+    run = Standing(Era(1, 2), 8)
+
+    def back(saved: dict[int, list[int]], *, waited_s: float = 0.0, from_keeper: bool = False) -> WayBack:
+        return way_back(
+            1, 2, run, saved, waited_s=waited_s, checkpoint_every=2, steps=20, from_keeper=from_keeper
+        )
+
+    assert back({0: [], 1: [8]}) == (run, 0.0)
+    assert back({0: [4, 6], 1: [4, 6]}) == (Standing(Era(2, 6), 6), 0.0)
+    assert back({0: [2], 1: [2]}) == (Standing(Era(2, 2), 2), FAR_BACK_S)
+    assert back({0: [2], 1: [2]}, waited_s=20.0) == (Standing(Era(2, 2), 2), FAR_BACK_S - 20.0)
+    assert back({0: [2], 1: [2]}, from_keeper=True) == (Standing(Era(2, 2), 2), 0.0)
+    assert back({0: [12], 1: [12]}) == (Standing(Era(2, 12), 12), 0.0)
+
+
+def test_the_last_with_a_version_stays_while_a_mate_has_yet_to_get_it() -> None:
+    mine = Standing(Era(1, 2), 8)
+    assert not may_leave(mine, [Standing(Era(1, 2), 7), Standing(Era(), 9)])
+    assert may_leave(mine, [Standing(Era(1, 2), 7), mine])
+    assert may_leave(mine, [])
