@@ -9,9 +9,9 @@
     watch     trainer → any stage-0 peer       Watch               → Watched (held until news)
     part      member → owner of a part         Part + contribution → PartDone + reduced part
     held      member → member                  FetchVector         → VectorChunk + elements
-    offer     leaving → mate               OfferSum             → OfferedSum
-    give      leaving → mate               GiveSum + elements   → Ack
-    take      leaving → mate               TakeSum + losses     → Ack
+    offer     leaving member → mate            OfferSum            → OfferedSum
+    give      leaving member → mate            GiveSum + elements  → Ack
+    take      leaving member → mate            TakeSum + losses    → Ack
     state     joiner → member                  OpenState           → StateOpened
     chunk     joiner → member                  FetchChunk          → VectorChunk + elements
     close     joiner → member                  CloseState          → Ack

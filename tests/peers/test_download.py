@@ -23,7 +23,8 @@ from swarm.ids import Era
 from swarm.model.stage import StageCompute
 from swarm.run import counting_run
 from swarm.wire.codec import TensorMeta
-from swarm.wire.messages import GoWire, StateOpened, StateTensor, VectorChunk, pack, unpack
+from swarm.wire.messages import GoWire, StateOpened, StateTensor
+from tests.peers.lies import flip_a_bit, flip_a_bit_and_sign, offered, told
 from tests.peers.loops import quick, swarm
 from tests.peers.memory_net import MemoryNetwork
 
@@ -369,7 +370,8 @@ async def test_a_source_whose_bytes_of_the_believed_version_are_others_is_left_a
     net.give("other kind", Saved(4, 5, changed=40))
     assert is_of(await net.get("a", "b", "other kind"), 4)
     assert net.chunks["other kind"] == 0 and not net.faults
-    assert net.peers["other kind"].transport.calls["close"] == 2
+    # Asked once more on the way, unless all was here before.
+    assert net.peers["other kind"].transport.calls["close"] in (1, 2)
 
 
 async def test_a_saved_version_is_read_from_all_who_have_it(net: Net) -> None:
@@ -408,37 +410,6 @@ def test_a_pinned_version_takes_the_place_of_the_one_before() -> None:
 
 
 # --- liars --------------------------------------------------------------------------------------------------
-
-
-def flip_a_bit(answer: Answer) -> Answer:
-    body = bytearray(answer.body[0])
-    body[-1] ^= 1
-    return Answer(answer.header, [body])
-
-
-def flip_a_bit_and_sign(answer: Answer) -> Answer:
-    """As a liar, not a bad line: the checksum fits."""
-    changed = flip_a_bit(answer)
-    chunk = unpack(answer.header, VectorChunk)
-    return Answer(pack(msgspec.structs.replace(chunk, crc=state_server.checksum(changed.body))), changed.body)
-
-
-def told(**changes: Any) -> Callable[[Answer], Answer]:
-    """A chunk of the same body with other things said of it."""
-
-    def change(answer: Answer) -> Answer:
-        chunk = unpack(answer.header, VectorChunk)
-        return Answer(pack(msgspec.structs.replace(chunk, **changes)), answer.body)
-
-    return change
-
-
-def offered(**changes: Any) -> Callable[[Answer], Answer]:
-    def change(answer: Answer) -> Answer:
-        opened = unpack(answer.header, StateOpened)
-        return Answer(pack(msgspec.structs.replace(opened, **changes)), answer.body)
-
-    return change
 
 
 def with_hashes(nbytes: int) -> Callable[[Answer], Answer]:
@@ -604,7 +575,7 @@ def test_of_era_and_last_go_what_most_say_is_taken() -> None:
 
 @pytest.mark.usefixtures("quick")
 async def test_a_joiner_that_comes_in_the_middle_of_a_reduce_neither_blocks_nor_breaks_it() -> None:
-    async with swarm(counting_run(stages=2, steps=4), stages=2, replicas=3) as s:
+    async with swarm(counting_run(stages=2, steps=20), stages=2, replicas=3) as s:
         reached: list[int] = []
 
         def join(caller: str, callee: str) -> None:
@@ -616,7 +587,7 @@ async def test_a_joiner_that_comes_in_the_middle_of_a_reduce_neither_blocks_nor_
         await s.until_version(1)
         s.on_call("part", join)
         await s.until_finished()
-        assert reached and reached[0] < 4
+        assert reached and reached[0] < 20
         await s.until(lambda: "joiner" in [event.peer for event in s.seen(Serving)])
         s.assert_each_counted_once()
         assert s.voids() == []

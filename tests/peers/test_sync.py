@@ -20,10 +20,8 @@ from swarm.wire.messages import (
     FetchVector,
     OpenState,
     StateOpened,
-    VectorChunk,
-    pack,
-    unpack,
 )
+from tests.peers.lies import flip_a_bit, flip_a_bit_and_sign, offered, told
 from tests.peers.loops import Stranger, Swarm, quick, swarm
 
 __all__ = ["quick"]
@@ -64,37 +62,6 @@ def tampered(s: Swarm, name: str, method: str, change: Callable[[Answer], Answer
         return change(await honest(request))
 
     transport.serve(method, handle, max_body_bytes=limit)
-
-
-def flip_a_bit(answer: Answer) -> Answer:
-    body = bytearray(answer.body[0])
-    body[-1] ^= 1
-    return Answer(answer.header, [body])
-
-
-def flip_a_bit_and_sign(answer: Answer) -> Answer:
-    """As a liar, not a bad line: the checksum fits."""
-    changed = flip_a_bit(answer)
-    chunk = unpack(answer.header, VectorChunk)
-    return Answer(pack(msgspec.structs.replace(chunk, crc=state_server.checksum(changed.body))), changed.body)
-
-
-def told(**changes: Any) -> Callable[[Answer], Answer]:
-    """An answer of the same body with other things said of it."""
-
-    def change(answer: Answer) -> Answer:
-        chunk = unpack(answer.header, VectorChunk)
-        return Answer(pack(msgspec.structs.replace(chunk, **changes)), answer.body)
-
-    return change
-
-
-def offered(**changes: Any) -> Callable[[Answer], Answer]:
-    def change(answer: Answer) -> Answer:
-        opened = unpack(answer.header, StateOpened)
-        return Answer(pack(msgspec.structs.replace(opened, **changes)), answer.body)
-
-    return change
 
 
 # --- in a swarm ---------------------------------------------------------------------------------------------
