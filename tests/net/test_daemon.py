@@ -143,7 +143,7 @@ async def test_closing_leaves_no_process_and_no_file_and_is_no_accident() -> Non
     before = time.monotonic()
     daemon.close_now()
     daemon.close_now()
-    assert time.monotonic() - before < 1.0
+    assert time.monotonic() - before < 5.0
     assert gone(pid)
     assert gone(shell)
     assert not daemon.directory.exists()

@@ -117,7 +117,7 @@ async def test_a_manifest_is_found_by_its_id_and_kept_by_who_fetched_it(
 async def test_the_record_of_a_dead_peer_runs_out(stack: contextlib.AsyncExitStack) -> None:
     first = await start(stack, run_id=None)
     watcher, dying = await start(stack, first), await start(stack, first, revivals=0, on_death=list)
-    dying.directory._life_s = 1.0
+    dying.directory._life_s = 5.0
     await dying.directory.announce(record(dying))
     await until(lambda: len(watcher.directory.peers()) == 1)
     os.kill(dying.p2pd_pid, signal.SIGKILL)
@@ -167,7 +167,7 @@ async def test_a_peer_that_is_killed_is_gone_at_once(stack: contextlib.AsyncExit
     os.kill(other.p2pd_pid, signal.SIGKILL)
     with pytest.raises(PeerGone, match="the connection broke"):
         await call
-    assert time.monotonic() - before < 1.0
+    assert time.monotonic() - before < 3.0  # silence would be noticed after 3.5
     with pytest.raises(PeerGone, match="cannot be reached"):
         await first.transport.call(other.peer_id, "never", b"")
     await until(lambda: deaths == [1])
@@ -276,9 +276,9 @@ async def test_a_p2pd_that_hangs_is_killed_and_replaced(
     stack: contextlib.AsyncExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(node_module, "PROBE_EVERY_S", 0.05)
-    monkeypatch.setattr(control_module, "CONTROL_TIMEOUT_S", 0.2)
     first = await start(stack)
     other = await start(stack, first)
+    monkeypatch.setattr(control_module, "CONTROL_TIMEOUT_S", 1.0)
     await other.directory.announce(record(other))
     hung = other.p2pd_pid
     os.kill(hung, signal.SIGSTOP)
@@ -368,7 +368,7 @@ async def test_a_stopped_holder_does_not_delay_a_refresh(stack: contextlib.Async
         watcher.directory._known.clear()
         before = time.monotonic()
         assert [r.peer for r in await watcher.directory.refresh()] == [holder.peer_id]
-        assert time.monotonic() - before < 2.0
+        assert time.monotonic() - before < 3.0
     os.kill(holder.p2pd_pid, signal.SIGCONT)
 
 
@@ -558,7 +558,7 @@ class Stranger:
         p2p = await AttachedP2P.attach(daemon.control_path, daemon.directory / "client.sock")
         peer = node.peer_id
         await node.control.connect(daemon.peer_id, daemon.addresses, 5)
-        dht = await DHTNode.create(p2p=p2p, initial_peers=[f"/p2p/{peer}"], bootstrap_timeout=0.2)
+        dht = await DHTNode.create(p2p=p2p, initial_peers=[f"/p2p/{peer}"], bootstrap_timeout=2.0)
         return cls(daemon, p2p, dht)
 
     async def store(self, victim: Node, key: str, subkey: object, value: bytes, expires: float) -> bool:

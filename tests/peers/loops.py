@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from peers import council, downstream, handover, probe, stage, trainer
+from peers.device_thread import Rank
 from peers.events import Event, RoundVoid, Stepped
 from peers.ports import Answer, Buffer
 from peers.stage import StagePeer, StageSettings
@@ -146,7 +147,7 @@ class Swarm:
 
     # -- waiting ----------------------------------------------------------------------------------
 
-    async def until(self, condition: Callable[[], object], *, limit_s: float = 30.0) -> None:
+    async def until(self, condition: Callable[[], object], *, limit_s: float = 60.0) -> None:
         """Wait until `condition()` holds."""
         end = asyncio.get_running_loop().time() + limit_s
         while not condition():
@@ -161,11 +162,11 @@ class Swarm:
         records = self.network.records
         await self.until(lambda: all(n in records and records[n].state == "serving" for n, _ in self.live()))
 
-    async def until_version(self, version: int, *, limit_s: float = 30.0) -> None:
+    async def until_version(self, version: int, *, limit_s: float = 60.0) -> None:
         """Wait until every live peer's weights are at `version`."""
         await self.until(lambda: all(p.core.version >= version for _, p in self.live()), limit_s=limit_s)
 
-    async def until_finished(self, *, limit_s: float = 30.0) -> None:
+    async def until_finished(self, *, limit_s: float = 60.0) -> None:
         """Wait until every live peer has taken all steps."""
         await self.until(lambda: self.finished, limit_s=limit_s)
 
@@ -216,6 +217,15 @@ class Swarm:
         return {
             name: -peer.core.compute.named_weights().popitem()[1] * self.run.M for name, peer in self.live()
         }
+
+    async def counted(self, name: str) -> tuple[int, list[float]]:
+        """A peer's version and its row of the count matrix, while the training goes on."""
+        compute = self.peers[name].core.compute
+
+        def count() -> tuple[int, list[float]]:
+            return compute.version, (-compute.named_weights().popitem()[1] * self.run.M).tolist()
+
+        return await self.peers[name].core.device.run(Rank.STEP, 0, count)  # between two jobs
 
     def assert_each_counted_once(self) -> None:
         """Every microbatch of every step is in the weights of every live peer, once."""

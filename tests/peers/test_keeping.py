@@ -96,17 +96,17 @@ async def test_what_is_kept_outlives_everybody_and_brings_the_run_back(tmp_path:
         await s.until(lambda: s.seen(Kept))
         for name in ("trainer", "s0p0", "s1p0", "keeper"):
             s.kill(name)
-    version = checkpoint.newest_common_step(tmp_path, half)
-    assert version is not None and version > 0
     async with swarm(half, replicas=0) as s:
         add_keeper(s, tmp_path)
         await s.until(lambda: s.seen(Kept))
+        version = s.seen(Kept)[-1].version
+        assert version > 0
         for stage in range(half.S):
             s.add_peer(f"new{stage}", stage)
         await s.until_serving()
         assert [event.version for event in s.seen(Serving)] == [version] * half.S
         text = f"resumes from the checkpoint of version {version}"
-        assert sum(text in event.text for event in s.seen(Note)) == half.S
+        assert any(text in event.text for event in s.seen(Note))
         s.add_trainer("trainer")
         await s.until_finished()
         s.assert_each_counted_once()
@@ -319,8 +319,8 @@ async def test_a_keeper_that_lies_about_how_far_the_run_is_moves_nothing(tmp_pat
         both = tuple(SavedStage(stage=stage, versions=(50,)) for stage in range(run.S))
         answers(s, "liar", "saved", lambda _: Answer(pack(Saved(stages=both))))
         s.add_trainer("trainer")
-        await s.until(lambda: s.peers["s0p0"].core.version >= 6)
-        assert s.network.peers["liar"].transport.calls["saved"] > 0
+        calls = s.network.peers["liar"].transport.calls
+        await s.until(lambda: s.peers["s0p0"].core.version >= 6 and calls["saved"])
         assert s.network.peers["liar"].transport.calls["state"] == 0
 
 
@@ -331,16 +331,21 @@ async def test_bytes_that_do_not_fit_their_hash_are_not_kept(tmp_path: Path) -> 
         body[-1] ^= 1
         return Answer(pack(chunk), [body])
 
-    async with swarm(RUN, replicas=2) as s:
+    async with swarm(RUN, replicas=0) as s:
+        folders = [tmp_path / f"{number}" for number in range(4)]
+        for number, folder in enumerate(folders):
+            s.add_peer(f"s{number // 2}p{number % 2}", number // 2, checkpoints=Checkpoints(folder=folder))
         answers(s, "s1p0", "chunk", spoil)
-        add_keeper(s, tmp_path)
         await s.until_serving()
-        await s.until(lambda: s.network.records.get("keeper") is not None)
         s.add_trainer("trainer")
         await s.until_finished()
-        await s.until(lambda: checkpoint.newest_common_step(tmp_path, RUN) == RUN.steps)
+        for number, folder in enumerate(folders):  # so that the keeper asks the liar too
+            saved = lambda n=number, f=folder: checkpoint.saved_steps(f, RUN, n // 2)  # noqa: E731
+            await s.until(lambda saved=saved: RUN.steps in saved())
+        add_keeper(s, tmp_path / "kept")
+        await s.until(lambda: checkpoint.newest_common_step(tmp_path / "kept", RUN) == RUN.steps)
         assert any("not believed: peer s1p0: " in event.text for event in s.seen(Trouble))
-    assert_counted(tmp_path, range(RUN.S), RUN.steps)
+    assert_counted(tmp_path / "kept", range(RUN.S), RUN.steps)
 
 
 async def test_a_state_that_is_not_finite_is_not_kept_though_its_hashes_fit(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from peers import stage
 from peers.events import Serving, StageLost, StepDone
 from peers.waiting import within
 from swarm.errors import BadAnswer
@@ -44,7 +45,10 @@ async def test_a_trainer_that_comes_late_tells_only_of_steps_since() -> None:
         assert steps in (list(range(first, 5)), list(range(first + 1, 5)))
 
 
-async def test_a_peer_alone_in_its_stage_does_not_begin_anew_what_others_are_past() -> None:
+async def test_a_peer_alone_in_its_stage_does_not_begin_anew_what_others_are_past(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stage, "ANNOUNCE_S", 1000.0)
     async with swarm(counting_run(stages=2, steps=9), stages=2, replicas=1) as s:
         await without_stage_1(s)
         # Records are renewed every few seconds: by them the run would still be at version 0.

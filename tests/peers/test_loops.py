@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from peers import council, downstream, handover, reduce, stage, state_server
+from peers import council, downstream, handover, reduce, stage, state_server, trainer
 from peers.events import PeerLost, Replayed, StateFetched, StepDone, Undone
 from swarm.ids import Microbatch
 from swarm.model.reference import SingleProcess
-from swarm.policy import rounds
+from swarm.policy import rounds, worklist
 from swarm.policy.ledger import Claim, Ledger
 from swarm.policy.rounds import STAR_AFTER, Decision, MemberStep, Plan, Reduce
 from swarm.run import counting_run
@@ -32,6 +32,15 @@ pytestmark = pytest.mark.usefixtures("quick")
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def patient(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stands still for a moment is no reason to do anything twice."""
+    monkeypatch.setattr(worklist, "REPLAY_AFTER_S", 5.0)
+    monkeypatch.setattr(council, "GONE_AFTER_S", 10.0)
+    monkeypatch.setattr(council, "CALL_S", 5.0)
+    monkeypatch.setattr(trainer, "WATCH_S", 5.0)
 
 
 @pytest.fixture
@@ -52,7 +61,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handover, "CHUNK_ELEMENTS", 3)
 
 
-async def finishes(s: Swarm, *, limit_s: float = 20.0) -> None:
+async def finishes(s: Swarm, *, limit_s: float = 60.0) -> None:
     await s.until_finished(limit_s=limit_s)
     s.assert_each_counted_once()
 
@@ -60,16 +69,17 @@ async def finishes(s: Swarm, *, limit_s: float = 20.0) -> None:
 # --- no faults ----------------------------------------------------------------------------------------------
 
 
-async def test_every_microbatch_counts_once_and_nothing_is_done_twice() -> None:
-    async with swarm() as s:
-        trainer = s.add_trainer("trainer")
+async def test_every_microbatch_counts_once_and_nothing_is_done_twice(patient: None) -> None:
+    async with swarm(silence_s=2.0) as s:
+        await s.until_serving()
+        feeding = s.add_trainer("trainer")
         await finishes(s)
         assert (s.undone, s.replayed, s.voids()) == (0, 0, [])
         assert sum(peer.core.computed for peer in s.peers.values()) == 3 * s.run.S * s.run.M
         await s.until(lambda: len(s.seen(StepDone)) == 3)
         # The loss of the audit model is the sum of one weight a stage: -t / M after t steps.
         assert [event.loss for event in s.seen(StepDone)] == [-s.run.S * t / s.run.M for t in range(3)]
-        assert trainer.step_losses == {t: -s.run.S * t / s.run.M for t in range(3)}
+        assert feeding.step_losses == {t: -s.run.S * t / s.run.M for t in range(3)}
 
 
 async def test_the_weights_are_those_of_the_formula() -> None:
@@ -140,6 +150,7 @@ async def test_delayed_updates_count_each_once_too(killed: str | None) -> None:
 @pytest.mark.parametrize("name", ["s0p0", "s0p1", "s1p0", "s1p1", "s2p0", "s2p1"])
 async def test_a_peer_that_is_killed_while_it_computes_is_replaced(name: str, nth: int) -> None:
     async with swarm() as s:
+        await s.until_serving()
         s.add_trainer("trainer")
         s.on_call("work", lambda *_: s.kill(name), to=name, nth=nth)
         await finishes(s)
@@ -148,11 +159,19 @@ async def test_a_peer_that_is_killed_while_it_computes_is_replaced(name: str, nt
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 async def test_what_a_dead_peer_had_in_its_sum_is_run_again(number: int) -> None:
-    async with swarm() as s:
-        trainer = s.add_trainer("trainer", window=1)
-        name = f"s{number}p0"
-        await s.until(lambda: any(s.done(name) >> m & 1 for t, m in trainer.losses if t == 0))
-        s.kill(name)
+    run = counting_run(stages=3, steps=3, microbatches_per_step=32)
+    killed: list[str] = []
+
+    def strike(caller: str, callee: str) -> None:
+        if not killed:
+            killed.append(callee)
+            s.kill(callee)
+
+    async with swarm(run) as s:
+        await s.until_serving()
+        for name in s.of_stage(number):  # the first to get a third one has done two
+            s.on_call("work", strike, to=name, nth=3)
+        s.add_trainer("trainer", window=1)
         await finishes(s)
         assert s.seen(Replayed)
 
@@ -160,7 +179,7 @@ async def test_what_a_dead_peer_had_in_its_sum_is_run_again(number: int) -> None
 async def test_all_but_one_members_of_every_stage_may_die_at_once() -> None:
     async with swarm(replicas=3) as s:
         s.add_trainer("trainer", window=2)
-        await s.until(lambda: any(s.done(f"s1p{i}") for i in range(3)))
+        await s.until(lambda: any(s.peers[f"s1p{i}"].core.computed for i in range(3)))
         for number in range(3):
             s.kill(f"s{number}p0")
             s.kill(f"s{number}p2")
@@ -218,7 +237,7 @@ async def test_a_conductor_that_dies_with_the_go_is_followed_by_one_that_says_th
 async def test_a_conductor_that_dies_after_telling_one_stage_is_followed_to_the_same_step() -> None:
     async with swarm(stages=4) as s:
         s.add_trainer("trainer")
-        await s.until(lambda: any(p.core.version == 1 for n, p in s.live() if p.stage > 0))
+        await s.until(lambda: any(p.core.version >= 1 for n, p in s.live() if p.stage > 0))
         s.kill("s0p0")
         await finishes(s)
 
@@ -258,8 +277,9 @@ async def test_a_retry_at_the_peer_that_has_it_computes_nothing() -> None:
         assert [p.core.computed for _, p in s.live()] == [3 * s.run.M] * 3
 
 
-async def test_a_trainer_does_not_repeat_what_the_ledgers_say_is_done() -> None:
-    async with swarm() as s:
+async def test_a_trainer_does_not_repeat_what_the_ledgers_say_is_done(patient: None) -> None:
+    async with swarm(silence_s=1.0) as s:
+        await s.until_serving()
         s.network.drop_answer("s0p0", "work", 1)
         s.add_trainer("trainer", window=1)
         await finishes(s)
@@ -267,9 +287,10 @@ async def test_a_trainer_does_not_repeat_what_the_ledgers_say_is_done() -> None:
         assert s.undone == 0
 
 
-async def test_a_duplicate_is_undone(retries_do_not_ask: None) -> None:
+async def test_a_duplicate_is_undone(patient: None, retries_do_not_ask: None) -> None:
     """The peer whose answer was lost has it, and so has the one that was called instead."""
     async with swarm() as s:
+        await s.until_serving()
         s.network.drop_answer("s1p0", "work", 1)
         s.add_trainer("trainer", window=1)
         await finishes(s)
@@ -326,23 +347,31 @@ async def test_every_first_reduce_of_every_step_may_fail(small_chunks: None) -> 
         await finishes(s)
 
 
-async def test_two_members_that_cannot_reach_each_other_average_through_a_third(small_chunks: None) -> None:
+async def test_two_members_that_cannot_reach_each_other_average_through_a_third(
+    small_chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[Plan] = []
+
+    def decide(*args: object) -> Decision:
+        decision = rounds.decide(*args)  # type: ignore[arg-type]
+        if isinstance(decision, Reduce) and args[1] == 1:
+            plans.append(decision.plan)
+        return decision
+
+    monkeypatch.setattr(council, "decide", decide)
     async with swarm(stages=2, replicas=3) as s:
+        await s.until_serving()
         s.network.partition({"s1p1"}, {"s1p2"})
         s.add_trainer("trainer")
-        plans = s.peers[
-            "s1p0"
-        ].council._plans  # how a coordinator numbers its rounds is nobody else's business
-        await s.until(lambda: plans.get(0) is not None and plans[0].number >= STAR_AFTER)
-        assert plans[0].parts == (s.run.M, 0, 0)
         await finishes(s)
+        assert any(plan.number == STAR_AFTER and plan.parts == (s.run.M, 0, 0) for plan in plans)
         assert len(s.voids()) >= 2 * STAR_AFTER
 
 
 async def test_a_partition_that_heals_leaves_no_trace() -> None:
     async with swarm(replicas=2) as s:
         s.add_trainer("trainer")
-        await s.until(lambda: s.done("s1p0"))
+        await s.until(lambda: s.peers["s1p0"].core.computed)
         s.network.partition({"s0p0", "s1p0"}, {"s0p1", "s1p1", "s2p1"})
         await s.until(lambda: s.seen(PeerLost))
         s.network.heal()
@@ -428,7 +457,7 @@ async def test_a_peer_that_leaves_takes_nothing_with_it() -> None:
 async def test_a_trainer_that_dies_is_followed_by_any_other() -> None:
     async with swarm() as s:
         s.add_trainer("first")
-        await s.until(lambda: s.done("s2p0") or s.done("s2p1"))
+        await s.until(lambda: s.peers["s2p0"].core.computed or s.peers["s2p1"].core.computed)
         s.kill("first")
         s.add_trainer("second")
         await finishes(s)
@@ -519,7 +548,14 @@ async def test_any_schedule_of_faults_leaves_each_counted_once(seed: int, small_
                 # The moments are not repeatable; that faults come at all moments is the point.
                 await asyncio.sleep(dice.random() * 0.15)
                 log.append(await disturb(s, dice, number))
-            await finishes(s, limit_s=40.0)
+
+            def over() -> bool:
+                if all(s.tasks[n].done() for n in s.trainers):  # the run may go back after they saw its end
+                    s.add_trainer(f"after{len(s.trainers)}")
+                return s.finished
+
+            await s.until(over, limit_s=100.0)
+            s.assert_each_counted_once()
     except AssertionError as error:
         raise AssertionError(f"seed {seed}: {log}\n{error}") from error
 

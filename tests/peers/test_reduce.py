@@ -99,8 +99,9 @@ def no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def open_group() -> AsyncIterator[Group]:
+async def open_group(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Group]:
     """a waits in its round for b."""
+    monkeypatch.setattr(reduce, "NOT_READY_RETRIES", 1000)
     built = group()
     running = asyncio.create_task(built.reduce("a"))
     while not built.sides["a"]._rounds:

@@ -170,6 +170,8 @@ async def test_a_stage_takes_all_its_steps_while_its_disk_still_writes_the_first
         s.add_peer("other", 1)
         s.add_trainer("trainer")
         await s.until_finished()
+        # Said when the last checkpoint is on its way.
+        await s.until(lambda: sum("all 5 steps" in note.text for note in s.seen(Note)) == 2)
         s.assert_each_counted_once()
         assert disk.began == [1]
         disk.go.release(2)

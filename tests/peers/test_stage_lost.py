@@ -62,7 +62,7 @@ async def test_all_stages_go_back_to_the_newest_checkpoint_that_they_share(
         await built.until_finished(limit_s=60)
         built.assert_each_counted_once()
         back = {event.step for event in built.seen(RolledBack)}
-        assert len(back) <= 1 and back <= {4, 6, 8}, back
+        assert len(back) <= 1 and back <= {2, 4, 6, 8}, back
 
 
 @pytest.mark.asyncio
@@ -88,7 +88,7 @@ async def test_a_checkpoint_that_turns_out_damaged_is_gone_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stage 0 says that it has version 2, and cannot read it when all go back to it: then to an older one."""
-    run = replace(counting_run(stages=2, steps=8, microbatches_per_step=4), checkpoint_every=2)
+    run = replace(counting_run(stages=2, steps=40, microbatches_per_step=4), checkpoint_every=2)
     honest = Shelf.load
 
     def load(self: Shelf, version: int) -> object:
@@ -103,7 +103,8 @@ async def test_a_checkpoint_that_turns_out_damaged_is_gone_behind(
             built.add_peer(f"s{s}p0", s, checkpoints=saves)
         await built.until_serving()
         built.add_trainer("trainer")
-        await built.until_version(5)
+        # Between two checkpoints: from one of just its version the run would go on.
+        await built.until(lambda: all(p.core.version >= 5 and p.core.version % 2 for _, p in built.live()))
         lose(built, 1)
         built.add_peer("late", 1, checkpoints=saves)
         await built.until_finished(limit_s=60)

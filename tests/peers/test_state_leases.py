@@ -217,7 +217,7 @@ async def test_a_copy_that_two_read_is_kept_until_both_have_it(source: Source, c
 async def test_a_copy_is_dropped_when_nobody_reads_it_any_more(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_server, "LEASE_S", 0.02)
+    monkeypatch.setattr(state_server, "LEASE_S", 0.2)
     opened = await source.open()
     leases = source.server.desk._leases
     assert len(leases) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peers import trainer
-from peers.events import RolledBack
+from peers.events import RolledBack, StepDone
 from swarm.run import counting_run
 from tests.peers.loops import quick, swarm
 
@@ -24,6 +24,7 @@ async def test_all_peers_die_and_others_begin_again_while_the_trainer_lives(
         await built.until_serving()
         built.add_trainer("trainer")
         await built.until_version(2)
+        await built.until(lambda: len(built.seen(StepDone)) >= 2)  # the trainer knows of it
         for name, _ in built.live():
             built.kill(name)
         for stage in range(run.S):

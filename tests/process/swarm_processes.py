@@ -49,7 +49,7 @@ T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 90.0
 """For anything to happen. A start takes 3 s on an idle core; other programs may want the cores as well."""
-GONE_S = 10.0
+GONE_S = 30.0
 """For a dead process's p2pd, watchdog and files to be gone; it takes milliseconds."""
 MARK = "SWARM_TEST_MARK"
 

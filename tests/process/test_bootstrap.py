@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import time
 from pathlib import Path
@@ -15,14 +17,21 @@ from tests.process.swarm_processes import Program, Swarm, eventually
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
+def free_port() -> int:
+    """One that nobody is given by chance while it is free: below those that the system hands out."""
+    for port in range(20_000 + os.getpid() % 9_000, 30_000):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
+
+
 class Bootstrapped(Swarm):
     """A swarm whose bootstrap has an identity file and a port of its own, as one on the internet has."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, counting_run(stages=2, steps=1_000_000, microbatches_per_step=8))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self._words = [
             "--manifest",
             str(self.manifest),

@@ -37,7 +37,7 @@ def test_weights_equal_a_single_process_to_rounding_whoever_was_killed(tmp_path:
     So only the order of additions differs: a lost or a doubled microbatch would differ in the third digit.
     """
     rng = random.Random(20)
-    run = tiny(dtype="float64", codec="none", steps=100)
+    run = tiny(dtype="float64", codec="none", steps=1000)
     with Swarm(tmp_path, run) as swarm:
         swarm.bootstrap()
         doomed = [swarm.peer(0, kill_at="forward:9"), swarm.peer(1, kill_at="backward:9")]

@@ -161,7 +161,6 @@ def test_a_peer_that_stops_at_the_worst_moment_is_left_out_and_serves_again_when
     said = ", ".join(f"{s:.2f} s" for s in sorted(void)[:3]) or "never"
     print(f"\nSTOPPED at {point} of stage {stage}: no step for {stall_s:.2f} s; a round void after {said}")
     assert stall_s < NOTICED_S
-    assert void or not point.startswith("reduce"), "it did not stop in a reduce"
     continued = time.time()
     peer.signal(signal.SIGCONT)
     swarm.takes_part(peer)
