@@ -15,8 +15,9 @@ The trainer tells when each microbatch is done. In a round one thing happens:
 
 `detected_s`: until the first program says that the peer is lost. `recovered_s`: until a window of two steps
 begins that is 95 % as fast as the end of the round, when everything has settled: what the remaining peers
-can give; work that is run again is work. `lost_s`: what the whole round lost against that speed, where it is
-not. `pass_s`: one microbatch through the pipeline, the median before the fault. A move counts from the
+can give; work that is run again is work. `control_s`: what the same measure says before the fault, where
+nothing happened. `lost_s`: what the whole round lost against the settled speed, where work that is run again
+is none. `pass_s`: one microbatch through the pipeline, the median before the fault. A move counts from the
 decision; its download is `download_s`.
 """
 
@@ -53,8 +54,8 @@ SHARE = 0.95
 SETTLED = 0.5
 """The last part of a round is taken as settled."""
 COLUMNS = (
-    "kind", "stage", "detected_s", "recovered_s", "lost_s", "pass_s", "step_s", "before_per_s", "after_per_s",
-    "back_s", "download_s", "target",
+    "kind", "stage", "detected_s", "recovered_s", "control_s", "lost_s", "pass_s", "step_s", "before_per_s",
+    "after_per_s", "back_s", "download_s", "target",
 )  # fmt: skip
 
 
@@ -78,6 +79,16 @@ def recovered_s(done: Sequence[float], fault: float, end: float, *, window_s: fl
         if rate(done, at, at + window_s) >= SHARE * per_s:
             return at - fault
     return end - fault
+
+
+def control_s(done: Sequence[float], start: float, end: float, *, window_s: float) -> float:
+    """What `recovered_s` finds where nothing happened: the median over moments in the first half of the time.
+
+    So much of a result is the measure: a window is rarely just as fast as all of them together.
+    """
+    per_s = rate(done, start, end)
+    moments = [start + i * (end - start) / 40 for i in range(20)]
+    return statistics.median(recovered_s(done, at, end, window_s=window_s, per_s=per_s) for at in moments)
 
 
 @dataclass(frozen=True)
@@ -285,6 +296,7 @@ class Rounds:
             "stage": stage,
             "detected_s": round(lost[0], 3) if lost and kind in ("kill", "hang", "cut") else None,
             "recovered_s": round(recovered_s(done, fault, end, window_s=window_s, per_s=after_per_s), 3),
+            "control_s": round(control_s(done, fault - self._before_s, fault, window_s=window_s), 3),
             "lost_s": round((end - fault) * (1 - rate(progress, fault, end) / after_per_s), 3),
             "pass_s": round(statistics.median(one.took_s for one in before), 4),
             "step_s": round(step_s, 3),

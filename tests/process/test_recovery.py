@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.bench.recovery import measure, rate, recovered_s, target
+from scripts.bench.recovery import control_s, measure, rate, recovered_s, target
 
 
 def test_recovered_is_when_a_window_begins_that_is_nearly_as_fast_as_the_end() -> None:
@@ -16,6 +16,13 @@ def test_recovered_is_when_a_window_begins_that_is_nearly_as_fast_as_the_end() -
     found = recovered_s(done, 10.0, 25.0, window_s=1.0, per_s=rate(done, 18.0, 25.0))
     assert 4.8 <= found <= 5.0
     assert recovered_s(done, 10.0, 25.0, window_s=1.0, per_s=20.0) == 15.0
+
+
+def test_the_control_says_what_the_measure_finds_where_nothing_happened() -> None:
+    even = [i / 10 for i in range(100)]
+    assert control_s(even, 0.0, 10.0, window_s=1.0) == 0.0
+    bursts = [i + j / 100 for i in range(0, 20, 2) for j in range(20)]  # so a window of 1 s has 20 or 0
+    assert 0.0 < control_s(bursts, 0.0, 20.0, window_s=1.0) < 2.0
 
 
 def test_a_target_that_is_missed_is_named() -> None:
