@@ -41,6 +41,12 @@ class DeviceThread:
         self._started = False
         self.busy_s = 0.0
         """Seconds of work done."""
+        self.longest_s = 0.0
+        """Of all jobs that ended."""
+        self.running: int | None = None
+        """Number of the running job."""
+        self.hung = False
+        """Somebody found that the running job will never end."""
         self._queued = 0
         self._queued_s = 0.0
         self._looked_at = self._changed_at = time.monotonic()
@@ -51,10 +57,10 @@ class DeviceThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish the running job, drop the others."""
+        """Finish the running job, drop the others. One that hangs is left behind."""
         if self._started:
             self._jobs.put((-1, 0, 0, None))
-            self._thread.join()
+            self._thread.join(0.0 if self.hung else None)
 
     def mean_queue(self) -> float:
         """Jobs that waited or ran, on average since this was last asked."""
@@ -102,11 +108,15 @@ class DeviceThread:
 
     def _run(self) -> None:
         while True:
-            *_, work = self._jobs.get()
+            *_, number, work = self._jobs.get()
             if work is None:
                 return
             began = time.perf_counter()
+            self.running = number
             work()
-            self.busy_s += time.perf_counter() - began
+            self.running = None
+            took_s = time.perf_counter() - began
+            self.busy_s += took_s
+            self.longest_s = max(self.longest_s, took_s)
             with self._lock:
                 self._count(-1)

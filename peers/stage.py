@@ -71,6 +71,9 @@ LOST_S = 6.0
 LOOK_S = 1.0
 BOUNDARY_S = 10.0
 """A peer that moves goes without a step boundary after this: perhaps the run waits for its coming."""
+HUNG_S = 600.0
+HUNG_TIMES = 20.0
+"""A job of the device that takes so many times the longest one before it, and `HUNG_S`, will never end."""
 MOST_WORDS = 400
 ASK_S = 3.0
 MOST_ASKED = 16
@@ -176,7 +179,10 @@ class StagePeer:
                     device=self._settings.device_name, max_inflight=self.desk.max_inflight,
                 )
             )  # fmt: skip
-            often = [self.council.run(), self._prober.run(), self._announce_often(), self._bring_back_often()]
+            often = [
+                self.council.run(), self._prober.run(), self._announce_often(), self._bring_back_often(),
+                self._watch_device(),
+            ]  # fmt: skip
             if self._run.rebalance_every_s:
                 often.append(self._rebalance_often())
             loops += [asyncio.create_task(loop) for loop in often]
@@ -574,6 +580,26 @@ class StagePeer:
                     await self._bring_back()
                 finally:
                     self._catching_up = False
+
+    async def _watch_device(self) -> None:
+        """End this peer if its device hangs: it still says that it lives, so that its mates wait for it.
+
+        Raises:
+            SetupError: a job will never end.
+        """
+        device = self.core.device
+        job, looks = None, 0
+        while True:
+            await asyncio.sleep(LOOK_S)
+            # Looks are counted, not seconds: in those that this process was stopped the job was, too.
+            job, looks = device.running, looks + 1 if device.running == job else 0
+            if job is not None and looks * LOOK_S > max(HUNG_S, HUNG_TIMES * device.longest_s):
+                device.hung = True
+                raise SetupError(
+                    f"the device has worked on one job for {looks * LOOK_S:.0f} s, on the longest one before "
+                    f"for {device.longest_s:.1f} s. This peer ends, so that others do its work. Look after "
+                    "the device (nvidia-smi, dmesg), then start it again"
+                )
 
     async def _rebalance_often(self) -> None:
         """Decide who moves, as everybody does from the same records; go if it is this peer."""
