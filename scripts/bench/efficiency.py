@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness import Clocks, Segment, Swarm, bench_run, machine, machine_busy_s, report
 
-from peers.device import tune_malloc, usable_cores
+from peers.device import die_with_parent, tune_malloc, usable_cores
 from swarm.run import Run, parse_run
 
 COLUMNS = (
@@ -48,6 +48,7 @@ COLUMNS = (
 
 def baseline_worker(manifest: str, threads: int) -> None:
     """One process that computes the whole model: `N` on stdin → N steps, then one JSON line."""
+    die_with_parent()
     tune_malloc()
     import torch
 

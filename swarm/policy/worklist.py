@@ -1,8 +1,9 @@
 """What a trainer does next. Pure: times are monotonic seconds given by the caller.
 
 Trainers need no coordinator: each walks the microbatches of a step in its own pseudo-random order and
-skips those that somebody has or is computing. One that was done and is lacking again (a peer died
-with it) is run again, but only after it has been lacking for a while: reports lag behind the work.
+skips those that somebody has or is computing. One that was done and is lacking is run again, but only after
+it has been lacking for a while: reports lag behind the work. If all stages were already said to have it, it
+is lacking because a peer died with it, and that news is not old.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from swarm.ids import Microbatch, Stage
+from swarm.policy.ledger import members_of
 
 REPLAY_AFTER_S = 0.4
 """How long a finished microbatch must be reported lacking before it is run again: several reports."""
+LOST_AFTER_S = 0.2
+"""The same for one that all stages were said to have: who coordinates anew hears of what the others have only
+a message later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,10 @@ class _Step:
     """Seen claimed by somebody, at stage 0."""
     lacking: list[int] = field(default_factory=lambda: list[int]())
     """Per stage, microbatches that nobody has or computes."""
-    lacking_since: dict[int, float] = field(default_factory=lambda: dict[int, float]())
+    had: int = 0
+    """Claimed at all stages, as was once said of them since they were last run here."""
+    due_s: dict[int, float] = field(default_factory=lambda: dict[int, float]())
+    """Of those that are lacking: when they may be run again."""
 
 
 class WorkList:
@@ -74,11 +82,11 @@ class WorkList:
             anywhere |= bitmap
         whole = (1 << self._microbatches) - 1
         step.taken = whole & ~by_stage[0] if by_stage else 0
-        for m in [m for m in step.lacking_since if not anywhere >> m & 1]:
-            del step.lacking_since[m]
-        for m in range(self._microbatches):
-            if anywhere >> m & 1:
-                step.lacking_since.setdefault(m, now)
+        for m in [m for m in step.due_s if not anywhere >> m & 1]:
+            del step.due_s[m]
+        for m in members_of(anywhere):
+            step.due_s.setdefault(m, now + (LOST_AFTER_S if step.had >> m & 1 else REPLAY_AFTER_S))
+        step.had |= whole & ~anywhere
 
     def next(self, newest: int, *, now: float) -> Work | None:
         """The next microbatch to start, from the oldest step up to `newest`; None: nothing to do now."""
@@ -96,7 +104,8 @@ class WorkList:
         if step is not None:
             step.running &= ~(1 << microbatch.m)
             step.done |= 1 << microbatch.m
-            step.lacking_since.pop(microbatch.m, None)
+            step.had &= ~(1 << microbatch.m)
+            step.due_s.pop(microbatch.m, None)
 
     def failed(self, microbatch: Microbatch) -> None:
         """It was not answered: it is to be started again."""
@@ -118,9 +127,9 @@ class WorkList:
     def next_wakeup(self, *, now: float) -> float | None:
         """When something that is lacking becomes due; None: no timer needed."""
         due = [
-            since + REPLAY_AFTER_S
+            due_s
             for step in self._steps.values()
-            for m, since in step.lacking_since.items()
+            for m, due_s in step.due_s.items()
             if not step.running >> m & 1
         ]
         return max(now, min(due)) if due else None
@@ -138,10 +147,11 @@ class WorkList:
     def _again(self, t: int, now: float) -> Work | None:
         """A microbatch that was done or taken, and has been lacking at some stage for long enough."""
         step = self._step(t)
-        for m, since in sorted(step.lacking_since.items()):
-            if now >= since + REPLAY_AFTER_S and not step.running >> m & 1:
+        for m in step.order if step.due_s else ():  # not all trainers begin with the same
+            if m in step.due_s and now >= step.due_s[m] and not step.running >> m & 1:
                 deepest = max(s for s, bitmap in enumerate(step.lacking) if bitmap >> m & 1)
-                step.lacking_since[m] = now
+                step.due_s[m] = now + REPLAY_AFTER_S
+                step.had &= ~(1 << m)
                 had = any(not bitmap >> m & 1 for bitmap in step.lacking) or bool(step.done >> m & 1)
                 return Work(Microbatch(t, m), deepest if had else -1, replay=had)
         return None

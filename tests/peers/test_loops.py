@@ -38,6 +38,7 @@ def one_thread() -> None:
 def patient(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that stands still for a moment is no reason to do anything twice."""
     monkeypatch.setattr(worklist, "REPLAY_AFTER_S", 5.0)
+    monkeypatch.setattr(worklist, "LOST_AFTER_S", 5.0)
     monkeypatch.setattr(council, "GONE_AFTER_S", 10.0)
     monkeypatch.setattr(council, "CALL_S", 5.0)
     monkeypatch.setattr(trainer, "WATCH_S", 5.0)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from swarm.ids import Microbatch
 from swarm.policy.ledger import everything
-from swarm.policy.worklist import REPLAY_AFTER_S, Work, WorkList
+from swarm.policy.worklist import LOST_AFTER_S, REPLAY_AFTER_S, Work, WorkList
 
 M = 4
 ALL = everything(M)
@@ -74,6 +74,27 @@ def test_a_finished_one_that_is_lacking_runs_again_only_after_a_while(todo: Work
     assert todo.replayed == 1
 
 
+def test_one_that_all_stages_had_and_lack_was_lost_and_runs_again_soon(todo: WorkList) -> None:
+    for work in start_all(todo):
+        todo.finished(work.microbatch, now=0.0)
+    todo.lacking(0, [0, 0b0001, 0], now=0.5)  # 0 is not yet reported
+    todo.lacking(0, [0, 0b0101, 0], now=0.6)  # 2 was
+    assert todo.next_wakeup(now=0.6) == 0.6 + LOST_AFTER_S
+    assert numbers(start_all(todo, now=0.6 + LOST_AFTER_S)) == [2]
+    # Its replay was answered: from here on reports lag behind it again.
+    todo.finished(Microbatch(0, 2), now=0.8)
+    todo.lacking(0, [0, 0b0100, 0], now=0.8)
+    assert start_all(todo, now=0.8 + LOST_AFTER_S) == []
+    assert numbers(start_all(todo, now=0.8 + REPLAY_AFTER_S)) == [2]
+
+
+def test_what_is_lacking_is_run_again_in_its_own_order(todo: WorkList) -> None:
+    for work in start_all(todo):
+        todo.finished(work.microbatch, now=0.0)
+    todo.lacking(0, [ALL, ALL], now=1.0)
+    assert numbers(start_all(todo, now=1.0 + REPLAY_AFTER_S)) == [2, 0, 3, 1]
+
+
 def test_a_replay_reaches_to_the_last_stage_that_lacks_it(todo: WorkList) -> None:
     for work in start_all(todo):
         todo.finished(work.microbatch, now=0.0)
@@ -111,8 +132,8 @@ def test_one_that_is_no_longer_lacking_starts_its_time_afresh(todo: WorkList) ->
     todo.lacking(0, [0], now=0.3)
     assert todo.next_wakeup(now=0.3) is None
     todo.lacking(0, [0b1], now=0.6)
-    assert todo.next(0, now=0.9) is None
-    assert todo.next(0, now=0.6 + REPLAY_AFTER_S) is not None
+    assert todo.next(0, now=0.6) is None
+    assert todo.next(0, now=0.6 + LOST_AFTER_S) is not None
 
 
 def test_one_claimed_by_a_trainer_that_died_is_started_after_a_while(todo: WorkList) -> None:
