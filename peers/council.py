@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from peers.asking import ask_status
 from peers.core import GOES_KEPT, StageCore
 from peers.courier import Courier
 from peers.ports import Answer, Directory, Request, Transport
@@ -74,6 +75,7 @@ GATHER_S = 0.1
 CALL_S = 3.0
 """Limit for one report or brief."""
 LOSSES_KEPT = 64
+MOST_WITNESSES = 8
 MOST_BEHIND_S = 3600
 MOST_STEPS = 4
 """Steps in one report: the one that is open, one more with delayed updates, and those about to close."""
@@ -111,6 +113,9 @@ class Council:
         self._era = core.era
         """The latest that was heard of: only what belongs to it is decided upon."""
         self._behind_since: float | None = None
+        self._witnessed = core.standing
+        """How far a member of another stage said to be."""
+        self._asking: asyncio.Task[None] | None = None
         self._losses: dict[int, float] = {}
         self.whole_run = RunBrief(run=core.run.id)
         self._revision = 0
@@ -154,6 +159,9 @@ class Council:
 
     async def close(self) -> None:
         """Stop talking."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
         for courier in (self._reports, self._briefs, self._summary_out, self._run_briefs):
             await courier.close()
 
@@ -312,14 +320,25 @@ class Council:
     def _check_ahead(self, peer: PeerId, report: Report) -> None:
         """Stages step together: nobody is two versions ahead of the rest, unless this peer slept.
 
-        Then the conductor will say so within a second, and the member, which repeats itself, is believed.
+        Peers of the other stages know, and the member, which repeats itself, is believed a second later.
         """
-        known = max(self._core.version, self.whole_run.version)
-        if self._run.S > 1 and report.era == self._era and report.version > known + 1:
+        known = max(self._core.standing, self.run_standing, self._witnessed)
+        if self._run.S > 1 and report.era == known.era and report.version > known.version + 1:
+            if self._asking is None or self._asking.done():
+                self._asking = asyncio.get_running_loop().create_task(self._ask_witnesses())
             raise NotNow(
-                f"peer {short(peer)} says that it is at version {report.version}; the run is at {known}",
+                f"peer {short(peer)} says that it is at version {report.version}; the run is at "
+                f"{known.version}",
                 retry_after_s=REFRESH_S,
             )
+
+    async def _ask_witnesses(self) -> None:
+        """How far the other stages are, from members: those who coordinate them may have slept as well."""
+        others = [r for r in self._directory.peers() if r.state == "serving" and r.stage != self._stage]
+        furthest = sorted(others, key=lambda r: (-r.version, r.peer))[:MOST_WITNESSES]
+        told = await ask_status(self._run, self._transport, [record.peer for record in furthest])
+        for status in told.values():
+            self._witnessed = max(self._witnessed, Standing(status.era, status.version))
 
     def _lead(self) -> None:
         """Decide for the stage, tell the members whose brief changed, and tell the conductor."""

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from peers import events
+from peers.asking import ask_status
 from peers.catchup import CatchUp
 from peers.core import StageCore
 from peers.council import Council
@@ -43,7 +44,7 @@ from swarm.errors import PeerFault, Refused, SetupError, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage, Standing
 from swarm.model.stage import StageCompute, SumLost
 from swarm.policy.bans import Bans
-from swarm.policy.eras import Join, check_standing, join_by, may_leave
+from swarm.policy.eras import Join, join_by, may_leave
 from swarm.policy.ledger import from_bytes, members_of
 from swarm.policy.rebalance import Move, rebalance
 from swarm.policy.rounds import Go, Plan, check_plan
@@ -60,7 +61,6 @@ from swarm.wire.messages import (
     check_run,
     pack,
     unpack,
-    unpack_answer,
 )
 
 ANNOUNCE_S = 5.0
@@ -75,7 +75,6 @@ HUNG_S = 600.0
 HUNG_TIMES = 20.0
 """A job of the device that takes so many times the longest one before it, and `HUNG_S`, will never end."""
 MOST_WORDS = 400
-ASK_S = 3.0
 MOST_ASKED = 16
 """Peers that a joiner asks how far they are, its mates first."""
 MOST_LINKS_TOLD = 64
@@ -290,21 +289,9 @@ class StagePeer:
         await core.open_steps()
 
     async def _ask_status(self, records: Sequence[PeerRecord]) -> dict[PeerId, PeerStatus]:
-        """What those peers say of themselves, if they answer: records lag, and outlive who they speak of."""
-        question = pack(AskStatus(run=self._run.id))
-
-        async def ask(peer: PeerId) -> PeerStatus | None:
-            try:
-                answer = await self._transport.call(peer, "status", question, deadline_s=ASK_S)
-                status = unpack_answer(peer, answer.header, PeerStatus)
-                check_standing(status.era, status.version, self._run, what="a status")
-            except SwarmError:
-                return None
-            return status
-
+        """What those peers say of themselves; of very many, the mates and the furthest."""
         asked = sorted(records, key=lambda r: (r.stage != self.stage, -r.version, r.peer))[:MOST_ASKED]
-        answers = await asyncio.gather(*(ask(record.peer) for record in asked))
-        return {r.peer: status for r, status in zip(asked, answers, strict=True) if status is not None}
+        return await ask_status(self._run, self._transport, [record.peer for record in asked])
 
     async def _resume(self, records: Sequence[PeerRecord]) -> bool:
         """Start from a checkpoint of our folder; or, where nobody serves the run, from what others saved.

@@ -115,6 +115,8 @@ class Council:
         self._goes: dict[int, Go] = {}
         self._era = Era()
         self._behind_since: float | None = None
+        self._witnessed = Standing()
+        self._asking: Task[None] | None = None
         self._silent = False
         self.whole_run = RunBrief()
         self._revision = 0
@@ -267,8 +269,10 @@ class Council:
         if report.farewell:
             self.lost(caller)
             raise NotNow("goodbye")
-        known = max(self._peer.version, self.whole_run.version)
-        if self._terms.stages > 1 and report.era == self._era and report.version > known + 1:
+        known = max(self._peer.standing, self.run_standing, self._witnessed)
+        if self._terms.stages > 1 and report.era == known.era and report.version > known.version + 1:
+            if self._asking is None or self._asking.done:
+                self._asking = self._peer.spawn(self._ask_witnesses())
             raise NotNow(f"the run is at {known}", retry_after_s=REFRESH_S)
         self._bans.answered(caller)
         self._says(caller, report)
@@ -278,6 +282,15 @@ class Council:
                 raise NotNow("another peer coordinates this stage")
             return self.brief
         return self._numbered(self._brief_for(caller, self._lead()))
+
+    async def _ask_witnesses(self) -> None:
+        others = [
+            e.peer
+            for e in self._peer.directory.entries()
+            if e.state == "serving" and e.stage != self._stage
+        ]
+        for status in (await self._peer.ask_status(others)).values():
+            self._witnessed = max(self._witnessed, status.standing)
 
     def _lead(self) -> Brief:
         """Decide for the stage, tell the members whose brief changed, and tell the conductor."""

@@ -310,7 +310,7 @@ class StagePeer(Node):
     async def _leave_the_version(self, until: float) -> None:
         while self.clock.now < until:
             mates = [p for p in self.directory.serving(self.stage) if p != self.name]
-            told = await self._ask_status(mates)
+            told = await self.ask_status(mates)
             if eras.may_leave(self.standing, [status.standing for status in told.values() if status.stays]):
                 return
             await self.sleep(RETRY_JOIN_S)
@@ -324,7 +324,7 @@ class StagePeer(Node):
                 for e in self.directory.entries()
                 if e.peer != self.name and e.state in ("serving", "joining")
             ]
-            statuses = await self._ask_status([e.peer for e in others])
+            statuses = await self.ask_status([e.peer for e in others])
             told = {peer: status.standing for peer, status in statuses.items()}
             mates = [
                 e.peer for e in others if (e.stage, e.state) == (self.stage, "serving") and e.peer in told
@@ -354,7 +354,7 @@ class StagePeer(Node):
             serving = [
                 e.peer for e in self.directory.entries() if e.state == "serving" and e.peer != self.name
             ]
-            if await self._ask_status(serving):
+            if await self.ask_status(serving):
                 return
             newest = eras.newest_start(self.terms.stages, self._saved(), most=self.terms.steps)
             if newest > self.version and await self._get(Standing(self.era, newest)):
@@ -364,7 +364,7 @@ class StagePeer(Node):
     def _saved(self) -> dict[Stage, set[int]]:
         return {stage: set(self._shelf.saved[stage]) for stage in range(self.terms.stages)}
 
-    async def _ask_status(self, peers: Sequence[PeerId]) -> dict[PeerId, Status]:
+    async def ask_status(self, peers: Sequence[PeerId]) -> dict[PeerId, Status]:
         asked = [(peer, self.call(peer, "status", None, ASK_S)) for peer in peers]
         told: dict[PeerId, Status] = {}
         for peer, answer in asked:

@@ -408,6 +408,21 @@ async def test_a_coordinator_and_a_conductor_that_hang_are_left_out() -> None:
         await finishes(s)
 
 
+async def test_coordinators_of_all_stages_that_hang_at_once_believe_those_who_went_on() -> None:
+    """Nobody but their members can tell them how far the run is: the summaries are their own."""
+    run = counting_run(stages=2, steps=40, microbatches_per_step=8)
+    async with swarm(run) as s:
+        await s.until_serving()
+        s.network.hang("s0p0")
+        s.network.hang("s1p0")
+        s.add_trainer("trainer")
+        others = [s.peers["s0p1"], s.peers["s1p1"]]
+        await s.until(lambda: all(peer.core.version >= 5 for peer in others))
+        s.network.resume("s0p0")
+        s.network.resume("s1p0")
+        await finishes(s)
+
+
 @pytest.mark.parametrize("number", [0, 1, 2])
 async def test_a_joiner_takes_the_state_of_a_mate_and_then_takes_part(
     number: int, small_chunks: None

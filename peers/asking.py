@@ -1,0 +1,32 @@
+"""Asking peers how they are: records lag, and outlive who they speak of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from peers.ports import Transport
+from swarm.errors import SwarmError
+from swarm.ids import PeerId
+from swarm.policy.eras import check_standing
+from swarm.run import Run
+from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack_answer
+
+ASK_S = 3.0
+
+
+async def ask_status(run: Run, transport: Transport, peers: Sequence[PeerId]) -> dict[PeerId, PeerStatus]:
+    """What those peers say of themselves, all asked at once. Who does not answer is left out."""
+    question = pack(AskStatus(run=run.id))
+
+    async def ask(peer: PeerId) -> PeerStatus | None:
+        try:
+            answer = await transport.call(peer, "status", question, deadline_s=ASK_S)
+            status = unpack_answer(peer, answer.header, PeerStatus)
+            check_standing(status.era, status.version, run, what="a status")
+        except SwarmError:
+            return None
+        return status
+
+    answers = await asyncio.gather(*map(ask, peers))
+    return {peer: status for peer, status in zip(peers, answers, strict=True) if status is not None}
