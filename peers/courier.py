@@ -25,11 +25,13 @@ class Courier(Generic[M]):
         if peer not in self._running:
             task = asyncio.get_running_loop().create_task(self._deliver(peer))
             self._running[peer] = task
-            task.add_done_callback(lambda _: self._running.pop(peer, None))
 
     async def _deliver(self, peer: PeerId) -> None:
-        while peer in self._waiting:
-            await self._send(peer, self._waiting.pop(peer))
+        try:
+            while peer in self._waiting:
+                await self._send(peer, self._waiting.pop(peer))
+        finally:  # not in a callback of the task: what is posted before that ran would wait for the next post
+            self._running.pop(peer, None)
 
     async def close(self) -> None:
         """Stop sending."""
