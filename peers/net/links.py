@@ -200,6 +200,8 @@ class FrameLink(asyncio.BufferedProtocol):
         self._sink_call = 0
         self._over = False
         self._finishing = False
+        self._finished = False
+        """The other end was told that nothing follows: what is said now is lost, as if it came too late."""
         self._urgent: deque[bytes] = deque()
         self._bulk: deque[Outgoing] = deque()
         self._paused_since: float | None = None
@@ -335,12 +337,12 @@ class FrameLink(asyncio.BufferedProtocol):
     # -- writing --------------------------------------------------------------------------------
 
     def _send(self, frame: bytes) -> None:
-        if not self._over:
+        if not self._over and not self._finished:
             self._urgent.append(frame)
             self._pump()
 
     def _send_body(self, outgoing: Outgoing) -> None:
-        if not self._over:
+        if not self._over and not self._finished:
             self._bulk.append(outgoing)
             self._pump()
 
@@ -365,7 +367,8 @@ class FrameLink(asyncio.BufferedProtocol):
                 elif outgoing.credit:
                     self._bulk.append(outgoing)
             else:
-                if self._finishing and not transport.is_closing():
+                if self._finishing and not self._finished and not transport.is_closing():
+                    self._finished = True
                     with contextlib.suppress(OSError, RuntimeError):
                         transport.write_eof()
                 return

@@ -19,7 +19,7 @@ from peers.net import transport as transport_module
 from peers.net.faults import Faults
 from peers.net.transport import MAX_LINKS_PER_PEER, NetTransport
 from peers.ports import Answer, Request
-from swarm.errors import BadAnswer, Busy, NotReady, PeerGone, PeerSilent, Refused, Stale
+from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerGone, PeerSilent, Refused, Stale
 from swarm.wire import frames
 from swarm.wire.frames import Kind, pack_prefix
 from tests.net.relay import RawCallee, RawCaller, Relay
@@ -731,3 +731,39 @@ async def test_answers_to_calls_given_up_are_skipped(relay: Relay) -> None:
     await asyncio.sleep(0)
     go.set()
     assert (await second).header == b"second"
+
+
+# --- closing ------------------------------------------------------------------------------------------------
+
+
+class Ended(asyncio.Transport):
+    """Writes to it fail after the end of the file, as uvloop's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = 0
+
+    def write(self, data: object) -> None:
+        if self.ended:
+            raise RuntimeError("Cannot call write() after write_eof()")
+
+    def write_eof(self) -> None:
+        self.ended += 1
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return False
+
+
+async def test_what_is_said_after_the_end_is_dropped_without_a_traceback() -> None:
+    """A call that comes while its callee closes is refused, on a stream that is half closed already."""
+    link = links.CalleeLink(lambda link, message: None, lambda link, call, header: Leaving("it closes"))
+    transport = Ended()
+    link.connection_made(transport)
+    link._opening = False
+    link.finish()
+    link.finish()
+    link._call(1, frames.CallHeader("work", b"", []))
+    assert transport.ended == 1
