@@ -85,7 +85,10 @@ def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
 
 def sweep(folder: Path) -> None:
     """Remove temporary files whose writers are gone."""
-    for path in folder.glob(TEMPORARY + "*"):
+    found: list[Path] = []
+    with contextlib.suppress(OSError):  # others may remove the folder meanwhile
+        found = list(folder.glob(TEMPORARY + "*"))
+    for path in found:
         with contextlib.suppress(OSError), path.open("rb") as file:
             if time.time() - os.fstat(file.fileno()).st_mtime > ABANDONED_AFTER_S:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its writer lives

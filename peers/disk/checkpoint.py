@@ -262,7 +262,10 @@ def _prune(root: Path, run: Run, stage: Stage, written: int, keep: int, together
             continue
         where = root / _step_name(step)
         # The index first: without it the rest is no checkpoint, so a kill in between leaves no half of one.
-        for path in (where / _index_name(stage), *where.glob(f"stage-{stage}-*.safetensors")):
+        doomed = [where / _index_name(stage)]
+        with contextlib.suppress(OSError):  # mates that save to the same folder prune it too
+            doomed += where.glob(f"stage-{stage}-*.safetensors")
+        for path in doomed:
             with contextlib.suppress(OSError):
                 path.unlink()
         with contextlib.suppress(OSError):

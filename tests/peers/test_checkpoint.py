@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -442,3 +443,20 @@ def test_a_forged_file_with_a_matching_digest_is_refused(
     path.write_text(json.dumps({**json.loads(path.read_text()), "sha256": digest, "bytes": len(content)}))
     with pytest.raises(SetupError, match=f"is damaged: {words}"):
         load(tmp_path, RUN, 0, 1)
+
+
+def test_a_mate_that_prunes_the_same_folder_at_the_same_moment_is_no_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the thread that writes checkpoints, for good: a folder was gone when it was looked into."""
+    _save_all(tmp_path, 1, 2, 3)
+    glob = Path.glob
+
+    def too_late(self: Path, pattern: str) -> Any:
+        if self == _step(tmp_path, 1) and self.exists():
+            shutil.rmtree(self)
+        return glob(self, pattern)
+
+    monkeypatch.setattr(Path, "glob", too_late)
+    _save_all(tmp_path, 4, keep=2)
+    assert saved_steps(tmp_path, RUN, 0) == [4, 3]
