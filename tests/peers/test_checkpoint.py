@@ -455,6 +455,7 @@ def test_a_mate_that_prunes_the_same_folder_at_the_same_moment_is_no_trouble(
     def too_late(self: Path, pattern: str) -> Any:
         if self == _step(tmp_path, 1) and self.exists():
             shutil.rmtree(self)
+            raise FileNotFoundError(self)  # as when it goes after it was seen to be there
         return glob(self, pattern)
 
     monkeypatch.setattr(Path, "glob", too_late)
