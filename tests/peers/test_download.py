@@ -575,7 +575,7 @@ def test_of_era_and_last_go_what_most_say_is_taken() -> None:
 
 @pytest.mark.usefixtures("quick")
 async def test_a_joiner_that_comes_in_the_middle_of_a_reduce_neither_blocks_nor_breaks_it() -> None:
-    async with swarm(counting_run(stages=2, steps=20), stages=2, replicas=3) as s:
+    async with swarm(counting_run(stages=2, steps=4), stages=2, replicas=3) as s:
         reached: list[int] = []
 
         def join(caller: str, callee: str) -> None:
@@ -587,7 +587,7 @@ async def test_a_joiner_that_comes_in_the_middle_of_a_reduce_neither_blocks_nor_
         await s.until_version(1)
         s.on_call("part", join)
         await s.until_finished()
-        assert reached and reached[0] < 20
+        assert reached and reached[0] < 4
         await s.until(lambda: "joiner" in [event.peer for event in s.seen(Serving)])
         s.assert_each_counted_once()
         assert s.voids() == []
