@@ -26,7 +26,7 @@ from peers.waiting import happens
 from swarm.errors import Leaving, NotNow, PeerFault, Refused, SwarmError, short
 from swarm.ids import Era, PeerId, Stage, Standing
 from swarm.policy.bans import Bans
-from swarm.policy.eras import check_standing
+from swarm.policy.eras import check_standing, is_alone_ahead
 from swarm.policy.ledger import everything, from_bytes, members_of, read_bitmap, to_bytes
 from swarm.policy.rounds import (
     Adopt,
@@ -323,7 +323,7 @@ class Council:
         Peers of the other stages know, and the member, which repeats itself, is believed a second later.
         """
         known = max(self._core.standing, self.run_standing, self._witnessed)
-        if self._run.S > 1 and report.era == known.era and report.version > known.version + 1:
+        if self._run.S > 1 and is_alone_ahead(Standing(report.era, report.version), known):
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.get_running_loop().create_task(self._ask_witnesses())
             raise NotNow(
@@ -338,7 +338,7 @@ class Council:
         furthest = sorted(others, key=lambda r: (-r.version, r.peer))[:MOST_WITNESSES]
         told = await ask_status(self._run, self._transport, [record.peer for record in furthest])
         for status in told.values():
-            self._witnessed = max(self._witnessed, Standing(status.era, status.version))
+            self._witnessed = max(self._witnessed, status.standing)
 
     def _lead(self) -> None:
         """Decide for the stage, tell the members whose brief changed, and tell the conductor."""

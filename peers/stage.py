@@ -219,7 +219,7 @@ class StagePeer:
         """Wait until a mate that stays has our weights: two that leave after a step would take them along."""
         while time.monotonic() < until:
             told = await self._ask_status(self.core.mates(self._directory.peers()))
-            stay = [_standing(status) for status in told.values() if status.state == "serving"]
+            stay = [status.standing for status in told.values() if status.state == "serving"]
             if may_leave(self.core.standing, stay):
                 return
             await asyncio.sleep(RETRY_JOIN_S)
@@ -265,7 +265,7 @@ class StagePeer:
             records = await self._directory.refresh()
         while True:
             others = [r for r in records if r.peer != core.me and r.state in ("serving", "joining")]
-            told = {peer: _standing(status) for peer, status in (await self._ask_status(others)).items()}
+            told = {peer: status.standing for peer, status in (await self._ask_status(others)).items()}
             mates = [
                 r.peer for r in others if r.stage == self.stage and r.state == "serving" and r.peer in told
             ]
@@ -653,7 +653,3 @@ class StagePeer:
             busy_s=core.device.busy_s, taken=self.desk.taken, answered=self.desk.answered,
         )  # fmt: skip
         return Answer(pack(status))
-
-
-def _standing(status: PeerStatus) -> Standing:
-    return Standing(status.era, status.version)

@@ -82,8 +82,10 @@ def initial_weights(run: Run, layout: Layout, device: torch.device) -> torch.Ten
 def initial_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
     """`StageCompute.state()` of version 0, on the CPU: nothing is in the optimizer's vectors yet."""
     weights = initial_weights(run, stage_layout(run, stage), torch.device("cpu"))
-    state = {name: torch.zeros_like(empty, device="cpu") for name, empty in empty_state(run, stage).items()}
-    return {name: weights if name.startswith("weights") else zeros for name, zeros in state.items()}
+    return {
+        name: weights if name.startswith("weights") else torch.zeros_like(empty, device="cpu")
+        for name, empty in empty_state(run, stage).items()
+    }
 
 
 def named_weights(run: Run, stage: Stage, flat: torch.Tensor) -> dict[str, torch.Tensor]:

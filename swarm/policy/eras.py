@@ -53,6 +53,11 @@ def may_leave(mine: Standing, staying: Collection[Standing]) -> bool:
     return not staying or max(staying) >= mine
 
 
+def is_alone_ahead(theirs: Standing, known: Standing) -> bool:
+    """Whether nobody else is where this member says to be: stages step together."""
+    return theirs.era == known.era and theirs.version > known.version + 1
+
+
 class WayBack(NamedTuple):
     """How a run goes on whose stage was lost."""
 

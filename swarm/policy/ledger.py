@@ -125,6 +125,7 @@ def from_bytes(data: bytes, microbatches: int) -> int:
         raise ValueError(f"the ledger names a microbatch beyond {microbatches - 1}")
     return bitmap
 
+
 def read_bitmap(data: bytes, microbatches: int) -> int:
     """The bitmap in what a peer sent.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from swarm.ids import Microbatch, Stage
-from swarm.policy.ledger import members_of
+from swarm.policy.ledger import everything, members_of
 
 REPLAY_AFTER_S = 0.4
 """How long a finished microbatch must be reported lacking before it is run again: several reports."""
@@ -80,7 +80,7 @@ class WorkList:
         anywhere = 0
         for bitmap in by_stage:
             anywhere |= bitmap
-        whole = (1 << self._microbatches) - 1
+        whole = everything(self._microbatches)
         step.taken = whole & ~by_stage[0] if by_stage else 0
         for m in [m for m in step.due_s if not anywhere >> m & 1]:
             del step.due_s[m]

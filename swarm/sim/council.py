@@ -12,6 +12,7 @@ from swarm.errors import Leaving, NotNow, PeerFault, Refused, SwarmError
 from swarm.ids import Era, PeerId, Stage, Standing
 from swarm.policy import rounds
 from swarm.policy.bans import Bans
+from swarm.policy.eras import is_alone_ahead
 from swarm.policy.rounds import Adopt, Decision, Go, Lacking, MemberStep, Plan, Reduce, StageStep, Undo
 from swarm.sim.check import ELEMENTS
 from swarm.sim.clock import Future, Task
@@ -270,7 +271,7 @@ class Council:
             self.lost(caller)
             raise NotNow("goodbye")
         known = max(self._peer.standing, self.run_standing, self._witnessed)
-        if self._terms.stages > 1 and report.era == known.era and report.version > known.version + 1:
+        if self._terms.stages > 1 and is_alone_ahead(Standing(report.era, report.version), known):
             if self._asking is None or self._asking.done:
                 self._asking = self._peer.spawn(self._ask_witnesses())
             raise NotNow(f"the run is at {known}", retry_after_s=REFRESH_S)

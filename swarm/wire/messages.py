@@ -28,7 +28,7 @@ from typing import TypeVar
 import msgspec
 
 from swarm.errors import BadAnswer, Refused
-from swarm.ids import Era, PeerId, Stage
+from swarm.ids import Era, PeerId, Stage, Standing
 from swarm.wire.meta import TensorMeta
 
 MAX_HEADER_BYTES = 1 << 16
@@ -424,6 +424,11 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Microbatches whose tensors were received, from a trainer or the stage before."""
     answered: int = 0
     """Microbatches that were answered, with a gradient if there is a stage before."""
+
+    @property
+    def standing(self) -> Standing:
+        """How far that peer is."""
+        return Standing(self.era, self.version)
 
 
 def pack(message: msgspec.Struct) -> bytes:

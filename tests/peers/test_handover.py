@@ -85,7 +85,7 @@ async def test_the_mean_loss_of_a_step_knows_what_was_handed_over() -> None:
 
 @pytest.mark.asyncio
 async def test_one_after_another_leaves_until_one_has_it_all() -> None:
-    async with swarm(a_run(stages=2, microbatches_per_step=40), replicas=3) as built:
+    async with swarm(a_run(stages=2), replicas=3) as built:
         await built.until_serving()
         await half_a_step(built, of="s1p0")
         done = built.done("s1p0") | built.done("s1p1") | built.done("s1p2")

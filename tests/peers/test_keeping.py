@@ -27,7 +27,8 @@ from swarm.errors import SwarmError
 from swarm.model.stage import StageCompute
 from swarm.records import NO_STAGE
 from swarm.run import Run, counting_run
-from swarm.wire.messages import AskStatus, PeerStatus, Saved, SavedStage, VectorChunk, pack, unpack
+from swarm.wire.messages import AskStatus, PeerStatus, Saved, SavedStage, pack
+from tests.peers.lies import flip_a_bit
 from tests.peers.loops import Swarm, quick, swarm
 
 __all__ = ["quick"]
@@ -325,17 +326,11 @@ async def test_a_keeper_that_lies_about_how_far_the_run_is_moves_nothing(tmp_pat
 
 
 async def test_bytes_that_do_not_fit_their_hash_are_not_kept(tmp_path: Path) -> None:
-    def spoil(answer: Answer) -> Answer:
-        chunk = unpack(answer.header, VectorChunk)
-        body = bytearray(answer.body[0])
-        body[-1] ^= 1
-        return Answer(pack(chunk), [body])
-
     async with swarm(RUN, replicas=0) as s:
         folders = [tmp_path / f"{number}" for number in range(4)]
         for number, folder in enumerate(folders):
             s.add_peer(f"s{number // 2}p{number % 2}", number // 2, checkpoints=Checkpoints(folder=folder))
-        answers(s, "s1p0", "chunk", spoil)
+        answers(s, "s1p0", "chunk", flip_a_bit)
         await s.until_serving()
         s.add_trainer("trainer")
         await s.until_finished()

@@ -12,6 +12,7 @@ from swarm.policy.eras import (
     Join,
     WayBack,
     check_standing,
+    is_alone_ahead,
     join_by,
     may_leave,
     newest_start,
@@ -92,6 +93,14 @@ def test_a_lost_stage_goes_on_or_a_new_era_starts() -> None:
     assert back({0: [2], 1: [2]}, waited_s=20.0) == (Standing(Era(2, 2), 2), FAR_BACK_S - 20.0)
     assert back({0: [2], 1: [2]}, from_keeper=True) == (Standing(Era(2, 2), 2), 0.0)
     assert back({0: [12], 1: [12]}) == (Standing(Era(2, 12), 12), 0.0)
+
+
+def test_who_is_two_versions_ahead_of_all_others_is_alone_there() -> None:
+    known = Standing(Era(1, 2), 8)
+    assert not is_alone_ahead(Standing(Era(1, 2), 9), known)
+    assert is_alone_ahead(Standing(Era(1, 2), 10), known)
+    assert not is_alone_ahead(Standing(Era(2, 10), 10), known)  # another era is another matter
+    assert not is_alone_ahead(Standing(Era(), 10), known)
 
 
 def test_the_last_with_a_version_stays_while_a_mate_has_yet_to_get_it() -> None:
