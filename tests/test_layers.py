@@ -3,7 +3,7 @@
 scripts → peers/cli and other wiring
   → peers/{trainer,stage,...} | peers/{net,disk,device}
     → peers/ports
-      → swarm/policy | swarm/wire | swarm/model
+      → swarm/policy | swarm/plan | swarm/wire | swarm/model
         → swarm/{ids,errors,records,run,data}
 """
 
@@ -27,7 +27,7 @@ MAY_IMPORT = {
     # folder or module: what it may import besides the standard library and itself
     **dict.fromkeys(BASE, (*BASE, "msgspec", "tomli", "numpy")),
     "swarm.policy": BASE,
-    "swarm.plan": (*BASE, "numpy", "scipy", "networkx"),
+    "swarm.plan": (*BASE, "numpy", "scipy", "networkx", "tomli"),
     "swarm.wire": (*BASE, "msgspec", "numpy", "torch", "bitsandbytes", "typing_extensions"),
     # What a stage computes includes the codec at its boundaries: an undo has to see the very bytes again.
     "swarm.model": (*BASE, "swarm.wire", "numpy", "torch", "bitsandbytes"),
@@ -171,6 +171,15 @@ def test_only_peers_net_imports_hivemind() -> None:
         found
         for found in IMPORTS
         if inside(found.name, "hivemind") and not inside(found.importer, "peers.net")
+    ]
+    assert not wrong, said(wrong)
+
+
+def test_only_the_planner_imports_networkx() -> None:
+    wrong = [
+        found
+        for found in IMPORTS
+        if inside(found.name, "networkx") and not inside(found.importer, "swarm.plan")
     ]
     assert not wrong, said(wrong)
 

@@ -1,0 +1,376 @@
+"""What there is to plan with: devices, the lines between them, and the work of a step, in numbers.
+
+Distances are kept region by region, so ten thousand devices in ten cities cost a matrix of 10 × 10. Where
+every pair differs, each device is a region of its own.
+
+    devices.toml      read_devices(text) -> Network
+    a run's model     peers/plan.py makes the Job
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from swarm.errors import SetupError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
+
+BACKWARD_FORWARDS = 2.0
+"""A backward pass is two products where a forward is one: for the inputs, and for the weights."""
+
+MAX_DEVICES = 100_000
+"""Ten times the largest swarm that we simulate: a `count` beyond it is a typo."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One volunteer's machine, as the planner sees it."""
+
+    name: str
+    region: int
+    """Index into `Network.regions`."""
+    flops_per_s: float
+    """What it reaches on a stage's arithmetic, not what its data sheet says."""
+    memory_bytes: float = math.inf
+    upload_bps: float = math.inf
+    """Bits a second out of it, to all others together."""
+    download_bps: float = math.inf
+    """Bits a second into it, from all others together."""
+
+    def __post_init__(self) -> None:
+        for what, value, finite in (
+            ("flops_per_s", self.flops_per_s, True),
+            ("memory_bytes", self.memory_bytes, False),
+        ):
+            if not value > 0 or (finite and math.isinf(value)):
+                raise SetupError(f"device {self.name!r} has {what} = {value:g}: it must be above 0")
+        for what, value in (("upload", self.upload_bps), ("download", self.download_bps)):
+            if value == 0:
+                raise SetupError(f"device {self.name!r} cannot be reached: its {what} is 0")
+            if not value > 0:
+                raise SetupError(
+                    f"device {self.name!r} has {value:g} bit/s as its {what}: it must be above 0"
+                )
+
+    def compute_s(self, flops: float) -> float:
+        """Seconds for so much arithmetic."""
+        return flops / self.flops_per_s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Network:
+    """Devices and what lies between them. A line is the same both ways; a device's up and down may differ."""
+
+    devices: tuple[Device, ...]
+    regions: tuple[str, ...]
+    latency_s: np.ndarray
+    """[R, R] one way; on the diagonal: between two devices inside the region."""
+    bandwidth_bps: np.ndarray
+    """[R, R] bits a second that one pair of devices has; inf = only the devices' own lines limit it."""
+
+    def __post_init__(self) -> None:
+        size = len(self.regions)
+        for name in ("latency_s", "bandwidth_bps"):
+            matrix_RR = np.array(getattr(self, name), dtype=np.float64)
+            if matrix_RR.shape != (size, size):
+                raise SetupError(
+                    f"{name} has the shape {list(matrix_RR.shape)}: {size} regions need [{size}, {size}]"
+                )
+            matrix_RR.flags.writeable = False
+            object.__setattr__(self, name, matrix_RR)
+        self._check_pairs(self.latency_s, "a latency", "s", least=0.0, most=1e6)
+        self._check_pairs(self.bandwidth_bps, "a bandwidth", "bit/s", least=0.0, most=math.inf)
+        cut = np.argwhere(self.bandwidth_bps == 0)
+        if len(cut):
+            a, b = (self.regions[i] for i in cut[0])
+            raise SetupError(
+                f"{self._pair(a, b)} cannot reach one another: their bandwidth is 0. Leave one of them "
+                "out, or give the bandwidth of the way around"
+            )
+        seen: set[str] = set()
+        for device in self.devices:
+            if not 0 <= device.region < size:
+                raise SetupError(
+                    f"device {device.name!r} is in region {device.region}, of which nothing is known: "
+                    f"there are {size}, from 0"
+                )
+            if device.name in seen:
+                raise SetupError(f"two devices are called {device.name!r}")
+            seen.add(device.name)
+
+    def _check_pairs(self, matrix_RR: np.ndarray, what: str, unit: str, *, least: float, most: float) -> None:
+        wrong = np.argwhere(~((matrix_RR >= least) & (matrix_RR <= most)))
+        if len(wrong):
+            i, j = wrong[0]
+            raise SetupError(
+                f"{self._pair(self.regions[i], self.regions[j])} have {what} of {matrix_RR[i, j]:g} {unit}: "
+                "it cannot be negative, nor no number"
+            )
+        wrong = np.argwhere(matrix_RR != matrix_RR.T)
+        if len(wrong):
+            i, j = wrong[0]
+            raise SetupError(
+                f"{self._pair(self.regions[i], self.regions[j])} have {what} of {matrix_RR[i, j]:g} {unit} "
+                f"one way and {matrix_RR[j, i]:g} the other: give one number (what differs by direction are "
+                "devices' uploads and downloads)"
+            )
+
+    def _pair(self, a: str, b: str) -> str:
+        return f"two devices in {a!r}" if a == b else f"{a!r} and {b!r}"
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def between(self, i: int, j: int) -> tuple[float, float]:
+        """(latency in s, bandwidth in bit/s) from device `i` to device `j`, both their limits included."""
+        if i == j:
+            return 0.0, math.inf
+        a, b = self.devices[i], self.devices[j]
+        line_bps = float(self.bandwidth_bps[a.region, b.region])
+        return float(self.latency_s[a.region, b.region]), min(line_bps, a.upload_bps, b.download_bps)
+
+    def latency_matrix_s(self) -> np.ndarray:
+        """[N, N] one way, 0 on the diagonal. For small N only: it grows with N²."""
+        region_N = self.region_of()
+        latency_NN = self.latency_s[np.ix_(region_N, region_N)]
+        np.fill_diagonal(latency_NN, 0.0)
+        return latency_NN
+
+    def bandwidth_matrix_bps(self) -> np.ndarray:
+        """[N, N] from the row's device to the column's, inf on the diagonal. For small N only."""
+        region_N = self.region_of()
+        bandwidth_NN = self.bandwidth_bps[np.ix_(region_N, region_N)]
+        upload_N1 = np.array([device.upload_bps for device in self.devices])[:, None]
+        download_1N = np.array([device.download_bps for device in self.devices])[None, :]
+        bandwidth_NN = np.minimum(np.minimum(bandwidth_NN, upload_N1), download_1N)
+        np.fill_diagonal(bandwidth_NN, np.inf)
+        return bandwidth_NN
+
+    def region_of(self) -> np.ndarray:
+        """[N] of every device, as an index."""
+        return np.array([device.region for device in self.devices], dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The work of one step. Numbers per stage are tuples of S, per boundary (s to s + 1) of S - 1."""
+
+    stages: int
+    microbatches: int
+    """M, in one step."""
+    forward_flops: tuple[float, ...]
+    """Per stage, of one microbatch; the backward is `BACKWARD_FORWARDS` as much."""
+    forward_bytes: tuple[float, ...]
+    """Per boundary, of one microbatch's activations as they are on the wire, after the codec."""
+    backward_bytes: tuple[float, ...]
+    """Per boundary, of the gradient of those."""
+    gradient_bytes: tuple[float, ...]
+    """Per stage, of the whole sum that its members add up, as it is on the wire."""
+    state_bytes: tuple[float, ...]
+    """Per stage: what has to fit into a device's memory before it computes anything."""
+    activation_bytes: tuple[float, ...]
+    """Per stage: what one microbatch in flight keeps in the device's memory between forward and backward."""
+
+    def __post_init__(self) -> None:
+        if self.stages < 1 or self.microbatches < 1:
+            raise SetupError(f"a job of {self.stages} stages and {self.microbatches} microbatches a step")
+        for name, wanted in (
+            ("forward_flops", self.stages),
+            ("forward_bytes", self.stages - 1),
+            ("backward_bytes", self.stages - 1),
+            ("gradient_bytes", self.stages),
+            ("state_bytes", self.stages),
+            ("activation_bytes", self.stages),
+        ):
+            values: tuple[float, ...] = getattr(self, name)
+            if len(values) != wanted:
+                raise SetupError(f"{name} has {len(values)} numbers; {self.stages} stages need {wanted}")
+            if not all(0 <= value < math.inf for value in values):
+                raise SetupError(f"{name} = {values}: bytes and operations cannot be negative or infinite")
+
+    def fits(self, stage: int, device: Device) -> bool:
+        """Whether the device can hold the stage with one microbatch in flight."""
+        return self.state_bytes[stage] + self.activation_bytes[stage] <= device.memory_bytes
+
+
+# --- devices.toml -------------------------------------------------------------------------------------------
+
+EXAMPLE = """\
+# Whom to plan for. Regions are named by the devices in them.
+
+[defaults]                  # of every group below
+tflops = 30                 # reached on this model, in 1e12 operations a second
+memory_gb = 16
+# upload_mbps, download_mbps: a device's own line, to all others together
+
+[[devices]]
+name = "v100"               # v100-0 ... v100-7
+region = "Oregon"
+count = 8
+
+[[devices]]
+name = "laptop"
+region = "Frankfurt"
+count = 2
+speed = 0.25                # times tflops
+memory_gb = 8
+upload_mbps = 40
+download_mbps = 250
+
+[inside]                    # between two devices of one region, unless a link says otherwise
+latency_ms = 5              # one way
+bandwidth_mbps = 2000
+
+[[links]]                   # of one pair of devices; every two regions need one
+between = ["Oregon", "Frankfurt"]
+latency_ms = 143
+bandwidth_mbps = 404
+"""
+"""A `devices.toml` with everything that may be in one, to copy and change."""
+
+_LINE = ("latency_ms", "bandwidth_mbps")
+_GROUP = ("tflops", "speed", "memory_gb", "upload_mbps", "download_mbps")
+
+
+def read_devices(text: str) -> Network:
+    """The network that a `devices.toml` describes (`EXAMPLE` shows one).
+
+    Raises:
+        SetupError: not TOML; a key that is unknown or missing; a number that cannot be; a pair of regions
+            with no link, with two, or with one of no bandwidth. The text names the table and what to change.
+    """
+    try:
+        tables: dict[str, Any] = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SetupError(f"the devices are not TOML: {str(error)[:200]}") from None
+    _known(tables, ("defaults", "devices", "inside", "links"), "the devices' file")
+    defaults = _table(tables.get("defaults", {}), "[defaults]")
+    _known(defaults, _GROUP, "[defaults]")
+    groups = _tables(tables.get("devices", []), "devices")
+    if not groups:
+        raise SetupError("there are no devices: at least one [[devices]] with name, region, count is needed")
+    regions: dict[str, int] = {}
+    devices: list[Device] = []
+    for number, group in enumerate(groups):
+        where = f"[[devices]] {group.get('name', number + 1)!r}"
+        _known(group, ("name", "region", "count", *_GROUP), where)
+        region = regions.setdefault(_text(group, "region", where), len(regions))
+        devices += _devices(group, {**defaults, **group}, region, where)
+        if len(devices) > MAX_DEVICES:
+            raise SetupError(f"more than {MAX_DEVICES} devices: look at the count of {where}")
+    members = np.bincount([device.region for device in devices])
+    latency_s, bandwidth_bps = _lines(tables, tuple(regions), members)
+    return Network(tuple(devices), tuple(regions), latency_s, bandwidth_bps)
+
+
+def _devices(own: dict[str, Any], group: dict[str, Any], region: int, where: str) -> list[Device]:
+    name, count = _text(own, "name", where), own.get("count", 1)
+    if type(count) is not int or not 1 <= count <= MAX_DEVICES:
+        raise SetupError(f"count = {count!r} in {where}: it must be a whole number from 1 to {MAX_DEVICES}")
+    if "tflops" not in group:
+        raise SetupError(f"tflops is missing in {where} (and in [defaults]): 1e12 operations a second")
+    flops_per_s = _number(group, "tflops", where) * 1e12 * _number(group, "speed", where, default=1.0)
+    memory_bytes = _number(group, "memory_gb", where, default=math.inf) * 1e9
+    limits = [_number(group, key, where, default=math.inf) * 1e6 for key in ("upload_mbps", "download_mbps")]
+    names = [name] if count == 1 and "count" not in own else [f"{name}-{i}" for i in range(count)]
+    return [Device(each, region, flops_per_s, memory_bytes, *limits) for each in names]
+
+
+def _lines(
+    tables: dict[str, Any], regions: tuple[str, ...], members: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """[R, R] one-way latencies in s and bandwidths in bit/s; `members` is [R], devices of a region."""
+    size = len(regions)
+    latency_s, bandwidth_bps = np.zeros((size, size)), np.full((size, size), np.nan)
+
+    def put(a: int, b: int, line: dict[str, Any], where: str) -> None:
+        latency_s[a, b] = latency_s[b, a] = _number(line, "latency_ms", where) / 1e3
+        bandwidth_bps[a, b] = bandwidth_bps[b, a] = _number(line, "bandwidth_mbps", where) * 1e6
+
+    inside = _table(tables.get("inside", {}), "[inside]")
+    if inside:
+        _known(inside, _LINE, "[inside]")
+        for region in range(size):
+            put(region, region, inside, "[inside]")
+    given: dict[tuple[int, int], str] = {}
+    for number, link in enumerate(_tables(tables.get("links", []), "links")):
+        ends = link.get("between")
+        if type(ends) is not list or len(ends) != 2 or not all(type(end) is str for end in ends):
+            raise SetupError(
+                f'between = {ends!r} in [[links]] {number + 1}: it must be like ["Oslo", "Rome"]'
+            )
+        where = f"[[links]] {ends[0]} - {ends[1]}"
+        _known(link, ("between", *_LINE), where)
+        for end in ends:
+            if end not in regions:
+                raise SetupError(f"{where}: no device is in {end!r}{_hint(end, regions)}")
+        a, b = sorted(regions.index(end) for end in ends)
+        if (a, b) in given:
+            raise SetupError(f"{where} is given twice (also as {given[a, b]}): a line is the same both ways")
+        given[a, b] = where
+        put(a, b, link, where)
+    for a, b in np.argwhere(np.isnan(bandwidth_bps)):
+        if a != b:
+            raise SetupError(
+                f"{regions[a]!r} cannot be reached from {regions[b]!r}: no [[links]] has between = "
+                f'["{regions[a]}", "{regions[b]}"]'
+            )
+        if members[a] > 1:
+            raise SetupError(
+                f"nothing is said of the line between two devices in {regions[a]!r}: add [inside] with "
+                "latency_ms and bandwidth_mbps"
+            )
+        bandwidth_bps[a, a] = np.inf  # no two devices are there
+    return latency_s, bandwidth_bps
+
+
+def _known(table: dict[str, Any], names: Sequence[str], where: str) -> None:
+    for name in table:
+        if name not in names:
+            raise SetupError(
+                f"{name[:80]} in {where}: unknown key{_hint(name, names)}; it takes {', '.join(names)}"
+            )
+
+
+def _hint(name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name[:80], names, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _table(value: Any, where: str) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise SetupError(f"{where} must be a table: {where} on a line of its own, then its keys")
+    return cast(dict[str, Any], value)
+
+
+def _tables(value: Any, name: str) -> list[dict[str, Any]]:
+    if type(value) is not list or not all(type(item) is dict for item in cast(list[Any], value)):
+        raise SetupError(f"{name} must be tables: [[{name}]] on a line of its own before each")
+    return cast(list[dict[str, Any]], value)
+
+
+def _text(table: dict[str, Any], key: str, where: str) -> str:
+    value = table.get(key)
+    if type(value) is not str or not 0 < len(value) <= 80 or not value.isprintable():
+        raise SetupError(f"{key} = {value!r} in {where}: it must be a name of 1 to 80 characters")
+    return value
+
+
+def _number(table: dict[str, Any], key: str, where: str, *, default: float | None = None) -> float:
+    """A number that is not negative; `Device` and `Network` say what else they cannot take."""
+    value = table.get(key, default)
+    if value is None:
+        raise SetupError(f"{key} is missing in {where}: it must be a number that is not negative")
+    if type(value) not in (int, float) or not value >= 0:
+        raise SetupError(f"{key} = {value!r} in {where}: it must be a number that is not negative")
+    return float(value)

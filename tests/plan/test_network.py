@@ -1,0 +1,194 @@
+"""Devices and the lines between them: what a text says, and every refusal by its words."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from swarm.errors import SetupError
+from swarm.plan.network import EXAMPLE, Device, Job, Network, read_devices
+
+TWO = """
+[defaults]
+tflops = 10
+
+[[devices]]
+name = "a"
+region = "Oslo"
+count = 2
+
+[[devices]]
+name = "b"
+region = "Rome"
+
+[inside]
+latency_ms = 1
+bandwidth_mbps = 1000
+
+[[links]]
+between = ["Oslo", "Rome"]
+latency_ms = 30
+bandwidth_mbps = 200
+"""
+
+
+def network(
+    latency_s: object = ((0.0, 0.1), (0.1, 0.0)), bandwidth_bps: object = ((1e9, 1e8), (1e8, 1e9))
+) -> Network:
+    devices = (Device("a", 0, 1e12), Device("b", 1, 1e12, upload_bps=1e7), Device("c", 1, 1e12))
+    return Network(devices, ("Oslo", "Rome"), np.array(latency_s), np.array(bandwidth_bps))
+
+
+def job(**fields: object) -> Job:
+    usual: dict[str, object] = {
+        "stages": 2,
+        "microbatches": 8,
+        "forward_flops": (1e9, 1e9),
+        "forward_bytes": (1e6,),
+        "backward_bytes": (1e6,),
+        "gradient_bytes": (1e7, 1e7),
+        "state_bytes": (1e8, 2e8),
+        "activation_bytes": (1e6, 1e6),
+    }
+    return Job(**{**usual, **fields})  # type: ignore[arg-type]
+
+
+def test_the_example_is_a_network() -> None:
+    found = read_devices(EXAMPLE)
+    assert found.regions == ("Oregon", "Frankfurt")
+    assert len(found) == 10
+    laptop = found.devices[-1]
+    assert laptop == Device("laptop-1", 1, 0.25 * 30e12, 8e9, 40e6, 250e6)
+    assert found.between(0, 1) == (0.005, 2e9)
+    assert found.between(0, 9) == (0.143, 250e6)
+    assert found.between(9, 0) == (0.143, 40e6)
+
+
+def test_the_matrices_say_what_each_pair_says() -> None:
+    found = network()
+    latency_NN, bandwidth_NN = found.latency_matrix_s(), found.bandwidth_matrix_bps()
+    for i in range(3):
+        for j in range(3):
+            assert (latency_NN[i, j], bandwidth_NN[i, j]) == found.between(i, j)
+    assert bandwidth_NN[1, 0] == 1e7 and bandwidth_NN[0, 1] == 1e8
+
+
+def test_the_matrices_are_the_networks_own() -> None:
+    mine = np.array(((1e9, 1e8), (1e8, 1e9)))
+    found = network(bandwidth_bps=mine)
+    mine[0, 0] = 5.0
+    assert found.bandwidth_bps[0, 0] == 1e9
+    with pytest.raises(ValueError, match="read-only"):
+        found.latency_s[0, 0] = 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"bandwidth_bps": ((1e9, -1e8), (-1e8, 1e9))}, "'Oslo' and 'Rome' have a bandwidth of -1e+08 bit/s"),
+        ({"bandwidth_bps": ((1e9, math.nan), (1e8, 1e9))}, "'Oslo' and 'Rome' have a bandwidth of nan"),
+        ({"bandwidth_bps": ((-5.0, 1e8), (1e8, 1e9))}, "two devices in 'Oslo' have a bandwidth of -5"),
+        ({"bandwidth_bps": ((1e9, 0.0), (0.0, 1e9))}, "'Oslo' and 'Rome' cannot reach one another"),
+        ({"bandwidth_bps": ((1e9, 1e8), (2e8, 1e9))}, "1e+08 bit/s one way and 2e+08 the other"),
+        ({"latency_s": ((0.0, math.inf), (math.inf, 0.0))}, "'Oslo' and 'Rome' have a latency of inf s"),
+        ({"latency_s": ((0.0, 0.1), (0.2, 0.0))}, "a latency of 0.1 s one way and 0.2 the other"),
+        ({"latency_s": ((0.0,),)}, "latency_s has the shape [1, 1]: 2 regions need [2, 2]"),
+    ],
+)
+def test_a_matrix_that_cannot_be_is_refused_with_the_pair(change: dict[str, object], words: str) -> None:
+    with pytest.raises(SetupError) as caught:
+        network(**change)
+    assert words in caught.value.text
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        (lambda: Device("x", 0, 0.0), "device 'x' has flops_per_s = 0: it must be above 0"),
+        (lambda: Device("x", 0, math.inf), "flops_per_s = inf"),
+        (lambda: Device("x", 0, 1.0, memory_bytes=math.nan), "memory_bytes = nan"),
+        (lambda: Device("x", 0, 1.0, upload_bps=0.0), "device 'x' cannot be reached: its upload is 0"),
+        (lambda: Device("x", 0, 1.0, download_bps=-3.0), "device 'x' has -3 bit/s as its download"),
+        (lambda: Network((Device("x", 1, 1.0),), ("Oslo",), np.zeros((1, 1)), np.ones((1, 1))),
+         "device 'x' is in region 1, of which nothing is known: there are 1"),
+        (lambda: Network((Device("x", 0, 1.0),) * 2, ("Oslo",), np.zeros((1, 1)), np.ones((1, 1))),
+         "two devices are called 'x'"),
+    ],
+)  # fmt: skip
+def test_a_device_that_cannot_be_is_refused_by_name(device, words: str) -> None:
+    with pytest.raises(SetupError) as caught:
+        device()
+    assert words in caught.value.text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("[defaults]", "[defaults", "the devices are not TOML"),
+        ("[defaults]", "[default]", "default in the devices' file: unknown key (did you mean defaults?)"),
+        ("tflops = 10", "tflop = 10", "tflop in [defaults]: unknown key (did you mean tflops?)"),
+        ("tflops = 10", "", "tflops is missing in [[devices]] 'a' (and in [defaults])"),
+        ("tflops = 10", "tflops = true", "tflops = True in [[devices]] 'a'"),
+        ("count = 2", "count = 0", "count = 0 in [[devices]] 'a': it must be a whole number from 1"),
+        ("count = 2", "count = 99999999", "count = 99999999 in [[devices]] 'a'"),
+        ("count = 2", "count = 100000", "more than 100000 devices: look at the count of [[devices]] 'b'"),
+        ("count = 2", "cuont = 2", "cuont in [[devices]] 'a': unknown key (did you mean count?)"),
+        ('region = "Oslo"', "", "region = None in [[devices]] 'a': it must be a name"),
+        ('name = "b"', 'name = "a-1"', "two devices are called 'a-1'"),
+        ('["Oslo", "Rome"]', '["Oslo", "Roma"]', "no device is in 'Roma' (did you mean Rome?)"),
+        ('["Oslo", "Rome"]', '["Oslo"]', "between = ['Oslo'] in [[links]] 1"),
+        ('["Oslo", "Rome"]', '["Oslo", "Oslo"]', "'Oslo' cannot be reached from 'Rome': no [[links]] has"),
+        ("bandwidth_mbps = 200", "bandwidth_mbps = -200",
+         "bandwidth_mbps = -200 in [[links]] Oslo - Rome: it must be a number that is not negative"),
+        ("bandwidth_mbps = 200", "bandwidth_mbps = nan", "bandwidth_mbps = nan in [[links]] Oslo - Rome"),
+        ("bandwidth_mbps = 200", "bandwidth_mbps = 0", "'Oslo' and 'Rome' cannot reach one another"),
+        ("bandwidth_mbps = 200", "", "bandwidth_mbps is missing in [[links]] Oslo - Rome"),
+        ("bandwidth_mbps = 200", "bandwidth_mbps = 200\njitter = 3", "jitter in [[links]] Oslo - Rome: unk"),
+        ("[inside]\nlatency_ms = 1\nbandwidth_mbps = 1000", "",
+         "nothing is said of the line between two devices in 'Oslo'"),
+        ("[inside]", "[[inside]]", "[inside] must be a table"),
+        ("[[links]]", "[links]", "links must be tables: [[links]] on a line of its own before each"),
+        ("[[links]]", '[[links]]\nbetween = ["Rome", "Oslo"]\nlatency_ms = 1\nbandwidth_mbps = 1\n[[links]]',
+         "[[links]] Oslo - Rome is given twice (also as [[links]] Rome - Oslo)"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_the_file_is_said_with_the_place(old: str, new: str, words: str) -> None:
+    assert TWO.count(old) >= 1
+    with pytest.raises(SetupError) as caught:
+        read_devices(TWO.replace(old, new, 1))
+    assert words in caught.value.text
+
+
+def test_a_file_without_devices_is_refused() -> None:
+    with pytest.raises(SetupError, match="there are no devices"):
+        read_devices("")
+
+
+def test_a_region_of_one_device_needs_no_line_inside() -> None:
+    alone = TWO.replace("count = 2", "").replace("[inside]\nlatency_ms = 1\nbandwidth_mbps = 1000", "")
+    found = read_devices(alone)
+    assert [device.name for device in found.devices] == ["a", "b"]
+    assert math.isinf(found.bandwidth_bps[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"stages": 0}, "a job of 0 stages and 8 microbatches"),
+        ({"forward_bytes": (1.0, 2.0)}, "forward_bytes has 2 numbers; 2 stages need 1"),
+        ({"gradient_bytes": (1.0, -2.0)}, "gradient_bytes = (1.0, -2.0): bytes and operations cannot be"),
+        ({"forward_flops": (1.0, math.nan)}, "forward_flops = (1.0, nan)"),
+    ],
+)
+def test_a_job_that_cannot_be_is_refused(change: dict[str, object], words: str) -> None:
+    with pytest.raises(SetupError) as caught:
+        job(**change)
+    assert words in caught.value.text
+
+
+def test_a_stage_fits_where_its_state_and_one_microbatch_fit() -> None:
+    assert job().fits(1, Device("x", 0, 1e12, memory_bytes=2.01e8))
+    assert not job().fits(1, Device("x", 0, 1e12, memory_bytes=2.009e8))
+    assert job().fits(0, Device("x", 0, 1e12, memory_bytes=2.009e8))
