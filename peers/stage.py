@@ -46,7 +46,7 @@ from swarm.model.stage import StageCompute, SumLost
 from swarm.policy.bans import Bans
 from swarm.policy.eras import Join, join_by, may_leave
 from swarm.policy.ledger import from_bytes, members_of
-from swarm.policy.rebalance import Move, rebalance
+from swarm.policy.rebalance import Moves, rebalance
 from swarm.policy.rounds import Go, Plan, check_plan
 from swarm.policy.router import Router
 from swarm.records import PeerRecord
@@ -600,17 +600,20 @@ class StagePeer:
                 self._directory.peers(), stages=self._run.S, period_s=period_s, now_s=time.time()
             )
             self._decided = decision.why
-            if isinstance(decision, Move) and decision.peer == self.core.me and self._settings.movable:
-                if not await self._has_a_mate():
-                    self._decided = f"{decision.why}; it stays: no mate in stage {self.stage} answers"
+            moves = decision.moves if isinstance(decision, Moves) else ()
+            move = next((move for move in moves if move.peer == self.core.me), None)
+            if move is not None and self._settings.movable:
+                if not await self._has_a_mate(going={other.peer for other in moves}):
+                    self._decided = f"{move.why}; it stays: no mate in stage {self.stage} answers"
                     continue
-                self._emit(events.Moved(stage=self.stage, to_stage=decision.to_stage, why=decision.why))
-                await self._move(decision.to_stage)
+                self._emit(events.Moved(stage=self.stage, to_stage=move.to_stage, why=move.why))
+                await self._move(move.to_stage)
 
-    async def _has_a_mate(self) -> bool:
-        """Whether somebody else has the weights of our stage (I6). Records outlive who they speak of."""
+    async def _has_a_mate(self, *, going: set[PeerId]) -> bool:
+        """Whether somebody who stays has the weights of our stage (I6). Records outlive who they speak of."""
         core = self.core
-        told = await self._ask_status(core.mates(self._directory.peers()))
+        mates = core.mates(self._directory.peers())
+        told = await self._ask_status([mate for mate in mates if mate.peer not in going])
         return any(mate.era == core.era and mate.version >= core.version - 1 for mate in told.values())
 
     async def _move(self, to_stage: Stage) -> None:

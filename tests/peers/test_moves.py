@@ -9,7 +9,7 @@ import pytest
 
 from peers import stage as stage_module
 from peers.events import Moved, Serving
-from swarm.policy.rebalance import Move, Stay
+from swarm.policy.rebalance import Move, Moves, Stay
 from swarm.records import PeerRecord
 from swarm.run import counting_run
 from swarm.wire.messages import AskStatus, PeerStatus
@@ -23,11 +23,11 @@ assert quick  # a fixture
 def one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """From stage 0 to stage 1, if stage 0 has three. The real rule is tested in tests/policy."""
 
-    def rule(records: Iterable[PeerRecord], **_: object) -> Move | Stay:
+    def rule(records: Iterable[PeerRecord], **_: object) -> Moves | Stay:
         there = sorted(r.peer for r in records if r.stage == 0 and r.state == "serving")
         if len(there) < 3:
             return Stay("all is well")
-        return Move(there[-1], 0, 1, "stage 1 is slow")
+        return Moves((Move(there[-1], 0, 1, "stage 1 is slow"),))
 
     monkeypatch.setattr(stage_module, "rebalance", rule)
     monkeypatch.setattr(stage_module, "BOUNDARY_S", 2.0)
@@ -74,9 +74,9 @@ async def test_the_last_member_stays_though_records_speak_of_others(monkeypatch:
     """Its mates died a moment ago; their records did not (I6)."""
     asked: list[int] = []
 
-    def rule(records: Iterable[PeerRecord], **_: object) -> Move:
+    def rule(records: Iterable[PeerRecord], **_: object) -> Moves:
         asked.append(sum(r.stage == 0 and r.state == "serving" for r in records))
-        return Move("c", 0, 1, "stage 1 is slow")
+        return Moves((Move("c", 0, 1, "stage 1 is slow"),))
 
     run = replace(counting_run(stages=2, steps=9, microbatches_per_step=4), rebalance_every_s=1)
     async with swarm(run, replicas=0) as built:
@@ -93,3 +93,23 @@ async def test_the_last_member_stays_though_records_speak_of_others(monkeypatch:
         await built.until_finished()
         assert not built.seen(Moved)
         built.assert_each_counted_once()
+
+
+@pytest.mark.asyncio
+async def test_who_goes_too_is_no_mate_to_rely_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two are sent off, and the one who was to stay died a moment ago: both stay (I6)."""
+
+    def rule(records: Iterable[PeerRecord], **_: object) -> Moves:
+        return Moves(tuple(Move(name, 0, 1, "stage 1 is slow") for name in "bc"))
+
+    run = replace(counting_run(stages=2, steps=9, microbatches_per_step=4), rebalance_every_s=1)
+    async with swarm(run, replicas=0) as built:
+        for name, stage in (("a", 0), ("b", 0), ("c", 0), ("d", 1)):
+            built.add_peer(name, stage, movable=True)
+        await built.until_serving()
+        built.kill("a")
+        monkeypatch.setattr(stage_module, "rebalance", rule)
+        stays = "stage 1 is slow; it stays: no mate in stage 0 answers"
+        for name in "bc":
+            await built.until(lambda name=name: built.peers[name]._decided == stays)  # pyright: ignore[reportPrivateUsage]
+        assert not built.seen(Moved)

@@ -17,6 +17,7 @@ from swarm.policy.rebalance import (
     MOST_TIMES_MEDIAN,
     REST_PERIODS,
     Move,
+    Moves,
     Stay,
     neediest,
     rebalance,
@@ -32,8 +33,14 @@ def peer(name: str, stage: int, speed: float, **fields: object) -> PeerRecord:
     return PeerRecord(peer=name, run="r", stage=stage, speed=speed, **given)
 
 
-def answer(*records: PeerRecord, stages: int = 2, now_s: float = NOW_S) -> Move | Stay:
+def decided(*records: PeerRecord, stages: int = 2, now_s: float = NOW_S) -> Moves | Stay:
     return rebalance(records, stages=stages, period_s=PERIOD_S, now_s=now_s)
+
+
+def answer(*records: PeerRecord, stages: int = 2, now_s: float = NOW_S) -> Move | Stay:
+    """The most urgent move."""
+    told = decided(*records, stages=stages, now_s=now_s)
+    return told.moves[0] if isinstance(told, Moves) else told
 
 
 def over_periods(*records: PeerRecord, stages: int = 2, periods: int = 30) -> list[Move | Stay]:
@@ -43,6 +50,15 @@ def over_periods(*records: PeerRecord, stages: int = 2, periods: int = 30) -> li
 
 def moves(*records: PeerRecord, stages: int = 2) -> set[str]:
     return {one.peer for one in over_periods(*records, stages=stages) if isinstance(one, Move)}
+
+
+def after(told: Moves | Stay, *records: PeerRecord, stages: int) -> list[int]:
+    """Peers of each stage when all have gone where they are sent."""
+    where = {record.peer: record.stage for record in records}
+    for move in told.moves if isinstance(told, Moves) else ():
+        assert where[move.peer] == move.from_stage != move.to_stage
+        where[move.peer] = move.to_stage
+    return [list(where.values()).count(stage) for stage in range(stages)]
 
 
 def why(*records: PeerRecord, stages: int = 2) -> str:
@@ -80,11 +96,86 @@ def test_a_small_gain_is_left_alone() -> None:
     assert not moves(*records)
 
 
-def test_two_equally_slow_stages_are_lifted_one_after_the_other() -> None:
+def test_two_equally_slow_stages_are_lifted_together() -> None:
     records = [*(peer(f"a{i}", 0, 2.0) for i in range(6)), peer("b", 1, 2.0), peer("c", 2, 2.0)]
     told = next(one for one in over_periods(*records, stages=3) if isinstance(one, Move))
     assert told.to_stage == 1 and "(with 1 more like it)" in told.why
     assert "does 4 instead of 2" in told.why
+    assert all(
+        after(decided(*records, stages=3, now_s=NOW_S + i * PERIOD_S), *records, stages=3) == [4, 2, 2]
+        for i in range(30)
+    )
+
+
+def test_as_many_move_at_once_as_are_needed() -> None:
+    """Each stage keeps its anchor and may have peers that sit out, and still all is level in one period."""
+    counts = (9, 7, 2, 2)
+    records = [peer(f"p{s}{i}", s, 1.0) for s, count in enumerate(counts) for i in range(count)]
+    for i in range(30):
+        told = decided(*records, stages=4, now_s=NOW_S + i * PERIOD_S)
+        assert after(told, *records, stages=4) == [5, 5, 5, 5]
+        assert isinstance(told, Moves) and told.why.endswith("(and 5 more)")
+
+
+def test_nobody_moves_who_is_not_needed() -> None:
+    """With 18 peers the slowest of four stages has 4 of them, however the others stand."""
+    records = [peer(f"p{s}{i}", s, 1.0) for s, count in enumerate((6, 4, 4, 4)) for i in range(count)]
+    assert not moves(*records, stages=4)
+
+
+def test_of_peers_that_are_alike_one_of_the_fastest_stage_goes() -> None:
+    """The stage of three would do as well, until the next one of its peers dies."""
+    records = [peer(f"p{s}{i}", s, 1.0) for s, count in enumerate((3, 5, 1)) for i in range(count)]
+    assert {one[1] for one in moves(*records, stages=3)} == {"1"}
+
+
+def test_peers_that_sit_out_go_if_nobody_else_can() -> None:
+    """One of the two is the anchor; in a quarter of the periods the other one sits out."""
+    records = [peer("a", 0, 2.0), peer("b", 0, 2.0), peer("c", 0, 2.0), peer("d", 1, 2.0)]
+    assert all(isinstance(one, Move) for one in over_periods(*records))
+
+
+def test_two_empty_stages_are_filled_together_and_then_all_is_levelled() -> None:
+    records = [peer(f"p{s}{i}", s, 1.0) for s in range(2) for i in range(4)]
+    for i in range(30):
+        told = decided(*records, stages=4, now_s=NOW_S + i * PERIOD_S)
+        assert after(told, *records, stages=4) == [2, 2, 2, 2]
+        assert isinstance(told, Moves) and {move.to_stage for move in told.moves[:2]} == {2, 3}
+        assert "nobody serves stage 2, so the run stands still" in told.why
+        assert "stage 2 is" in told.moves[2].why or "stage 2 has nobody yet" in told.moves[2].why
+
+
+def test_stages_that_cannot_all_be_filled_wait_for_newcomers_and_cost_no_download() -> None:
+    assert why(peer("a", 0, 5.0), peer("b", 0, 1.0), stages=4) == (
+        "nobody serves stage 1 or 2 or 3, and the others can give 1 only: the run waits for 2 newcomers"
+    )
+
+
+def test_downloads_to_several_stages_run_side_by_side_those_to_one_share_its_lines() -> None:
+    """Of 10 s each: two stages get one peer each in 10 s, one stage gets two in 20 s."""
+    fields = {"state_bytes": 62_500_000, "bandwidth_bps": 50e6}
+    side = [*(peer(f"a{i}", 0, 2.0, **fields) for i in range(6))]
+    side += [peer("b", 1, 2.0, **fields), peer("c", 2, 2.0, **fields)]
+    assert "pays back 10 s of download" in decided(*side, stages=3).why
+    one = [peer(f"a{i}", 0, 1.0, load=0.5, **fields) for i in range(8)] + [peer("b", 1, 2.0, **fields)]
+    told = decided(*one)
+    assert isinstance(told, Moves) and len(told.moves) == 3
+    assert [float(move.why.split("pays back ")[1].split(" s")[0]) for move in told.moves] == [10, 10, 10]
+
+
+def test_large_stages_are_levelled_too_though_no_peer_alone_makes_a_difference() -> None:
+    records = [peer(f"p{s}{i}", s, 1.0) for s, count in enumerate((120, 100, 80)) for i in range(count)]
+    told = decided(*records, stages=3)
+    assert min(after(told, *records, stages=3)) >= 98
+    noise = [peer(f"p{s}{i}", s, 1.0) for s, count in enumerate((101, 100, 99)) for i in range(count)]
+    assert not moves(*noise, stages=3)
+
+
+def test_many_slow_peers_do_not_follow_one_another_to_where_one_fast_one_would_do() -> None:
+    records = [*(peer(f"a{i}", 0, 0.1, load=0.5) for i in range(20))]
+    records += [peer(f"b{i}", 0, 4.0, load=0.5) for i in range(21)]
+    records += [peer(f"c{i}", 1, 4.0) for i in range(18)]
+    assert {one[0] for one in moves(*records)} == {"b"}
 
 
 def test_a_download_that_does_not_pay_stays_away() -> None:
@@ -238,17 +329,18 @@ ANY_RECORD = st.builds(
 def test_whatever_strangers_write_the_answer_is_one_and_it_empties_no_stage(
     records: list[PeerRecord], dice: random.Random
 ) -> None:
-    told = answer(*records, stages=4)
+    told = decided(*records, stages=4)
     shuffled = list(records)
     dice.shuffle(shuffled)
-    assert answer(*shuffled, stages=4) == told
+    assert decided(*shuffled, stages=4) == told
     assert told.why and "nan" not in told.why and "inf" not in told.why.replace("inflight", "")
-    if isinstance(told, Move):
-        assert told.from_stage != told.to_stage
-        staying = {r.peer for r in records if (r.stage, r.state) == (told.from_stage, "serving")} - {
-            told.peer
-        }
-        assert staying
+    if isinstance(told, Moves):
+        going = [move.peer for move in told.moves]
+        assert len(set(going)) == len(going) > 0
+        for move in told.moves:
+            assert move.from_stage != move.to_stage
+            serving = {r.peer for r in records if (r.stage, r.state) == (move.from_stage, "serving")}
+            assert serving - set(going)
 
 
 @given(
@@ -261,13 +353,13 @@ def test_peers_that_see_other_speeds_and_loads_never_empty_a_stage_together(
 ) -> None:
     """Everybody acts on its own view of the same members, all at once."""
     records = [peer(f"p{i}", stage, speed) for i, (stage, speed) in enumerate(swarm)]
-    before, after = Counter(r.stage for r in records), Counter(r.stage for r in records)
+    before, left = Counter(r.stage for r in records), Counter(r.stage for r in records)
     for me in records:
         view = [replace(r, speed=r.speed * dice.uniform(0.3, 3), load=dice.uniform(0, 8)) for r in records]
-        told = answer(*view, stages=3)
-        if isinstance(told, Move) and told.peer == me.peer:
-            after[me.stage] -= 1
-    assert all(after[stage] > 0 for stage in before)
+        told = decided(*view, stages=3)
+        if isinstance(told, Moves) and me.peer in {move.peer for move in told.moves}:
+            left[me.stage] -= 1
+    assert all(left[stage] > 0 for stage in before)
 
 
 # --- many periods -------------------------------------------------------------------------------------------
@@ -310,16 +402,16 @@ class Swarm:
             )
         return records
 
-    def period(self) -> Move | Stay:
+    def period(self) -> Moves | Stay:
         self.now_s += PERIOD_S
         before = Counter(self.where.values())
         told = rebalance(self.records(), stages=self.stages, period_s=PERIOD_S, now_s=self.now_s)
-        if isinstance(told, Move):
-            rested = self.now_s - self.since[told.peer] >= REST_PERIODS * PERIOD_S
+        for move in told.moves if isinstance(told, Moves) else ():
+            rested = self.now_s - self.since[move.peer] >= REST_PERIODS * PERIOD_S
             assert rested or len(before) < self.stages
-            self.where[told.peer], self.since[told.peer] = told.to_stage, self.now_s
+            self.where[move.peer], self.since[move.peer] = move.to_stage, self.now_s
             self.moved += 1
-            assert Counter(self.where.values())[told.from_stage] >= 1
+            assert Counter(self.where.values())[move.from_stage] >= 1
         return told
 
     def settle(self) -> None:
@@ -361,13 +453,13 @@ def ratios(count: int) -> list[float]:
 
 
 def test_it_comes_to_rest_near_the_best_assignment() -> None:
-    """Of 200 small swarms: median 0.964 of the best, 10 % below 0.89, 5 % below 0.86, the worst 0.67.
+    """Of 200 small swarms: median 0.970 of the best, 10 % below 0.895, 5 % below 0.886, the worst 0.776.
 
     0.8 is not reached where two peers would have to change places: the first half of a swap makes the run
     slower, and no move may do that.
     """
     found = ratios(200)
-    assert found[0] > 0.6
+    assert found[0] > 0.7
     assert sum(ratio < 0.8 for ratio in found) <= 0.03 * len(found)
     assert found[len(found) // 2] > 0.95
 
