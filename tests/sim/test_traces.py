@@ -1,0 +1,70 @@
+"""Traces of who is up: both forms, mistakes in them, and the names that are given."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarm.errors import SetupError
+from swarm.sim.throughput.trace import Trace, changes, read_trace
+
+JSON = '{"metadata": {"gap_seconds": 300}, "data": [0, 3, 3, 1, 2]}'
+CSV = "0,0\n10,4\n10,6\n25.5,2\n\n40,2\n"
+
+
+def test_json_counts_become_steps() -> None:
+    assert read_trace(JSON) == Trace((0.0, 300.0, 900.0, 1200.0), (0, 3, 1, 2), 1500.0)
+
+
+def test_of_changes_at_one_time_the_last_one_holds_and_equal_counts_are_one() -> None:
+    assert read_trace(CSV) == Trace((0.0, 10.0, 25.5), (0, 6, 2), 40.0)
+
+
+def test_before_its_first_line_nobody_is_up() -> None:
+    assert read_trace("5,2\n9,0") == Trace((0.0, 5.0, 9.0), (0, 2, 0), 9.0)
+
+
+def test_its_beginning_is_a_trace_too() -> None:
+    assert read_trace(JSON).up_to(1000.0) == Trace((0.0, 300.0, 900.0), (0, 3, 1), 1000.0)
+
+
+def test_names_are_new_victims_are_among_those_up_and_a_seed_gives_the_same_again() -> None:
+    trace = read_trace('{"metadata": {"gap_seconds": 60}, "data": [4, 9, 0, 3, 2, 8, 1]}')
+    found = list(changes(trace, seed=7))
+    assert found == list(changes(trace, seed=7)) != list(changes(trace, seed=8))
+    up: set[str] = set()
+    ever: set[str] = set()
+    for change, count in zip(found, trace.counts, strict=True):
+        assert up.issuperset(change.died) and not ever.intersection(change.joined)
+        up = up - set(change.died) | set(change.joined)
+        ever |= set(change.joined)
+        assert len(up) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"metadata": {"gap_seconds": 300}, "data": [1, ', "t.json is not JSON: "),
+        (
+            '{"metadata": {"gap_seconds": 0}, "data": [1]}',
+            "t.json: metadata.gap_seconds is 0, not a positive",
+        ),
+        ('{"data": [1]}', "t.json: metadata.gap_seconds is None, not a positive number of seconds"),
+        (
+            '{"metadata": {"gap_seconds": 300}, "data": []}',
+            "t.json: data is not a list of how many instances",
+        ),
+        ('{"metadata": {"gap_seconds": 300}, "data": [1, -2]}', "t.json: data[1]: -2 is not a number of"),
+        ('{"metadata": {"gap_seconds": 300}, "data": [1.5]}', "t.json: data[0]: 1.5 is not a number of"),
+        ("", "t.json is empty: lines of `seconds,instances` are needed"),
+        ("0,1\nnever,2", "t.json, line 2: 'never,2' is not `seconds,instances`"),
+        ("0,1\n7", "t.json, line 2: '7' is not `seconds,instances`"),
+        ("0,1\n9,2\n8,3", "t.json, line 3: the time 8 comes after 9"),
+        ("-1,2", "t.json, line 1: the time -1 is before 0"),
+        ("0,1\n3,-1", "t.json, line 2: -1 is not a number of instances"),
+        ("0,1\nnan,1", "t.json, line 2: the time nan comes after 0"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused_with_the_place(text: str, said: str) -> None:
+    with pytest.raises(SetupError) as error:
+        read_trace(text, "t.json")
+    assert said in error.value.text
