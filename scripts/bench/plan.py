@@ -1,0 +1,200 @@
+#!/usr/bin/env python
+"""The planner against DT-FM's layouts: cost and CPU seconds, with the devices' ids shuffled.
+
+    scripts/bench/plan.py                            # six cases and six irregular layouts, 3 shuffles each
+    scripts/bench/plan.py --networks mine.json --budget 10
+
+The file has the form of `../shared/data/networks/dtfm.json`: `cost_model` (stages, dp, grad_GB,
+act_GB_as_coded), `cases` and `irregular`. No known cost is used by the search: they are printed beside it.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before numpy is loaded: seconds are those of one core
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+
+from swarm.errors import SetupError
+from swarm.plan.cost import AdditiveTerms, additive_cost, additive_terms
+from swarm.plan.layouts import megatron_grid, random_grid
+from swarm.plan.network import Device, Network
+from swarm.plan.search import search_additive
+
+ROOT = Path(__file__).resolve().parents[2]
+DTFM = ROOT.parent / "shared" / "data" / "networks" / "dtfm.json"
+SHUFFLES = 3
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The file's object.
+
+    Raises:
+        SetupError: missing, not JSON, or without what a layout needs.
+    """
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SetupError(f"cannot read the networks {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise SetupError(f"{path} is not JSON: {error}") from None
+    model = loaded.get("cost_model") if isinstance(loaded, dict) else None
+    wanted = ("stages", "dp", "grad_GB", "act_GB_as_coded")
+    if not isinstance(model, dict) or not all(isinstance(model.get(key), int | float) for key in wanted):
+        raise SetupError(f"{path}: cost_model must be an object with the numbers {', '.join(wanted)}")
+    for key in ("cases", "irregular"):
+        if not isinstance(loaded.setdefault(key, []), list):
+            raise SetupError(f"{path}: {key} must be a list of layouts")
+    if not loaded["cases"] and not loaded["irregular"]:
+        raise SetupError(f"{path}: there is no layout in cases or irregular")
+    return loaded
+
+
+def network_of(case: dict[str, Any], data: dict[str, Any]) -> Network:
+    """The network of one layout; every device is a region where lines differ by jitter.
+
+    Raises:
+        SetupError: something that the form asks for is missing, or cannot be; with the layout's name.
+    """
+    name = case.get("name", "?")
+    try:
+        groups: list[str] = (
+            [entry["group"] for entry in case["layout"] for _ in range(entry["count"])]
+            if "layout" in case
+            else list(case["device_group"])
+        )
+        pairs = data[case["pairs"]] if isinstance(case.get("pairs"), str) else case.get("pairs") or []
+        lines = {(p[a], p[b]): p for p in pairs for a, b in (("a", "b"), ("b", "a"))}
+        regions = tuple(dict.fromkeys(groups))
+        size = len(regions)
+        latency_s, bandwidth_bps = np.zeros((size, size)), np.zeros((size, size))
+        for i, a in enumerate(regions):
+            for j, b in enumerate(regions):
+                line = case["intra"] if a == b else lines.get((a, b), case.get("inter"))
+                if line is None:
+                    raise SetupError(f"layout {name!r}: nothing is said of the line from {a!r} to {b!r}")
+                latency_s[i, j], bandwidth_bps[i, j] = line["delay_ms"] / 1e3, line["gbps"] * 1e9
+        region_N = np.array([regions.index(group) for group in groups])
+        names = [f"{group}/{i}" for i, group in enumerate(groups)]
+        if case.get("jitter"):
+            jitter, count = case["jitter"], len(groups)
+            z = np.triu(np.random.default_rng(jitter["seed"]).standard_normal((count, count)), 1)
+            here = np.ix_(region_N, region_N)
+            bandwidth_bps = bandwidth_bps[here] * np.exp(jitter["sigma"] * (z + z.T))
+            latency_s, regions, region_N = latency_s[here], tuple(names), np.arange(count)
+        devices = tuple(Device(n, int(r), 1e12) for n, r in zip(names, region_N, strict=True))
+        return Network(devices, regions, latency_s, bandwidth_bps)
+    except (KeyError, TypeError) as error:
+        raise SetupError(f"layout {name!r} lacks or has a wrong {error}") from None
+    except SetupError as error:
+        raise SetupError(error.text if "layout" in error.text else f"layout {name!r}: {error.text}") from None
+
+
+def known(case: dict[str, Any]) -> tuple[float | None, float | None]:
+    """(the best that DT-FM's search found, the best that anybody did) as the file says."""
+    seeds = case.get("dtfm_gcma_best_seeds0to4")
+    dtfm = case.get("gcma_best_of_3", min(seeds) if seeds else None)
+    return dtfm, case.get("proven_optimum", case.get("best_known"))
+
+
+def shuffled(terms: AdditiveTerms, rng: np.random.Generator) -> AdditiveTerms:
+    """The same prices with other ids."""
+    order = rng.permutation(len(terms.exchange_s))
+    here = np.ix_(order, order)
+    return AdditiveTerms(terms.stages, terms.exchange_s[here], terms.transfer_s[here])
+
+
+def measure(case: dict[str, Any], data: dict[str, Any], *, budget_s: float, seed: int) -> dict[str, Any]:
+    """One row: the worst of the shuffles, in cost and in seconds."""
+    model = data["cost_model"]
+    network = network_of(case, data)
+    straight = additive_terms(
+        network,
+        stages=int(model["stages"]),
+        gradient_bytes=model["grad_GB"] * 1e9,
+        activation_bytes=model["act_GB_as_coded"] * 1e9,
+    )
+    costs: list[float] = []
+    seconds: list[float] = []
+    origins: list[str] = []
+    starts: list[float] = []
+    dtfm, best_known = known(case)
+    for shuffle in range(SHUFFLES):
+        rng = np.random.default_rng([seed, shuffle])
+        terms = shuffled(straight, rng)
+        began_s = time.process_time()
+        found = search_additive(
+            terms, seed=seed + shuffle, budget_s=budget_s, spent_s=lambda b=began_s: time.process_time() - b
+        )
+        seconds.append(time.process_time() - began_s)
+        # Counted again from the ids alone, so that nothing of the search is taken on trust.
+        costs.append(additive_cost(terms, np.sort(found.cost.grid, axis=1)).total_s)
+        starts.append(found.start_s)
+        origins.append(found.origin)
+    worst = int(np.argmax(costs))
+    size, stages = len(network), straight.stages
+    order = np.random.default_rng([seed, SHUFFLES])
+    chance = [additive_cost(straight, random_grid(size, stages, order)).total_s for _ in range(10)]
+    return {
+        "name": str(case.get("name", "?")),
+        "cost": max(costs),
+        "cpu_s": max(seconds),
+        "dtfm_best": dtfm,
+        "best_known": best_known,
+        "to_best_known": max(costs) / best_known if best_known else None,
+        "to_dtfm": max(costs) / dtfm if dtfm else None,
+        "best_start": starts[worst],
+        "random": float(np.mean(chance)),
+        "megatron": additive_cost(straight, megatron_grid(size, stages)).total_s,
+        "costs": costs,
+        "origin": origins[worst],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--networks", type=Path, default=DTFM, metavar="FILE", help="default: DT-FM's")
+    parser.add_argument("--budget", type=float, default=0.9, metavar="CPU_S", help="a search (default: 0.9)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--only", default="", metavar="TEXT", help="layouts whose name has this in it")
+    args = parser.parse_args()
+    try:
+        data = load(args.networks)
+        rows = [
+            measure(case, data, budget_s=args.budget, seed=args.seed)
+            for case in (*data["cases"], *data["irregular"])
+            if args.only in str(case.get("name", "?"))
+        ]
+    except SetupError as error:
+        print(f"plan.py: {error.text}", file=sys.stderr)
+        return 3
+    from harness import machine, report
+
+    irregular = {case.get("name") for case in data["irregular"]}
+    ratios = [row["to_dtfm"] for row in rows if row["name"] in irregular and row["to_dtfm"]]
+    print(f"{machine()}; worst of {SHUFFLES} shuffles")
+    if ratios:
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        print(f"irregular layouts: {mean:.3f} times DT-FM's best (geometric mean)")
+    columns = ["name", "cost", "cpu_s", "dtfm_best", "best_known", "to_best_known", "to_dtfm"]
+    report(rows, [*columns, "best_start", "random", "megatron"], "additive objective, seconds a step")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
