@@ -1,0 +1,312 @@
+"""The throughput simulation: cases that can be reckoned by hand, and what holds whatever happens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from swarm.errors import SetupError
+from swarm.plan.network import Device, Job, Network
+from swarm.sim.dice import Dice
+from swarm.sim.throughput.engine import NOBODY, simulate
+from swarm.sim.throughput.lines import Lines
+from swarm.sim.throughput.report import Report, Settings
+from swarm.sim.throughput.trace import Trace
+
+FORWARD_S = 0.1
+"""Of one microbatch at a device of 1 flop/s; the backward takes 0.2 s."""
+BOTH_S = 3 * FORWARD_S
+
+
+def network(count: int, *, latency_s: float = 0.0, line_bps: float = math.inf, **fields: Any) -> Network:
+    devices = tuple(Device(f"d{i}", 0, **{"flops_per_s": 1.0, **fields}) for i in range(count))
+    return Network(devices, ("here",), np.array([[latency_s]]), np.array([[line_bps]]))
+
+
+def job(stages: int, microbatches: int, **fields: float) -> Job:
+    def each(name: str, count: int) -> tuple[float, ...]:
+        return (fields.get(name, 0.0),) * count
+
+    return Job(
+        stages=stages,
+        microbatches=microbatches,
+        forward_flops=(FORWARD_S,) * stages,
+        forward_bytes=each("boundary", stages - 1),
+        backward_bytes=each("boundary", stages - 1),
+        gradient_bytes=each("gradient", stages),
+        state_bytes=each("state", stages),
+        activation_bytes=each("activation", stages),
+    )
+
+
+def chain(stages: int, microbatches: int, *, end_s: float = 500.0, **fields: Any) -> Report:
+    """One peer in each stage."""
+    net = {name: fields.pop(name) for name in ("latency_s", "line_bps") if name in fields}
+    kept = {name: fields.pop(name) for name in ("boundary", "gradient") if name in fields}
+    return simulate(
+        network(stages, **net), job(stages, microbatches, **kept), range(stages), end_s=end_s,
+        settings=Settings(**{"window": 4 * stages, **fields}),
+    )  # fmt: skip
+
+
+# --- by hand ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", [1, 2, 5])
+def test_a_chain_takes_each_microbatch_in_turn_and_the_way_there_and_back_once(stages: int) -> None:
+    report = chain(stages, 40)
+    assert report.step_s() == pytest.approx(40 * BOTH_S + (stages - 1) * BOTH_S)
+    busy = 40 * BOTH_S / report.step_s()
+    assert report.utilisation == pytest.approx([busy] * stages, abs=0.02)
+
+
+def test_without_overlap_of_microbatches_latency_is_paid_at_every_boundary() -> None:
+    """One in flight, and the trainer where the first stage is."""
+    report = chain(3, 10, window=1, latency_s=0.05)
+    way, go = 3 * BOTH_S + 4 * 0.05, 2 * 0.05
+    assert report.step_s() == pytest.approx(10 * way + go)
+
+
+def test_what_a_line_can_carry_bounds_a_step() -> None:
+    """1 MB forward and back for each microbatch at 8 Mb/s: a second each way, the two at once."""
+    report = chain(2, 30, boundary=1e6, line_bps=8e6)
+    assert 30.0 <= report.step_s() <= 30.0 + 3.0
+    assert report.boundary_bytes >= report.version * 30 * 2e6
+    both_ways = simulate(
+        network(2, upload_bps=8e6, download_bps=8e6), job(2, 30, boundary=1e6), [0, 1], end_s=500.0,
+        settings=Settings(window=8),
+    )  # fmt: skip
+    assert both_ways.step_s() == pytest.approx(report.step_s(), rel=0.01)
+
+
+def test_one_transfer_takes_its_bytes_by_the_slowest_line_and_the_latency_once() -> None:
+    net = network(2, latency_s=0.25, line_bps=4e6, upload_bps=8e6, download_bps=2e6)
+    assert Lines(net).send(0, 1, 1e6, now_s=3.0) == pytest.approx(3.0 + 4.0 + 0.25)
+    assert Lines(net).send(1, 1, 1e6, now_s=3.0) == 3.0
+
+
+def test_transfers_share_a_line_up_a_line_down_and_the_line_between_two() -> None:
+    up = Lines(network(3, upload_bps=8e6))
+    assert [up.send(0, 1, 1e6, 0.0), up.send(0, 2, 1e6, 0.0), up.send(1, 2, 1e6, 0.0)] == [1.0, 2.0, 1.0]
+    down = Lines(network(3, download_bps=8e6))
+    assert [down.send(0, 2, 1e6, 0.0), down.send(1, 2, 1e6, 0.0), down.send(2, 1, 1e6, 0.0)] == [
+        1.0,
+        2.0,
+        1.0,
+    ]
+    line = Lines(network(3, line_bps=8e6))
+    assert [line.send(0, 1, 1e6, 0.0), line.send(0, 1, 1e6, 0.0), line.send(0, 2, 1e6, 0.0)] == [
+        1.0,
+        2.0,
+        1.0,
+    ]
+
+
+def test_a_reduce_sends_every_part_but_its_own_twice() -> None:
+    """4 members, 8 MB: 2 × 3 parts of 2 MB by 16 Mb/s, and two ways of 0.1 s."""
+    net = network(4, latency_s=0.1, upload_bps=16e6)
+    assert Lines(net).reduce_s([0, 1, 2, 3], 8e6) == pytest.approx(2 * (3 * 1.0 + 0.1))
+    between = network(4, latency_s=0.1, line_bps=16e6)  # each pair has a line of its own
+    assert Lines(between).reduce_s([0, 1, 2, 3], 8e6) == pytest.approx(2 * (1.0 + 0.1))
+    assert Lines(net).reduce_s([2], 8e6) == 0.0
+
+
+def test_a_step_ends_when_the_slowest_stage_has_reduced_and_the_conductor_was_heard() -> None:
+    plain, reducing = (
+        simulate(
+            network(2, latency_s=0.05, upload_bps=8e6), job(1, 10, gradient=gradient), [0, 0], end_s=300.0,
+            settings=Settings(window=4, step_s=0.5),
+        ).step_s()
+        for gradient in (0.0, 1e6)
+    )  # fmt: skip
+    assert reducing - plain == pytest.approx(2 * 0.5, abs=0.02)
+    assert plain == pytest.approx(5 * BOTH_S + 2 * 0.05 + 0.5, abs=0.21)
+
+
+def test_delayed_updates_hide_the_reduce() -> None:
+    kept = {"gradient": 4e6, "boundary": 0.0}
+    net = network(4, upload_bps=8e6)
+    at_once, delayed = (
+        simulate(
+            net, job(2, 20, **kept), [0, 0, 1, 1], end_s=400.0,
+            settings=Settings(window=8, delayed_updates=delayed),
+        )
+        for delayed in (False, True)
+    )  # fmt: skip
+    assert at_once.step_s() > 20 * BOTH_S / 2 + 4.0
+    assert delayed.step_s() == pytest.approx(max(20 * BOTH_S / 2, 4.0), rel=0.35)
+
+
+def test_devices_that_wait_for_their_transfers_are_slower() -> None:
+    overlapped, blocking = (
+        chain(3, 30, boundary=2.5e5, line_bps=8e6, window=12, blocking=blocking) for blocking in (False, True)
+    )
+    # A second stage sends 0.25 s forward and 0.25 s back for each microbatch.
+    assert blocking.step_s() >= 30 * (BOTH_S + 0.5)
+    assert overlapped.step_s() < 1.25 * 30 * BOTH_S + 1.5
+
+
+# --- whatever happens ---------------------------------------------------------------------------------------
+
+
+def random_case(seed: int) -> tuple[Report, Job, float]:
+    """A small swarm whose peers come, vanish and move, on any network, until all are back for long."""
+    dice = Dice(seed)
+    stages = 1 + dice.below(4)
+    count = stages + dice.below(8)
+    times_s, counts = [0.0], [count]
+    for _ in range(dice.below(12)):
+        times_s.append(times_s[-1] + dice.between(0.5, 40.0))
+        counts.append(dice.below(count + 1))
+    end_s = times_s[-1] + 300.0
+    trace = Trace((*times_s, times_s[-1] + 5.0), (*counts, count), end_s)
+    settings = Settings(
+        window=None if dice.chance(0.5) else 1 + dice.below(20),
+        trainers=1 + dice.below(2),
+        delayed_updates=dice.chance(0.4),
+        rebalance_every_s=dice.pick([0.0, 10.0, 60.0]),
+        checkpoint_every=1 + dice.below(5),
+        detect_s=dice.pick([0.1, 3.5]),
+        max_inflight=1 + dice.below(8),
+    )
+    speed, line_bps = dice.between(0.5, 2.0), dice.pick([math.inf, 1e7])
+    net = network(
+        count, latency_s=dice.pick([0.0, 0.05]), line_bps=line_bps, flops_per_s=speed,
+        upload_bps=dice.pick([math.inf, 1e7]), download_bps=dice.pick([math.inf, 1e7]),
+    )  # fmt: skip
+    work = job(
+        stages, 1 + dice.below(20), boundary=dice.pick([0.0, 1e5]), gradient=dice.pick([0.0, 1e6]),
+        state=dice.pick([0.0, 1e6]),
+    )  # fmt: skip
+    layout = [i % stages for i in range(count)]
+    report = simulate(net, work, layout, end_s=end_s, settings=settings, trace=trace, seed=seed)
+    return report, work, end_s
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_each_microbatch_counts_once_in_each_stage_of_each_step_and_the_run_goes_on(first: int) -> None:
+    """The simulation itself fails where two ledgers of a stage hold the same one, or a reduce misses one."""
+    for seed in range(first, first + 20):
+        report, work, end_s = random_case(seed)
+        counted = report.version * work.microbatches * work.stages
+        assert report.computed == counted + report.recomputed + report.open, seed
+        assert len(report.step_ends_s) == report.version, seed
+        assert report.step_ends_s[-1] > end_s - 100.0, seed
+
+
+def test_one_seed_gives_one_run_and_another_one_another() -> None:
+    assert random_case(11)[0] == random_case(11)[0]
+    trace = Trace((0.0, 30.0, 90.0), (8, 5, 8), 300.0)
+    runs = [
+        simulate(network(8), job(2, 16), [0, 1] * 4, end_s=300.0, trace=trace, seed=seed) for seed in (1, 2)
+    ]
+    assert runs[0] != runs[1]
+
+
+def test_what_died_in_a_sum_is_run_again_and_nothing_else() -> None:
+    """Two peers in each of two stages; one of the four dies amid a step."""
+    trace = Trace((0.0, 20.0), (4, 3), 200.0)
+    report = simulate(
+        network(4), job(2, 40), [0, 0, 1, 1], end_s=200.0, trace=trace, settings=Settings(window=8), seed=3
+    )
+    assert report.deaths == 1 and report.eras == 0 and not report.moves
+    assert 0 < report.replayed <= report.recomputed <= 40 + 8
+
+
+def test_a_stage_that_lost_all_members_brings_the_run_back_to_its_checkpoint() -> None:
+    trace = Trace((0.0, 40.0, 60.0), (2, 1, 2), 300.0)
+    report = simulate(
+        network(2), job(2, 4), [0, 1], end_s=300.0, trace=trace,
+        settings=Settings(window=4, checkpoint_every=10),
+    )  # fmt: skip
+    assert report.eras == 1 and report.waited_s == pytest.approx(20.0 + 6.0)
+    step_s = 4 * BOTH_S + BOTH_S
+    assert report.version == pytest.approx(40.0 / step_s // 10 * 10 + (300.0 - 66.0) / step_s, abs=1.0)
+
+
+def test_the_real_rule_sends_peers_to_the_stage_that_waits() -> None:
+    """6 peers and 2; then 4 and 4, for one download each of the two."""
+    layout = [0] * 6 + [1] * 2
+    stay, move = (
+        simulate(
+            network(8, upload_bps=80e6), job(2, 32, state=1e7), layout, end_s=900.0,
+            settings=Settings(window=24, rebalance_every_s=every_s),
+        )
+        for every_s in (0.0, 60.0)
+    )  # fmt: skip
+    assert not stay.moves and [m.to_stage for m in move.moves] == [1, 1]
+    assert move.download_bytes == 2e7
+    assert move.step_s(skip=60) < 0.8 * stay.step_s(skip=60)
+
+
+def test_a_window_that_learns_comes_near_the_best_fixed_one() -> None:
+    net, work, layout = network(12, latency_s=0.1), job(3, 96), [i // 4 for i in range(12)]
+    fixed = [
+        simulate(net, work, layout, end_s=900.0, settings=Settings(window=w)).step_s()
+        for w in (6, 12, 24, 48)
+    ]
+    learned = simulate(net, work, layout, end_s=900.0, settings=Settings()).step_s()
+    assert learned < 1.25 * min(fixed) < max(fixed)
+
+
+def test_no_more_microbatches_are_taken_than_the_memory_holds() -> None:
+    """1.5 GB left, of which half for activations of 0.25 GB: three at once, in a chain that wants six."""
+    memory = {"memory_bytes": 2.5e9}
+    tight = job(3, 30, state=1e9, activation=0.25e9)
+    roomy = job(3, 30, state=1e9, activation=0.01e9)
+    slow, fast = (
+        simulate(network(3, latency_s=0.2, **memory), work, range(3), end_s=300.0) for work in (tight, roomy)
+    )
+    assert slow.step_s() > 1.2 * fast.step_s()
+
+
+# --- what cannot be -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields", "said"),
+    [
+        ([0, 1], {}, "the layout names 2 stages for 3 devices"),
+        ([0, 1, 2], {}, "device 'd2' is put into stage 2 of 2"),
+        ([0, 0, NOBODY], {}, "no device is in stage 1"),
+        (
+            [0, 1, 1],
+            {"memory_bytes": 1.5e9},
+            "stage 0 does not fit into device 'd0': it needs 2.00 GB of 1.50",
+        ),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(
+    layout: list[int], fields: dict[str, float], said: str
+) -> None:
+    with pytest.raises(SetupError, match=said):
+        simulate(network(3, **fields), job(2, 4, state=2e9), layout, end_s=10.0)
+
+
+def test_a_trace_with_more_peers_than_devices_is_refused() -> None:
+    with pytest.raises(SetupError, match="16 devices up at once, but only 3 are described"):
+        simulate(network(3), job(2, 4), [0, 1, 1], end_s=9.0, trace=Trace((0.0,), (16,), 9.0))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"window": 0}, "window = 0: at least 1"),
+        ({"trainers": 0}, "trainers = 0: at least 1"),
+        ({"detect_s": -1.0}, "detect_s = -1.0: it must be a number that is not negative"),
+        ({"bin_s": 0.0}, "bin_s and report_s must be above 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(SetupError, match=said):
+        Settings(**fields)
+
+
+def test_too_short_a_time_is_said() -> None:
+    with pytest.raises(SetupError, match="cannot simulate for 0 s"):
+        simulate(network(1), job(1, 1), [0], end_s=0)
+    with pytest.raises(SetupError, match="only 1 steps were taken in 1 s: simulate for longer"):
+        simulate(network(1), job(1, 3), [0], end_s=1.0).step_s()
