@@ -233,13 +233,14 @@ def test_the_real_rule_sends_peers_to_the_stage_that_waits() -> None:
     stay, move = (
         simulate(
             network(8, upload_bps=80e6), job(2, 32, state=1e7), layout, end_s=900.0,
-            settings=Settings(window=24, rebalance_every_s=every_s),
+            settings=Settings(window=24, rebalance_every_s=every_s, routers_learn="compute"),
         )
         for every_s in (0.0, 60.0)
     )  # fmt: skip
     assert not stay.moves and [m.to_stage for m in move.moves] == [1, 1]
     assert move.download_bytes == 2e7
-    assert move.step_s(skip=60) < 0.8 * stay.step_s(skip=60)
+    assert stay.step_s() == pytest.approx(16 * BOTH_S, rel=0.1)
+    assert move.step_s(skip=60) == pytest.approx(8 * BOTH_S + BOTH_S, rel=0.1)
 
 
 def test_a_window_that_learns_comes_near_the_best_fixed_one() -> None:

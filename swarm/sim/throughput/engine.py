@@ -490,9 +490,11 @@ class Simulation:
         trainer.window.answered(now=now_s)
         trainer.pace.answered(now=now_s)
         trainer.shared += flight.t == self._version
+        computing = self.settings.routers_learn == "compute"
         for stage in range(flight.first, flight.last + 1):
-            if flight.own_s[stage] > 0.0:
-                trainer.router.answered(stage, flight.hops[stage].name, flight.own_s[stage])
+            own_s, hop = flight.own_s[stage], flight.hops[stage]
+            if own_s > 0.0:
+                trainer.router.answered(stage, hop.name, sum(hop.job_s) if computing else own_s)
         self._count_answer(now_s)
         self._start(trainer)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from swarm.errors import SetupError
 from swarm.ids import Stage
@@ -31,6 +32,9 @@ class Settings:
     """What each forward and each backward costs besides its arithmetic."""
     max_inflight: int = 32
     """Microbatches that a peer takes at most; fewer if its memory holds fewer."""
+    routers_learn: Literal["response", "compute"] = "response"
+    """What trainers are told of a peer's answer: how long it had the microbatch, waits in its queue included,
+    as the live ones are; or, to compare, its computing alone."""
     blocking: bool = False
     """Devices wait until what they send has arrived: no transfer is hidden behind compute. Not our runtime;
     what others are compared with."""
