@@ -42,6 +42,7 @@ from swarm.policy.rounds import (
     conduct,
     decide,
     digest_majority,
+    eldest,
 )
 from swarm.run import Run
 from swarm.wire.messages import (
@@ -98,11 +99,12 @@ class Council:
         *,
         obey: Callable[[Brief], None],
         bandwidth: Callable[[], float],
+        since_s: float,
     ) -> None:
         self._core, self._transport, self._directory, self._bans = core, transport, directory, bans
         self._roll = roll
         self._obey, self._bandwidth = obey, bandwidth
-        self._run, self._stage, self._me = core.run, core.stage, core.me
+        self._run, self._stage, self._me, self._since_s = core.run, core.stage, core.me, since_s
         self._members: dict[PeerId, tuple[Report, list[list[float]], float]] = {}
         self._plans: dict[int, Plan] = {}
         self._decisions: dict[int, Decision] = {}
@@ -137,9 +139,10 @@ class Council:
     # -- who leads --------------------------------------------------------------------------------
 
     def coordinator(self, stage: Stage) -> PeerId | None:
-        """The live serving peer of `stage` with the smallest id, as far as this peer can see."""
+        """The live serving peer of `stage` that came first, as far as this peer can see."""
         now = time.monotonic()
         records = [r for r in self._directory.peers() if r.stage == stage]
+        since_s = {r.peer: r.since or math.inf for r in records} | {self._me: self._since_s}
         serving = {r.peer for r in records if r.state == "serving"}
         if stage == self._stage:
             serving |= {p for p, (_, _, seen) in self._members.items() if now - seen < GONE_AFTER_S}
@@ -147,7 +150,8 @@ class Council:
             serving.discard(self._me)
             if self._core.joined and not (self._core.leaving and serving):
                 serving.add(self._me)
-        return min((p for p in serving if p == self._me or not self._bans.resting(p, now=now)), default=None)
+        there = [p for p in serving if p == self._me or not self._bans.resting(p, now=now)]
+        return eldest({peer: since_s.get(peer, math.inf) for peer in there})
 
     # -- the loop ---------------------------------------------------------------------------------
 

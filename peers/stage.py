@@ -138,6 +138,7 @@ class StagePeer:
         self.council = Council(
             self.core, transport, directory, roll, self.router.bans,
             obey=self._obey, bandwidth=lambda: self.all_reduce.bandwidth_bps,
+            since_s=settings.joined_at,
         )  # fmt: skip
         self._catchup = CatchUp(self.core, transport, directory, self.shelf, self.router.bans, emit)
         self._handover = HandOver(self.core, transport, directory, roll, self._undo)
@@ -363,7 +364,7 @@ class StagePeer:
                 sources = [p for p in wanted.adopt.sources if p != self.core.me]
                 if sources:
                     self._start(step, "fetch", self._fetch(step, wanted.adopt.round, sources))
-        elif wanted.plan is not None:
+        elif wanted.plan is not None and self.core.me in wanted.plan.members:
             if step.held is None and wanted.plan.round not in (step.failed_round, step.reducing):
                 step.stop("reduce")
                 step.reducing = wanted.plan.round

@@ -41,4 +41,4 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
     addresses: tuple[str, ...] = ()
     """libp2p multiaddresses to dial it at."""
     since: float = 0.0
-    """Unix time at which it joined."""
+    """Unix time at which it joined, by its own clock; 0 = not said. Who came first coordinates."""

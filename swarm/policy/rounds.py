@@ -3,7 +3,7 @@
 Three roles, each played by whoever is there, none holding anything that cannot be asked for again:
 
 - a *member* serves one stage and knows its own ledger and sum;
-- the *coordinator* of a stage (its live member with the smallest id) looks at its members' reports
+- the *coordinator* of a stage (its live member that came first: `eldest`) looks at its members' reports
   and publishes what the stage should do: `decide`;
 - the *conductor* (the coordinator of stage 0) looks at the stages' summaries: `conduct`.
 
@@ -112,6 +112,15 @@ class Reduce:
 Decision = Adopt | Lacking | Undo | Reduce
 
 
+def eldest(since_s: Mapping[PeerId, float]) -> PeerId | None:
+    """Who coordinates: the peer that came first, by its own clock; of two at once, the smallest id.
+
+    So a newcomer takes nothing over while those who were there live: it would know of no plan, and a
+    reduce that runs would start again. A clock that is wrong costs just that.
+    """
+    return min(since_s, key=lambda peer: (since_s[peer], peer), default=None)
+
+
 def round_id(
     run: str, stage: Stage, t: int, number: int, members: Sequence[PeerId], ledgers: Sequence[int]
 ) -> str:
@@ -189,9 +198,12 @@ def _undo(members: Sequence[MemberStep], twice: int) -> Undo:
 
 
 def _still_fits(plan: Plan, members: Sequence[MemberStep]) -> bool:
+    """Whoever came since and has added nothing changes nothing: it takes the result when it is there."""
+    reported = {m.peer: m for m in members}
+    planned = [reported.pop(peer, None) for peer in plan.members]
     return (
-        plan.members == tuple(m.peer for m in members)
-        and plan.ledgers == tuple(m.done for m in members)
+        all(m is not None and m.done == ledger for m, ledger in zip(planned, plan.ledgers, strict=True))
+        and not any(m.done for m in reported.values())
         and not any(m.failed_round == plan.round for m in members)
     )
 

@@ -26,6 +26,10 @@ class Cancelled(BaseException):
     """Thrown into a coroutine that is to end. Not an Exception: nobody catches it by accident."""
 
 
+MOST_AT_ONCE = 50_000
+"""Events at one instant. A whole schedule has a thousand; more is something that calls itself for ever."""
+
+
 class Clock:
     """What happens when."""
 
@@ -49,9 +53,10 @@ class Clock:
         self._ready.append((process, what, argument))
 
     def run(self, *, until: Callable[[], bool], limit_s: float) -> bool:
-        """Let time pass until `until()` holds; False if it does not before `limit_s`."""
+        """Let time pass until `until()` holds; False if not before `limit_s`, or time stands still."""
         heap, ready = self._heap, self._ready
-        while True:
+        began = self.events
+        while self.events - began < MOST_AT_ONCE:
             if ready:
                 process, what, argument = ready.popleft()
             else:
@@ -59,7 +64,9 @@ class Clock:
                     return True
                 if not heap or heap[0][0] > limit_s:
                     return False
-                self.now, _, process, what, argument = heapq.heappop(heap)
+                at, _, process, what, argument = heapq.heappop(heap)
+                if at > self.now:
+                    self.now, began = at, self.events
             if process is not None:
                 if not process.alive:
                     continue
@@ -68,6 +75,7 @@ class Clock:
                     continue
             self.events += 1
             what(argument)
+        return False
 
 
 class Process:

@@ -138,18 +138,17 @@ class Council:
     # -- who leads --------------------------------------------------------------------------------
 
     def coordinator(self, stage: Stage) -> PeerId | None:
-        """The live serving peer of `stage` with the smallest id, as far as this peer can see."""
-        now, peer = self._clock.now, self._peer
-        serving = peer.directory.serving(stage)
+        """The live serving peer of `stage` that came first, as far as this peer can see."""
+        now, directory = self._clock.now, self._peer.directory
+        serving = directory.serving(stage)
         if stage == self._stage:
             serving = self._mates(serving)
-        for name in serving:
-            if name == self._me or not self._bans.resting(name, now=now):
-                return name
-        return None
+        return rounds.eldest(
+            {p: directory.since_s(p) for p in serving if p == self._me or not self._bans.resting(p, now=now)}
+        )
 
     def _mates(self, serving: list[PeerId]) -> list[PeerId]:
-        """Who could coordinate this peer's own stage: as announced, and as heard from, sorted."""
+        """Who could coordinate this peer's own stage: as announced, and as heard from."""
         now, me, peer = self._clock.now, self._me, self._peer
         found = [p for p in serving if p != me]
         for name, (_, seen) in self._members.items():
@@ -158,7 +157,6 @@ class Council:
                 found.append(name)
         if peer.joined and not (self._peer.leaving and found):
             found.append(me)
-        found.sort()
         return found
 
     def close(self) -> None:

@@ -188,6 +188,8 @@ class StagePeer(Node):
         self.leaving = False
         self.gone = False
         self.bandwidth_bps = dice.pick((0.0, 1e6, 1e7))
+        self.since_s = clock.now + dice.pick((0.0, 0.0, 0.0, 0.0, -3600.0))
+        """By its own clock, which may be an hour late."""
         self.at_point: Callable[[StagePeer, str], None] | None = None
         """Told of each of the moments at which a fault hurts most; see `swarm.sim.faults`."""
         self.undone = 0
@@ -264,7 +266,7 @@ class StagePeer(Node):
         self.spawn(self._live())
 
     def _announce(self, state: str) -> None:
-        self.directory.announce(Entry(self.name, self.stage, state))
+        self.directory.announce(Entry(self.name, self.stage, state, self.since_s))
 
     async def _live(self) -> None:
         await self._join()
@@ -745,7 +747,7 @@ class StagePeer(Node):
                 sources = [p for p in holders if p != self.name]
                 if sources:
                     self._begin(step, "fetch", self._fetch(step, name, sources))
-        elif wanted.plan is not None:
+        elif wanted.plan is not None and self.name in wanted.plan.members:
             if step.held is None and wanted.plan.round not in (step.failed_round, step.reducing):
                 step.stop("reduce")
                 step.reducing = wanted.plan.round

@@ -142,6 +142,8 @@ class Entry(NamedTuple):
     peer: PeerId
     stage: Stage
     state: str
+    since_s: float
+    """When it came, by its own clock."""
 
 
 class Directory:
@@ -182,6 +184,11 @@ class Directory:
             found = [e.peer for e in self.entries() if e.stage == stage and e.state == "serving"]
             self._serving[stage] = found
         return found
+
+    def since_s(self, peer: PeerId) -> float:
+        """When it came, by its own clock; who is not known came last."""
+        entry = self._entries.get(peer)
+        return float("inf") if entry is None else entry.since_s
 
     def state(self, peer: PeerId) -> str:
         entry = self._entries.get(peer)

@@ -251,8 +251,8 @@ class World:
                     f"{p.name} of stage {p.stage} at {p.version}" for p in self.peers if p.alive
                 )
                 violation = (
-                    f"liveness: {END_WITHIN_S:.0f} s after the last fault the run has not taken its "
-                    f"{self.terms.steps} steps: {where}"
+                    f"liveness: {self.clock.now - self.calm_s:.0f} s after the last fault the run has not "
+                    f"taken its {self.terms.steps} steps: {where}"
                 )
             else:
                 for peer in self.peers:

@@ -12,15 +12,17 @@ import msgspec
 import pytest
 import torch
 
-from peers import download, state_server
+from peers import council, download, state_server
 from peers.disk.shelf import Shelf
 from peers.download import Download, DownloadFailed, Offer, Partial, agreed, believed, download_state
-from peers.events import Serving
 from peers.ports import Answer, Request
+from peers.stage import StagePeer
 from peers.state_server import HASH_BYTES, StateDesk
 from swarm.errors import Busy, PeerFault
 from swarm.ids import Era
 from swarm.model.stage import StageCompute
+from swarm.policy import rounds
+from swarm.policy.rounds import Decision, Reduce
 from swarm.run import counting_run
 from swarm.wire.codec import TensorMeta
 from swarm.wire.messages import GoWire, StateOpened, StateTensor
@@ -574,20 +576,44 @@ def test_of_era_and_last_go_what_most_say_is_taken() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-async def test_a_joiner_that_comes_in_the_middle_of_a_reduce_neither_blocks_nor_breaks_it() -> None:
-    async with swarm(counting_run(stages=2, steps=4), stages=2, replicas=3) as s:
-        reached: list[int] = []
+@pytest.mark.parametrize("name", ["joiner", "z"])
+async def test_a_joiner_that_comes_in_the_middle_of_a_reduce_neither_blocks_nor_breaks_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the smallest id or the greatest: neither makes it a coordinator that knows of no reduce."""
+    plans = set[tuple[str, ...]]()
 
-        def join(caller: str, callee: str) -> None:
-            reached.append(s.peers[callee].core.version)
-            s.add_peer("joiner", s.peers[callee].stage)
+    def decide(run: str, stage: int, t: int, *rest: Any) -> Decision:
+        decision = rounds.decide(run, stage, t, *rest)
+        if isinstance(decision, Reduce) and (stage, t) == (1, 2):
+            plans.add(decision.plan.members)
+        return decision
 
-        # Of the second step: the first chunk of a contribution is on its way.
+    monkeypatch.setattr(council, "decide", decide)
+    async with swarm(counting_run(stages=2, steps=6), stages=2, replicas=3) as s:
+        joined = asyncio.Event()
+
+        def held_back(peer: StagePeer) -> None:
+            """In step 2 no part is taken before the joiner has reported, or was reported to, three times."""
+            transport = s.network.peers[peer.core.me].transport
+            serve, max_body_bytes = transport.handlers["part"]
+
+            async def serve_part(request: Request) -> Answer:
+                if peer.core.version == 2:
+                    if name not in s.peers:
+                        s.add_peer(name, 1)
+                        for side in ("by", "to"):
+                            s.on_call("report", lambda *_: joined.set(), nth=3, **{side: name})
+                    await joined.wait()
+                return await serve(request)
+
+            transport.serve("part", serve_part, max_body_bytes=max_body_bytes)
+
+        for peer in s.peers.values():
+            if peer.stage == 1:
+                held_back(peer)
         s.add_trainer("trainer")
-        await s.until_version(1)
-        s.on_call("part", join)
         await s.until_finished()
-        assert reached and reached[0] < 4
-        await s.until(lambda: "joiner" in [event.peer for event in s.seen(Serving)])
+        assert joined.is_set() and s.peers[name].core.version == 6
         s.assert_each_counted_once()
-        assert s.voids() == []
+        assert s.voids() == [] and plans == {("s1p0", "s1p1", "s1p2")}

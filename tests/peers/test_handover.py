@@ -41,6 +41,7 @@ async def half_a_step(built: Swarm, *, of: str, at_least: int = 2) -> None:
         built.on_call("work", turn, to=mate.core.me, nth=2)
     trainer = built.add_trainer("first", window=2)
     await built.tasks["first"]
+    built.orders.clear()  # of several mates one turned; another must not do it in what follows
     for mate in mates:
         mate.desk.max_inflight = room
     await built.until(lambda: not any(peer.desk.inflight for _, peer in built.live()))

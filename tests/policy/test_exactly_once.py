@@ -78,7 +78,7 @@ class Stage:
             self.adopt(member, decision)
         elif member.held is not None:
             return
-        elif isinstance(decision, Reduce):
+        elif isinstance(decision, Reduce) and member.name in decision.plan.members:
             plan = decision.plan
             why = rounds.check_plan(
                 plan, run="run", stage=0, t=0, microbatches=M, numel=10, me=member.name, done=ledger.done
@@ -400,7 +400,8 @@ def blind_decide(*args: object) -> Decision:
     decision = real_decide(*args[:5], single, args[6])  # type: ignore[arg-type]
     if isinstance(decision, Reduce):
         plan = decision.plan
-        ledgers = tuple(member.done for member in members)
+        done = {member.peer: member.done for member in members}
+        ledgers = tuple(done[peer] for peer in plan.members)
         name = rounds.round_id("run", 0, 0, plan.number, plan.members, ledgers)
         return Reduce(Plan(name, plan.number, plan.members, ledgers, plan.parts))
     return decision

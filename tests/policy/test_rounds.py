@@ -26,6 +26,7 @@ from swarm.policy.rounds import (
     conduct,
     decide,
     digest_majority,
+    eldest,
     round_id,
 )
 
@@ -99,6 +100,40 @@ def test_a_plan_is_kept_as_long_as_it_fits() -> None:
     assert again is plan
 
 
+def test_a_newcomer_that_has_added_nothing_does_not_void_a_plan() -> None:
+    plan = planned(A, B, C)
+    assert planned(MemberStep("0"), A, B, C, current=plan) is plan
+    assert planned(A, B, C, MemberStep("d"), current=plan) is plan
+
+
+def test_a_newcomer_is_in_the_plan_that_follows() -> None:
+    plan = planned(A, B, C)
+    after = planned(A, replace(B, failed_round=plan.round), C, MemberStep("d"), current=plan)
+    assert after.members == ("a", "b", "c", "d")
+
+
+def test_a_newcomer_that_has_added_something_is_settled_before_the_plan_goes_on() -> None:
+    plan = planned(A, B, C)
+    assert decided(A, B, C, MemberStep("d", 0b1), current=plan) == Undo({"d": 0b1})
+
+
+def test_a_member_that_came_back_empty_voids_its_plan() -> None:
+    plan = planned(A, MemberStep("b"), replace(C, done=ALL & ~A.done))
+    assert planned(A, MemberStep("b"), replace(C, done=ALL & ~A.done), current=plan) is plan
+    assert isinstance(decided(A, B, MemberStep("c"), current=planned(A, B, C)), Lacking)
+
+
+def test_nobody_steps_before_the_newcomer_holds_the_result_too() -> None:
+    held = Held("round", 1.0, "digest")
+    adopt = decided(replace(A, held=held), replace(B, held=held), MemberStep("c"))
+    assert isinstance(adopt, Adopt) and not adopt.ready
+
+
+def test_who_came_first_coordinates_and_of_two_at_once_the_smallest_id() -> None:
+    assert eldest({"a": 3.0, "b": 2.0, "c": 2.0, "d": float("inf")}) == "b"
+    assert eldest({}) is None
+
+
 def test_a_plan_that_failed_at_a_member_is_followed_by_one_with_the_next_number() -> None:
     plan = planned(A, B, C)
     after = planned(A, replace(B, failed_round=plan.round), C, current=plan)
@@ -119,9 +154,8 @@ def test_a_plan_with_a_member_that_died_is_replaced() -> None:
     assert after.number == 1
 
 
-def test_a_joiner_with_an_empty_sum_takes_part() -> None:
-    plan = planned(A, B, C)
-    assert planned(A, B, C, MemberStep("d"), current=plan).ledgers[-1] == 0
+def test_a_member_with_an_empty_sum_takes_part() -> None:
+    assert planned(A, B, C, MemberStep("d")).ledgers == (A.done, B.done, C.done, 0)
 
 
 def test_after_a_few_void_rounds_one_member_reduces_everything_itself() -> None:

@@ -57,7 +57,7 @@ class Running(Swarm):
 
     def by_rank(self, stage: int) -> list[Program]:
         """The peers of a stage, its coordinator first."""
-        return sorted(self.serving(stage), key=lambda p: p.peer_id)
+        return sorted(self.serving(stage), key=lambda p: p.heard(Serving)[0].at)
 
     def stall_s(self, since: float, steps: int = 5) -> float:
         """The longest time without a step from `since` on, once so many steps were taken after it."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from swarm.errors import Busy, PeerFault, PeerGone, PeerSilent, SwarmError
-from swarm.sim.clock import Clock, Process
+from swarm.sim.clock import MOST_AT_ONCE, Clock, Process
 from swarm.sim.dice import Dice
 from swarm.sim.network import SILENCE_S, Lines, Network, Node
 
@@ -60,6 +60,18 @@ def test_time_stops_at_its_limit() -> None:
     clock = Clock()
     clock.after(9.0, None, lambda _: None)
     assert not clock.run(until=lambda: False, limit_s=5.0) and clock.now == 0.0
+
+
+def test_what_calls_itself_for_ever_at_one_instant_is_ended() -> None:
+    clock, seen = Clock(), list[float]()
+
+    def again(delay_s: float) -> None:
+        seen.append(delay_s)
+        clock.after(delay_s, None, again, delay_s)
+
+    clock.soon(None, again, 0.0)
+    assert not clock.run(until=lambda: False, limit_s=5.0) and clock.now == 0.0
+    assert len(seen) == MOST_AT_ONCE
 
 
 def test_a_stopped_process_does_afterwards_what_came_due_and_a_dead_one_nothing() -> None:

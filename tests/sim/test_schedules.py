@@ -161,17 +161,19 @@ def blind_decide(
 ) -> Decision:
     """`decide` without its look for duplicates."""
     members = sorted(members, key=lambda member: member.peer)
-    ledgers = tuple(m.done for m in members)
+    done = {m.peer: m.done for m in members}
     seen, single = 0, list[MemberStep]()
     for m in members:
         single.append(replace(m, done=m.done & ~seen))
         seen |= m.done
-    if current is not None and current.ledgers == ledgers:
-        current = replace(current, ledgers=tuple(m.done for m in single))
+    if current is not None and current.ledgers == tuple(done.get(p) for p in current.members):
+        kept = {m.peer: m.done for m in single}
+        current = replace(current, ledgers=tuple(kept[p] for p in current.members))
     decision = real_decide(run, stage, t, microbatches, numel, single, current)
     if not isinstance(decision, Reduce):
         return decision
     plan = decision.plan
+    ledgers = tuple(done[p] for p in plan.members)
     name = rounds.round_id(run, stage, t, plan.number, plan.members, ledgers)
     return Reduce(replace(plan, round=name, ledgers=ledgers))
 
