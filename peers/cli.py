@@ -73,6 +73,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("export", "make one model file of the stages' checkpoints"),
     ("generate", "let a trained model continue a text"),
     ("eval", "how well a trained model knows a text"),
+    ("simulate", "how fast a run would be on machines that are only described"),
 )
 
 ADDRESS = "/ip4/192.0.2.7/tcp/31337/p2p/12D3Koo..."
@@ -127,6 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
     _export(add["export"])
     _generate(add["generate"])
     _eval(add["eval"])
+    _simulate(add["simulate"])
     return parser
 
 
@@ -414,6 +416,36 @@ def _eval(parser: argparse.ArgumentParser) -> None:
     _common(parser, events=False)
 
 
+def _simulate(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "examples:\n"
+        "  swarm simulate --manifest run.toml --devices devices.toml\n"
+        "  swarm simulate --manifest run.toml --devices devices.toml --trace spot.json --plot x.png"
+    )
+    parser.add_argument(
+        "--manifest", type=Path, required=True, metavar="FILE", help="the terms of the run (TOML)"
+    )
+    parser.add_argument(
+        "--devices", type=Path, required=True, metavar="FILE", help="the machines and their lines (TOML)"
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="how many of them are up when: lines of `seconds,count`, or JSON with metadata.gap_seconds and "
+        "data (default: all, for ever)",
+    )
+    parser.add_argument(
+        "--hours", type=_hours, default=1.0, metavar="H", help="of virtual time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=_at_least(0), default=0, metavar="N", help="of all chance (default: %(default)s)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw it, too; needs matplotlib")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    _common(parser, events=False)
+
+
 def _weights(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the weights")
     source = group.add_mutually_exclusive_group(required=True)
@@ -544,6 +576,13 @@ def _temperature(text: str) -> float:
     return _number(text, 100, "a temperature: 0 to 100")
 
 
+def _hours(text: str) -> float:
+    hours = _number(text, 10_000.0, "a number of hours: above 0, up to 10000")
+    if not hours:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hours: above 0, up to 10000")
+    return hours
+
+
 def _seconds(text: str) -> float:
     return _number(text, 86_400, "a number of seconds, 0 to 86400")
 
@@ -659,6 +698,13 @@ def _run_eval(args: argparse.Namespace) -> int:
     return Exit.OK
 
 
+def _run_simulate(args: argparse.Namespace) -> int:
+    from peers.simulate import SimulateOptions, run_simulate
+
+    run_simulate(options(SimulateOptions, args))
+    return Exit.OK
+
+
 def _with_signals(
     run: Callable[[], Coroutine[Any, Any, Any]],
     leave: Callable[[], Coroutine[Any, Any, None]] | None,
@@ -729,6 +775,7 @@ RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "keeper": _run_role,
     "export": _run_export,
     "eval": _run_eval,
+    "simulate": _run_simulate,
 }
 
 

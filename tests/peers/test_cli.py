@@ -36,6 +36,7 @@ NEEDED = {
     "export": ["--checkpoint-dir", "ckpt", "--out", "model.safetensors"],
     "generate": ["--checkpoint-dir", "ckpt"],
     "eval": ["--model", "model.safetensors"],
+    "simulate": ["--manifest", "run.toml", "--devices", "devices.toml"],
 }
 
 
@@ -109,6 +110,8 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
         (["eval"], "one of the arguments --model --checkpoint-dir is required"),
         (["generate", *NEEDED["generate"], "--model", "m"], "not allowed with argument --checkpoint-dir"),
         (["export", *NEEDED["export"], "--step", "last"], "'last' is not a whole number of at least 0"),
+        (["simulate"], "the following arguments are required: --manifest, --devices"),
+        (["simulate", *NEEDED["simulate"], "--hours", "0"], "'0' is not a number of hours: above 0"),
         (["demo", "--preempt", "x"], "'x' is not a whole number of at least 0"),
         (["demo", "--step", "3"], "unrecognized arguments: --step 3"),
         (["demo", "--codec", "zip"], "invalid choice: 'zip'"),

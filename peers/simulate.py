@@ -1,0 +1,263 @@
+"""`swarm simulate`: how fast a run would be on machines that are only described. Needs none of them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swarm.errors import SetupError
+from swarm.ids import Stage
+from swarm.plan.network import Job, Network, read_devices
+from swarm.run import Run, load_run
+from swarm.sim.throughput.engine import NOBODY, simulate
+from swarm.sim.throughput.report import Report, Settings
+from swarm.sim.throughput.spread import check_fit, spread
+from swarm.sim.throughput.trace import Trace, read_trace
+
+BINS = 20
+"""Lines of the chart of throughput over time, at most."""
+WIDTH = 40
+MOVES_SHOWN = 5
+LEAST_BIN_S = 1.0
+ACTIVATIONS_OF_A_BLOCK = 16
+"""Numbers of the width of the model that autograd keeps of a block, per token: inputs of its products,
+attention's queries, keys and values, and what the feed-forward part has inside, about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions:
+    """What to simulate, and what to show."""
+
+    manifest: Path
+    """The terms of the run."""
+    devices: Path
+    """The machines and what lies between them: `swarm.plan.network.EXAMPLE` shows one."""
+    trace: Path | None = None
+    """How many of the devices are up when; None: all, for ever."""
+    hours: float = 1.0
+    """Of virtual time; a trace that is shorter ends it."""
+    seed: int = 0
+    json: bool = False
+    plot: Path | None = None
+    """A PNG to write."""
+
+
+def run_simulate(options: SimulateOptions) -> None:
+    """Simulate, and print what came of it.
+
+    Raises:
+        SetupError: a file that cannot be read or says what cannot be; matplotlib is needed and absent.
+    """
+    if options.plot is not None:
+        _pyplot()  # said before an hour is simulated, not after
+    run = load_run(options.manifest)
+    network = read_devices(_text(options.devices))
+    trace = read_trace(_text(options.trace), options.trace.name) if options.trace is not None else None
+    report = simulate_run(run, network, trace, end_s=3600.0 * options.hours, seed=options.seed)
+    if options.plot is not None:
+        plot(report, run, options.plot)
+    if options.json:
+        print(json.dumps(as_json(report, run)))
+    else:
+        print(render(report, run, network))
+
+
+def simulate_run(run: Run, network: Network, trace: Trace | None, *, end_s: float, seed: int) -> Report:
+    """The run on the network; with a trace every device goes where it is needed when it comes."""
+    job = job_of(run)
+    check_fit(network, job)
+    if trace is not None:
+        end_s = min(end_s, trace.end_s)
+    layout = spread(network, job) if trace is None else [NOBODY] * len(network)
+    settings = Settings(
+        delayed_updates=run.delayed_updates,
+        rebalance_every_s=run.rebalance_every_s,
+        checkpoint_every=run.checkpoint_every or 1_000_000,
+        bin_s=max(LEAST_BIN_S, end_s / BINS),
+    )
+    return simulate(network, job, layout, end_s=end_s, settings=settings, trace=trace, seed=seed)
+
+
+def job_of(run: Run) -> Job:
+    """The work of one step of a run, from its manifest alone.
+
+    Raises:
+        SetupError: the audit model does no arithmetic that could be reckoned.
+    """
+    from swarm.model.gpt import layer_flops, layer_split
+    from swarm.model.layout import empty_state, stage_layout
+    from swarm.wire.meta import ITEM_BYTES, TensorMeta, encoded_sizes
+    from swarm.wire.tensors import boundary_meta, input_metas
+
+    if run.model.kind != "gpt":
+        raise SetupError(f"model.kind = {run.model.kind!r} computes nothing: simulate a run of kind gpt")
+    tokens = run.batch.microbatch_size * run.data.sequence_length
+    block, head = layer_flops(run.model, run.data.sequence_length)
+    layers = [len(layers) for layers in layer_split(run)]
+    stages = range(run.S)
+    sum_dtype = "int64" if run.adds_exactly else run.dtype
+    codec = "none" if run.adds_exactly else run.codec.reduce
+
+    def boundary_bytes(stage: Stage) -> float:
+        return float(sum(sum(encoded_sizes(meta)) for meta in input_metas(run, stage)))
+
+    def reduce_bytes(numel: int) -> float:
+        return float(sum(encoded_sizes(TensorMeta((numel,), sum_dtype, codec))))
+
+    kept = ACTIVATIONS_OF_A_BLOCK * run.model.hidden * tokens * ITEM_BYTES[run.dtype]
+    return Job(
+        stages=run.S,
+        microbatches=run.M,
+        forward_flops=tuple(2.0 * tokens * (layers[s] * block + head * (s == run.S - 1)) for s in stages),
+        forward_bytes=tuple(boundary_bytes(s) for s in stages[1:]),
+        backward_bytes=tuple(
+            float(sum(encoded_sizes(boundary_meta(run, run.codec.backward)))) for _ in stages[1:]
+        ),
+        gradient_bytes=tuple(reduce_bytes(stage_layout(run, s).numel) for s in stages),
+        state_bytes=tuple(
+            float(sum(t.numel() * t.element_size() for t in empty_state(run, s).values())) for s in stages
+        ),
+        activation_bytes=tuple(float(kept * layers[s]) for s in stages),
+    )
+
+
+# --- what came of it ----------------------------------------------------------------------------------------
+
+
+def over_time(report: Report) -> list[tuple[float, float]]:
+    """(end of the bin in s, microbatches answered a second in it)."""
+    found: list[tuple[float, float]] = []
+    start_s = 0.0
+    while start_s < report.end_s:
+        number = len(found)
+        end_s = min(report.end_s, start_s + report.bin_s)
+        answered = report.answered[number] if number < len(report.answered) else 0
+        found.append((end_s, answered / (end_s - start_s)))
+        start_s += report.bin_s
+    return found
+
+
+def as_json(report: Report, run: Run) -> dict[str, Any]:
+    """One object for programs; times in seconds."""
+    return {
+        "run": run.id,
+        "stages": report.stages,
+        "seconds": report.end_s,
+        "steps": report.version,
+        "microbatches_per_s": report.per_s,
+        "tokens_per_s": _tokens_per_s(report, run),
+        "over_time": [[round(end_s, 3), rate] for end_s, rate in over_time(report)],
+        "utilisation": report.utilisation,
+        "moves": [
+            {"at_s": m.at_s, "peer": m.peer, "from": m.from_stage, "to": m.to_stage, "why": m.why}
+            for m in report.moves
+        ],
+        "joins": report.joins,
+        "deaths": report.deaths,
+        "replayed": report.replayed,
+        "recomputed": report.recomputed,
+        "went_back": report.eras,
+        "stood_still_s": report.waited_s,
+        "boundary_bytes": report.boundary_bytes,
+        "reduce_bytes": report.reduce_bytes,
+        "download_bytes": report.download_bytes,
+        "events": report.events,
+    }
+
+
+def render(report: Report, run: Run, network: Network) -> str:
+    """The same for people."""
+    lines = [
+        f"{run.name}: {run.S} stages, {run.M} microbatches a step, {len(network)} devices in "
+        f"{len(network.regions)} region{'s' * (len(network.regions) > 1)}",
+        f"{report.version} steps in {_clock(report.end_s)}: {report.per_s:.3g} microbatches/s, "
+        f"{_tokens_per_s(report, run):,.0f} tokens/s",
+        "",
+        "microbatches answered a second, over time",
+    ]
+    rates = over_time(report)
+    most = max((rate for _, rate in rates), default=0.0) or 1.0
+    for at_s, rate in rates:
+        lines.append(f"  {_clock(at_s):>9}  {'█' * round(WIDTH * rate / most):<{WIDTH}}  {rate:.3g}")
+    lines += ["", "devices compute, of their time"]
+    lines += [f"  stage {stage:<3} {share:6.1%}" for stage, share in enumerate(report.utilisation)]
+    lines += [
+        "",
+        f"{report.joins} joined, {report.deaths} vanished; the run went back {report.eras} times and "
+        f"stood still for {_clock(report.waited_s)}",
+        f"{report.replayed} microbatches replayed; computed for nothing: {_share(report)}",
+        f"sent: {_bytes(report.boundary_bytes)} between stages, {_bytes(report.reduce_bytes)} in reduces, "
+        f"{_bytes(report.download_bytes)} of state",
+        f"{len(report.moves)} moves" + (":" if report.moves else ""),
+    ]
+    lines += [
+        f"  {_clock(m.at_s):>9}  {m.peer}: stage {m.from_stage} → {m.to_stage}; {m.why}"
+        for m in report.moves[:MOVES_SHOWN]
+    ]
+    if len(report.moves) > MOVES_SHOWN:
+        lines.append(f"  … and {len(report.moves) - MOVES_SHOWN} more (--json has all)")
+    return "\n".join(lines)
+
+
+def plot(report: Report, run: Run, path: Path) -> None:
+    """Throughput over time, and what the devices of each stage did with theirs.
+
+    Raises:
+        SetupError: no matplotlib, or the file cannot be written.
+    """
+    pyplot = _pyplot()
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 6), layout="constrained")
+    rates = over_time(report)
+    above.step([at_s / 60 for at_s, _ in rates], [rate for _, rate in rates], where="pre")
+    for move in report.moves:
+        above.axvline(move.at_s / 60, color="0.8", linewidth=1, zorder=0)
+    above.set(xlabel="minutes", ylabel="microbatches/s", ylim=(0, None))
+    above.set_title(f"{run.name}: {report.version} steps")
+    below.bar(range(report.stages), report.utilisation)
+    below.set(xlabel="stage", ylabel="share of time computing", ylim=(0, 1), xticks=range(report.stages))
+    try:
+        figure.savefig(path, format="png", dpi=120)
+    except OSError as error:
+        raise SetupError(f"--plot {path} cannot be written: {error.strerror or error}") from None
+    finally:
+        pyplot.close(figure)
+
+
+def _pyplot() -> Any:
+    try:
+        importlib.import_module("matplotlib").use("agg")
+        return importlib.import_module("matplotlib.pyplot")
+    except ImportError:
+        raise SetupError("--plot needs matplotlib: pip install matplotlib (or 'swarm[plot]')") from None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise SetupError(f"{path} cannot be read: {reason}") from None
+
+
+def _tokens_per_s(report: Report, run: Run) -> float:
+    return report.per_s * run.tokens_per_step / run.M
+
+
+def _share(report: Report) -> str:
+    return f"{report.recomputed / report.computed:.2%}" if report.computed else "nothing"
+
+
+def _clock(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} TB"

@@ -1,0 +1,157 @@
+"""`swarm simulate`: from files to a report, and every mistake in them said."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from peers.cli import Exit, main
+from peers.simulate import SimulateOptions, job_of, render, run_simulate, simulate_run
+from swarm.errors import SetupError
+from swarm.model.gpt import layer_flops
+from swarm.plan.network import read_devices
+from swarm.run import counting_run, demo_run
+from swarm.sim.throughput.report import Moved
+from swarm.sim.throughput.trace import read_trace
+
+DEVICES = """\
+[defaults]
+tflops = 0.01
+memory_gb = 8
+
+[[devices]]
+name = "gpu"
+region = "Oslo"
+count = {count}
+
+[inside]
+latency_ms = 10
+bandwidth_mbps = 500
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    texts = {
+        "manifest": demo_run(stages=2).to_toml(),
+        "devices": DEVICES.format(count=4),
+        "trace": "0,4\n100,3\n200,1\n300,4\n600,4\n",
+    }
+    found = {name: tmp_path / f"{name}.txt" for name in texts}
+    for name, text in texts.items():
+        found[name].write_text(text, encoding="utf-8")
+    return found
+
+
+def simulate(files: dict[str, Path], *more: str, trace: bool = False) -> int:
+    argv = ["simulate", "--manifest", str(files["manifest"]), "--devices", str(files["devices"])]
+    return main([*argv, *(["--trace", str(files["trace"])] if trace else []), *more])
+
+
+def test_a_run_is_told_to_people(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(files, "--hours", "0.05") == Exit.OK
+    shown = capsys.readouterr().out
+    assert "2 stages, 16 microbatches a step, 4 devices in 1 region" in shown
+    assert "in 0:03:00:" in shown and "tokens/s" in shown and shown.count("█") > 100
+    assert "4 joined, 0 vanished" in shown and "0 moves" in shown
+
+
+def test_with_a_trace_programs_get_one_object_and_one_seed_gives_it_again(
+    files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = []
+    for seed in ("1", "1", "2"):
+        assert simulate(files, "--json", "--seed", seed, trace=True) == Exit.OK
+        told.append(json.loads(capsys.readouterr().out))
+    assert told[0] == told[1] != told[2]
+    assert told[0]["seconds"] == 600.0 and told[0]["deaths"] == 3 and told[0]["joins"] == 7
+    assert told[0]["steps"] > 10 and len(told[0]["utilisation"]) == 2 and len(told[0]["over_time"]) == 20
+    answered = sum(rate * 30.0 for _, rate in told[0]["over_time"])
+    assert answered >= told[0]["steps"] * 16 - 1e-6
+
+
+def test_long_lists_of_moves_are_cut() -> None:
+    run, network = demo_run(stages=2), read_devices(DEVICES.format(count=4))
+    report = simulate_run(run, network, None, end_s=30.0, seed=0)
+    report.moves = [Moved(60.0 * i, f"p{i}", 0, 1, "needed there") for i in range(7)]
+    shown = render(report, run, network)
+    assert "7 moves:" in shown and "0:04:00  p4: stage 0 → 1; needed there" in shown
+    assert "p5" not in shown and "… and 2 more (--json has all)" in shown
+
+
+def test_the_job_of_a_run_is_what_its_stages_do_and_send() -> None:
+    run = demo_run(stages=3, codec="none")
+    job = job_of(run)
+    tokens = run.batch.microbatch_size * run.data.sequence_length
+    block, head = layer_flops(run.model, run.data.sequence_length)
+    assert sum(job.forward_flops) == pytest.approx(2 * tokens * (run.model.layers * block + head))
+    assert job.forward_bytes == (tokens * (run.model.hidden * 4 + 1),) * 2
+    assert job.backward_bytes == (tokens * run.model.hidden * 4,) * 2
+    assert run.adds_exactly and all(b % 8 == 0 for b in job.gradient_bytes)
+    assert job.state_bytes[1] == pytest.approx(1.5 * job.gradient_bytes[1], rel=0.01)  # Adam: three float32
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("trace", "0,1\nnever,2\n", "trace.txt, line 2: 'never,2' is not `seconds,instances`"),
+        ("trace", '{"data": []}', "trace.txt: metadata.gap_seconds is None"),
+        ("trace", "0,5\n9,0\n", "the trace has 5 devices up at once, but only 4 are described"),
+        ("devices", DEVICES.format(count=1), "1 devices cannot serve 2 stages: each needs one at least"),
+        ("devices", DEVICES.format(count=4).replace("8", "0.001"), "stage 0 fits into no device: it needs"),
+        ("devices", "[[devices]]\n", "region = None in [[devices]] 1"),
+        ("manifest", "no toml at all", "run"),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused(
+    files: dict[str, Path], name: str, text: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files[name].write_text(text, encoding="utf-8")
+    assert simulate(files, trace=True) == Exit.SETUP
+    shown = capsys.readouterr().err
+    assert said in shown and len(shown.splitlines()) <= 4
+
+
+def test_a_file_that_is_not_there_or_no_text_is_said(
+    files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    files["trace"].write_bytes(b"\xff\xfe\x00")
+    assert simulate(files, trace=True) == Exit.SETUP
+    assert "trace.txt cannot be read: it is not text in UTF-8" in capsys.readouterr().err
+    files["devices"].unlink()
+    assert simulate(files) == Exit.SETUP
+    assert "devices.txt cannot be read: No such file" in capsys.readouterr().err
+
+
+def test_the_audit_model_computes_nothing_to_simulate() -> None:
+    with pytest.raises(SetupError, match=r"model\.kind = 'counting' computes nothing"):
+        job_of(counting_run())
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr("peers.simulate.importlib.import_module", absent)
+    with pytest.raises(SetupError, match="--plot needs matplotlib: pip install matplotlib"):
+        run_simulate(SimulateOptions(manifest=Path(), devices=Path(), plot=Path("x.png")))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_a_plot_is_a_png(files: dict[str, Path]) -> None:
+    png = files["trace"].with_name("out.png")
+    assert simulate(files, "--hours", "0.05", "--plot", str(png)) == Exit.OK
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert simulate(files, "--hours", "0.01", "--plot", str(png.parent / "no" / "x.png")) == Exit.SETUP
+
+
+def test_a_trace_of_a_short_time_ends_the_simulation() -> None:
+    run, network = demo_run(stages=2), read_devices(DEVICES.format(count=4))
+    trace = read_trace("0,2\n45,4\n60,4")
+    assert simulate_run(run, network, trace, end_s=3600.0, seed=0).end_s == 60.0
