@@ -8,14 +8,19 @@ looked at, of which the first two (by pipeline and by stage) always are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import linear_sum_assignment
 
-from swarm.plan.cost import AdditiveCost, AdditiveTerms, additive_cost
+from swarm.errors import SetupError
+from swarm.plan.cost import AdditiveCost, AdditiveTerms, additive_cost, additive_terms
+from swarm.plan.fence import cut_row, fenced_row
 from swarm.plan.grid import Grid
-from swarm.plan.layouts import anneal, clustered_grid, shapes
+from swarm.plan.layouts import anneal, clustered_grid, random_grid, shapes
+from swarm.plan.network import Job, Network
+from swarm.plan.overlap import IDLE, Overlap, StepTime
 
 POPULATION = 10
 NEWCOMERS = 0.3
@@ -27,9 +32,15 @@ HOPELESS = 1.5
 LEAST_HEAT, MOST_HEAT = 0.003, 0.03
 """Of annealing, in parts of the best cost. Outside nothing was found on DT-FM's layouts (2026-11-22)."""
 HOT, HOTTER = 0.1, 10.0
-"""One turn in ten is ten times hotter: small layouts of wild prices have optima that no mild turn reaches."""
+"""One turn in ten starts anywhere, ten times as hot: optima of wild prices may resemble no start."""
 LEAST_STEPS, MOST_STEPS = 200, 600
 """Of one annealing."""
+WALK_STEPS = 1500
+"""Proposals of one annealing of the overlapped objective."""
+MOVES = 0.4
+"""Part of these that move one device; the others swap two."""
+MOST_CLUSTERED = 1024
+"""Devices up to which the overlapped search looks at clusters by distance, whose cost grows with N²."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,13 +124,16 @@ def _evolve(
     """One turn: a member is annealed and takes its own place if better, or a new start joins."""
     best_s = members[0].total_s
     heat_s = best_s * math.exp(rng.uniform(math.log(LEAST_HEAT), math.log(MOST_HEAT)))
-    if rng.random() < HOT:
-        heat_s *= HOTTER
-    if rng.random() < NEWCOMERS:
+    hot = rng.random() < HOT
+    if hot or rng.random() < NEWCOMERS:
         like = members[int(len(members) * rng.random() * rng.random())]
         blur = float(rng.choice(BLURS))
-        start = additive_cost(terms, clustered_grid(terms, like.shape, rng, bands=like.bands, blur=blur))
-        if start.total_s > HOPELESS * best_s:
+        if hot:
+            start = additive_cost(terms, random_grid(grid.size, terms.stages, rng))
+            heat_s *= HOTTER
+        else:
+            start = additive_cost(terms, clustered_grid(terms, like.shape, rng, bands=like.bands, blur=blur))
+        if not hot and start.total_s > HOPELESS * best_s:
             return
         grid.place(start.grid)
         found = additive_cost(terms, anneal(grid, steps=LEAST_STEPS, heat_s=heat_s, rng=rng, stop=over))
@@ -137,3 +151,186 @@ def _evolve(
 
 def _best_of(members: list[_Member]) -> list[_Member]:
     return sorted(members, key=lambda member: member.total_s)[:POPULATION]
+
+
+# --- the overlapped objective -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """A division of devices into stages for the overlapped objective."""
+
+    stage_of: np.ndarray
+    """[N] of every device, or `IDLE`."""
+    step: StepTime
+    starts: dict[str, float]
+    """Predicted seconds of each layout made by rule."""
+    turns: int
+
+
+def search_overlapped(
+    network: Network, job: Job, *, seed: int, budget_s: float, spent_s: Callable[[], float]
+) -> Plan:
+    """A division of small predicted step time, with as many replicas of each stage as are good for it.
+
+    Never worse than any layout in `starts`. Devices that only hold the others up stay idle.
+
+    Raises:
+        SetupError: fewer devices than stages, or a stage that no device can hold.
+    """
+    rng = np.random.default_rng(seed)
+    overlap = Overlap(network, job)
+    begun = [(name, repaired(overlap, of_N)) for name, of_N in _starts(network, job, rng)]
+    starts = {name: overlap.predict(of_N).total_s for name, of_N in begun}
+    members = sorted((starts[name], order, of_N) for order, (name, of_N) in enumerate(begun))[:4]
+    heat_of = [members[0][0] * heat for heat in (0.01, 0.003, 0.1)]
+    best_s, _, best = members[0]
+    best = best.copy()
+    turns = 0
+    kinds = _kinds(network)
+    while spent_s() < budget_s and len(network) > 1 and job.stages > 1:
+        total_s, order, of_N = members[turns % len(members)]
+        heat_s = heat_of[(turns // len(members)) % len(heat_of)]
+        turns += 1
+        walked, lowest_s = _walk(overlap, of_N, kinds, heat_s, rng, lambda: spent_s() >= budget_s)
+        if lowest_s < total_s:
+            members[(turns - 1) % len(members)] = (lowest_s, order, walked)
+        if lowest_s < best_s:
+            best_s, best = lowest_s, walked.copy()
+    return Plan(best, overlap.predict(best), starts, turns)
+
+
+def baselines(network: Network, job: Job, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
+    """What to compare with: index order (Megatron's), and a random one."""
+    count = len(network)
+    even = np.arange(count) * job.stages // count
+    yield "megatron", even
+    yield "random", rng.permutation(even)
+
+
+def _starts(network: Network, job: Job, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
+    yield from baselines(network, job, rng)
+    row = fenced_row(network)
+    fenced = cut_row(network, job, row)
+    yield "fence", fenced
+    dealt = np.empty_like(fenced)
+    dealt[row] = np.arange(len(row)) % job.stages
+    yield "pipelines", dealt
+    yield "speed", balanced(network, job)
+    # Few devices have little to exchange: where lines are slow, the fastest alone may be faster than all.
+    swift = np.argsort([-device.flops_per_s for device in network.devices], kind="stable")
+    for many in (1, 2, 4):
+        if job.stages * many < len(network):
+            alone = np.full(len(network), IDLE)
+            chosen = np.isin(row, swift[: job.stages * many])
+            alone[row[chosen]] = np.arange(job.stages * many) // many
+            yield f"the fastest {job.stages * many}", alone
+    if len(network) % job.stages == 0 and len(network) // job.stages > 1 and len(network) <= MOST_CLUSTERED:
+        terms = additive_terms(
+            network,
+            stages=job.stages,
+            gradient_bytes=max(job.gradient_bytes),
+            activation_bytes=max(job.forward_bytes, default=0.0),
+        )
+        for shape in shapes(terms.stages, terms.replicas):
+            if shape[0] * shape[1] == 1:
+                continue
+            grid = clustered_grid(terms, shape, rng, bands=True)
+            of_N = np.empty(len(network), dtype=np.int64)
+            for stage, row_D in enumerate(grid):
+                of_N[row_D] = stage
+            yield f"clusters {shape[0]} × {shape[1]}", of_N
+
+
+def balanced(network: Network, job: Job) -> np.ndarray:
+    """[N] stages: each device, the fastest first, to the stage that has least speed for its work."""
+    speed_S, work_S = np.zeros(job.stages), np.maximum(np.array(job.forward_flops), 1e-12)
+    of_N = np.empty(len(network), dtype=np.int64)
+    for i in np.argsort([-device.flops_per_s for device in network.devices], kind="stable"):
+        of_N[i] = int((speed_S / work_S).argmin())
+        speed_S[of_N[i]] += network.devices[i].flops_per_s
+    return of_N
+
+
+def repaired(overlap: Overlap, stage_of: np.ndarray) -> np.ndarray:
+    """The same division with every device in a stage that it can hold, and a device in every stage.
+
+    Raises:
+        SetupError: not even the assignment of one device to each stage is possible.
+    """
+    fits_SN, of_N = overlap.fits_SN, stage_of.copy()
+    stages, devices = fits_SN.shape
+    for i in range(devices):
+        if of_N[i] != IDLE and not fits_SN[of_N[i], i]:
+            able = np.flatnonzero(fits_SN[:, i])
+            counts = np.bincount(of_N[of_N >= 0], minlength=stages)
+            of_N[i] = int(able[counts[able].argmin()]) if len(able) else IDLE
+    if len(np.unique(of_N[of_N >= 0])) == stages:
+        return of_N
+    # One device for each stage, as many as can be where they are; all others may stay where they are.
+    price_SN = np.where(fits_SN, 1.0, 1e6) - (np.arange(stages)[:, None] == of_N) * fits_SN
+    stage_of_one, one = linear_sum_assignment(price_SN)
+    if not fits_SN[stage_of_one, one].all():
+        short = int(stage_of_one[~fits_SN[stage_of_one, one]][0])
+        raise SetupError(
+            f"too few devices have the memory for stage {short}: those that could hold it are needed for "
+            "others"
+        )
+    of_N[one] = stage_of_one
+    return of_N
+
+
+def _kinds(network: Network) -> list[int]:
+    """Of every device: alike in everything but the name have the same number."""
+    seen: dict[tuple[float, ...], int] = {}
+    return [
+        seen.setdefault((d.region, d.flops_per_s, d.memory_bytes, d.upload_bps, d.download_bps), len(seen))
+        for d in network.devices
+    ]
+
+
+def _walk(
+    overlap: Overlap,
+    start: np.ndarray,
+    kinds: list[int],
+    heat_s: float,
+    rng: np.random.Generator,
+    over: Callable[[], bool],
+) -> tuple[np.ndarray, float]:
+    """Annealing by moves and swaps of single devices; returns the best division met, and its seconds."""
+    of_N, stages, devices = start.copy(), overlap.job.stages, len(start)
+    count_S = np.bincount(of_N[of_N >= 0], minlength=stages)
+    here_s = overlap.soft_s(of_N)
+    best, best_s = of_N.copy(), overlap.predict(of_N).total_s
+    for step in range(WALK_STEPS):
+        if over():
+            break
+        i, j = (int(rng.integers(devices)) for _ in range(2))
+        a, b = int(of_N[i]), int(of_N[j])
+        if rng.random() < MOVES:  # else a swap
+            b = IDLE if rng.random() < 0.1 else int(rng.integers(stages))
+            j = -1
+        if a == b or (a != IDLE and j < 0 and count_S[a] == 1):
+            continue
+        if not _may(overlap, i, b) or (j >= 0 and (kinds[i] == kinds[j] or not _may(overlap, j, a))):
+            continue
+        of_N[i] = b
+        if j >= 0:
+            of_N[j] = a
+        after_s = overlap.soft_s(of_N)
+        heat_now_s = heat_s * (1.0 - step / WALK_STEPS) + 1e-12
+        if after_s <= here_s or rng.random() < math.exp((here_s - after_s) / heat_now_s):
+            here_s = after_s
+            count_S = np.bincount(of_N[of_N >= 0], minlength=stages)
+            total_s = overlap.predict(of_N).total_s
+            if total_s < best_s:
+                best, best_s = of_N.copy(), total_s
+        else:
+            of_N[i] = a
+            if j >= 0:
+                of_N[j] = b
+    return best, best_s
+
+
+def _may(overlap: Overlap, device: int, stage: int) -> bool:
+    return stage == IDLE or bool(overlap.fits_SN[stage, device])
