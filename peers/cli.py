@@ -73,6 +73,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("export", "make one model file of the stages' checkpoints"),
     ("generate", "let a trained model continue a text"),
     ("eval", "how well a trained model knows a text"),
+    ("plan", "which machine should serve which stage, and how fast that will be"),
     ("simulate", "how fast a run would be on machines that are only described"),
 )
 
@@ -128,6 +129,7 @@ def build_parser() -> argparse.ArgumentParser:
     _export(add["export"])
     _generate(add["generate"])
     _eval(add["eval"])
+    _plan(add["plan"])
     _simulate(add["simulate"])
     return parser
 
@@ -416,6 +418,30 @@ def _eval(parser: argparse.ArgumentParser) -> None:
     _common(parser, events=False)
 
 
+def _plan(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "example:\n  swarm plan --manifest run.toml --devices devices.toml --budget 10"
+    parser.add_argument(
+        "--manifest", type=Path, required=True, metavar="FILE", help="the terms of the run (TOML)"
+    )
+    parser.add_argument(
+        "--devices",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the machines and what lies between them (TOML)",
+    )
+    parser.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--budget",
+        type=_seconds,
+        default=5.0,
+        metavar="S",
+        help="CPU seconds to search for (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    _common(parser, events=False)
+
+
 def _simulate(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "examples:\n"
@@ -698,6 +724,13 @@ def _run_eval(args: argparse.Namespace) -> int:
     return Exit.OK
 
 
+def _run_plan(args: argparse.Namespace) -> int:
+    from peers.plan import PlanOptions, run_plan
+
+    run_plan(options(PlanOptions, args))
+    return Exit.OK
+
+
 def _run_simulate(args: argparse.Namespace) -> int:
     from peers.simulate import SimulateOptions, run_simulate
 
@@ -775,6 +808,7 @@ RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "keeper": _run_role,
     "export": _run_export,
     "eval": _run_eval,
+    "plan": _run_plan,
     "simulate": _run_simulate,
 }
 

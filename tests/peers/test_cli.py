@@ -36,6 +36,7 @@ NEEDED = {
     "export": ["--checkpoint-dir", "ckpt", "--out", "model.safetensors"],
     "generate": ["--checkpoint-dir", "ckpt"],
     "eval": ["--model", "model.safetensors"],
+    "plan": ["--manifest", "run.toml", "--devices", "devices.toml"],
     "simulate": ["--manifest", "run.toml", "--devices", "devices.toml"],
 }
 
