@@ -39,6 +39,19 @@ class Request(Protocol):
 Handler: TypeAlias = Callable[[Request], Awaitable[Answer]]
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What the line between this peer and another can do; 0 = not measured."""
+
+    rtt_s: float = 0.0
+    bandwidth_bps: float = 0.0
+    """Bits per second that came from the other."""
+
+
+PROBE_BYTES = 64 * 1024
+"""A body of so much tells the bandwidth: it takes 5 ms at 100 Mbit/s, far more than a read is late."""
+
+
 class Transport(Protocol):
     """Calls between peers. A call is answered with `accepted`, `alive` each second, then the result."""
 
@@ -52,6 +65,11 @@ class Transport(Protocol):
     @property
     def received_bytes(self) -> Mapping[PeerId, int]:
         """Bytes received so far, by the peer at the other end."""
+        ...
+
+    @property
+    def lines(self) -> Mapping[PeerId, Line]:
+        """What is known of the lines to others, from what passed over them."""
         ...
 
     def serve(self, method: str, handler: Handler, *, max_body_bytes: int = 0) -> None:

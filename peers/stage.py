@@ -11,6 +11,7 @@ Knows ports only: the same class runs over libp2p and in memory.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,8 @@ from peers.disk.shelf import Shelf
 from peers.downstream import NextStage
 from peers.faultpoints import fault_point
 from peers.handover import HandOver
-from peers.ports import Answer, Directory, Request, Transport
+from peers.lines import LineProber
+from peers.ports import Answer, Directory, Line, Request, Transport
 from peers.probe import Prober
 from peers.reduce import AllReduce, RoundVoid
 from peers.roll import Roll
@@ -121,6 +123,7 @@ class StagePeer:
         self._transport, self._directory = transport, directory
         self.core = StageCore(run, stage, transport.peer_id, compute, emit)
         self.router = Router(Bans(probed=True))
+        self._lines = LineProber(run.id, transport, directory, random.Random())
         self._prober = Prober(run.id, transport, directory, self.router.bans)
         next_stage = None
         if stage < run.S - 1:
@@ -180,8 +183,8 @@ class StagePeer:
                 )
             )  # fmt: skip
             often = [
-                self.council.run(), self._prober.run(), self._announce_often(), self._bring_back_often(),
-                self._watch_device(),
+                self.council.run(), self._prober.run(), self._lines.run(), self._announce_often(),
+                self._bring_back_often(), self._watch_device(),
             ]  # fmt: skip
             if self._run.rebalance_every_s:
                 often.append(self._rebalance_often())
@@ -640,10 +643,14 @@ class StagePeer:
         step = core.steps.get(core.version)
         losses = self.council.whole_run.losses
         sent, received = self._transport.sent_bytes, self._transport.received_bytes
+        lines, unknown = self._transport.lines, Line()
         traffic = [
-            LinkStatus(peer=peer, bytes_in=received.get(peer, 0), bytes_out=sent.get(peer, 0))
+            LinkStatus(
+                peer=peer, bytes_in=received.get(peer, 0), bytes_out=sent.get(peer, 0),
+                rtt_s=lines.get(peer, unknown).rtt_s, bandwidth_bps=lines.get(peer, unknown).bandwidth_bps,
+            )
             for peer in {*sent, *received}
-        ]
+        ]  # fmt: skip
         links = tuple(sorted(traffic, key=lambda link: (-link.bytes_in - link.bytes_out, link.peer)))
         status = PeerStatus(
             peer=core.me, stage=self.stage, era=core.era, version=core.version, state=self._state,

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from peers.net.gauge import LineGauge
 from peers.ports import Answer, Buffer
 from swarm.errors import BadAnswer, Busy, PeerFault, PeerGone, PeerSilent, SwarmError, from_wire, short
 from swarm.ids import PeerId
@@ -184,6 +185,8 @@ class FrameLink(asyncio.BufferedProtocol):
 
     def __init__(self) -> None:
         self.peer: PeerId = ""
+        self.gauge = LineGauge()
+        """The transport has one for all links with a peer."""
         self.sent_bytes = 0
         self.received_bytes = 0
         self.closed = asyncio.get_running_loop().create_future()
@@ -208,6 +211,11 @@ class FrameLink(asyncio.BufferedProtocol):
         self._last_byte = self._loop.time()
         self._last_tick = self._last_byte
         self._ticker: asyncio.TimerHandle | None = None
+
+    @property
+    def last_byte_at(self) -> float:
+        """When something came last, on the clock of the event loop."""
+        return self._last_byte
 
     # -- what subclasses say --------------------------------------------------------------------
 
@@ -440,12 +448,21 @@ class FrameLink(asyncio.BufferedProtocol):
 class _Pending:
     """A call whose answer the caller waits for."""
 
-    __slots__ = ("future", "header", "max_answer_bytes", "outgoing", "sink")
+    __slots__ = ("future", "header", "heard", "max_answer_bytes", "outgoing", "since", "sink", "size")
 
     def __init__(
-        self, future: asyncio.Future[Answer], max_answer_bytes: int, outgoing: Outgoing | None
+        self,
+        future: asyncio.Future[Answer],
+        max_answer_bytes: int,
+        outgoing: Outgoing | None,
+        *,
+        size: int,
+        since: float,
     ) -> None:
         self.future, self.max_answer_bytes, self.outgoing = future, max_answer_bytes, outgoing
+        self.size, self.since, self.heard = size, since, False
+        """Bytes of the call; when it was made, then when its answer began; whether the other end has said
+        anything to it."""
         self.sink: Sink | None = None
         self.header = b""
 
@@ -492,7 +509,10 @@ class CallerLink(FrameLink):
         frame = frames.pack_call(call, method, header, [part.nbytes for part in body])
         self._newest = call
         outgoing = Outgoing(call, body, frames.WINDOW_BYTES)
-        pending = _Pending(self._loop.create_future(), max_answer_bytes, outgoing if outgoing.left else None)
+        pending = _Pending(
+            self._loop.create_future(), max_answer_bytes, outgoing if outgoing.left else None,
+            size=len(frame) + outgoing.left, since=self._loop.time(),
+        )  # fmt: skip
         if not self._calls:
             self._waiting_since = self._loop.time()
         self._calls[call] = pending
@@ -531,6 +551,9 @@ class CallerLink(FrameLink):
         pending = self._calls.get(prefix.call)
         if pending is None:
             return  # given up before
+        if not pending.heard:
+            pending.heard = True
+            self.gauge.answered(self._last_byte - pending.since, pending.size)
         if prefix.kind is Kind.ACCEPT:
             self._accepted(pending)
         elif pending.sink is not None:
@@ -559,13 +582,14 @@ class CallerLink(FrameLink):
             return
         if pending.outgoing is not None and pending.outgoing in self._bulk:
             self._bulk.remove(pending.outgoing)  # it is answered: the rest of the body is of no use
-        pending.header = result.header
+        pending.header, pending.size, pending.since = result.header, total, self._last_byte
         pending.sink = Sink(result.body_sizes)
         self._finish_if_complete(call, pending)
 
     def _finish_if_complete(self, call: int, pending: _Pending) -> None:
         if pending.sink is not None and not pending.sink.left:
             del self._calls[call]
+            self.gauge.received(pending.size, self._last_byte - pending.since)
             if not pending.future.done():
                 pending.future.set_result(Answer(pending.header, pending.sink.buffers))
 
@@ -630,6 +654,7 @@ class ServedCall:
         self.refusal: SwarmError | None = None
         """Why the body cannot be had any more."""
         self.waiter: asyncio.Future[None] | None = None
+        self.announced_at = link.last_byte_at
         self.accepted_at = 0.0
         self._link = link
 
@@ -751,8 +776,14 @@ class CalleeLink(FrameLink):
 
     def _chunk_done(self, sink: Sink | EarlySink) -> None:
         served = self._receiving.get(self._sink_call)
-        if served is None or served.sink is None or served.sink.left:
+        if served is None:
             return
+        early = served.early
+        if early is not None and early.received == early.announced:
+            self.gauge.received(served.total, self._last_byte - served.announced_at)
+        if served.sink is None or served.sink.left:
+            return
+        self.gauge.received(served.total, self._last_byte - served.announced_at)
         del self._receiving[self._sink_call]
         if served.waiter is not None and not served.waiter.done():
             served.waiter.set_result(None)

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from peers.net.control import ControlError, DaemonControl, check_response, stream_peer
 from peers.net.faults import Faults
+from peers.net.gauge import LineGauge
 from peers.net.links import SILENCE_S, CalleeLink, CallerLink, ServedCall, flat
-from peers.ports import Answer, Buffer, Handler
+from peers.ports import Answer, Buffer, Handler, Line
 from peers.waiting import happens, within
 from swarm.errors import (
     BadAnswer,
@@ -94,6 +95,7 @@ class NetTransport:
         self.on_gone: Callable[[PeerId], None] | None = None
         """Told when the last stream that a peer had opened to us ended: it died, or left."""
         self._received: Counter[PeerId] = Counter()
+        self._gauges: dict[PeerId, LineGauge] = {}
         self._logged: dict[PeerId, float] = {}
         self._closed: str = ""
         self._back = asyncio.Event()
@@ -213,6 +215,7 @@ class NetTransport:
                 lambda request: CallerLink(peer, request, self._silence_s), peer, PROTOCOL
             )
             assert link is not None
+            link.gauge = self._gauge(peer)
             left = max(0.0, deadline - asyncio.get_running_loop().time())
             check_response(await within(link.opened, left))
         except ControlError as error:
@@ -319,6 +322,7 @@ class NetTransport:
     def _introduced(self, link: CalleeLink, message: bytes) -> None:
         """p2pd says who opened the stream."""
         link.peer = stream_peer(message)
+        link.gauge = self._gauge(link.peer)
         links = self._callers[link.peer]
         links.append(link)
         if len(links) > MAX_LINKS_PER_PEER:
@@ -414,6 +418,18 @@ class NetTransport:
         for link in [*self._links.values(), *self._incoming]:
             total[link.peer] += getattr(link, attribute)
         return total
+
+    def _gauge(self, peer: PeerId) -> LineGauge:
+        """The one that looks at the line to `peer`; of too many the oldest is forgotten."""
+        gauge = self._gauges.setdefault(peer, LineGauge())
+        if len(self._gauges) > MAX_LINKS:
+            del self._gauges[next(iter(self._gauges))]
+        return gauge
+
+    @property
+    def lines(self) -> dict[PeerId, Line]:
+        """What is known of the lines to others."""
+        return {peer: gauge.line for peer, gauge in self._gauges.items()}
 
     @property
     def links(self) -> tuple[int, int]:

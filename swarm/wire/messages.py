@@ -199,6 +199,12 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True):
     ok: bool = True
 
 
+class ProbeLine(msgspec.Struct, frozen=True, kw_only=True):
+    """Send my body back: how long that takes tells what our line can do."""
+
+    run: str
+
+
 class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     t: int
     lacking: bytes
@@ -385,11 +391,15 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What went to and came from one other peer, in bytes, frames and heartbeats included."""
+    """What went to and came from one other peer, in bytes, frames and heartbeats included, and how fast."""
 
     peer: PeerId
     bytes_in: int
     bytes_out: int
+    rtt_s: float = 0.0
+    """Round trip; 0 = not measured."""
+    bandwidth_bps: float = 0.0
+    """Bits per second that came from it; 0 = not measured."""
 
 
 class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):

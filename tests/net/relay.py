@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,10 @@ class Relay:
         self.dials: list[PeerId] = []
         self.disconnects: list[tuple[PeerId, PeerId]] = []
         self.strangers: list[RawCallee] = []
+        self.latency_s = 0.0
+        """One way."""
+        self.bandwidth_bps = 0.0
+        """0 = as fast as it goes."""
         self._running: dict[PeerId, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._transports: list[NetTransport] = []
@@ -88,7 +93,9 @@ class Relay:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, source: PeerId, target: PeerId
     ) -> None:
         with contextlib.suppress(OSError):
-            while data := await reader.read(1 << 18):
+            while data := await reader.read(1 << 18 if not self.bandwidth_bps else 4096):
+                if self.latency_s or self.bandwidth_bps:
+                    await asyncio.sleep(self.latency_s + 8 * len(data) / (self.bandwidth_bps or math.inf))
                 await self._running[source].wait()
                 await self._running[target].wait()
                 writer.write(data)

@@ -93,6 +93,25 @@ async def test_header_and_buffers_arrive_as_they_were_sent(
     assert [bytes(part) for part in answer.body] == body
 
 
+async def test_what_a_line_can_do_is_seen_from_what_passes(
+    relay: Relay, pair: tuple[NetTransport, NetTransport]
+) -> None:
+    """A busy machine makes it look slower, never faster."""
+    caller, callee = pair
+    relay.latency_s = 0.02
+    for _ in range(3):
+        await caller.call(callee.peer_id, "echo", b"small")
+    assert 0.04 <= caller.lines[callee.peer_id].rtt_s < 1.0
+    assert caller.lines[callee.peer_id].bandwidth_bps == 0.0, "nothing large has passed"
+    relay.latency_s, relay.bandwidth_bps = 0.0, 8e6
+    for _ in range(3):
+        await caller.call(callee.peer_id, "echo", b"", [bytes(200_000)], max_answer_bytes=200_000)
+    # What lies in the sockets' buffers comes at once.
+    for line in (caller.lines[callee.peer_id], callee.lines[caller.peer_id]):
+        assert 0.0 < line.bandwidth_bps < 1.3 * 8e6
+    assert 0.04 <= caller.lines[callee.peer_id].rtt_s < 1.0, "a large call tells nothing of it"
+
+
 async def test_buffers_may_be_of_any_shape_and_come_out_writable(
     pair: tuple[NetTransport, NetTransport],
 ) -> None:

@@ -1,0 +1,45 @@
+"""What the line to a peer can do, from what passes over it anyway. No clock: durations are given."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from peers.ports import PROBE_BYTES, Line
+
+SMALL_BYTES = 4096
+"""A call with no more tells the round trip: its own time on the line is 3 ms at 10 Mbit/s."""
+MOST_BPS = 1e12
+"""Faster than any line: the body lay in a buffer when it was looked at."""
+_ROUND_TRIPS = 32
+"""Their least counts: whatever is above it is the work of the other end, or a queue."""
+_BODIES = 15
+"""Their median counts: one that lay in a buffer looks too fast, one that shared the line too slow."""
+
+
+class LineGauge:
+    """Looks at one line."""
+
+    __slots__ = ("_rates_bps", "_round_trips_s")
+
+    def __init__(self) -> None:
+        self._round_trips_s: deque[float] = deque(maxlen=_ROUND_TRIPS)
+        self._rates_bps: deque[float] = deque(maxlen=_BODIES)
+
+    def answered(self, took_s: float, sent_bytes: int) -> None:
+        """The first sign of the other end, so long after a call of so many bytes."""
+        if sent_bytes <= SMALL_BYTES and took_s > 0:
+            self._round_trips_s.append(took_s)
+
+    def received(self, size_bytes: int, took_s: float) -> None:
+        """A body is complete, so long after the header that announced it."""
+        if size_bytes >= PROBE_BYTES:
+            self._rates_bps.append(min(MOST_BPS, 8 * size_bytes / took_s) if took_s > 0 else MOST_BPS)
+
+    @property
+    def line(self) -> Line:
+        """As far as it is known."""
+        rates_bps = sorted(self._rates_bps)
+        return Line(
+            rtt_s=min(self._round_trips_s, default=0.0),
+            bandwidth_bps=rates_bps[len(rates_bps) // 2] if rates_bps else 0.0,
+        )

@@ -1,0 +1,42 @@
+"""What the line to a peer can do, from what passes over it."""
+
+from __future__ import annotations
+
+from peers.net.gauge import MOST_BPS, SMALL_BYTES, LineGauge
+from peers.ports import PROBE_BYTES, Line
+
+
+def test_of_a_new_line_nothing_is_known() -> None:
+    assert LineGauge().line == Line(rtt_s=0.0, bandwidth_bps=0.0)
+
+
+def test_the_quickest_answer_tells_the_round_trip() -> None:
+    gauge = LineGauge()
+    for took_s in (0.3, 0.051, 0.05, 2.0):
+        gauge.answered(took_s, SMALL_BYTES)
+    assert gauge.line.rtt_s == 0.05
+
+
+def test_a_large_call_tells_nothing_of_the_round_trip_and_a_small_body_nothing_of_the_bandwidth() -> None:
+    gauge = LineGauge()
+    gauge.answered(0.3, SMALL_BYTES + 1)
+    gauge.received(PROBE_BYTES - 1, 0.1)
+    assert gauge.line == Line()
+
+
+def test_bodies_that_lay_in_a_buffer_or_shared_the_line_do_not_count_against_the_usual_ones() -> None:
+    gauge = LineGauge()
+    for took_s in (0.1, 0.1, 0.1, 0.0, 1e-9, 5.0, 4.0):
+        gauge.received(125_000, took_s)
+    assert gauge.line.bandwidth_bps == 1e7
+    only = LineGauge()
+    only.received(125_000, 0.0)
+    assert only.line.bandwidth_bps == MOST_BPS
+
+
+def test_a_line_that_became_slower_is_seen_after_a_while() -> None:
+    gauge = LineGauge()
+    for took_s in [0.01] * 40 + [0.1] * 40:
+        gauge.answered(took_s, 100)
+        gauge.received(125_000, took_s)
+    assert gauge.line == Line(rtt_s=0.1, bandwidth_bps=1e7)
