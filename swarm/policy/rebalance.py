@@ -140,7 +140,7 @@ def rebalance(records: Iterable[PeerRecord], *, stages: int, period_s: float, no
     for member in members:
         by_stage[member.stage].append(member)
     anchors = {_anchor(stage, stay, int(now_s // period_s)) for stage, stay in enumerate(by_stage)}
-    download_s = [_download_s(stage, newest, by_stage[stage]) for stage in range(stages)]
+    download_s = _downloads_s(newest, by_stage)
     rescues = _rescue(by_stage, anchors)
     if isinstance(rescues, Stay):
         return rescues
@@ -250,14 +250,20 @@ def _sits_out(peer: PeerId, period: int) -> bool:
     return hashlib.sha256(f"sits out {period} {peer}".encode()).digest()[0] < SITS_OUT * 256
 
 
-def _download_s(stage: Stage, newest: Sequence[PeerRecord], there: Sequence[_Member]) -> float:
-    """How long a newcomer downloads the state of `stage`: from all its members at once."""
-    here = [_between(r.state_bytes, 1.0, MOST_BYTES) for r in newest if r.stage == stage]
-    all_stages = [_between(r.state_bytes, 1.0, MOST_BYTES) for r in newest]
-    state_bytes = _median([b for b in here if b] or [b for b in all_stages if b], default=0.0)
-    uploads = [member.bandwidth_bps for member in there if member.serving]
-    usual_bps = _median([bps for bps in uploads if bps], default=USUAL_BPS)
-    return 8 * state_bytes / max(LEAST_BPS, sum(bps or usual_bps for bps in uploads))
+def _downloads_s(newest: Sequence[PeerRecord], by_stage: Sequence[Sequence[_Member]]) -> list[float]:
+    """Per stage, how long a newcomer downloads its state: from all its members at once."""
+    sizes: list[list[float]] = [[] for _ in by_stage]
+    for record in newest:
+        if size := _between(record.state_bytes, 1.0, MOST_BYTES):
+            sizes[record.stage].append(size)
+    usual_bytes = _median([size for here in sizes for size in here], default=0.0)
+    found: list[float] = []
+    for here, there in zip(sizes, by_stage, strict=True):
+        uploads = [member.bandwidth_bps for member in there if member.serving]
+        usual_bps = _median([bps for bps in uploads if bps], default=USUAL_BPS)
+        all_bps = max(LEAST_BPS, sum(bps or usual_bps for bps in uploads))
+        found.append(8 * _median(here, default=usual_bytes) / all_bps)
+    return found
 
 
 # --- stages that nobody serves ------------------------------------------------------------------------------

@@ -129,9 +129,10 @@ class Fluid:
 
     def join(self, names: Iterable[PeerId], dice: Dice, *, blind: bool = False) -> None:
         """Newcomers, each to the stage of greatest need."""
-        before = self.records()
+        needy: list[Stage] = []
         for name in names:
-            needy = neediest(before if blind else self.records(), stages=self.stages, now_s=self.now_s)
+            if not (blind and needy):
+                needy = neediest(self.records(), stages=self.stages, now_s=self.now_s)
             self.peers[name] = _Peer(dice.pick(needy), self.now_s, self.now_s + self._load_s)
 
     def die(self, names: Iterable[PeerId]) -> None:
@@ -143,6 +144,14 @@ class Fluid:
         self.moves += 1
         self.rescues += not any(peer.stage == to_stage for peer in self.peers.values())
         self.peers[name] = _Peer(to_stage, self.now_s, self.now_s + self._load_s)
+
+    def mark(self) -> int:
+        """This moment, for `since`."""
+        return len(self._pieces)
+
+    def since(self, mark: int) -> Span:
+        """What was done after that moment."""
+        return _span(self._pieces[mark:])
 
     def outcome(self) -> Outcome:
         pieces = self._pieces

@@ -1,0 +1,215 @@
+"""100, 1 000 and 10 000 peers in 32 stages: an hour with churn, and what a decision costs by their number.
+
+    python scripts/bench/scale.py            # five minutes, one core
+    python scripts/bench/scale.py --quick    # 100 and 1 000 peers
+
+`share` is the coarse simulation (`swarm/sim/throughput/fluid.py`): stage speeds and who moves, each decision
+by the real `rebalance` and each joiner's stage by the real `neediest`, but no microbatches. Of n peers, 20 %
+an hour die at random times and as many join, each two minutes after a death; moves and joins take 30 s of
+download. All begin at random stages, as peers that see nobody. `share` is throughput ÷ that of the best assignment at
+every instant; `last_half` of the hour without its unlevelled beginning. Who joins within the same 6 s sees
+none of the others.
+
+Costs are measured CPU time, with the real classes:
+
+    route_us      one `Router.route` in a stage of n / 32 peers, all with answers, and one `answered`
+    rebalance_ms  one `rebalance` of n records, unlevelled; `level_ms`: where nobody needs to move
+    neediest_ms   where a joiner goes
+
+`events_per_s` is the speed of the event simulation of 64 peers in 8 stages; `without_routing` leaves out what
+the Router takes of that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import numpy as np
+from harness import machine, report
+
+from swarm.plan.network import Device, Job, Network
+from swarm.policy.rebalance import Moves, neediest, rebalance
+from swarm.policy.router import Router
+from swarm.records import PeerRecord
+from swarm.sim.dice import Dice
+from swarm.sim.throughput.engine import Simulation
+from swarm.sim.throughput.fluid import Fluid, ours
+from swarm.sim.throughput.report import Settings
+
+STAGES = 32
+HOUR_S = 3600.0
+DIES = 0.2
+"""Of all peers, in an hour."""
+BACK_S = 120.0
+BATCH_S = 6.0
+DOWNLOAD_S = 30.0
+PERIOD_S = 60.0
+COLUMNS = (
+    "peers", "stages", "share", "last_half", "moves", "deaths", "route_us", "rebalance_ms", "level_ms",
+    "neediest_ms",
+)  # fmt: skip
+
+
+def hour(peers: int, *, moving: bool) -> dict[str, Any]:
+    """The coarse hour."""
+    dice, swarm, deaths = Dice(peers), Fluid(STAGES, load_s=DOWNLOAD_S), 0
+    swarm.join((f"p{i:05d}" for i in range(peers)), dice, blind=True)
+    events: list[tuple[float, str]] = [
+        (PERIOD_S * (i + 0.5), "decide") for i in range(int(HOUR_S / PERIOD_S))
+    ]
+    for _ in range(round(DIES * peers)):
+        at_s = BATCH_S * dice.below(int(HOUR_S / BATCH_S))
+        events += [(at_s, "die"), (at_s + BACK_S, "join")]
+    made, half, coming = peers, 0, 0
+    for at_s, what in sorted(events):
+        if coming and (what != "join" or at_s > swarm.now_s):
+            swarm.join((f"p{made + i:05d}" for i in range(coming)), dice, blind=True)
+            made, coming = made + coming, 0
+        if at_s >= HOUR_S:
+            break
+        if at_s >= HOUR_S / 2 and not half:
+            swarm.pass_until(HOUR_S / 2)
+            half = swarm.mark()
+        swarm.pass_until(at_s)
+        if what == "die":
+            swarm.die([dice.pick(list(swarm.peers))])
+            deaths += 1
+        elif what == "join":
+            coming += 1
+        elif moving:
+            for name, to_stage in ours(swarm.records(), STAGES, PERIOD_S, swarm.now_s):
+                swarm.move(name, to_stage)
+    swarm.pass_until(HOUR_S)
+    return {
+        "share": round(swarm.outcome().overall.share, 4),
+        "last_half": round(swarm.since(half).share, 4),
+        "moves": swarm.moves,
+        "deaths": deaths,
+    }
+
+
+def cpu_s(what: Callable[[], object], least_s: float = 0.3) -> float:
+    """CPU seconds of one call, of as many as take long enough."""
+    times, began_s = 0, time.process_time()
+    while (spent_s := time.process_time() - began_s) < least_s:
+        what()
+        times += 1
+    return spent_s / times
+
+
+def route_s(there: int) -> float:
+    router, dice = Router(), Dice(there)
+    names = [f"p{i:05d}" for i in range(there)]
+    router.set_peers(0, names)
+    for _ in range(6):
+        for name in names:
+            router.answered(0, name, dice.between(0.1, 0.4))
+
+    def once() -> None:
+        route = router.route(0, now=1.0, horizon_s=100.0)
+        router.answered(0, route.peer, dice.between(0.1, 0.4))
+
+    return cpu_s(once)
+
+
+def records(peers: int, *, level: bool) -> list[PeerRecord]:
+    dice = Dice(peers)
+    return [
+        PeerRecord(
+            peer=f"p{i:05d}", run="r", stage=i % STAGES if level else dice.below(STAGES), state="serving",
+            version=5, speed=1.0 if level else dice.between(0.5, 2.0), load=4.0, state_bytes=10**8,
+            bandwidth_bps=1e8,
+        )
+        for i in range(peers)
+    ]  # fmt: skip
+
+
+def decisions(peers: int) -> dict[str, Any]:
+    """What each of them costs."""
+    uneven, level = records(peers, level=False), records(peers, level=True)
+
+    def decide(found: list[PeerRecord]) -> object:
+        return rebalance(found, stages=STAGES, period_s=PERIOD_S, now_s=1e6)
+
+    told = decide(uneven)
+    return {
+        "route_us": round(1e6 * route_s(max(1, peers // STAGES)), 1),
+        "rebalance_ms": round(1e3 * cpu_s(lambda: decide(uneven)), 2),
+        "moves_of_one": len(told.moves) if isinstance(told, Moves) else 0,
+        "level_ms": round(1e3 * cpu_s(lambda: decide(level)), 2),
+        "neediest_ms": round(1e3 * cpu_s(lambda: neediest(uneven, stages=STAGES, now_s=1e6)), 2),
+    }
+
+
+class Timed(Simulation):
+    """Counts the CPU seconds of starting microbatches, nearly all of which are the Router's."""
+
+    routing_s = 0.0
+
+    def _launch(self, *args: Any) -> bool:
+        began_s = time.process_time()
+        try:
+            return super()._launch(*args)
+        finally:
+            self.routing_s += time.process_time() - began_s
+
+
+def event_speed() -> dict[str, Any]:
+    devices = tuple(Device(f"d{i}", 0, 1.0) for i in range(64))
+    network = Network(devices, ("here",), np.array([[0.02]]), np.array([[1e9]]))
+    job = Job(
+        stages=8, microbatches=256, forward_flops=(0.1,) * 8, forward_bytes=(1e6,) * 7,
+        backward_bytes=(1e6,) * 7, gradient_bytes=(1e8,) * 8, state_bytes=(0.0,) * 8,
+        activation_bytes=(0.0,) * 8,
+    )  # fmt: skip
+    run = Timed(network, job, [i // 8 for i in range(64)], Settings(rebalance_every_s=0.0), None, 0)
+    began_s = time.process_time()
+    found = run.run(600.0, None)
+    took_s = time.process_time() - began_s
+    return {
+        "peers": 64,
+        "stages": 8,
+        "name": "event simulation",
+        "events": found.events,
+        "events_per_s": round(found.events / took_s),
+        "without_routing": round(found.events / (took_s - run.routing_s)),
+    }
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    text, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peers", nargs="+", type=int, default=[100, 1000, 10_000])
+    parser.add_argument("--quick", action="store_true", help="no more than 1 000 peers")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.peers = [100, 1000]
+    if min(options.peers) < STAGES:
+        parser.error(f"--peers: at least {STAGES}, one for each stage")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    rows: list[dict[str, Any]] = []
+    for peers in options.peers:
+        still = hour(peers, moving=False)
+        one = {"peers": peers, "stages": STAGES, **hour(peers, moving=True), **decisions(peers)}
+        rows.append({**one, "share_without_moves": still["share"]})
+    rows.append(event_speed())
+    print(f"{machine()}; {time.strftime('%Y-%m-%d')}; scale.py {' '.join(sys.argv[1:])}")
+    columns = [*COLUMNS, "share_without_moves", "events_per_s", "without_routing"]
+    report(rows, columns, "an hour with churn, and the cost of decisions")
+
+
+if __name__ == "__main__":
+    main()
