@@ -6,9 +6,9 @@
 `share` is the coarse simulation (`swarm/sim/throughput/fluid.py`): stage speeds and who moves, each decision
 by the real `rebalance` and each joiner's stage by the real `neediest`, but no microbatches. Of n peers, 20 %
 an hour die at random times and as many join, each two minutes after a death; moves and joins take 30 s of
-download. All begin at random stages, as peers that see nobody. `share` is throughput ÷ that of the best assignment at
-every instant; `last_half` of the hour without its unlevelled beginning. Who joins within the same 6 s sees
-none of the others.
+download. All begin at random stages, as peers that see nobody; who joins within the same 6 s sees none of the
+others. `share` is throughput ÷ that of the best assignment at every instant, which is without downloads and
+made of whole peers; `last_half` of the hour leaves out its unlevelled beginning.
 
 Costs are measured CPU time, with the real classes:
 

@@ -18,6 +18,8 @@ The protocol of steps, under random faults, with the real policies of `swarm.pol
     world.py      one swarm and one schedule of faults
     __main__.py   ten thousand of them: `python -m swarm.sim --help`
 
+How fast a swarm is, with the same policies, is asked in `throughput/`: it shares the clock and the dice.
+
 The actors mirror those of `peers`, which cannot be imported from here: a change of the protocol there is made
 here too, and tried on ten thousand schedules.
 """

@@ -29,8 +29,8 @@ MOST_LOAD = 8.0
 CROWDED = 0.97
 """Share of its speed from which on a stage counts as the one where the queue is."""
 
-Moved: TypeAlias = "tuple[PeerId, Stage]"
-Rule: TypeAlias = "Callable[[Sequence[PeerRecord], int, float, float], list[Moved]]"
+Going: TypeAlias = "tuple[PeerId, Stage]"
+Rule: TypeAlias = "Callable[[Sequence[PeerRecord], int, float, float], list[Going]]"
 """(records, stages, period in s, now in s) -> who moves where."""
 
 
@@ -203,7 +203,7 @@ def run_trace(
     return swarm.outcome()
 
 
-def ours(records: Sequence[PeerRecord], stages: int, period_s: float, now_s: float) -> list[Moved]:
+def ours(records: Sequence[PeerRecord], stages: int, period_s: float, now_s: float) -> list[Going]:
     """The live rule. Where all peers serve and are level it cannot gain anything, and is not asked."""
     levels = [0] * stages
     for record in records:
@@ -222,7 +222,7 @@ def papers(eager: bool) -> Rule:
     as many peers as the other one gets, which is the least that a sane reading of it downloads.
     """
 
-    def rule(records: Sequence[PeerRecord], stages: int, period_s: float, now_s: float) -> list[Moved]:
+    def rule(records: Sequence[PeerRecord], stages: int, period_s: float, now_s: float) -> list[Going]:
         there: list[list[PeerId]] = [[] for _ in range(stages)]
         for record in records:
             there[record.stage].append(record.peer)
