@@ -273,11 +273,11 @@ class Simulation:
 
     def _tell_trainers(self, stage: Stage) -> None:
         names = list(self._stages[stage])
-        rooms = [sum(peer.room for peer in there.values()) for there in self._stages]
+        room = sum(peer.room for peer in self._stages[0].values())
         for trainer in self._trainers:
             trainer.router.set_peers(stage, names)
-            if self.settings.window is None and min(rooms):
-                trainer.window.set_largest(max(1, min(rooms) // len(self._trainers)))
+            if self.settings.window is None and room:
+                trainer.window.set_largest(room)
 
     def _count_out(self, peer: Peer) -> None:
         """What a peer did in its stage goes into the report."""
