@@ -3,6 +3,8 @@
 
     scripts/bench/plan.py                            # six cases and six irregular layouts, 3 shuffles each
     scripts/bench/plan.py --networks mine.json --budget 10
+    scripts/bench/plan.py --overlap                  # the same layouts, transfers behind compute
+    scripts/bench/plan.py --scale                    # 16 to 1024 devices, 2 to 64 stages, made-up networks
 
 The file has the form of `../shared/data/networks/dtfm.json`: `cost_model` (stages, dp, grad_GB,
 act_GB_as_coded), `cases` and `irregular`. No known cost is used by the search: they are printed beside it.
@@ -31,12 +33,23 @@ import numpy as np
 from swarm.errors import SetupError
 from swarm.plan.cost import AdditiveTerms, additive_cost, additive_terms
 from swarm.plan.layouts import megatron_grid, random_grid
-from swarm.plan.network import Device, Network
-from swarm.plan.search import search_additive
+from swarm.plan.network import Device, Job, Network
+from swarm.plan.overlap import Overlap
+from swarm.plan.search import search_additive, search_overlapped
 
 ROOT = Path(__file__).resolve().parents[2]
 DTFM = ROOT.parent / "shared" / "data" / "networks" / "dtfm.json"
 SHUFFLES = 3
+SCALE = ((16, 2), (16, 4), (64, 2), (64, 8), (64, 32), (256, 4), (256, 16), (1024, 8), (1024, 32), (1024, 64))
+"""Devices and stages of `--scale`."""
+OVERLAP_BUDGET_S, SCALE_BUDGET_S = 5.0, 27.0
+V100_FLOPS_PER_S = 50e12
+"""What DT-FM's V100s reach on its model, about half of their half-precision peak."""
+MICROBATCHES = 448
+GRADIENT_BYTES = 4
+"""Of a weight: single precision."""
+TOKEN_BYTES = 4096
+"""A token's activations at a boundary: a width of 2048 in half precision."""
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -88,6 +101,12 @@ def network_of(case: dict[str, Any], data: dict[str, Any]) -> Network:
                     raise SetupError(f"layout {name!r}: nothing is said of the line from {a!r} to {b!r}")
                 latency_s[i, j], bandwidth_bps[i, j] = line["delay_ms"] / 1e3, line["gbps"] * 1e9
         region_N = np.array([regions.index(group) for group in groups])
+        model = data["cost_model"]
+        if len(groups) != model["stages"] * model["dp"]:
+            raise SetupError(
+                f"layout {name!r} has {len(groups)} devices; cost_model says {model['stages']} stages of "
+                f"{model['dp']}"
+            )
         names = [f"{group}/{i}" for i, group in enumerate(groups)]
         if case.get("jitter"):
             jitter, count = case["jitter"], len(groups)
@@ -164,19 +183,148 @@ def measure(case: dict[str, Any], data: dict[str, Any], *, budget_s: float, seed
     }
 
 
+def overlapped_job(model: dict[str, Any]) -> Job:
+    """DT-FM's job for the overlapped objective: its bytes, and the arithmetic that belongs to them."""
+    stages = int(model["stages"])
+    parameters = model["grad_GB"] * 1e9 / GRADIENT_BYTES
+    boundary_bytes = model["act_GB_as_coded"] * 1e9 * model["dp"] / MICROBATCHES
+    return Job(
+        stages=stages,
+        microbatches=MICROBATCHES,
+        forward_flops=(2 * parameters * boundary_bytes / TOKEN_BYTES,) * stages,
+        forward_bytes=(boundary_bytes,) * (stages - 1),
+        backward_bytes=(boundary_bytes,) * (stages - 1),
+        gradient_bytes=(model["grad_GB"] * 1e9,) * stages,
+        state_bytes=(4 * model["grad_GB"] * 1e9,) * stages,
+        activation_bytes=(0.0,) * stages,
+    )
+
+
+def measure_overlap(
+    case: dict[str, Any], data: dict[str, Any], *, budget_s: float, seed: int
+) -> dict[str, Any]:
+    """One row: predicted seconds of a step of the overlapped plan, and of other layouts."""
+    model, network, job = data["cost_model"], network_of(case, data), overlapped_job(data["cost_model"])
+    devices = tuple(Device(device.name, device.region, V100_FLOPS_PER_S) for device in network.devices)
+    order = np.random.default_rng(seed).permutation(len(devices))
+    straight = Network(devices, network.regions, network.latency_s, network.bandwidth_bps)
+    network = Network(
+        tuple(devices[i] for i in order), network.regions, network.latency_s, network.bandwidth_bps
+    )
+    began_s = time.process_time()
+    found = search_overlapped(
+        network, job, seed=seed, budget_s=budget_s, spent_s=lambda: time.process_time() - began_s
+    )
+    cpu_s = time.process_time() - began_s
+    terms = additive_terms(
+        network,
+        stages=job.stages,
+        gradient_bytes=model["grad_GB"] * 1e9,
+        activation_bytes=model["act_GB_as_coded"] * 1e9,
+    )
+    began_s = time.process_time()
+    additive = search_additive(terms, seed=seed, budget_s=0.9, spent_s=lambda: time.process_time() - began_s)
+    stage_of = np.empty(len(devices), dtype=np.int64)
+    for stage, members in enumerate(additive.cost.grid):
+        stage_of[members] = stage
+    overlap = Overlap(network, job)
+    by_index = np.arange(len(devices)) * job.stages // len(devices)
+    chance = np.random.default_rng(seed + 1)
+    random_s = [overlap.predict(chance.permutation(by_index)).total_s for _ in range(10)]
+    additive_s, cost = overlap.predict(stage_of).total_s, found.step.total_s
+    return {
+        "name": str(case.get("name", "?")),
+        "cost": cost,
+        "cpu_s": cpu_s,
+        "dtfm_best": None,
+        "best_known": None,
+        "additive_layout": additive_s,
+        "faster_than_additive": additive_s / cost - 1.0,
+        "fence": found.starts["fence"],
+        "megatron": Overlap(straight, job).predict(by_index).total_s,
+        "random": float(np.mean(random_s)),
+        "limit": found.step.limit,
+        "replicas": np.bincount(found.stage_of[found.stage_of >= 0]).tolist(),
+    }
+
+
+def made_up(devices: int, seed: int) -> Network:
+    """Cities on a square, up to 16, with devices by chance; lines get slower with the distance."""
+    rng = np.random.default_rng(seed)
+    cities = max(2, min(16, devices // 8))
+    at = rng.uniform(0.0, 1.0, (cities, 2))
+    distance = np.sqrt(((at[:, None] - at[None]) ** 2).sum(axis=-1))
+    return Network(
+        tuple(Device(f"d{i}", int(city), 1e12) for i, city in enumerate(rng.integers(0, cities, devices))),
+        tuple(f"city{i}" for i in range(cities)),
+        0.002 + 0.12 * distance,
+        2e9 / (1.0 + 6.0 * distance),
+    )
+
+
+def measure_scale(devices: int, stages: int, *, budget_s: float, seed: int) -> dict[str, Any]:
+    """One row of a made-up network: what the search came to, against starts and baselines."""
+    terms = additive_terms(
+        made_up(devices, seed), stages=stages, gradient_bytes=0.65e9, activation_bytes=0.4712e9
+    )
+    began_s = time.process_time()
+    found = search_additive(
+        terms, seed=seed, budget_s=budget_s, spent_s=lambda: time.process_time() - began_s
+    )
+    cpu_s, rng = time.process_time() - began_s, np.random.default_rng(seed)
+    chance = [additive_cost(terms, random_grid(devices, stages, rng)).total_s for _ in range(3)]
+    cost = found.cost.total_s
+    return {
+        "name": f"{devices} × {stages}",
+        "cost": cost,
+        "cpu_s": cpu_s,
+        "dtfm_best": None,
+        "best_known": None,
+        "best_start": found.start_s,
+        "random": float(np.mean(chance)),
+        "megatron": additive_cost(terms, megatron_grid(devices, stages)).total_s,
+        "to_start": cost / found.start_s,
+        "to_random": cost / float(np.mean(chance)),
+        "turns": found.turns,
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--networks", type=Path, default=DTFM, metavar="FILE", help="default: DT-FM's")
-    parser.add_argument("--budget", type=float, default=0.9, metavar="CPU_S", help="a search (default: 0.9)")
+    parser.add_argument(
+        "--budget", type=float, default=None, metavar="CPU_S",
+        help="of one search (default: 0.9; with --overlap 5, with --scale 27 for 1024 devices, else 5)",
+    )  # fmt: skip
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--overlap", action="store_true", help="the overlapped objective")
+    which.add_argument("--scale", action="store_true", help="many devices and stages; reads no file")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--only", default="", metavar="TEXT", help="layouts whose name has this in it")
     args = parser.parse_args()
+    if args.scale:
+        from harness import machine, report
+
+        rows = [
+            measure_scale(
+                devices, stages, seed=args.seed,
+                budget_s=args.budget or (SCALE_BUDGET_S if devices >= 1024 else OVERLAP_BUDGET_S),
+            )
+            for devices, stages in SCALE
+            if args.only in f"{devices} × {stages}"
+        ]  # fmt: skip
+        print(machine())
+        columns = ["name", "cost", "cpu_s", "best_start", "random", "megatron", "to_start", "to_random"]
+        report(rows, columns, "additive objective by size, seconds a step")
+        return 0
+    measured = measure_overlap if args.overlap else measure
+    budget_s = args.budget or (OVERLAP_BUDGET_S if args.overlap else 0.9)
     try:
         data = load(args.networks)
         rows = [
-            measure(case, data, budget_s=args.budget, seed=args.seed)
+            measured(case, data, budget_s=budget_s, seed=args.seed)
             for case in (*data["cases"], *data["irregular"])
             if args.only in str(case.get("name", "?"))
         ]
@@ -185,6 +333,11 @@ def main() -> int:
         return 3
     from harness import machine, report
 
+    if args.overlap:
+        print(machine())
+        columns = ["name", "cost", "cpu_s", "additive_layout", "faster_than_additive", "fence", "megatron"]
+        report(rows, [*columns, "random", "limit"], "overlapped objective, seconds a step")
+        return 0
     irregular = {case.get("name") for case in data["irregular"]}
     ratios = [row["to_dtfm"] for row in rows if row["name"] in irregular and row["to_dtfm"]]
     print(f"{machine()}; worst of {SHUFFLES} shuffles")

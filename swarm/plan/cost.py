@@ -66,6 +66,9 @@ def additive_terms(
         gradient_bytes: of one stage; each member of D is sent its D-th part.
         activation_bytes: what one step sends over one boundary, of one pipeline.
     """
+    for what, nbytes in (("gradient", gradient_bytes), ("activation", activation_bytes)):
+        if not 0 <= nbytes < np.inf:
+            raise SetupError(f"{nbytes:g} {what} bytes: they cannot be negative or infinite")
     latency_NN, bandwidth_NN = network.latency_matrix_s(), network.bandwidth_matrix_bps()
     seconds_per_byte_NN = 8.0 / np.minimum(bandwidth_NN, bandwidth_NN.T)
     replicas = max(1, len(network) // max(1, stages))

@@ -17,6 +17,9 @@ from swarm.plan.grid import Grid
 LAST_HEAT = 0.2
 """Of the first. 0.1 to 0.3 did alike on DT-FM's layouts (2026-11-22)."""
 
+MOST_PLACED = 256
+"""Clusters whose places are sought; the time grows with their square. More stay as they come."""
+
 MOST_CLUSTER_SWAPS = 300
 """Of one clustering. 64 devices need fewer than 40; with 1024 it is a second."""
 
@@ -67,7 +70,7 @@ def clustered_grid(
     if bands:
         width = np.array([terms.transfer_s[np.ix_(c, c)].max() for c in clusters])
         clusters = clusters[np.argsort(width, kind="stable")]
-    elif rows > 1 and len(clusters) > 2:
+    elif rows > 1 and 2 < len(clusters) <= MOST_PLACED:
         clusters = clusters[_coarse_places(terms, clusters, rows, b, rng)]
     blocks = clusters.reshape(rows, columns, a, b)
     return blocks.transpose(0, 2, 1, 3).reshape(terms.stages, replicas)
