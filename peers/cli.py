@@ -419,17 +419,19 @@ def _eval(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "example:\n  swarm plan --manifest run.toml --devices devices.toml --budget 10"
-    parser.add_argument(
-        "--manifest", type=Path, required=True, metavar="FILE", help="the terms of the run (TOML)"
+    parser.epilog = (
+        "examples:\n"
+        "  swarm plan --manifest run.toml --devices devices.toml --budget 10\n"
+        f"  swarm plan --run 5a7c... --join {ADDRESS}"
     )
+    parser.add_argument("--manifest", type=Path, metavar="FILE", help="the terms of the run (TOML)")
     parser.add_argument(
         "--devices",
         type=Path,
-        required=True,
         metavar="FILE",
         help="the machines and what lies between them (TOML)",
     )
+    _membership(parser, required=False)
     parser.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--budget",
@@ -439,6 +441,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         help="CPU seconds to search for (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    _network(parser, identity=False)
     _common(parser, events=False)
 
 
@@ -505,13 +508,16 @@ def _which_checkpoint(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def _membership(parser: argparse.ArgumentParser) -> None:
+def _membership(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     group = parser.add_argument_group("the run")
-    group.add_argument("--run", required=True, type=_run_id, metavar="ID", help="run id, 32 hex digits")
+    group.add_argument(
+        "--run", required=required, type=_run_id, default=None, metavar="ID", help="run id, 32 hex digits"
+    )
     group.add_argument(
         "--join",
         action="append",
-        required=True,
+        required=required,
+        default=[],
         metavar="ADDR",
         help="a bootstrap or any peer of it; repeatable",
     )
@@ -727,8 +733,7 @@ def _run_eval(args: argparse.Namespace) -> int:
 def _run_plan(args: argparse.Namespace) -> int:
     from peers.plan import PlanOptions, run_plan
 
-    run_plan(options(PlanOptions, args))
-    return Exit.OK
+    return _with_signals(lambda: run_plan(options(PlanOptions, args)), None)
 
 
 def _run_simulate(args: argparse.Namespace) -> int:

@@ -1,20 +1,27 @@
-"""`swarm plan`: which machine should serve which stage, and how long a step will take. Needs none of them."""
+"""`swarm plan`: which machine should serve which stage, and how long a step will take.
+
+For machines that are only described, or for the peers of a run as they are, with what they have measured.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from peers.simulate import job_of
+from peers.status import RunView, StatusOptions, look
 from swarm.errors import SetupError
-from swarm.plan.network import Job, Network, read_devices
+from swarm.plan.measured import Machine, Pair, estimate
+from swarm.plan.network import BACKWARD_FORWARDS, Job, Network, read_devices
 from swarm.plan.overlap import IDLE, Overlap
 from swarm.plan.search import Plan, baselines, repaired, search_overlapped
+from swarm.records import NO_STAGE
 from swarm.run import Run, load_run
 
 RANDOM_LAYOUTS = 10
@@ -26,10 +33,17 @@ NAMES_SHOWN = 6
 class PlanOptions:
     """For whom to plan, and how long to search."""
 
-    manifest: Path
+    manifest: Path | None = None
     """The terms of the run."""
-    devices: Path
+    devices: Path | None = None
     """The machines and what lies between them: `swarm.plan.network.EXAMPLE` shows one."""
+    run: str | None = None
+    """Or the id of a run: for the peers that serve it now."""
+    join: tuple[str, ...] = ()
+    """Of that run: addresses that end in `/p2p/<id>`."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    announce: tuple[str, ...] = ()
     seed: int = 0
     budget: float = 5.0
     """CPU seconds of the search."""
@@ -46,15 +60,46 @@ class Answer:
     megatron_s: float
     """Devices in the order of the file, so many to each stage."""
     cpu_s: float
+    now_s: float | None = None
+    """As the peers of a run are now; None for machines that are only described."""
+    measured: str = ""
+    """How much of the network was measured, in words."""
 
 
-def run_plan(options: PlanOptions) -> None:
+async def run_plan(options: PlanOptions) -> None:
     """Search, and print what was found.
 
     Raises:
         SetupError: a file that cannot be read or says what cannot be; fewer devices than stages; a stage that
-            fits no device.
+            fits no device; a run that nobody knows, or whose peers have not measured their speed.
     """
+    if options.run:
+        if options.manifest or options.devices:
+            raise SetupError("--run plans for the peers of a run: it goes without --manifest and --devices")
+        if not options.join:
+            raise SetupError("--run needs --join: the address of a bootstrap or of any peer of that run")
+        asked = StatusOptions(
+            run=options.run, join=options.join, host=options.host, port=options.port,
+            announce=options.announce,
+        )  # fmt: skip
+        view = await look(asked)
+        answer, run, network, job = plan_view(view, seed=options.seed, budget_s=options.budget)
+    else:
+        run, network = _described(options)
+        job = _job(run)
+        answer = plan(network, job, seed=options.seed, budget_s=options.budget)
+    if options.json:
+        print(json.dumps(as_json(answer, run, network)))
+    else:
+        print(render(answer, run, network, job))
+
+
+def _described(options: PlanOptions) -> tuple[Run, Network]:
+    if options.manifest is None or options.devices is None:
+        raise SetupError(
+            "give --manifest and --devices, to plan for machines that are described; or --run and --join, "
+            "for the peers of a run as they are"
+        )
     run = load_run(options.manifest)
     try:
         text = options.devices.read_text(encoding="utf-8")
@@ -64,14 +109,46 @@ def run_plan(options: PlanOptions) -> None:
         network = read_devices(text)
     except SetupError as error:
         raise SetupError(f"{options.devices}: {error.text}") from None
+    return run, network
+
+
+def _job(run: Run) -> Job:
     if run.model.kind != "gpt":
         raise SetupError(f'model.kind = "{run.model.kind}" computes nothing to plan for: it must be "gpt"')
-    job = job_of(run)
-    answer = plan(network, job, seed=options.seed, budget_s=options.budget)
-    if options.json:
-        print(json.dumps(as_json(answer, run, network)))
-    else:
-        print(render(answer, run, network, job))
+    return job_of(run)
+
+
+def plan_view(view: RunView, *, seed: int, budget_s: float) -> tuple[Answer, Run, Network, Job]:
+    """A plan for the peers that serve a run, from what they have measured of themselves and their lines."""
+    run, job = view.run, _job(view.run)
+    serving = [peer for peer in view.peers if peer.record.stage != NO_STAGE and not peer.why]
+    if not serving:
+        raise SetupError("nobody serves the run now: there is nobody to plan for")
+    machines = [
+        Machine(
+            name=peer.record.peer,
+            # A microbatch is a forward and a backward of its stage.
+            flops_per_s=peer.record.speed * (1 + BACKWARD_FORWARDS) * job.forward_flops[peer.record.stage],
+            upload_bps=peer.record.bandwidth_bps,
+        )
+        for peer in serving
+    ]
+    pairs = [
+        Pair(at=peer.record.peer, to=link.peer, rtt_s=link.rtt_s, bandwidth_bps=link.bandwidth_bps)
+        for peer in serving
+        if peer.status is not None
+        for link in peer.status.links
+    ]
+    found = estimate(machines, pairs)
+    answer = plan(found.network, job, seed=seed, budget_s=budget_s)
+    now = [peer.record.stage for peer in serving]
+    whole = set(now) == set(range(run.S))
+    answer = replace(
+        answer,
+        now_s=Overlap(found.network, job).predict(now).total_s if whole else math.inf,
+        measured=f"{found.measured} of {_count(found.pairs, 'pair')} of peers measured, the others estimated",
+    )
+    return answer, run, found.network, job
 
 
 def plan(network: Network, job: Job, *, seed: int, budget_s: float) -> Answer:
@@ -103,6 +180,8 @@ def as_json(answer: Answer, run: Run, network: Network) -> dict[str, Any]:
         "tail_s": step.tail_s,
         "tokens_per_s": run.tokens_per_step / step.total_s,
         "limit": step.limit,
+        "now_s": None if answer.now_s == math.inf else answer.now_s,
+        "measured": answer.measured,
         "random_s": answer.random_s,
         "megatron_s": answer.megatron_s,
         "starts_s": answer.plan.starts,
@@ -134,8 +213,15 @@ def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
         f"a random layout: {answer.random_s:.3g} s ({answer.random_s / step.total_s:.2f} times as long); "
         f"devices in the file's order, as Megatron has it: {answer.megatron_s:.3g} s "
         f"({answer.megatron_s / step.total_s:.2f} times)",
-        "a device joins its stage with: swarm peer --stage N ...",
     ]
+    if answer.now_s is not None:
+        lines.append(
+            f"as the peers are now: {answer.now_s:.3g} s ({answer.now_s / step.total_s:.2f} times)"
+            if answer.now_s < math.inf
+            else "as the peers are now, a stage has none: no step is taken"
+        )
+        lines.append(answer.measured)
+    lines.append("a device joins its stage with: swarm peer --stage N ...")
     return "\n".join(lines)
 
 

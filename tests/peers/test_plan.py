@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from peers.cli import Exit, main
+from peers.plan import as_json, plan_view, render
+from peers.status import PeerView, RunView
+from swarm.errors import SetupError
 from swarm.plan.network import EXAMPLE as DEVICES
+from swarm.records import PeerRecord
 from swarm.run import EXAMPLE as RUN
+from swarm.run import parse_run
+from swarm.wire.messages import Audit, LinkStatus, PeerStatus
 
 
 @pytest.fixture
@@ -104,3 +111,74 @@ def test_the_audit_model_is_refused(files: tuple[Path, Path], capsys: pytest.Cap
     files[0].write_text(counting_run().to_toml())
     assert planned(files) == Exit.SETUP
     assert 'model.kind = "counting" computes nothing to plan for' in capsys.readouterr().err
+
+
+# --- for the peers of a run ---------------------------------------------------------------------------------
+
+
+def peer(name: str, stage: int, *links: LinkStatus, speed: float = 2.0, why: str = "") -> PeerView:
+    record = PeerRecord(peer=name, run="r", stage=stage, state="serving", version=3, speed=speed)
+    status = PeerStatus(
+        peer=name, stage=stage, version=3, state="serving", device="cpu", done=0, inflight=0, max_inflight=4,
+        speed=speed, computed=9, coordinator=name, audit=Audit(), since=1.0, links=links,
+    )  # fmt: skip
+    return PeerView(record=record, status=None if why else status, why=why)
+
+
+def line(to: str, rtt_s: float, bandwidth_bps: float) -> LinkStatus:
+    return LinkStatus(peer=to, bytes_in=1, bytes_out=1, rtt_s=rtt_s, bandwidth_bps=bandwidth_bps)
+
+
+def view_of(*peers: PeerView) -> RunView:
+    return RunView(run=parse_run(RUN), peers=peers, now=10.0)
+
+
+def test_the_peers_of_a_run_are_planned_for_with_what_they_measured() -> None:
+    """Stage 0 lies in both cities: two peers that change places would save the far transfers."""
+    near, far = (0.002, 1e9), (0.2, 2e6)
+    view = view_of(
+        peer("a0", 0, line("a1", *near), line("b0", *far)),
+        peer("a1", 1, line("a2", *near)),
+        peer("a2", 2, line("b2", *far)),
+        peer("b0", 0, line("b1", *near), line("a0", *far)),
+        peer("b1", 1, line("b2", *near), line("a1", *far)),
+        peer("b2", 2, line("b0", *near)),
+    )
+    answer, run, network, job = plan_view(view, seed=1, budget_s=0.3)
+    assert [device.name for device in network.devices] == ["a0", "a1", "a2", "b0", "b1", "b2"]
+    assert len({d.region for d in network.devices[:3]}) == len({d.region for d in network.devices[3:]}) == 1
+    assert network.devices[0].flops_per_s == pytest.approx(2.0 * 3 * job.forward_flops[0])
+    assert answer.now_s is not None and answer.plan.step.total_s <= answer.now_s < math.inf
+    said = render(answer, run, network, job)
+    assert f"as the peers are now: {answer.now_s:.3g} s" in said
+    assert "8 of 15 pairs of peers measured, the others estimated" in said
+
+
+def test_a_run_with_an_empty_stage_is_planned_for_too() -> None:
+    view = view_of(peer("a", 0), peer("b", 0), peer("c", 1), peer("gone", 2, why="no answer"))
+    answer, run, network, job = plan_view(view, seed=1, budget_s=0.0)
+    assert answer.now_s == math.inf and len(network.devices) == 3
+    assert "as the peers are now, a stage has none: no step is taken" in render(answer, run, network, job)
+    assert as_json(answer, run, network)["now_s"] is None
+
+
+def test_without_peers_or_speeds_there_is_no_plan() -> None:
+    with pytest.raises(SetupError, match="nobody serves the run now"):
+        plan_view(view_of(peer("gone", 2, why="no answer")), seed=1, budget_s=0.0)
+    with pytest.raises(SetupError, match="none of 3 peers has measured its speed yet"):
+        plan_view(view_of(*(peer(f"p{i}", i, speed=0.0) for i in range(3))), seed=1, budget_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "give --manifest and --devices, to plan for machines that are described; or --run and --join"),
+        (["--run", "0" * 32], "--run needs --join: the address of a bootstrap or of any peer of that run"),
+        (["--run", "0" * 32, "--devices", "x"], "--run plans for the peers of a run: it goes without"),
+    ],
+)
+def test_half_of_the_arguments_are_refused_with_what_to_add(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments]) == Exit.SETUP
+    assert text in capsys.readouterr().err
