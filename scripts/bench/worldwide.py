@@ -1,0 +1,167 @@
+"""Step time of DT-FM's worldwide case: 64 V100-like devices in 8 cities, by layout.
+
+    python scripts/bench/worldwide.py                    # four minutes, one core
+    python scripts/bench/worldwide.py --network my.json --case 3
+
+Case 4 of `../shared/data/networks/dtfm.json` (Yuan et al., NeurIPS 2022). The event simulation
+(`swarm/sim/throughput`) runs steps of a GPT of 1.3 B: 8 stages of 3 layers of width 2048, sequences of 2048
+tokens, a sequence a microbatch, 512 of them a step, float16 between stages (8.4 MB), 0.65 GB of gradients a
+stage, devices that reach 40 Tflop/s.
+
+Layouts: `overlapped` and `additive` are the planner's (for a runtime that hides transfers behind compute, and
+for DT-FM's own objective), `index order` is Megatron's (the first eight devices serve stage 0: here a city
+each), `random` the mean of some seeds. `blocking`: devices wait until what they send has arrived, so nothing
+is hidden; our runtime does not do that, a plain pipeline does. `even` routes by computing times instead of
+response times: among devices that are alike this is turn by turn, so that the i-th of one stage always sends to
+the i-th of the next one, as DT-FM's fixed pipelines do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import numpy as np
+from harness import machine, report
+from plan import network_of
+
+from swarm.errors import SetupError
+from swarm.plan.cost import additive_terms
+from swarm.plan.layouts import megatron_grid, random_grid
+from swarm.plan.network import Device, Job, Network
+from swarm.plan.search import search_additive, search_overlapped
+from swarm.sim.throughput.engine import simulate
+from swarm.sim.throughput.report import Settings
+
+DTFM = Path(__file__).resolve().parents[3] / "shared" / "data" / "networks" / "dtfm.json"
+STAGES, LAYERS, WIDTH, TOKENS = 8, 3, 2048, 2048
+FLOPS_PER_S = 40e12
+GRADIENT_BYTES = 0.65e9
+COLUMNS = ("layout", "runtime", "step_s", "times_best", "utilisation", "boundary_gb", "seeds")
+
+
+def job_of(microbatches: int) -> Job:
+    flops = 2.0 * TOKENS * LAYERS * (12 * WIDTH**2 + WIDTH * TOKENS)
+    boundary_bytes = 2.0 * TOKENS * WIDTH
+    return Job(
+        stages=STAGES, microbatches=microbatches, forward_flops=(flops,) * STAGES,
+        forward_bytes=(boundary_bytes,) * (STAGES - 1), backward_bytes=(boundary_bytes,) * (STAGES - 1),
+        gradient_bytes=(GRADIENT_BYTES,) * STAGES, state_bytes=(0.0,) * STAGES,
+        activation_bytes=(0.0,) * STAGES,
+    )  # fmt: skip
+
+
+def read_network(path: Path, case: int) -> Network:
+    """The case's lines with devices of the assumed speed.
+
+    Raises:
+        SetupError: no such file or case, or it says what cannot be.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        found = next(one for one in data["cases"] if one["id"] == case)
+    except (OSError, ValueError, KeyError, StopIteration) as error:
+        raise SetupError(f"{path}: no case {case} to be read: {error}") from None
+    lines = network_of(found, data)
+    devices = tuple(Device(d.name, d.region, FLOPS_PER_S) for d in lines.devices)
+    return Network(devices, lines.regions, lines.latency_s, lines.bandwidth_bps)
+
+
+def stages_of(grid_SD: np.ndarray) -> list[int]:
+    """The stage of each device of a grid."""
+    layout = [0] * grid_SD.size
+    for stage, row_D in enumerate(grid_SD):
+        for device in row_D:
+            layout[int(device)] = stage
+    return layout
+
+
+def layouts(network: Network, job: Job, options: argparse.Namespace) -> dict[str, list[list[int]]]:
+    """By name, the layouts to be averaged over."""
+    began_s = time.process_time()
+    overlapped = search_overlapped(
+        network, job, seed=0, budget_s=options.budget, spent_s=lambda: time.process_time() - began_s
+    )
+    began_s = time.process_time()
+    terms = additive_terms(
+        network, stages=STAGES, gradient_bytes=GRADIENT_BYTES, activation_bytes=0.47124922275543213e9
+    )
+    additive = search_additive(
+        terms, seed=0, budget_s=options.budget, spent_s=lambda: time.process_time() - began_s
+    )
+    rngs = [np.random.default_rng(seed) for seed in range(options.seeds)]
+    return {
+        "overlapped": [[int(stage) for stage in overlapped.stage_of]],
+        "additive": [stages_of(np.asarray(additive.cost.grid))],
+        "index order": [stages_of(megatron_grid(len(network), STAGES))],
+        "random": [stages_of(random_grid(len(network), STAGES, rng)) for rng in rngs],
+    }
+
+
+RUNTIMES = {
+    "ours": {},
+    "ours, even": {"routers_learn": "compute"},
+    "blocking": {"blocking": True, "routers_learn": "compute"},
+}
+
+
+def row(
+    name: str, runtime: str, network: Network, job: Job, found: Sequence[list[int]], steps: int
+) -> dict[str, Any]:
+    settings = Settings(rebalance_every_s=0.0, **RUNTIMES[runtime])
+    reports = [simulate(network, job, one, end_s=1e9, steps=steps, settings=settings) for one in found]
+    return {
+        "layout": name,
+        "runtime": runtime,
+        "step_s": round(float(np.mean([r.step_s(skip=steps // 2) for r in reports])), 2),
+        "utilisation": round(float(np.mean([r.overall_utilisation for r in reports])), 4),
+        "boundary_gb": round(float(np.mean([r.boundary_bytes / r.version for r in reports])) / 1e9, 2),
+        "seeds": len(found),
+    }
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    text, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--network", type=Path, default=DTFM, help="(default: dtfm.json)")
+    parser.add_argument("--case", type=int, default=4, help="(default: 4)")
+    parser.add_argument("--microbatches", type=int, default=512, help="of a step (default: 512)")
+    parser.add_argument("--steps", type=int, default=16, help="of which the second half counts (default: 16)")
+    parser.add_argument("--seeds", type=int, default=3, help="of random layouts (default: 3)")
+    parser.add_argument("--budget", type=float, default=10.0, help="CPU seconds of a search (default: 10)")
+    parser.add_argument("--quick", action="store_true", help="128 microbatches, one seed, 1 s of search")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.microbatches, options.seeds, options.budget = 128, 1, 1.0
+    return options
+
+
+def main() -> None:
+    options = parse()
+    try:
+        network, job = read_network(options.network, options.case), job_of(options.microbatches)
+    except SetupError as error:
+        sys.exit(f"error: {error}")
+    rows = [
+        row(name, runtime, network, job, found, options.steps)
+        for name, found in layouts(network, job, options).items()
+        for runtime in RUNTIMES
+    ]
+    best_s = min(one["step_s"] for one in rows)
+    for one in rows:
+        one["times_best"] = round(one["step_s"] / best_s, 3)
+    print(f"{machine()}; {time.strftime('%Y-%m-%d')}; worldwide.py {' '.join(sys.argv[1:])}")
+    report(rows, COLUMNS, "seconds of a step, by where the devices are put")
+
+
+if __name__ == "__main__":
+    main()
