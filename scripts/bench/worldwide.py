@@ -12,8 +12,8 @@ Layouts: `overlapped` and `additive` are the planner's (for a runtime that hides
 for DT-FM's own objective), `index order` is Megatron's (the first eight devices serve stage 0: here a city
 each), `random` the mean of some seeds. `blocking`: devices wait until what they send has arrived, so nothing
 is hidden; our runtime does not do that, a plain pipeline does. `even` routes by computing times instead of
-response times: among devices that are alike this is turn by turn, so that the i-th of one stage always sends to
-the i-th of the next one, as DT-FM's fixed pipelines do.
+response times: among devices that are alike this is turn by turn, so that the i-th of one stage always sends
+to the i-th of the next one, as DT-FM's fixed pipelines do.
 """
 
 from __future__ import annotations
