@@ -264,6 +264,16 @@ def test_no_more_microbatches_are_taken_than_the_memory_holds() -> None:
     assert slow.step_s() > 1.2 * fast.step_s()
 
 
+def test_who_is_too_small_for_every_stage_idles_and_its_device_may_come_back() -> None:
+    small = Device("small", 0, 1.0, memory_bytes=1e6)
+    large = [Device(f"large{i}", 0, 1.0) for i in range(2)]
+    net = Network((*large, small), ("here",), np.zeros((1, 1)), np.array([[math.inf]]))
+    trace = Trace((0.0, 50.0, 60.0, 70.0, 80.0), (3, 0, 3, 0, 3), 200.0)
+    report = simulate(net, job(2, 4, state=1e9), [NOBODY] * 3, end_s=200.0, trace=trace)
+    assert report.joins == 9 and report.idle == 3 and report.deaths == 4
+    assert report.step_ends_s[-1] > 195.0
+
+
 # --- what cannot be -----------------------------------------------------------------------------------------
 
 

@@ -98,6 +98,8 @@ class Simulation:
         self._peers: dict[PeerId, Peer] = {}
         """Who is up: joining, serving, draining."""
         self._free = list(range(len(network)))[::-1]
+        self._idle: dict[PeerId, int] = {}
+        """Joiners that no stage fits into, and their devices."""
         self._made = 0
         self._covered: dict[int, list[int]] = {}
         """Step -> per stage, the microbatches that are in some sum."""
@@ -163,7 +165,7 @@ class Simulation:
             if name in self._peers:
                 self._die(self._peers[name])
             else:
-                self.report.idle -= 1  # it was never of use
+                self._free.append(self._idle.pop(name))
         first = change.at_s == 0.0
         for name in change.joined:
             device = self._free.pop()
@@ -173,6 +175,7 @@ class Simulation:
             self.report.joins += 1
             if stage == NOBODY:
                 self.report.idle += 1
+                self._idle[name] = device
                 continue
             self._add(device, stage, name)
 
