@@ -12,8 +12,6 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, TypeAlias, TypeVar
 
-from peers.faultpoints import job_point
-
 T = TypeVar("T")
 _Job: TypeAlias = "tuple[int, int, int, Callable[[], None] | None]"
 """Rank, step, order of arrival, and what to do; None ends the thread."""
@@ -91,11 +89,8 @@ class DeviceThread:
         def work() -> None:
             value, error = None, None
             if not result.cancelled():
-                began = time.perf_counter()
                 try:
                     value = job(*args)
-                    if rank in (Rank.BACKWARD, Rank.FORWARD):
-                        job_point(began)
                 except Exception as raised:  # noqa: BLE001  whoever awaits the job gets it
                     error = raised
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more

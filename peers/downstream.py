@@ -100,9 +100,12 @@ class NextStage:
             else:
                 took_s = time.monotonic() - began
                 self.patience.answered(took_s)
-                own_s = next((hop.own_s for hop in done.hops if hop.peer == peer), took_s)
+                hop = next((hop for hop in done.hops if hop.peer == peer), None)
                 # A time that cannot be true (NaN, below zero) would draw all work to its peer, for ever.
-                self._router.answered(self.stage, peer, own_s if 0.0 <= own_s <= took_s else took_s)
+                if hop is not None and 0.0 <= hop.own_s <= took_s:
+                    self._router.answered(self.stage, peer, hop.own_s, hop.work_s)
+                else:
+                    self._router.answered(self.stage, peer, took_s)
                 return peer, done, answer
         raise reason
 

@@ -238,7 +238,7 @@ class Trainer:
             self.patience.answered(time.monotonic() - began)
             for hop in done.hops[: self._run.S]:
                 if 0 <= hop.stage < self._run.S and 0 <= hop.own_s <= time.monotonic() - began:
-                    self._router.answered(hop.stage, hop.peer, hop.own_s)
+                    self._router.answered(hop.stage, hop.peer, hop.own_s, hop.work_s)
             self._refusals.pop(mb, None)
 
     def _route(self, t: int) -> list[PeerId]:

@@ -12,7 +12,7 @@ import msgspec
 from peers.core import StageCore
 from peers.device_thread import Rank
 from peers.downstream import NextStage
-from peers.faultpoints import fault_point
+from peers.faultpoints import fault_point, job_point
 from peers.ports import Answer, Buffer, Request, Transport
 from peers.roll import Roll
 from peers.steps import Job, Kept, OpenStep
@@ -221,7 +221,7 @@ class WorkDesk:
             )
             return self._keep(
                 step, work.m, inputs, None, grad_in, loss, added=add, own_s=time.monotonic() - began,
-                compute_s=time.perf_counter() - started, hops=(),
+                compute_s=_took_s(started), hops=(),
             )  # fmt: skip
 
         return await self._core.device.run(Rank.FORWARD, work.t, compute)
@@ -234,7 +234,7 @@ class WorkDesk:
         def forward() -> Forward:
             mb, started = self._alive(step, work), time.perf_counter()
             fwd = core.compute.forward(mb, inputs)
-            timed[0] = time.perf_counter() - started
+            timed[0] = _took_s(started)
             return fwd
 
         fwd = await core.device.run(Rank.FORWARD, work.t, forward)
@@ -251,7 +251,7 @@ class WorkDesk:
                 add = step.ledger.may_add(work.m)
                 fault_point("backward")
                 grad_in = self._sum_guard(step, lambda: core.compute.backward(fwd, grad, add=add))
-                compute_s = timed[0] + time.perf_counter() - started
+                compute_s = timed[0] + _took_s(started)
                 own_s = time.monotonic() - began - behind_s
                 return self._keep(
                     step, work.m, inputs, grad, grad_in, done.loss, added=add,
@@ -359,6 +359,12 @@ class WorkDesk:
             step.kept[m] = kept
             step.ledger.record(m)
         return kept
+
+
+def _took_s(started: float) -> float:
+    """Of a forward or backward that is done; `started` is of time.perf_counter()."""
+    job_point(started)
+    return time.perf_counter() - started
 
 
 def _onward(work: Work, fwd: Forward) -> Work:

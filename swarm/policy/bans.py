@@ -24,6 +24,8 @@ class Bans:
         self._until: dict[PeerId, float] = {}
         self._last_s: dict[PeerId, float] = {}
         self._silent: set[PeerId] = set()
+        self.changes = 0
+        """Goes up whenever somebody's rest begins or ends, but for those that end by time."""
 
     def failed(self, peer: PeerId, *, now: float, silent: bool = False) -> float:
         """Let `peer` rest; returns for how many seconds. `silent`: it gave no answer, or was not reached.
@@ -32,15 +34,19 @@ class Bans:
         """
         if self._probed and silent and not now < self.ends(peer):
             self._silent.add(peer)
+            self.changes += 1
         if now < self.ends(peer):
             return self._until[peer] - now
         ban_s = min(self._longest_s, 2 * self._last_s.get(peer, self._first_s / 2))
+        self.changes += 1
         self._last_s[peer] = ban_s
         self._until[peer] = now + ban_s
         return ban_s
 
     def answered(self, peer: PeerId) -> None:
         """It works: the next failure starts with a short rest again."""
+        if peer in self._until or peer in self._silent:
+            self.changes += 1
         self._last_s.pop(peer, None)
         self._until.pop(peer, None)
         self._silent.discard(peer)
@@ -48,6 +54,7 @@ class Bans:
     def heard(self, peer: PeerId) -> None:
         """One that was silent gave a sign of life. After its first failure it rests no more."""
         if peer in self._silent:
+            self.changes += 1
             self._silent.remove(peer)
             if self._last_s.get(peer, 0.0) <= self._first_s:
                 self._until.pop(peer, None)
@@ -58,6 +65,7 @@ class Bans:
 
     def forget(self, peer: PeerId) -> None:
         """It is not announced any more: nobody needs to ask."""
+        self.changes += 1
         self._silent.discard(peer)
 
     def resting(self, peer: PeerId, *, now: float) -> bool:

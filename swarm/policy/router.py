@@ -1,8 +1,8 @@
 """Who gets the next microbatch of a stage: stochastic wiring (SWARM, section 3.2).
 
 Interleaved weighted round-robin: each peer carries a virtual clock that advances by its expected
-response time whenever it is chosen, and the peer whose clock is furthest behind is next. Over time
-each peer gets work in proportion to its speed, interleaved rather than in bursts.
+work whenever it is chosen, and the peer whose clock is furthest behind is next. Over time each peer
+gets work in proportion to its speed, interleaved rather than in bursts.
 
 Pure: no clock, sockets or threads. Times are monotonic seconds given by the caller.
 """
@@ -11,26 +11,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from swarm.ids import PeerId, Stage
 from swarm.policy.bans import Bans
-
-REMEMBERED = 5
-"""Response times that count, by their median: three answers to follow a change of speed, while one that took
-long once (a stopped process, a busy disk) is not held against a peer for hundreds of microbatches."""
-GUESS_S = 0.1
-"""Assumed response time of the very first peer, before anything is known."""
-MUCH_SLOWER = 3.0
-"""So many times slower than the fastest: it gets no microbatch that the step would end up waiting for.
-Without this rule one peer that is 20 times slower made the steps of three others take 1.4 to 2.1 times as
-long (8 to 128 microbatches a step, simulated); with it 1.0 to 1.05."""
-SHORT_S = 0.05
-"""A step may wait so long for anybody. What is this short is mostly the noise of a busy machine."""
-TRY_AGAIN = 20.0
-"""A peer that is kept out gets one microbatch in so many of its response times: it may have become faster. It
-can hold up the run for a twentieth of the time by that."""
-
+from swarm.policy.turns import Turns
 
 PACE_OF = 64
 """Answers from which the pace is taken."""
@@ -53,22 +38,8 @@ class Route:
 
     peer: PeerId
     expected_s: float
+    """Work of its device."""
     why: str
-
-
-@dataclass(slots=True)
-class _Candidate:
-    clock_s: float
-    """Virtual time: the sum of expected response times of everything it was given."""
-    times_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=REMEMBERED))
-    """Of its last answers."""
-    answers: int = 0
-    chosen_at: float = float("-inf")
-
-    @property
-    def usual_s(self) -> float | None:
-        """None before the first answer."""
-        return sorted(self.times_s)[len(self.times_s) // 2] if self.times_s else None
 
 
 class Router:
@@ -76,7 +47,7 @@ class Router:
 
     def __init__(self, bans: Bans | None = None) -> None:
         self.bans = bans if bans is not None else Bans()
-        self._stages: dict[Stage, dict[PeerId, _Candidate]] = {}
+        self._stages: dict[Stage, Turns] = {}
 
     def set_peers(self, stage: Stage, peers: Iterable[PeerId]) -> None:
         """The peers that serve `stage` now. What is known of those that stay is kept.
@@ -84,28 +55,21 @@ class Router:
         A newcomer starts at the furthest-behind clock of the others, so that it is tried soon, but
         is not flooded with everything that they ever got.
         """
-        known = self._stages.setdefault(stage, {})
-        wanted = set(peers)
-        for gone in known.keys() - wanted:
-            del known[gone]
-        start = min((c.clock_s for c in known.values()), default=0.0)
-        for new in sorted(wanted - known.keys()):
-            known[new] = _Candidate(clock_s=start)
+        self._stages.setdefault(stage, Turns()).set_peers(peers)
 
     def peers(self, stage: Stage) -> list[PeerId]:
         """Everybody known at `stage`, resting or not."""
-        return sorted(self._stages.get(stage, {}))
+        return sorted(self._turns(stage).known)
 
-    def answered(self, stage: Stage, peer: PeerId, took_s: float) -> None:
-        """`peer` answered; `took_s` is its own response time, without the stages behind it."""
+    def answered(self, stage: Stage, peer: PeerId, took_s: float, work_s: float | None = None) -> None:
+        """`peer` answered.
+
+        `took_s` is its own response time, without the stages behind it; for `work_s` of it its device worked.
+        A peer gets work by the latter: the former has waits in it, so that whoever happens to have a queue
+        would get less than it can do, and the others get the queue.
+        """
         self.bans.answered(peer)
-        candidate = self._stages.get(stage, {}).get(peer)
-        if candidate is not None:
-            # The first answer pays for warming up; kept, it would starve a newcomer for long.
-            if candidate.answers == 1:
-                candidate.times_s.clear()
-            candidate.times_s.append(took_s)
-            candidate.answers += 1
+        self._turns(stage).answered(peer, took_s, took_s if work_s is None else work_s)
 
     def failed(self, peer: PeerId, *, now: float, silent: bool = False) -> None:
         """`peer` missed its answer (`silent`) or broke the protocol: it rests."""
@@ -117,50 +81,24 @@ class Router:
         """Pick the peer whose virtual clock is furthest behind; ties go to the smallest id.
 
         `horizon_s`: until then the step has other work. A peer that would need longer, and is much slower
-        than another, is left out: all would wait for it.
+        than another, is left out: all would wait for it. O(log n).
 
         Raises:
             NoPeerForStage: all are gone, excluded or resting; carries `retry_at`.
         """
-        known = self._stages.get(stage, {})
-        usable = [p for p in sorted(known) if p not in exclude and not self.bans.resting(p, now=now)]
-        if not usable:
-            waits = [self.bans.ends(p) for p in known]
+        turns = self._turns(stage)
+        found = turns.next(self.bans, now=now, exclude=exclude, horizon_s=horizon_s)
+        if found is None:
+            waits = [self.bans.ends(p) for p in turns.known]
             raise NoPeerForStage(stage, max(now, min(waits)) if waits else float("inf"))
-        guess = self._guess_s(known)
-        fastest = min(self._expected_s(known[p], guess) for p in usable)
-        limit_s = max(horizon_s, MUCH_SLOWER * fastest, SHORT_S)
-        usable = [p for p in usable if self._in_time(known[p], guess, limit_s, now)]
-        peer = min(usable, key=lambda p: (known[p].clock_s + self._expected_s(known[p], guess), p))
-        chosen = known[peer]
-        expected_s = self._expected_s(chosen, guess)
+        chosen, expected_s = found
         why = "first try"
-        if chosen.times_s:
-            why = f"{expected_s * 1e3:.0f} ms expected, its turn of {len(usable)}"
-        # A peer that rested or was excluded for long must not be handed its whole backlog in one burst.
-        behind = min(known[p].clock_s for p in usable)
-        for candidate in known.values():
-            candidate.clock_s = max(candidate.clock_s, behind)
-        chosen.clock_s += expected_s
-        chosen.chosen_at = now
-        return Route(peer=peer, expected_s=expected_s, why=why)
+        if chosen.measured:
+            why = f"{expected_s * 1e3:.0f} ms expected, its turn of {len(turns.known)}"
+        return Route(peer=chosen.peer, expected_s=expected_s, why=why)
 
-    def _in_time(self, candidate: _Candidate, guess: float, limit_s: float, now: float) -> bool:
-        expected_s = self._expected_s(candidate, guess)
-        if len(candidate.times_s) < REMEMBERED:
-            return True  # it may still be warming up: kept out now, it would stay cold
-        return expected_s <= limit_s or now - candidate.chosen_at >= TRY_AGAIN * expected_s
-
-    @staticmethod
-    def _expected_s(candidate: _Candidate, guess: float) -> float:
-        usual_s = candidate.usual_s
-        return guess if usual_s is None else usual_s
-
-    @staticmethod
-    def _guess_s(known: dict[PeerId, _Candidate]) -> float:
-        """A newcomer is expected to be as fast as the median of its stage."""
-        times = sorted(usual_s for c in known.values() if (usual_s := c.usual_s) is not None)
-        return times[len(times) // 2] if times else GUESS_S
+    def _turns(self, stage: Stage) -> Turns:
+        return self._stages.get(stage) or Turns()
 
 
 class Pace:

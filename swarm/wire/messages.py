@@ -61,6 +61,12 @@ class Hop(msgspec.Struct, frozen=True, kw_only=True):
     own_s: float
     """From request to answer, without the calls behind it."""
     compute_s: float
+    """Of that, its device worked."""
+
+    @property
+    def work_s(self) -> float:
+        """What its device worked, if that can be true: not more than the whole, and not nothing at all."""
+        return self.compute_s if 0.0 < self.compute_s <= self.own_s else self.own_s
 
 
 class WorkDone(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.policy.router import GUESS_S, PACE_FROM, TRY_AGAIN, NoPeerForStage, Pace, Router
+from swarm.policy.bans import Bans
+from swarm.policy.router import PACE_FROM, NoPeerForStage, Pace, Router
+from swarm.policy.turns import GUESS_S, TRY_AGAIN, Turns
 
 FAST, SLOW = "fast", "slow"
 
@@ -234,6 +237,103 @@ def test_the_only_peer_of_a_stage_is_used_however_slow_it_is() -> None:
     router.answered(0, FAST, 0.1)
     router.failed(FAST, now=0.0)
     assert router.route(0, now=0.5, horizon_s=0.0).peer == SLOW
+
+
+def test_a_queue_in_front_of_a_device_does_not_take_work_from_it() -> None:
+    router = Router()
+    router.set_peers(0, ["queued", "idle"])
+    for _ in range(6):
+        router.answered(0, "queued", 0.09, 0.03)
+        router.answered(0, "idle", 0.03, 0.03)
+    assert Counter(picks(router, 100)) == {"queued": 50, "idle": 50}
+
+
+def test_a_queue_counts_where_the_step_would_wait_for_it() -> None:
+    router = Router()
+    router.set_peers(0, ["queued", "idle"])
+    for _ in range(6):
+        router.answered(0, "queued", 0.9, 0.03)
+        router.answered(0, "idle", 0.03, 0.03)
+    picks(router, 2)
+    assert {router.route(0, now=1.0, horizon_s=0.1).peer for _ in range(100)} == {"idle"}
+
+
+NAMES = [f"p{i}" for i in range(6)]
+OPERATIONS = st.one_of(
+    st.tuples(st.just("set"), st.sets(st.sampled_from(NAMES), min_size=1)),
+    st.tuples(st.just("answered"), st.sampled_from(NAMES), st.floats(0.001, 3.0)),
+    st.tuples(st.just("failed"), st.sampled_from(NAMES), st.booleans()),
+    st.tuples(st.just("heard"), st.sampled_from(NAMES)),
+    st.tuples(st.just("wait"), st.floats(0.0, 40.0)),
+    st.tuples(st.just("route"), st.sets(st.sampled_from(NAMES)), st.sampled_from([0.0, 0.3, float("inf")])),
+)
+
+
+@given(st.lists(OPERATIONS, max_size=60), st.booleans())
+def test_whatever_happens_somebody_is_chosen_who_may_be_if_there_is_one(
+    operations: list[tuple[Any, ...]], probed: bool
+) -> None:
+    router, now = Router(Bans(probed=probed)), 100.0
+    there = set(NAMES)
+    router.set_peers(0, there)
+    for kind, *rest in operations:
+        if kind == "set":
+            there = rest[0]
+            router.set_peers(0, there)
+        elif kind == "answered":
+            router.answered(0, rest[0], 2 * rest[1], rest[1])
+        elif kind == "failed":
+            router.failed(rest[0], now=now, silent=rest[1])
+        elif kind == "heard":
+            router.bans.heard(rest[0])
+        elif kind == "wait":
+            now += rest[0]
+        else:
+            usable = {p for p in there if p not in rest[0] and not router.bans.resting(p, now=now)}
+            try:
+                assert router.route(0, now=now, exclude=rest[0], horizon_s=rest[1]).peer in usable
+            except NoPeerForStage as nobody:
+                assert not usable
+                assert nobody.retry_at >= now
+        assert router.peers(0) == sorted(there)
+    # In the end all are well: once what a slow one was charged is made up for, each gets its share.
+    for peer in there:
+        for _ in range(6):
+            router.answered(0, peer, 1.0)
+    for _ in range(8 * len(there)):
+        router.route(0, now=now)
+    got = Counter(router.route(0, now=now).peer for _ in range(40 * len(there)))
+    assert all(abs(got[peer] - 40) <= 1 for peer in there)
+
+
+def test_the_cost_of_a_choice_does_not_grow_with_the_number_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in looks at candidates, not in time: 20 of 4 000 rest, 20 are late, all have answered."""
+    looks = Counter[str]()
+
+    def counted(name: str) -> None:
+        real = getattr(Turns, name)
+
+        def call(self: Turns, *args: Any) -> Any:
+            looks[name] += 1
+            return real(self, *args)
+
+        monkeypatch.setattr(Turns, name, call)
+
+    for name in ("_first", "_queue", "_take_out", "_keep_out", "_rest"):
+        counted(name)
+    router, peers = Router(), [f"p{i:04}" for i in range(4000)]
+    router.set_peers(0, peers)
+    for i, peer in enumerate(peers):
+        for _ in range(6):
+            router.answered(0, peer, 50.0 if i < 20 else 0.1)
+    for peer in peers[20:40]:
+        router.failed(peer, now=0.0)
+    for _ in range(100):
+        router.route(0, now=0.5, horizon_s=1.0)
+    looks.clear()
+    for _ in range(500):
+        router.answered(0, router.route(0, now=0.5, horizon_s=1.0).peer, 0.1)
+    assert sum(looks.values()) <= 6 * 500
 
 
 def test_the_pace_is_that_of_the_answers_and_not_of_the_waits_between_steps() -> None:
