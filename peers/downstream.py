@@ -13,7 +13,7 @@ from swarm.errors import Busy, NotNow, PeerFault, Refused, Stale, SwarmError
 from swarm.ids import PeerId, Stage
 from swarm.policy.patience import Patience
 from swarm.policy.router import NoPeerForStage, Router
-from swarm.wire.messages import Locate, Located, Work, WorkDone, pack, unpack_answer
+from swarm.wire.messages import Locate, Located, Work, WorkDone, pack, unpack_answer, with_way
 
 LOCATE_S = 1.0
 """How long to ask who has a microbatch before somebody computes it again."""
@@ -106,6 +106,7 @@ class NextStage:
                     self._router.answered(self.stage, peer, hop.own_s, hop.work_s)
                 else:
                     self._router.answered(self.stage, peer, took_s)
+                done = msgspec.structs.replace(done, hops=with_way(done.hops, took_s))
                 return peer, done, answer
         raise reason
 

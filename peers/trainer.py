@@ -11,6 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +30,7 @@ from swarm.policy.eras import check_standing
 from swarm.policy.ledger import from_bytes
 from swarm.policy.patience import Patience
 from swarm.policy.router import NoPeerForStage, Pace, Router
+from swarm.policy.ways import Ways
 from swarm.policy.window import Window
 from swarm.policy.worklist import Work as Item
 from swarm.policy.worklist import WorkList
@@ -84,6 +87,7 @@ class Trainer:
         self._router = Router(Bans(probed=True))
         self._prober = Prober(run.id, transport, directory, self._router.bans)
         self.patience = Patience()
+        self._ways = Ways()
         self._pace = Pace()
         self._todo = WorkList(lambda t: trainer_order(run.id, t, me, run.M), run.M)
         self._window = Window(
@@ -236,9 +240,14 @@ class Trainer:
             self._window.answered(now=time.monotonic())
             self._pace.answered(now=time.monotonic())
             self.patience.answered(time.monotonic() - began)
-            for hop in done.hops[: self._run.S]:
-                if 0 <= hop.stage < self._run.S and 0 <= hop.own_s <= time.monotonic() - began:
+            took_s = time.monotonic() - began
+            hops = done.hops[: self._run.S]
+            for hop in hops:
+                if 0 <= hop.stage < self._run.S and 0 <= hop.own_s <= took_s:
                     self._router.answered(hop.stage, hop.peer, hop.own_s, hop.work_s)
+            for here, there in pairwise(hops):
+                if 0 < there.way_s <= took_s:
+                    self._ways.took(here.peer, there.peer, there.way_s)
             self._refusals.pop(mb, None)
 
     def _route(self, t: int) -> list[PeerId]:
@@ -247,10 +256,12 @@ class Trainer:
         horizon_s = self._pace.horizon_s(self._todo.unstarted(t) + ahead)
         route = [self._router.route(0, now=time.monotonic(), horizon_s=horizon_s).peer]
         for stage in range(1, self._run.S):
+            way_s = partial(self._ways.expected_s, route[-1])
             try:
-                route.append(self._router.route(stage, now=time.monotonic(), horizon_s=horizon_s).peer)
+                found = self._router.route(stage, now=time.monotonic(), horizon_s=horizon_s, way_s=way_s)
             except NoPeerForStage:
                 break
+            route.append(found.peer)
         return route
 
     async def _call(self, peer: PeerId, route: list[PeerId], item: Item) -> WorkDone:

@@ -11,9 +11,8 @@ stage, devices that reach 40 Tflop/s.
 Layouts: `overlapped` and `additive` are the planner's (for a runtime that hides transfers behind compute, and
 for DT-FM's own objective), `index order` is Megatron's (the first eight devices serve stage 0: here a city
 each), `random` the mean of some seeds. `blocking`: devices wait until what they send has arrived, so nothing
-is hidden; our runtime does not do that, a plain pipeline does. `even` routes by computing times instead of
-response times: among devices that are alike this is turn by turn, so that the i-th of one stage always sends
-to the i-th of the next one, as DT-FM's fixed pipelines do.
+is hidden; our runtime does not do that, a plain pipeline does. `anywhere` is our runtime with routers that do
+not know the ways between peers; `by response` one whose routers go by response times, queues included.
 """
 
 from __future__ import annotations
@@ -107,7 +106,8 @@ def layouts(network: Network, job: Job, options: argparse.Namespace) -> dict[str
 
 RUNTIMES = {
     "ours": {},
-    "ours, even": {"routers_learn": "compute"},
+    "anywhere": {"routers_learn": "compute"},
+    "by response": {"routers_learn": "response"},
     "blocking": {"blocking": True, "routers_learn": "compute"},
 }
 

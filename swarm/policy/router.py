@@ -10,7 +10,7 @@ Pure: no clock, sockets or threads. Times are monotonic seconds given by the cal
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from swarm.ids import PeerId, Stage
@@ -76,18 +76,25 @@ class Router:
         self.bans.failed(peer, now=now, silent=silent)
 
     def route(
-        self, stage: Stage, *, now: float, exclude: Collection[PeerId] = (), horizon_s: float = float("inf")
+        self,
+        stage: Stage,
+        *,
+        now: float,
+        exclude: Collection[PeerId] = (),
+        horizon_s: float = float("inf"),
+        way_s: Callable[[PeerId], float] | None = None,
     ) -> Route:
         """Pick the peer whose virtual clock is furthest behind; ties go to the smallest id.
 
         `horizon_s`: until then the step has other work. A peer that would need longer, and is much slower
-        than another, is left out: all would wait for it. O(log n).
+        than another, is left out: all would wait for it. `way_s`: seconds on the line to a peer; near ones
+        are preferred, and none gets less than its share. O(log n).
 
         Raises:
             NoPeerForStage: all are gone, excluded or resting; carries `retry_at`.
         """
         turns = self._turns(stage)
-        found = turns.next(self.bans, now=now, exclude=exclude, horizon_s=horizon_s)
+        found = turns.next(self.bans, now=now, exclude=exclude, horizon_s=horizon_s, way_s=way_s)
         if found is None:
             waits = [self.bans.ends(p) for p in turns.known]
             raise NoPeerForStage(stage, max(now, min(waits)) if waits else float("inf"))

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -32,6 +33,9 @@ SHORT_S = 0.05
 TRY_AGAIN = 20.0
 """A peer that is kept out gets one microbatch in so many of its response times: it may have become faster. It
 can hold up the run for a twentieth of the time by that."""
+
+LOOKED_AT = 8
+"""Turns among which the nearest is taken."""
 
 _Entry: TypeAlias = "tuple[float, PeerId, int]"
 """What it is ordered by, whom it speaks of, and its stamp."""
@@ -117,19 +121,30 @@ class Turns:
             self._queue(candidate)  # a late one, too: it may be fast now
 
     def next(
-        self, bans: Bans, *, now: float, exclude: Collection[PeerId], horizon_s: float
+        self,
+        bans: Bans,
+        *,
+        now: float,
+        exclude: Collection[PeerId],
+        horizon_s: float,
+        way_s: Callable[[PeerId], float] | None = None,
     ) -> tuple[Candidate, float] | None:
-        """Who is chosen, and what it is expected to work; None if nobody can be asked."""
+        """Who is chosen, and what it is expected to work; None if nobody can be asked.
+
+        `way_s`: what lies between. Of those whose turn is near, the one is taken to whom turn and way
+        together are least. Whoever is passed over falls behind in its clock until that makes up for its way:
+        all keep their share, and get it from where they are near. (Clocks are prices: Bertsekas' auction.)
+        """
         self._wake_rested(bans, now)
-        allowed_s, passed = 0.0, list[Candidate]()
-        chosen: Candidate | None = None
-        while chosen is None:
+        allowed_s, passed, best = 0.0, list[Candidate](), (math.inf, "")
+        looked, chosen = 0, None
+        while looked < (1 if way_s is None else LOOKED_AT):
             fastest_s = self._responses_s[0] if self._responses_s else GUESS_S
             limit_s = max(horizon_s, MUCH_SLOWER * fastest_s, SHORT_S, allowed_s)
             self._wake_late(limit_s, now)
             candidate = self._first()
             if candidate is None:
-                if not self._late_left():
+                if chosen is not None or not self._late_left():
                     break
                 # Everybody else is away: the step has to wait for somebody.
                 allowed_s = max(allowed_s, MUCH_SLOWER * self._late[0][0])
@@ -141,12 +156,18 @@ class Turns:
             elif not _in_time(candidate, limit_s, now):
                 self._keep_out(candidate)
             else:
-                chosen = candidate
+                looked += 1
+                turn_s = candidate.clock_s + self._expected_s(candidate)
+                rank = turn_s + (way_s(candidate.peer) if way_s is not None else 0.0), candidate.peer
+                if chosen is None or rank < best:
+                    best, chosen = rank, candidate
+                passed.append(candidate)
+                self._drop_first(candidate)
         for candidate in passed:
             self._push_turn(candidate)
         if chosen is None:
             return None
-        work_s = chosen.work_s if chosen.measured else self._guess_s()
+        work_s = self._expected_s(chosen)
         self._floor_s = self._floor()
         self._take_out(chosen)
         chosen.clock_s += work_s
@@ -157,6 +178,9 @@ class Turns:
     def _guess_s(self) -> float:
         """A newcomer is expected to be as fast as the median of its stage."""
         return self._works_s[len(self._works_s) // 2] if self._works_s else GUESS_S
+
+    def _expected_s(self, candidate: Candidate) -> float:
+        return candidate.work_s if candidate.measured else self._guess_s()
 
     def _floor(self) -> float:
         """The clock that is furthest behind in the queue."""

@@ -62,11 +62,25 @@ class Hop(msgspec.Struct, frozen=True, kw_only=True):
     """From request to answer, without the calls behind it."""
     compute_s: float
     """Of that, its device worked."""
+    way_s: float = 0.0
+    """On the line from its caller and back, as the caller says; 0 = not known."""
 
     @property
     def work_s(self) -> float:
         """What its device worked, if that can be true: not more than the whole, and not nothing at all."""
         return self.compute_s if 0.0 < self.compute_s <= self.own_s else self.own_s
+
+
+def with_way(hops: tuple[Hop, ...], took_s: float) -> tuple[Hop, ...]:
+    """What a caller passes on: of what its call took, what no peer spent was the line to the first.
+
+    Of work that was done before only the answer was waited for: of that nothing is known.
+    """
+    if not hops:
+        return hops
+    way_s = took_s - sum(hop.own_s for hop in hops) - sum(hop.way_s for hop in hops[1:])
+    first = msgspec.structs.replace(hops[0], way_s=way_s if 0.0 < way_s <= took_s else 0.0)
+    return (first, *hops[1:])
 
 
 class WorkDone(msgspec.Struct, frozen=True, kw_only=True):

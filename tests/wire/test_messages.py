@@ -15,6 +15,7 @@ from swarm.wire.messages import (
     Brief,
     FetchVector,
     HeldWire,
+    Hop,
     Locate,
     Part,
     PlanWire,
@@ -26,6 +27,7 @@ from swarm.wire.messages import (
     pack,
     unpack,
     unpack_answer,
+    with_way,
 )
 
 KINDS = [
@@ -176,3 +178,25 @@ def test_the_largest_plan_of_a_reduce_fits_into_a_header() -> None:
         steps=(StepBrief(t=9, plan=plan),),
     )  # fmt: skip
     assert len(pack(brief)) < MAX_HEADER_BYTES
+
+
+def hop(stage: int, own_s: float, way_s: float = 0.0) -> Hop:
+    return Hop(stage=stage, peer=f"p{stage}", own_s=own_s, compute_s=own_s / 2, way_s=way_s)
+
+
+def test_what_a_call_took_and_no_peer_spent_was_the_line_to_the_first() -> None:
+    hops = with_way((hop(1, 0.1, way_s=7.0), hop(2, 0.2, way_s=0.05)), 0.5)
+    assert [h.way_s for h in hops] == [pytest.approx(0.15), 0.05]
+    assert with_way((), 0.5) == ()
+
+
+@pytest.mark.parametrize("own_s", [0.6, float("nan"), float("inf"), -9.0])
+def test_of_work_done_before_and_of_times_that_cannot_be_no_way_is_known(own_s: float) -> None:
+    assert with_way((hop(1, own_s),), 0.5)[0].way_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "work_s"), [(0.05, 0.05), (0.0, 0.1), (0.2, 0.1), (float("nan"), 0.1), (-1.0, 0.1)]
+)
+def test_a_device_worked_no_longer_than_its_peer_had_the_microbatch(compute_s: float, work_s: float) -> None:
+    assert Hop(stage=0, peer="p", own_s=0.1, compute_s=compute_s).work_s == work_s

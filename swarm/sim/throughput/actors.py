@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.policy.ledger import Ledger
 from swarm.policy.router import Pace, Router
+from swarm.policy.ways import Ways
 from swarm.policy.window import Window
 
 
@@ -60,7 +61,7 @@ class Flight:
 
     __slots__ = (
         "alive", "back", "era", "first", "grad", "hops", "last", "m", "own_s", "pos", "reached_s",
-        "recorded", "refill", "t", "trainer",
+        "recorded", "refill", "t", "trainer", "way_s",
     )  # fmt: skip
 
     def __init__(self, trainer: Trainer, microbatch: Microbatch, hops: list[Peer], era: int) -> None:
@@ -80,6 +81,8 @@ class Flight:
         """Of that stage: its gradient is `here`, `lost` with the peer that had it, or has yet to come."""
         self.era = era
         self.reached_s = [0.0] * len(hops)
+        self.way_s = [0.0] * len(hops)
+        """Per stage, on the line to the next one and back."""
         self.own_s = [0.0] * len(hops)
         """Per stage, what it took there without the stages behind it: what routers learn from."""
 
@@ -96,6 +99,7 @@ class Trainer:
     """Near which it is."""
     router: Router
     window: Window
+    ways: Ways = field(default_factory=Ways)
     pace: Pace = field(default_factory=Pace)
     running: int = 0
     shared: int = 0

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from swarm.errors import SetupError
 from swarm.ids import PeerId, Stage
@@ -442,7 +443,10 @@ class Simulation:
                 if held[stage]:
                     hops.append(self._holder(t, m, stage))
                 else:
-                    route = trainer.router.route(stage, now=now_s, horizon_s=horizon_s)
+                    way_s = None
+                    if self.settings.routers_learn == "ways" and hops:
+                        way_s = partial(trainer.ways.expected_s, hops[-1].name)
+                    route = trainer.router.route(stage, now=now_s, horizon_s=horizon_s, way_s=way_s)
                     hops.append(there.get(route.peer) or self._dead(route.peer, stage))
         except NoPeerForStage:
             self._todo.failed(item.microbatch)
@@ -493,7 +497,10 @@ class Simulation:
         trainer.window.answered(now=now_s)
         trainer.pace.answered(now=now_s)
         trainer.shared += flight.t == self._version
-        computing = self.settings.routers_learn == "compute"
+        computing = self.settings.routers_learn != "response"
+        for here, there, way_s in zip(flight.hops, flight.hops[1:], flight.way_s, strict=False):
+            if way_s > 0.0:
+                trainer.ways.took(here.name, there.name, way_s)
         for stage in range(flight.first, flight.last + 1):
             own_s, hop = flight.own_s[stage], flight.hops[stage]
             if own_s > 0.0:
@@ -612,6 +619,7 @@ class Simulation:
         self.report.boundary_bytes += size_bytes
         here, there = flight.hops[stage], flight.hops[stage + 1]
         there_s = self.lines.send(here.device, there.device, size_bytes, self.clock.now)
+        flight.way_s[stage] = there_s - self.clock.now
         self.clock.after(there_s - self.clock.now, None, self._arrive, (flight, stage + 1, there))
         return there_s
 
@@ -660,6 +668,7 @@ class Simulation:
         size_bytes = self.job.backward_bytes[stage - 1]
         self.report.boundary_bytes += size_bytes
         there_s = self.lines.send(here.device, there.device, size_bytes, now_s)
+        flight.way_s[stage - 1] += there_s - now_s
         self.clock.after(there_s - now_s, None, self._returned, (flight, stage - 1, there))
         return there_s
 

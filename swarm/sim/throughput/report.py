@@ -32,9 +32,9 @@ class Settings:
     """What each forward and each backward costs besides its arithmetic."""
     max_inflight: int = 32
     """Microbatches that a peer takes at most; fewer if its memory holds fewer."""
-    routers_learn: Literal["response", "compute"] = "response"
-    """What trainers are told of a peer's answer: how long it had the microbatch, waits in its queue included,
-    as the live ones are; or, to compare, its computing alone."""
+    routers_learn: Literal["response", "compute", "ways"] = "ways"
+    """By what trainers route: its computing and the ways between peers, as the live ones do; or, to compare,
+    its computing alone, or how long it had the microbatch, waits in its queue included."""
     blocking: bool = False
     """Devices wait until what they send has arrived: no transfer is hidden behind compute. Not our runtime;
     what others are compared with."""

@@ -1,0 +1,83 @@
+"""How long it takes from one peer to another; near ones are preferred without starving the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import pytest
+
+from swarm.policy import ways as module
+from swarm.policy.router import Router
+from swarm.policy.ways import Ways
+
+CITIES = {"a0": "a", "a1": "a", "b0": "b", "b1": "b"}
+NEXT = {"a2": "a", "a3": "a", "b2": "b", "b3": "b"}
+
+
+def far_s(here: str, there: str) -> float:
+    return 0.01 if here[0] == there[0] else 1.0
+
+
+def test_a_way_that_was_never_gone_is_as_short_as_can_be_so_that_it_is_tried() -> None:
+    assert Ways().expected_s("a", "b") == 0.0
+
+
+def test_a_way_takes_what_it_usually_took_and_it_has_a_direction() -> None:
+    ways = Ways()
+    for took_s in (0.3, 0.1, 9.0, 0.2, 0.25):
+        ways.took("a", "b", took_s)
+    assert ways.expected_s("a", "b") == 0.25
+    assert ways.expected_s("b", "a") == 0.0
+
+
+def test_the_oldest_of_too_many_ways_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST", 3)
+    ways = Ways()
+    for i in range(5):
+        ways.took("a", f"b{i}", 1.0)
+    assert [ways.expected_s("a", f"b{i}") for i in range(5)] == [0.0, 0.0, 1.0, 1.0, 1.0]
+
+
+def wired(speeds: dict[str, float]) -> tuple[Counter[str], Counter[bool]]:
+    """A thousand microbatches through peers of two cities: who got how many, how many stayed in a city."""
+    router, ways = Router(), Ways()
+    for stage, there in enumerate((CITIES, NEXT)):
+        router.set_peers(stage, there)
+        for peer in there:
+            for _ in range(6):
+                router.answered(stage, peer, 1 / speeds.get(peer, 10.0))
+    got, stayed = Counter[str](), Counter[bool]()
+    for _ in range(1000):
+        here = router.route(0, now=0.0).peer
+        there = router.route(1, now=0.0, way_s=partial(ways.expected_s, here)).peer
+        ways.took(here, there, far_s(here, there))
+        got[there] += 1
+        stayed[here[0] == there[0]] += 1
+    return got, stayed
+
+
+def test_microbatches_stay_where_they_are_near_and_everybody_keeps_its_share() -> None:
+    got, stayed = wired({})
+    assert stayed[True] >= 980
+    assert all(abs(count - 250) <= 12 for count in got.values()), got
+
+
+def test_where_a_city_has_too_few_for_its_work_only_what_is_too_much_goes_far() -> None:
+    """Of stage 1 three quarters of the speed are in b, of stage 0 a half: a quarter has to go."""
+    got, stayed = wired({"a2": 5.0, "a3": 5.0, "b2": 15.0, "b3": 15.0})
+    assert 700 <= stayed[True] <= 760
+    assert all(abs(got[peer] - 125) <= 12 for peer in ("a2", "a3"))
+    assert all(abs(got[peer] - 375) <= 12 for peer in ("b2", "b3"))
+
+
+def test_a_peer_that_is_far_from_all_gets_its_share_all_the_same() -> None:
+    router, ways = Router(), Ways()
+    router.set_peers(1, ["near", "far"])
+    for peer in ("near", "far"):
+        for _ in range(6):
+            router.answered(1, peer, 0.1)
+            ways.took("here", peer, 5.0 if peer == "far" else 0.01)
+    way_s = partial(ways.expected_s, "here")
+    got = Counter(router.route(1, now=0.0, way_s=way_s).peer for _ in range(1000))
+    assert got["far"] >= 470
