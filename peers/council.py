@@ -141,7 +141,7 @@ class Council:
     def coordinator(self, stage: Stage) -> PeerId | None:
         """The live serving peer of `stage` that came first, as far as this peer can see."""
         now = time.monotonic()
-        records = [r for r in self._directory.peers() if r.stage == stage]
+        records = self._roll.at(stage)
         since_s = {r.peer: r.since or math.inf for r in records} | {self._me: self._since_s}
         serving = {r.peer for r in records if r.state == "serving"}
         if stage == self._stage:

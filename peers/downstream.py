@@ -13,6 +13,7 @@ from swarm.errors import Busy, NotNow, PeerFault, Refused, Stale, SwarmError
 from swarm.ids import PeerId, Stage
 from swarm.policy.patience import Patience
 from swarm.policy.router import NoPeerForStage, Router
+from swarm.records import PeerRecord
 from swarm.wire.messages import Locate, Located, Work, WorkDone, pack, unpack_answer, with_way
 
 LOCATE_S = 1.0
@@ -39,6 +40,7 @@ class NextStage:
         self._transport, self._directory = transport, directory
         self._router, self._on_fault = router, on_fault
         self.patience = Patience()
+        self._seen: Sequence[PeerRecord] | None = None
 
     async def call(
         self,
@@ -121,8 +123,11 @@ class NextStage:
         return all(self._router.bans.resting(p, now=now) for p in self._router.peers(self.stage))
 
     def _refresh_peers(self) -> None:
-        serving = [r.peer for r in self._directory.peers() if r.stage == self.stage and r.state == "serving"]
-        self._router.set_peers(self.stage, serving)
+        records = self._directory.peers()
+        if records is not self._seen:
+            self._seen = records
+            serving = [r.peer for r in records if r.stage == self.stage and r.state == "serving"]
+            self._router.set_peers(self.stage, serving)
 
     def _choose(self, work: Work, exclude: set[PeerId]) -> PeerId:
         """The trainer's suggestion on the first attempt; else our own turn."""

@@ -101,7 +101,10 @@ class Directory(Protocol):
     """Who serves what, from the DHT; verified records only, at most a few seconds old."""
 
     def peers(self) -> Sequence[PeerRecord]:
-        """The records known now, sorted by peer id; refreshed in the background."""
+        """The records known now, sorted by peer id; refreshed in the background.
+
+        Not to be changed. The same object means that nothing has changed: many look for each microbatch.
+        """
         ...
 
     async def refresh(self) -> Sequence[PeerRecord]:

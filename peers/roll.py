@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from peers.ports import Directory
 from swarm.errors import NotNow, short
 from swarm.ids import PeerId, Stage
+from swarm.records import PeerRecord
 
 REFRESH_S = 0.5
 """A newcomer may call before our picture of the directory has it; strangers must not make us ask for ever."""
@@ -18,10 +20,30 @@ class Roll:
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._asked_at = float("-inf")
+        self._seen: Sequence[PeerRecord] | None = None
+        self._by_peer: dict[PeerId, PeerRecord] = {}
+        self._by_stage: dict[Stage, list[PeerRecord]] = {}
+
+    def at(self, stage: Stage) -> Sequence[PeerRecord]:
+        """The records of a stage, in whatever state, sorted by peer id."""
+        self._look()
+        return self._by_stage.get(stage, ())
 
     def has(self, peer: PeerId, stage: Stage) -> bool:
         """Whether `peer` announced that it serves, or joins, `stage`."""
-        return any(r.peer == peer and r.stage == stage and r.state != "left" for r in self._directory.peers())
+        self._look()
+        record = self._by_peer.get(peer)
+        return record is not None and record.stage == stage and record.state != "left"
+
+    def _look(self) -> None:
+        """Sort the records anew if they have changed."""
+        records = self._directory.peers()
+        if records is self._seen:
+            return
+        self._seen, self._by_stage = records, {}
+        self._by_peer = {record.peer: record for record in records}
+        for record in records:
+            self._by_stage.setdefault(record.stage, []).append(record)
 
     async def require(self, peer: PeerId, stage: Stage) -> None:
         """Return if `peer` is announced at `stage`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -34,6 +34,7 @@ from swarm.policy.ways import Ways
 from swarm.policy.window import Window
 from swarm.policy.worklist import Work as Item
 from swarm.policy.worklist import WorkList
+from swarm.records import PeerRecord
 from swarm.run import Run
 from swarm.wire.messages import Watch, Watched, Work, WorkDone, pack, unpack_answer
 from swarm.wire.tensors import input_metas
@@ -87,6 +88,7 @@ class Trainer:
         self._router = Router(Bans(probed=True))
         self._prober = Prober(run.id, transport, directory, self._router.bans)
         self.patience = Patience()
+        self._seen: Sequence[PeerRecord] | None = None
         self._ways = Ways()
         self._pace = Pace()
         self._todo = WorkList(lambda t: trainer_order(run.id, t, me, run.M), run.M)
@@ -283,9 +285,13 @@ class Trainer:
     # -- the run ----------------------------------------------------------------------------------
 
     def _refresh_peers(self) -> None:
+        records = self._directory.peers()
+        if records is self._seen:
+            return
+        self._seen = records
         by_stage: dict[int, list[PeerId]] = {stage: [] for stage in range(self._run.S)}
         room = 0
-        for record in self._directory.peers():
+        for record in records:
             if record.state == "serving" and record.stage in by_stage:
                 by_stage[record.stage].append(record.peer)
                 room += record.max_inflight if record.stage == 0 else 0

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import random
 import time
 from collections import Counter, defaultdict
@@ -217,6 +218,9 @@ class NetDirectory:
         """Our p2pd runs, and the node above is on it."""
         self._keeper = TaskKeeper()
         self._known: dict[PeerId, _Known] = {}
+        self._listed: list[PeerRecord] | None = None
+        """What `peers` says until something changes, or `_listed_until`."""
+        self._listed_until = 0.0
         self._met: dict[PeerId, tuple[str, ...]] = {}
         """Addresses of those whose records we saw, the latest last."""
         self._moved_to: tuple[str, ...] = ()
@@ -481,12 +485,16 @@ class NetDirectory:
 
     def peers(self) -> Sequence[PeerRecord]:
         now = time.time()
+        if self._listed is not None and now < self._listed_until:
+            return self._listed
         for peer in [peer for peer, known in self._known.items() if known.expires <= now]:
             del self._known[peer]
         records = {peer: known.record for peer, known in self._known.items()}
         if self._own is not None and self._own.run == self.run_id:
             records[self._own.peer] = self._own
-        return [records[peer] for peer in sorted(records)]
+        self._listed = [records[peer] for peer in sorted(records)]
+        self._listed_until = min((known.expires for known in self._known.values()), default=math.inf)
+        return self._listed
 
     async def refresh(self) -> Sequence[PeerRecord]:
         if self._online:
@@ -580,6 +588,7 @@ class NetDirectory:
                 continue
             if record.run == self.run_id:
                 self._known[subkey] = _Known(record, expires)
+                self._listed = None
                 self._meet(record)
                 if self._learn is not None and record.addresses:
                     self._learn(subkey, record.addresses)
@@ -602,7 +611,7 @@ class NetDirectory:
         Raises:
             ValueError: the record is not about us, or larger than `MAX_RECORD_BYTES`.
         """
-        before, self._own = self._own, record
+        before, self._own, self._listed = self._own, record, None
         envelopes.seal_record(record, time.time(), self._identity)  # a wrong record fails here
         if before is None or (before.run, before.stage, before.state) != (
             record.run,
@@ -618,9 +627,9 @@ class NetDirectory:
             return
         record = msgspec.structs.replace(self._own, state="left")
         with self._keeper.keeping():
-            self._own = record
+            self._own, self._listed = record, None
             await self._store_own()
-        self._own = None
+        self._own = self._listed = None
 
     async def _store_own(self) -> None:
         assert self._own is not None

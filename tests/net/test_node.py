@@ -588,6 +588,26 @@ def home(peer: str, run: str = RUN) -> str:
     return envelopes.peers_key(run, envelopes.shard_of(peer))
 
 
+async def test_the_records_are_the_same_object_until_one_changes_or_runs_out(
+    stack: contextlib.AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await start(stack)
+    second = await start(stack, first)
+    await first.directory.announce(record(first))
+    await second.directory.refresh()
+    seen = second.directory.peers()
+    assert [r.peer for r in seen] == [first.peer_id] and second.directory.peers() is seen
+    await second.directory.announce(record(second))
+    both = second.directory.peers()
+    assert both is not seen and {r.peer for r in both} == {first.peer_id, second.peer_id}
+    assert second.directory.peers() is both
+    await second.directory.withdraw()
+    assert [r.peer for r in second.directory.peers()] == [first.peer_id]
+    later = time.time() + 3600.0
+    monkeypatch.setattr("peers.net.directory.time.time", lambda: later)
+    assert second.directory.peers() == []
+
+
 async def test_a_strangers_records_are_not_stored(stack: contextlib.AsyncExitStack) -> None:
     victim = await start(stack)
     stranger = await Stranger.join(victim)
