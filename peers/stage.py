@@ -159,6 +159,8 @@ class StagePeer:
         self.moving_to: Stage | None = None
         """The stage that this device serves next, once `run` has returned."""
         self._first_version = 0
+        self._rehearsed_s = self._rehearsals_s = 0.0
+        """What a microbatch took before there was any; all of the device's time that went into that."""
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -168,6 +170,7 @@ class StagePeer:
         loops: list[asyncio.Task[object]] = []
         try:
             await self._announce()
+            self._spawn(self._rehearse())
             leaving = asyncio.create_task(self._leaving.wait())
             loops = [asyncio.create_task(self._join()), leaving]
             await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
@@ -234,8 +237,7 @@ class StagePeer:
         self._leaving.set()
 
     async def _announce(self) -> None:
-        core = self.core
-        speed = core.computed / core.device.busy_s if core.device.busy_s > 0 else 0.0
+        core, speed = self.core, self._speed()
         record = PeerRecord(
             peer=core.me, run=self._run.id, stage=self.stage, state=self._state, version=core.version,  # type: ignore[arg-type]
             speed=speed, load=core.device.mean_queue(), state_bytes=core.compute.state_bytes,
@@ -244,6 +246,30 @@ class StagePeer:
             addresses=self._settings.addresses, since=self._settings.joined_at,
         )  # fmt: skip
         await self._directory.announce(record)
+
+    def _speed(self) -> float:
+        """Microbatches per second of the device when it is busy; 0 before anything is known."""
+        core = self.core
+        busy_s = core.device.busy_s - self._rehearsals_s
+        if core.computed and busy_s > 0:
+            return core.computed / busy_s
+        return 1.0 / self._rehearsed_s if self._rehearsed_s > 0 else 0.0
+
+    async def _rehearse(self) -> None:
+        """Find out how fast the device is on this stage, for those who plan, before there is work.
+
+        A backward takes as long as two forwards.
+        """
+
+        def twice() -> tuple[float, float]:
+            began = time.perf_counter()
+            self.core.compute.rehearse()
+            warm = time.perf_counter()  # the first one pays for warming up
+            self.core.compute.rehearse()
+            ended = time.perf_counter()
+            return 3 * (ended - warm), ended - began
+
+        self._rehearsed_s, self._rehearsals_s = await self.core.device.run(Rank.IDLE, 0, twice)
 
     async def _announce_often(self) -> None:
         while True:
@@ -656,7 +682,7 @@ class StagePeer:
             peer=core.me, stage=self.stage, era=core.era, version=core.version, state=self._state,
             device=self._settings.device_name, done=step.ledger.done.bit_count() if step else 0,
             inflight=self.desk.inflight, max_inflight=self.desk.max_inflight,
-            speed=core.computed / core.device.busy_s if core.device.busy_s else 0.0, computed=core.computed,
+            speed=self._speed(), computed=core.computed,
             coordinator=self.council.coordinator(self.stage) or "", audit=core.audit,
             since=self._settings.joined_at, loss=losses[-1][1] if losses else None,
             bytes_in=sum(received.values()), bytes_out=sum(sent.values()), links=links[:MOST_LINKS_TOLD],

@@ -403,7 +403,25 @@ class StageCompute:
             self._saved_bytes = self._measure()
         return self._saved_bytes
 
+    def rehearse(self) -> None:
+        """A forward of zeros, of which nothing is kept: whoever times it knows the speed.
+
+        No backward: where weights have copies of less precision, it would add to the sum, whatever it is asked.
+        """
+        x, labels = self._zeros()
+        _, y = self._compute(Microbatch(0, 0), self.version, x, labels)
+        y.flatten()[:1].sum().item()  # the device is done
+
     # --- inside -----------------------------------------------------------------------------------------
+
+    def _zeros(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(input, labels for the last stage) of a microbatch, on the device."""
+        B, T = self._labels_shape
+        if self.first:
+            x = torch.zeros((B, T), dtype=torch.int64, device=self.device)
+        else:
+            x = torch.zeros(self._hidden_shape, dtype=self._hidden_dtype, device=self.device)
+        return x, torch.zeros((B, T), dtype=torch.int64, device=self.device) if self.last else None
 
     def _bind(self, module: nn.Module, number: int) -> nn.Module:
         views = dict(self._layout.views(self._weights[number]))
@@ -614,7 +632,6 @@ class StageCompute:
         self._grads_of[number] = None
 
     def _measure(self) -> int:
-        B, T = self._labels_shape
         seen: dict[int, int] = {}
         own = {flat.untyped_storage().data_ptr() for flat in (*self._weights, *self._low)}
 
@@ -624,11 +641,7 @@ class StageCompute:
                 seen[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        if self.first:
-            x = torch.zeros((B, T), dtype=torch.int64, device=self.device)
-        else:
-            x = torch.zeros(self._hidden_shape, dtype=self._hidden_dtype, device=self.device)
-        labels = torch.zeros((B, T), dtype=torch.int64, device=self.device) if self.last else None
+        x, labels = self._zeros()
         mb = Microbatch(0, 0)
         # What was saved must stay alive while we count, or memory that is reused would count once.
         alive: list[torch.Tensor] = []

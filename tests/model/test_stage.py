@@ -13,6 +13,7 @@ from swarm.ids import Microbatch
 from swarm.model import stage as stage_module
 from swarm.model.exact import SCALE, add_exact
 from swarm.model.stage import StageCompute, SumLost, sqnorm, state_digest
+from swarm.run import counting_run
 from swarm.wire.codec import Encoded, TensorMeta, encode
 from tests.model.chain import Chain, tiny_run, tokens_of
 
@@ -285,6 +286,30 @@ def test_the_measured_memory_is_more_than_nothing_at_every_stage_and_leaves_no_t
 
 
 # --- what breaks -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_rehearsal_leaves_no_trace(dtype: str, recompute: bool, exact: bool) -> None:
+    run = tiny_run(dtype=dtype, exact_sums=exact)
+    rehearsed, plain = (Chain(run, recompute=recompute) for _ in range(2))
+    before = [stage.digest() for stage in plain.stages]
+    rehearsed.begin(0)
+    plain.begin(0)
+    for m in range(2):
+        for stage in rehearsed.stages:
+            stage.rehearse()
+        assert rehearsed.microbatch(Microbatch(0, m)) == plain.microbatch(Microbatch(0, m))
+    for stage in rehearsed.stages:
+        stage.rehearse()
+    assert equal([s.sum(0) for s in rehearsed.stages], [s.sum(0) for s in plain.stages])
+    assert [stage.digest() for stage in rehearsed.stages] == before
+
+
+def test_the_audit_model_can_be_rehearsed_too() -> None:
+    for number in range(2):
+        StageCompute(counting_run(stages=2), number).rehearse()
 
 
 def test_a_backward_that_breaks_voids_the_sum_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

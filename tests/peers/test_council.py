@@ -393,3 +393,11 @@ async def test_strangers_cannot_make_a_peer_ask_the_directory_for_ever() -> None
         assert asked == 1
         await roll.require("s1p0", 1)
         assert asked == 1
+
+
+async def test_who_serves_says_how_fast_its_device_is_before_there_is_work() -> None:
+    async with swarm(RUN) as s:
+        await s.until_serving()
+        await s.until(lambda: all(peer._rehearsed_s for peer in s.peers.values()))
+        status = await s.add_stranger().ask("s1p0", "status", AskStatus(run=RUN.id), PeerStatus)
+        assert status.computed == 0 and status.speed > 0.0
