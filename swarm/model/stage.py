@@ -406,7 +406,7 @@ class StageCompute:
     def rehearse(self) -> None:
         """A forward of zeros, of which nothing is kept: whoever times it knows the speed.
 
-        No backward: where weights have copies of less precision, it would add to the sum, whatever it is asked.
+        No backward: where weights have copies of less precision it would add to the sum, whatever is asked.
         """
         x, labels = self._zeros()
         _, y = self._compute(Microbatch(0, 0), self.version, x, labels)
