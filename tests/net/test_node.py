@@ -69,6 +69,12 @@ async def start(stack: contextlib.AsyncExitStack, *join: Node, **options: Any) -
     return await stack.enter_async_context(Node(**options))
 
 
+def forget(node: Node) -> None:
+    """It knows no record but its own."""
+    node.directory._known.clear()
+    node.directory._listed = None
+
+
 async def echo(request: Request) -> Answer:
     return Answer(request.peer.encode(), await request.accept())
 
@@ -351,7 +357,7 @@ async def test_a_fresh_nodes_first_look_does_not_depend_on_one_holder_that_misse
         daemon = Daemon.spawn(DaemonOptions())
         async with Node(run_id=RUN, join=[other.addresses[0]], daemon=daemon, refresh_s=60.0) as fresh:
             await until(lambda node=fresh: node.directory.neighbours == 2)
-            fresh.directory._known.clear()
+            forget(fresh)
             fresh.directory._refreshed = False
             assert [r.peer for r in await fresh.directory.refresh()] == [other.peer_id]
 
@@ -365,7 +371,7 @@ async def test_a_stopped_holder_does_not_delay_a_refresh(stack: contextlib.Async
     await watcher.directory.refresh()
     os.kill(holder.p2pd_pid, signal.SIGSTOP)
     for _ in range(4):
-        watcher.directory._known.clear()
+        forget(watcher)
         before = time.monotonic()
         assert [r.peer for r in await watcher.directory.refresh()] == [holder.peer_id]
         assert time.monotonic() - before < 3.0
@@ -416,7 +422,7 @@ async def test_two_halves_that_forgot_each_other_become_one_network_again(
             table = node.directory._node.protocol.routing_table
             for uid in [uid for uid, peer in table.uid_to_peer_id.items() if str(peer) in gone]:
                 del table[uid]
-            node.directory._known.clear()
+            forget(node)
             node.directory._node.protocol.storage.clear()
     ids = {node.peer_id for node in nodes}
     await until(lambda: all({r.peer for r in node.directory.peers()} == ids for node in nodes))
@@ -458,7 +464,7 @@ async def test_a_node_that_lost_everybody_it_could_join_at_finds_those_it_met(
     table = two.directory._node.protocol.routing_table
     for uid in list(table.uid_to_peer_id):
         del table[uid]
-    two.directory._known.clear()
+    forget(two)
     await until(lambda: [r.peer for r in two.directory.peers()] == sorted([one.peer_id, two.peer_id]))
 
 
