@@ -49,5 +49,8 @@ def test_the_count_matrix_holds_ones_whatever_is_killed_where(tmp_path: Path) ->
         swarm.until_all_stepped()
         assert swarm.assert_each_counted_once() == steps
         audits = swarm.audits()
-        assert audits.keys() == {(stage, t) for stage in range(run.S) for t in range(steps)}
+        cells = {(stage, t) for stage in range(run.S) for t in range(steps)}
+        # Who averaged knows the ledgers, and may take that to the grave; who came since adopts the result.
+        killed = [p for p in swarm.programs if p.sentenced and p.name.startswith("peer")]
+        assert audits.keys() <= cells and len(cells - audits.keys()) <= len(killed), cells - audits.keys()
         assert {audit for found in audits.values() for audit in found} == {(0, 0)}
