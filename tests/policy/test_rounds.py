@@ -173,6 +173,11 @@ def test_parts_are_sized_by_their_owners_upload() -> None:
     assert planned(A, B, C).parts == (333, 334, 333)
 
 
+def test_uploads_that_differ_by_the_noise_of_measuring_make_equal_parts() -> None:
+    plan = planned(*(replace(m, bandwidth_bps=bps) for m, bps in ((A, 2e6), (B, 1.1e6), (C, 3.9e6))))
+    assert plan.parts == planned(A, B, C).parts
+
+
 def test_a_member_with_the_result_makes_the_others_adopt_it() -> None:
     held = Held("round", 2.5, "digest")
     assert decided(A, replace(B, held=held), C) == Adopt("round", ("b",), ready=False, sqnorm=2.5)
