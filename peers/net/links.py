@@ -779,11 +779,11 @@ class CalleeLink(FrameLink):
         if served is None:
             return
         early = served.early
-        if early is not None and early.received == early.announced:
+        accepted = served.sink is not None and not served.sink.left
+        if accepted or (early is not None and early.received == early.announced):
             self.gauge.received(served.total, self._last_byte - served.announced_at)
-        if served.sink is None or served.sink.left:
+        if not accepted:
             return
-        self.gauge.received(served.total, self._last_byte - served.announced_at)
         del self._receiving[self._sink_call]
         if served.waiter is not None and not served.waiter.done():
             served.waiter.set_result(None)
