@@ -14,6 +14,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from statistics import median_high
 from typing import TypeAlias
 
 from swarm.ids import PeerId
@@ -71,7 +72,7 @@ class Candidate:
         self.last_responses_s.append(response_s)
         self.last_works_s.append(work_s)
         self.answers += 1
-        self.response_s, self.work_s = _median(self.last_responses_s), _median(self.last_works_s)
+        self.response_s, self.work_s = median_high(self.last_responses_s), median_high(self.last_works_s)
 
 
 class Turns:
@@ -277,7 +278,3 @@ def _in_time(candidate: Candidate, limit_s: float, now: float) -> bool:
         return True  # it may still be warming up: kept out now, it would stay cold
     response_s = candidate.response_s
     return response_s <= limit_s or now - candidate.chosen_at >= TRY_AGAIN * response_s
-
-
-def _median(times_s: Collection[float]) -> float:
-    return sorted(times_s)[len(times_s) // 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from statistics import median_high
 
 from swarm.ids import PeerId
 
@@ -29,4 +30,4 @@ class Ways:
     def expected_s(self, here: PeerId, there: PeerId) -> float:
         """Their median; 0 before the first, so that every way is tried."""
         times_s = self._took_s.get((here, there))
-        return sorted(times_s)[len(times_s) // 2] if times_s else 0.0
+        return median_high(times_s) if times_s else 0.0
