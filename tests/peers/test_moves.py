@@ -13,7 +13,7 @@ from swarm.policy.rebalance import Move, Moves, Stay
 from swarm.records import PeerRecord
 from swarm.run import counting_run
 from swarm.wire.messages import AskStatus, PeerStatus
-from tests.peers.loops import quick, swarm
+from tests.peers.loops import Swarm, quick, swarm
 
 pytestmark = pytest.mark.usefixtures("quick")
 assert quick  # a fixture
@@ -33,13 +33,18 @@ def one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_module, "BOUNDARY_S", 2.0)
 
 
+async def three_and_one(built: Swarm) -> None:
+    """Stage 0 has three peers, and stage 1 has one; all may move."""
+    for name, stage in (("a", 0), ("b", 0), ("c", 0), ("d", 1)):
+        built.add_peer(name, stage, movable=True)
+    await built.until_serving()
+
+
 @pytest.mark.asyncio
 async def test_a_peer_moves_in_the_midst_of_training_and_each_counts_once(one_goes: None) -> None:
     run = replace(counting_run(stages=2, steps=400, microbatches_per_step=8), rebalance_every_s=1)
     async with swarm(run, replicas=0) as built:
-        for name, stage in (("a", 0), ("b", 0), ("c", 0), ("d", 1)):
-            built.add_peer(name, stage, movable=True)
-        await built.until_serving()
+        await three_and_one(built)
         built.add_trainer("trainer")
         await built.until(lambda: [e.stage for e in built.seen(Serving) if e.peer == "c"] == [0, 1])
         (moved,) = built.seen(Moved)
@@ -80,9 +85,7 @@ async def test_the_last_member_stays_though_records_speak_of_others(monkeypatch:
 
     run = replace(counting_run(stages=2, steps=9, microbatches_per_step=4), rebalance_every_s=1)
     async with swarm(run, replicas=0) as built:
-        for name, stage in (("a", 0), ("b", 0), ("c", 0), ("d", 1)):
-            built.add_peer(name, stage, movable=True)
-        await built.until_serving()
+        await three_and_one(built)
         built.kill("a")
         built.kill("b")
         monkeypatch.setattr(stage_module, "rebalance", rule)
@@ -104,9 +107,7 @@ async def test_who_goes_too_is_no_mate_to_rely_on(monkeypatch: pytest.MonkeyPatc
 
     run = replace(counting_run(stages=2, steps=9, microbatches_per_step=4), rebalance_every_s=1)
     async with swarm(run, replicas=0) as built:
-        for name, stage in (("a", 0), ("b", 0), ("c", 0), ("d", 1)):
-            built.add_peer(name, stage, movable=True)
-        await built.until_serving()
+        await three_and_one(built)
         built.kill("a")
         monkeypatch.setattr(stage_module, "rebalance", rule)
         stays = "stage 1 is slow; it stays: no mate in stage 0 answers"
