@@ -4,7 +4,7 @@ scripts → peers/cli and other wiring
   → peers/{trainer,stage,...} | peers/{net,disk,device}
     → peers/ports
       → swarm/policy | swarm/plan | swarm/wire | swarm/model
-        → swarm/{ids,errors,records,run,data}
+        → swarm/{ids,errors,records,codecs,run,data}
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("swarm", "peers")
-BASE = ("swarm.ids", "swarm.errors", "swarm.records", "swarm.run", "swarm.data")
+BASE = ("swarm.ids", "swarm.errors", "swarm.records", "swarm.codecs", "swarm.run", "swarm.data")
 
 SHARED = ("swarm.wire", "peers.ports", "peers.events", "peers.waiting", "msgspec", "numpy")
 

@@ -5,15 +5,20 @@ Apart from the codecs because trainers read headers too, and need no torch for i
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import msgspec
 
+from swarm.codecs import KNOWN, PPM, parse_codec
 from swarm.errors import Refused
-
-CODECS = ("none", "bf16", "blockwise8")
 
 BLOCK = 256
 """Numbers that share one scale in blockwise8. The scales are 1.6 % of the bytes; the smaller block
 costs little and stops an outlier from drowning more than its 255 neighbours."""
+
+LEAST_ROW = 256
+"""Numbers in a row of a top-k at least: with fewer, a part of a hundredth would be rounded too much."""
 
 MAX_DIMS = 8
 MAX_TENSOR_BYTES = 1 << 36
@@ -38,8 +43,57 @@ class TensorMeta(msgspec.Struct, frozen=True):
     codec: str
 
 
+class IndexLayout(NamedTuple):
+    """How the places of a top-k are written down: see `swarm.wire.topk`."""
+
+    low: int
+    """Bits of each place that are written as they are; 0: a bitmap."""
+    unary_bits: int
+    """Length of the row of ones and zeros: of the bitmap, or of what is above the low bits."""
+    nbytes: int
+
+
+def index_layout(numel: int, kept: int) -> IndexLayout:
+    """The smallest way to say which `kept` of `numel` numbers travel; of equal ones the least low bits.
+
+        low = 0:    ceil(numel / 8)
+        low > 0:    ceil((kept + ((numel - 1) >> low)) / 8) + low * ceil(kept / 8)
+    """
+    best = IndexLayout(0, numel, -(-numel // 8))
+    for low in range(1, (numel // max(1, kept)).bit_length() + 1):
+        unary_bits = kept + (max(1, numel) - 1 >> low)
+        nbytes = -(-unary_bits // 8) + low * -(-kept // 8)
+        if nbytes < best.nbytes:
+            best = IndexLayout(low, unary_bits, nbytes)
+    return best
+
+
+def row_length(shape: tuple[int, ...]) -> int:
+    """Numbers in a row of a top-k: the shortest tail of the shape that has `LEAST_ROW` of them, or all.
+
+    For [B, T, H] one token's H, if that is 256 or more; for a vector all of it.
+    """
+    length = 1
+    for size in reversed(shape):
+        if length >= LEAST_ROW:
+            break
+        length *= size
+    return length
+
+
+def kept_of(shape: tuple[int, ...], keep_ppm: int) -> tuple[int, int]:
+    """(rows, numbers that are kept of each, rounded up) of a tensor of this shape under a top-k."""
+    length = row_length(shape)
+    rows = math.prod(shape) // length if length else 0
+    return rows, -(-length * keep_ppm // PPM)
+
+
 def encoded_sizes(meta: TensorMeta) -> list[int]:
     """Bytes of each buffer of an honest tensor with this meta.
+
+    One buffer for `none` and `bf16`, two (a byte a number, then the scales) for `blockwise8`. A top-k has
+    one more in front, of `index_layout(...).nbytes`; the others are those of a vector of the values that it
+    keeps.
 
     Raises:
         Refused: unknown dtype or codec, a codec that does not fit the dtype, an impossible shape.
@@ -47,8 +101,9 @@ def encoded_sizes(meta: TensorMeta) -> list[int]:
     item = ITEM_BYTES.get(meta.dtype)
     if item is None:
         raise Refused(f"unknown dtype {meta.dtype[:20]!r}; known are {', '.join(ITEM_BYTES)}")
-    if meta.codec not in CODECS:
-        raise Refused(f"unknown codec {meta.codec[:20]!r}; known are {', '.join(CODECS)}")
+    codec = parse_codec(meta.codec)
+    if codec is None:
+        raise Refused(f"unknown codec {meta.codec[:20]!r}; known are {KNOWN}")
     if len(meta.shape) > MAX_DIMS:
         raise Refused(f"a tensor of {len(meta.shape)} dimensions; at most {MAX_DIMS} are allowed")
     numel = 1
@@ -58,12 +113,18 @@ def encoded_sizes(meta: TensorMeta) -> list[int]:
         numel *= size  # bounded: at most 8 factors of 37 bits
     if numel * item > MAX_TENSOR_BYTES:
         raise Refused(f"a tensor of {numel * item} bytes; at most {MAX_TENSOR_BYTES} are allowed")
-    if meta.codec == "none":
+    carried = {"none": ITEM_BYTES, "bf16": _FLOATS, "blockwise8": _BLOCKWISE}[codec.values]
+    if meta.dtype not in carried or (codec.keep_ppm < PPM and meta.dtype not in _FLOATS):
+        raise Refused(f"codec {meta.codec} does not carry {meta.dtype}")
+    if codec.keep_ppm == PPM:
+        return _value_sizes(numel, item, codec.values)
+    rows, keep = kept_of(meta.shape, codec.keep_ppm)
+    return [index_layout(numel, rows * keep).nbytes, *_value_sizes(rows * keep, item, codec.values)]
+
+
+def _value_sizes(numel: int, item: int, values: str) -> list[int]:
+    if values == "none":
         return [numel * item]
-    if meta.codec == "bf16":
-        if meta.dtype not in _FLOATS:
-            raise Refused(f"codec bf16 does not carry {meta.dtype}")
+    if values == "bf16":
         return [numel * 2]
-    if meta.dtype not in _BLOCKWISE:
-        raise Refused(f"codec blockwise8 does not carry {meta.dtype}")
     return [numel, -(-numel // BLOCK) * 4]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from swarm.codecs import VALUES
 from swarm.errors import Refused
 from swarm.ids import Microbatch
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import SumLost, state_digest
 from swarm.wire.codec import Encoded, decode, encode
-from swarm.wire.meta import CODECS
 from tests.model.chain import Chain, batch_of, farthest, tiny_run, tokens_of
 
 pytestmark = [
@@ -29,7 +29,7 @@ def bitsandbytes() -> None:
     pytest.importorskip("bitsandbytes")
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", VALUES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_tensor_of_the_device_travels(codec: str, dtype: torch.dtype) -> None:
     x = torch.randn(3, 1000, device="cuda").to(dtype)
@@ -41,7 +41,16 @@ def test_a_tensor_of_the_device_travels(codec: str, dtype: torch.dtype) -> None:
     assert torch.allclose(decode(*encoded).double(), y.cpu().double(), rtol=8e-3, atol=0)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", ["topk:0.05", "topk:0.05+bf16", "topk:0.4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_top_k_has_the_bytes_that_it_has_on_the_cpu(codec: str, dtype: torch.dtype) -> None:
+    x = torch.randn(5, 1000).mul(4).round().div(4).to(dtype)  # with ties
+    here, there = encode(x.to("cuda"), codec), encode(x, codec)
+    assert [bytes(buffer) for buffer in here.buffers] == [bytes(buffer) for buffer in there.buffers]
+    assert torch.equal(decode(*here, device="cuda").cpu(), decode(*there))
+
+
+@pytest.mark.parametrize("codec", [*VALUES, "topk:0.1", "topk:0.1+blockwise8"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_number_that_is_not_finite_is_not_sent_from_the_device(codec: str, bad: float) -> None:
     x = torch.ones(600, device="cuda")

@@ -10,10 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm.codecs import VALUES
 from swarm.errors import Refused
 from swarm.wire.codec import Encoded, decode, dynamic_code, encode, round_trip
-from swarm.wire.meta import BLOCK, CODECS, ITEM_BYTES, TensorMeta, encoded_sizes
+from swarm.wire.meta import BLOCK, ITEM_BYTES, TensorMeta, encoded_sizes
 
+CODECS = VALUES
+SPARSE = ("topk:0.01", "topk:0.3", "topk:0.05+bf16", "topk:0.999999+bf16", "topk:0.05+blockwise8")
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -55,7 +58,7 @@ def test_any_shape_travels(codec: str, shape: tuple[int, ...]) -> None:
     assert torch.equal(round_trip(x, codec), x)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", (*CODECS, *SPARSE))
 @given(numel=st.integers(0, 2000), dtype=st.sampled_from(["float32", "bfloat16", "float64"]))
 def test_the_sizes_are_known_from_the_meta_alone(codec: str, numel: int, dtype: str) -> None:
     encoded = encode(torch.ones(numel, dtype=getattr(torch, dtype)), codec)
@@ -126,7 +129,7 @@ def test_the_step_of_a_number_needs_no_fused_multiply_add() -> None:
         assert torch.equal((w * -0.5 + 0.5 + w * 32768).int(), fused)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", (*CODECS, *SPARSE))
 def test_the_same_tensor_gives_the_same_bytes_whatever_its_strides_and_the_threads(codec: str) -> None:
     x = normal(300, 400)
     before = torch.get_num_threads()
@@ -146,7 +149,7 @@ def test_what_is_decoded_from_blockwise8_is_not_the_buffers() -> None:
     assert [bytes(b) for b in copy] == [bytes(b) for b in buffers]
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", (*CODECS, *SPARSE))
 def test_buffers_may_be_read_only_or_misaligned(codec: str) -> None:
     x = normal(100)
     meta, buffers = encode(x, codec)
@@ -161,7 +164,7 @@ def test_buffers_may_be_read_only_or_misaligned(codec: str) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", (*CODECS, *SPARSE))
 @pytest.mark.parametrize("place", [0, 300, 599])
 def test_a_number_that_is_not_finite_is_not_sent(
     codec: str, bad: float, dtype: torch.dtype, place: int
@@ -172,7 +175,7 @@ def test_a_number_that_is_not_finite_is_not_sent(
         encode(x, codec, name="the output")
 
 
-@pytest.mark.parametrize("codec", ["bf16", "blockwise8"])
+@pytest.mark.parametrize("codec", ["bf16", "blockwise8", "topk:0.5+bf16", "topk:0.5+blockwise8"])
 def test_a_number_that_is_too_large_for_the_codec_is_not_sent(codec: str) -> None:
     with pytest.raises(Refused, match="not finite"):
         encode(torch.tensor([1e300], dtype=torch.float64), codec)
@@ -211,6 +214,8 @@ def test_what_is_not_expected_is_refused_by_name() -> None:
         decode(meta, buffers, expect_dtype=torch.bfloat16, name="hidden")
     with pytest.raises(Refused, match="hidden came as 'bf16'; this run sends it as 'none'"):
         decode(meta, buffers, expect_codec="none", name="hidden")
+    with pytest.raises(Refused, match=r"hidden came as 'bf16'; this run sends it as 'none' or 'topk:0\.1'"):
+        decode(meta, buffers, expect_codec=("none", "topk:0.1"), name="hidden")
     with pytest.raises(Refused, match=r"hidden came in buffers of \[11\] bytes; expected \[12\]"):
         decode(meta, [bytes(11)], name="hidden")
     with pytest.raises(Refused, match=r"hidden came in buffers of \[\] bytes; expected \[12\]"):
@@ -221,7 +226,7 @@ def test_what_is_not_expected_is_refused_by_name() -> None:
     ("meta", "text"),
     [
         (TensorMeta((1,), "complex64", "none"), "unknown dtype 'complex64'; known are float32"),
-        (TensorMeta((1,), "float32", "zip"), "unknown codec 'zip'; known are none, bf16, blockwise8"),
+        (TensorMeta((1,), "float32", "zip"), "unknown codec 'zip'; known are none, bf16, blockwise8, topk:R"),
         (TensorMeta((1,) * 9, "float32", "none"), "a tensor of 9 dimensions; at most 8 are allowed"),
         (TensorMeta((-1,), "float32", "none"), "impossible size -1 in the shape of a tensor"),
         (TensorMeta((1 << 90,), "float32", "none"), "impossible size"),
@@ -229,6 +234,9 @@ def test_what_is_not_expected_is_refused_by_name() -> None:
         (TensorMeta((1,), "int64", "bf16"), "codec bf16 does not carry int64"),
         (TensorMeta((1,), "uint8", "blockwise8"), "codec blockwise8 does not carry uint8"),
         (TensorMeta((1,), "float16", "blockwise8"), "codec blockwise8 does not carry float16"),
+        (TensorMeta((1,), "int64", "topk:0.5"), "codec topk:0.5 does not carry int64"),
+        (TensorMeta((1,), "float16", "topk:0.5+blockwise8"), "codec topk:.* does not carry float16"),
+        (TensorMeta((1,), "float32", "topk:0.50"), "unknown codec 'topk:0.50'; known are none"),
     ],
 )
 def test_an_impossible_meta_is_refused_before_anything_is_allocated(meta: TensorMeta, text: str) -> None:
@@ -242,7 +250,7 @@ metas = st.builds(
     TensorMeta,
     st.lists(st.integers(-2, 1 << 40), max_size=10).map(tuple),
     st.sampled_from(["float32", "bfloat16", "uint8", "no such dtype"]) | st.text(max_size=5),
-    st.sampled_from([*CODECS, "no such codec"]) | st.text(max_size=5),
+    st.sampled_from([*CODECS, *SPARSE, "no such codec"]) | st.text(max_size=5),
 )
 
 
