@@ -49,7 +49,7 @@ from swarm.policy.bans import Bans
 from swarm.policy.eras import Join, join_by, may_leave
 from swarm.policy.ledger import from_bytes, members_of
 from swarm.policy.rebalance import Moves, rebalance
-from swarm.policy.rounds import Go, Plan, check_plan
+from swarm.policy.rounds import Go, Plan, check_plan, finishes_until_s
 from swarm.policy.router import Router
 from swarm.records import PeerRecord
 from swarm.run import Run
@@ -391,12 +391,13 @@ class StagePeer:
         if wanted.adopt is not None:
             if step.held is None or step.held.round != wanted.adopt.round:
                 sources = [p for p in wanted.adopt.sources if p != self.core.me]
-                if sources:
+                if sources and not self._finishes_itself(step, wanted.adopt.round):
                     self._start(step, "fetch", self._fetch(step, wanted.adopt.round, sources))
         elif wanted.plan is not None and self.core.me in wanted.plan.members:
             if step.held is None and wanted.plan.round not in (step.failed_round, step.reducing):
                 step.stop("reduce")
                 step.reducing = wanted.plan.round
+                step.reduce_began_s, step.adopt_told_s = time.monotonic(), 0.0
                 self._start(step, "reduce", self._reduce(step, wanted.plan))
         elif step.held is None:
             if step.reducing:
@@ -406,6 +407,15 @@ class StagePeer:
                 self._start(step, "thaw", self._thaw(step))
             elif wanted.undo and any(wanted.undo):
                 self._start(step, "undo", self._undo_told(step, wanted.undo))
+
+    def _finishes_itself(self, step: OpenStep, round_name: str) -> bool:
+        """A mate holds the result, but our own reduce of that round is about to end as well."""
+        running = step.work.get("reduce")
+        if step.reducing != round_name or running is None or running.done():
+            return False
+        now = time.monotonic()
+        step.adopt_told_s = step.adopt_told_s or now
+        return now < finishes_until_s(step.reduce_began_s, step.adopt_told_s)
 
     def _start(self, step: OpenStep, kind: str, work: Awaitable[None]) -> None:
         """Run `work` unless the same kind of work already runs for this step."""

@@ -54,6 +54,9 @@ class OpenStep:
     audited: Audit | None = None
     reducing: str = ""
     """The round that this member works on."""
+    reduce_began_s: float = 0.0
+    adopt_told_s: float = 0.0
+    """When this member was first told that a mate holds the result of that round; 0: not yet."""
     failed_round: str = ""
     """The last round that failed here."""
     work: dict[str, asyncio.Task[Any]] = field(default_factory=dict)

@@ -29,7 +29,7 @@ from swarm.policy.bans import Bans
 from swarm.policy.eras import Join
 from swarm.policy.ledger import Claim, Ledger, members_of
 from swarm.policy.patience import Patience
-from swarm.policy.rounds import Go, Held, Plan
+from swarm.policy.rounds import Go, Held, Plan, finishes_until_s
 from swarm.policy.router import NoPeerForStage, Router
 from swarm.sim.check import ELEMENTS, Checks, Weights, applied, initial, one_hot, sqnorm
 from swarm.sim.clock import Clock, Future, Task
@@ -106,6 +106,8 @@ class OpenStep:
     reduced: tuple[int, ...] | None = None
     held: Held | None = None
     reducing: str = ""
+    reduce_began_s: float = 0.0
+    adopt_told_s: float = 0.0
     failed_round: str = ""
     work: dict[str, Task[None]] = field(default_factory=dict)
     ending: list[Task[None]] = field(default_factory=list)
@@ -745,12 +747,13 @@ class StagePeer(Node):
             name, holders = wanted.adopt
             if step.held is None or step.held.round != name:
                 sources = [p for p in holders if p != self.name]
-                if sources:
+                if sources and not self._finishes_itself(step, name):
                     self._begin(step, "fetch", self._fetch(step, name, sources))
         elif wanted.plan is not None and self.name in wanted.plan.members:
             if step.held is None and wanted.plan.round not in (step.failed_round, step.reducing):
                 step.stop("reduce")
                 step.reducing = wanted.plan.round
+                step.reduce_began_s, step.adopt_told_s = self.clock.now, 0.0
                 self._begin(step, "reduce", self._reduce(step, wanted.plan))
         elif step.held is None:
             if step.reducing:
@@ -760,6 +763,13 @@ class StagePeer(Node):
                 self._begin(step, "thaw", self._thaw(step))
             elif wanted.undo:
                 self._begin(step, "undo", self._undo(step, wanted.undo))
+
+    def _finishes_itself(self, step: OpenStep, name: str) -> bool:
+        running = step.work.get("reduce")
+        if step.reducing != name or running is None or running.done:
+            return False
+        step.adopt_told_s = step.adopt_told_s or self.clock.now
+        return self.clock.now < finishes_until_s(step.reduce_began_s, step.adopt_told_s)
 
     def _begin(self, step: OpenStep, kind: str, work: Coroutine[Any, None, None]) -> None:
         running = step.work.get(kind)

@@ -339,6 +339,20 @@ async def test_a_reduce_that_fails_anywhere_is_void_and_starts_again(
         assert fault == "drop_answer" or s.voids()
 
 
+@pytest.mark.parametrize(("patience_s", "fetches"), [(10.0, False), (0.01, True)])
+async def test_who_is_about_to_end_its_own_reduce_takes_no_result_from_a_mate(
+    patience_s: float, fetches: bool, monkeypatch: pytest.MonkeyPatch, patient: None
+) -> None:
+    monkeypatch.setattr(rounds, "FINISHES_LEAST_S", patience_s)
+    async with swarm(stages=1) as s:
+        # The other one has everything, and says so, while this one still waits for its last part.
+        s.network.delay_answer("s0p0", "part", 1.0)
+        s.add_trainer("trainer")
+        await finishes(s)
+        taken = sum(peer.transport.calls["held"] for peer in s.network.peers.values())
+        assert (taken > 0) == fetches
+
+
 async def test_every_first_reduce_of_every_step_may_fail(small_chunks: None) -> None:
     async with swarm(stages=2) as s:
         for nth in (1, 4, 8):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from swarm.policy.ledger import everything, members_of
 from swarm.policy.rounds import (
+    FINISHES_LEAST_S,
     STAR_AFTER,
     Adopt,
     Decision,
@@ -27,6 +28,7 @@ from swarm.policy.rounds import (
     decide,
     digest_majority,
     eldest,
+    finishes_until_s,
     round_id,
 )
 
@@ -58,6 +60,12 @@ A, B, C = MemberStep("a", 0b000011), MemberStep("b", 0b001100), MemberStep("c", 
 
 
 # --- decide -------------------------------------------------------------------------------------------------
+
+
+def test_a_member_goes_on_with_its_reduce_for_as_long_again_as_it_took_until_a_mate_had_ended() -> None:
+    assert finishes_until_s(began_s=10.0, told_s=14.0) == 18.0
+    assert finishes_until_s(began_s=10.0, told_s=10.1) == 11.1  # a brief comes once a second
+    assert finishes_until_s(0.0, 0.0) == FINISHES_LEAST_S
 
 
 def test_what_is_in_nobodys_sum_is_lacking_and_what_nobody_computes_is_unclaimed() -> None:
