@@ -78,6 +78,9 @@ CALL_S = 3.0
 LOSSES_KEPT = 64
 MOST_WITNESSES = 8
 MOST_BEHIND_S = 3600
+WATCHED_S = 5.0
+"""A trainer asks about once a second, somebody else after an answer that was lost."""
+MOST_WATCHERS = 16
 MOST_STEPS = 4
 """Steps in one report: the one that is open, one more with delayed updates, and those about to close."""
 
@@ -122,6 +125,8 @@ class Council:
         self.whole_run = RunBrief(run=core.run.id)
         self._revision = 0
         self._revised = asyncio.Event()
+        self._watchers: dict[PeerId, float] = {}
+        """When each trainer last asked, the latest last."""
         self._silent = False
         self.brief: Brief | None = None
         """The last brief that this peer obeyed."""
@@ -684,9 +689,19 @@ class Council:
         revised, self._revised = self._revised, asyncio.Event()
         revised.set()
 
+    @property
+    def trainers(self) -> tuple[PeerId, ...]:
+        """Who watches the run by us; by id."""
+        since = time.monotonic() - WATCHED_S
+        return tuple(sorted(peer for peer, at in self._watchers.items() if at > since))
+
     async def _serve_watch(self, request: Request) -> Answer:
         watch = unpack(request.header, Watch)
         check_run(watch.run, self._run.id)
+        self._watchers.pop(request.peer, None)
+        self._watchers[request.peer] = time.monotonic()
+        if len(self._watchers) > MOST_WATCHERS:
+            del self._watchers[next(iter(self._watchers))]
         if watch.seen == self._revision and watch.seen >= 0:
             await happens(self._revised, REFRESH_S)
         far = self.run_standing

@@ -698,5 +698,6 @@ class StagePeer:
             bytes_in=sum(received.values()), bytes_out=sum(sent.values()), links=links[:MOST_LINKS_TOLD],
             rebalance=self._decided[:MOST_WORDS],
             busy_s=core.device.busy_s, taken=self.desk.taken, answered=self.desk.answered,
+            digest=core.digest, kind=core.kind, trainers=self.council.trainers,
         )  # fmt: skip
         return Answer(pack(status))

@@ -454,6 +454,12 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Microbatches whose tensors were received, from a trainer or the stage before."""
     answered: int = 0
     """Microbatches that were answered, with a gradient if there is a stage before."""
+    digest: str = ""
+    """Of the weights of `version`; empty while it is being computed."""
+    kind: str = ""
+    """Kind of device: only those of one kind have to have the same digest."""
+    trainers: tuple[PeerId, ...] = ()
+    """Who asked it for news of the run lately."""
 
     @property
     def standing(self) -> Standing:

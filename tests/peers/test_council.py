@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from peers.council import MOST_WATCHERS
 from peers.roll import Roll
 from swarm.errors import NotNow, Refused
 from swarm.policy.rounds import Held
@@ -401,3 +402,28 @@ async def test_who_serves_says_how_fast_its_device_is_before_there_is_work() -> 
         await s.until(lambda: all(peer._rehearsed_s for peer in s.peers.values()))
         status = await s.add_stranger().ask("s1p0", "status", AskStatus(run=RUN.id), PeerStatus)
         assert status.computed == 0 and status.speed > 0.0
+
+
+async def test_who_watches_by_a_peer_and_which_weights_it_holds_are_in_its_status() -> None:
+    async with swarm(RUN) as s:
+        await s.until_serving()
+        trainer = s.add_stranger()
+        await s.until(lambda: s.peers["s0p0"].core.digest)
+        status = await trainer.ask("s0p0", "status", AskStatus(run=RUN.id), PeerStatus)
+        assert (status.trainers, status.digest) == ((), s.peers["s0p0"].core.digest)
+        assert status.kind == s.peers["s0p0"].core.kind != ""
+        await trainer.ask("s0p0", "watch", Watch(run=RUN.id), Watched)
+        status = await trainer.ask("s0p0", "status", AskStatus(run=RUN.id), PeerStatus)
+        assert status.trainers == ("stranger",)
+
+
+async def test_those_who_watch_are_forgotten_and_never_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with swarm(RUN) as s:
+        await s.until_serving()
+        council = s.peers["s0p0"].council
+        names = [f"stranger {i:02d}" for i in range(MOST_WATCHERS + 2)]
+        for name in names:
+            await s.add_stranger(name).ask("s0p0", "watch", Watch(run=RUN.id), Watched)
+        assert council.trainers == tuple(sorted(names[2:]))
+        monkeypatch.setattr("peers.council.WATCHED_S", 0.0)
+        assert council.trainers == ()
