@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from peers.simulate import job_of
-from peers.status import RunView, StatusOptions, look
+from peers.status import StatusOptions, look
 from swarm.errors import SetupError
 from swarm.plan.measured import Machine, Pair, estimate
 from swarm.plan.network import BACKWARD_FORWARDS, Job, Network, read_devices
 from swarm.plan.overlap import IDLE, Overlap
 from swarm.plan.search import Plan, baselines, repaired, search_overlapped
+from swarm.policy.health import Look
 from swarm.records import NO_STAGE
 from swarm.run import Run, load_run
 
@@ -82,8 +83,8 @@ async def run_plan(options: PlanOptions) -> None:
             run=options.run, join=options.join, host=options.host, port=options.port,
             announce=options.announce,
         )  # fmt: skip
-        view = await look(asked)
-        answer, run, network, job = plan_view(view, seed=options.seed, budget_s=options.budget)
+        run, seen = await look(asked)
+        answer, network, job = plan_view(run, seen, seed=options.seed, budget_s=options.budget)
     else:
         run, network = _described(options)
         job = _job(run)
@@ -118,37 +119,38 @@ def _job(run: Run) -> Job:
     return job_of(run)
 
 
-def plan_view(view: RunView, *, seed: int, budget_s: float) -> tuple[Answer, Run, Network, Job]:
+def plan_view(run: Run, seen: Look, *, seed: int, budget_s: float) -> tuple[Answer, Network, Job]:
     """A plan for the peers that serve a run, from what they have measured of themselves and their lines."""
-    run, job = view.run, _job(view.run)
-    serving = [peer for peer in view.peers if peer.record.stage != NO_STAGE and not peer.why]
+    job = _job(run)
+    there = {record.peer: record for record in seen.records or () if record.stage != NO_STAGE}
+    serving = [record for peer, record in there.items() if peer not in seen.silent]
     if not serving:
         raise SetupError("nobody serves the run now: there is nobody to plan for")
     machines = [
         Machine(
-            name=peer.record.peer,
+            name=record.peer,
             # A microbatch is a forward and a backward of its stage.
-            flops_per_s=peer.record.speed * (1 + BACKWARD_FORWARDS) * job.forward_flops[peer.record.stage],
-            upload_bps=peer.record.bandwidth_bps,
+            flops_per_s=record.speed * (1 + BACKWARD_FORWARDS) * job.forward_flops[record.stage],
+            upload_bps=record.bandwidth_bps,
         )
-        for peer in serving
+        for record in serving
     ]
     pairs = [
-        Pair(at=peer.record.peer, to=link.peer, rtt_s=link.rtt_s, bandwidth_bps=link.bandwidth_bps)
-        for peer in serving
-        if peer.status is not None
-        for link in peer.status.links
+        Pair(at=status.peer, to=link.peer, rtt_s=link.rtt_s, bandwidth_bps=link.bandwidth_bps)
+        for status in seen.statuses
+        if status.peer in there
+        for link in status.links
     ]
     found = estimate(machines, pairs)
     answer = plan(found.network, job, seed=seed, budget_s=budget_s)
-    now = [peer.record.stage for peer in serving]
+    now = [record.stage for record in serving]
     whole = set(now) == set(range(run.S))
     answer = replace(
         answer,
         now_s=Overlap(found.network, job).predict(now).total_s if whole else math.inf,
         measured=f"{found.measured} of {_count(found.pairs, 'pair')} of peers measured, the others estimated",
     )
-    return answer, run, found.network, job
+    return answer, found.network, job
 
 
 def plan(network: Network, job: Job, *, seed: int, budget_s: float) -> Answer:

@@ -27,6 +27,11 @@ MAY_IMPORT = {
     # folder or module: what it may import besides the standard library and itself
     **dict.fromkeys(BASE, (*BASE, "msgspec", "tomli", "numpy")),
     "swarm.policy": BASE,
+    # What peers say of themselves when they are asked is a message.
+    **dict.fromkeys(
+        ("swarm.policy.claims", "swarm.policy.health"),
+        (*BASE, "swarm.policy", "swarm.wire.messages", "msgspec"),
+    ),
     "swarm.plan": (*BASE, "numpy", "scipy", "networkx", "tomli"),
     "swarm.wire": (*BASE, "msgspec", "numpy", "torch", "bitsandbytes", "typing_extensions"),
     # What a stage computes includes the codec at its boundaries: an undo has to see the very bytes again.

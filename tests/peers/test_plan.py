@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
 from peers.cli import Exit, main
 from peers.plan import as_json, plan_view, render
-from peers.status import PeerView, RunView
 from swarm.errors import SetupError
 from swarm.plan.network import EXAMPLE as DEVICES
+from swarm.policy.health import Look
 from swarm.records import PeerRecord
 from swarm.run import EXAMPLE as RUN
 from swarm.run import parse_run
@@ -116,21 +117,32 @@ def test_the_audit_model_is_refused(files: tuple[Path, Path], capsys: pytest.Cap
 # --- for the peers of a run ---------------------------------------------------------------------------------
 
 
-def peer(name: str, stage: int, *links: LinkStatus, speed: float = 2.0, why: str = "") -> PeerView:
+ASKED = parse_run(RUN)
+
+Peer: TypeAlias = tuple[PeerRecord, "PeerStatus | str"]
+"""A record, and the answer or why there is none."""
+
+
+def peer(name: str, stage: int, *links: LinkStatus, speed: float = 2.0, why: str = "") -> Peer:
     record = PeerRecord(peer=name, run="r", stage=stage, state="serving", version=3, speed=speed)
     status = PeerStatus(
         peer=name, stage=stage, version=3, state="serving", device="cpu", done=0, inflight=0, max_inflight=4,
         speed=speed, computed=9, coordinator=name, audit=Audit(), since=1.0, links=links,
     )  # fmt: skip
-    return PeerView(record=record, status=None if why else status, why=why)
+    return record, why or status
 
 
 def line(to: str, rtt_s: float, bandwidth_bps: float) -> LinkStatus:
     return LinkStatus(peer=to, bytes_in=1, bytes_out=1, rtt_s=rtt_s, bandwidth_bps=bandwidth_bps)
 
 
-def view_of(*peers: PeerView) -> RunView:
-    return RunView(run=parse_run(RUN), peers=peers, now=10.0)
+def view_of(*peers: Peer) -> Look:
+    return Look(
+        at=10.0,
+        records=tuple(record for record, _ in peers),
+        statuses=tuple(said for _, said in peers if not isinstance(said, str)),
+        silent={record.peer: said for record, said in peers if isinstance(said, str)},
+    )
 
 
 def test_the_peers_of_a_run_are_planned_for_with_what_they_measured() -> None:
@@ -144,29 +156,29 @@ def test_the_peers_of_a_run_are_planned_for_with_what_they_measured() -> None:
         peer("b1", 1, line("b2", *near), line("a1", *far)),
         peer("b2", 2, line("b0", *near)),
     )
-    answer, run, network, job = plan_view(view, seed=1, budget_s=0.3)
+    answer, network, job = plan_view(ASKED, view, seed=1, budget_s=0.3)
     assert [device.name for device in network.devices] == ["a0", "a1", "a2", "b0", "b1", "b2"]
     assert len({d.region for d in network.devices[:3]}) == len({d.region for d in network.devices[3:]}) == 1
     assert network.devices[0].flops_per_s == pytest.approx(2.0 * 3 * job.forward_flops[0])
     assert answer.now_s is not None and answer.plan.step.total_s <= answer.now_s < math.inf
-    said = render(answer, run, network, job)
+    said = render(answer, ASKED, network, job)
     assert f"as the peers are now: {answer.now_s:.3g} s" in said
     assert "8 of 15 pairs of peers measured, the others estimated" in said
 
 
 def test_a_run_with_an_empty_stage_is_planned_for_too() -> None:
     view = view_of(peer("a", 0), peer("b", 0), peer("c", 1), peer("gone", 2, why="no answer"))
-    answer, run, network, job = plan_view(view, seed=1, budget_s=0.0)
+    answer, network, job = plan_view(ASKED, view, seed=1, budget_s=0.0)
     assert answer.now_s == math.inf and len(network.devices) == 3
-    assert "as the peers are now, a stage has none: no step is taken" in render(answer, run, network, job)
-    assert as_json(answer, run, network)["now_s"] is None
+    assert "as the peers are now, a stage has none: no step is taken" in render(answer, ASKED, network, job)
+    assert as_json(answer, ASKED, network)["now_s"] is None
 
 
 def test_without_peers_or_speeds_there_is_no_plan() -> None:
     with pytest.raises(SetupError, match="nobody serves the run now"):
-        plan_view(view_of(peer("gone", 2, why="no answer")), seed=1, budget_s=0.0)
+        plan_view(ASKED, view_of(peer("gone", 2, why="no answer")), seed=1, budget_s=0.0)
     with pytest.raises(SetupError, match="none of 3 peers has measured its speed yet"):
-        plan_view(view_of(*(peer(f"p{i}", i, speed=0.0) for i in range(3))), seed=1, budget_s=0.0)
+        plan_view(ASKED, view_of(*(peer(f"p{i}", i, speed=0.0) for i in range(3))), seed=1, budget_s=0.0)
 
 
 @pytest.mark.parametrize(

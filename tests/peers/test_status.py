@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from collections.abc import AsyncIterator
@@ -11,9 +12,11 @@ import pytest
 from rich.console import Console
 
 from peers.ports import Answer, Request
-from peers.status import PeerView, RunView, StatusOptions, ask, run_status, table, to_json
+from peers.status import StatusOptions, ask, picture, run_status, table, to_json
 from swarm.errors import Refused, SetupError
 from swarm.ids import Era
+from swarm.policy.claims import checked
+from swarm.policy.health import Look, SwarmHealth
 from swarm.records import NO_STAGE, PeerRecord, State
 from swarm.run import demo_run
 from swarm.wire.messages import AskStatus, Audit, PeerStatus, pack, unpack
@@ -62,12 +65,12 @@ async def network() -> AsyncIterator[MemoryNetwork]:
     await network.close()
 
 
-async def look(network: MemoryNetwork) -> RunView:
+async def look(network: MemoryNetwork) -> SwarmHealth:
     records = network.records_seen_by("viewer")
-    return await ask(RUN, network.add("looker").transport, records, now=1090.0, ask_s=1.0)
+    return picture(RUN, await ask(RUN, network.add("looker").transport, records, now=1090.0, ask_s=1.0))
 
 
-def drawn(view: RunView) -> str:
+def drawn(view: SwarmHealth) -> str:
     out = io.StringIO()
     Console(file=out, width=100, color_system=None).print(table(view))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
@@ -75,13 +78,9 @@ def drawn(view: RunView) -> str:
 
 async def test_peers_say_more_than_their_records(network: MemoryNetwork) -> None:
     view = await look(network)
-    assert [(peer.record.peer, peer.version) for peer in view.peers] == [
-        ("peer-a", 4),
-        ("peer-b", 4),
-        ("peer-c", 4),
-    ]
-    assert (view.version, view.loss, view.problems) == (4, 3.25, ())
-    assert [view.serving(0), view.serving(1)] == [2, 1]
+    assert [(peer.peer, peer.version) for peer in view.peers] == [("peer-a", 4), ("peer-b", 4), ("peer-c", 4)]
+    assert (view.version, view.loss, view.alerts) == (4, 3.25, ())
+    assert [stage.serving for stage in view.stages] == [2, 1]
     assert drawn(view) == GOLDEN.format(id=RUN.id)
 
 
@@ -98,24 +97,23 @@ stage  peer    state    version  step  in flight  microbatches/s    up  device
 
 def test_what_was_decided_about_moves_and_how_often_the_run_went_back_are_said() -> None:
     why = "stage 1 is 2.0× as loaded as stage 0\x1b[31m"
-    peers = [
-        PeerView(
-            record=record(name, stage),
-            status=msgspec.structs.replace(status(name, stage, version=v), era=era, rebalance=said),
-        )
+    told = [
+        msgspec.structs.replace(status(name, stage, version=v), era=era, rebalance=said)
         for name, stage, v, era, said in (
             ("peer-a", 0, 2, Era(1, 2), why),
             ("peer-b", 0, 9, Era(), "all is well"),
             ("peer-c", 1, 2, Era(1, 2), why),
         )
     ]
-    view = RunView(run=RUN, peers=tuple(peers), now=1090.0)
+    records = [record(said.peer, said.stage) for said in told]
+    statuses = [checked(said, known, RUN) for said, known in zip(told, records, strict=True)]
+    view = picture(RUN, Look(at=1090.0, records=tuple(records), statuses=tuple(statuses)))
     assert view.version == 2  # peer-b has not heard yet that the run went back
     said = drawn(view)
     assert "moves: stage 1 is 2.0× as loaded as stage 0?[31m" in said
     assert "the run went back to a checkpoint 1 time" in said
-    told = json.loads(to_json(view))
-    assert (told["went_back"], told["version"]) == (1, 2)
+    shown = json.loads(to_json(view))
+    assert (shown["went_back"], shown["version"]) == (1, 2)
 
 
 async def test_keepers_stand_below_the_peers_and_are_none_of_them(network: MemoryNetwork) -> None:
@@ -132,7 +130,7 @@ async def test_keepers_stand_below_the_peers_and_are_none_of_them(network: Memor
     lines = drawn(view).splitlines()
     assert lines[1] == "step 4 of 40, loss 3.2500, 3 peers, 1 keeper"
     assert lines[-1] == "    –  keeper  keeping        2                                –  1:30  disk"
-    assert (view.problems, view.serving(NO_STAGE)) == ((), 0)
+    assert view.alerts == ()
     said = json.loads(to_json(view))
     assert [(k["peer"], k["state"], k["version"]) for k in said["keepers"]] == [("keeper", "keeping", 2)]
     assert sum(len(stage["peers"]) for stage in said["stages"]) == 3
@@ -142,7 +140,7 @@ async def test_a_dead_and_a_hung_peer_are_named_and_do_not_count(network: Memory
     network.fail("peer-b")
     network.hang("peer-c")
     view = await look(network)
-    assert [view.serving(0), view.serving(1)] == [1, 0]
+    assert [stage.serving for stage in view.stages] == [1, 0]
     text = drawn(view)
     assert "! stage 1 has no peer: the run waits until one joins" in text
     assert "! peer peer-b does not answer" in text
@@ -161,27 +159,26 @@ async def test_a_peer_that_answers_nonsense_is_named(network: MemoryNetwork) -> 
     network.add("peer-d").transport.serve("status", nonsense)
     await network.add("peer-e").directory.announce(record("peer-d", 1))
     view = await ask(RUN, network.add("looker").transport, [record("peer-d", 1)], now=0.0, ask_s=1.0)
-    assert "malformed PeerStatus header" in view.peers[0].why
+    assert "malformed PeerStatus header" in view.silent["peer-d"]
 
 
 async def test_records_alone_need_no_call_and_the_dead_stay_away() -> None:
     records = [record("b", 1), record("a", 0), record("c", 0, state="left"), record("d", 1, state="joining")]
     view = await ask(RUN, None, records, now=1000.0)
-    assert [peer.record.peer for peer in view.peers] == ["a", "b", "d"]
-    assert (view.version, view.loss, view.serving(1)) == (3, None, 1)
+    shown = picture(RUN, view)
+    assert [peer.peer for peer in shown.peers] == ["a", "b", "d"]
+    assert (shown.version, shown.loss, shown.stages[1].serving) == (3, None, 1)
 
 
 def test_a_run_without_peers_says_what_is_missing() -> None:
-    text = drawn(RunView(run=RUN, peers=(), now=0.0))
+    text = drawn(picture(RUN, Look(at=0.0, records=())))
     assert "step 0 of 40, 0 peers" in text
     assert "! stage 0 has no peer" in text
 
 
 def test_a_count_that_is_wrong_is_shouted() -> None:
-    bad = PeerView(
-        record=record("a", 0), status=status("a", 0, audit=Audit(steps=3, missing=1, duplicated=2))
-    )
-    text = drawn(RunView(run=RUN, peers=(bad,), now=0.0))
+    bad = status("a", 0, audit=Audit(steps=3, missing=1, duplicated=2))
+    text = drawn(picture(RUN, Look(at=0.0, records=(record("a", 0),), statuses=(bad,))))
     assert "1 microbatch missing from steps that were taken" in text
     assert "2 microbatches counted twice" in text
 
@@ -192,6 +189,7 @@ async def test_json_holds_all_that_the_table_shows(network: MemoryNetwork) -> No
     assert (said["run"], said["version"], said["steps"], said["loss"]) == (RUN.id, 4, 40, 3.25)
     assert [stage["serving"] for stage in said["stages"]] == [1, 1]
     first, second = said["stages"][0]["peers"]
+    assert list(said) == [field.name for field in dataclasses.fields(SwarmHealth)]
     assert (first["peer"], first["answered"], first["done"], first["audit"]["duplicated"]) == (
         "peer-a",
         True,
@@ -200,7 +198,7 @@ async def test_json_holds_all_that_the_table_shows(network: MemoryNetwork) -> No
     )
     assert (second["answered"], second["version"]) == (False, 3)
     assert "went away" in second["why"] or second["why"]
-    assert said["problems"]
+    assert [alert["peer"] for alert in said["alerts"]] == ["peer-b"]
 
 
 @pytest.mark.net

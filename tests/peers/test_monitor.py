@@ -1,0 +1,206 @@
+"""The monitor: sees everybody, asks rarely, and takes no harm from what it hears."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from peers import monitor
+from peers.monitor import Monitor
+from peers.ports import Answer, Request
+from swarm.policy.health import Look, Observer, PeerHealth, SwarmHealth
+from swarm.records import PeerRecord
+from swarm.run import demo_run
+from swarm.wire.messages import Audit, PeerStatus, pack
+from tests.peers.memory_net import MemoryNetwork
+
+RUN = demo_run(stages=2, steps=40)
+
+
+def record(peer: str, stage: int) -> PeerRecord:
+    return PeerRecord(peer=peer, run=RUN.id, stage=stage, state="serving", version=3, speed=1.5)
+
+
+def status(peer: str, stage: int) -> PeerStatus:
+    return PeerStatus(
+        peer=peer, stage=stage, version=4, state="serving", device="cpu", done=5, inflight=2, max_inflight=4,
+        speed=2.25, computed=70, coordinator=peer, audit=Audit(), since=0.0, loss=3.25,
+    )  # fmt: skip
+
+
+class Scene:
+    """Peers that answer, a monitor that looks at them, and what it sees."""
+
+    def __init__(self, network: MemoryNetwork) -> None:
+        self.network = network
+        self.asked: Counter[str] = Counter()
+        self.looks: list[Look] = []
+        self.refused: dict[str, int] = {}
+        self._observer = Observer(RUN)
+        self._news = asyncio.Event()
+        self.watcher = network.add("watcher")
+        self.waiting = self.most_waiting = 0
+        """Questions under way, now and at most."""
+
+    async def add(self, name: str, stage: int, said: bytes | None = None) -> None:
+        peer = self.network.add(name)
+
+        async def answer(request: Request) -> Answer:
+            self.asked[name] += 1
+            return Answer(pack(status(name, stage)) if said is None else said)
+
+        peer.transport.serve("status", answer)
+        await peer.directory.announce(record(name, stage))
+
+    def take(self, look: Look) -> None:
+        self.looks.append(look)
+        self._observer.observe(look)
+        self._news.set()
+
+    @property
+    def health(self) -> SwarmHealth:
+        return self._observer.health(now=self.looks[-1].at)
+
+    def peer(self, name: str) -> PeerHealth:
+        return next(peer for peer in self.health.peers if peer.peer == name)
+
+    @contextlib.asynccontextmanager
+    async def watched(self, **settings: float) -> AsyncIterator[None]:
+        pace = {"look_every_s": 0.01, "peer_every_s": 0.03, "silent_every_s": 0.05, "ask_s": 0.5, **settings}
+        watcher = self.watcher
+        call = watcher.transport.call
+
+        async def counted(*asked: Any, **how: Any) -> Answer:
+            self.waiting += 1
+            self.most_waiting = max(self.waiting, self.most_waiting)
+            try:
+                return await call(*asked, **how)
+            finally:
+                self.waiting -= 1
+
+        watcher.transport.call = counted  # type: ignore[method-assign]
+        looking = Monitor(
+            RUN, watcher.transport, watcher.directory, self.take, refused=lambda: self.refused, **pace
+        )
+        task = asyncio.create_task(looking.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        while not self.looks or not condition():
+            self._news.clear()
+            await self._news.wait()
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    network = MemoryNetwork(silence_s=0.05)
+    scene = Scene(network)
+    for name, stage in (("peer-a", 0), ("peer-b", 0), ("peer-c", 1)):
+        await scene.add(name, stage)
+    yield scene
+    await network.close()
+
+
+async def test_everybody_is_seen_and_asked(scene: Scene) -> None:
+    async with scene.watched():
+        await scene.until(lambda: all(peer.answered for peer in scene.health.peers))
+    assert [(peer.peer, peer.version) for peer in scene.health.peers] == [
+        ("peer-a", 4),
+        ("peer-b", 4),
+        ("peer-c", 4),
+    ]
+    assert (scene.health.version, scene.health.loss) == (4, 3.25)
+    assert scene.looks[0].records is not None
+
+
+async def test_no_peer_is_asked_more_often_than_it_should_be(scene: Scene) -> None:
+    async with scene.watched(peer_every_s=3600.0):
+        await scene.until(lambda: len(scene.looks) > 30)
+    assert scene.asked == {"peer-a": 1, "peer-b": 1, "peer-c": 1}
+
+
+async def test_of_many_peers_a_few_are_asked_per_look_and_all_have_their_turn(scene: Scene) -> None:
+    for i in range(100):
+        await scene.add(f"p{i:03d}", i % 2)
+    async with scene.watched(peer_every_s=0.0):
+        await scene.until(lambda: len(scene.asked) == 103)
+    assert max(len(look.statuses) for look in scene.looks) <= monitor.MOST_PER_LOOK
+    assert len(scene.looks) >= 103 // monitor.MOST_PER_LOOK
+    assert max(scene.asked.values()) <= 2
+
+
+async def test_those_that_hang_hold_nobody_up_and_are_few_at_a_time(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "MOST_ASKED", 5)
+    for i in range(20):
+        await scene.add(f"hung{i:02d}", 1)
+        scene.network.hang(f"hung{i:02d}")
+    async with scene.watched():
+        await scene.until(lambda: sum(bool(peer.why) for peer in scene.health.peers) == 20)
+        await scene.until(lambda: all(scene.peer(f"peer-{name}").answered for name in "abc"))
+    assert scene.most_waiting == 5
+
+
+async def test_a_dead_peer_is_named_and_leaves_with_its_record(scene: Scene) -> None:
+    async with scene.watched():
+        await scene.until(lambda: scene.health.stages[0].serving == 2)
+        scene.network.fail("peer-b")
+        await scene.until(lambda: any(peer.why for peer in scene.health.peers))
+        assert "stage 0 has one peer left" in [alert.text for alert in scene.health.alerts]
+        scene.network.expire("peer-b")
+        await scene.until(lambda: len(list(scene.health.peers)) == 2)
+    assert scene.health.happenings[-1].kind == "lost"
+
+
+async def test_a_look_tells_only_what_is_new(scene: Scene) -> None:
+    async with scene.watched(peer_every_s=3600.0):
+        await scene.until(lambda: len(scene.looks) > 20)
+        scene.refused = {"a record with a wrong signature": 2}
+        await scene.until(lambda: scene.health.refused)
+    quiet = scene.looks[15]
+    assert (quiet.statuses, quiet.silent, quiet.refused) == ((), {}, None)
+    assert [look.refused for look in scene.looks if look.refused] == [scene.refused]
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (b"\xff", "malformed PeerStatus header"),
+        (b"\x81\xa4peer\xc3", "malformed PeerStatus header"),
+        (pack(status("peer-a", 1)), "answered with a status in the name of 'peer-a'"),
+        (
+            pack(msgspec.structs.replace(status("liar", 1), speed=float("nan"))),
+            "impossible number: speed nan",
+        ),
+        (pack(msgspec.structs.replace(status("liar", 1), version=1 << 40)), "a status of version"),
+    ],
+)
+async def test_nonsense_is_shown_as_such_and_crashes_nothing(scene: Scene, said: bytes, why: str) -> None:
+    await scene.add("liar", 1, said)
+    async with scene.watched():
+        await scene.until(lambda: scene.peer("liar").why)
+        assert why in scene.peer("liar").why
+        before = scene.asked["liar"]
+        await scene.until(lambda: scene.asked["liar"] > before)  # it may have come to its senses
+    assert scene.peer("peer-a").answered
+
+
+async def test_a_run_that_nobody_serves_is_looked_at_too() -> None:
+    network = MemoryNetwork(silence_s=0.05)
+    scene = Scene(network)
+    async with scene.watched():
+        await scene.until(lambda: len(scene.looks) > 2)
+    assert scene.health.alerts[0].text == "stage 0 has no peer: the run waits until one joins"
+    await network.close()

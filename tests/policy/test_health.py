@@ -1,0 +1,467 @@
+"""What a dashboard knows: looks in, a picture and its alerts out."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import msgspec
+import pytest
+
+from swarm.errors import Refused
+from swarm.ids import Era
+from swarm.policy import alerts, claims
+from swarm.policy.health import (
+    MOST_POINTS,
+    MOST_WORKERS,
+    Look,
+    Observer,
+    PeerHealth,
+    Route,
+    SwarmHealth,
+)
+from swarm.records import NO_STAGE, PeerRecord
+from swarm.run import demo_run
+from swarm.wire.messages import Audit, LinkStatus, PeerStatus
+
+RUN = demo_run(stages=2, steps=40)
+START = 1_000_000.0
+
+
+def record(peer: str, stage: int, **more: object) -> PeerRecord:
+    usual = PeerRecord(
+        peer=peer, run=RUN.id, stage=stage, state="serving", version=3, since=START - 90, speed=2.0
+    )
+    return msgspec.structs.replace(usual, **more)
+
+
+def status(peer: str, stage: int, **more: object) -> PeerStatus:
+    usual = PeerStatus(
+        peer=peer, stage=stage, version=3, state="serving", device="cpu", done=5, inflight=2, max_inflight=4,
+        speed=2.0, computed=70, coordinator="", audit=Audit(), since=START - 90,
+    )  # fmt: skip
+    return msgspec.structs.replace(usual, **more)
+
+
+FOUR = tuple(record(name, stage) for name, stage in (("a", 0), ("b", 0), ("c", 1), ("d", 1)))
+
+
+class Seen:
+    """An observer, and who there is: `version` makes all of them say that they are there."""
+
+    def __init__(self, *records: PeerRecord) -> None:
+        self.observer = Observer(RUN)
+        self.records = {r.peer: r for r in records or FOUR}
+        self.now = START
+        self.look(records=tuple(self.records.values()))
+
+    def look(self, after_s: float = 1.0, **what: object) -> SwarmHealth:
+        self.now += after_s
+        self.observer.observe(Look(at=self.now, **what))  # pyright: ignore[reportArgumentType]
+        return self.observer.health(now=self.now)
+
+    def say(self, after_s: float = 1.0, **more: object) -> SwarmHealth:
+        """Everybody answers, with these fields."""
+        told = tuple(
+            status(r.peer, r.stage, **{"since": r.since, **more})
+            for r in self.records.values()
+            if r.stage != NO_STAGE
+        )
+        return self.look(after_s, statuses=told)
+
+    def gone(self, *names: str) -> SwarmHealth:
+        for name in names:
+            del self.records[name]
+        return self.look(records=tuple(self.records.values()))
+
+
+def texts(health: SwarmHealth) -> list[str]:
+    return [alert.text for alert in health.alerts]
+
+
+def happened(health: SwarmHealth) -> list[tuple[str, str]]:
+    return [(line.kind, line.text) for line in health.happenings]
+
+
+def peer(health: SwarmHealth, name: str) -> PeerHealth:
+    return next(one for one in health.peers if one.peer == name)
+
+
+# --- where the run is ---------------------------------------------------------------------------------------
+
+
+def test_the_run_is_where_most_say_it_is_and_a_liar_is_doubted() -> None:
+    seen = Seen()
+    seen.say(version=5, loss=3.0)
+    lie = status("d", 1, version=40, loss=-7.0)
+    told = (*(status(n, s, version=6, loss=2.5) for n, s in (("a", 0), ("b", 0), ("c", 1))), lie)
+    health = seen.look(statuses=told)
+    assert (health.version, health.loss) == (6, 2.5)
+    assert peer(health, "d").doubts == ("says it is at version 40, the run is at 6",)
+    assert "peer d: says it is at version 40, the run is at 6" in texts(health)
+
+
+def test_records_alone_say_where_the_run_is() -> None:
+    assert Seen(*(record(n, 0, version=v) for n, v in (("a", 7), ("b", 7), ("c", 39)))).look().version == 7
+    assert Seen(record("a", 0, state="joining", version=9)).look().version == 0
+
+
+def test_an_answer_that_is_late_does_not_turn_the_run_back_but_an_era_does() -> None:
+    seen = Seen()
+    assert seen.say(version=9).version == 9
+    assert seen.say(version=8).version == 9
+    health = seen.say(version=4, era=Era(1, 4))
+    assert (health.version, health.went_back) == (4, 1)
+    assert ("went back", "a stage had lost all its peers: the run goes on from version 4") in happened(health)
+    assert "a stage lost all its peers: the run went back to a checkpoint 1 time" in texts(health)
+    assert all(version <= 4 for version, _ in health.losses)
+
+
+def test_a_run_that_stays_lower_is_believed_in_the_end() -> None:
+    seen = Seen()
+    seen.say(version=9)
+    assert [seen.say(4.0, version=2).version for _ in range(5)] == [9, 9, 9, 9, 2]
+
+
+def test_the_pace_is_that_of_the_last_minute_and_falls_when_no_step_comes() -> None:
+    seen = Seen()
+    assert seen.say(version=3).tokens_per_s is None
+    for version in range(4, 10):
+        health = seen.say(2.0, version=version, loss=9.0 - version, trainers=("t",))
+    assert health.step_s == pytest.approx(2.0)
+    assert health.tokens_per_s == pytest.approx(RUN.tokens_per_step / 2)
+    assert health.left_s == pytest.approx(2.0 * 31)
+    assert health.losses == tuple((v, 9.0 - v) for v in range(4, 10))
+    paces = [pace for _, pace in health.pace]
+    slowed = seen.look(100.0)
+    assert slowed.tokens_per_s is not None and slowed.tokens_per_s < 0.1 * paces[-1]
+    assert slowed.pace[-1] == (seen.now, slowed.tokens_per_s)
+    assert "no step for 100 s; the last ones took 2.0 s each" in texts(slowed)
+
+
+def test_a_run_that_is_done_says_so_and_asks_for_nothing() -> None:
+    seen = Seen()
+    seen.say(version=39, trainers=("t",))
+    health = seen.say(version=40)
+    assert (health.tokens_per_s, health.left_s) == (0.0, 0.0)
+    assert texts(seen.look(100.0)) == ["all 40 steps are done"]
+
+
+def test_plots_stay_small_and_keep_their_ends() -> None:
+    long = Observer(demo_run(steps=100_000))
+    records = (msgspec.structs.replace(record("a", 0), run=long.run.id),)
+    for version in range(1, 3 * MOST_POINTS):
+        told = status("a", 0, version=version, loss=float(version))
+        long.observe(Look(at=START + 10 * version, records=records, statuses=(told,)))
+    health = long.health(now=START + 30 * MOST_POINTS)
+    assert max(len(health.losses), len(health.pace)) <= MOST_POINTS
+    assert health.losses[0][0] < 10 and health.losses[-1] == (version, float(version))
+    assert health.pace[0][0] < START + 100 and health.pace[-1][0] > START + 29 * MOST_POINTS
+
+
+# --- who comes and goes -------------------------------------------------------------------------------------
+
+
+def test_the_timeline_tells_who_joined_left_was_lost_moved_and_came_back() -> None:
+    seen = Seen()
+    assert seen.say().happenings == ()  # those who were there before us did nothing
+    seen.records["e"] = record("e", 1)
+    seen.look(records=tuple(seen.records.values()))
+    seen.look(silent={"c": "the connection broke"})
+    seen.look(statuses=(status("c", 1),))
+    seen.look(silent={"c": "the connection broke"})
+    seen.gone("c")
+    moved = seen.records["b"] = record("b", 1, since=START)
+    seen.look(records=tuple(seen.records.values()))
+    seen.records["a"] = record("a", 0, since=START + 5)
+    seen.look(records=tuple(seen.records.values()))
+    left = msgspec.structs.replace(seen.records.pop("d"), state="left")
+    health = seen.look(records=(*seen.records.values(), left))
+    assert happened(health) == [
+        ("joined", "peer e of stage 1 joined"),
+        ("silent", "peer c of stage 1 does not answer: the connection broke"),
+        ("back", "peer c of stage 1 answers again"),
+        ("silent", "peer c of stage 1 does not answer: the connection broke"),
+        ("lost", "peer c of stage 1 is lost: the connection broke"),
+        ("moved", "peer b moved from stage 0 to stage 1"),
+        ("restarted", "peer a of stage 0 started again"),
+        ("left", "peer d of stage 1 left"),
+    ]
+    assert [line.peer for line in health.happenings] == ["e", "c", "c", "c", "c", "b", "a", "d"]
+    assert peer(health, "b").stage == moved.stage and peer(health, "b").last == "moved"
+
+
+def test_a_stage_that_thins_out_is_said_before_it_is_lost_and_when_it_is_back() -> None:
+    seen = Seen()
+    assert texts(seen.say(trainers=("t",))) == []
+    health = seen.gone("c")
+    assert [(alert.level, alert.text) for alert in health.alerts] == [
+        ("warning", "stage 1 has one peer left")
+    ]
+    health = seen.gone("d")
+    assert health.alerts[0].text == "stage 1 has no peer: the run waits until one joins"
+    assert (health.alerts[0].level, health.alerts[0].stage) == ("error", 1)
+    seen.records["e"] = record("e", 1, state="joining")
+    health = seen.look(records=tuple(seen.records.values()))
+    assert health.alerts[0].text == "stage 1 has no peer: the run waits for 1 peer to load it"
+    seen.records["e"] = record("e", 1)
+    health = seen.look(records=tuple(seen.records.values()))
+    assert [kind for kind, _ in happened(health)][-3:] == ["stage lost", "joined", "stage back"]
+    assert health.stages[1].serving == 1
+
+
+def test_a_stage_that_always_had_one_peer_is_no_alert() -> None:
+    assert texts(Seen(record("a", 0), record("b", 1)).say(trainers=("t",))) == []
+
+
+def test_who_does_not_answer_does_not_serve_and_all_at_once_are_our_own_line() -> None:
+    seen = Seen()
+    seen.say(trainers=("t",))
+    health = seen.look(silent={"c": "the connection broke"})
+    assert (health.stages[1].serving, peer(health, "c").answered) == (1, False)
+    assert "peer c does not answer: the connection broke" in texts(health)
+    health = seen.look(silent=dict.fromkeys("abd", "no route"))
+    assert "nobody answers: is this machine cut off? a, b, c, d: no route" in texts(health)
+
+
+def test_many_alike_are_counted() -> None:
+    seen = Seen(*(record(f"p{i:02d}", 0) for i in range(20)), record("q", 1))
+    health = seen.look(silent={f"p{i:02d}": "it hangs" for i in range(9)})
+    assert sum("does not answer" in text for text in texts(health)) == alerts.MOST_ALIKE
+    assert "and 4 more like the last one" in texts(health)
+
+
+# --- trainers -----------------------------------------------------------------------------------------------
+
+
+def test_a_trainer_that_goes_away_is_missed() -> None:
+    seen = Seen()
+    health = seen.say(trainers=("t",))
+    assert (health.trainers, health.trainer_away_s) == (("t",), 0.0)
+    assert seen.look(40.0).trainer_away_s == 0.0  # nobody was asked meanwhile
+    health = seen.say()
+    assert health.trainer_away_s == 41.0
+    assert "no trainer for 41 s" in texts(health)
+
+
+def test_work_that_arrives_is_a_sign_of_a_trainer() -> None:
+    seen = Seen()
+    seen.say(taken=5)
+    assert seen.say(50.0, taken=5).trainer_away_s == 51.0  # since we look
+    assert seen.say(taken=6).trainer_away_s == 0.0
+
+
+def test_before_all_have_answered_nobody_misses_a_trainer() -> None:
+    seen = Seen()
+    assert seen.look(100.0, statuses=(status("a", 0),)).trainer_away_s is None
+
+
+# --- what is wrong ------------------------------------------------------------------------------------------
+
+
+def test_a_peer_that_is_much_slower_than_its_stage_is_named() -> None:
+    seen = Seen(*(record(n, 0) for n in "abc"), record("d", 1))
+    told = [status(n, 0, speed=speed, trainers=("t",)) for n, speed in (("a", 4.0), ("b", 4.0), ("c", 0.5))]
+    health = seen.look(statuses=(*told, status("d", 1)))
+    assert texts(health) == ["peer c answers 8× slower than its stage"]
+    stage = health.stages[0]
+    assert (stage.slowest, stage.fastest, stage.speed) == ("c", "b", 8.5)
+    assert peer(health, "d").slower == 0.0
+
+
+def test_weights_that_disagree_are_an_error_for_devices_of_one_kind() -> None:
+    seen = Seen(*(record(n, 1) for n in "abcd"), record("z", 0))
+    same = {"kind": "cpu", "version": 3}
+    health = seen.look(
+        statuses=(
+            status("a", 1, digest="f00d" * 16, **same),
+            status("b", 1, digest="f00d" * 16, **same),
+            status("c", 1, digest="beef" * 16, kind="cuda", version=3),
+        )
+    )
+    assert health.stages[1].disagree == ()
+    health = seen.look(statuses=(status("d", 1, digest="beef" * 16, **same),))
+    assert health.alerts[0].text == "stage 1's weights disagree: a, b have f00df00d; d has beefbeef"
+    assert health.alerts[0].level == "error"
+    told = tuple(status(n, 1, digest="1234" * 16, kind="cpu", version=4) for n in "abd")
+    assert seen.look(statuses=told).stages[1].disagree == ()  # they agree again
+
+
+def test_a_count_that_is_wrong_is_the_worst_of_all() -> None:
+    seen = Seen()
+    health = seen.say(audit=Audit(steps=3, missing=1, duplicated=2), trainers=("t",))
+    assert health.alerts[0].level == "error"
+    assert "peer a tells of 1 microbatch missing from steps that were taken: report this bug" in texts(health)
+    assert "peer a tells of 2 microbatches counted twice: report this bug" in texts(health)
+
+
+def test_refused_records_are_told_with_the_reason() -> None:
+    health = Seen().look(refused={"a record with a wrong signature": 12})
+    assert "12 records refused: a record with a wrong signature" in texts(health)
+
+
+def test_what_contradicts_itself_is_doubted() -> None:
+    seen = Seen(record("a", 0, since=START + 3600), record("b", 0), record("c", 1))
+    seen.say(30.0)
+    health = seen.look(statuses=(status("b", 1, since=1.0), status("c", 1, computed=10**9)))
+    assert peer(health, "a").doubts == (f"its clock is {3600 - 32} s ahead",)
+    assert peer(health, "b").doubts == ("announces stage 0 and answers for stage 1",)
+    (doubt,) = peer(health, "c").doubts
+    assert doubt == "says it computed 1000000000 microbatches, more than there were"
+    assert "c" not in [row.peer for row in health.contributions]
+
+
+# --- who did what -------------------------------------------------------------------------------------------
+
+
+def test_contributions_add_up_over_visits_and_stay_when_a_peer_goes() -> None:
+    seen = Seen(record("a", 0), record("b", 1))
+    seen.look(statuses=(status("a", 0, computed=60), status("b", 1, computed=20)))
+    seen.records["a"] = record("a", 1, since=START)
+    seen.look(records=tuple(seen.records.values()))
+    seen.look(statuses=(status("a", 1, computed=20, since=START),))
+    health = seen.gone("b")
+    assert [(row.peer, row.computed, row.share, row.stage, row.here) for row in health.contributions] == [
+        ("a", 80, 0.8, 1, True),
+        ("b", 20, 0.2, 1, False),
+    ]
+
+
+def test_the_table_of_contributions_is_bounded_and_keeps_who_is_here() -> None:
+    seen = Seen(record("here", 0))
+    seen.look(statuses=(status("here", 0, computed=1),))
+    for start in range(0, MOST_WORKERS + 500, 500):
+        crowd = tuple(record(f"x{i}", 1) for i in range(start, start + 500))
+        told = tuple(status(r.peer, 1, computed=9) for r in crowd)
+        health = seen.look(records=(record("here", 0), *crowd), statuses=told)
+    assert 0.8 * MOST_WORKERS < len(health.contributions) <= MOST_WORKERS
+    assert "here" in [row.peer for row in health.contributions]
+
+
+def test_routes_are_what_passed_between_two_answers() -> None:
+    def told(moved: int) -> tuple[PeerStatus, ...]:
+        def link(to: str, size: int) -> LinkStatus:
+            return LinkStatus(peer=to, bytes_in=size, bytes_out=size)
+
+        return (
+            status(
+                "a", 0, trainers=("t",), links=(link("t", moved), link("c", 10 * moved), link("b", moved))
+            ),
+            status("c", 1, links=(link("a", 20 * moved), link("nobody", 99 * moved))),
+        )
+
+    seen = Seen()
+    seen.look(statuses=told(0))
+    health = seen.look(2.0, statuses=told(1000))
+    assert health.routes == (
+        Route(source="a", target="c", kind="work", bps=8 * 40_000 / 2),
+        Route(source="a", target="b", kind="average", bps=8 * 2000 / 2),
+        Route(source="t", target="a", kind="feed", bps=8 * 2000 / 2),
+    )
+
+
+def test_a_keeper_stands_apart() -> None:
+    keeper = record("k", NO_STAGE, state="keeping", version=2, speed=0.0)
+    health = Seen(*FOUR, keeper).say(trainers=("t",))
+    assert [one.peer for one in health.keepers] == ["k"]
+    assert (texts(health), len(list(health.peers))) == ([], 5)
+
+
+# --- strangers ----------------------------------------------------------------------------------------------
+
+
+def test_texts_are_cut_and_steer_no_terminal() -> None:
+    assert claims.clean("a\x1b[31mb\u202ec\n\0") == "a?[31mb?c??"
+    assert claims.clean("x" * 100, 10) == "x" * 9 + "…"
+
+
+def test_a_record_is_made_fit_to_be_shown() -> None:
+    wild = record(
+        "a",
+        0,
+        device="\x1b]0;mine\x07" + "x" * 99,
+        speed=math.inf,
+        load=math.nan,
+        bandwidth_bps=-1.0,
+        since=-5.0,
+    )
+    tame = claims.tidy(wild)
+    assert tame.device.isprintable() and len(tame.device) == claims.DEVICE_CHARS
+    assert (tame.speed, tame.load, tame.bandwidth_bps, tame.since) == (0.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("lie", "text"),
+    [
+        ({"peer": "b"}, "a status in the name of 'b'"),
+        ({"stage": 7}, "a status of stage 7 of a run of 2 stages"),
+        ({"version": 41}, "a status of version 41 of a run of 40 steps"),
+        ({"era": Era(-1, 0)}, "an impossible era"),
+        ({"done": 17}, "an impossible number: done 17"),
+        ({"inflight": -1}, "an impossible number: inflight -1"),
+        ({"computed": 1 << 60}, "an impossible number: computed"),
+        ({"speed": math.nan}, "an impossible number: speed nan"),
+        ({"speed": 1e30}, "an impossible number: speed 1e\\+30"),
+        ({"audit": Audit(missing=-3)}, "an impossible number: audit.missing -3"),
+    ],
+)
+def test_an_answer_that_cannot_be_is_refused_with_what_is_wrong(lie: dict[str, object], text: str) -> None:
+    with pytest.raises(Refused, match=text):
+        claims.checked(msgspec.structs.replace(status("a", 0), **lie), FOUR[0], RUN)
+
+
+def test_what_an_honest_answer_may_hold_is_kept_within_bounds() -> None:
+    link = LinkStatus(peer="b", bytes_in=1, bytes_out=1)
+    wild = status(
+        "a", 0, loss=math.nan, since=math.inf, busy_s=-1.0, rebalance="\x1b[2J" + "x" * 999,
+        links=(link, msgspec.structs.replace(link, bytes_in=-1), *[link] * 99),
+        trainers=("t",) * 99, digest="\x9b" * 999,
+    )  # fmt: skip
+    tame = claims.checked(wild, FOUR[0], RUN)
+    assert (tame.loss, tame.since, tame.busy_s) == (None, 0.0, 0.0)
+    assert tame.rebalance.isprintable() and len(tame.rebalance) == claims.WORDS_CHARS
+    assert len(tame.trainers) == claims.MOST_TRAINERS
+    assert len(tame.links) == claims.MOST_LINKS - 1
+    assert tame.digest.isprintable() and len(tame.digest) == claims.ID_CHARS
+
+
+def test_no_mixture_of_truth_and_lies_breaks_the_picture() -> None:
+    rng = random.Random(7)
+    seen = Seen()
+    names = [f"p{i}" for i in range(12)]
+    for _ in range(300):
+        stages = {name: rng.choice((NO_STAGE, 0, 1, 5)) for name in names if rng.random() < 0.8}
+        records = tuple(
+            claims.tidy(
+                record(
+                    name, stage, run=rng.choice((RUN.id, RUN.id, "other")),
+                    version=rng.choice((-1, 3, 1 << 47)),
+                    state=rng.choice(("joining", "serving", "leaving", "left", "keeping")),
+                    speed=rng.choice((0.0, math.nan, 1e300)), since=rng.choice((0.0, START, 1e300)),
+                )
+            )
+            for name, stage in stages.items()
+        )  # fmt: skip
+        told = [
+            status(
+                name, rng.choice((NO_STAGE, 0, 1)), version=rng.randint(0, 40), era=Era(rng.randint(0, 2), 0),
+                computed=rng.choice((0, 5, 1 << 52)), since=rng.choice((0.0, START)), taken=rng.randint(0, 9),
+                digest=rng.choice(("", "aa", "bb")), loss=rng.choice((None, 1.0, -1e308)),
+                links=tuple(
+                    LinkStatus(peer=rng.choice((*names, "t")), bytes_in=rng.randint(0, 9), bytes_out=0)
+                    for _ in range(3)
+                ),
+                trainers=rng.choice(((), ("t",))), speed=rng.choice((0.0, 1e-300, 1e6)),
+            )
+            for name in names
+        ]  # fmt: skip
+        silent = {name: "hangs" for name in names if rng.random() < 0.1}
+        health = seen.look(
+            rng.choice((0.0, 1.0, 50.0)),
+            records=records if rng.random() < 0.5 else None,
+            statuses=tuple(rng.sample(told, 5)),
+            silent=silent,
+        )
+        back = msgspec.json.decode(msgspec.json.encode(health), type=SwarmHealth)
+        assert (back.version, len(back.alerts)) == (health.version, len(health.alerts))
+        assert 0 <= sum(row.share for row in health.contributions) <= 1 + 1e-9
