@@ -1,0 +1,142 @@
+"""The stages of a cut model as modules: `cut`.
+
+A piece has the parameters that its operators read, under their full names, and gives the same numbers
+however often it is called. A parameter that several stages read is in each of them: its gradient is the sum
+of theirs (`boundary.shared_parameters`), and so each of them steps alike.
+
+Batch norm, in training: a piece normalises by the microbatch's own statistics, as torch does, and gives them
+(mean and unbiased variance) beside its outputs, under the names of the buffers that they are for. Added up
+over the microbatches of a step like gradients, and divided by M, they enter the buffers when the step is
+taken: new = (1 - momentum) · old + momentum · mean. `num_batches_tracked` counts steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from swarm.errors import SetupError
+from swarm.ids import Microbatch
+from swarm.model.boundary import StagePlan, plan_stages
+from swarm.model.traced.build import Traced
+from swarm.model.traced.calls import DEVICE, DRAWS, Call, filled, refs
+from swarm.model.traced.kernels import Draws, plain
+
+
+class Output(NamedTuple):
+    """What a piece makes of a microbatch."""
+
+    values: tuple[torch.Tensor, ...]
+    """As `plan.outputs` says; those that came in are the same tensors."""
+    statistics: dict[str, torch.Tensor]
+    """Buffer -> the microbatch's statistic, without gradient. Empty but for batch norm in training."""
+
+
+class Piece(nn.Module):
+    """One stage: `piece(*inputs, mb=mb)`, inputs as `plan.inputs` says, on any device."""
+
+    def __init__(self, traced: Traced, plan: StagePlan, *, seed: int) -> None:
+        super().__init__()
+        self.plan, self._seed = plan, seed
+        self._statistics = [told for i in plan.operators for told in traced.statistics.get(i, ())]
+        for name in plan.parameters:
+            self._adopt(name).register_parameter(_leaf(name), nn.Parameter(traced.parameters[name].detach()))
+        counters = dict.fromkeys(_counter(told.buffer) for told in self._statistics)
+        for name in (*plan.buffers, *(name for name in counters if name in traced.buffers)):
+            # A copy where it changes: pieces and the model must not share it.
+            own = traced.buffers[name].clone() if self._changes(name) else traced.buffers[name]
+            self._adopt(name).register_buffer(_leaf(name), own)
+        self._held = [
+            (name, self.get_submodule(name.rpartition(".")[0]), _leaf(name)) for name in self._read()
+        ]
+        self._calls = [traced.calls[i] for i in plan.operators]
+        self._done_with = _last_uses(self._calls, keep={value.name for value in plan.outputs})
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """The buffers of batch norms, which `take_statistics` changes."""
+        return tuple(dict.fromkeys(told.buffer for told in self._statistics))
+
+    def forward(self, *inputs: torch.Tensor, mb: Microbatch) -> Output:
+        """`inputs` in the order of `plan.inputs`, all on the device of the parameters."""
+        env: dict[str, Any] = {name: getattr(owner, leaf) for name, owner, leaf in self._held}
+        env.update(zip((value.name for value in self.plan.inputs), inputs, strict=True))
+        device = inputs[0].device
+        env[DEVICE.name], env[DRAWS.name] = device, Draws(self._seed, mb)
+        told: dict[str, torch.Tensor] = {}
+        told_by = {told.value: told for told in self._statistics}
+        value = env.__getitem__
+        for call, finished in zip(self._calls, self._done_with, strict=True):
+            args, kwargs = filled(call.args, value), filled(call.kwargs, value)
+            run = call.function
+            result = plain(device, run, args, kwargs) if call.plain else run(*args, **kwargs)
+            for name, made in zip(call.outputs, result if call.several else (result,), strict=True):
+                if name in told_by:
+                    buffer, share = told_by[name].buffer, made.detach() * told_by[name].weight
+                    told[buffer] = told[buffer] + share if buffer in told else share
+                else:
+                    env[name] = made
+            for name in finished:
+                del env[name]
+        return Output(tuple(env[value.name] for value in self.plan.outputs), told)
+
+    @torch.no_grad()
+    def take_statistics(self, means: Mapping[str, torch.Tensor]) -> None:
+        """A step is taken: `means`, by buffer, over its microbatches (summed over stages that share one)."""
+        for told in {told.buffer: told for told in self._statistics}.values():
+            old = self.get_buffer(told.buffer)
+            old.mul_(1.0 - told.momentum).add_(means[told.buffer].to(old), alpha=told.momentum)
+        for name in dict.fromkeys(_counter(told.buffer) for told in self._statistics):
+            owner = self.get_submodule(name.rpartition(".")[0])
+            if hasattr(owner, _leaf(name)):
+                getattr(owner, _leaf(name)).add_(1)
+
+    def _changes(self, name: str) -> bool:
+        return any(name in (told.buffer, _counter(told.buffer)) for told in self._statistics)
+
+    def _read(self) -> tuple[str, ...]:
+        return (*self.plan.parameters, *self.plan.buffers)
+
+    def _adopt(self, name: str) -> nn.Module:
+        """The module that owns `name`, made if need be."""
+        owner: nn.Module = self
+        for part in name.split(".")[:-1]:
+            if part not in owner._modules:
+                if hasattr(owner, part):
+                    raise SetupError(f"the model has a part called {part!r}, as a stage has: rename it")
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        return owner
+
+
+def cut(traced: Traced, assignment: Sequence[int], *, seed: int) -> list[Piece]:
+    """The pieces of a cut, with the values that the model has. `seed`: the run's, of which dropout is drawn.
+
+    Raises:
+        SetupError: the cut is no cut of this graph.
+    """
+    return [Piece(traced, plan, seed=seed) for plan in plan_stages(traced.graph, assignment)]
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _counter(buffer: str) -> str:
+    """The buffer that counts the steps of the batch norm that this buffer is of."""
+    owner = buffer.rpartition(".")[0]
+    return f"{owner}.num_batches_tracked" if owner else "num_batches_tracked"
+
+
+def _last_uses(calls: Sequence[Call], *, keep: set[str]) -> list[list[str]]:
+    """Of each call the values that nobody needs after it: their memory is autograd's to keep or free."""
+    seen = {DEVICE.name, DRAWS.name, *keep}
+    found: list[list[str]] = []
+    for call in reversed(calls):
+        names = dict.fromkeys((*(ref.name for ref in refs((call.args, call.kwargs))), *call.outputs))
+        found.append([name for name in names if name not in seen and ":" not in name])
+        seen.update(names)
+    return found[::-1]

@@ -1,0 +1,1 @@
+"""From a PyTorch module to a flat, functional list of ATen calls: `capture`, then `lower`, then `kernels`."""
