@@ -30,8 +30,12 @@ from swarm.wire.codec import TensorMeta, decode, encode, encoded_sizes
 from swarm.wire.messages import Part, PartDone, check_run, pack, unpack, unpack_answer
 
 CHUNK_ELEMENTS = 1 << 20
-"""Elements per call: 4 MB of float32, so that sending, adding and answering overlap."""
-CHUNKS_IN_FLIGHT = 4
+"""Elements per call, at most: 8 MB of a sum."""
+CHUNKS_OF_A_PART = 8
+"""So that sending, adding and answering overlap: the first chunks are answered while the last are sent."""
+SMALL_CHUNK_ELEMENTS = 1 << 14
+"""Less is not worth a call. What fits into one frame (`frames.CHUNK_BYTES`) is sent in its turn, as a whole."""
+CHUNKS_IN_FLIGHT = 8
 """Per owner."""
 START_WAIT_S = 5.0
 """A contribution may arrive before its owner has heard of the round."""
@@ -51,6 +55,7 @@ class RoundVoid(SwarmError):
 class _Chunk:
     """A chunk that this member owns: contributions come in, one result goes out."""
 
+    numel: int
     contributions: dict[PeerId, torch.Tensor | None] = field(default_factory=dict)
     result: asyncio.Future[tuple[PartDone, Sequence[Buffer]]] | None = None
 
@@ -64,6 +69,8 @@ class _Round:
     reduced: torch.Tensor
     chunks: dict[int, _Chunk]
     failed: asyncio.Future[None]
+    sent_bytes: int = 0
+    """To the owners of the other parts, and answered."""
 
 
 class AllReduce:
@@ -85,7 +92,7 @@ class AllReduce:
         self._rounds: dict[str, _Round] = {}
         self._started = asyncio.Event()
         self.bandwidth_bps = 0.0
-        """Measured upload to other members."""
+        """Measured upload to other members, with the time in which it waited for them."""
         transport.serve("part", self._serve_part, max_body_bytes=CHUNK_ELEMENTS * 8 + CHUNK_ELEMENTS // 8)
 
     async def run(self, plan: Plan, t: int, total: torch.Tensor) -> tuple[torch.Tensor, Held]:
@@ -108,7 +115,7 @@ class AllReduce:
         for size in plan.parts:
             edges.append(edges[-1] + size)
         mine = plan.members.index(self._me)
-        chunks = {start: _Chunk() for start in _chunks(edges[mine], edges[mine + 1])}
+        chunks = {start: _Chunk(numel) for start, numel in chunks_of(edges[mine], edges[mine + 1])}
         this = _Round(plan, t, total, torch.empty(total.numel(), dtype=self._dtype), chunks, failed)
         self._rounds[plan.round] = this
         started, self._started = self._started, asyncio.Event()
@@ -122,8 +129,10 @@ class AllReduce:
                 if owner == self._me:
                     work.append(asyncio.create_task(self._collect_own(this)))
                 elif last > first:
-                    work.append(asyncio.create_task(self._exchange(this, owner, _chunks(first, last), last)))
+                    work.append(asyncio.create_task(self._exchange(this, owner, chunks_of(first, last))))
+            began = time.monotonic()
             await asyncio.gather(*work)
+            self._measured(this.sent_bytes, time.monotonic() - began)
         except SwarmError as error:  # whatever a member answered
             raise RoundVoid(error.text) from None
         finally:
@@ -135,10 +144,10 @@ class AllReduce:
     def _alone(self, total: torch.Tensor) -> torch.Tensor:
         """As a reduce among several, bit for bit, without anybody to exchange chunks with. In any thread."""
         reduced = torch.empty(total.numel(), dtype=self._dtype)
-        for start in _chunks(0, total.numel()):
-            part = self._settle(total[start : start + CHUNK_ELEMENTS])
+        for start, numel in chunks_of(0, total.numel()):
+            part = self._settle(total[start : start + numel])
             meta, buffers = encode(part, self._codec, name="a reduced gradient")
-            reduced[start : start + part.numel()] = decode(meta, buffers)
+            reduced[start : start + numel] = decode(meta, buffers)
         return reduced
 
     def _void(self, name: str, why: str) -> None:
@@ -152,12 +161,7 @@ class AllReduce:
     def _own(self, this: _Round, start: int) -> torch.Tensor | None:
         if not this.plan.ledgers[this.plan.members.index(self._me)]:
             return None
-        return this.total[start : start + self._length(this, start)]
-
-    def _length(self, this: _Round, start: int) -> int:
-        mine = this.plan.members.index(self._me)
-        end = sum(this.plan.parts[: mine + 1])
-        return min(CHUNK_ELEMENTS, end - start)
+        return this.total[start : start + this.chunks[start].numel]
 
     def _contribute(self, this: _Round, start: int, member: PeerId, part: torch.Tensor | None) -> None:
         """Take one member's contribution; with the last one, the chunk is reduced."""
@@ -167,7 +171,7 @@ class AllReduce:
         chunk.contributions[member] = part
         if len(chunk.contributions) < len(this.plan.members) or chunk.result.done():
             return
-        total = torch.zeros(self._length(this, start), dtype=self._sum_dtype)
+        total = torch.zeros(chunk.numel, dtype=self._sum_dtype)
         for name in this.plan.members:
             contribution = chunk.contributions[name]
             if contribution is not None:
@@ -187,13 +191,12 @@ class AllReduce:
             assert chunk.result is not None
             await asyncio.shield(chunk.result)
 
-    async def _exchange(self, this: _Round, owner: PeerId, starts: Sequence[int], end: int) -> None:
+    async def _exchange(self, this: _Round, owner: PeerId, chunks: Sequence[tuple[int, int]]) -> None:
         """Send our contribution to each chunk that `owner` owns, and take the reduced chunk."""
         room = asyncio.Semaphore(CHUNKS_IN_FLIGHT)
 
-        async def exchange(start: int) -> None:
+        async def exchange(start: int, numel: int) -> None:
             async with room:
-                numel = min(CHUNK_ELEMENTS, end - start)
                 tensors: tuple[TensorMeta, ...] = ()
                 body: Sequence[Buffer] = ()
                 if this.plan.ledgers[this.plan.members.index(self._me)]:
@@ -203,15 +206,14 @@ class AllReduce:
                     run=self._run, t=this.t, round=this.plan.round, start=start, numel=numel,
                     crc=checksum(body), tensors=tensors,
                 )  # fmt: skip
-                began = time.monotonic()
                 answer = await self._call_until_ready(owner, part, body)
                 done = unpack_answer(owner, answer.header, PartDone)
                 this.reduced[start : start + numel] = read_part(
                     owner, done.tensors, done.crc, answer.body, numel, self._codec, self._dtype
                 )
-                self._measured(sum(memoryview(b).nbytes for b in body), time.monotonic() - began)
+                this.sent_bytes += sum(memoryview(b).nbytes for b in body)
 
-        tasks = [asyncio.create_task(exchange(start)) for start in starts]
+        tasks = [asyncio.create_task(exchange(start, numel)) for start, numel in chunks]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -244,7 +246,7 @@ class AllReduce:
         if request.peer not in this.plan.members:
             raise Refused(f"{request.peer} is not a member of round {part.round[:8]}")
         chunk = this.chunks.get(part.start)
-        if chunk is None or part.numel != self._length(this, part.start) or part.t != this.t:
+        if chunk is None or part.numel != chunk.numel or part.t != this.t:
             raise Refused(f"elements from {part.start} of step {part.t} are not a chunk that this peer owns")
         expected = bool(this.plan.ledgers[this.plan.members.index(request.peer)])
         if expected != bool(part.tensors) or len(part.tensors) > 1:
@@ -279,8 +281,10 @@ class AllReduce:
         return self._rounds[name]
 
 
-def _chunks(start: int, end: int) -> list[int]:
-    return list(range(start, end, CHUNK_ELEMENTS))
+def chunks_of(start: int, end: int) -> list[tuple[int, int]]:
+    """(first element, elements) of the chunks of a part: a function of the part, which all members know."""
+    size = min(CHUNK_ELEMENTS, max(SMALL_CHUNK_ELEMENTS, -(-(end - start) // CHUNKS_OF_A_PART)))
+    return [(first, min(size, end - first)) for first in range(start, end, size)]
 
 
 def read_part(

@@ -98,14 +98,16 @@ def job_of(run: Run) -> Job:
     block, head = layer_flops(run.model, run.data.sequence_length)
     layers = [len(layers) for layers in layer_split(run)]
     stages = range(run.S)
-    sum_dtype = "int64" if run.adds_exactly else run.dtype
     codec = "none" if run.adds_exactly else run.codec.reduce
 
     def boundary_bytes(stage: Stage) -> float:
         return float(sum(sum(encoded_sizes(meta)) for meta in input_metas(run, stage)))
 
     def reduce_bytes(numel: int) -> float:
-        return float(sum(encoded_sizes(TensorMeta((numel,), sum_dtype, codec))))
+        """Of a sum and of the settled answer to it, the mean: a reduce sends as many of either."""
+        settled = "float64" if run.dtype == "float64" else "float32"
+        kinds = ("int64" if run.adds_exactly else settled, settled)
+        return sum(sum(encoded_sizes(TensorMeta((numel,), kind, codec))) for kind in kinds) / 2
 
     kept = ACTIVATIONS_OF_A_BLOCK * run.model.hidden * tokens * ITEM_BYTES[run.dtype]
     return Job(

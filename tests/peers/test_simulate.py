@@ -12,6 +12,7 @@ from peers.cli import Exit, main
 from peers.simulate import SimulateOptions, job_of, render, run_simulate, simulate_run
 from swarm.errors import SetupError
 from swarm.model.gpt import layer_flops
+from swarm.model.layout import stage_layout
 from swarm.plan.network import read_devices
 from swarm.run import counting_run, demo_run
 from swarm.sim.throughput.report import Moved
@@ -90,8 +91,9 @@ def test_the_job_of_a_run_is_what_its_stages_do_and_send() -> None:
     assert sum(job.forward_flops) == pytest.approx(2 * tokens * (run.model.layers * block + head))
     assert job.forward_bytes == (tokens * (run.model.hidden * 4 + 1),) * 2
     assert job.backward_bytes == (tokens * run.model.hidden * 4,) * 2
-    assert run.adds_exactly and all(b % 8 == 0 for b in job.gradient_bytes)
-    assert job.state_bytes[1] == pytest.approx(1.5 * job.gradient_bytes[1], rel=0.01)  # Adam: three float32
+    assert run.adds_exactly  # an int64 goes, a float32 comes back
+    assert job.gradient_bytes[1] == 6 * stage_layout(run, 1).numel
+    assert job.state_bytes[1] == pytest.approx(12 * stage_layout(run, 1).numel, rel=0.01)  # Adam: three float32
 
 
 # --- mistakes -----------------------------------------------------------------------------------------------
