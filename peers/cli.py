@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
+from swarm.codecs import KNOWN, parse_codec
 from swarm.errors import NotNow, PeerFault, Refused, SetupError, SwarmError
 
 if TYPE_CHECKING:
@@ -289,9 +290,11 @@ def _demo(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--codec",
-        choices=("none", "bf16", "blockwise8"),
+        type=_codec,
+        metavar="NAME",
         default=None,
-        help="how activations and gradients travel (default: blockwise8)",
+        help="how activations and gradients travel: none, bf16, blockwise8 (default), or the largest of them "
+        "only: topk:0.1, topk:0.1+blockwise8",
     )
     parser.add_argument(
         "--data",
@@ -579,6 +582,12 @@ def _at_least(low: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def _codec(text: str) -> str:
+    if parse_codec(text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a codec: {KNOWN}, such as topk:0.05")
+    return text
 
 
 def _auto_or(low: int) -> Callable[[str], int | str]:

@@ -38,7 +38,7 @@ from peers.spawn import Child, stop_all
 from peers.waiting import happens
 from swarm.errors import SetupError
 from swarm.ids import PeerId, Stage
-from swarm.run import Run, demo_run, load_run
+from swarm.run import CodecSpec, Run, demo_run, load_run
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +143,8 @@ def _manifest_of(options: DemoOptions) -> Run:
         if options.steps is not None:
             run = replace(run, steps=options.steps)
         if options.codec is not None:
-            run = replace(run, codec=replace(run.codec, forward=options.codec, backward=options.codec))
+            codecs = CodecSpec.both_ways(options.codec)
+            run = replace(run, codec=replace(run.codec, forward=codecs.forward, backward=codecs.backward))
         if options.seed is not None:
             run = replace(run, seed=options.seed)
     if options.data:

@@ -90,7 +90,7 @@ def job_of(run: Run) -> Job:
     from swarm.model.gpt import layer_flops, layer_split
     from swarm.model.layout import empty_state, stage_layout
     from swarm.wire.meta import ITEM_BYTES, TensorMeta, encoded_sizes
-    from swarm.wire.tensors import boundary_meta, input_metas
+    from swarm.wire.tensors import gradient_meta, hidden_meta, input_metas
 
     if run.model.kind != "gpt":
         raise SetupError(f"model.kind = {run.model.kind!r} computes nothing: simulate a run of kind gpt")
@@ -116,7 +116,8 @@ def job_of(run: Run) -> Job:
         forward_flops=tuple(2.0 * tokens * (layers[s] * block + head * (s == run.S - 1)) for s in stages),
         forward_bytes=tuple(boundary_bytes(s) for s in stages[1:]),
         backward_bytes=tuple(
-            float(sum(encoded_sizes(boundary_meta(run, run.codec.backward)))) for _ in stages[1:]
+            float(sum(encoded_sizes(gradient_meta(run, boundary, hidden_meta(run, boundary)))))
+            for boundary in stages[:-1]
         ),
         gradient_bytes=tuple(reduce_bytes(stage_layout(run, s).numel) for s in stages),
         state_bytes=tuple(

@@ -22,7 +22,7 @@ from swarm.model.stage import Forward, SumLost
 from swarm.policy.ledger import Claim
 from swarm.wire.codec import Encoded, TensorMeta, encoded_sizes
 from swarm.wire.messages import Hop, Locate, Located, Work, WorkDone, check_run, pack, unpack
-from swarm.wire.tensors import boundary_meta, input_metas
+from swarm.wire.tensors import gradient_meta, hidden_meta, input_metas
 
 OPEN_WAIT_S = 10.0
 """How long a request for the next step waits for it to open; its caller sees heartbeats meanwhile."""
@@ -55,7 +55,8 @@ class WorkDesk:
         self._takes = input_metas(core.run, core.stage)
         self._answer_bytes = 0
         if next_stage is not None:
-            self._answer_bytes = sum(encoded_sizes(boundary_meta(core.run, core.run.codec.backward)))
+            sent = hidden_meta(core.run, core.stage)
+            self._answer_bytes = sum(encoded_sizes(gradient_meta(core.run, core.stage, sent)))
         self.inflight = 0
         self.taken = 0
         """Microbatches whose tensors were received."""
@@ -270,7 +271,7 @@ class WorkDesk:
 
     async def _call_next(self, step: OpenStep, work: Work, fwd: Forward) -> tuple[PeerId, WorkDone, Encoded]:
         assert self._next is not None
-        expected = boundary_meta(self._core.run, self._core.run.codec.backward)
+        expected = gradient_meta(self._core.run, self._core.stage, fwd.outputs[0].meta)
 
         def check(peer: PeerId, done: WorkDone, answer: Answer) -> None:
             if done.tensors != (expected,):

@@ -7,7 +7,8 @@ would be allowed.
 
 The canonical text has every key, in the order of the dataclasses below, defaults included and presets
 expanded into numbers: that is what is published and hashed, so a default that changes later cannot change an
-old run.
+old run. Keys that came later (`_rule(later=True)`) are left out at their default, which so may never change:
+manifests that are older than the key keep their hash.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
+from swarm.codecs import KNOWN, PPM, VALUES, parse_codec
 from swarm.errors import SetupError
 
 if sys.version_info >= (3, 11):
@@ -33,6 +35,9 @@ MAX_MANIFEST_BYTES = 16_000
 """200 trainers, the most that `admission` takes, are 11 kB; the rest of a manifest is under 2 kB."""
 
 MAX_TRAINERS = 200
+
+MAX_ADAPTIVE = 16
+"""Codecs that links may choose from: the header of a call is checked against each."""
 
 ID_HEX = 32
 """Hex digits of a run id: 128 bits, too many to make two manifests that share one on purpose."""
@@ -127,8 +132,46 @@ class _PeerIds(_Rule):
         return tuple(sorted(ids))  # a set has no order: the same admission is the same text
 
 
-def _rule(rule: _Rule, default: Any = MISSING) -> Any:
-    return field(metadata={"rule": rule}, **({} if default is MISSING else {"default": default}))
+def _codec_name(value: Any) -> str:
+    if type(value) is not str or parse_codec(value) is None:
+        raise ValueError
+    return value
+
+
+class _Codec(_Rule):
+    allowed = f"one of {KNOWN}, where R, the part that is kept, is between 0 and 1, such as 0.05"
+
+    def check(self, value: Any) -> str:
+        return _codec_name(value)
+
+
+class _Codecs(_Rule):
+    """A codec, or one for each boundary: how many those are is not known here."""
+
+    allowed = f"{_Codec.allowed}; or a list of them, one for each of the boundaries between stages, in order"
+
+    def check(self, value: Any) -> str | tuple[str, ...]:
+        if type(value) in (list, tuple):
+            return tuple(_codec_name(item) for item in cast(Sequence[Any], value))
+        return _codec_name(value)
+
+
+class _CodecSet(_Rule):
+    allowed = f"a list of at most {MAX_ADAPTIVE} different codecs, each {_Codec.allowed}"
+
+    def check(self, value: Any) -> tuple[str, ...]:
+        if type(value) not in (list, tuple):
+            raise ValueError
+        names = [_codec_name(item) for item in cast(Sequence[Any], value)]
+        if len(names) > MAX_ADAPTIVE or len(set(names)) != len(names):
+            raise ValueError
+        return tuple(sorted(names))  # a set has no order
+
+
+def _rule(rule: _Rule, default: Any = MISSING, *, later: bool = False) -> Any:
+    """`later`: the key is younger than manifests that are out there. At its default it is not in the text."""
+    metadata = {"rule": rule, "later": later}
+    return field(metadata=metadata, **({} if default is MISSING else {"default": default}))
 
 
 def _shown(value: Any) -> str:
@@ -326,21 +369,68 @@ class OptimizerSpec(_Spec):
         return float(f"{self.lr * ratio:.12g}")
 
 
-_CODECS = _Choice("none", "bf16", "blockwise8")
+_VALUES = "one of " + ", ".join(VALUES)
+_WHY = "and its gradient has the same places"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecSpec(_Spec):
-    """How tensors look on the wire, per direction."""
+    """How tensors look on the wire, per direction. The names are those of `swarm.codecs`."""
 
     section: ClassVar[str] = "codec"
 
-    forward: Literal["none", "bf16", "blockwise8"] = _rule(_CODECS, "blockwise8")
-    """Activations between stages."""
-    backward: Literal["none", "bf16", "blockwise8"] = _rule(_CODECS, "blockwise8")
-    """Gradients of those activations."""
-    reduce: Literal["none", "bf16", "blockwise8"] = _rule(_CODECS, "none")
+    forward: str | tuple[str, ...] = _rule(_Codecs(), "blockwise8")
+    """Activations between stages: at all boundaries, or at each."""
+    backward: str | tuple[str, ...] = _rule(_Codecs(), "blockwise8")
+    """Gradients of what was sent, likewise. Of a top-k: of the numbers that were sent."""
+    reduce: str = _rule(_Codec(), "none")
     """Weight gradients between the members of a stage."""
+    adaptive: tuple[str, ...] = _rule(_CodecSet(), (), later=True)
+    """What a peer may send forward instead, whichever its line to the next needs; empty = nothing. If there
+    is any, what a microbatch gives depends on its route: each still counts once, but no two runs are
+    alike."""
+
+    def _cross_check(self) -> None:
+        forward = [self.forward] if isinstance(self.forward, str) else self.forward
+        backward = [self.backward] if isinstance(self.backward, str) else self.backward
+        if len(forward) != len(backward):
+            forward, backward = forward * len(backward), backward * len(forward)
+        for sent, answer in zip(forward, backward, strict=False):
+            for codec in (sent, *self.adaptive):
+                if _sparse(codec) and _sparse(answer):
+                    allowed = f"{_VALUES}: {codec} keeps a part of what is sent, {_WHY}"
+                    raise wrong("codec.backward", answer, allowed)
+
+    @classmethod
+    def both_ways(cls, codec: str) -> CodecSpec:
+        """`codec` at all boundaries, and for the gradients that come back: of a top-k, what its values
+        have."""
+        known = parse_codec(codec)
+        return cls(forward=codec, backward=codec if known is None else known.values)
+
+    def forward_at(self, boundary: int) -> str:
+        """The codec of what stage `boundary` sends to the next."""
+        return self.forward if isinstance(self.forward, str) else self.forward[boundary]
+
+    def allowed_at(self, boundary: int) -> tuple[str, ...]:
+        """All that may be sent there: the codec of the manifest first."""
+        prescribed = self.forward_at(boundary)
+        return (prescribed, *(codec for codec in self.adaptive if codec != prescribed))
+
+    def backward_at(self, boundary: int, sent: str) -> str:
+        """The codec of the gradient that answers what was sent over `boundary` with the codec `sent`.
+
+        Of a top-k the gradient has the same places: that of a number that was not sent is 0.
+        """
+        values = self.backward if isinstance(self.backward, str) else self.backward[boundary]
+        codec = parse_codec(sent)
+        assert codec is not None
+        return codec._replace(values=values).name if _sparse(sent) else values
+
+
+def _sparse(name: str) -> bool:
+    codec = parse_codec(name)
+    return codec is not None and codec.keep_ppm < PPM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -407,8 +497,28 @@ class Run(_Spec):
             raise wrong(
                 "model.vocab_size", self.model.vocab_size, 'at least 256 when data.tokenizer is "bytes"'
             )
+        object.__setattr__(self, "codec", self._codec_of_each_boundary())
         text = self.to_toml()
+        if len(text) > MAX_MANIFEST_BYTES:
+            raise SetupError(
+                f"the run's manifest takes {len(text)} bytes; at most {MAX_MANIFEST_BYTES} are allowed: give "
+                "codec.forward and codec.backward one codec for all boundaries, or admit fewer trainers"
+            )
         object.__setattr__(self, "id", hashlib.sha256(text.encode()).hexdigest()[:ID_HEX])
+
+    def _codec_of_each_boundary(self) -> CodecSpec:
+        """`codec` with lists that fit the model, and no list where all boundaries are alike."""
+        changes: dict[str, str] = {}
+        for direction in ("forward", "backward"):
+            codecs = getattr(self.codec, direction)
+            if isinstance(codecs, str):
+                continue
+            if not codecs or len(codecs) != self.S - 1:
+                allowed = f"one codec, or a list of {self.S - 1}, one for each boundary of {self.S} stages"
+                raise wrong(f"codec.{direction}", list(codecs), allowed if self.S > 1 else "one codec")
+            if len(set(codecs)) == 1:
+                changes[direction] = codecs[0]
+        return replace(self.codec, **changes) if changes else self.codec
 
     @property
     def M(self) -> int:  # noqa: N802 - the letter that the design and the messages use
@@ -430,6 +540,11 @@ class Run(_Spec):
         """Whether the sum of a step is the same to the last bit whoever computed what."""
         return self.exact_sums and self.dtype != "float64" and self.codec.reduce == "none"
 
+    @property
+    def depends_on_routes(self) -> bool:
+        """Whether the weights depend on who sent what to whom, and so are no function of the manifest."""
+        return bool(self.codec.adaptive)
+
     def weight_version(self, t: int) -> int:
         """The version of the weights that step `t` is computed with."""
         return max(0, t - 1) if self.delayed_updates else t
@@ -450,8 +565,13 @@ _TABLES: dict[str, type[_Spec]] = {
 
 
 def _values(spec: _Spec) -> list[tuple[str, Any]]:
-    """What the manifest says: all fields but those that follow from others."""
-    return [(item.name, getattr(spec, item.name)) for item in fields(cast(Any, spec)) if item.init]
+    """What the text says: not what follows from other fields, nor a later key at its default."""
+    said = [(item, getattr(spec, item.name)) for item in fields(cast(Any, spec)) if item.init]
+    return [
+        (item.name, value)
+        for item, value in said
+        if not (item.metadata.get("later") and value == item.default)
+    ]
 
 
 # --- presets ------------------------------------------------------------------------------------------------
@@ -658,10 +778,11 @@ min_lr_ratio = 0.1
 weight_decay = 0.1
 clip_norm = 1.0             # 0 = off
 
-[codec]                     # none, bf16 or blockwise8
-forward = "blockwise8"      # activations
+[codec]                     # none, bf16, blockwise8, or topk:0.05 (+bf16, +blockwise8): the largest 5 %
+forward = "blockwise8"      # activations; or a list, one for each boundary between stages
 backward = "blockwise8"     # their gradients
 reduce = "none"             # weight gradients
+# adaptive = ["topk:0.1+blockwise8"]  # what slow lines may use instead: the result then depends on routes
 
 [admission]
 owner = ""                  # peer id that signs the manifest; "" = its hash is enough
@@ -692,7 +813,7 @@ def demo_run(*, stages: int = 3, steps: int = 50, codec: str = "blockwise8", see
         data=DataSpec(source="pydoc", sequence_length=128),
         batch=BatchSpec(microbatch_size=4, microbatches_per_step=16),
         optimizer=OptimizerSpec(lr=2e-3, warmup_steps=min(10, steps - 1), schedule="cosine"),
-        codec=CodecSpec(forward=cast(Any, codec), backward=cast(Any, codec)),
+        codec=CodecSpec.both_ways(codec),
     )
 
 

@@ -37,7 +37,12 @@ from swarm.run import (
 
 ALICE = "12D3KooW" + "A" * 44
 BOB = "12D3KooW" + "B" * 44
-FULL = replace(example_run(), admission=AdmissionSpec(owner=ALICE, trainers=(ALICE, BOB)))
+FULL = replace(
+    example_run(),
+    codec=CodecSpec(adaptive=("bf16",)),
+    admission=AdmissionSpec(owner=ALICE, trainers=(ALICE, BOB)),
+)
+"""A run whose text has every key."""
 TABLES = ("model", "data", "batch", "optimizer", "codec", "admission")
 
 
@@ -51,7 +56,10 @@ def runs(draw: st.DrawFn) -> Run:
     layers = draw(st.integers(1, 64))
     steps = draw(st.integers(1, 10**9))
     length = draw(st.integers(1, 4096))
-    codecs: st.SearchStrategy[Any] = st.sampled_from(["none", "bf16", "blockwise8"])
+    stages = draw(st.integers(1, layers))
+    codecs = st.sampled_from(["none", "bf16", "blockwise8", "topk:0.05", "topk:0.000001+blockwise8"])
+    at_each = st.lists(codecs, min_size=stages - 1, max_size=stages - 1).map(tuple)
+    at_boundaries: st.SearchStrategy[Any] = st.one_of(codecs, at_each) if stages > 1 else codecs
     name: Any = draw(st.sampled_from(["adamw", "sgd"]))
     ratio = st.floats(0, 1, exclude_max=True)
     pinned = draw(st.booleans())
@@ -73,7 +81,7 @@ def runs(draw: st.DrawFn) -> Run:
             norm=draw(st.sampled_from(["rmsnorm", "layernorm"])),
             positions=draw(st.sampled_from(["rotary", "learned"])),
             dropout=draw(ratio),
-            stages=draw(st.integers(1, layers)),
+            stages=stages,
         ),
         data=DataSpec(
             source=draw(st.sampled_from(["pydoc", "files"])),
@@ -99,7 +107,12 @@ def runs(draw: st.DrawFn) -> Run:
             min_lr_ratio=draw(st.floats(0, 1)),
             clip_norm=draw(st.floats(0, 1e9)),
         ),
-        codec=CodecSpec(forward=draw(codecs), backward=draw(codecs), reduce=draw(codecs)),
+        codec=CodecSpec(
+            forward=draw(at_boundaries),
+            backward=draw(st.sampled_from(["none", "bf16", "blockwise8"])),
+            reduce=draw(codecs),
+            adaptive=tuple(draw(st.sets(codecs))),
+        ),
         admission=AdmissionSpec(
             owner=draw(st.sampled_from(["", ALICE])),
             trainers=draw(st.sampled_from([(), (ALICE,), (ALICE, BOB), (BOB, ALICE)])),
@@ -156,7 +169,7 @@ def test_every_value_is_in_the_hash() -> None:
         "batch": {"microbatch_size": 1, "microbatches_per_step": 1},
         "optimizer": {"name": "sgd", "lr": 1, "beta1": 0.1, "beta2": 0.1, "eps": 0.1, "weight_decay": 0.2}
         | {"warmup_steps": 1, "schedule": "constant", "min_lr_ratio": 0.5, "clip_norm": 0},
-        "codec": {"forward": "none", "backward": "none", "reduce": "bf16"},
+        "codec": {"forward": "none", "backward": "none", "reduce": "bf16", "adaptive": ("none", "bf16")},
         "admission": {"owner": BOB, "trainers": ()},
     }
     for table, values in changes.items():
@@ -515,6 +528,81 @@ def test_a_run_adds_exactly_unless_it_is_told_not_to_or_cannot() -> None:
         replace(run, codec=CodecSpec(reduce="blockwise8")),
     ):
         assert not floats.adds_exactly
+
+
+def test_each_boundary_may_have_a_codec_of_its_own() -> None:
+    codec = CodecSpec(forward=("none", "topk:0.05+blockwise8"), backward="bf16")
+    run = replace(example_run(), codec=codec)
+    assert [run.codec.forward_at(boundary) for boundary in (0, 1)] == ["none", "topk:0.05+blockwise8"]
+    assert run.codec.backward_at(0, "none") == "bf16"
+    assert run.codec.backward_at(1, "topk:0.05+blockwise8") == "topk:0.05+bf16", "of what was sent"
+    assert 'forward = [\n  "none",\n  "topk:0.05+blockwise8",\n]\nbackward = "bf16"' in run.to_toml()
+    assert parse_run(run.to_toml()) == run
+
+
+def test_a_codec_for_both_ways_returns_the_values_that_were_sent() -> None:
+    assert CodecSpec.both_ways("bf16") == CodecSpec(forward="bf16", backward="bf16")
+    assert CodecSpec.both_ways("topk:0.05+bf16") == CodecSpec(forward="topk:0.05+bf16", backward="bf16")
+    assert CodecSpec.both_ways("topk:0.05").backward == "none"
+    with pytest.raises(SetupError, match=r'codec\.forward = "zip" in the run.s manifest: it must be'):
+        CodecSpec.both_ways("zip")
+
+
+def test_a_list_of_equal_codecs_is_the_run_with_one() -> None:
+    alike = replace(example_run(), codec=CodecSpec(forward=("bf16", "bf16")))
+    assert alike == replace(example_run(), codec=CodecSpec(forward="bf16"))
+    assert alike.id == replace(example_run(), codec=CodecSpec(forward="bf16")).id
+
+
+@pytest.mark.parametrize("codecs", [(), ("none",), ("none", "bf16", "none")])
+def test_a_list_that_does_not_fit_the_boundaries_is_refused(codecs: tuple[str, ...]) -> None:
+    text = r"codec\.backward = .*: it must be one codec, or a list of 2, one for each boundary of 3 stages"
+    with pytest.raises(SetupError, match=text):
+        replace(example_run(), codec=CodecSpec(backward=codecs))
+    with pytest.raises(SetupError, match=r"codec\.forward = \[\] in the run's manifest: .* one codec$"):
+        replace(example_run(), codec=CodecSpec(forward=()), model=replace(example_run().model, stages=1))
+
+
+@pytest.mark.parametrize(
+    "codecs",
+    [
+        {"forward": "topk:0.05+bf16"},
+        {"forward": ("none", "topk:0.05+bf16")},
+        {"forward": "none", "adaptive": ("bf16", "topk:0.05+bf16")},
+    ],
+)
+def test_the_gradient_of_a_top_k_has_its_places_and_none_of_its_own(codecs: dict[str, Any]) -> None:
+    text = (
+        r'^codec.backward = "topk:0.1" in the run\'s manifest: it must be one of none, bf16, blockwise8: '
+        r"topk:0.05\+bf16 keeps a part of what is sent, and its gradient has the same places$"
+    )
+    with pytest.raises(SetupError, match=text):
+        CodecSpec(backward="topk:0.1", **codecs)
+    CodecSpec(backward=("topk:0.1", "none"), forward=("none", "topk:0.05"))
+    with pytest.raises(SetupError, match="has the same places"):
+        CodecSpec(backward=("none", "topk:0.1"), forward=("none", "topk:0.05"))
+
+
+def test_a_manifest_too_long_to_be_published_is_refused() -> None:
+    model = replace(example_run().model, layers=1024, stages=1024)
+    codecs = tuple(f"topk:0.{number + 1:04d}1" for number in range(1023))
+    with pytest.raises(SetupError, match=r"manifest takes \d+ bytes; at most 16000 are allowed: give codec"):
+        replace(example_run(), model=model, codec=CodecSpec(forward=codecs))
+
+
+def test_codecs_that_links_may_choose_are_a_set_and_make_the_run_depend_on_routes() -> None:
+    run = replace(example_run(), codec=CodecSpec(adaptive=("topk:0.1", "bf16", "blockwise8")))
+    assert run == replace(example_run(), codec=CodecSpec(adaptive=("blockwise8", "topk:0.1", "bf16")))
+    assert run.depends_on_routes and not example_run().depends_on_routes
+    assert run.codec.allowed_at(0) == ("blockwise8", "bf16", "topk:0.1")
+    assert example_run().codec.allowed_at(0) == ("blockwise8",)
+    with pytest.raises(SetupError, match=r"codec\.adaptive = .* a list of at most 16 different codecs"):
+        CodecSpec(adaptive=("bf16", "bf16"))
+
+
+def test_a_manifest_that_is_older_than_a_key_keeps_its_id() -> None:
+    assert "adaptive" not in example_run().to_toml()
+    assert "adaptive" in FULL.to_toml()
 
 
 def test_a_step_has_no_more_microbatches_than_ledgers_that_fit_a_message() -> None:

@@ -161,7 +161,8 @@ def codec_s(run: Run) -> float:
     torch.set_num_threads(1)
     x = torch.randn(boundary_shape(run)).to(getattr(torch, run.dtype))
     both = 0.0
-    for codec in (run.codec.forward, run.codec.backward):
+    sent = run.codec.forward_at(0)
+    for codec in (sent, run.codec.backward_at(0, sent)):
         times: list[float] = []
         for _ in range(15):
             began = time.perf_counter()
@@ -233,7 +234,7 @@ def row(
         "hidden": run.model.hidden,
         "layers": run.model.layers,
         "dtype": run.dtype,
-        "codec": run.codec.forward,
+        "codec": run.codec.forward_at(0),
         "microbatches": run.M,
         "sequence_length": run.data.sequence_length,
         "microbatch_size": run.batch.microbatch_size,

@@ -27,7 +27,7 @@ from harness import Swarm, bench_run, machine, report
 from swarm.run import Run
 from swarm.wire.codec import encoded_sizes
 from swarm.wire.messages import PeerStatus
-from swarm.wire.tensors import boundary_meta, input_metas
+from swarm.wire.tensors import gradient_meta, input_metas
 
 COLUMNS = (
     "boundary", "hidden", "dtype", "codec", "bytes_per_microbatch", "least_bytes", "ratio", "forward_ratio",
@@ -37,8 +37,9 @@ COLUMNS = (
 
 def least_bytes(run: Run) -> tuple[int, int]:
     """(forward, backward) payload of one microbatch at any boundary."""
-    forward = sum(sum(encoded_sizes(meta)) for meta in input_metas(run, 1))
-    return forward, sum(encoded_sizes(boundary_meta(run, run.codec.backward)))
+    taken = input_metas(run, 1)
+    forward = sum(sum(encoded_sizes(meta)) for meta in taken)
+    return forward, sum(encoded_sizes(gradient_meta(run, 0, taken[0])))
 
 
 def traffic(status: PeerStatus, other: str) -> tuple[int, int]:
@@ -70,7 +71,7 @@ async def measure(run: Run, steps: int) -> list[dict[str, Any]]:
                 "stages": run.S,
                 "hidden": run.model.hidden,
                 "dtype": run.dtype,
-                "codec": run.codec.forward,
+                "codec": run.codec.forward_at(0),
                 "microbatches": due,
                 "bytes_per_microbatch": round((forth + back) / due),
                 "least_bytes": forward_least + backward_least,

@@ -63,5 +63,5 @@ class Evaluator:
             with torch.autocast(self._device.type, torch.bfloat16, enabled=run.dtype == "bfloat16"):
                 x = stage(x, labels if last else None)
             if not last:
-                x = round_trip(x.to(boundary_dtype(run)), run.codec.forward)
+                x = round_trip(x.to(boundary_dtype(run)), run.codec.forward_at(number))
         return float(x.item())

@@ -22,20 +22,24 @@ from swarm.model.exact import add_exact, to_float
 from swarm.model.gpt import boundary_dtype, build_stage
 from swarm.model.stage import sqnorm
 from swarm.run import Run
-from swarm.wire.codec import round_trip
+from swarm.wire.codec import decode, encode, places_of, round_trip
 
 
 class _Boundary(torch.autograd.Function):
-    """What a tensor goes through between two stages: one codec forward, one backward."""
+    """What a tensor goes through between two stages: one codec forward, one backward.
+
+    What rounds is taken for the identity by the gradient, what a top-k leaves out for the zero that it is.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, forward: str, backward: str) -> torch.Tensor:
-        ctx.codec = backward
-        return round_trip(hidden, forward)
+        sent = encode(hidden, forward)
+        ctx.codec, ctx.places = backward, places_of(sent)
+        return decode(*sent, device=hidden.device)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return round_trip(grads[0], ctx.codec), None, None
+        return round_trip(grads[0], ctx.codec, places=ctx.places), None, None
 
 
 class SingleProcess:
@@ -47,10 +51,14 @@ class SingleProcess:
         """`batch`: offsets -> tokens [B, T+1], such as a dataset's method of that name.
 
         Raises:
-            SetupError: the optimizer is adamw8bit, which has no reference.
+            SetupError: the optimizer is adamw8bit, which has no reference, or what is sent depends on routes.
         """
         if run.optimizer.name == "adamw8bit":
             raise SetupError('optimizer.name = "adamw8bit" cannot be verified: there is no reference for it')
+        if run.depends_on_routes:
+            raise SetupError(
+                "a run with codec.adaptive cannot be verified: what it arrives at depends on its routes"
+            )
         self.run, self.version = run, 0
         self._batch, self._device = batch, torch.device(device)
         self._stages = nn.ModuleList(build_stage(run, stage) for stage in range(run.S)).to(self._device)
@@ -84,7 +92,9 @@ class SingleProcess:
                 with autocast:
                     x = stage(x, labels if number == run.S - 1 else None, mb=mb)
                 if number < run.S - 1:
-                    x = _Boundary.apply(x.to(boundary_dtype(run)), run.codec.forward, run.codec.backward)
+                    forward = run.codec.forward_at(number)
+                    backward = run.codec.backward_at(number, forward)
+                    x = _Boundary.apply(x.to(boundary_dtype(run)), forward, backward)
             if grad:
                 x.backward()
         return float(x.item())

@@ -45,7 +45,16 @@ from swarm.model.layout import initial_weights, layout_of
 from swarm.model.optimizer import FlatOptimizer
 from swarm.run import Run
 from swarm.wire.buffers import Buffer
-from swarm.wire.codec import Encoded, Pending, TensorMeta, decode, encode, start_encode, to_device
+from swarm.wire.codec import (
+    Encoded,
+    Pending,
+    TensorMeta,
+    decode,
+    encode,
+    places_of,
+    start_encode,
+    to_device,
+)
 from swarm.wire.tensors import boundary_shape
 
 Wire: TypeAlias = tuple[TensorMeta, Sequence[Buffer]]
@@ -158,7 +167,7 @@ class StageCompute:
         with torch.set_grad_enabled(keep):
             x, y = self._compute(mb, version, x, None)
         what = f"the output of stage {self.stage} for {mb}"
-        hidden = start_encode(y, self.run.codec.forward, name=what)
+        hidden = start_encode(y, self.run.codec.forward_at(self.stage), name=what)
         graph, loads = (x, y) if keep else None, self._loads
         return Pending(lambda: Forward(mb, version, kept, [hidden.result(), labels], graph, loads))
 
@@ -186,7 +195,7 @@ class StageCompute:
         if graph is None:
             x, _ = self._decode_inputs(fwd.inputs)
             graph = self._compute(fwd.mb, fwd.version, x, None)
-        return self._backward(fwd.mb, fwd.version, *graph, g, add=add)
+        return self._backward(fwd.mb, fwd.version, *graph, g, add=add, hidden=self._hidden_of(fwd.inputs))
 
     def loss_backward(
         self, mb: Microbatch, inputs: Sequence[Wire], *, add: bool
@@ -208,7 +217,8 @@ class StageCompute:
         """As `loss_backward`, without waiting for the device."""
         assert self.last, "only the last stage has a loss"
         version = self._held_version(mb)
-        x, labels = self._decode_inputs([Encoded(meta, buffers) for meta, buffers in inputs])
+        taken = [Encoded(meta, buffers) for meta, buffers in inputs]
+        x, labels = self._decode_inputs(taken)
         with torch.set_grad_enabled(add or not self.first):
             x, y = self._compute(mb, version, x, self._labels_of(labels))
         # This waits for the forward, also on CUDA, so that a bad loss leaves the sum as it was. It costs the
@@ -218,7 +228,7 @@ class StageCompute:
             raise Refused(f"the loss of {mb} is not finite: {loss}")
         if self.first and not add:
             return Pending(lambda: (loss, None))
-        grad_in = self._backward(mb, version, x, y, None, add=add)
+        grad_in = self._backward(mb, version, x, y, None, add=add, hidden=self._hidden_of(taken))
         return Pending(lambda: (loss, grad_in.result()))
 
     def subtract(self, mb: Microbatch, inputs: Sequence[Wire], grad_out: Wire | None) -> None:
@@ -241,7 +251,7 @@ class StageCompute:
             g = self._decode_grad(grad_out)
             x, y = self._compute(mb, version, x, None)
         # Not in place: with codec none the gradient is the caller's memory.
-        self._backward(mb, version, x, y, g.neg(), add=True, encoded=False).result()
+        self._backward(mb, version, x, y, g.neg(), add=True, hidden=None).result()
 
     # --- the sums of steps ------------------------------------------------------------------------------
 
@@ -475,12 +485,16 @@ class StageCompute:
             device=self.device,
             expect_shape=self._hidden_shape,
             expect_dtype=self._hidden_dtype,
-            expect_codec=self.run.codec.forward,
+            expect_codec=self.run.codec.allowed_at(self.stage - 1),
             name="hidden",
         )
         # Every stage checks them, though only the last looks: a wrong one should be refused where it enters.
         self._decode_tokens(inputs[1], self._labels_shape, "labels")
         return hidden, inputs[1]
+
+    def _hidden_of(self, inputs: Sequence[Encoded]) -> Encoded | None:
+        """The input that has a gradient, as it came; None at the first stage."""
+        return None if self.first else inputs[0]
 
     def _decode_tokens(self, wire: Encoded, shape: tuple[int, int], name: str) -> torch.Tensor:
         tokens = decode(
@@ -498,12 +512,13 @@ class StageCompute:
         return self._index(decode(*labels))
 
     def _decode_grad(self, grad_out: Wire) -> torch.Tensor:
+        codec = self.run.codec
         return decode(
             *grad_out,
             device=self.device,
             expect_shape=self._hidden_shape,
             expect_dtype=self._hidden_dtype,
-            expect_codec=self.run.codec.backward,
+            expect_codec=[codec.backward_at(self.stage, sent) for sent in codec.allowed_at(self.stage)],
             name="the gradient",
         )
 
@@ -532,26 +547,26 @@ class StageCompute:
         g: torch.Tensor | None,
         *,
         add: bool,
-        encoded: bool = True,
+        hidden: Encoded | None,
     ) -> Pending[Encoded | None]:
-        """Run autograd; the gradient of `x` encoded, or None if it has none or `encoded` is false."""
-        what, codec = f"the gradient of stage {self.stage} for {mb}", self.run.codec.backward
+        """Run autograd; the gradient of `x`, which came as `hidden`, encoded. None: it is not wanted."""
         if not add:
+            assert hidden is not None
             (grad_x,) = torch.autograd.grad(y, x, g)
-            return _widen(start_encode(grad_x, codec, name=what))
+            return self._encode_gradient(mb, grad_x, hidden)
         t = mb.t
         self.sum(t)
         if self.run.adds_exactly:
-            return self._backward_exact(mb, version, x, y, g, encoded=encoded)
+            return self._backward_exact(mb, version, x, y, g, hidden=hidden)
         life = self._lives[t]
         self._bind_grads(version % len(self._modules), t)
         try:
             torch.autograd.backward(y, g)
-            if self.first or not encoded:
+            if hidden is None:
                 pending: Pending[Encoded | None] = Pending(lambda: None)
             else:
                 assert x.grad is not None
-                pending = _widen(start_encode(x.grad, codec, name=what))
+                pending = self._encode_gradient(mb, x.grad, hidden)
         except BaseException as error:
             raise self._lose_sum(mb, error) from error
 
@@ -573,7 +588,7 @@ class StageCompute:
         y: torch.Tensor,
         g: torch.Tensor | None,
         *,
-        encoded: bool,
+        hidden: Encoded | None,
     ) -> Pending[Encoded | None]:
         """As `_backward` with `add`; the sum is touched only once everything is known to be good."""
         parameters = self._parameters[version % len(self._modules)]
@@ -587,10 +602,9 @@ class StageCompute:
         # Nothing in a vector is larger than its norm, found in half the time: as a rule that is enough.
         norms = [torch.linalg.vector_norm(grad) for grad in grads.values()]
         pending: Pending[Encoded | None] = Pending(lambda: None)
-        if encoded and not self.first:
+        if hidden is not None:
             assert x.grad is not None
-            what = f"the gradient of stage {self.stage} for {mb}"
-            pending = _widen(start_encode(x.grad, self.run.codec.backward, name=what))
+            pending = self._encode_gradient(mb, x.grad, hidden)
 
         def finish() -> Encoded | None:
             if self._lives.get(t) != life:
@@ -612,6 +626,15 @@ class StageCompute:
             return result
 
         return Pending(finish)
+
+    def _encode_gradient(
+        self, mb: Microbatch, grad: torch.Tensor, hidden: Encoded
+    ) -> Pending[Encoded | None]:
+        """The gradient of `hidden`, which came from the stage before: for that stage."""
+        what = f"the gradient of stage {self.stage} for {mb}"
+        codec = self.run.codec.backward_at(self.stage - 1, hidden.meta.codec)
+        pending = start_encode(grad, codec, name=what, places=places_of(hidden))
+        return Pending(pending.result)
 
     def _lose_sum(self, mb: Microbatch, error: BaseException) -> SumLost:
         """Set the sum of the step to zero, void whatever is still pending for it."""
@@ -656,11 +679,6 @@ class StageCompute:
             note(y)
         note(x)
         return sum(seen.values())
-
-
-def _widen(pending: Pending[Encoded]) -> Pending[Encoded | None]:
-    """The same, for a type checker."""
-    return Pending(pending.result)
 
 
 def sqnorm(vector: torch.Tensor) -> float:

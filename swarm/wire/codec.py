@@ -71,19 +71,24 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
-def encode(tensor: torch.Tensor, codec: str, *, name: str = "a tensor") -> Encoded:
+def encode(
+    tensor: torch.Tensor, codec: str, *, name: str = "a tensor", places: torch.Tensor | None = None
+) -> Encoded:
     """Turn a tensor of any device into bytes in host memory.
 
-    `name` is what messages call it. With codec `none` on the CPU nothing is copied: the buffers see
-    later changes of the tensor.
+    `name` is what messages call it. `places`: of another tensor of this shape, that came with a top-k that
+    keeps as many (`places_of`): a top-k keeps those, and not the largest. With codec `none` on the CPU
+    nothing is copied: the buffers see later changes of the tensor.
 
     Raises:
         Refused: a number that is not finite, or that is too large for the codec.
     """
-    return start_encode(tensor, codec, name=name).result()
+    return start_encode(tensor, codec, name=name, places=places).result()
 
 
-def start_encode(tensor: torch.Tensor, codec: str, *, name: str = "a tensor") -> Pending[Encoded]:
+def start_encode(
+    tensor: torch.Tensor, codec: str, *, name: str = "a tensor", places: torch.Tensor | None = None
+) -> Pending[Encoded]:
     """As `encode`, but does not wait for CUDA: work that is launched next keeps the device busy.
 
     All of it, the copies to pinned memory included, is on the current stream, so nothing can overtake
@@ -106,7 +111,12 @@ def start_encode(tensor: torch.Tensor, codec: str, *, name: str = "a tensor") ->
         extremes = torch.aminmax(tensor)
     if extremes is not None and not on_cuda:
         check(extremes.min.item(), extremes.max.item())
-    places, values = _pick(tensor, what.keep_ppm) if what.keep_ppm < PPM else (None, tensor)
+    if what.keep_ppm < PPM:
+        places = _largest(tensor, what.keep_ppm) if places is None else to_device(places, tensor.device)
+        values = tensor.contiguous().view(-1)[places]
+    else:
+        assert places is None, "only a top-k has places"
+        values = tensor
     if what.values == "none":
         parts = [values]
     elif what.values == "bf16":
@@ -178,12 +188,12 @@ def decode(
         return torch.empty(meta.shape, dtype=dtype, device=device)
     what = _codec_of(meta)
     if what.keep_ppm < PPM:
-        rows, keep = kept_of(meta.shape, what.keep_ppm)
-        places = unpack_places(views[0], math.prod(meta.shape), rows, keep, name=name)
-        kept = TensorMeta((rows * keep,), meta.dtype, what.values)
+        places = _places(meta, views[0], name)
+        kept = TensorMeta((len(places),), meta.dtype, what.values)
         values = decode(kept, views[1:], device=device, name=name)
         dense = torch.zeros(math.prod(meta.shape), dtype=dtype, device=device)
-        return dense.index_copy_(0, to_device(torch.from_numpy(places), device), values).view(meta.shape)
+        dense[to_device(places, device)] = values
+        return dense.view(meta.shape)
     if what.values == "blockwise8":
         scales = _tensor_of(views[1], torch.float32)
         low, high = _range(scales)
@@ -201,10 +211,26 @@ def decode(
     return to_device(flat, device).to(dtype).view(meta.shape)
 
 
-def round_trip(tensor: torch.Tensor, codec: str) -> torch.Tensor:
+def round_trip(tensor: torch.Tensor, codec: str, *, places: torch.Tensor | None = None) -> torch.Tensor:
     """What the other side of a wire gets: `decode(encode(tensor))`, on the same device."""
-    meta, buffers = encode(tensor, codec)
+    meta, buffers = encode(tensor, codec, places=places)
     return decode(meta, buffers, device=tensor.device)
+
+
+def places_of(encoded: Encoded) -> torch.Tensor | None:
+    """Where the numbers that a top-k kept were: ascending, int64 on the CPU. None for codecs that keep all.
+
+    Raises:
+        Refused: no honest peer keeps those.
+    """
+    if _codec_of(encoded.meta).keep_ppm == PPM:
+        return None
+    return _places(encoded.meta, memoryview(encoded.buffers[0]).cast("B"), "a tensor")
+
+
+def _places(meta: TensorMeta, packed: memoryview, name: str) -> torch.Tensor:
+    rows, keep = kept_of(meta.shape, _codec_of(meta).keep_ppm)
+    return torch.from_numpy(unpack_places(packed, math.prod(meta.shape), rows, keep, name=name))
 
 
 def dynamic_code() -> torch.Tensor:
@@ -245,24 +271,22 @@ def _encodable(dtype: torch.dtype, values: str) -> float | None:
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _pick(tensor: torch.Tensor, keep_ppm: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ascending places int64 in the flat tensor, the numbers there) of what a top-k keeps, on its device.
+def _largest(tensor: torch.Tensor, keep_ppm: int) -> torch.Tensor:
+    """Ascending places (int64) in the flat tensor of what a top-k keeps, on its device.
 
     Without waiting for CUDA: there a stable sort finds, of equal ones, the first too.
     """
     rows, keep = kept_of(tuple(tensor.shape), keep_ppm)
     flat = tensor.contiguous().view(-1)
     if not flat.numel():
-        return torch.empty(0, dtype=torch.int64), flat
+        return torch.empty(0, dtype=torch.int64, device=flat.device)
     bits = flat.view(_BITS[flat.element_size()]).view(rows, -1)
     if flat.device.type == "cuda":
         magnitudes = bits & torch.iinfo(bits.dtype).max
         order = torch.sort(magnitudes, dim=1, descending=True, stable=True).indices[:, :keep]
         starts = torch.arange(rows, device=flat.device)[:, None] * bits.shape[1]
-        places = (torch.sort(order, dim=1).values + starts).view(-1)
-    else:
-        places = torch.from_numpy(largest(bits.cpu().numpy(), keep))
-    return places, flat[places]
+        return (torch.sort(order, dim=1).values + starts).view(-1)
+    return torch.from_numpy(largest(bits.cpu().numpy(), keep))
 
 
 def _start_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,8 @@ So nothing unexpected is ever received."""
 
 from __future__ import annotations
 
+import msgspec
+
 from swarm.data import token_dtype
 from swarm.ids import Stage
 from swarm.run import Run
@@ -17,9 +19,14 @@ def boundary_shape(run: Run) -> tuple[int, ...]:
     return (run.batch.microbatch_size, run.data.sequence_length, run.model.hidden)
 
 
-def boundary_meta(run: Run, codec: str) -> TensorMeta:
-    """What crosses a boundary in either direction, in the run's dtype."""
-    return TensorMeta(boundary_shape(run), run.dtype, codec)
+def hidden_meta(run: Run, boundary: int) -> TensorMeta:
+    """What stage `boundary` sends to the next, as the manifest has it: in the run's dtype."""
+    return TensorMeta(boundary_shape(run), run.dtype, run.codec.forward_at(boundary))
+
+
+def gradient_meta(run: Run, boundary: int, hidden: TensorMeta) -> TensorMeta:
+    """What comes back for `hidden`, which was sent over `boundary`."""
+    return msgspec.structs.replace(hidden, codec=run.codec.backward_at(boundary, hidden.codec))
 
 
 def input_metas(run: Run, stage: Stage) -> tuple[TensorMeta, ...]:
@@ -28,4 +35,4 @@ def input_metas(run: Run, stage: Stage) -> tuple[TensorMeta, ...]:
     tokens = token_dtype(run.model.vocab_size)
     if stage == 0:
         return (TensorMeta((rows, length + 1), tokens, "none"),)
-    return (boundary_meta(run, run.codec.forward), TensorMeta((rows, length), tokens, "none"))
+    return (hidden_meta(run, stage - 1), TensorMeta((rows, length), tokens, "none"))

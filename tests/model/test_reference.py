@@ -13,6 +13,7 @@ from swarm.ids import Microbatch
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
 from swarm.wire.codec import Encoded
+from swarm.wire.tensors import gradient_meta, hidden_meta
 from tests.model.chain import Chain, batch_of, farthest, tiny_run, tokens_of
 
 CASES: dict[str, dict[str, Any]] = {
@@ -61,6 +62,12 @@ EXACT = {
     f"{dtype}, {codec}": {"dtype": dtype, "codec": {"forward": codec, "backward": codec}}
     for dtype in ("float32", "bfloat16")
     for codec in ("none", "bf16", "blockwise8")
+} | {
+    f"{dtype}, topk": {
+        "dtype": dtype,
+        "codec": {"forward": ("topk:0.3+blockwise8", "none"), "backward": ("blockwise8", "topk:0.4")},
+    }
+    for dtype in ("float32", "bfloat16")
 }
 """Runs that add exactly."""
 
@@ -94,6 +101,41 @@ def test_the_codecs_at_the_boundaries_are_part_of_the_run(codec: str, dtype: str
         assert differs(ours, plain) == 0.0, "the boundary is bfloat16 already"
     else:
         assert 0 < differs(ours, plain) < 0.05, "a codec changes the run, a little"
+
+
+def test_what_a_top_k_leaves_out_is_zero_to_the_gradient_too() -> None:
+    """float64: the gradient of a weight of the first stage is the slope of the loss, as it is computed."""
+    run = tiny_run(codec={"forward": "topk:0.3", "backward": "none"})
+    reference, mb = SingleProcess(run, batch_of(run)), Microbatch(0, 0)
+    reference.loss(mb)
+    weight = next(p for p in reference._stages[0].parameters() if p.dim() == 2 and len(p) == 48)
+    assert weight.grad is not None
+    direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1), dtype=weight.dtype)
+    losses: list[float] = []
+    for step in (1e-6, -1e-6):
+        with torch.no_grad():
+            weight.add_(direction, alpha=step)
+        losses.append(reference.loss(mb, grad=False))
+        with torch.no_grad():
+            weight.sub_(direction, alpha=step)
+    slope = (losses[0] - losses[1]) / 2e-6
+    assert (weight.grad * direction).sum().item() == pytest.approx(slope, rel=1e-5)
+
+
+def test_a_gradient_comes_back_with_the_places_of_what_was_sent() -> None:
+    run = tiny_run(codec={"forward": "topk:0.1+blockwise8", "backward": "bf16"})
+    chain = Chain(run)
+    kept, wire = chain.forward(Microbatch(0, 0))
+    _, grad = chain.stages[-1].loss_backward(Microbatch(0, 0), wire, add=False)
+    assert grad is not None and grad.meta == gradient_meta(run, 1, hidden_meta(run, 1))
+    assert grad.meta.codec == "topk:0.1+bf16"
+    assert bytes(grad.buffers[0]) == bytes(kept[-1].outputs[0].buffers[0])
+
+
+def test_a_run_that_depends_on_routes_has_no_reference() -> None:
+    run = tiny_run(codec={"adaptive": ("bf16",)})
+    with pytest.raises(SetupError, match=r"codec\.adaptive cannot be verified: what it arrives at depends"):
+        SingleProcess(run, batch_of(run))
 
 
 def test_the_order_of_the_microbatches_changes_only_the_rounding_of_floats() -> None:

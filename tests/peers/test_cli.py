@@ -115,7 +115,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
         (["simulate", *NEEDED["simulate"], "--hours", "0"], "'0' is not a number of hours: above 0"),
         (["demo", "--preempt", "x"], "'x' is not a whole number of at least 0"),
         (["demo", "--step", "3"], "unrecognized arguments: --step 3"),
-        (["demo", "--codec", "zip"], "invalid choice: 'zip'"),
+        (["demo", "--codec", "zip"], "'zip' is not a codec: none, bf16, blockwise8, topk:R"),
         (["generate", *NEEDED["generate"], "--temperature", "hot"], "'hot' is not a temperature: 0 to 100"),
         (["generate", *NEEDED["generate"], "--temperature", "nan"], "'nan' is not a temperature: 0 to 100"),
     ],

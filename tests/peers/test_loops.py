@@ -728,3 +728,21 @@ async def test_with_quantized_boundaries_every_loss_stays_within_a_thousandth() 
         for t, loss in trainer.step_losses.items():
             assert abs(loss - sum(losses[t]) / run.M) < 1e-3
         assert trainer.step_losses.keys() == set(range(run.steps))
+
+
+async def test_with_a_top_k_at_one_boundary_deaths_leave_every_bit_as_it_is() -> None:
+    codec = {"forward": ("none", "topk:0.2+blockwise8"), "backward": "blockwise8"}
+    run = tiny_run(dtype="float32", codec=codec)
+    single = SingleProcess(run, batch_of(run))
+    losses = [single.step(t) for t in range(run.steps)]
+    async with swarm(run, batches=Text(batch_of(run))) as s:
+        trainer = s.add_trainer("trainer")
+        s.on_call("work", lambda *_: s.kill("s1p0"), to="s1p0", nth=2)
+        s.on_call("work", lambda *_: s.kill("s2p1"), to="s2p1", nth=4)
+        await s.until_finished(limit_s=40.0)
+        await s.until(lambda: len(trainer.step_losses) == run.steps)
+        assert trainer.step_losses == {t: sum(losses[t]) / run.M for t in range(run.steps)}
+        reference = single.named_weights()
+        for _, peer in s.live():
+            for name, weight in peer.core.compute.named_weights().items():
+                assert torch.equal(weight, reference[name]), name
