@@ -20,6 +20,7 @@ from swarm.model.autodiff import gradients
 from swarm.model.graph import Traced, trace
 from swarm.model.opgraph import OpGraph
 from swarm.model.pieces import cut
+from swarm.model.traced.capture import find_loss
 from tests.model import zoo
 
 MB = Microbatch(0, 0)
@@ -36,7 +37,7 @@ class Whole(NamedTuple):
 
 def compute(model: nn.Module, traced: Traced, inputs: dict[str, torch.Tensor]) -> Whole:
     model.zero_grad()
-    loss = model(**inputs)
+    loss = find_loss(model(**inputs))
     loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return Whole(traced, inputs, loss.detach(), found)
