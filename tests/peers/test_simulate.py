@@ -93,7 +93,8 @@ def test_the_job_of_a_run_is_what_its_stages_do_and_send() -> None:
     assert job.backward_bytes == (tokens * run.model.hidden * 4,) * 2
     assert run.adds_exactly  # an int64 goes, a float32 comes back
     assert job.gradient_bytes[1] == 6 * stage_layout(run, 1).numel
-    assert job.state_bytes[1] == pytest.approx(12 * stage_layout(run, 1).numel, rel=0.01)  # Adam: three float32
+    # Adam: three float32.
+    assert job.state_bytes[1] == pytest.approx(12 * stage_layout(run, 1).numel, rel=0.01)
 
 
 # --- mistakes -----------------------------------------------------------------------------------------------
