@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import enum
 import importlib
+import ipaddress
 import os
 import signal
 import sys
@@ -71,6 +72,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("train", "join a run as a trainer: bring the data, drive the steps"),
     ("keeper", "keep a run's checkpoints on this disk, for whoever comes; no GPU"),
     ("status", "who serves what, and how far the run is"),
+    ("dashboard", "watch a run: in this terminal, as a web page, for Prometheus"),
     ("export", "make one model file of the stages' checkpoints"),
     ("generate", "let a trained model continue a text"),
     ("eval", "how well a trained model knows a text"),
@@ -101,9 +103,12 @@ def build_parser() -> argparse.ArgumentParser:
         description=DESCRIPTION + "".join(f"\n  {name:<11}{words}" for name, words in COMMANDS),
         formatter_class=_Help,
         usage="swarm COMMAND [options]",
-        epilog="Start here:    swarm demo\nEach command:  swarm COMMAND --help",
+        epilog="Start here: swarm demo      Each command: swarm COMMAND --help",
         allow_abbrev=False,
+        add_help=False,
     )
+    # Said in the last line: the commands take all of a screen.
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="store_true", help="print the version and stop")
     # The commands are listed in the description: argparse would break their lines.
     commands = parser.add_subparsers(
@@ -124,6 +129,7 @@ def build_parser() -> argparse.ArgumentParser:
     _peer(add["peer"])
     _train(add["train"])
     _status(add["status"])
+    _dashboard(add["dashboard"])
     _check(add["check"])
     _demo(add["demo"])
     _keeper(add["keeper"])
@@ -253,6 +259,46 @@ def _status(parser: argparse.ArgumentParser) -> None:
     )
     _network(parser, identity=False)
     _common(parser, events=False)
+
+
+def _dashboard(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        f"examples:\n  swarm dashboard --run 5a7c... --join {ADDRESS}\n"
+        f"  swarm dashboard --run 5a7c... --join {ADDRESS} --web :8080\n"
+        "  swarm dashboard --replay history.jsonl --speed 10"
+    )
+    _membership(parser, required=False)
+    group = parser.add_argument_group("faces, besides the terminal")
+    group.add_argument(
+        "--web",
+        type=_listen,
+        default=None,
+        metavar="[IP]:PORT",
+        help="a web page, and /api/health (default IP: 127.0.0.1, for this machine only)",
+    )
+    _metrics(group)
+    group = parser.add_argument_group("history")
+    group.add_argument(
+        "--record", type=Path, default=None, metavar="FILE", help="append all that is seen to a file"
+    )
+    group.add_argument(
+        "--replay", type=Path, default=None, metavar="FILE", help="show such a file instead of a run"
+    )
+    group.add_argument(
+        "--speed", type=_speed, default=1.0, metavar="X", help="of a replay: times as fast (default: 1)"
+    )
+    _network(parser, identity=False)
+    _common(parser, events=False)
+
+
+def _metrics(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--metrics",
+        type=_listen,
+        default=None,
+        metavar="[IP:]PORT",
+        help="numbers for Prometheus at /metrics (default IP: 127.0.0.1)",
+    )
 
 
 def _check(parser: argparse.ArgumentParser) -> None:
@@ -613,6 +659,22 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _listen(text: str) -> tuple[str, int]:
+    """`8080`, `:8080`, `0.0.0.0:8080`, `[::1]:8080` -> (host, port)."""
+    host, _, port = text.rpartition(":")
+    with contextlib.suppress(ValueError):
+        host = str(ipaddress.ip_address(host.strip("[]") or "127.0.0.1"))
+        return host, _port(port)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a place to listen at: 8080, :8080 or 0.0.0.0:8080")
+
+
+def _speed(text: str) -> float:
+    speed = _number(text, 1e6, "a speed: above 0, up to 1000000")
+    if not speed:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a speed: above 0, up to 1000000")
+    return speed
+
+
 def _temperature(text: str) -> float:
     return _number(text, 100, "a temperature: 0 to 100")
 
@@ -718,6 +780,12 @@ def _run_status(args: argparse.Namespace) -> int:
     return _with_signals(lambda: run_status(options(StatusOptions, args)), None)
 
 
+def _run_dashboard(args: argparse.Namespace) -> int:
+    from peers.watch.dashboard import DashboardOptions, run_dashboard
+
+    return _with_signals(lambda: run_dashboard(options(DashboardOptions, args)), None)
+
+
 def _run_generate(args: argparse.Namespace) -> int:
     from peers.generate import GenerateOptions, run_generate
 
@@ -816,6 +884,7 @@ RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "peer": _run_role,
     "train": _run_role,
     "status": _run_status,
+    "dashboard": _run_dashboard,
     "check": _run_check,
     "demo": _run_demo,
     "generate": _run_generate,

@@ -56,7 +56,8 @@ class Monitor:
         self._take, self._refused = take, refused
         self._look_every_s, self._ask_s = look_every_s, ask_s
         self._peer_every_s, self._silent_every_s = peer_every_s, silent_every_s
-        self._records: Sequence[PeerRecord] | None = None
+        self._listed: Sequence[PeerRecord] = ()
+        self._records: dict[PeerId, PeerRecord] = {}
         self._reasons: dict[str, int] = {}
         self._ask_at: dict[PeerId, float] = {}
         """When each peer may be asked (again), monotonic."""
@@ -80,16 +81,21 @@ class Monitor:
     def _look(self) -> Look:
         """What is new since the last one."""
         listed = self._directory.peers()
-        records = None
-        if listed is not self._records:  # the same object: nothing has changed
-            self._records = listed
-            records = tuple(map(claims.tidy, listed))
+        records: dict[PeerId, PeerRecord] = self._records
+        if listed is not self._listed:  # the same object: nothing has changed
+            self._listed = listed
+            records = {record.peer: claims.tidy(record) for record in listed}
+        changed = tuple(record for peer, record in records.items() if self._records.get(peer) != record)
+        gone = tuple(peer for peer in self._records if peer not in records)
+        self._records = records
         reasons = dict(list(self._refused().items())[:MOST_REASONS])
         refused = reasons if reasons != self._reasons else None
         self._reasons = reasons
         statuses, self._statuses = tuple(self._statuses), []
         silent, self._silent = self._silent, {}
-        return Look(at=time.time(), records=records, statuses=statuses, silent=silent, refused=refused)
+        return Look(
+            at=time.time(), records=changed, gone=gone, statuses=statuses, silent=silent, refused=refused
+        )
 
     def _ask_some(self) -> None:
         """Ask those who have waited longest."""

@@ -122,7 +122,7 @@ def _job(run: Run) -> Job:
 def plan_view(run: Run, seen: Look, *, seed: int, budget_s: float) -> tuple[Answer, Network, Job]:
     """A plan for the peers that serve a run, from what they have measured of themselves and their lines."""
     job = _job(run)
-    there = {record.peer: record for record in seen.records or () if record.stage != NO_STAGE}
+    there = {record.peer: record for record in seen.records if record.stage != NO_STAGE}
     serving = [record for peer, record in there.items() if peer not in seen.silent]
     if not serving:
         raise SetupError("nobody serves the run now: there is nobody to plan for")

@@ -60,7 +60,7 @@ IMPURE = frozenset(
 
 WIRING = frozenset(
     ("peers.cli", "peers.check", "peers.status", "peers.demo", "peers.roles", "peers.keeper", "peers.node")
-)
+) | {"peers.watch.dashboard"}
 """Modules that put the loops and the world together, besides `scripts`."""
 
 PROGRAMS = ("swarm.sim.__main__",)

@@ -58,8 +58,10 @@ class Look:
     """What was new since the last look; through `swarm.policy.claims`: texts printable, numbers finite."""
 
     at: float
-    records: tuple[PeerRecord, ...] | None = None
-    """All that there are now; None: as before."""
+    records: tuple[PeerRecord, ...] = ()
+    """New, or changed."""
+    gone: tuple[PeerId, ...] = ()
+    """Whose records ran out."""
     statuses: tuple[PeerStatus, ...] = ()
     silent: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
     """Who was asked and gave no answer that can be used, and why."""
@@ -303,8 +305,10 @@ class Observer:
 
     def observe(self, look: Look) -> None:
         """Add a look. Looks come in the order of their times."""
-        if look.records is not None:
-            self._take_records(look.records, look.at)
+        for record in look.records:
+            self._take_record(record, look.at)
+        for peer in look.gone:
+            self._lose(peer, look.at)
         if look.refused is not None:
             self._refused = dict(look.refused)
         for status in look.statuses:
@@ -330,33 +334,37 @@ class Observer:
         if peer is not None and peer in self._peers:
             self._peers[peer].last = kind
 
-    def _take_records(self, records: Sequence[PeerRecord], now: float) -> None:
-        left = {r.peer for r in records if r.state == "left"}
-        here = {
-            r.peer: r for r in records if r.run == self.run.id and r.state != "left" and r.stage < self.run.S
-        }
-        for peer in [peer for peer in self._peers if peer not in here]:
-            seen = self._peers.pop(peer)
-            if peer in left or seen.state == "leaving":
-                self._happened(now, "left", f"{_who(seen)} left", seen.record.stage, peer)
-            else:
-                text = f"{_who(seen)} is lost" + (f": {seen.why}" if seen.why else ": its record ran out")
-                self._happened(now, "lost", text, seen.record.stage, peer)
-        for peer, record in here.items():
-            seen = self._peers.get(peer)
-            if seen is None:
-                seen = self._peers[peer] = _Seen(record, now)
-                if self._looked:
-                    self._happened(now, "joined", f"{_who(seen)} joined", record.stage, peer)
-                continue
-            old, seen.record = seen.record, record
-            if old.stage != record.stage:
-                self._peers[peer] = _Seen(record, now)
-                text = f"peer {short(peer)} moved from {_place(old.stage)} to {_place(record.stage)}"
-                self._happened(now, "moved", text, record.stage, peer)
-            elif old.since != record.since:
-                self._peers[peer] = _Seen(record, now)
-                self._happened(now, "restarted", f"{_who(seen)} started again", record.stage, peer)
+    def _take_record(self, record: PeerRecord, now: float) -> None:
+        peer, seen = record.peer, self._peers.get(record.peer)
+        if record.run != self.run.id or record.stage >= self.run.S:
+            return
+        if record.state == "left":
+            if seen is not None:
+                self._forget(peer, "left", f"{_who(seen)} left", now)
+        elif seen is None:
+            seen = self._peers[peer] = _Seen(record, now)
+            if self._looked:
+                self._happened(now, "joined", f"{_who(seen)} joined", record.stage, peer)
+        elif seen.record.stage != record.stage:
+            self._peers[peer] = _Seen(record, now)
+            text = f"peer {short(peer)} moved from {_place(seen.record.stage)} to {_place(record.stage)}"
+            self._happened(now, "moved", text, record.stage, peer)
+        elif seen.record.since != record.since:
+            self._peers[peer] = _Seen(record, now)
+            self._happened(now, "restarted", f"{_who(seen)} started again", record.stage, peer)
+        else:
+            seen.record = record
+
+    def _lose(self, peer: PeerId, now: float) -> None:
+        seen = self._peers.get(peer)
+        if seen is not None and seen.state == "leaving":
+            self._forget(peer, "left", f"{_who(seen)} left", now)
+        elif seen is not None:
+            self._forget(peer, "lost", f"{_who(seen)} is lost: {seen.why or 'its record ran out'}", now)
+
+    def _forget(self, peer: PeerId, kind: HappeningKind, text: str, now: float) -> None:
+        self._happened(now, kind, text, self._peers[peer].record.stage, peer)
+        del self._peers[peer]
 
     def _take_status(self, seen: _Seen, status: PeerStatus, now: float) -> None:
         if seen.why:

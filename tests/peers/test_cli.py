@@ -37,6 +37,7 @@ NEEDED = {
     "generate": ["--checkpoint-dir", "ckpt"],
     "eval": ["--model", "model.safetensors"],
     "plan": ["--manifest", "run.toml", "--devices", "devices.toml"],
+    "dashboard": ["--run", RUN, "--join", JOIN],
     "simulate": ["--manifest", "run.toml", "--devices", "devices.toml"],
 }
 
@@ -113,6 +114,9 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
         (["export", *NEEDED["export"], "--step", "last"], "'last' is not a whole number of at least 0"),
         (["simulate"], "the following arguments are required: --manifest, --devices"),
         (["simulate", *NEEDED["simulate"], "--hours", "0"], "'0' is not a number of hours: above 0"),
+        (["dashboard", "--web", "host:80"], "'host:80' is not a place to listen at: 8080, :8080 or 0.0"),
+        (["dashboard", "--web", ":99999"], "'99999' is not a port: 1 to 65535"),
+        (["dashboard", "--speed", "0"], "'0' is not a speed: above 0, up to 1000000"),
         (["demo", "--preempt", "x"], "'x' is not a whole number of at least 0"),
         (["demo", "--step", "3"], "unrecognized arguments: --step 3"),
         (["demo", "--codec", "zip"], "'zip' is not a codec: none, bf16, blockwise8, topk:R"),
@@ -164,6 +168,12 @@ def test_the_options_of_check_and_status_have_the_arguments_names() -> None:
     assert options(ExportOptions, parse("export")) == ExportOptions(checkpoint_dir=Path("ckpt"), out=model)
     assert options(EvalOptions, parse("eval")) == EvalOptions(model=model)
     assert options(EvalOptions, parse("eval", "--data", "a", "b")).data == (Path("a"), Path("b"))
+    from peers.watch.dashboard import DashboardOptions
+
+    assert options(DashboardOptions, parse("dashboard")) == DashboardOptions(run=RUN, join=(JOIN,))
+    for text in ("8080", ":8080", "127.0.0.1:8080"):
+        assert options(DashboardOptions, parse("dashboard", "--web", text)).web == ("127.0.0.1", 8080)
+    assert options(DashboardOptions, parse("dashboard", "--metrics", "[::1]:9")).metrics == ("::1", 9)
     assert options(StatusOptions, parse("status")) == StatusOptions(run=RUN, join=(JOIN,))
 
 

@@ -121,7 +121,8 @@ async def test_everybody_is_seen_and_asked(scene: Scene) -> None:
         ("peer-c", 4),
     ]
     assert (scene.health.version, scene.health.loss) == (4, 3.25)
-    assert scene.looks[0].records is not None
+    assert [record.peer for record in scene.looks[0].records] == ["peer-a", "peer-b", "peer-c"]
+    assert not any(look.records or look.gone for look in scene.looks[1:])
 
 
 async def test_no_peer_is_asked_more_often_than_it_should_be(scene: Scene) -> None:

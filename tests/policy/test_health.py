@@ -70,9 +70,10 @@ class Seen:
         return self.look(after_s, statuses=told)
 
     def gone(self, *names: str) -> SwarmHealth:
+        """Their records run out."""
         for name in names:
             del self.records[name]
-        return self.look(records=tuple(self.records.values()))
+        return self.look(gone=names)
 
 
 def texts(health: SwarmHealth) -> list[str]:
@@ -175,8 +176,7 @@ def test_the_timeline_tells_who_joined_left_was_lost_moved_and_came_back() -> No
     seen.look(records=tuple(seen.records.values()))
     seen.records["a"] = record("a", 0, since=START + 5)
     seen.look(records=tuple(seen.records.values()))
-    left = msgspec.structs.replace(seen.records.pop("d"), state="left")
-    health = seen.look(records=(*seen.records.values(), left))
+    health = seen.look(records=(record("d", 1, state="left"),))
     assert happened(health) == [
         ("joined", "peer e of stage 1 joined"),
         ("silent", "peer c of stage 1 does not answer: the connection broke"),
@@ -333,7 +333,9 @@ def test_the_table_of_contributions_is_bounded_and_keeps_who_is_here() -> None:
     for start in range(0, MOST_WORKERS + 500, 500):
         crowd = tuple(record(f"x{i}", 1) for i in range(start, start + 500))
         told = tuple(status(r.peer, 1, computed=9) for r in crowd)
-        health = seen.look(records=(record("here", 0), *crowd), statuses=told)
+        health = seen.look(
+            records=crowd, statuses=told, gone=tuple(f"x{i}" for i in range(start - 500, start))
+        )
     assert 0.8 * MOST_WORKERS < len(health.contributions) <= MOST_WORKERS
     assert "here" in [row.peer for row in health.contributions]
 
@@ -458,7 +460,8 @@ def test_no_mixture_of_truth_and_lies_breaks_the_picture() -> None:
         silent = {name: "hangs" for name in names if rng.random() < 0.1}
         health = seen.look(
             rng.choice((0.0, 1.0, 50.0)),
-            records=records if rng.random() < 0.5 else None,
+            records=records,
+            gone=tuple(rng.sample(names, rng.randint(0, 3))),
             statuses=tuple(rng.sample(told, 5)),
             silent=silent,
         )

@@ -1,0 +1,121 @@
+"""`swarm dashboard`: looks at a run, or at a recorded history, and shows it on the faces asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from peers.watch import history
+from peers.watch.terminal import Screen
+from swarm.errors import SetupError
+from swarm.policy.health import Look, Observer, SwarmHealth
+from swarm.run import Run, check_id
+
+Listen: TypeAlias = tuple[str, int]
+"""Host and port."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DashboardOptions:
+    """What to look at, and where to show it."""
+
+    run: str | None = None
+    """Run id; None with `replay`."""
+    join: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 0
+    announce: tuple[str, ...] = ()
+    web: Listen | None = None
+    metrics: Listen | None = None
+    record: Path | None = None
+    replay: Path | None = None
+    speed: float = 1.0
+    """Of a replay: seconds of history in a second."""
+
+
+class Board:
+    """The newest picture, for all faces."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._observer = Observer(run)
+        self.health = self._observer.health(now=time.time())
+        self.faces: list[Callable[[SwarmHealth], None]] = []
+
+    def take(self, look: Look) -> None:
+        """Add a look, and show what is known now."""
+        self._observer.observe(look)
+        self.health = self._observer.health(now=look.at)
+        for face in self.faces:
+            face(self.health)
+
+
+async def run_dashboard(options: DashboardOptions) -> None:
+    """Show, until interrupted or a replay is over.
+
+    Raises:
+        SetupError: nothing to look at, or nowhere to show it; the text says what to change.
+    """
+    if options.replay is not None:
+        if options.run or options.join or options.record:
+            raise SetupError("--replay shows a recorded history: it goes without --run, --join and --record")
+        await _replay(options)
+        return
+    if not options.run or not options.join:
+        raise SetupError(
+            "give --run and --join, to look at a run; or --replay, for a history that --record wrote"
+        )
+    await _watch(options, options.run)
+
+
+async def _watch(options: DashboardOptions, run_id: str) -> None:
+    from peers.monitor import Monitor
+    from peers.net.daemon import DaemonOptions
+    from peers.net.node import Node
+
+    daemon = DaemonOptions(host=options.host, port=options.port, announce=options.announce)
+    async with contextlib.AsyncExitStack() as stack:
+        node = await stack.enter_async_context(Node(options=daemon, join=options.join, run_id=run_id))
+        board = Board(check_id(await node.directory.fetch_manifest(run_id), run_id))
+        record: Callable[[Look], None] | None = None
+        if options.record is not None:
+            record = stack.enter_context(history.Recorder(options.record, board.run))
+
+        def take(look: Look) -> None:
+            if record is not None:
+                record(look)
+            board.take(look)
+
+        async with _faces(options, board):
+            await Monitor(
+                board.run, node.transport, node.directory, take, refused=lambda: node.directory.check.rejected
+            ).run()
+
+
+async def _replay(options: DashboardOptions) -> None:
+    assert options.replay is not None
+    run, looks = history.read(options.replay)
+    board = Board(run)
+    async with _faces(options, board) as stays:
+        before: float | None = None
+        for look in looks:
+            if before is not None:
+                await asyncio.sleep(max(0.0, look.at - before) / options.speed)
+            before = look.at
+            board.take(look)
+        if stays:
+            await asyncio.Event().wait()  # the last picture stays until somebody stops us
+
+
+@contextlib.asynccontextmanager
+async def _faces(options: DashboardOptions, board: Board) -> AsyncIterator[bool]:
+    """Put up the faces; True if there is more to see than lines that scroll by."""
+    async with contextlib.AsyncExitStack() as stack:
+        screen = stack.enter_context(Screen())
+        board.faces.append(screen)
+        yield screen.live

@@ -1,0 +1,108 @@
+"""Looks on disk, a line of JSON each, to be played again: what was recorded gives the same pictures.
+
+The first line is `{"manifest": …}`, the terms of the run; every other one a `Look`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from swarm.errors import SetupError
+from swarm.policy.health import Look
+from swarm.run import Run, parse_run
+
+MOST_LINE_BYTES = 64 << 20
+"""A look at everybody at once, of 10 000 peers with 64 links each."""
+
+
+class _Head(msgspec.Struct, forbid_unknown_fields=True):
+    manifest: str
+
+
+class Recorder:
+    """Appends looks to a file. Use with `with`."""
+
+    def __init__(self, path: Path, run: Run) -> None:
+        """A file that is there already is continued, if it is of the same run.
+
+        Raises:
+            SetupError: it is not, or it cannot be written.
+        """
+        try:
+            if path.exists() and path.stat().st_size:
+                known, _ = read(path)
+                if known.id != run.id:
+                    raise SetupError(
+                        f"{path} holds the history of run {known.id}, not of {run.id}: record to another file"
+                    )
+                _mend(path)
+                self._file = path.open("ab")
+            else:
+                self._file = path.open("wb")
+                self._write(msgspec.json.encode(_Head(run.to_toml())))
+        except OSError as error:
+            raise SetupError(f"cannot record to {path}: {error.strerror or error}") from None
+
+    def __call__(self, look: Look) -> None:
+        """Write it, unless nothing was new."""
+        if look.records or look.gone or look.statuses or look.silent or look.refused is not None:
+            self._write(msgspec.json.encode(look))
+
+    def _write(self, line: bytes) -> None:
+        self._file.write(line + b"\n")
+        self._file.flush()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def _mend(path: Path) -> None:
+    """Cut off a last line that was not written to its end."""
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        while size and file.seek(size - 1) is not None and file.read(1) != b"\n":
+            size -= 1
+        file.truncate(size)
+
+
+def read(path: Path) -> tuple[Run, Iterator[Look]]:
+    """The run of a history, and its looks in their order, read as they are asked for.
+
+    Raises:
+        SetupError: it cannot be read, or is no history; while iterating, too, with the line's number. A last
+            line that was not written to its end is left out.
+    """
+    try:
+        with path.open("rb") as file:
+            first = file.readline(MOST_LINE_BYTES)
+    except OSError as error:
+        raise SetupError(f"cannot read {path}: {error.strerror or error}") from None
+    try:
+        run = parse_run(msgspec.json.decode(first, type=_Head).manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise SetupError(
+            f"{path} is no history that --record wrote: its first line holds no manifest"
+        ) from None
+
+    def looks() -> Iterator[Look]:
+        with path.open("rb") as file:
+            file.readline(MOST_LINE_BYTES)
+            for number, line in enumerate(iter(lambda: file.readline(MOST_LINE_BYTES), b""), start=2):
+                if not line.endswith(b"\n"):
+                    return
+                try:
+                    yield msgspec.json.decode(line, type=Look)
+                except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                    raise SetupError(f"{path}, line {number} is no look: {error}") from None
+
+    return run, looks()

@@ -1,0 +1,239 @@
+"""The dashboard in a terminal: a picture in, a screen of a given size out.
+
+`render` is pure, so that the screen has golden tests; it never draws more lines than there are. `Screen` owns
+the terminal: a live screen on one, plain lines anywhere else. Whatever strangers wrote was cleaned before.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from peers.display import clock, sparkline
+from peers.events import count
+from swarm.errors import short
+from swarm.policy.alerts import SLOW, Alert
+from swarm.policy.health import PeerHealth, StageHealth, SwarmHealth
+from swarm.records import NO_STAGE
+
+STYLES = {"error": "bold red", "warning": "yellow", "info": "dim"}
+MOST_ALERTS = 4
+MOST_HAPPENINGS = 4
+LEAST_PEERS = 3
+"""Rows that other parts leave for peers."""
+LINES_EVERY_S = 10.0
+"""Off a terminal a line about the steps comes this often."""
+
+
+def render(health: SwarmHealth, *, width: int = 80, height: int = 24) -> RenderableType:
+    """The screen, of at most `height` lines."""
+    top = [_title(health, width), _steps(health, width), _loss(health, width)]
+    top += _alerts(health.alerts, MOST_ALERTS)
+    there = sum(1 for _ in health.peers)
+    room = height - len(top) - 2  # an empty line before each table
+    least = min(LEAST_PEERS, there) + 1
+    stages = _fitting(len(health.stages), max(1, min(room // 3, room - 2 - least)))
+    middle = [_stages(health, stages), *_more(len(health.stages) - stages, "stage")]
+    room -= stages + len(middle)
+    said = min(len(health.happenings), MOST_HAPPENINGS, max(0, room - least))
+    peers = _fitting(there, room - said - 1)
+    low: list[RenderableType] = []
+    if peers > 0:
+        low = [Text(), _peers(health, peers), *_more(there - peers, "peer")]
+    events = health.happenings[len(health.happenings) - said :]
+    return Group(*top, Text(), *middle, *low, *(_happening(line.at, line.text, width) for line in events))
+
+
+def _fitting(wanted: int, room: int) -> int:
+    """How many rows are drawn: all, or one less than there is room for, and a line that says so."""
+    return wanted if wanted <= room else max(0, room - 1)
+
+
+def _more(hidden: int, noun: str) -> list[Text]:
+    return [Text(f"  … {count(hidden, f'more {noun}')}", style="dim")] if hidden > 0 else []
+
+
+def _title(health: SwarmHealth, width: int) -> Text:
+    stamp = time.strftime("%H:%M:%S", time.localtime(health.at))
+    title = Text(f"{health.name}  {health.run}", style="bold", no_wrap=True)
+    title.truncate(max(8, width - 10), overflow="ellipsis", pad=True)
+    return title.append(f"  {stamp}", style="dim")
+
+
+def _steps(health: SwarmHealth, width: int) -> RenderableType:
+    words = f"{health.version}/{health.steps}"
+    if health.tokens_per_s is not None:
+        words += f"  {health.tokens_per_s:,.0f} tokens/s"
+    if health.left_s:
+        words += f"  {clock(health.left_s)} left"
+    if len(words) + 14 > width:
+        return Text(f" step  {words}", no_wrap=True, overflow="ellipsis")
+    row = Table.grid(padding=(0, 2))
+    bar = ProgressBar(total=health.steps, completed=health.version, width=max(4, width - 10 - len(words)))
+    row.add_row(Text(" step", style="dim"), bar, words)
+    return row
+
+
+def _loss(health: SwarmHealth, width: int) -> Text:
+    line = Text(" loss  ", style="dim", no_wrap=True)
+    losses = [loss for _, loss in health.losses]
+    if not losses:
+        return line.append("–", style="not dim")
+    words = f"{losses[0]:.3f} → {losses[-1]:.3f}"
+    return line.append(f"{words}  {sparkline(losses, width - len(words) - 10)}", style="not dim")
+
+
+def _alerts(alerts: Sequence[Alert], most: int) -> list[Text]:
+    """The worst, a line each."""
+    shown = alerts if len(alerts) <= most else alerts[: most - 1]
+    lines = [
+        Text(f" ! {alert.text}", style=STYLES[alert.level], no_wrap=True, overflow="ellipsis")
+        for alert in shown
+    ]
+    if len(shown) < len(alerts):
+        lines.append(Text(f" ! and {count(len(alerts) - len(shown), 'alert')} more", style="yellow"))
+    return lines
+
+
+def _table(*columns: str) -> Table:
+    """A column's name starts with `<` if it is aligned to the left."""
+    table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in columns:
+        table.add_column(
+            name.lstrip("<"),
+            justify="left" if name.startswith("<") else "right",
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+    return table
+
+
+def _stages(health: SwarmHealth, rows: int) -> Table:
+    table = _table("stage", "peers", "load", "version", "work/s", "<slowest", "<fastest")
+    # Where not all fit, those with the fewest peers are of interest.
+    chosen = sorted(health.stages, key=lambda stage: (stage.serving, stage.stage))[:rows]
+    for stage in sorted(chosen, key=lambda stage: stage.stage):
+        peers = str(stage.serving) + (f"+{stage.joining}" if stage.joining else "")
+        table.add_row(
+            str(stage.stage), peers, f"{stage.load:.1f}", str(stage.version), f"{stage.speed:.2f}",
+            _speed_of(stage, stage.slowest), _speed_of(stage, stage.fastest),
+            style="bold red" if not stage.serving else "yellow" if stage.serving < min(2, stage.most) else "",
+        )  # fmt: skip
+    return table
+
+
+def _speed_of(stage: StageHealth, name: str | None) -> str:
+    return "".join(f"{short(peer.peer)} {peer.speed:.2f}" for peer in stage.peers if peer.peer == name)
+
+
+def _peers(health: SwarmHealth, rows: int) -> Table:
+    table = _table(
+        "stage", "<peer", "<device", "work/s", "in flight", "queue", "up", "computed", "<last"
+    )  # fmt: skip
+    # Where not all fit, those with something to look at come first.
+    everybody = list(health.peers)
+    chosen = sorted(everybody, key=lambda peer: not _odd(peer))[:rows] if rows < len(everybody) else everybody
+    for peer in sorted(chosen, key=lambda peer: (peer.stage == NO_STAGE, peer.stage, peer.peer)):
+        device = Text(peer.device)
+        device.truncate(9, overflow="ellipsis")
+        table.add_row(
+            "–" if peer.stage == NO_STAGE else str(peer.stage),
+            short(peer.peer),
+            device,
+            f"{peer.speed:.2f}" if peer.speed else "–",
+            f"{peer.inflight}/{peer.max_inflight}" if peer.answered and peer.max_inflight else "–",
+            f"{peer.load:.1f}",
+            "–" if peer.up_s is None else clock(peer.up_s),
+            f"{peer.computed:,}",
+            _last(peer),
+            style="red" if peer.why else "yellow" if _odd(peer) else "",
+        )
+    return table
+
+
+def _odd(peer: PeerHealth) -> bool:
+    return bool(peer.why or peer.doubts or peer.slower >= SLOW)
+
+
+def _last(peer: PeerHealth) -> str:
+    if peer.why:
+        return "no answer"
+    if peer.doubts:
+        return "doubted"
+    return peer.last if peer.state == "serving" and peer.last else peer.state
+
+
+def _happening(at: float, text: str, width: int) -> Text:
+    line = Text(f" {time.strftime('%H:%M:%S', time.localtime(at))}  {text}", style="dim", no_wrap=True)
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+class Screen:
+    """Shows pictures while a `with` block runs; call it with each."""
+
+    def __init__(self, *, stream: TextIO | None = None, live: bool | None = None) -> None:
+        """`live` None: a screen if `stream` (stdout by default) is a terminal, else lines."""
+        self._stream = stream if stream is not None else sys.stdout
+        self._console = Console(file=self._stream, highlight=False)
+        if live is None:
+            live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live = Live(console=self._console, screen=True, auto_refresh=False) if live else None
+        self._said_at = 0.0
+        self._version = -1
+        self._alerts: set[str] = set()
+        self._happened_at = 0.0
+
+    @property
+    def live(self) -> bool:
+        return self._live is not None
+
+    def __enter__(self) -> Screen:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def __call__(self, health: SwarmHealth) -> None:
+        if self._live is not None:
+            size = self._console.size
+            self._live.update(render(health, width=size.width, height=size.height), refresh=True)
+            return
+        stamp = time.strftime("%H:%M:%S", time.localtime(health.at))
+        for line in health.happenings:
+            if line.at > self._happened_at:
+                self._print(f"{time.strftime('%H:%M:%S', time.localtime(line.at))}  {line.text}")
+        self._happened_at = max((line.at for line in health.happenings), default=self._happened_at)
+        for alert in health.alerts:
+            if (sort := _sort(alert)) not in self._alerts:
+                self._print(f"{stamp}  ! {alert.text}")
+                self._alerts.add(sort)
+        self._alerts &= {_sort(alert) for alert in health.alerts}
+        if health.version != self._version and health.at - self._said_at >= LINES_EVERY_S:
+            loss = "" if health.loss is None else f", loss {health.loss:.4f}"
+            pace = "" if health.tokens_per_s is None else f", {health.tokens_per_s:,.0f} tokens/s"
+            peers = " ".join(str(stage.serving) for stage in health.stages)
+            self._print(f"{stamp}  step {health.version}/{health.steps}{loss}{pace}, peers per stage {peers}")
+            self._version, self._said_at = health.version, health.at
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+
+
+def _sort(alert: Alert) -> str:
+    """The same while only its numbers change: `no trainer for 40 s`, `no trainer for 41 s`."""
+    return "".join(c for c in alert.text if not c.isdigit()) + f"{alert.stage} {alert.peer}"

@@ -1,0 +1,131 @@
+"""A history on disk: played again it gives the same pictures; a torn or a foreign file is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from peers.watch.dashboard import DashboardOptions, run_dashboard
+from peers.watch.history import Recorder, read
+from swarm.errors import SetupError
+from swarm.policy.health import Look, Observer, SwarmHealth
+from swarm.run import demo_run
+from tests.watch.pictures import RUN, START, record, status
+
+LOOKS = [
+    Look(at=START, records=(record("peer-a", 0), record("peer-b", 1))),
+    Look(at=START + 1),
+    *(
+        Look(
+            at=START + 2 * v, statuses=(status("peer-a", 0, v, to=("peer-b",)),), silent={"peer-b": "ü \x7f"}
+        )
+        for v in range(1, 6)
+    ),
+    Look(at=START + 30, gone=("peer-b",), refused={"a record with a wrong signature": 2}),
+]
+
+
+def played(looks: list[Look]) -> list[SwarmHealth]:
+    observer, seen = Observer(RUN), []
+    for look in looks:
+        observer.observe(look)
+        seen.append(observer.health(now=look.at))
+    return seen
+
+
+def recorded(path: Path, looks: list[Look] = LOOKS) -> None:
+    with Recorder(path, RUN) as record:
+        for look in looks:
+            record(look)
+
+
+def test_what_was_recorded_gives_the_same_pictures(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    recorded(path)
+    run, looks = read(path)
+    assert run == RUN
+    again = played(list(looks))
+    assert len(path.read_bytes().splitlines()) == len(LOOKS)  # a head, and nothing for the look without news
+    expected = played(LOOKS)
+    del expected[1]
+    assert again == expected
+
+
+def test_a_file_is_continued_also_after_it_was_torn(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    recorded(path, LOOKS[:4])
+    whole = path.read_bytes()
+    with path.open("ab") as file:
+        file.write(b'{"at": 1000')
+    assert len(list(read(path)[1])) == 3
+    recorded(path, LOOKS[4:])
+    assert path.read_bytes().startswith(whole + b'{"at":1000')
+    assert played(list(read(path)[1]))[-1] == played(LOOKS)[-1]
+
+
+def test_the_history_of_another_run_is_not_continued(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    recorded(path)
+    with pytest.raises(SetupError, match=f"holds the history of run {RUN.id}, not of"):
+        Recorder(path, demo_run(steps=7))
+
+
+@pytest.mark.parametrize("text", ["", "hello\n", '{"event": 1}\n', "\xff\n", '{"manifest": 3}\n'])
+def test_a_file_that_is_no_history_is_said(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(
+        SetupError, match="is no history that --record wrote: its first line holds no manifest"
+    ):
+        read(path)
+
+
+def test_a_line_that_is_no_look_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    recorded(path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[2] = b'{"at": "noon"}\n'
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(SetupError, match=r"history.jsonl, line 3 is no look: .*at"):
+        list(read(path)[1])
+
+
+def test_what_cannot_be_read_or_written_is_said(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"cannot read .*nowhere: No such file"):
+        read(tmp_path / "nowhere")
+    with pytest.raises(SetupError, match=r"cannot record to .*: No such file"):
+        Recorder(tmp_path / "nowhere" / "x", RUN)
+
+
+async def test_a_replay_prints_lines_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "history.jsonl"
+    recorded(path)
+    await run_dashboard(DashboardOptions(replay=path, speed=1e6))
+    said = capsys.readouterr().out
+    assert "peer peer-b of stage 1 is lost" in said
+    assert "! 2 records refused: a record with a wrong signature" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (DashboardOptions(), "give --run and --join, to look at a run; or --replay"),
+        (DashboardOptions(run="0" * 32), "give --run and --join"),
+        (
+            DashboardOptions(replay=Path("x"), run="0" * 32),
+            "--replay shows a recorded history: it goes without",
+        ),
+    ],
+)
+async def test_half_of_the_arguments_are_refused_with_what_to_add(
+    options: DashboardOptions, text: str
+) -> None:
+    with pytest.raises(SetupError, match=text):
+        await run_dashboard(options)
+
+
+def test_looks_travel_as_json() -> None:
+    for look in LOOKS:
+        assert msgspec.json.decode(msgspec.json.encode(look), type=Look) == look

@@ -1,0 +1,127 @@
+"""The dashboard in a terminal: golden pictures, every size, and lines off a terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from peers.watch.terminal import Screen, render
+from swarm.policy.claims import tidy
+from swarm.policy.health import Look, Observer, SwarmHealth
+from tests.watch.pictures import RUN, START, crowd, record, status, troubled
+
+
+@pytest.fixture(autouse=True)
+def greenwich() -> Iterator[None]:
+    """Local time is UTC, so that pictures are the same everywhere."""
+    before = os.environ.get("TZ")
+    os.environ["TZ"] = "UTC"
+    time.tzset()
+    yield
+    if before is None:
+        del os.environ["TZ"]
+    else:
+        os.environ["TZ"] = before
+    time.tzset()
+
+
+def drawn(health: SwarmHealth, width: int = 80, height: int = 24) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None).print(render(health, width=width, height=height))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+GOLDEN = """\
+demo  {id}                                  13:47:04
+ step  ━━━━━━━━━━━                             12/40  4,096 tokens/s  0:56 left
+ loss  4.900 → 3.800  ██▇▆▆▅▄▃▃▂▁▁
+ ! stage 2 has one peer left
+ ! peer peer-f does not answer: the connection broke
+ ! peer peer-c answers 8× slower than its stage
+ ! and 2 alerts more
+
+stage  peers  load  version  work/s  slowest      fastest
+    0      2   1.2       12    4.00  peer-a 2.00  peer-b 2.00
+    1      2   1.2       12    2.25  peer-c 0.25  peer-d 2.00
+    2      1   1.2       40    2.00  peer-e 2.00  peer-e 2.00
+
+stage  peer    device  work/s  in flight  queue    up  computed  last
+    0  peer-a  cpu       2.00        2/8    1.2  1:54       840  serving
+    0  peer-b  cpu       2.00        2/8    1.2  1:54       840  serving
+    1  peer-c  cpu       0.25        2/8    1.2  1:54       840  serving
+    1  peer-d  cpu       2.00        2/8    1.2  1:54       840  serving
+    2  peer-e  cpu       2.00        2/8    1.2  1:54     2,800  doubted
+    2  peer-f  cpu       2.00          –    1.2  1:54       420  no answer
+    –  keeper  cpu          –          –    1.2  1:54         0  keeping
+ 13:46:54  peer peer-f of stage 2 does not answer: the connection broke"""
+
+
+def test_the_screen_of_a_run_in_trouble() -> None:
+    observer, at = troubled()
+    lines = drawn(observer.health(now=at))
+    assert "\n".join(lines) == GOLDEN.format(id=RUN.id)
+
+
+def test_an_empty_run_is_drawn_too() -> None:
+    lines = drawn(Observer(RUN).health(now=START))
+    assert lines[1].startswith(" step") and lines[1].endswith("0/40")
+    assert lines[2] == " loss  –"
+    assert lines[3] == " ! stage 0 has no peer: the run waits until one joins"
+
+
+@pytest.mark.parametrize("height", [12, 16, 24, 50])
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_it_fits_whatever_the_size_and_however_many_peers(width: int, height: int) -> None:
+    observer, at = troubled()
+    for health in (observer.health(now=at), crowd(), Observer(RUN).health(now=START)):
+        lines = drawn(health, width, height)
+        assert len(lines) <= height
+        assert max(map(len, lines)) <= width
+
+
+def test_of_many_peers_those_with_something_to_look_at_come_first() -> None:
+    observer, at = troubled()
+    lines = drawn(observer.health(now=at), height=19)
+    shown = [line.split()[1] for line in lines if line.startswith("    ") and "cpu" in line]
+    assert {"peer-c", "peer-e", "peer-f"} <= set(shown)
+    assert any(line.strip().startswith("… ") and line.endswith("more peers") for line in lines)
+
+
+def test_what_strangers_write_steers_no_terminal() -> None:
+    observer = Observer(RUN)
+    evil = msgspec.structs.replace(record("peer-x", 0), device="\x1b[2J\x1b]0;mine\x07[red]")
+    observer.observe(Look(at=START, records=(tidy(evil),)))
+    text = "\n".join(drawn(observer.health(now=START)))
+    assert "\x1b" not in text and "\x07" not in text
+    assert "?[2J?]0;" in text
+
+
+def test_off_a_terminal_lines_tell_what_is_new_and_each_alert_once() -> None:
+    out = io.StringIO()
+    observer = Observer(RUN)
+    with Screen(stream=out) as screen:
+        assert not screen.live
+        observer.observe(
+            Look(at=START, records=(record("peer-a", 0), record("peer-b", 1), record("peer-c", 2)))
+        )
+        for version in range(1, 9):
+            told = tuple(status(f"peer-{n}", s, version) for s, n in enumerate("abc"))
+            silent = {"peer-c": "it hangs"} if version > 4 else {}
+            observer.observe(
+                Look(at=START + 4 * version, statuses=told[:2] if silent else told, silent=silent)
+            )
+            screen(observer.health(now=START + 4 * version))
+    said = out.getvalue().splitlines()
+    assert sum("step " in line for line in said) == 3
+    assert [line.split("  ", 1)[1] for line in said if "step " not in line] == [
+        "peer peer-c of stage 2 does not answer: it hangs",
+        "stage 2 has no peer",
+        "! stage 2 has no peer: the run waits until one joins",
+        "! peer peer-c does not answer: it hangs",
+    ]
