@@ -1,0 +1,151 @@
+"""AdaTopK: the slowest boundary is compressed most, fast ones not at all."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.codecs import PPM, parse_codec
+from swarm.errors import SetupError
+from swarm.plan.network import Device, Network
+from swarm.plan.ratios import boundary_bandwidths, boundary_codecs, choose_codec
+from swarm.run import CodecSpec
+from swarm.wire.meta import TensorMeta, encoded_sizes
+
+SHAPE = (4, 512, 512)
+MBPS = 1e6
+
+
+def bytes_of(boundary: int, codec: str) -> tuple[float, float]:
+    """As the wire has them, places included."""
+    back = CodecSpec().backward_at(boundary, codec)
+    forward, backward = (sum(encoded_sizes(TensorMeta(SHAPE, "float32", name))) for name in (codec, back))
+    return float(forward), float(backward)
+
+
+def planned(bandwidths_bps: list[float], base: str = "blockwise8", **options: Any) -> tuple[str, ...]:
+    both = [(bps, bps) for bps in bandwidths_bps]
+    given: dict[str, Any] = {"least": 0.01, **options}
+    return boundary_codecs(both, bytes_of, [base] * len(both), **given)
+
+
+def seconds(codec: str, bps: float) -> float:
+    return 8 * max(bytes_of(0, codec)) / bps
+
+
+def part(codec: str) -> int:
+    known = parse_codec(codec)
+    assert known is not None
+    return known.keep_ppm
+
+
+def test_fast_boundaries_keep_their_codec_and_the_slowest_keeps_the_least() -> None:
+    codecs = planned([1000 * MBPS, 8 * MBPS, 100 * MBPS, 500 * MBPS])
+    assert codecs == ("blockwise8", "topk:0.01+blockwise8", "topk:0.193+blockwise8", "blockwise8")
+    assert seconds(codecs[2], 100 * MBPS) == pytest.approx(seconds(codecs[1], 8 * MBPS), rel=0.02)
+
+
+@pytest.mark.parametrize("base", ["none", "bf16", "blockwise8"])
+@given(mbps=st.lists(st.floats(0.1, 1e5), min_size=1, max_size=6), least=st.floats(0.001, 0.9))
+def test_no_boundary_takes_longer_than_the_slowest_must_and_none_is_compressed_more_than_it(
+    base: str, mbps: list[float], least: float
+) -> None:
+    bps = [each * MBPS for each in mbps]
+    codecs = planned(bps, base, least=least)
+    smallest = f"topk:{round(least, 6):f}".rstrip("0") + "+blockwise8"
+    limit_s = max(min(seconds(base, each), seconds(smallest, each)) for each in bps)
+    for codec, each in zip(codecs, bps, strict=True):
+        assert seconds(codec, each) <= limit_s
+        assert (codec == base) == (seconds(base, each) <= limit_s), "what is fast enough stays bit for bit"
+        if codec != base:
+            assert part(codec) >= part(smallest)
+            wider = part(codec) + 0.01 * part(codec) + 1
+            more = f"topk:{wider / PPM:.6f}".rstrip("0") + "+blockwise8"
+            assert wider >= PPM or seconds(more, each) > 0.999 * limit_s, "and what is slow keeps what it can"
+    order = sorted(range(len(bps)), key=lambda i: bps[i])
+    assert [part(codecs[i]) for i in order] == sorted(part(codec) for codec in codecs)
+
+
+def test_what_hides_behind_the_computation_is_not_compressed() -> None:
+    needed_s = seconds("blockwise8", 8 * MBPS)
+    assert planned([8 * MBPS, 50 * MBPS], enough_s=needed_s) == ("blockwise8", "blockwise8")
+    some, none = planned([8 * MBPS, 50 * MBPS], enough_s=needed_s / 2)
+    assert part("topk:0.01+blockwise8") < part(some) < PPM and none == "blockwise8"
+    assert seconds(some, 8 * MBPS) <= needed_s / 2
+
+
+def test_the_slower_direction_counts() -> None:
+    there = boundary_codecs([(8 * MBPS, 1000 * MBPS), (9e9, 9e9)], bytes_of, ["none"] * 2, least=0.02)
+    back = boundary_codecs([(1000 * MBPS, 8 * MBPS), (9e9, 9e9)], bytes_of, ["none"] * 2, least=0.02)
+    assert there == back == ("topk:0.02+blockwise8", "none")
+
+
+def test_a_manifest_takes_what_was_planned() -> None:
+    codecs = planned([8 * MBPS, 70 * MBPS])
+    assert CodecSpec(forward=codecs, backward="blockwise8").forward_at(1) == codecs[1]
+
+
+@pytest.mark.parametrize(
+    ("bps", "options", "text"),
+    [
+        ([0.0], {}, "bit/s: nothing can cross it"),
+        ([math.nan], {}, "nothing can cross it"),
+        ([1e6], {"least": 0.0}, "a part of 0.0 cannot be kept: it must be above 0 and below 1"),
+        ([1e6], {"least": math.nan}, "a part of nan cannot be kept"),
+        ([1e6], {"values": "zip"}, "kept numbers cannot look like 'zip'"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(bps: list[float], options: dict[str, Any], text: str) -> None:
+    with pytest.raises(SetupError, match=text):
+        planned(bps, **options)
+    with pytest.raises(SetupError, match="1 codecs for 2 boundaries"):
+        boundary_codecs([(1e6, 1e6)] * 2, bytes_of, ["none"], least=0.1)
+
+
+# --- one line at a time -------------------------------------------------------------------------------------
+
+
+ALLOWED = ("blockwise8", "none", "topk:0.01+blockwise8", "topk:0.1+blockwise8", "topk:0.3+blockwise8")
+
+
+def chosen(mbps: float, enough_s: float = 0.1) -> str:
+    return choose_codec(ALLOWED, mbps * MBPS, enough_s, lambda codec: bytes_of(0, codec))
+
+
+def test_a_line_sends_the_most_that_is_fast_enough() -> None:
+    assert chosen(1000) == "blockwise8", "the manifest's own, though there is time for more"
+    assert chosen(40) == "topk:0.3+blockwise8"
+    assert chosen(16) == "topk:0.1+blockwise8"
+    assert chosen(4) == "topk:0.01+blockwise8"
+    assert chosen(0.1) == "topk:0.01+blockwise8", "the least, where nothing is fast enough"
+    assert chosen(0.0) == "blockwise8", "nothing is known of the line"
+
+
+@given(st.floats(0.01, 1e4), st.floats(0.01, 1e4))
+def test_a_faster_line_never_sends_less(a: float, b: float) -> None:
+    slow, fast = sorted((a, b))
+    assert sum(bytes_of(0, chosen(slow))) <= sum(bytes_of(0, chosen(fast)))
+
+
+# --- of a plan ----------------------------------------------------------------------------------------------
+
+
+def test_the_bandwidth_of_a_boundary_is_the_mean_over_who_may_meet_there() -> None:
+    def device(name: str, region: int, up_mbps: float) -> Device:
+        return Device(name, region, 1e12, 1e10, upload_bps=up_mbps * MBPS, download_bps=1000 * MBPS)
+
+    network = Network(
+        (device("a", 0, 100), device("b", 1, 10), device("c", 1, 1000), device("idle", 0, 1)),
+        ("here", "there"),
+        np.zeros((2, 2)),
+        np.array([[math.inf, 20 * MBPS], [20 * MBPS, math.inf]]),
+    )
+    (only,) = boundary_bandwidths(network, [0, 1, 1, -1], 2)
+    assert only == pytest.approx((20 * MBPS, 2 / (1 / 10 + 1 / 20) * MBPS))
+    with pytest.raises(SetupError, match="stage 1 has no device"):
+        boundary_bandwidths(network, [0, 0, 0, 0], 2)
