@@ -24,7 +24,7 @@ from swarm.codecs import KNOWN, parse_codec
 from swarm.errors import NotNow, PeerFault, Refused, SetupError, SwarmError
 
 if TYPE_CHECKING:
-    from peers.events import Emitter
+    from peers.events import Emit
 
 T = TypeVar("T")
 
@@ -291,9 +291,10 @@ def _dashboard(parser: argparse.ArgumentParser) -> None:
     _common(parser, events=False)
 
 
-def _metrics(parser: argparse._ActionsContainer) -> None:
+def _metrics(parser: argparse._ActionsContainer, *, dest: str = "metrics") -> None:
     parser.add_argument(
         "--metrics",
+        dest=dest,
         type=_listen,
         default=None,
         metavar="[IP:]PORT",
@@ -617,6 +618,7 @@ def _common(parser: argparse.ArgumentParser, *, events: bool = True) -> None:
         parser.add_argument(
             "--log-format", choices=("text", "json"), default="text", help="events as words or as JSON lines"
         )
+        _metrics(parser, dest="role_metrics")
         parser.add_argument("--die-with-parent", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error comes from")
 
@@ -707,7 +709,7 @@ def _run_id(text: str) -> str:
 
 # --- from arguments to roles ---
 
-NOT_OPTIONS = frozenset({"command", "version", "traceback", "log_format", "die_with_parent"})
+NOT_OPTIONS = frozenset({"command", "version", "traceback", "log_format", "role_metrics", "die_with_parent"})
 """Arguments that this module deals with itself."""
 
 
@@ -721,7 +723,7 @@ def options(cls: Callable[..., T], args: argparse.Namespace) -> T:
     return cls(**fields)
 
 
-def _role(args: argparse.Namespace, module: str, role: str, emit: Emitter) -> Role:
+def _role(args: argparse.Namespace, module: str, role: str, emit: Emit) -> Role:
     loaded = importlib.import_module(module)
     return getattr(loaded, role)(options(getattr(loaded, role + "Options"), args), emit=emit)
 
@@ -738,13 +740,19 @@ ROLES = {
 def _run_role(args: argparse.Namespace) -> int:
     from peers.events import Emitter, LeavingNow
 
-    emit = Emitter(args.log_format)
+    emit: Emit = Emitter(args.log_format)
     if args.command != "bootstrap":
         from peers.device import tune_malloc
 
         tune_malloc()  # before torch starts threads
-    role = _role(args, *ROLES[args.command], emit)
-    return _with_signals(role.run, role.leave, on_leave=lambda: emit(LeavingNow(role=args.command)))
+    with contextlib.ExitStack() as stack:
+        if args.role_metrics is not None:
+            from peers.metrics import RoleMetrics, served
+
+            emit = metrics = RoleMetrics(args.command, emit)
+            stack.enter_context(served(args.role_metrics, metrics.registry))
+        role = _role(args, *ROLES[args.command], emit)
+        return _with_signals(role.run, role.leave, on_leave=lambda: emit(LeavingNow(role=args.command)))
 
 
 def _run_demo(args: argparse.Namespace) -> int:

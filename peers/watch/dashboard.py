@@ -118,4 +118,9 @@ async def _faces(options: DashboardOptions, board: Board) -> AsyncIterator[bool]
     async with contextlib.AsyncExitStack() as stack:
         screen = stack.enter_context(Screen())
         board.faces.append(screen)
-        yield screen.live
+        if options.metrics is not None:
+            from peers.metrics import served
+            from peers.watch.prometheus import registry_of
+
+            stack.enter_context(served(options.metrics, registry_of(lambda: board.health)))
+        yield screen.live or options.metrics is not None

@@ -35,7 +35,8 @@ def troubled() -> tuple[Observer, float]:
     observer = Observer(RUN)
     records = [record(f"peer-{name}", i // 2) for i, name in enumerate("abcdef")]
     records += [record("keeper", NO_STAGE, speed=0.0)]
-    observer.observe(Look(at=START, records=tuple(records)))
+    refused = {"a record with a wrong signature": 2}
+    observer.observe(Look(at=START, records=tuple(records), refused=refused))
     at = START
     for version in range(1, 13):
         at = START + 2.0 * version

@@ -44,7 +44,7 @@ demo  {id}                                  13:47:04
  ! stage 2 has one peer left
  ! peer peer-f does not answer: the connection broke
  ! peer peer-c answers 8× slower than its stage
- ! and 2 alerts more
+ ! and 3 alerts more
 
 stage  peers  load  version  work/s  slowest      fastest
     0      2   1.2       12    4.00  peer-a 2.00  peer-b 2.00

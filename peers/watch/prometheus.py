@@ -1,0 +1,120 @@
+"""The dashboard for Prometheus: a picture of a run in, its numbers out. Names as in `peers.metrics`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from swarm.policy.alerts import LEVELS
+from swarm.policy.health import PeerHealth, SwarmHealth
+
+
+def registry_of(health: Callable[[], SwarmHealth]) -> CollectorRegistry:
+    """Numbers of the picture that is newest when they are asked for."""
+    registry = CollectorRegistry()
+    registry.register(HealthCollector(health))
+    return registry
+
+
+class HealthCollector(Collector):
+    """Draws the numbers from one picture, so that they fit together."""
+
+    def __init__(self, health: Callable[[], SwarmHealth]) -> None:
+        self._health = health
+
+    def collect(self) -> Iterator[Metric]:
+        health = self._health()
+        yield from _run(health)
+        yield from _stages(health)
+        yield from _peers(list(health.peers))
+
+
+def _run(health: SwarmHealth) -> Iterator[Metric]:
+    info = {"run": health.run, "name": health.name}
+    yield InfoMetricFamily("swarm_run", "The run that is looked at.", value=info)
+    numbers: dict[str, tuple[float | None, str]] = {
+        "version": (health.version, "Steps that the run has taken."),
+        "steps": (health.steps, "Steps of the whole run."),
+        "loss": (health.loss, "Loss of the last finished step."),
+        "tokens_per_second": (health.tokens_per_s, "Throughput of the last minute."),
+        "step_seconds": (health.step_s, "What a step took lately."),
+        "last_step_age_seconds": (health.still_s, "Since the last step was seen."),
+        "trainers": (len(health.trainers), "Trainers that were seen lately."),
+        "looked_at_timestamp_seconds": (health.at, "Unix time of the last look."),
+    }
+    for name, (value, words) in numbers.items():
+        if value is not None:
+            yield GaugeMetricFamily(f"swarm_run_{name}", words, value=value)
+    yield CounterMetricFamily(
+        "swarm_run_rollbacks", "Times that the run went back to a checkpoint.", value=health.went_back
+    )
+    alerts = GaugeMetricFamily("swarm_alerts", "What a person should look at.", labels=["level"])
+    for level in LEVELS:
+        alerts.add_metric([level], sum(alert.level == level for alert in health.alerts))
+    yield alerts
+    refused = CounterMetricFamily(
+        "swarm_refused_records", "Records of strangers that were refused.", labels=["reason"]
+    )
+    for reason, count in health.refused.items():
+        refused.add_metric([reason], count)
+    yield refused
+
+
+def _stages(health: SwarmHealth) -> Iterator[Metric]:
+    peers = GaugeMetricFamily("swarm_stage_peers", "Peers of a stage, by state.", labels=["stage", "state"])
+    for stage in health.stages:
+        silent = sum(bool(peer.why) for peer in stage.peers)
+        for state, count in (("serving", stage.serving), ("joining", stage.joining), ("silent", silent)):
+            peers.add_metric([str(stage.stage), state], count)
+    yield peers
+    for name, words in (
+        ("version", "Newest version that most peers of a stage have."),
+        ("load", "Microbatches that wait or are worked on, the mean of its peers."),
+        ("speed", "Microbatches per second that all devices of a stage can do."),
+    ):
+        unit = "_microbatches_per_second" if name == "speed" else "_microbatches" if name == "load" else ""
+        family = GaugeMetricFamily(f"swarm_stage_{name}{unit}", words, labels=["stage"])
+        for stage in health.stages:
+            family.add_metric([str(stage.stage)], getattr(stage, name))
+        yield family
+
+
+GAUGES: dict[str, tuple[Callable[[PeerHealth], float | None], str]] = {
+    "version": (lambda peer: peer.version, "Version of its weights."),
+    "speed_microbatches_per_second": (lambda peer: peer.speed or None, "What its device can do."),
+    "load_microbatches": (lambda peer: peer.load, "That wait for its device or are on it, on average."),
+    "inflight_microbatches": (lambda peer: peer.inflight, "That it has taken and not answered yet."),
+    "busy_ratio": (lambda peer: peer.busy, "Share of the time in which its device worked."),
+    "start_timestamp_seconds": (lambda peer: peer.since or None, "Unix time at which it joined, as it says."),
+    "doubts": (lambda peer: len(peer.doubts), "Things that it says and cannot be true."),
+}
+COUNTERS: dict[str, tuple[Callable[[PeerHealth], float], str]] = {
+    "computed_microbatches": (lambda peer: peer.computed, "That it computed."),
+    "received_bytes": (lambda peer: peer.bytes_in, "From other peers."),
+    "sent_bytes": (lambda peer: peer.bytes_out, "To other peers."),
+}
+
+
+def _peers(peers: list[PeerHealth]) -> Iterator[Metric]:
+    up = GaugeMetricFamily(
+        "swarm_peer_up", "1 if it answered when it was last asked.", labels=["peer", "stage", "device"]
+    )
+    for peer in peers:
+        up.add_metric([peer.peer, str(peer.stage), peer.device], float(peer.answered))
+    yield up
+    labels = ["peer", "stage"]
+    for name, (number, words) in GAUGES.items():
+        family = GaugeMetricFamily(f"swarm_peer_{name}", words, labels=labels)
+        for peer in peers:
+            if (value := number(peer)) is not None:
+                family.add_metric([peer.peer, str(peer.stage)], value)
+        yield family
+    for name, (count, words) in COUNTERS.items():
+        family = CounterMetricFamily(f"swarm_peer_{name}", words, labels=labels)
+        for peer in peers:
+            if peer.answered:  # else 0, and a counter never falls
+                family.add_metric([peer.peer, str(peer.stage)], count(peer))
+        yield family
