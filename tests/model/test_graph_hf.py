@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swarm.model.graph import trace
-from tests.model.test_graph_parity import check_parity, compute
+from tests.model.parity import check_parity, compute
 
 transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
 SMALL = {"bos_token_id": 1, "eos_token_id": 2, "use_cache": False}

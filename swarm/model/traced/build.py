@@ -165,7 +165,7 @@ class _Builder:
         low, high = self._source.captured.ranges.get(symbol, (0, float("inf")))
         if not low <= wanted <= high:
             raise SetupError(
-                f"{place} is {wanted}; the trace holds for {low} to {high}: trace with a sample like that"
+                f"{place} is {wanted}; the trace holds for {low:g} to {high:g}: trace with a sample like that"
             )
 
     def _number(self, value: Any, node: fx.Node) -> Any:

@@ -45,7 +45,7 @@ class Captured:
     inputs: tuple[str, ...]
     output: torch.fx.Node
     """The loss."""
-    ranges: Mapping[Any, tuple[int, float]]
+    ranges: Mapping[Any, tuple[float, float]]
     """Symbol -> (least, largest) size."""
 
 
@@ -73,7 +73,9 @@ def find_loss(out: Any) -> torch.Tensor:
         out = getattr(out, "loss", out[0] if isinstance(out, (tuple, list)) and out else None)
     if isinstance(out, torch.Tensor) and out.ndim == 0 and out.is_floating_point():
         return out
-    found = f"a tensor of {list(out.shape)}" if isinstance(out, torch.Tensor) else "nothing of the kind"
+    found = (
+        f"a {out.dtype} of {out.ndim} dimensions" if isinstance(out, torch.Tensor) else "nothing of the kind"
+    )
     raise SetupError(
         f"the model has to return a scalar loss (itself, as `.loss`, or first in a tuple), not {found}; "
         "change that, or give a loss function apart"
@@ -106,23 +108,28 @@ def _export(model: WithLoss, example: tuple[Any, Any, Any], dims: Any, *, strict
             inputs.append(spec.arg.name)
         else:
             assert spec.target is not None
-            names[spec.kind][spec.arg.name] = spec.target.removeprefix("model.")
+            names[spec.kind][spec.arg.name] = spec.target
     for kind in (InputKind.CUSTOM_OBJ, InputKind.TOKEN):
         if names[kind]:
             raise Untraceable(f"it reads {sorted(names[kind].values())[0]}, which is no tensor")
     (output,) = program.graph_module.graph.find_nodes(op="output")
     return Captured(
         module=program.graph_module,
-        parameters=names[InputKind.PARAMETER],
-        buffers=names[InputKind.BUFFER],
+        parameters=_of_model(names[InputKind.PARAMETER]),
+        buffers=_of_model(names[InputKind.BUFFER]),
         constants={
             name: cast(torch.Tensor, program.constants[target])
             for name, target in names[InputKind.CONSTANT_TENSOR].items()
         },
         inputs=tuple(inputs),
         output=output.args[0][-1],
-        ranges={symbol: (int(r.lower), float(r.upper)) for symbol, r in program.range_constraints.items()},
+        ranges={symbol: (float(r.lower), float(r.upper)) for symbol, r in program.range_constraints.items()},
     )
+
+
+def _of_model(names: Mapping[str, str]) -> dict[str, str]:
+    """Full names inside of the model."""
+    return {holder: name.removeprefix("model.") for holder, name in names.items()}
 
 
 def _make_fx(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:

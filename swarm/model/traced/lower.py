@@ -69,7 +69,7 @@ class _Flat:
             if node.op == "get_attr":
                 env[node] = self._attribute(module, str(node.target), node)
             elif node.op != "call_function":
-                raise Untraceable(f"{where(node)}it calls {node.target}, which is no operator")
+                raise Untraceable(f"{where(node)}it calls {_called(node)}, which is no operator")
             elif isinstance(node.target, HigherOrderOperator):
                 env[node] = self._region(node, env)
             elif node.target is operator.getitem and isinstance(env[node.args[0]], tuple):
@@ -85,7 +85,7 @@ class _Flat:
             node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
         )
         if not (isinstance(node.target, OpOverload) or node.target is operator.getitem or symbolic):
-            raise Untraceable(f"{where(node)}it calls {node.target}, which is no operator")
+            raise Untraceable(f"{where(node)}it calls {_called(node)}, which is no operator")
         copy = self.graph.node_copy(node, lambda n: env[n])
         copy.meta["plain"], copy.meta["no_grad"] = self._plain, not self._grad
         return copy
@@ -172,6 +172,12 @@ class _Functional:
             if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
                 self._write(node)
                 continue
+            if node.target is aten.lift_fresh_copy.default:
+                # The copy of a constant that the code makes each time: nothing else reads the constant.
+                self._source[node] = node.all_input_nodes[0]
+                self._env[node] = self._env[self._source[node]]
+                self._same.add(node)
+                continue
             if (source := self._viewed(node)) is not None:
                 self._source[node] = source
             self._env[node] = self.graph.node_copy(node, self._read)
@@ -210,7 +216,8 @@ class _Functional:
         base = self._source[chain[0]] if chain else target
         while base in self._same:
             base = self._source[base]
-        if base.op == "placeholder" and base.name in self._owners:
+        fresh = all(user.target is aten.lift_fresh_copy.default for user in base.users)
+        if base.op == "placeholder" and base.name in self._owners and not fresh:
             kind, name = self._owners[base.name]
             if name.rpartition(".")[2] == "num_batches_tracked":
                 self._env[node] = self._env[base]
@@ -259,6 +266,10 @@ def where(node: fx.Node) -> str:
     parts = found[-1].split(",")
     file = parts[0].removeprefix("File ").strip('"').rpartition("/")[2]
     return f"{file}:{parts[1].strip().removeprefix('line ')}: "
+
+
+def _called(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def _is_check(node: fx.Node) -> bool:

@@ -116,7 +116,7 @@ def _constant(name: str, given: Mapping[str, Any]) -> float | None:
 def _draws(op: OpOverload, name: str, given: Mapping[str, Any]) -> bool:
     if name == "scaled_dot_product_attention":
         return False  # without dropout, here
-    training = given.get("train") is True or given.get("training") is True
-    if training and (given.get("dropout") or name in ("rrelu", "alpha_dropout", "feature_alpha_dropout")):
-        return True
-    return torch.Tag.nondeterministic_seeded in op.tags or "generator" in given
+    if "dropout" in given:  # recurrent layers
+        return bool(given["train"] and given["dropout"])
+    switched_off = given.get("train") is False or given.get("training") is False
+    return not switched_off and (torch.Tag.nondeterministic_seeded in op.tags or "generator" in given)

@@ -1,0 +1,252 @@
+"""Pieces of a cut model: chance, batch norm, shared weights, and what the runtime does with a piece."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from swarm.errors import SetupError
+from swarm.ids import Microbatch
+from swarm.model.autodiff import Gradients, gradients
+from swarm.model.boundary import shared_parameters
+from swarm.model.draws import Dropout
+from swarm.model.gpt import replace_parameters
+from swarm.model.graph import trace
+from swarm.model.pieces import Piece, cut
+from tests.model import zoo
+from tests.model.parity import random_cuts, whole
+
+MB = Microbatch(3, 1)
+X = torch.randn(6, 4, 5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def same(got: Gradients, expected: Gradients) -> None:
+    assert torch.equal(got.loss, expected.loss)
+    assert set(got.parameters) == set(expected.parameters)
+    for name, grad in expected.parameters.items():
+        torch.testing.assert_close(got.parameters[name], grad, rtol=1e-9, atol=1e-18)
+
+
+# --- chance -------------------------------------------------------------------------------------------------
+
+
+class Drops(nn.Module):
+    """Every kind of dropout, two of them in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.drop, self.whole = nn.Conv2d(4, 4, 1), nn.Dropout(0.3), nn.Dropout2d(0.4)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.whole(self.drop(self.conv(x))).flatten(2)
+        mask = torch.ones((25, 25), dtype=torch.bool).triu(-3)
+        y = functional.scaled_dot_product_attention(y.mT, y.mT, y.mT, mask, 0.2, scale=0.5)
+        return functional.dropout(self.drop(y), 0.1).square().sum()
+
+    def by_hand(self, x: torch.Tensor, seed: int) -> torch.Tensor:
+        def drop(x: torch.Tensor, p: float, site: str) -> torch.Tensor:
+            return Dropout(seed, MB, p)(x, site)
+
+        y = drop(self.conv(x), 0.3, "drop")
+        y = y * drop(torch.ones(6, 4, 1, 1, dtype=y.dtype), 0.4, "whole")
+        y = y.flatten(2).mT
+        scores = (0.5 * (y @ y.mT)).masked_fill(torch.ones(25, 25).tril(-4).bool(), float("-inf"))
+        y = drop(scores.softmax(-1), 0.2, "") @ y
+        return drop(drop(y, 0.3, "drop#1"), 0.1, "#1").square().sum()
+
+
+def test_dropout_is_drawn_of_run_microbatch_and_place_and_of_nothing_else() -> None:
+    model = Drops().train()
+    traced = trace(model, (X,))
+    model.by_hand(X, seed=7).backward()
+    for assignment in [[0] * len(traced.graph.operators), *random_cuts(traced.graph, 7, seed=1)]:
+        pieces = cut(traced, assignment, seed=7)
+        for _ in range(2):  # a second time for a replay
+            got = gradients(pieces, {"x": X}, MB)
+            for name, parameter in model.named_parameters():
+                torch.testing.assert_close(got.parameters[name], parameter.grad, rtol=1e-9, atol=0)
+    other = gradients(cut(traced, assignment, seed=7), {"x": X}, Microbatch(3, 2))
+    assert other.loss != got.loss
+    assert gradients(cut(traced, assignment, seed=8), {"x": X}, MB).loss != got.loss
+
+
+def test_dropout_of_everything_and_of_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0), nn.Linear(4, 1), nn.Dropout(0.0))
+    x = torch.ones(2, 4)
+    traced = trace(model, (x,), loss=torch.sum)
+    assert [op.target for op in traced.graph.operators].count("aten.dropout.default") == 1
+    got = gradients(cut(traced, [0, 0, 1, 1], seed=0), {"input": x}, MB)
+    bias = model.get_parameter("2.bias").detach()
+    torch.testing.assert_close(got.loss, 2 * bias.sum())
+    assert not got.parameters["0.weight"].any()
+    assert "aten.dropout.default" not in {
+        op.target for op in trace(model.eval(), (x,), loss=torch.sum).graph.operators
+    }
+
+
+# --- batch norm ---------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """A batch norm with a momentum of its own, and one that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.one = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4, momentum=0.3)
+        self.two, self.free = nn.BatchNorm2d(4), nn.BatchNorm2d(4, track_running_stats=False)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.two(self.one(self.conv(x)).relu())
+        return self.free(self.two(y.exp())).square().mean(0).sum().exp()
+
+
+def test_statistics_enter_when_the_step_is_taken_as_the_mean_over_its_microbatches() -> None:
+    model = Normed().train()
+    parts = X.split(2)
+    traced = trace(model, (parts[0],))
+    with torch.no_grad():
+        seen = {"one": [], "two": []}
+        for x in parts:
+            y = model.conv(x)
+            seen["one"].append(y)
+            y = functional.batch_norm(y, None, None, model.one.weight, model.one.bias, True).relu()
+            seen["two"].append(y)
+            y = functional.batch_norm(y, None, None, model.two.weight, model.two.bias, True).exp()
+            seen["two"].append(y)
+    for assignment in random_cuts(traced.graph, 5, seed=2):
+        pieces = cut(traced, assignment, seed=0)
+        results = [gradients(pieces, {"x": x}, Microbatch(0, m)) for m, x in enumerate(parts)]
+        assert set(results[0].statistics) == {
+            "one.running_mean", "one.running_var", "two.running_mean", "two.running_var"
+        }  # fmt: skip
+        means = {
+            name: sum(result.statistics[name] for result in results) / len(parts)
+            for name in results[0].statistics
+        }
+        for piece in pieces:
+            assert all(torch.equal(piece.get_buffer(name), getattr(getattr(model, name[:3]), name[4:]))
+                       for name in piece.statistics)  # fmt: skip
+            piece.take_statistics(means)
+            for name in piece.statistics:
+                layer, momentum = name[:3], {"one": 0.3, "two": 0.1}[name[:3]]
+                if name.endswith("mean"):
+                    now = torch.stack([y.mean((0, 2, 3)) for y in seen[layer]]).mean(0)
+                    old = torch.zeros(4, dtype=torch.float64)
+                else:
+                    now = torch.stack([y.var((0, 2, 3)) for y in seen[layer]]).mean(0)
+                    old = torch.ones(4, dtype=torch.float64)
+                torch.testing.assert_close(
+                    piece.get_buffer(name), (1 - momentum) * old + momentum * now, rtol=1e-9, atol=1e-12
+                )
+                assert piece.get_buffer(f"{layer}.num_batches_tracked") == 1
+    assert model.one.num_batches_tracked == 0, "pieces do not touch the model"
+
+
+def test_one_microbatch_of_one_step_gives_torchs_own_statistics() -> None:
+    one = whole("resnet101")
+    torch.manual_seed(0)
+    model = zoo.resnet101()[0].double().train()
+    pieces = cut(one.traced, next(random_cuts(one.traced.graph, 1, seed=3)), seed=0)
+    means = gradients(pieces, one.inputs, MB).statistics
+    model(**one.inputs)
+    buffers = dict(model.named_buffers())
+    for piece in pieces:
+        for name in piece.statistics:
+            piece.get_buffer(name).fill_(float(name.endswith("var")))
+        piece.take_statistics(means)
+        for name in piece.statistics:
+            torch.testing.assert_close(piece.get_buffer(name), buffers[name], rtol=1e-9, atol=1e-15)
+    assert {name for piece in pieces for name in piece.statistics} == {
+        name for name in buffers if not name.endswith("num_batches_tracked")
+    }
+
+
+def test_batch_norm_in_evaluation_reads_its_buffers_and_changes_nothing() -> None:
+    model = Normed().eval()
+    traced = trace(model, (X,))
+    (piece,) = cut(traced, [0] * len(traced.graph.operators), seed=0)
+    (loss,), statistics = piece(X, mb=MB)
+    assert not statistics and not piece.statistics
+    torch.testing.assert_close(loss, model(X))
+
+
+# --- shared weights -----------------------------------------------------------------------------------------
+
+
+def test_a_tied_weight_is_on_each_stage_that_reads_it_and_gradients_are_summed() -> None:
+    one = whole("gpt2")
+    graph = one.traced.graph
+    assert graph.tied == (("tokens.weight", "head.weight"),)
+    half = [2 * i // len(graph.operators) for i in range(len(graph.operators))]
+    pieces = cut(one.traced, half, seed=0)
+    assert shared_parameters([piece.plan for piece in pieces]) == {"tokens.weight": (0, 1)}
+    own = [dict(piece.named_parameters())["tokens.weight"] for piece in pieces]
+    got = gradients(pieces, one.inputs, MB).parameters["tokens.weight"]
+    assert all(parameter.grad is None for parameter in own)
+    torch.testing.assert_close(got, one.gradients["tokens.weight"], rtol=1e-9, atol=0)
+
+
+# --- what the runtime does with a piece ---------------------------------------------------------------------
+
+
+def flat_copy(piece: Piece, values: Mapping[str, torch.Tensor]) -> tuple[Piece, torch.Tensor]:
+    """A deep copy whose parameters are views of one vector, as a stage makes it."""
+    twin = copy.deepcopy(piece)
+    flat = torch.cat([values[name].detach().flatten() for name, _ in twin.named_parameters()])
+    ends = iter(flat.split([p.numel() for p in twin.parameters()]))
+    replace_parameters(twin, lambda _, old: next(ends).view(old.shape))
+    return twin, flat
+
+
+def test_a_piece_can_be_copied_and_its_weights_laid_in_one_vector() -> None:
+    one = whole("llama")
+    pieces = cut(one.traced, next(random_cuts(one.traced.graph, 1, seed=4)), seed=0)
+    doubled = {name: 2 * p for name, p in one.traced.parameters.items()}
+    twins, vectors = zip(*(flat_copy(piece, doubled) for piece in pieces), strict=True)
+    same(gradients(pieces, one.inputs, MB), gradients(pieces, one.inputs, MB))
+    changed = gradients(list(twins), one.inputs, MB)
+    assert changed.loss != one.loss
+    for flat in vectors:
+        flat.mul_(0.5)
+    same(gradients(list(twins), one.inputs, MB), gradients(pieces, one.inputs, MB))
+
+
+def test_names_of_parameters_are_the_models() -> None:
+    one = whole("resnet101")
+    pieces = cut(one.traced, next(random_cuts(one.traced.graph, 1, seed=5)), seed=0)
+    names = [name for piece in pieces for name, _ in piece.named_parameters()]
+    assert sorted(names) == sorted(one.traced.parameters)
+
+
+def test_tables_that_the_model_keeps_out_of_autocast_stay_exact_in_a_bfloat16_run() -> None:
+    model, sample = zoo.llama()
+    traced = trace(model.train(), sample)
+    (piece,) = cut(traced, [0] * len(traced.graph.operators), seed=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (loss,), _ = piece(*sample, mb=MB)
+        expected = model(*sample)
+    assert torch.equal(loss, expected)
+    assert {call.plain for call in traced.calls} == {True, False}
+
+
+def test_a_model_whose_part_is_called_as_one_of_a_stage_is_refused() -> None:
+    class Clash(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plan = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.plan(x).sum()
+
+    traced = trace(Clash(), (torch.ones(2, 4),))
+    with pytest.raises(SetupError, match="the model has a part called 'plan', as a stage has: rename it"):
+        cut(traced, [0, 0], seed=0)
