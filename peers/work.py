@@ -22,7 +22,7 @@ from swarm.model.stage import Forward, SumLost
 from swarm.policy.ledger import Claim
 from swarm.wire.codec import Encoded, TensorMeta, encoded_sizes
 from swarm.wire.messages import Hop, Locate, Located, Work, WorkDone, check_run, pack, unpack
-from swarm.wire.tensors import gradient_meta, hidden_meta, input_metas
+from swarm.wire.tensors import allowed_gradients, allowed_inputs
 
 OPEN_WAIT_S = 10.0
 """How long a request for the next step waits for it to open; its caller sees heartbeats meanwhile."""
@@ -52,18 +52,17 @@ class WorkDesk:
         max_inflight: int,
     ) -> None:
         self._core, self._roll, self._next, self.max_inflight = core, roll, next_stage, max_inflight
-        self._takes = input_metas(core.run, core.stage)
-        self._answer_bytes = 0
+        self._takes = allowed_inputs(core.run, core.stage)
+        self._gradients: tuple[TensorMeta, ...] = ()
         if next_stage is not None:
-            sent = hidden_meta(core.run, core.stage)
-            self._answer_bytes = sum(encoded_sizes(gradient_meta(core.run, core.stage, sent)))
+            self._gradients = allowed_gradients(core.run, core.stage)
         self.inflight = 0
         self.taken = 0
         """Microbatches whose tensors were received."""
         self.answered = 0
         self._waiting = 0
         self._jobs: set[asyncio.Task[None]] = set()
-        most = sum(sum(encoded_sizes(meta)) for meta in self._takes)
+        most = max(_body_bytes(takes) for takes in self._takes)
         transport.serve("work", self._serve_work, max_body_bytes=most)
         transport.serve("locate", self._serve_locate)
 
@@ -124,11 +123,13 @@ class WorkDesk:
         version = core.run.weight_version(work.t)
         if work.version != version:
             raise Refused(f"step {work.t} is computed with weights {version}, not {work.version}")
-        if work.tensors != self._takes:
+        if work.tensors not in self._takes:
+            others = ", ".join(takes[0].codec for takes in self._takes[1:])
+            also = f" (the first also as {others})" if others else ""
             raise Refused(
-                f"stage {core.stage} takes {_shown(self._takes)}; offered were {_shown(work.tensors)}"
+                f"stage {core.stage} takes {_shown(self._takes[0])}{also}; offered were {_shown(work.tensors)}"
             )
-        if list(request.body_sizes) != [size for meta in self._takes for size in encoded_sizes(meta)]:
+        if list(request.body_sizes) != [size for meta in work.tensors for size in encoded_sizes(meta)]:
             raise Refused(
                 f"the announced buffers, {list(request.body_sizes)[:8]} bytes, do not fit the tensors"
             )
@@ -165,7 +166,7 @@ class WorkDesk:
                 raise Busy(f"{self.inflight} microbatches are in flight; no more fit")
             self.inflight += 1
             admitted = True
-            inputs = _split(self._takes, await request.accept())
+            inputs = _split(work.tensors, await request.accept())
             self.taken += 1
         except BaseException as error:
             self._end(step, work.m, admitted=admitted)
@@ -271,12 +272,12 @@ class WorkDesk:
 
     async def _call_next(self, step: OpenStep, work: Work, fwd: Forward) -> tuple[PeerId, WorkDone, Encoded]:
         assert self._next is not None
-        expected = gradient_meta(self._core.run, self._core.stage, fwd.outputs[0].meta)
 
         def check(peer: PeerId, done: WorkDone, answer: Answer) -> None:
-            if done.tensors != (expected,):
-                raise BadAnswer(peer, f"answered {_shown(done.tensors)} where {_shown((expected,))} was due")
-            if [memoryview(b).nbytes for b in answer.body] != encoded_sizes(expected):
+            if len(done.tensors) != 1 or done.tensors[0] not in self._gradients:
+                due = " or ".join(_shown((meta,)) for meta in self._gradients)
+                raise BadAnswer(peer, f"answered {_shown(done.tensors)} where {due} was due")
+            if [memoryview(b).nbytes for b in answer.body] != encoded_sizes(done.tensors[0]):
                 raise BadAnswer(peer, "answered buffers that do not fit their tensor")
             hops = self._core.run.S - self._core.stage - 1
             if len(done.hops) > hops or any(len(hop.peer) > MOST_PEER_ID for hop in done.hops):
@@ -286,10 +287,10 @@ class WorkDesk:
 
         body = [buffer for output in fwd.outputs for buffer in output.buffers]
         peer, done, answer = await self._next.call(
-            work, body, max_answer_bytes=self._answer_bytes, check=check,
+            work, body, max_answer_bytes=max(_body_bytes((meta,)) for meta in self._gradients), check=check,
             closed=lambda: self._pointless(step),
         )  # fmt: skip
-        return peer, done, Encoded(expected, answer.body)
+        return peer, done, Encoded(done.tensors[0], answer.body)
 
     def _pointless(self, step: OpenStep) -> SwarmError | None:
         """Why a microbatch need not go on: its step is over, or this peer leaves and cannot finish it."""
@@ -383,5 +384,9 @@ def _split(metas: Sequence[TensorMeta], buffers: Sequence[Buffer]) -> list[Encod
     return tensors
 
 
+def _body_bytes(metas: Sequence[TensorMeta]) -> int:
+    return sum(sum(encoded_sizes(meta)) for meta in metas)
+
+
 def _shown(metas: Sequence[TensorMeta]) -> str:
-    return ", ".join(f"{m.dtype[:12]}{list(m.shape[:8])} as {m.codec[:12]}" for m in metas[:4]) or "nothing"
+    return ", ".join(f"{m.dtype[:12]}{list(m.shape[:8])} as {m.codec[:26]}" for m in metas[:4]) or "nothing"

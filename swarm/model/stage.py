@@ -143,21 +143,26 @@ class StageCompute:
 
     # --- microbatches -----------------------------------------------------------------------------------
 
-    def forward(self, mb: Microbatch, inputs: Sequence[Wire], *, grad: bool = True) -> Forward:
+    def forward(
+        self, mb: Microbatch, inputs: Sequence[Wire], *, grad: bool = True, codec: str | None = None
+    ) -> Forward:
         """Compute a microbatch up to the hand-over to the next stage.
 
         `inputs`: the first stage takes [tokens [B, T+1]], the others [hidden [B, T, H], labels [B, T]],
         tokens and labels in the run's narrow dtype, hidden with the run's forward codec.
         `outputs` are [hidden, labels] for the next stage. `grad=False`: no graph is kept, for a replay that
-        only feeds a deeper stage; its backward would recompute.
+        only feeds a deeper stage; its backward would recompute. `codec`: of the hidden output, one that
+        `codec.adaptive` allows; None: the manifest's.
 
         Raises:
             Refused: an input is not what the run prescribes, or the output is not finite.
             Stale, NotReady: the weights of that step are not held any more, or yet.
         """
-        return self.start_forward(mb, inputs, grad=grad).result()
+        return self.start_forward(mb, inputs, grad=grad, codec=codec).result()
 
-    def start_forward(self, mb: Microbatch, inputs: Sequence[Wire], *, grad: bool = True) -> Pending[Forward]:
+    def start_forward(
+        self, mb: Microbatch, inputs: Sequence[Wire], *, grad: bool = True, codec: str | None = None
+    ) -> Pending[Forward]:
         """As `forward`, without waiting for the device."""
         assert not self.last, "the last stage has a loss and no output"
         version = self._held_version(mb)
@@ -167,7 +172,7 @@ class StageCompute:
         with torch.set_grad_enabled(keep):
             x, y = self._compute(mb, version, x, None)
         what = f"the output of stage {self.stage} for {mb}"
-        hidden = start_encode(y, self.run.codec.forward_at(self.stage), name=what)
+        hidden = start_encode(y, codec or self.run.codec.forward_at(self.stage), name=what)
         graph, loads = (x, y) if keep else None, self._loads
         return Pending(lambda: Forward(mb, version, kept, [hidden.result(), labels], graph, loads))
 

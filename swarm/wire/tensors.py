@@ -36,3 +36,20 @@ def input_metas(run: Run, stage: Stage) -> tuple[TensorMeta, ...]:
     if stage == 0:
         return (TensorMeta((rows, length + 1), tokens, "none"),)
     return (hidden_meta(run, stage - 1), TensorMeta((rows, length), tokens, "none"))
+
+
+def allowed_inputs(run: Run, stage: Stage) -> tuple[tuple[TensorMeta, ...], ...]:
+    """All that a stage may be sent: what the manifest has first, then with the codecs of `codec.adaptive`."""
+    taken = input_metas(run, stage)
+    if stage == 0:
+        return (taken,)
+    return tuple(
+        (msgspec.structs.replace(taken[0], codec=codec), *taken[1:])
+        for codec in run.codec.allowed_at(stage - 1)
+    )
+
+
+def allowed_gradients(run: Run, boundary: int) -> tuple[TensorMeta, ...]:
+    """All that may come back over `boundary`, each once: one, unless there is `codec.adaptive`."""
+    answers = [gradient_meta(run, boundary, sent[0]) for sent in allowed_inputs(run, boundary + 1)]
+    return tuple(dict.fromkeys(answers))

@@ -90,7 +90,7 @@ def unpack_places(packed: memoryview, numel: int, rows: int, keep: int, *, name:
     layout = index_layout(numel, count)
     data = np.frombuffer(packed, dtype=np.uint8)
     unary_bytes = -(-layout.unary_bits // 8)
-    places = np.flatnonzero(np.unpackbits(data[:unary_bytes], count=layout.unary_bits))
+    places = np.flatnonzero(np.unpackbits(data[:unary_bytes], count=layout.unary_bits).view(bool))
     if len(places) != count:
         raise Refused(f"{name} has {len(places)} places; expected {count}")
     if layout.low:

@@ -14,9 +14,10 @@ import pytest
 from peers.events import PeerLost
 from peers.ports import Answer, Request
 from swarm.errors import Busy, Leaving, NotNow, NotReady, Refused, SetupError, Stale
-from swarm.model.stage import StageCompute, SumLost
+from swarm.ids import Microbatch
+from swarm.model.stage import Forward, StageCompute, SumLost
 from swarm.records import PeerRecord, State
-from swarm.run import AdmissionSpec, Run, counting_run
+from swarm.run import AdmissionSpec, CodecSpec, Run, counting_run
 from swarm.wire.codec import TensorMeta, encode
 from swarm.wire.messages import Brief, Hop, Locate, Located, StepBrief, Work, WorkDone, pack
 from swarm.wire.tensors import input_metas
@@ -95,6 +96,42 @@ async def test_a_request_that_does_not_belong_here_is_refused_with_its_reason(
         await s.until_serving()
         assert await refusal(s.add_stranger(), "s0p0", first(RUN, **changes), [bytes(9)]) == text
         assert s.step("s0p0").ledger.doing == 0
+
+
+async def test_a_codec_that_the_manifest_does_not_allow_is_refused_with_those_that_it_does() -> None:
+    run = replace(RUN, codec=CodecSpec(forward="none", backward="none", adaptive=("bf16", "topk:0.5")))
+    async with swarm(run, replicas=1) as s:
+        await s.until_serving()
+        takes, labels = input_metas(run, 1)
+        offered = (msgspec.structs.replace(takes, codec="topk:0.25"), labels)
+        work = first(run, tensors=offered)
+        text = await refusal(s.add_stranger(), "s1p0", work, [bytes(8)])
+        assert text == (
+            "stage 1 takes float64[1, 1, 1] as none, uint8[1, 8] as none (the first also as bf16, topk:0.5); "
+            "offered were float64[1, 1, 1] as topk:0.25, uint8[1, 8] as none"
+        )
+
+
+async def test_whatever_is_chosen_of_what_is_allowed_each_microbatch_counts_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = replace(RUN, codec=CodecSpec(forward="none", backward="none", adaptive=("bf16", "topk:0.5")))
+    plain = StageCompute.forward
+    sent: set[str] = set()
+
+    def forward(self: StageCompute, mb: Microbatch, *args: Any, **options: Any) -> Forward:
+        allowed = run.codec.allowed_at(0)
+        result = plain(self, mb, *args, **options, codec=allowed[mb.m % len(allowed)])
+        sent.add(result.outputs[0].meta.codec)
+        return result
+
+    monkeypatch.setattr(StageCompute, "forward", forward)
+    async with swarm(run) as s:
+        s.add_trainer("trainer")
+        s.on_call("work", lambda *_: s.kill("s1p0"), to="s1p0", nth=2)
+        await s.until_finished()
+        s.assert_each_counted_once()
+    assert sent == {"none", "bf16", "topk:0.5"}
 
 
 async def test_buffers_that_do_not_fit_their_tensors_are_refused_before_they_are_received() -> None:
