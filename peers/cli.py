@@ -490,6 +490,12 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="CPU seconds to search for (default: %(default)s)",
     )
+    parser.add_argument(
+        "--keep",
+        type=_part,
+        metavar="R",
+        help="also say which codecs slow boundaries should have: a top-k, with at least this part",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     _network(parser, identity=False)
     _common(parser, events=False)
@@ -679,6 +685,13 @@ def _speed(text: str) -> float:
 
 def _temperature(text: str) -> float:
     return _number(text, 100, "a temperature: 0 to 100")
+
+
+def _part(text: str) -> float:
+    part = _number(text, 1.0, "a part of all numbers: above 0, below 1, such as 0.01")
+    if not 0.0 < part < 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a part of all numbers: above 0, below 1")
+    return part
 
 
 def _hours(text: str) -> float:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from peers.simulate import job_of
@@ -20,10 +21,13 @@ from swarm.errors import SetupError
 from swarm.plan.measured import Machine, Pair, estimate
 from swarm.plan.network import BACKWARD_FORWARDS, Job, Network, read_devices
 from swarm.plan.overlap import IDLE, Overlap
+from swarm.plan.ratios import boundary_bandwidths, boundary_codecs
 from swarm.plan.search import Plan, baselines, repaired, search_overlapped
 from swarm.policy.health import Look
 from swarm.records import NO_STAGE
 from swarm.run import Run, load_run
+from swarm.wire.meta import encoded_sizes
+from swarm.wire.tensors import gradient_meta, hidden_meta
 
 RANDOM_LAYOUTS = 10
 """Of which the mean is what a random layout takes."""
@@ -48,6 +52,9 @@ class PlanOptions:
     seed: int = 0
     budget: float = 5.0
     """CPU seconds of the search."""
+    keep: float | None = None
+    """Also plan codecs for the boundaries, none of which keeps a smaller part of the numbers; None: do
+    not."""
     json: bool = False
 
 
@@ -65,6 +72,8 @@ class Answer:
     """As the peers of a run are now; None for machines that are only described."""
     measured: str = ""
     """How much of the network was measured, in words."""
+    codecs: tuple[str, ...] | None = None
+    """What each boundary should send forward, if that was asked for: see `swarm.plan.ratios`."""
 
 
 async def run_plan(options: PlanOptions) -> None:
@@ -89,6 +98,8 @@ async def run_plan(options: PlanOptions) -> None:
         run, network = _described(options)
         job = _job(run)
         answer = plan(network, job, seed=options.seed, budget_s=options.budget)
+    if options.keep is not None:
+        answer = replace(answer, codecs=plan_codecs(run, network, job, answer.plan, options.keep))
     if options.json:
         print(json.dumps(as_json(answer, run, network)))
     else:
@@ -168,6 +179,35 @@ def plan(network: Network, job: Job, *, seed: int, budget_s: float) -> Answer:
     return Answer(found, float(np.mean(chance_s)), found.starts["megatron"], cpu_s)
 
 
+def plan_codecs(run: Run, network: Network, job: Job, found: Plan, least: float) -> tuple[str, ...]:
+    """AdaTopK for a plan: what the computation of the slowest stage hides is not compressed.
+
+    Raises:
+        SetupError: a part that cannot be kept, or the manifest's backward codec forbids it.
+    """
+
+    def bytes_of(boundary: int, codec: str) -> tuple[float, float]:
+        hidden = msgspec.structs.replace(hidden_meta(run, boundary), codec=codec)
+        gradient = gradient_meta(run, boundary, hidden)
+        return float(sum(encoded_sizes(hidden))), float(sum(encoded_sizes(gradient)))
+
+    speeds = [sum(network.devices[i].flops_per_s for i in members) for members in _members(found, run.S)]
+    compute_s = [
+        (1 + BACKWARD_FORWARDS) * flops / speed for flops, speed in zip(job.forward_flops, speeds,
+        strict=True)
+    ]
+    codecs = boundary_codecs(
+        boundary_bandwidths(network, found.stage_of, run.S),
+        bytes_of,
+        [run.codec.forward_at(boundary) for boundary in range(run.S - 1)],
+        least=least,
+        enough_s=max(compute_s),
+    )
+    if codecs:
+        replace(run, codec=replace(run.codec, forward=codecs))  # it must be a manifest that can be
+    return codecs
+
+
 def as_json(answer: Answer, run: Run, network: Network) -> dict[str, Any]:
     """One object for programs; times in seconds."""
     step = answer.plan.step
@@ -188,6 +228,7 @@ def as_json(answer: Answer, run: Run, network: Network) -> dict[str, Any]:
         "megatron_s": answer.megatron_s,
         "starts_s": answer.plan.starts,
         "cpu_s": answer.cpu_s,
+        "codec_forward": answer.codecs,
     }
 
 
@@ -223,6 +264,9 @@ def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
             else "as the peers are now, a stage has none: no step is taken"
         )
         lines.append(answer.measured)
+    if answer.codecs:
+        listed = ", ".join(f'"{codec}"' for codec in answer.codecs)
+        lines.append(f"for these lines the manifest should say, in [codec]: forward = [{listed}]")
     lines.append("a device joins its stage with: swarm peer --stage N ...")
     return "\n".join(lines)
 

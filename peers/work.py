@@ -124,11 +124,10 @@ class WorkDesk:
         if work.version != version:
             raise Refused(f"step {work.t} is computed with weights {version}, not {work.version}")
         if work.tensors not in self._takes:
-            others = ", ".join(takes[0].codec for takes in self._takes[1:])
+            others = ", ".join(inputs[0].codec for inputs in self._takes[1:])
             also = f" (the first also as {others})" if others else ""
-            raise Refused(
-                f"stage {core.stage} takes {_shown(self._takes[0])}{also}; offered were {_shown(work.tensors)}"
-            )
+            takes = _shown(self._takes[0]) + also
+            raise Refused(f"stage {core.stage} takes {takes}; offered were {_shown(work.tensors)}")
         if list(request.body_sizes) != [size for meta in work.tensors for size in encoded_sizes(meta)]:
             raise Refused(
                 f"the announced buffers, {list(request.body_sizes)[:8]} bytes, do not fit the tensors"

@@ -105,9 +105,10 @@ def choose_codec(
 def boundary_bandwidths(
     network: Network, stage_of: Sequence[Stage] | np.ndarray, stages: int
 ) -> list[tuple[float, float]]:
-    """Of each boundary (forward, backward): the harmonic mean over the pairs of devices that may meet there.
+    """Of each boundary (forward, backward): what all its lines carry together, in bits a second.
 
-    In bits a second; a microbatch takes any pair alike. `stage_of`: of each device, as a plan has it.
+    A microbatch takes any pair of devices alike, so a line counts with the harmonic mean; as many are in
+    use at once as the smaller stage has devices. `stage_of`: of each device, as a plan has it.
     """
     up_N = np.array([device.upload_bps for device in network.devices], dtype=np.float64)
     down_N = np.array([device.download_bps for device in network.devices], dtype=np.float64)
@@ -121,7 +122,7 @@ def boundary_bandwidths(
 
     def mean(senders: np.ndarray, receivers: np.ndarray) -> float:
         seconds_a_bit = float((1.0 / line_NN[np.ix_(senders, receivers)]).mean())
-        return 1.0 / seconds_a_bit if seconds_a_bit else math.inf
+        return min(len(senders), len(receivers)) / seconds_a_bit if seconds_a_bit else math.inf
 
     return [(mean(a, b), mean(b, a)) for a, b in pairwise(members)]
 

@@ -117,6 +117,8 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
         (["dashboard", "--web", "host:80"], "'host:80' is not a place to listen at: 8080, :8080 or 0.0"),
         (["dashboard", "--web", ":99999"], "'99999' is not a port: 1 to 65535"),
         (["dashboard", "--speed", "0"], "'0' is not a speed: above 0, up to 1000000"),
+        (["plan", "--keep", "0"], "'0' is not a part of all numbers: above 0, below 1"),
+        (["plan", "--keep", "1"], "'1' is not a part of all numbers: above 0, below 1"),
         (["demo", "--preempt", "x"], "'x' is not a whole number of at least 0"),
         (["demo", "--step", "3"], "unrecognized arguments: --step 3"),
         (["demo", "--codec", "zip"], "'zip' is not a codec: none, bf16, blockwise8, topk:R"),

@@ -57,6 +57,23 @@ def test_a_plan_for_people_says_the_layout_the_limit_and_the_comparison(
         assert words in said
 
 
+def test_slow_boundaries_are_given_a_codec_that_the_manifest_takes(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = DEVICES.replace("bandwidth_mbps = 2000", "bandwidth_mbps = 2")
+    files[1].write_text(slow.replace("tflops = 30", "tflops = 900"))
+    assert planned(files, "--keep", "0.01") == Exit.OK
+    said = capsys.readouterr().out
+    line = next(line for line in said.splitlines() if "forward = [" in line)
+    assert "topk:0.01+blockwise8" in line
+    forward = line.split("in [codec]: ")[1]
+    run = parse_run(RUN.replace('forward = "blockwise8"', forward))
+    assert run.codec.forward != "blockwise8"
+    assert planned(files, "--keep", "0.01", "--json") == Exit.OK
+    codecs = json.loads(capsys.readouterr().out)["codec_forward"]
+    assert [run.codec.forward_at(boundary) for boundary in range(2)] == codecs
+
+
 def test_without_a_budget_the_plan_is_a_function_of_the_seed(
     files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,5 +147,7 @@ def test_the_bandwidth_of_a_boundary_is_the_mean_over_who_may_meet_there() -> No
     )
     (only,) = boundary_bandwidths(network, [0, 1, 1, -1], 2)
     assert only == pytest.approx((20 * MBPS, 2 / (1 / 10 + 1 / 20) * MBPS))
+    (two,) = boundary_bandwidths(network, [0, 0, 1, 1], 2)
+    assert two[0] == pytest.approx(2 * 4 / (1 / 20 + 1 / 100 + 1 / 10 + 1 / 10) * MBPS), "two at a time"
     with pytest.raises(SetupError, match="stage 1 has no device"):
         boundary_bandwidths(network, [0, 0, 0, 0], 2)
