@@ -695,6 +695,7 @@ class StagePeer:
             speed=self._speed(), computed=core.computed,
             coordinator=self.council.coordinator(self.stage) or "", audit=core.audit,
             since=self._settings.joined_at, loss=losses[-1][1] if losses else None,
+            loss_step=losses[-1][0] if losses else -1,
             bytes_in=sum(received.values()), bytes_out=sum(sent.values()), links=links[:MOST_LINKS_TOLD],
             rebalance=self._decided[:MOST_WORDS],
             busy_s=core.device.busy_s, taken=self.desk.taken, answered=self.desk.answered,

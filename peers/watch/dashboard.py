@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -116,11 +117,22 @@ async def _replay(options: DashboardOptions) -> None:
 async def _faces(options: DashboardOptions, board: Board) -> AsyncIterator[bool]:
     """Put up the faces; True if there is more to see than lines that scroll by."""
     async with contextlib.AsyncExitStack() as stack:
-        screen = stack.enter_context(Screen())
-        board.faces.append(screen)
+        if options.web is not None:
+            address = await stack.enter_async_context(_web(options.web, board))
+            print(f"the dashboard is at {address}", flush=True)
         if options.metrics is not None:
             from peers.metrics import served
             from peers.watch.prometheus import registry_of
 
             stack.enter_context(served(options.metrics, registry_of(lambda: board.health)))
-        yield screen.live or options.metrics is not None
+        screen = stack.enter_context(Screen())
+        board.faces.append(screen)
+        yield screen.live or options.metrics is not None or options.web is not None
+
+
+def _web(listen: Listen, board: Board) -> AbstractAsyncContextManager[str]:
+    try:
+        from peers.watch import web
+    except ImportError as error:
+        raise SetupError(f"--web needs {error.name}: pip install 'swarm[dashboard]'") from None
+    return web.served(listen, lambda: board.health)

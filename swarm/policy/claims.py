@@ -77,6 +77,7 @@ def checked(status: PeerStatus, record: PeerRecord, run: Run) -> PeerStatus:
         "audit.duplicated": status.audit.duplicated,
         "audit.undone": status.audit.undone,
         "first_audited_step": status.first_audited_step,
+        "loss_step": status.loss_step + 1,
     }
     for name, value in counts.items():
         if not 0 <= value <= (run.M if name == "done" else MOST_COUNT):

@@ -423,7 +423,7 @@ class Observer:
             standing = Standing(era, statistics.median_high(seen.version for seen in voters))
         else:
             return
-        self._find_loss([status for status in fresh if status.standing == standing], standing.version)
+        self._find_loss([status for status in fresh if status.era == standing.era], standing.version)
         if self._began is None:
             self._began, self._standing = now, standing
         if standing == self._standing:
@@ -444,13 +444,17 @@ class Observer:
         for key in sorted(self._digests, key=lambda key: key[1])[: -MOST_VERSIONS * self.run.S]:
             del self._digests[key]
 
-    def _find_loss(self, agreeing: Sequence[PeerStatus], version: int) -> None:
-        said = [status.loss for status in agreeing if status.loss is not None]
-        if said and version:
-            self._losses[version] = statistics.median_low(said)
-            if len(self._losses) > MOST_POINTS:
-                ascending = sorted(self._losses.items())
-                self._losses = dict([*ascending[:-1:2], ascending[-1]])
+    def _find_loss(self, fresh: Sequence[PeerStatus], version: int) -> None:
+        said: dict[int, list[float]] = {}
+        for status in fresh:
+            if status.loss is not None and 0 <= status.loss_step < version:
+                said.setdefault(status.loss_step + 1, []).append(status.loss)
+        for of_version, losses in said.items():
+            if len(losses) >= min(2, len(fresh)):  # nobody is believed alone
+                self._losses[of_version] = statistics.median_low(losses)
+        if len(self._losses) > MOST_POINTS:
+            ascending = sorted(self._losses.items())
+            self._losses = dict([*ascending[:-1:2], ascending[-1]])
 
     def _find_pace(self, now: float) -> None:
         pace = self._tokens_per_s(now)

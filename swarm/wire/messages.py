@@ -460,6 +460,8 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Kind of device: only those of one kind have to have the same digest."""
     trainers: tuple[PeerId, ...] = ()
     """Who asked it for news of the run lately."""
+    loss_step: int = -1
+    """The step that `loss` is of."""
 
     @property
     def standing(self) -> Standing:

@@ -42,7 +42,7 @@ def status(peer: str, stage: int, *, version: int = 4, audit: Audit | None = Non
     return PeerStatus(
         peer=peer, stage=stage, version=version, state="serving", device="cpu", done=5, inflight=2,
         max_inflight=4, speed=2.25, computed=70, coordinator=peer, audit=audit or Audit(), since=1000.0,
-        loss=3.25,
+        loss=3.25, loss_step=3,
     )  # fmt: skip
 
 

@@ -62,6 +62,8 @@ class Seen:
 
     def say(self, after_s: float = 1.0, **more: object) -> SwarmHealth:
         """Everybody answers, with these fields."""
+        if "loss" in more:
+            more["loss_step"] = int(str(more["version"])) - 1
         told = tuple(
             status(r.peer, r.stage, **{"since": r.since, **more})
             for r in self.records.values()
@@ -94,12 +96,21 @@ def peer(health: SwarmHealth, name: str) -> PeerHealth:
 def test_the_run_is_where_most_say_it_is_and_a_liar_is_doubted() -> None:
     seen = Seen()
     seen.say(version=5, loss=3.0)
-    lie = status("d", 1, version=40, loss=-7.0)
-    told = (*(status(n, s, version=6, loss=2.5) for n, s in (("a", 0), ("b", 0), ("c", 1))), lie)
+    lie = status("d", 1, version=40, loss=-7.0, loss_step=5)
+    told = (*(status(n, s, version=6, loss=2.5, loss_step=5) for n, s in (("a", 0), ("b", 0), ("c", 1))), lie)
     health = seen.look(statuses=told)
     assert (health.version, health.loss) == (6, 2.5)
     assert peer(health, "d").doubts == ("says it is at version 40, the run is at 6",)
     assert "peer d: says it is at version 40, the run is at 6" in texts(health)
+
+
+def test_a_loss_belongs_to_its_step_and_one_voice_among_many_is_not_enough() -> None:
+    seen = Seen()
+    seen.say(version=5)
+    told = (("a", 0, 3.0, 3), ("b", 0, 3.0, 3), ("c", 1, 2.5, 4), ("d", 1, 9.9, 7))
+    statuses = tuple(status(n, s, version=5, loss=loss, loss_step=step) for n, s, loss, step in told)
+    health = seen.look(statuses=statuses)
+    assert (health.losses, health.loss) == (((4, 3.0),), 3.0)
 
 
 def test_records_alone_say_where_the_run_is() -> None:
@@ -152,7 +163,7 @@ def test_plots_stay_small_and_keep_their_ends() -> None:
     long = Observer(demo_run(steps=100_000))
     records = (msgspec.structs.replace(record("a", 0), run=long.run.id),)
     for version in range(1, 3 * MOST_POINTS):
-        told = status("a", 0, version=version, loss=float(version))
+        told = status("a", 0, version=version, loss=float(version), loss_step=version - 1)
         long.observe(Look(at=START + 10 * version, records=records, statuses=(told,)))
     health = long.health(now=START + 30 * MOST_POINTS)
     assert max(len(health.losses), len(health.pace)) <= MOST_POINTS

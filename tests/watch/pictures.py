@@ -25,8 +25,9 @@ def status(
     links = tuple(LinkStatus(peer=other, bytes_in=1000 * version, bytes_out=1000 * version) for other in to)
     return PeerStatus(
         peer=peer, stage=stage, version=version, state="serving", device="cpu", done=5, inflight=2,
-        max_inflight=8, speed=speed, computed=70 * version, coordinator="", audit=Audit(), since=START - 90,
-        loss=5.0 - version / 10, links=links, trainers=("trainer",) if stage == 0 else (),
+        max_inflight=8, speed=speed, computed=20 * version, coordinator="", audit=Audit(), since=START - 90,
+        loss=5.0 - version / 10, loss_step=version - 1, links=links,
+        trainers=("trainer",) if stage == 0 else (),
     )  # fmt: skip
 
 

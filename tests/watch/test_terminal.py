@@ -44,7 +44,7 @@ demo  {id}                                  13:47:04
  ! stage 2 has one peer left
  ! peer peer-f does not answer: the connection broke
  ! peer peer-c answers 8× slower than its stage
- ! and 3 alerts more
+ ! and 2 alerts more
 
 stage  peers  load  version  work/s  slowest      fastest
     0      2   1.2       12    4.00  peer-a 2.00  peer-b 2.00
@@ -52,12 +52,12 @@ stage  peers  load  version  work/s  slowest      fastest
     2      1   1.2       40    2.00  peer-e 2.00  peer-e 2.00
 
 stage  peer    device  work/s  in flight  queue    up  computed  last
-    0  peer-a  cpu       2.00        2/8    1.2  1:54       840  serving
-    0  peer-b  cpu       2.00        2/8    1.2  1:54       840  serving
-    1  peer-c  cpu       0.25        2/8    1.2  1:54       840  serving
-    1  peer-d  cpu       2.00        2/8    1.2  1:54       840  serving
-    2  peer-e  cpu       2.00        2/8    1.2  1:54     2,800  doubted
-    2  peer-f  cpu       2.00          –    1.2  1:54       420  no answer
+    0  peer-a  cpu       2.00        2/8    1.2  1:54       240  serving
+    0  peer-b  cpu       2.00        2/8    1.2  1:54       240  serving
+    1  peer-c  cpu       0.25        2/8    1.2  1:54       240  serving
+    1  peer-d  cpu       2.00        2/8    1.2  1:54       240  serving
+    2  peer-e  cpu       2.00        2/8    1.2  1:54       800  doubted
+    2  peer-f  cpu       2.00          –    1.2  1:54       120  no answer
     –  keeper  cpu          –          –    1.2  1:54         0  keeping
  13:46:54  peer peer-f of stage 2 does not answer: the connection broke"""
 
