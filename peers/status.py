@@ -111,6 +111,10 @@ def table(health: SwarmHealth) -> RenderableType:
             style="red" if peer.why else "",
         )
     notes = [Text(f"moves: {health.rebalance}")] if health.rebalance else []
+    if health.depends_on_routes:
+        notes.append(
+            Text("codec.adaptive: each microbatch counts once, but the weights depend on the routes")
+        )
     notes += [Text(f"! {alert.text}", style="yellow") for alert in health.alerts]
     return Group(head, Text(), rows, *notes)
 

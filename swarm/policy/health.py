@@ -215,6 +215,8 @@ class SwarmHealth:
     """Records that were refused, by reason."""
     alerts: tuple[Alert, ...]
     """What a person should look at; the worst first."""
+    depends_on_routes: bool = False
+    """The manifest lets lines choose their codecs: the weights are no function of it."""
 
     @property
     def peers(self) -> Iterable[PeerHealth]:
@@ -532,6 +534,7 @@ class Observer:
             rebalance=self._rebalance(),
             refused=dict(self._refused),
             alerts=(),
+            depends_on_routes=self.run.depends_on_routes,
         )
         return replace(picture, alerts=alerts.find(picture))
 

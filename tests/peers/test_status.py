@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -18,7 +19,7 @@ from swarm.ids import Era
 from swarm.policy.claims import checked
 from swarm.policy.health import Look, SwarmHealth
 from swarm.records import NO_STAGE, PeerRecord, State
-from swarm.run import demo_run
+from swarm.run import CodecSpec, demo_run
 from swarm.wire.messages import AskStatus, Audit, PeerStatus, pack, unpack
 from tests.peers.memory_net import MemoryNetwork
 
@@ -174,6 +175,14 @@ def test_a_run_without_peers_says_what_is_missing() -> None:
     text = drawn(picture(RUN, Look(at=0.0, records=())))
     assert "step 0 of 40, 0 peers" in text
     assert "! stage 0 has no peer" in text
+
+
+def test_a_run_whose_weights_depend_on_routes_says_so() -> None:
+    run = replace(RUN, codec=CodecSpec(adaptive=("bf16",)))
+    said = "codec.adaptive: each microbatch counts once, but the weights depend on the routes"
+    for terms in (run, RUN):
+        view = picture(terms, Look(at=0.0, records=()))
+        assert (said in drawn(view)) == json.loads(to_json(view))["depends_on_routes"] == (terms is run)
 
 
 def test_a_count_that_is_wrong_is_shouted() -> None:
