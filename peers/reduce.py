@@ -34,7 +34,7 @@ CHUNK_ELEMENTS = 1 << 20
 CHUNKS_OF_A_PART = 8
 """So that sending, adding and answering overlap: the first chunks are answered while the last are sent."""
 SMALL_CHUNK_ELEMENTS = 1 << 14
-"""Less is not worth a call. What fits into one frame (`frames.CHUNK_BYTES`) is sent in its turn, as a whole."""
+"""Less is not worth a call. What fits into one frame (`frames.CHUNK_BYTES`) is sent in its turn, whole."""
 CHUNKS_IN_FLIGHT = 8
 """Per owner."""
 START_WAIT_S = 5.0

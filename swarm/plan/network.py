@@ -175,8 +175,8 @@ class Job:
     backward_bytes: tuple[float, ...]
     """Per boundary, of the gradient of those."""
     gradient_bytes: tuple[float, ...]
-    """Per stage, of the whole vector that its members exchange, as it is on the wire: a sum and the settled answer
-    to it may differ; then their mean."""
+    """Per stage, of the whole vector that its members exchange, as it is on the wire: a sum and the settled
+    answer to it may differ; then their mean."""
     state_bytes: tuple[float, ...]
     """Per stage: what has to fit into a device's memory before it computes anything."""
     activation_bytes: tuple[float, ...]
