@@ -78,6 +78,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("eval", "how well a trained model knows a text"),
     ("plan", "which machine should serve which stage, and how fast that will be"),
     ("simulate", "how fast a run would be on machines that are only described"),
+    ("graph", "a model as the operators it is made of, and cut into stages"),
 )
 
 ADDRESS = "/ip4/192.0.2.7/tcp/31337/p2p/12D3Koo..."
@@ -138,6 +139,7 @@ def build_parser() -> argparse.ArgumentParser:
     _eval(add["eval"])
     _plan(add["plan"])
     _simulate(add["simulate"])
+    _graph(add["graph"])
     return parser
 
 
@@ -531,6 +533,33 @@ def _simulate(parser: argparse.ArgumentParser) -> None:
     _common(parser, events=False)
 
 
+def _graph(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "examples:\n"
+        "  swarm graph --model my_package.models:build --stages 4\n"
+        "  swarm graph --model hf:config.json --stages 3 --png model.png"
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="package.module:function of an installed package, hf:CONFIG.json of transformers, or a manifest "
+        "(.toml); a function gives (module, inputs), or (module, inputs, loss, targets)",
+    )
+    parser.add_argument("--stages", type=_at_least(1), default=1, metavar="S", help="default: %(default)s")
+    parser.add_argument(
+        "--rows", type=_at_least(1), default=2, metavar="N", help="samples, for hf: (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--length", type=_at_least(1), default=128, metavar="T", help="tokens, for hf: (default: %(default)s)"
+    )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw it; needs matplotlib")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--dot", action="store_true", help="print it for Graphviz")
+    shown.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    _common(parser, events=False)
+
+
 def _weights(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the weights")
     source = group.add_mutually_exclusive_group(required=True)
@@ -841,6 +870,13 @@ def _run_simulate(args: argparse.Namespace) -> int:
     return Exit.OK
 
 
+def _run_graph(args: argparse.Namespace) -> int:
+    from peers.graph import GraphOptions, run_graph
+
+    run_graph(options(GraphOptions, args))
+    return Exit.OK
+
+
 def _with_signals(
     run: Callable[[], Coroutine[Any, Any, Any]],
     leave: Callable[[], Coroutine[Any, Any, None]] | None,
@@ -914,6 +950,7 @@ RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "eval": _run_eval,
     "plan": _run_plan,
     "simulate": _run_simulate,
+    "graph": _run_graph,
 }
 
 

@@ -39,6 +39,7 @@ NEEDED = {
     "plan": ["--manifest", "run.toml", "--devices", "devices.toml"],
     "dashboard": ["--run", RUN, "--join", JOIN],
     "simulate": ["--manifest", "run.toml", "--devices", "devices.toml"],
+    "graph": ["--model", "package.module:build"],
 }
 
 

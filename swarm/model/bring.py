@@ -1,0 +1,111 @@
+"""Models that users bring: by the name of an installed function, or a config of Hugging Face's transformers.
+
+Nothing is fetched. A function is code that runs as whoever starts the peer: its user has to install it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from swarm.errors import SetupError
+from swarm.model.graph import trace
+from swarm.model.traced.build import Traced
+
+FORMS = "(module, inputs), or (module, inputs, loss, targets)"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Brought:
+    """A model with a sample microbatch."""
+
+    module: nn.Module
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    loss: Callable[..., torch.Tensor] | None = None
+    """`loss(output, *targets)`; None: the model returns its loss."""
+    targets: Sequence[Any] = ()
+
+    def trace(self) -> Traced:
+        """The model in training as a graph; raises as `swarm.model.graph.trace`."""
+        return trace(self.module.train(), self.args, self.kwargs, loss=self.loss, loss_args=self.targets)
+
+
+def from_code(spec: str) -> Brought:
+    """Call `package.module:function`, without arguments.
+
+    It returns (module, inputs), where the module gives its loss, or (module, inputs, loss, targets) for
+    `loss(module(*inputs), *targets)`. Inputs are a tensor, a tuple, or a dict of arguments by name; targets a
+    tensor or a tuple.
+
+    Raises:
+        SetupError: there is no such function here, or it returns something else.
+    """
+    place, _, name = spec.partition(":")
+    if not place or not name:
+        raise SetupError(f"a model is given as package.module:function, not {spec!r}")
+    try:
+        build = getattr(importlib.import_module(place), name)
+    except ImportError as error:
+        raise SetupError(f"the model {spec} cannot be imported here: {error}; install its package") from error
+    except AttributeError:
+        raise SetupError(f"{place} has no {name}: check the name after the colon of {spec}") from None
+    made = build()
+    if not isinstance(made, tuple) or len(made) not in (2, 4) or not isinstance(made[0], nn.Module):
+        raise SetupError(f"{spec} has to return {FORMS}; it returned a {type(made).__name__}")
+    inputs = made[1]
+    loss, targets = made[2:] if len(made) == 4 else (None, ())
+    return Brought(
+        module=made[0],
+        args=() if isinstance(inputs, Mapping) else _tuple(inputs),
+        kwargs=inputs if isinstance(inputs, Mapping) else {},
+        loss=loss,
+        targets=_tuple(targets),
+    )
+
+
+def from_hf(config: Mapping[str, Any], *, rows: int, length: int) -> Brought:
+    """The model of a transformers config (a `config.json`), with weights as its own code initialises them.
+
+    A language model gets `rows` × `length` tokens, a classifier of images `rows` images of the config's size.
+
+    Raises:
+        SetupError: the extra [hf] is not installed, or no such model is known.
+    """
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError:
+        raise SetupError("a model of Hugging Face needs transformers: pip install 'swarm[hf]'") from None
+    transformers.utils.logging.set_verbosity_error()  # it tells of defaults that do not concern us
+    settings = dict(config)
+    try:
+        known = transformers.AutoConfig.for_model(settings.pop("model_type", ""), **settings)
+        names = known.architectures or [""]
+        auto = transformers.AutoModelForCausalLM
+        module = (
+            getattr(transformers, names[0], auto)._from_config(known) if names[0] else auto.from_config(known)
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise SetupError(f"transformers makes no model of this config: {first}") from error
+    if hasattr(known, "use_cache"):
+        known.use_cache = False  # for generation; it is no tensor
+    if module.main_input_name == "pixel_values":
+        size = getattr(known, "image_size", 224)
+        images = torch.zeros(rows, getattr(known, "num_channels", 3), size, size)
+        return Brought(module=module, kwargs={"pixel_values": images, "labels": _integers(rows)})
+    tokens = _integers(rows, length)
+    return Brought(module=module, kwargs={"input_ids": tokens, "labels": tokens.clone()})
+
+
+def _integers(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)

@@ -1,0 +1,181 @@
+"""`swarm graph`: models by name, by config and by manifest, shown as lines, JSON, Graphviz and a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from peers.cli import Exit, main
+from peers.graph import GraphOptions, in_a_row, run_graph
+from swarm.errors import SetupError
+from swarm.model.bring import from_code, from_hf
+from swarm.model.opgraph import Operator, OpGraph
+
+UNET = "tests.model.zoo:unet"
+HERE = "tests.peers.test_graph"
+
+
+def apart() -> tuple:
+    return nn.Linear(4, 2), torch.ones(3, 4), nn.functional.mse_loss, torch.zeros(3, 2)
+
+
+def by_name() -> tuple:
+    return nn.Linear(4, 1), {"input": torch.ones(3, 4)}, torch.sum, ()
+
+
+def nothing() -> tuple:
+    return 1, 2, 3
+
+
+def graph(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["graph", *argv]) == Exit.OK
+    return capsys.readouterr().out
+
+
+def test_a_table_of_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = graph(capsys, "--model", UNET, "--stages", "3").splitlines()
+    assert lines[0].startswith(
+        "32 operators (0 computed where they are needed), traced by torch.export; 28 parameters"
+    )
+    assert "inputs: image_NCHW float32[2, 1, 32, 32]" in lines
+    assert "sizes that the model forces: image_NCHW.shape[1] = 1" in lines
+    assert [line.split()[0] for line in lines[-3:]] == ["0", "1", "2"]
+    assert lines[-1].endswith("4 B  mse_loss float32[]")
+    assert "image_NCHW float32[2, 1, 32, 32]" in lines[-2], "the target is carried"
+
+
+def test_tied_weights_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "one tensor: tokens.weight, head.weight" in graph(capsys, "--model", "tests.model.zoo:gpt2")
+
+
+def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(graph(capsys, "--model", UNET, "--stages", "2", "--json"))
+    stages = {op["name"]: op["stage"] for op in told["operators"]}
+    assert set(stages.values()) == {0, 1} and stages[told["loss"]] == 1
+    assert told["stages"][0]["outputs"] == told["stages"][1]["inputs"]
+    sizes = {value["name"]: value["bytes"] for value in told["values"]}
+    assert told["stages"][0]["bytes_out"] == sum(sizes[name] for name in told["stages"][0]["outputs"])
+
+
+def test_dot_has_every_operator_in_its_stages_colour(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = graph(capsys, "--model", UNET, "--stages", "2", "--dot").splitlines()
+    assert (lines[0], lines[-1]) == ("digraph model {", "}")
+    assert sum("fillcolor=" in line for line in lines) == 1 + 32
+    assert {line.split('"')[3] for line in lines if 'fillcolor="#' in line} == {"#a6cee3", "#fdbf6f"}
+    assert sum("->" in line for line in lines) >= 32
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr("peers.graph.importlib.import_module", absent)
+    with pytest.raises(SetupError, match="--png needs matplotlib: pip install matplotlib"):
+        run_graph(GraphOptions(model=UNET, png=Path("x.png")))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_a_picture_is_a_png(tmp_path: Path) -> None:
+    run_graph(GraphOptions(model=UNET, png=tmp_path / "x.png"))
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SetupError, match="cannot be written"):
+        run_graph(GraphOptions(model=UNET, png=tmp_path / "no" / "x.png"))
+
+
+def test_the_decoder_of_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["manifest"])
+    text = capsys.readouterr().out
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    assert "x int64" in graph(capsys, "--model", str(path), "--stages", "2")
+
+
+# --- models that users bring --------------------------------------------------------------------------------
+
+
+def test_a_loss_and_inputs_by_name_may_be_given() -> None:
+    assert from_code(f"{HERE}:apart").trace().graph.inputs == ("input", "target")
+    assert from_code(f"{HERE}:by_name").trace().graph.inputs == ("input",)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("zoo", "a model is given as package.module:function, not 'zoo'"),
+        (
+            "no.such.package:build",
+            "no.such.package:build cannot be imported here: No module named 'no'; install",
+        ),
+        ("tests.model.zoo:vgg", "tests.model.zoo has no vgg: check the name after the colon"),
+        (f"{HERE}:nothing", r"has to return \(module, inputs\), or .*targets\); it returned a tuple"),
+    ],
+)
+def test_a_function_that_is_none_is_refused(spec: str, words: str) -> None:
+    with pytest.raises(SetupError, match=words):
+        from_code(spec)
+
+
+def test_a_config_without_transformers_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr("swarm.model.bring.importlib.import_module", absent)
+    with pytest.raises(SetupError, match=r"needs transformers: pip install 'swarm\[hf\]'"):
+        from_hf({"model_type": "gpt2"}, rows=1, length=8)
+
+
+def test_a_config_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"no\.json cannot be read: .*No such file"):
+        run_graph(GraphOptions(model=f"hf:{tmp_path}/no.json"))
+
+
+@pytest.mark.slow
+def test_models_of_transformers_by_their_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+    path = tmp_path / "config.json"
+    config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 50}
+    path.write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
+    text = graph(capsys, "--model", f"hf:{path}", "--length", "12", "--rows", "3")
+    assert "inputs: input_ids int64[3, 12], labels int64[3, 12]" in text
+    assert "one tensor: transformer.wte.weight, lm_head.weight" in text
+    image = {"model_type": "resnet", "depths": [1, 1], "hidden_sizes": [8, 16], "embedding_size": 4}
+    made = from_hf({**image, "architectures": ["ResNetForImageClassification"]}, rows=3, length=1).trace()
+    assert made.graph.inputs == ("pixel_values", "labels") and made.statistics
+    with pytest.raises(SetupError, match=r"transformers makes no model of this config: .*nonesuch"):
+        from_hf({"model_type": "nonesuch"}, rows=1, length=8)
+
+
+# --- a cut for the eye --------------------------------------------------------------------------------------
+
+
+def chain(count: int) -> OpGraph:
+    operators = tuple(
+        Operator(
+            index=i, name=f"op{i}", target="aten.op", module="", inputs=(), parameters=(), buffers=(),
+            outputs=(f"op{i}",), cheap=False,
+        )
+        for i in range(count)
+    )  # fmt: skip
+    return OpGraph(
+        operators=operators, values={}, inputs=(), loss=f"op{count - 1}", parameters=(), buffers=(), tied=()
+    )
+
+
+@pytest.mark.parametrize(
+    "costs", [[1.0] * 9, [0.0] * 9, [100.0] + [1.0] * 8, [1.0] * 8 + [100.0], [*range(9)]]
+)
+@pytest.mark.parametrize("stages", range(1, 10))
+def test_every_stage_has_an_operator_whatever_they_cost(costs: list[float], stages: int) -> None:
+    assignment = in_a_row(chain(9), costs, stages)
+    assert assignment == sorted(assignment) and set(assignment) == set(range(stages))
+
+
+def test_equal_costs_make_equal_stages_and_too_many_are_refused() -> None:
+    assert in_a_row(chain(9), [1.0] * 9, 3) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    with pytest.raises(SetupError, match="9 operators make no 10 stages; take fewer"):
+        in_a_row(chain(9), [1.0] * 9, 10)
