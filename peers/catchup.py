@@ -1,9 +1,9 @@
 """Coming to where the stage is: by one gradient, by its whole state, or from a checkpoint.
 
-    one step behind           the reduced gradient of that step, from a mate that applied it
-    further behind, joining   the state, from mates
-    nobody of the stage has   a checkpoint: own disk, a mate's, a keeper's; version 0 follows from the seed
-      what the run needs      (`bring_back`: starts a new era if the run must go back for it, I5)
+one step behind           the reduced gradient of that step, from a mate that applied it
+further behind, joining   the state, from mates
+nobody of the stage has   a checkpoint: own disk, a mate's, a keeper's; version 0 follows from the seed
+  what the run needs      (`bring_back`: starts a new era if the run must go back for it, I5)
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class CatchUp:
 
     async def _to_be_had(self) -> tuple[dict[Stage, set[int]], bool]:
         """The saved versions of each stage that are here, or that somebody offers; whether a keeper does."""
-        records = await self._directory.refresh()
+        records = await self._directory.survey()
         keepers = {record.peer for record in records if is_keeper(record)}
         saved = await ask_saved(self._run, self._transport, records)
         from_keeper = any(not keepers.isdisjoint(who) for had in saved.values() for who in had.values())
@@ -183,7 +183,7 @@ class CatchUp:
                 return True
             except SwarmError as error:  # others may have a whole one
                 self._emit(events.Trouble(text=error.text))
-        saved = await ask_saved(self._run, self._transport, await self._directory.refresh())
+        saved = await ask_saved(self._run, self._transport, await self._directory.survey())
         sources = saved[self._stage].get(version, [])
         if sources and await self.download(sources, version=version, era=goal.era):
             return True

@@ -200,6 +200,7 @@ class Council:
         chief = self.coordinator(self._stage)
         if chief is None:
             return
+        self._directory.watch(self._stages_watched(leads=chief == self._me))
         report, losses = self._report()
         if chief == self._me:
             self._members[self._me] = (report, losses, time.monotonic())
@@ -207,6 +208,11 @@ class Council:
         else:
             self._members.pop(self._me, None)
             self._reports.post(chief, (report, losses))
+
+    def _stages_watched(self, *, leads: bool) -> set[Stage]:
+        """Of those who call us, our mates, whom we call; and of the conductor, whom coordinators call."""
+        around = {stage for stage in range(self._stage - 1, self._stage + 2) if 0 <= stage < self._run.S}
+        return around | {0} if leads else around
 
     # -- a member's voice -------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ class NextStage:
             except NoPeerForStage as nobody:
                 busy.clear()
                 await asyncio.sleep(min(1.0, max(0.05, nobody.retry_at - time.monotonic())))
-                await self._directory.refresh()
+                await self._directory.refresh({self.stage})
                 continue
             began = time.monotonic()
             try:
@@ -123,10 +123,10 @@ class NextStage:
         return all(self._router.bans.resting(p, now=now) for p in self._router.peers(self.stage))
 
     def _refresh_peers(self) -> None:
-        records = self._directory.peers()
+        records = self._directory.at(self.stage)
         if records is not self._seen:
             self._seen = records
-            serving = [r.peer for r in records if r.stage == self.stage and r.state == "serving"]
+            serving = [r.peer for r in records if r.state == "serving"]
             self._router.set_peers(self.stage, serving)
 
     def _choose(self, work: Work, exclude: set[PeerId]) -> PeerId:

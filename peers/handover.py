@@ -123,7 +123,7 @@ class HandOver:
 
     def _mates(self) -> list[PeerId]:
         """Who could take a sum, the least loaded first."""
-        mates = self._core.mates(self._directory.peers())
+        mates = self._core.mates(self._directory.at(self._core.stage))
         return [r.peer for r in sorted(mates, key=lambda r: (r.load, r.peer))]
 
     async def _give(self, step: OpenStep, mate: PeerId) -> bool:

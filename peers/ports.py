@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from swarm.ids import PeerId
+from swarm.ids import PeerId, Stage
 from swarm.records import PeerRecord
 from swarm.wire.buffers import Buffer
 
@@ -98,17 +98,42 @@ class Transport(Protocol):
 
 
 class Directory(Protocol):
-    """Who serves what, from the DHT; verified records only, at most a few seconds old."""
+    """Who serves what, from the DHT; verified records only.
+
+    Those of the stages that are watched are a few seconds old, however many peers there are. The others are,
+    too, in a run of hundreds; in a larger one they are as old as `lag_s` says.
+    """
+
+    def watch(self, stages: Collection[Stage] | None) -> None:
+        """With which stages this peer works from now on; None: with all, as at the beginning."""
+        ...
 
     def peers(self) -> Sequence[PeerRecord]:
         """The records known now, sorted by peer id; refreshed in the background.
 
-        Not to be changed. The same object means that nothing has changed: many look for each microbatch.
+        Not to be changed. The same object means that nothing has changed.
         """
         ...
 
-    async def refresh(self) -> Sequence[PeerRecord]:
-        """Ask the DHT now."""
+    def at(self, stage: Stage) -> Sequence[PeerRecord]:
+        """Those of one stage, likewise: many look for each microbatch."""
+        ...
+
+    def find(self, peer: PeerId) -> PeerRecord | None:
+        """That of one peer."""
+        ...
+
+    @property
+    def lag_s(self) -> float:
+        """Seconds since the oldest part of the picture was asked for; infinite before all of it was."""
+        ...
+
+    async def refresh(self, stages: Collection[Stage] | None = None) -> Sequence[PeerRecord]:
+        """Ask the DHT now for some stages, or for those that are watched; all records that are known then."""
+        ...
+
+    async def survey(self) -> Sequence[PeerRecord]:
+        """Ask the DHT now for all stages. For who joins or looks: in a large run it takes seconds."""
         ...
 
     async def announce(self, record: PeerRecord) -> None:

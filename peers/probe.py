@@ -38,9 +38,9 @@ class Prober:
             await asyncio.gather(*asking, return_exceptions=True)
 
     def _ask_all(self) -> None:
-        announced = {r.peer for r in self._directory.peers() if r.state != "left"}
         for peer in self._bans.silent():
-            if peer not in announced:
+            record = self._directory.find(peer)
+            if record is None or record.state == "left":
                 self._bans.forget(peer)
             elif peer not in self._asking and len(self._asking) < MOST_PROBED:
                 self._asking[peer] = asyncio.get_running_loop().create_task(self._ask(peer))

@@ -157,7 +157,7 @@ class Peer:
             if wish >= run.S:
                 raise SetupError(f"--stage {wish}: run {run.name!r} has stages 0 to {run.S - 1}")
             return wish
-        records = await node.directory.refresh()
+        records = await node.directory.survey()
         needy = neediest(records, stages=run.S, now_s=time.time())
         there = [r.stage for r in records if r.state in ("joining", "serving")]
         counts = [there.count(stage) for stage in range(run.S)]

@@ -20,30 +20,15 @@ class Roll:
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._asked_at = float("-inf")
-        self._seen: Sequence[PeerRecord] | None = None
-        self._by_peer: dict[PeerId, PeerRecord] = {}
-        self._by_stage: dict[Stage, list[PeerRecord]] = {}
 
     def at(self, stage: Stage) -> Sequence[PeerRecord]:
         """The records of a stage, in whatever state, sorted by peer id."""
-        self._look()
-        return self._by_stage.get(stage, ())
+        return self._directory.at(stage)
 
     def has(self, peer: PeerId, stage: Stage) -> bool:
         """Whether `peer` announced that it serves, or joins, `stage`."""
-        self._look()
-        record = self._by_peer.get(peer)
+        record = self._directory.find(peer)
         return record is not None and record.stage == stage and record.state != "left"
-
-    def _look(self) -> None:
-        """Sort the records anew if they have changed."""
-        records = self._directory.peers()
-        if records is self._seen:
-            return
-        self._seen, self._by_stage = records, {}
-        self._by_peer = {record.peer: record for record in records}
-        for record in records:
-            self._by_stage.setdefault(record.stage, []).append(record)
 
     async def require(self, peer: PeerId, stage: Stage) -> None:
         """Return if `peer` is announced at `stage`.
@@ -55,7 +40,7 @@ class Roll:
             return
         if time.monotonic() - self._asked_at > REFRESH_S:
             self._asked_at = time.monotonic()
-            await self._directory.refresh()
+            await self._directory.refresh({stage})
             if self.has(peer, stage):
                 return
         raise NotNow(f"peer {short(peer)} is not announced at stage {stage}", retry_after_s=REFRESH_S)

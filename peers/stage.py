@@ -48,10 +48,10 @@ from swarm.model.stage import StageCompute, SumLost
 from swarm.policy.bans import Bans
 from swarm.policy.eras import Join, join_by, may_leave
 from swarm.policy.ledger import from_bytes, members_of
-from swarm.policy.rebalance import Moves, rebalance
+from swarm.policy.rebalance import Moves, is_due, rebalance
 from swarm.policy.rounds import Go, Plan, check_plan, finishes_until_s
 from swarm.policy.router import Router
-from swarm.records import PeerRecord
+from swarm.records import NO_STAGE, PeerRecord
 from swarm.run import Run
 from swarm.wire.messages import (
     AskStatus,
@@ -225,7 +225,7 @@ class StagePeer:
     async def _leave_the_version(self, until: float) -> None:
         """Wait until a mate that stays has our weights: two that leave after a step would take them along."""
         while time.monotonic() < until:
-            told = await self._ask_status(self.core.mates(self._directory.peers()))
+            told = await self._ask_status(self.core.mates(self._directory.at(self.stage)))
             stay = [status.standing for status in told.values() if status.state == "serving"]
             if may_leave(self.core.standing, stay):
                 return
@@ -290,7 +290,7 @@ class StagePeer:
         """Get the weights of the stage: from mates, from a checkpoint, or version 0 from the seed."""
         core = self.core
         lost_since: float | None = None
-        records = await self._directory.refresh()
+        records = await self._directory.survey()
         if await self._resume(records):
             records = await self._directory.refresh()
         while True:
@@ -352,7 +352,7 @@ class StagePeer:
             if resumed or resumed is None:
                 return True
             await asyncio.sleep(RETRY_JOIN_S)
-            records = await self._directory.refresh()
+            records = await self._directory.survey()
         return True
 
     def _say_resumed(self) -> None:
@@ -576,7 +576,7 @@ class StagePeer:
         every, version = self._run.checkpoint_every, self.core.version
         if not (version == self._run.steps or (every and version % every == 0)):
             return
-        pinned = not self.shelf.on_disk and any(map(is_keeper, self._directory.peers()))
+        pinned = not self.shelf.on_disk and any(map(is_keeper, self._directory.at(NO_STAGE)))
         if self._saver is None and not pinned:
             return
         tensors = await self.core.device.run(Rank.STEP, version, self.core.compute.state)
@@ -636,6 +636,10 @@ class StagePeer:
             middle_s = (now_s // period_s + 0.5) * period_s
             await asyncio.sleep(middle_s - now_s + (period_s if middle_s <= now_s else 0))
             await self._directory.refresh()
+            lag_s = self._directory.lag_s
+            if not is_due(period_s=period_s, lag_s=lag_s, now_s=time.time()):
+                self._decided = f"not in this period: what others do is seen here after {lag_s:.0f} s"
+                continue
             decision = rebalance(
                 self._directory.peers(), stages=self._run.S, period_s=period_s, now_s=time.time()
             )
@@ -652,7 +656,7 @@ class StagePeer:
     async def _has_a_mate(self, *, going: set[PeerId]) -> bool:
         """Whether somebody who stays has the weights of our stage (I6). Records outlive who they speak of."""
         core = self.core
-        mates = core.mates(self._directory.peers())
+        mates = core.mates(self._directory.at(self.stage))
         told = await self._ask_status([mate for mate in mates if mate.peer not in going])
         return any(mate.era == core.era and mate.version >= core.version - 1 for mate in told.values())
 

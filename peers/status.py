@@ -136,7 +136,7 @@ async def look(options: StatusOptions) -> tuple[Run, Look]:
     daemon = DaemonOptions(host=options.host, port=options.port, announce=options.announce)
     async with Node(options=daemon, join=options.join, run_id=options.run) as node:
         run = check_id(await node.directory.fetch_manifest(options.run), options.run)
-        records = await node.directory.refresh()
+        records = await node.directory.survey()
         return run, await ask(run, None if options.no_calls else node.transport, records, now=time.time())
 
 

@@ -92,7 +92,7 @@ async def _stage_weights(
     like, partial = compute.state(), Partial()
     reasons: dict[PeerId, str] = {}
     while True:
-        records = await directory.refresh()
+        records = await directory.refresh({stage})
         serving = [r.peer for r in records if r.stage == stage and r.state == "serving"]
         try:
             got = await download_state(run, stage, like, transport, serving, partial=partial)

@@ -24,7 +24,7 @@ from peers.probe import Prober
 from peers.waiting import happens
 from swarm.data import sample_offsets, trainer_order
 from swarm.errors import BadAnswer, Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError
-from swarm.ids import Era, Microbatch, PeerId, Standing
+from swarm.ids import Era, Microbatch, PeerId, Stage, Standing
 from swarm.policy.bans import Bans
 from swarm.policy.eras import check_standing
 from swarm.policy.ledger import from_bytes
@@ -88,7 +88,7 @@ class Trainer:
         self._router = Router(Bans(probed=True))
         self._prober = Prober(run.id, transport, directory, self._router.bans)
         self.patience = Patience()
-        self._seen: Sequence[PeerRecord] | None = None
+        self._seen: dict[Stage, Sequence[PeerRecord]] = {}
         self._ways = Ways()
         self._pace = Pace()
         self._todo = WorkList(lambda t: trainer_order(run.id, t, me, run.M), run.M)
@@ -285,23 +285,20 @@ class Trainer:
     # -- the run ----------------------------------------------------------------------------------
 
     def _refresh_peers(self) -> None:
-        records = self._directory.peers()
-        if records is self._seen:
-            return
-        self._seen = records
-        by_stage: dict[int, list[PeerId]] = {stage: [] for stage in range(self._run.S)}
-        room = 0
-        for record in records:
-            if record.state == "serving" and record.stage in by_stage:
-                by_stage[record.stage].append(record.peer)
-                room += record.max_inflight if record.stage == 0 else 0
-        for stage, peers in by_stage.items():
-            self._router.set_peers(stage, peers)
-            if peers:
-                self._served.add(stage)
-            elif stage in self._served:
-                self._served.discard(stage)
-                self._emit(events.StageLost(stage=stage, version=self._version))
+        for stage in range(self._run.S):
+            records = self._directory.at(stage)
+            if records is not self._seen.get(stage):
+                self._seen[stage] = records
+                self._set_peers(stage, [record for record in records if record.state == "serving"])
+
+    def _set_peers(self, stage: Stage, serving: Sequence[PeerRecord]) -> None:
+        self._router.set_peers(stage, [record.peer for record in serving])
+        if serving:
+            self._served.add(stage)
+        elif stage in self._served:
+            self._served.discard(stage)
+            self._emit(events.StageLost(stage=stage, version=self._version))
+        room = sum(record.max_inflight for record in serving) if stage == 0 else 0
         if not self._settings.window and room:
             self._window.set_largest(room)
 
@@ -314,7 +311,7 @@ class Trainer:
                 now, bans = time.monotonic(), self._router.bans
                 peers = [p for p in self._router.peers(0) if not bans.resting(p, now=now)]
                 if not peers:
-                    await self._directory.refresh()
+                    await self._directory.refresh({0})
                     self._refresh_peers()
                     await asyncio.sleep(0.1)
                     continue

@@ -151,16 +151,19 @@ class TaskKeeper:
 _keeper: contextvars.ContextVar[TaskKeeper | None] = contextvars.ContextVar("task_keeper", default=None)
 
 
+def create_task(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """As `asyncio.create_task`, held by the `TaskKeeper` of this context if there is one."""
+    keeper = _keeper.get()
+    return keeper.create_task(coroutine) if keeper is not None else asyncio.create_task(coroutine)
+
+
 class _KeepingAsyncio:
     """Stands in for the module `asyncio` inside hivemind's modules; only `create_task` differs."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)
 
-    @staticmethod
-    def create_task(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        keeper = _keeper.get()
-        return keeper.create_task(coroutine) if keeper is not None else asyncio.create_task(coroutine)
+    create_task = staticmethod(create_task)
 
 
 for _module in (_node_module, _protocol_module, _traverse_module, _daemon_module, _control_module):
@@ -187,6 +190,7 @@ __all__ = [
     "PeerID",
     "RecordValidatorBase",
     "TaskKeeper",
+    "create_task",
     "dht_pb2",
     "p2pd_pb2",
     "use_protocol",

@@ -1,13 +1,15 @@
 # pyright: reportAttributeAccessIssue=false
-# (protobuf's generated modules carry no types)
+# (hivemind's node does not know that its protocol is ours)
 """Who serves what, from hivemind's DHT. Fulfils `peers.ports.Directory`.
 
 Kademlia finds the nodes near a key; from there on we read and write ourselves, because `DHTNode.get` stops at
-the first node that claims an infinite expiration (a stranger could hide everybody), and because a whole
-search for each of 16 keys every two seconds would cost more than the training's own calls. So each refresh
-asks a few random nodes that together are near all keys, one question per node for all of its keys, and the
-answers add up in a table whose entries leave when they expire. The keys of a node that does not answer are
-asked of others. A search runs every 30 s.
+the first node that claims an infinite expiration (a stranger could hide everybody), and because its answers
+hold all records each time. So each refresh asks a few random nodes, one question per node for all of its
+keys, and gets what is new (`holder.py`); the answers add up in a table whose entries leave when they expire.
+The keys of a node that does not answer are asked of others.
+
+Each stage has keys of its own (`shards.py`). Those of the stages that this peer works with are read first,
+every refresh; the others take turns, within an allowance of bytes, as do all if there are many (`survey.py`).
 
 Nobody is needed for long: who joined knows the addresses of those it met, and those to join at are greeted
 again whenever they were lost, so that a bootstrap that returns finds the run, and two halves become one.
@@ -17,61 +19,80 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import math
 import random
 import time
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import msgspec
 
 from peers.net import envelopes
-from peers.net._hivemind import (
-    DHTID,
-    DHTNode,
-    DHTProtocol,
-    DHTRecord,
-    P2PContext,
-    PeerID,
-    RecordValidatorBase,
-    TaskKeeper,
-    dht_pb2,
-    use_protocol,
-)
+from peers.net._hivemind import DHTID, DHTNode, PeerID, TaskKeeper, use_protocol
 from peers.net.control import AttachedP2P, ControlError, DaemonControl
 from peers.net.daemon import split_peer_id
+from peers.net.envelopes import Announced
+from peers.net.holder import (
+    MAX_ANSWER_BYTES,
+    MAX_KEYS,
+    MAX_KEYS_PER_CALL,
+    MAX_SUBKEYS,
+    Entry,
+    HolderProtocol,
+    RecordCheck,
+)
 from peers.net.identity import Identity
-from peers.net.survey import Survey
+from peers.net.shards import level_for, shards_to_read
+from peers.net.survey import Allowance, Survey, stretch, whom_to_ask
+from peers.net.table import Table
 from peers.waiting import happens
 from swarm.errors import Refused, SetupError
-from swarm.ids import PeerId
-from swarm.records import PeerRecord
+from swarm.ids import PeerId, Stage
+from swarm.records import NO_STAGE, PeerRecord
+from swarm.run import parse_run
 
 logger = logging.getLogger(__name__)
 
 REFRESH_S = 2.0
 RENEW_S = 5.0
 LIFE_S = 20.0
-"""A dead peer's record is gone after this; four renewals may be lost before a living one's is."""
+"""A dead peer's record is gone after this; four renewals may be lost before a living one's is. Both are
+stretched in a large run."""
 MANIFEST_LIFE_S = 300.0
 MANIFEST_RENEW_S = 100.0
 SEARCH_EVERY_S = 30.0
+"""For the nodes near the keys that are read often; stretched in a large run."""
+FAR_SEARCH_EVERY_S = 600.0
 GREET_EVERY_S = 5.0
 """How often those to join at are dialled while we have lost them."""
 JOIN_S = 8.0
 REPLICAS = 5
 FIRST_ANSWERS = 2
 """For each key, in the first refresh: a node that was away has missed what was stored meanwhile."""
+NEAR_QUESTIONS = 8
+FAR_QUESTIONS = 2
+"""Nodes asked in one refresh: a question costs 1 ms of CPU over all processes."""
+NEAR_BYTES_PER_S = 64e3
+FAR_BYTES_PER_S = 16e3
+"""Read in the background. 10 000 peers are 2.5 MB: three minutes."""
+_SAVED_S = 10.0
+"""Allowances are saved up for so long."""
 _RPC_S = 3.0
 _SLOW_S = 0.5
 """Others are asked too when an answer takes longer. On an idle core it takes 2 ms, around the world 0.3 s."""
 _REFRESH_LIMIT_S = 5.0
+_SURVEY_LIMIT_S = 60.0
 _SEARCH_WAIT_S = 1.0
 """A search among dead nodes takes long; our own record must be renewed meanwhile."""
+_FAR_SEARCH_WAIT_S = 10.0
+_ALL_NEAR = 20
+"""With no more nodes in reach searching takes a moment; among more it takes a few questions for each key."""
+_NEAR_STRETCH = 0.2
+"""Of the other times' stretch: a newcomer is seen after 2 s in a run of 500, after 10 s in one of 10 000."""
 _JOIN_GRACE_S = 0.5
 """How long to wait for the other addresses to join at once one of them is reached."""
 _MOST_MET = 64
@@ -79,112 +100,20 @@ _MOST_MET = 64
 _MOST_REJOINED = 20
 _MET_GREETED = 2
 """Of those met and lost, so many are dialled at a time; most of them are dead."""
-_CLOCK_MARGIN_S = 60.0
-_MAX_KEYS_PER_STORE = 64
-_MAX_SUBKEYS = 1024
-"""Under one key: 0.7 MB in one answer, of the 4 MiB at which hivemind's unary calls hang."""
-_MAX_KEYS = 4096
-_MAX_ENTRIES = 16384
-"""That a node stores for others: about 15 MB."""
-_MAX_ANSWER_BYTES = 1 << 20
-_MAX_RECORD_GUESS = 700
 
-
-@functools.lru_cache(maxsize=8192)
-def _checked(key: bytes, subkey: bytes, value: bytes, expires: float) -> str:
-    """'' if the DHT may hold this, else the reason why not. Cached: a record is seen many times."""
-    try:
-        owner = msgspec.msgpack.decode(subkey, type=str)
-    except msgspec.DecodeError:
-        return "a subkey that is not a text"
-    try:
-        if len(owner) == 52 and len(value) <= envelopes.MAX_ENVELOPE_BYTES:
-            with contextlib.suppress(Refused):
-                if _id(envelopes.manifest_key(envelopes.open_manifest(value, owner)[0])) == key:
-                    return ""
-            record = envelopes.open_record(value, owner, expires)
-            home = envelopes.peers_key(record.run, envelopes.shard_of(record.peer))
-        else:
-            home = envelopes.manifest_key(envelopes.open_manifest(value, owner)[0])
-    except Refused as refusal:
-        return refusal.text
-    return "" if _id(home) == key else "a value under a key where it does not belong"
-
-
-@functools.lru_cache(maxsize=4096)
-def _id(key: str) -> bytes:
-    return DHTID.generate(source=key).to_bytes()
-
-
-class RecordCheck(RecordValidatorBase):
-    """What our node stores, and believes when it reads: see `envelopes`. Counts what it refuses."""
-
-    def __init__(self) -> None:
-        self.rejected: Counter[str] = Counter()
-
-    def validate(self, record: DHTRecord) -> bool:
-        if record.expiration_time > time.time() + envelopes.MAX_LIFE_S + _CLOCK_MARGIN_S:
-            reason = "a value that wants to live too long"
-        elif len(record.value) > envelopes.MAX_PACKED_MANIFEST_BYTES or len(record.subkey) > 100:
-            reason = "a value that is too large"
-        else:
-            reason = _checked(record.key, record.subkey, record.value, record.expiration_time)
-        if reason:
-            if reason in self.rejected or len(self.rejected) < 100:
-                self.rejected[reason] += 1
-            logger.debug("refused a DHT record: %s", reason)
-        return not reason
-
-
-class _BoundedProtocol(DHTProtocol):
-    """hivemind's DHT protocol, which stores whatever anybody sends, with limits."""
-
-    _entries = 0
-    _counted_at = 0.0
-
-    async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
-        count = len(request.keys)
-        aligned = count == len(request.values) == len(request.expiration_time) == len(request.in_cache)
-        if (
-            not aligned
-            or count != len(request.subkeys)
-            or count > _MAX_KEYS_PER_STORE
-            or not all(self._room(key) for key in request.keys)
-        ):
-            return dht_pb2.StoreResponse(
-                store_ok=[False] * min(count, _MAX_KEYS_PER_STORE), peer=self.node_info
-            )
-        self._entries += count
-        return await super().rpc_store(request, context)
-
-    async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
-        del request.keys[_MAX_KEYS_PER_STORE:]
-        return await super().rpc_find(request, context)
-
-    def _room(self, key: bytes) -> bool:
-        now = time.monotonic()
-        if now - self._counted_at > 1.0:
-            self._counted_at = now
-            self._entries = sum(
-                len(getattr(item.value, "data", ())) or 1
-                for storage in (self.storage, self.cache)
-                for item in list(storage.data.values())
-            )
-        if self._entries >= _MAX_ENTRIES or len(key) != DHTID.HASH_NBYTES:
-            return False
-        held = self.storage.data.get(DHTID.from_bytes(key))
-        return held is None or len(getattr(held.value, "data", ())) < _MAX_SUBKEYS
-
-
-use_protocol(_BoundedProtocol)
+use_protocol(HolderProtocol)
 
 
 @dataclass(slots=True)
-class _Known:
-    """A verified record and the Unix time at which it ends."""
+class _Place:
+    """A key that we read or write: where it is, and when it was read. Monotonic seconds."""
 
-    record: PeerRecord
-    expires: float
+    key: bytes
+    key_id: DHTID
+    read_at: float = -math.inf
+    searched_at: float = -math.inf
+    near: list[tuple[DHTID, PeerID]] = field(default_factory=list)
+    """Nodes that a search found; the routing table alone knows the nodes near ourselves."""
 
 
 class NetDirectory:
@@ -217,16 +146,23 @@ class NetDirectory:
         self._online = False
         """Our p2pd runs, and the node above is on it."""
         self._keeper = TaskKeeper()
-        self._known: dict[PeerId, _Known] = {}
-        self._listed: list[PeerRecord] | None = None
-        """What `peers` says until something changes, or `_listed_until`."""
-        self._listed_until = 0.0
+        self._table = Table(identity.peer_id)
+        self._places: dict[str, _Place] = {}
+        self._stages = 0
+        """Of the run, once its manifest is known."""
+        self._watched: frozenset[Stage] | None = None
+        self._near = Allowance(NEAR_BYTES_PER_S, NEAR_BYTES_PER_S * _SAVED_S)
+        self._far = Allowance(FAR_BYTES_PER_S, FAR_BYTES_PER_S * _SAVED_S)
         self._met: dict[PeerId, tuple[str, ...]] = {}
         """Addresses of those whose records we saw, the latest last."""
         self._moved_to: tuple[str, ...] = ()
+        self.read_bytes = 0
+        """That questions and their answers took so far."""
         self._refreshed = False
         self._own: PeerRecord | None = None
         self._own_expires = 0.0
+        self._level = 0
+        """How far we spread our own record."""
         self._stored_at = 0.0
         self._changed = asyncio.Event()
         self._manifest: tuple[str, PeerId, bytes] | None = None
@@ -266,7 +202,7 @@ class NetDirectory:
                 cache_nearest=0,
                 cache_locally=False,
                 cache_on_store=False,
-                cache_size=_MAX_KEYS,
+                cache_size=1,
                 # A node that was dead or cut off is tried again in every search: it may be back.
                 backoff_rate=1.0,
                 record_validator=self.check,
@@ -283,7 +219,7 @@ class NetDirectory:
             if type(error).__name__ != "ValidationError":
                 raise
             raise SetupError(_explain_validation(str(error))) from None
-        node.protocol.storage.maxsize = _MAX_KEYS
+        node.protocol.storage.maxsize = MAX_KEYS
         if self._node is not None:  # what others gave us to keep outlives our p2pd
             for key_id, item in list(self._node.protocol.storage.items()):
                 for subkey, entry in list(getattr(item.value, "data", {}).items()):
@@ -310,6 +246,7 @@ class NetDirectory:
         self._p2p, self._control, self._moved_to = p2p, control, moved_to
         self._stored_at = self._searched_at = self._greeted_at = self._manifest_stored_at = 0.0
         self._refreshed = False
+        self._places.clear()
         latest = list(self._met)[-_MOST_REJOINED:]
         with self._keeper.keeping():
             await self._begin(await self._connect(self._join + self._met_addresses(latest)))
@@ -388,21 +325,18 @@ class NetDirectory:
         if not 0 <= now - self._greeted_at < GREET_EVERY_S or not self._neighbours_known():
             self._greeted_at = now
             self._greet()
-        if not 0 <= now - self._searched_at < SEARCH_EVERY_S or not self._neighbours_known():
-            await self._search()
-        if self._own is not None and (self._stored_at == 0.0 or now - self._stored_at >= self._renew_s):
+        search_every_s = SEARCH_EVERY_S * self._stretch
+        if not 0 <= now - self._searched_at < search_every_s or not self._neighbours_known():
+            await self._search(self._places_of(self._near_stages()))
+        renew_s = self._renew_s * self._stretch
+        if self._own is not None and (self._stored_at == 0.0 or now - self._stored_at >= renew_s):
             await self._store_own()
         if self._manifest is not None and now - self._manifest_stored_at >= self._manifest_renew_s:
             await self._store_manifest()
         if self.run_id is not None:
-            await self._refresh()
+            await self._read_some()
 
     # -- finding nodes --------------------------------------------------------------------------
-
-    def _keys(self) -> list[str]:
-        if self.run_id is None:
-            return []
-        return [envelopes.peers_key(self.run_id, shard) for shard in range(envelopes.SHARDS)]
 
     @property
     def online(self) -> bool:
@@ -417,16 +351,25 @@ class NetDirectory:
         """How many nodes of the DHT we know."""
         return len(self._node.protocol.routing_table.uid_to_peer_id) if self._node is not None else 0
 
-    async def _search(self) -> None:
-        """Look for the nodes near our own id and our keys. Waits a moment only; the search goes on."""
-        assert self._node is not None
+    async def _search(self, places: Sequence[_Place], *, wait_s: float = _SEARCH_WAIT_S) -> None:
+        """Look for the nodes near our own id and some keys. Waits a moment only; the search goes on."""
         if self._searching is None or self._searching.done():
             self._searched_at = time.time()
-            queries = [self._node.node_id, *(DHTID.generate(source=key) for key in self._keys())]
-            self._searching = self._kept(
-                self._node.find_nearest_nodes(queries, k_nearest=REPLICAS, beam_size=REPLICAS)
-            )
-        await asyncio.wait([self._searching], timeout=_SEARCH_WAIT_S)
+            self._searching = self._kept(self._search_for(places))
+        await asyncio.wait([self._searching], timeout=wait_s)
+
+    async def _search_for(self, places: Sequence[_Place]) -> None:
+        assert self._node is not None
+        for place in places:
+            place.searched_at = time.monotonic()
+        found = await self._node.find_nearest_nodes(
+            [self._node.node_id, *(place.key_id for place in places)],
+            k_nearest=REPLICAS,
+            beam_size=REPLICAS,
+            exclude_self=True,
+        )
+        for place in places:
+            place.near = list(found[place.key_id].items())
 
     def _greet(self) -> None:
         """Dial, in the background, those to join at that we lost, and some of those we met and lost.
@@ -474,56 +417,157 @@ class NetDirectory:
 
         return self._keeper.create_task(run())
 
-    def _nearest(self, key: str, count: int) -> list[PeerID]:
-        """Nodes near the key, nearest first, from the routing table; without us."""
+    def _nearest(self, place: _Place, count: int) -> list[PeerID]:
+        """Nodes near a key, nearest first: those found by searching, and those of the routing table; not
+        us."""
         assert self._node is not None
         table = self._node.protocol.routing_table
-        near = table.get_nearest_neighbors(DHTID.generate(source=key), count, exclude=self._node.node_id)
-        return list(dict.fromkeys(peer for _, peer in near))  # a stranger may claim several places
+        known = table.get_nearest_neighbors(place.key_id, count, exclude=self._node.node_id)
+        near = sorted({*known, *place.near}, key=lambda one: one[0].xor_distance(place.key_id))
+        return list(dict.fromkeys(peer for _, peer in near))[:count]  # a stranger may claim several places
+
+    # -- which keys -----------------------------------------------------------------------------
+
+    def watch(self, stages: Collection[Stage] | None) -> None:
+        self._watched = None if stages is None else frozenset(stages)
+
+    def _all_stages(self) -> list[Stage]:
+        return [NO_STAGE, *sorted({*range(self._stages), *(self._watched or ())})]
+
+    def _near_stages(self) -> list[Stage]:
+        """Keepers are few, and all peers ask whether there are any."""
+        return self._all_stages() if self._watched is None else [NO_STAGE, *sorted(self._watched)]
+
+    def _place(self, key: str) -> _Place:
+        if key not in self._places:
+            key_id = DHTID.generate(source=key)
+            self._places[key] = _Place(key_id.to_bytes(), key_id)
+        return self._places[key]
+
+    def _places_of(self, stages: Iterable[Stage]) -> list[_Place]:
+        """Where records of these stages may lie, as far as we know; those that were read longest ago
+        first."""
+        if self.run_id is None:
+            return []
+        places = [
+            self._place(envelopes.peers_key(self.run_id, shard))
+            for stage in stages
+            for shard in shards_to_read(stage, self._table.levels(stage))
+        ]
+        return sorted(places, key=lambda place: place.read_at)
+
+    @property
+    def _stretch(self) -> float:
+        return stretch(len(self._table))
+
+    @property
+    def lag_s(self) -> float:
+        places = self._places_of(self._all_stages())
+        return time.monotonic() - min((place.read_at for place in places), default=-math.inf)
 
     # -- reading --------------------------------------------------------------------------------
 
     def peers(self) -> Sequence[PeerRecord]:
-        now = time.time()
-        if self._listed is not None and now < self._listed_until:
-            return self._listed
-        for peer in [peer for peer, known in self._known.items() if known.expires <= now]:
-            del self._known[peer]
-        records = {peer: known.record for peer, known in self._known.items()}
-        if self._own is not None and self._own.run == self.run_id:
-            records[self._own.peer] = self._own
-        self._listed = [records[peer] for peer in sorted(records)]
-        self._listed_until = min((known.expires for known in self._known.values()), default=math.inf)
-        return self._listed
+        return self._table.all(now=time.time())
 
-    async def refresh(self) -> Sequence[PeerRecord]:
-        if self._online:
-            with self._keeper.keeping():
-                if not self._searched_at or not self._neighbours_known():
-                    await self._search()
-                await self._refresh()
+    def at(self, stage: Stage) -> Sequence[PeerRecord]:
+        return self._table.at(stage, now=time.time())
+
+    def find(self, peer: PeerId) -> PeerRecord | None:
+        return self._table.find(peer, now=time.time())
+
+    async def refresh(self, stages: Collection[Stage] | None = None) -> Sequence[PeerRecord]:
+        if stages is None:
+            await self._find_stages()
+        await self._read_all(self._near_stages() if stages is None else stages, _REFRESH_LIMIT_S)
         return self.peers()
 
-    async def _refresh(self) -> None:
-        holders: dict[DHTID, list[PeerID]] = {}
-        spare: dict[DHTID, list[PeerID]] = {}
-        for key in self._keys():
-            key_id = DHTID.generate(source=key)
-            near = self._nearest(key, 2 * REPLICAS)
-            holders[key_id], spare[key_id] = near[:REPLICAS], near[REPLICAS:]
-            self._take(key_id.to_bytes(), self._stored_here(key_id))
-        survey = Survey(holders, spare, self._random, answers=1 if self._refreshed else FIRST_ANSWERS)
-        # No answer may come near the size that hangs hivemind's unary calls.
-        per_key = _MAX_RECORD_GUESS * (1 + len(self._known) // envelopes.SHARDS)
-        batch = max(1, min(envelopes.SHARDS, _MAX_ANSWER_BYTES // per_key))
+    async def survey(self) -> Sequence[PeerRecord]:
+        await self._find_stages()
+        await self._read_all(self._all_stages(), _SURVEY_LIMIT_S)
+        return self.peers()
+
+    async def _read_all(self, stages: Collection[Stage], limit_s: float) -> None:
+        """Read everything of some stages now. How far a stage is spread turns out while it is read."""
+        began = time.monotonic()
+        with self._keeper.keeping():
+            while self._online and time.monotonic() < began + limit_s:
+                places = [place for place in self._places_of(stages) if place.read_at < began]
+                if not places:
+                    break
+                if not self._neighbours_known() or any(place.searched_at == -math.inf for place in places):
+                    wait_s = _SEARCH_WAIT_S if self.neighbours <= _ALL_NEAR else _FAR_SEARCH_WAIT_S
+                    await self._search(places, wait_s=wait_s)
+                if not await self._read(places, lambda _: (None, MAX_ANSWER_BYTES), limit_s=limit_s):
+                    break  # nobody answers
+        self._refreshed = self._refreshed or self._neighbours_known()
+
+    async def _read_some(self) -> None:
+        """What is due in this refresh: of the stages that we work with, then of the others."""
+        near_stages = self._near_stages()
+        near = self._places_of(near_stages)
+        far = self._places_of(stage for stage in self._all_stages() if stage not in near_stages)
+        if not self._refreshed:
+            await self._read_all(near_stages, _REFRESH_LIMIT_S)
+            return
+        now = time.monotonic()
+        due_s = self._refresh_s * (self._stretch - 1.0) * _NEAR_STRETCH
+        near = [place for place in near if now - place.read_at >= due_s]
+        old = [place for place in far if now - place.searched_at > FAR_SEARCH_EVERY_S][:MAX_KEYS_PER_CALL]
+        if old and (self._searching is None or self._searching.done()):
+            await self._search(old, wait_s=0.0 if self.neighbours > _ALL_NEAR else _SEARCH_WAIT_S)
+        far = [place for place in far if place.searched_at > -math.inf]
+        holders = {place.key: self._nearest(place, REPLICAS) for place in (*near, *far)}
+        first = whom_to_ask(
+            {place.key: holders[place.key] for place in near}, self._random, most=NEAR_QUESTIONS
+        )
+        then = whom_to_ask(
+            {place.key: holders[place.key] for place in far}, self._random, most=FAR_QUESTIONS, asked=first
+        )
+        only_far = then.keys() - first.keys()
+        near_bytes = self._near.left(now=now) // max(1, len(first))
+        far_bytes = self._far.left(now=now) // max(1, len(only_far))
+        whom = {key: peer for asked in (then, first) for peer, keys in asked.items() for key in keys}
+        await self._read(
+            [place for place in (*near, *far) if place.key in whom or not holders[place.key]],
+            lambda peer: (self._far, far_bytes) if peer in only_far else (self._near, near_bytes),
+            whom=whom,
+            limit_s=_REFRESH_LIMIT_S,
+        )
+
+    async def _read(
+        self,
+        places: Sequence[_Place],
+        allowed: Callable[[PeerID], tuple[Allowance | None, int]],
+        *,
+        limit_s: float,
+        whom: Mapping[bytes, PeerID] | None = None,
+    ) -> bool:
+        """Ask for what is new under some keys; whether that was answered for any of them.
+
+        `allowed`: how many bytes a node may answer with, and what they are taken from. `whom`: who is asked
+        for a key unless it fails.
+        """
+        by_key = {place.key: place for place in places}
         clock = asyncio.get_running_loop().time
-        end = clock() + _REFRESH_LIMIT_S
-        asking: dict[asyncio.Task[bool], tuple[PeerID, list[DHTID], float]] = {}
+        began, end = time.monotonic(), clock() + limit_s
+        holders: dict[bytes, list[PeerID]] = {}
+        spare: dict[bytes, list[PeerID]] = {}
+        for place in places:
+            self._take(place.key, self._stored_here(place.key_id))
+            near = self._nearest(place, 2 * REPLICAS)
+            first = near[:REPLICAS] if whom is None else [whom[place.key]] if near else []
+            holders[place.key], spare[place.key] = first, [peer for peer in near if peer not in first]
+            if not near:
+                place.read_at = began  # we are alone
+        survey = Survey(holders, spare, self._random, answers=1 if self._refreshed else FIRST_ANSWERS)
+        asking: dict[asyncio.Task[bool], tuple[PeerID, list[bytes], float]] = {}
         while self._online:
             for peer, keys in survey.ask().items():
-                for start in range(0, len(keys), batch):
-                    some = keys[start : start + batch]
-                    asking[self._keeper.create_task(self._ask(peer, some))] = (peer, some, clock())
+                for start in range(0, len(keys), MAX_KEYS_PER_CALL):
+                    some = keys[start : start + MAX_KEYS_PER_CALL]
+                    question = self._ask(peer, [by_key[key] for key in some], *allowed(peer))
+                    asking[self._keeper.create_task(question)] = (peer, some, clock())
             if survey.over or clock() >= end:
                 break  # what still comes goes into the table
             done, _ = await asyncio.wait(asking, timeout=_SLOW_S, return_when=asyncio.FIRST_COMPLETED)
@@ -534,64 +578,54 @@ class NetDirectory:
             for peer, keys, since in asking.values():
                 if clock() - since >= _SLOW_S:
                     survey.late(peer, keys)
-        self._refreshed = self._refreshed or self._neighbours_known()
+        return any(place.read_at >= began for place in places)
 
-    async def _ask(self, peer: PeerID, keys: Sequence[DHTID]) -> bool:
-        """Take in what one node has under some keys; whether it answered."""
-        found = await self._find(peer, keys)
-        for key_id, entries in (found or {}).items():
-            self._take(key_id.to_bytes(), entries)
-        return found is not None
-
-    async def _find(
-        self, peer: PeerID, keys: Sequence[DHTID]
-    ) -> dict[DHTID, dict[object, tuple[bytes, float]]] | None:
-        """Ask one node for the entries under some keys. What it answers went through `RecordCheck`.
-
-        None if it did not answer.
-        """
+    async def _ask(
+        self, peer: PeerID, places: Sequence[_Place], allowance: Allowance | None, most_bytes: int
+    ) -> bool:
+        """Take in what is new at one node under some keys; whether it answered."""
         assert self._node is not None
-        answer = await self._node.protocol.call_find(peer, keys)
-        if answer is None:
-            return None
-        found: dict[DHTID, dict[object, tuple[bytes, float]]] = {}
-        for key_id, (item, _) in answer.items():
-            data = getattr(item.value, "data", None) if item is not None else None
-            if isinstance(data, dict):
-                found[key_id] = {
-                    subkey: (entry.value, entry.expiration_time) for subkey, entry in data.items()
-                }
-        return found
-
-    def _stored_here(self, key_id: DHTID) -> dict[object, tuple[bytes, float]]:
-        assert self._node is not None
-        item = self._node.protocol.storage.get(key_id)
-        data = getattr(item.value, "data", {}) if item is not None else {}
-        return {subkey: (entry.value, entry.expiration_time) for subkey, entry in data.items()}
-
-    def _take(self, key: bytes, entries: dict[object, tuple[bytes, float]]) -> None:
-        """Into the table: verified (again), ours, unexpired, newer than what we have."""
         now = time.time()
-        for subkey, (value, expires) in entries.items():
-            if not isinstance(subkey, str) or expires <= now or subkey == self._identity.peer_id:
+        known = {
+            place.key: dict(islice(self._table.under(place.key, now=now).items(), MAX_SUBKEYS))
+            for place in places
+        }
+        answered = await self._node.protocol.call_read(peer, known, most_bytes)
+        if answered is None:
+            for place in places:
+                place.near = [one for one in place.near if one[1] != peer]
+            return False
+        found, size = answered
+        self.read_bytes += size
+        if allowance is not None:
+            allowance.spend(size)
+        for place in places:
+            one = found[place.key]
+            news = self._take(place.key, one.entries)
+            if not (news and one.left):  # else there is more, and it is read next
+                place.read_at = time.monotonic()
+        return True
+
+    def _stored_here(self, key_id: DHTID) -> list[Entry]:
+        assert self._node is not None
+        return self._node.protocol.entries(key_id)
+
+    def _take(self, key: bytes, entries: Iterable[Entry]) -> bool:
+        """Into the table: verified, ours, unexpired, newer than what we have; whether there was any such."""
+        now, news = time.time(), False
+        known = self._table.under(key, now=now)
+        for entry in entries:
+            if entry.expires <= max(now, known.get(entry.subkey, 0.0)):
                 continue
-            known = self._known.get(subkey)
-            if known is not None and known.expires >= expires:
+            opened = self.check.open(key, entry)
+            if not isinstance(opened, Announced) or opened.record.run != self.run_id:
                 continue
-            if not isinstance(value, bytes) or not self.check.validate(
-                DHTRecord(key, msgspec.msgpack.encode(subkey), value, expires)
-            ):
-                continue
-            try:
-                record = envelopes.open_record(value, subkey, expires)
-            except Refused:
-                continue
-            if record.run == self.run_id:
-                self._known[subkey] = _Known(record, expires)
-                self._listed = None
-                self._meet(record)
-                if self._learn is not None and record.addresses:
-                    self._learn(subkey, record.addresses)
+            if self._table.put(opened, key):
+                news = True
+                self._meet(opened.record)
+                if self._learn is not None and opened.record.addresses:
+                    self._learn(opened.record.peer, opened.record.addresses)
+        return news
 
     def _meet(self, record: PeerRecord) -> None:
         self._met.pop(record.peer, None)
@@ -611,14 +645,14 @@ class NetDirectory:
         Raises:
             ValueError: the record is not about us, or larger than `MAX_RECORD_BYTES`.
         """
-        before, self._own, self._listed = self._own, record, None
         envelopes.seal_record(record, time.time(), self._identity)  # a wrong record fails here
-        if before is None or (before.run, before.stage, before.state) != (
-            record.run,
-            record.stage,
-            record.state,
-        ):
-            with self._keeper.keeping():
+        before = self._own
+        same = before is not None and (before.run, before.stage) == (record.run, record.stage)
+        with self._keeper.keeping():
+            if before is not None and not same:
+                await self.withdraw()  # it lies under other keys
+            self._set_own(record)
+            if not same or before is None or before.state != record.state:
                 await self._store_own()
 
     async def withdraw(self) -> None:
@@ -627,9 +661,14 @@ class NetDirectory:
             return
         record = msgspec.structs.replace(self._own, state="left")
         with self._keeper.keeping():
-            self._own, self._listed = record, None
+            self._set_own(record)
             await self._store_own()
-        self._own = self._listed = None
+        self._set_own(None)
+        self._level = 0
+
+    def _set_own(self, record: PeerRecord | None) -> None:
+        self._own = record
+        self._table.set_own(record if record is not None and record.run == self.run_id else None)
 
     async def _store_own(self) -> None:
         assert self._own is not None
@@ -638,26 +677,35 @@ class NetDirectory:
             return
         self._stored_at = time.time()
         # Later than any earlier one, also when the clock was set back: the DHT keeps the latest.
-        self._own_expires = max(self._stored_at + self._life_s, self._own_expires + 0.001)
+        life_s = min(self._life_s * self._stretch, envelopes.MAX_LIFE_S)
+        self._own_expires = max(self._stored_at + life_s, self._own_expires + 0.001)
         record = self._own
         if self._moved_to:
             record = msgspec.structs.replace(record, addresses=self._moved_to)
-        value = envelopes.seal_record(record, self._own_expires, self._identity)
-        key = envelopes.peers_key(record.run, envelopes.shard_of(record.peer))
-        if await self._store(key, record.peer, value, self._own_expires) == 1 and (self._join or self._met):
+        mates = sum(self._table.levels(record.stage).values()) if record.run == self.run_id else 0
+        self._level = level_for(1 + mates, self._level)
+        value = envelopes.seal_record(record, self._own_expires, self._identity, level=self._level)
+        entry = Entry(record.peer, value, self._own_expires)
+        keys = envelopes.record_keys(record, self._level)
+        took = await asyncio.gather(*(self._store(key, entry) for key in keys))
+        if took[0] == 1 and (self._join or self._met):
             self._stored_at = 0.0  # nobody but us has it: again in the next round
 
-    async def _store(self, key: str, subkey: str, value: bytes, expires: float) -> int:
+    async def _store(self, key: str, entry: Entry) -> int:
         """Put a value on the nodes nearest to the key; how many took it."""
         assert self._node is not None
-        key_id = DHTID.generate(source=key)
-        self._node.protocol.storage.store(key_id, value, expires, subkey=subkey)
+        place, protocol = self._place(key), self._node.protocol
+        protocol.storage.store(place.key_id, entry.value, entry.expires, subkey=entry.subkey)
         if not self._online:
             return 0
+        if place.searched_at == -math.inf:
+            await self._search([place])
         answers = await asyncio.gather(
             *(
-                self._node.protocol.call_store(peer, [key_id], [value], expires, subkeys=[subkey])
-                for peer in self._nearest(key, REPLICAS)
+                protocol.call_store(
+                    peer, [place.key_id], [entry.value], entry.expires, subkeys=[entry.subkey]
+                )
+                for peer in self._nearest(place, REPLICAS)
             )
         )
         return 1 + sum(bool(answer and answer[0]) for answer in answers)
@@ -675,15 +723,27 @@ class NetDirectory:
         self._manifest = (run_id, owner, value)
         with self._keeper.keeping():
             if self._online and not self._neighbours_known():
-                await self._search()
+                await self._search([])
             await self._store_manifest()
+        self._learn_stages(run_id, text)
         return run_id
+
+    async def _find_stages(self) -> None:
+        """How many stages the run has, if nobody asked for its manifest yet."""
+        if self.run_id is not None and not self._stages and self._watched is None:
+            with self._keeper.keeping(), contextlib.suppress(SetupError):
+                await self.fetch_manifest(self.run_id, timeout_s=_SEARCH_WAIT_S)
+
+    def _learn_stages(self, run_id: str, text: str) -> None:
+        if run_id == self.run_id:
+            self._stages = parse_run(text).S
 
     async def _store_manifest(self) -> None:
         assert self._manifest is not None
         run_id, owner, value = self._manifest
         self._manifest_stored_at = time.time() if self._online else 0.0
-        await self._store(envelopes.manifest_key(run_id), owner, value, time.time() + self._manifest_life_s)
+        entry = Entry(owner, value, time.time() + self._manifest_life_s)
+        await self._store(envelopes.manifest_key(run_id), entry)
 
     async def fetch_manifest(self, run_id: str, *, timeout_s: float = 10.0) -> str:
         """The text of a run's manifest: its hash is the id, and its owner, if it names one, signed it.
@@ -699,6 +759,7 @@ class NetDirectory:
             while True:
                 text = await self._look_for_manifest(run_id, key, min(_RPC_S, timeout_s))
                 if text is not None:
+                    self._learn_stages(run_id, text)
                     return text
                 if time.monotonic() >= deadline:
                     refused = ", ".join(sorted(self.check.rejected)[:3])
@@ -706,19 +767,19 @@ class NetDirectory:
                         f"nobody here knows a run {run_id}: check the id, and that a peer of that run is up"
                         + (f" (refused from others: {refused})" if refused else "")
                     )
-                if self._node is not None and self._online:
-                    nearer = self._node.find_nearest_nodes([DHTID.generate(source=key)], k_nearest=REPLICAS)
-                    await asyncio.wait([self._kept(nearer)], timeout=_SEARCH_WAIT_S)
+                if self._online:
+                    await self._search([self._place(key)])
                 await asyncio.sleep(0.3)
 
     async def _look_for_manifest(self, run_id: str, key: str, limit_s: float) -> str | None:
         """The manifest, from the first node near its key that has it."""
-        if not self._online:
+        if not self._online or self._node is None:
             return None
-        key_id = DHTID.generate(source=key)
-        text = self._take_manifest(run_id, self._stored_here(key_id))
+        place = self._place(key)
+        text = self._take_manifest(run_id, place.key, self._stored_here(place.key_id))
         asking = {
-            self._keeper.create_task(self._find(peer, [key_id])) for peer in self._nearest(key, 2 * REPLICAS)
+            self._keeper.create_task(self._node.protocol.call_read(peer, {place.key: {}}, MAX_ANSWER_BYTES))
+            for peer in self._nearest(place, 2 * REPLICAS)
         }
         end = time.monotonic() + limit_s
         while text is None and asking and time.monotonic() < end:
@@ -726,17 +787,20 @@ class NetDirectory:
                 asking, timeout=end - time.monotonic(), return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
-                found = None if task.cancelled() else task.result()
-                text = text or self._take_manifest(run_id, (found or {}).get(key_id, {}))
+                answered = None if task.cancelled() else task.result()
+                if answered is not None:
+                    text = text or self._take_manifest(run_id, place.key, answered[0][place.key].entries)
         return text
 
-    def _take_manifest(self, run_id: str, entries: dict[object, tuple[bytes, float]]) -> str | None:
+    def _take_manifest(self, run_id: str, key: bytes, entries: Iterable[Entry]) -> str | None:
         """The text of the run's manifest, if it is among the entries; we keep it published from now on."""
-        for owner, (value, _) in entries.items():
+        for entry in entries:
+            if self.check.open(key, entry) != "":
+                continue
             with contextlib.suppress(Refused):
-                found, text = envelopes.open_manifest(value, str(owner))
+                found, text = envelopes.open_manifest(entry.value, entry.subkey)
                 if found == run_id:
-                    self._manifest = (run_id, str(owner), value)
+                    self._manifest = (run_id, entry.subkey, entry.value)
                     # Not all peers at the same moment.
                     self._manifest_stored_at = time.time() - self._manifest_renew_s * self._random.random()
                     return text

@@ -1,8 +1,10 @@
 """What we keep in the DHT: a peer's record signed by that peer, and a run's manifest that proves itself.
 
-A record lies at key `{run}.peers.{shard}`, subkey peer id. Its signature covers run, expiration and record,
-so nobody can move it, prolong it, or speak for another peer. A manifest lies at `{run}.manifest`; its hash
-is the run's id, and if it names an owner, the subkey is the owner and the owner's signature is with it.
+A record lies under keys of its run and stage (`shards.py`), subkey peer id. Its signature covers run,
+expiration and record, so nobody can move it, prolong it, or speak for another peer. It is packed without
+names of fields and without what the subkey says: 250 bytes, of which all peers together renew a hundred a
+second. A manifest lies at `{run}.manifest`; its hash is the run's id, and if it names an owner, the subkey is
+the owner and the owner's signature is with it.
 
 Opening is for strangers' bytes: bounded, and refused with a reason.
 """
@@ -17,19 +19,49 @@ from typing import Annotated
 import msgspec
 
 from peers.net.identity import SIGNATURE_BYTES, Identity, verify
+from peers.net.shards import MOST_LEVEL, Shard, homes
 from swarm.errors import Refused, SetupError
-from swarm.ids import PeerId
-from swarm.records import MAX_RECORD_BYTES, NO_STAGE, PeerRecord
+from swarm.ids import PeerId, Stage
+from swarm.records import MAX_RECORD_BYTES, NO_STAGE, PeerRecord, State
 from swarm.run import parse_run
 
-SHARDS = 16
-"""Peers of a run are spread over this many keys: one value stays far below the 4 MiB that hang a call."""
 MAX_MANIFEST_BYTES = 16 * 1024
 MAX_ENVELOPE_BYTES = MAX_RECORD_BYTES + SIGNATURE_BYTES + 32
 MAX_PACKED_MANIFEST_BYTES = MAX_MANIFEST_BYTES + 256
 MAX_ADDRESSES = 16
 MAX_LIFE_S = 600.0
 """Nothing may be stored for longer: what a stranger leaves behind goes away by itself."""
+
+
+class Announced(msgspec.Struct, frozen=True):
+    """A record that was opened."""
+
+    record: PeerRecord
+    level: int
+    """How far its peer thinks that its stage is spread."""
+    expires: float
+    """Unix time."""
+
+
+class _Packed(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A `PeerRecord` in the DHT. New fields come last, with defaults: readers ignore what they do not
+    know."""
+
+    run: str
+    stage: Stage
+    level: int
+    state: State
+    version: int
+    speed: float
+    load: float
+    movable: bool
+    state_bytes: int
+    bandwidth_bps: float
+    max_inflight: int
+    device: str
+    addresses: tuple[str, ...]
+    """Without the peer's own id at the end: `/p2p/`."""
+    since: float
 
 
 class _SignedRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -44,18 +76,18 @@ class _SignedManifest(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_record_decoder = msgspec.msgpack.Decoder(PeerRecord)
+_packed_decoder = msgspec.msgpack.Decoder(_Packed)
 _signed_decoder = msgspec.msgpack.Decoder(_SignedRecord)
 _manifest_decoder = msgspec.msgpack.Decoder(_SignedManifest)
 
 
-def shard_of(peer: PeerId) -> int:
-    """Which of a run's keys holds the peer's record."""
-    return hashlib.sha256(peer.encode()).digest()[0] % SHARDS
+def peers_key(run_id: str, shard: Shard) -> str:
+    return f"{run_id}.peers.{shard.stage}.{shard.level}.{shard.number}"
 
 
-def peers_key(run_id: str, shard: int) -> str:
-    return f"{run_id}.peers.{shard}"
+def record_keys(record: PeerRecord, level: int) -> list[str]:
+    """Where a record belongs whose peer is on `level`; the first is its own shard."""
+    return [peers_key(record.run, shard) for shard in homes(record.peer, record.stage, level)]
 
 
 def manifest_key(run_id: str) -> str:
@@ -63,50 +95,67 @@ def manifest_key(run_id: str) -> str:
 
 
 def _to_sign(run: str, expires: float, record: bytes) -> bytes:
-    return _encoder.encode(("swarm record 1", run, expires, record))
+    return _encoder.encode(("swarm record 2", run, expires, record))
 
 
-def seal_record(record: PeerRecord, expires: float, identity: Identity) -> bytes:
-    """The envelope. `expires`: Unix time.
+def _pack(record: PeerRecord, level: int) -> bytes:
+    fields = {name: getattr(record, name) for name in PeerRecord.__struct_fields__ if name != "peer"}
+    end = f"/p2p/{record.peer}"
+    fields["addresses"] = tuple(
+        address[: -len(record.peer)] if address.endswith(end) else address for address in record.addresses
+    )
+    return _encoder.encode(_Packed(level=level, **fields))
+
+
+def _unpack(packed: _Packed, peer: PeerId) -> PeerRecord:
+    fields = {name: getattr(packed, name) for name in PeerRecord.__struct_fields__ if name != "peer"}
+    fields["addresses"] = tuple(
+        address + peer if address.endswith("/p2p/") else address for address in packed.addresses
+    )
+    return PeerRecord(peer=peer, **fields)
+
+
+def seal_record(record: PeerRecord, expires: float, identity: Identity, *, level: int = 0) -> bytes:
+    """The envelope. `expires`: Unix time. `level`: how far its stage is spread, see `shards.level_for`.
 
     Raises:
         ValueError: the record is not the identity's own, or too large.
     """
     if record.peer != identity.peer_id:
         raise ValueError("a peer can only announce itself")
-    packed = _encoder.encode(record)
+    packed = _pack(record, level)
     if len(packed) > MAX_RECORD_BYTES:
         raise ValueError(f"a record of {len(packed)} bytes; at most {MAX_RECORD_BYTES} are allowed")
     signature = identity.sign(_to_sign(record.run, expires, packed))
     return _encoder.encode(_SignedRecord(packed, expires, signature))
 
 
-def open_record(data: bytes, peer: PeerId, expires: float) -> PeerRecord:
+def open_record(data: bytes, peer: PeerId, expires: float) -> Announced:
     """The record that `peer` signed and that the DHT stores until `expires` (Unix time).
 
     Raises:
-        Refused: oversized, malformed, of impossible values, someone else's, or not signed by `peer`.
+        Refused: oversized, malformed, of impossible values, or not signed by `peer`.
     """
     if len(data) > MAX_ENVELOPE_BYTES:
         raise Refused(f"a record of {len(data)} bytes; at most {MAX_ENVELOPE_BYTES} are allowed")
     try:
         signed = _signed_decoder.decode(data)
-        record = _record_decoder.decode(signed.record)
+        packed = _packed_decoder.decode(signed.record)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(f"a malformed record: {error}") from None
     if signed.expires != expires:
         raise Refused("a record stored for another time than it was signed for")
-    if record.peer != peer:
-        raise Refused("a record about another peer than the one it is stored for")
-    reason = _impossible(record)
+    reason = _impossible(packed)
     if reason:
         raise Refused(f"an impossible record: {reason}")
-    if not verify(peer, _to_sign(record.run, signed.expires, signed.record), signed.signature):
+    if not verify(peer, _to_sign(packed.run, signed.expires, signed.record), signed.signature):
         raise Refused("a record with a wrong signature")
-    return record
+    return Announced(_unpack(packed, peer), packed.level, expires)
 
 
-def _impossible(record: PeerRecord) -> str:
+def _impossible(record: _Packed) -> str:
+    if not 0 <= record.level <= MOST_LEVEL:
+        return f"level {record.level}"
     keeper = record.stage == NO_STAGE and record.state in ("keeping", "left")
     if not keeper and (not 0 <= record.stage < 65536 or record.state == "keeping"):
         return f"stage {record.stage}, state {record.state}"

@@ -1,35 +1,90 @@
-"""Which nodes of the DHT are asked for which keys, until enough of them answered. Pure."""
+"""Which nodes of the DHT are asked for which keys, until enough of them answered; what that may cost. Pure.
+
+The steady work of a peer is bounded whatever the size of the run: so many questions each refresh, so many
+bytes each second. In a small run that is enough to read everything each time. In a large one keys take turns,
+and all times get longer with the number of peers, so that all of them together renew about a hundred records
+a second.
+"""
 
 from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key")
 Holder = TypeVar("Holder")
 
+USUAL = 500
+"""Peers of a run, up to which times are not stretched."""
+MOST_STRETCHED = 30.0
+"""A record then lives as long as the DHT keeps anything."""
 
-def whom_to_ask(holders: Mapping[Key, Sequence[Holder]], rng: random.Random) -> dict[Holder, list[Key]]:
+
+def stretch(known: int) -> float:
+    """How many times longer everything may take in a run of which so many peers are known.
+
+    Whoever works with others notices their deaths by calls, not by records; and there are as many more of
+    them.
+    """
+    return min(MOST_STRETCHED, max(1.0, known / USUAL))
+
+
+class Allowance:
+    """Bytes that may be read now: so many a second, saved up to a limit. Times are monotonic seconds."""
+
+    def __init__(self, bytes_per_s: float, most_bytes: float) -> None:
+        self._per_s, self._most = bytes_per_s, most_bytes
+        self._left = most_bytes
+        self._at = 0.0
+
+    def left(self, *, now: float) -> int:
+        if now > self._at:
+            self._left = min(self._most, self._left + self._per_s * (now - self._at))
+            self._at = now
+        return max(0, int(self._left))
+
+    def spend(self, some_bytes: int) -> None:
+        """What came; perhaps more than was left, which has to be made up for."""
+        self._left -= some_bytes
+
+
+def whom_to_ask(
+    holders: Mapping[Key, Sequence[Holder]],
+    rng: random.Random,
+    *,
+    most: int | None = None,
+    asked: Collection[Holder] = (),
+) -> dict[Holder, list[Key]]:
     """Few nodes that together hold all keys, other ones each time: node -> the keys to ask it for.
 
     In a small swarm every node holds nearly everything, and asking one or two does (a question costs 1 ms
     of CPU over all processes). Chance keeps a node that hides records from hiding them for long.
+
+    Args:
+        holders: the most urgent keys first.
+        most: nodes, besides those in `asked`, which are asked anyway. What is left has to wait.
     """
-    left = {key: nodes for key, nodes in holders.items() if nodes}
-    asked: dict[Holder, list[Key]] = {}
-    while left:
-        covers: dict[Holder, list[Key]] = defaultdict(list)
-        for key, nodes in left.items():
-            for node in dict.fromkeys(nodes):
-                covers[node].append(key)
-        most = max(len(keys) for keys in covers.values())
-        node = rng.choice([node for node, keys in covers.items() if 2 * len(keys) > most])
-        asked[node] = covers[node]
-        for key in covers[node]:
-            del left[key]
-    return asked
+    left = {key: list(dict.fromkeys(nodes)) for key, nodes in holders.items() if nodes}
+    chosen: dict[Holder, list[Key]] = {}
+    counts = Counter(node for nodes in left.values() for node in nodes)
+    free = [node for node in asked if node in counts]
+    fresh = 0
+    while left and (free or most is None or fresh < most):
+        if free:
+            node = free.pop()
+        else:
+            urgent = next(iter(left.values()))
+            best = max(counts[node] for node in urgent)
+            node = rng.choice([node for node in urgent if 2 * counts[node] > best])
+            fresh += 1
+        covered = [key for key, nodes in left.items() if node in nodes]
+        for key in covered:
+            counts.subtract(left.pop(key))
+        if covered:
+            chosen[node] = covered
+    return chosen
 
 
 class Survey(Generic[Key, Holder]):

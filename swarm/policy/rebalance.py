@@ -152,6 +152,21 @@ def rebalance(records: Iterable[PeerRecord], *, stages: int, period_s: float, no
     return Moves((*rescues, *levelling))
 
 
+def is_due(*, period_s: float, lag_s: float, now_s: float) -> bool:
+    """Whether somebody decides in this period who sees what others do only after `lag_s`.
+
+    The moves of one decision must be in the records before the next, or each would send off as many again. So
+    a large run decides in every second, fourth, eighth ... period of Unix time, and all who decide in one of
+    them have the same anchors.
+    """
+    if not math.isfinite(lag_s):
+        return False
+    every = 1
+    while every * period_s < lag_s:
+        every *= 2
+    return int(now_s // period_s) % every == 0
+
+
 def neediest(records: Iterable[PeerRecord], *, stages: int, now_s: float) -> list[Stage]:
     """Where a newcomer is needed most: stages without a peer, else the slowest; those alike together.
 

@@ -21,13 +21,14 @@ import pytest_asyncio
 
 from peers.net import control as control_module
 from peers.net import directory as directory_module
-from peers.net import envelopes
+from peers.net import envelopes, holder, shards
 from peers.net import node as node_module
 from peers.net._hivemind import DHTID, DHTNode, PeerID
 from peers.net.control import AttachedP2P, ControlError
 from peers.net.daemon import Daemon, DaemonOptions
 from peers.net.identity import Identity
 from peers.net.node import LONGEST_PAUSE_S, STABLE_S, Deaths, Node, own_address
+from peers.net.table import Table
 from peers.ports import Answer, Request
 from swarm.errors import PeerGone, PeerSilent, Refused, SetupError
 from swarm.records import PeerRecord
@@ -66,13 +67,20 @@ async def stack() -> AsyncIterator[contextlib.AsyncExitStack]:
 
 async def start(stack: contextlib.AsyncExitStack, *join: Node, **options: Any) -> Node:
     options = {"run_id": RUN, "refresh_s": 0.1, "join": [node.addresses[0] for node in join]} | options
-    return await stack.enter_async_context(Node(**options))
+    return watching(await stack.enter_async_context(Node(**options)))
+
+
+def watching(node: Node) -> Node:
+    """As a peer of stage 0, in a run of which nobody published the manifest."""
+    node.directory.watch([0, 1, 2, 3])
+    return node
 
 
 def forget(node: Node) -> None:
     """It knows no record but its own."""
-    node.directory._known.clear()
-    node.directory._listed = None
+    directory = node.directory
+    directory._table = Table(node.peer_id)
+    directory._set_own(directory._own)
 
 
 async def echo(request: Request) -> Answer:
@@ -341,7 +349,7 @@ async def test_a_fresh_nodes_first_look_finds_all_that_live_though_holders_are_d
     for _ in range(3):
         async with Node(run_id=RUN, join=[first.addresses[0]]) as fresh:
             before = time.monotonic()
-            seen = {r.peer for r in await fresh.directory.refresh()}
+            seen = {r.peer for r in await watching(fresh).directory.refresh()}
             assert seen >= {node.peer_id for node in living}
             assert time.monotonic() - before < 5.0
 
@@ -356,6 +364,7 @@ async def test_a_fresh_nodes_first_look_does_not_depend_on_one_holder_that_misse
         first.directory._node.protocol.storage.clear()  # as if it had been away when it was stored
         daemon = Daemon.spawn(DaemonOptions())
         async with Node(run_id=RUN, join=[other.addresses[0]], daemon=daemon, refresh_s=60.0) as fresh:
+            watching(fresh)
             await until(lambda node=fresh: node.directory.neighbours == 2)
             forget(fresh)
             fresh.directory._refreshed = False
@@ -590,8 +599,8 @@ class Stranger:
         await asyncio.gather(*left, return_exceptions=True)
 
 
-def home(peer: str, run: str = RUN) -> str:
-    return envelopes.peers_key(run, envelopes.shard_of(peer))
+def home(peer: str, run: str = RUN, stage: int = 0) -> str:
+    return envelopes.peers_key(run, shards.homes(peer, stage, 0)[0])
 
 
 async def test_the_records_are_the_same_object_until_one_changes_or_runs_out(
@@ -621,12 +630,12 @@ async def test_a_strangers_records_are_not_stored(stack: contextlib.AsyncExitSta
     own = PeerRecord(peer=me.peer_id, run=RUN, stage=0, state="serving", version=0)
     about_victim = record(victim)
     forged = msgspec.msgpack.encode(
-        [msgspec.msgpack.encode(about_victim), soon, me.sign(b"not what it should be")]
+        [envelopes._pack(about_victim, 0), soon, me.sign(b"not what it should be")]
     )
     good = envelopes.seal_record(own, soon, me)
     wrong: list[tuple[str, str, object, bytes, float]] = [
         ("a record with a wrong signature", home(victim.peer_id), victim.peer_id, forged, soon),
-        ("a record about another peer", home(victim.peer_id), victim.peer_id, good, soon),
+        ("a record with a wrong signature", home(victim.peer_id), victim.peer_id, good, soon),
         ("stored for another time", home(me.peer_id), me.peer_id, good, soon + 30),
         ("a value that wants to live too long", home(me.peer_id), me.peer_id, good, soon + 1e6),
         ("a value under a key where it does not belong", home(me.peer_id, "e" * 32), me.peer_id, good, soon),
@@ -655,7 +664,7 @@ async def test_a_strangers_records_are_not_stored(stack: contextlib.AsyncExitSta
 async def test_a_stranger_cannot_fill_a_nodes_memory(
     stack: contextlib.AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory_module, "_MAX_ENTRIES", 20)
+    monkeypatch.setattr(holder, "MAX_ENTRIES", 20)
     victim = await start(stack)
     stranger = await Stranger.join(victim)
     soon, stored = time.time() + 20.0, 0
@@ -677,8 +686,8 @@ async def test_what_a_strangers_node_answers_is_verified(stack: contextlib.Async
     victim = await start(stack)
     stranger = await Stranger.join(victim)
     me, soon = stranger.identity, time.time() + 20.0
-    about_victim = msgspec.msgpack.encode(msgspec.structs.replace(record(victim), state="left"))
-    forged = msgspec.msgpack.encode([about_victim, soon, me.sign(b"")])
+    about_victim = msgspec.structs.replace(record(victim), state="left")
+    forged = msgspec.msgpack.encode([envelopes._pack(about_victim, 0), soon, me.sign(b"")])
     own = PeerRecord(peer=me.peer_id, run=RUN, stage=0, state="serving", version=0)
     await until(lambda: victim.directory.neighbours == 1)
     # What he holds himself; an infinite expiration would make hivemind's own search stop at him.

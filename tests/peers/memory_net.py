@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -29,7 +29,7 @@ from peers.net.faults import Fault, Faults
 from peers.ports import Answer, Buffer, Handler, Line
 from peers.waiting import within
 from swarm.errors import BadAnswer, PeerGone, PeerSilent, Refused, SetupError, SwarmError, from_wire
-from swarm.ids import PeerId
+from swarm.ids import PeerId, Stage
 from swarm.records import PeerRecord
 
 logger = logging.getLogger(__name__)
@@ -138,10 +138,26 @@ class MemoryDirectory:
         self._network = network
         self._peer_id = peer_id
 
+    lag_s = 0.0
+    watched: frozenset[Stage] | None = None
+    """What `watch` was told; everything is seen all the same."""
+
+    def watch(self, stages: Collection[Stage] | None) -> None:
+        self.watched = None if stages is None else frozenset(stages)
+
     def peers(self) -> Sequence[PeerRecord]:
         return self._network.records_seen_by(self._peer_id)
 
-    async def refresh(self) -> Sequence[PeerRecord]:
+    def at(self, stage: Stage) -> Sequence[PeerRecord]:
+        return [record for record in self.peers() if record.stage == stage]
+
+    def find(self, peer: PeerId) -> PeerRecord | None:
+        return next((record for record in self.peers() if record.peer == peer), None)
+
+    async def survey(self) -> Sequence[PeerRecord]:
+        return await self.refresh()
+
+    async def refresh(self, stages: Collection[Stage] | None = None) -> Sequence[PeerRecord]:
         await asyncio.sleep(0)
         await self._network.until_awake(self._peer_id)
         return self.peers()

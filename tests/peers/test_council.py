@@ -377,23 +377,31 @@ async def test_a_stage_that_holds_a_step_whose_go_nobody_remembers_is_behind() -
 async def test_strangers_cannot_make_a_peer_ask_the_directory_for_ever() -> None:
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
-        asked = 0
+        asked: list[object] = []
         directory = s.network.peers["s0p0"].directory
         refresh = directory.refresh
 
-        async def counted() -> Any:
-            nonlocal asked
-            asked += 1
-            return await refresh()
+        async def counted(stages: Any = None) -> Any:
+            asked.append(stages)
+            return await refresh(stages)
 
         directory.refresh = counted  # type: ignore[method-assign]
         roll = Roll(directory)
         for _ in range(20):
             with pytest.raises(NotNow, match="peer nobody is not announced at stage 1"):
                 await roll.require("nobody", 1)
-        assert asked == 1
+        assert asked == [{1}], "that stage only"
         await roll.require("s1p0", 1)
-        assert asked == 1
+        assert asked == [{1}]
+
+
+async def test_a_peer_watches_its_stage_and_those_beside_it_and_who_coordinates_the_conductors() -> None:
+    async with swarm(RUN) as s:
+        await s.until_serving()
+        watched = {name: s.network.peers[name].directory for name in ("s0p0", "s2p0", "s2p1")}
+        await s.until(lambda: all(directory.watched is not None for directory in watched.values()))
+        assert watched["s0p0"].watched == {0, 1} and watched["s2p1"].watched == {1, 2}
+        assert watched["s2p0"].watched == {0, 1, 2}, "it came first: its stage is told through it"
 
 
 async def test_who_serves_says_how_fast_its_device_is_before_there_is_work() -> None:

@@ -13,6 +13,7 @@ import pytest
 from peers.cli import Exit
 from peers.events import Failed
 from peers.net import envelopes
+from peers.net.holder import Entry
 from peers.net.identity import Identity
 from peers.net.node import Node
 from swarm.run import counting_run
@@ -104,7 +105,8 @@ def test_a_manifest_that_does_not_fit_its_hash_is_not_believed(tmp_path: Path) -
 
         async def lie(node: Node) -> str:
             owner, value = envelopes.seal_manifest(replace(swarm.run, seed=2).to_toml(), None)
-            await node.directory._store(envelopes.manifest_key(wanted), owner, value, time.time() + 60)
+            entry = Entry(owner, value, time.time() + 60)
+            await node.directory._store(envelopes.manifest_key(wanted), entry)
             joiner = swarm.start("train", ["train", "--run", wanted, "--join", node.addresses[0]])
             joiner.sentenced = True
             return await asyncio.to_thread(said, joiner, Exit.SETUP)

@@ -1,0 +1,176 @@
+"""A few real nodes and thousands of records: who works with a stage knows it, the rest is read in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from peers.net import envelopes, shards
+from peers.net._hivemind import DHTID
+from peers.net.holder import Entry
+from peers.net.identity import Identity
+from peers.net.node import Node
+from peers.net.survey import Allowance
+from swarm.records import PeerRecord
+from swarm.run import example_run
+
+pytestmark = pytest.mark.net
+
+RUN = "f" * 32
+STAGES, EACH = 8, 300
+LEVEL = shards.level_for(EACH)
+
+
+@functools.lru_cache(maxsize=1)
+def crowd() -> dict[str, dict[str, Entry]]:
+    """Real records of made-up peers: key -> peer -> entry."""
+    found: dict[str, dict[str, Entry]] = {}
+    expires = time.time() + 500.0
+    for number in range(STAGES * EACH):
+        me = Identity(number.to_bytes(32, "big"))
+        record = PeerRecord(
+            peer=me.peer_id, run=RUN, stage=number % STAGES, state="serving", version=7,
+            addresses=(f"/ip4/203.0.113.7/tcp/31337/p2p/{me.peer_id}",),
+        )  # fmt: skip
+        value = envelopes.seal_record(record, expires, me, level=LEVEL)
+        for key in envelopes.record_keys(record, LEVEL):
+            found.setdefault(key, {})[me.peer_id] = Entry(me.peer_id, value, expires)
+    return found
+
+
+def give(node: Node) -> None:
+    """As if the crowd had stored its records there."""
+    storage = node.directory._node.protocol.storage  # type: ignore[union-attr]
+    for key, entries in crowd().items():
+        for entry in entries.values():
+            storage.store(DHTID.generate(source=key), entry.value, entry.expires, subkey=entry.subkey)
+
+
+@pytest_asyncio.fixture
+async def stack() -> AsyncIterator[contextlib.AsyncExitStack]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield stack
+
+
+async def start(
+    stack: contextlib.AsyncExitStack, *join: Node, run_id: str | None = RUN, refresh_s: float = 0.1
+) -> Node:
+    addresses = [node.addresses[0] for node in join]
+    return await stack.enter_async_context(Node(run_id=run_id, join=addresses, refresh_s=refresh_s))
+
+
+def per_stage(node: Node) -> Counter[int]:
+    return Counter(record.stage for record in node.directory.peers())
+
+
+async def until(condition: object, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "never came true"
+        await asyncio.sleep(0.02)
+
+
+async def test_a_peer_reads_the_stages_that_it_works_with_and_the_rest_slowly(
+    stack: contextlib.AsyncExitStack,
+) -> None:
+    first = await start(stack, run_id=None)
+    give(first)
+    peer = await start(stack, first, refresh_s=60.0)
+    directory = peer.directory
+    directory._stages = STAGES
+    directory._far = Allowance(20e3, 20e3)
+    directory.watch({2, 3, 4})
+    await directory.refresh()
+    assert LEVEL == 1, "a stage lies under several keys"
+    assert [len(directory.at(stage)) for stage in (2, 3, 4)] == [EACH] * 3
+    assert sum(per_stage(peer).values()) == 3 * EACH
+
+    # The others come in within their allowance: so much a second, and one question's worth more.
+    began, before = time.monotonic(), directory.read_bytes
+    while time.monotonic() - began < 2.0:
+        await directory._read_some()
+    far = sum(per_stage(peer).values()) - 3 * EACH
+    assert 0 < far < (STAGES - 3) * EACH
+    assert directory.read_bytes - before <= 20e3 * (time.monotonic() - began + 1) + 60_000
+    assert directory.lag_s > 2.0
+
+    # What is known is not read again: a refresh of three stages costs their fingerprints.
+    before = directory.read_bytes
+    await directory.refresh()
+    assert directory.read_bytes - before <= 3 * EACH * 8 + 10_000
+
+    # With a larger allowance the picture is whole, and says so.
+    directory._far = Allowance(1e7, 1e7)
+    for _ in range(20):
+        await directory._read_some()
+    assert sum(per_stage(peer).values()) == STAGES * EACH
+    assert directory.lag_s < 60.0
+
+
+async def test_a_survey_reads_everything_at_once(stack: contextlib.AsyncExitStack) -> None:
+    first = await start(stack, run_id=None)
+    give(first)
+    looking = await start(stack, first)
+    looking.directory._stages = STAGES
+    looking.directory.watch({0})
+    records = await looking.directory.survey()
+    assert Counter(record.stage for record in records) == dict.fromkeys(range(STAGES), EACH)
+    assert records[0].addresses == (f"/ip4/203.0.113.7/tcp/31337/p2p/{records[0].peer}",)
+
+
+async def test_a_newcomer_to_a_large_stage_is_seen_at_once_and_one_that_moves_away_too(
+    stack: contextlib.AsyncExitStack,
+) -> None:
+    first = await start(stack, run_id=None)
+    give(first)
+    mate, newcomer = await start(stack, first), await start(stack, first)
+    for node in (mate, newcomer):
+        node.directory._stages = STAGES
+        node.directory.watch({2, 3, 4})
+        await node.directory.refresh()
+    mine = PeerRecord(peer=newcomer.peer_id, run=RUN, stage=3, state="serving", version=7)
+    await newcomer.directory.announce(mine)
+    assert newcomer.directory._level == LEVEL, "spread as its mates are"
+    await until(lambda: mate.directory.find(newcomer.peer_id) == mine)
+    assert mine in mate.directory.at(3)
+    moved = msgspec.structs.replace(mine, stage=0)
+    await newcomer.directory.announce(moved)
+    # Nobody here reads stage 0 often; but it is not of stage 3 any more.
+    await until(
+        lambda: not [r for r in mate.directory.at(3) if r.peer == newcomer.peer_id and r.state != "left"]
+    )
+    await mate.directory.refresh({0})
+    assert mate.directory.find(newcomer.peer_id) == moved
+
+
+async def test_a_node_that_joins_is_given_what_it_should_hold_in_pieces(
+    stack: contextlib.AsyncExitStack,
+) -> None:
+    """hivemind sends whole keys in one call, which hangs beyond 4 MiB."""
+    first = await start(stack, run_id=None)
+    give(first)
+    second = await start(stack, first, run_id=None)
+    held = second.directory._node.protocol  # type: ignore[union-attr]
+    whole = sum(map(len, crowd().values()))
+    await until(lambda: sum(len(held.entries(key)) for key in list(held.storage.data)) == whole)  # type: ignore[attr-defined]
+    assert not second.directory.check.rejected
+
+
+async def test_a_run_says_by_its_manifest_how_many_stages_there_are_to_read(
+    stack: contextlib.AsyncExitStack,
+) -> None:
+    run = example_run()
+    first = await start(stack, run_id=run.id)
+    await first.directory.publish_manifest(run.to_toml())
+    last = PeerRecord(peer=first.peer_id, run=run.id, stage=run.S - 1, state="serving", version=0)
+    await first.directory.announce(last)
+    looking = await start(stack, first, run_id=run.id)
+    assert list(await looking.directory.refresh()) == [last], "though nobody asked it for the manifest"

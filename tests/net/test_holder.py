@@ -1,0 +1,190 @@
+# pyright: reportAttributeAccessIssue=false
+# (protobuf's generated modules carry no types)
+"""What a node keeps for others, and what it answers: bounded, and who speaks for itself goes first."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping
+
+import pytest
+from hivemind.dht.storage import DHTLocalStorage
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peers.net import envelopes, holder, shards
+from peers.net._hivemind import DHTID, P2PContext, PeerID, dht_pb2
+from peers.net.holder import Entry, Found, HolderProtocol, RecordCheck, answer, ask, read_question
+from peers.net.identity import Identity
+from swarm.errors import Refused
+from swarm.records import PeerRecord
+
+RUN = "f" * 32
+KEY, OTHER_KEY, SALT = b"k" * 20, b"o" * 20, b"saltsalt"
+STAGE_0 = envelopes.peers_key(RUN, shards.Shard(0, 0, 0))
+
+
+@functools.lru_cache(maxsize=1)
+def soon() -> float:
+    return time.time() + 300.0
+
+
+@functools.lru_cache(maxsize=4096)
+def entry(number: int, stage: int = 0, later_s: float = 0.0) -> Entry:
+    me = Identity(number.to_bytes(32, "big"))
+    record = PeerRecord(peer=me.peer_id, run=RUN, stage=stage, state="serving", version=0)
+    return Entry(me.peer_id, envelopes.seal_record(record, soon() + later_s, me), soon() + later_s)
+
+
+def asked(
+    keys: Mapping[bytes, Mapping[str, float]], held: Mapping[bytes, list[Entry]], most_bytes: int = 10**6
+) -> list[Found]:
+    told = answer(read_question(ask(keys, most_bytes, SALT)), lambda key: held.get(key, []))
+    return holder._answer_decoder.decode(told)
+
+
+# -- questions and answers ---------------------------------------------------------------------------------
+
+
+def test_only_what_is_not_known_is_told() -> None:
+    old, renewed, new = Entry("a", b"A", 1.0), Entry("b", b"B", 2.0), Entry("c", b"C", 3.0)
+    known = {"a": 1.0, "b": 1.5, "gone": 9.0}
+    (found,) = asked({KEY: known}, {KEY: [old, renewed, new]})
+    assert found == Found((renewed, new), 0)
+    assert asked({KEY: {}, OTHER_KEY: {}}, {OTHER_KEY: [new]}) == [Found((), 0), Found((new,), 0)]
+
+
+def test_an_answer_takes_no_more_than_it_may_shared_by_the_keys() -> None:
+    held = {
+        key: [Entry(f"{key[:1].decode()}{n}", bytes(920), 1.0) for n in range(50)] for key in (KEY, OTHER_KEY)
+    }
+    first, second = asked({KEY: {}, OTHER_KEY: {}}, held, most_bytes=20_000)
+    assert len(first.entries) == len(second.entries) == 10
+    assert first.left == second.left == 40
+    one, all_else = asked(
+        {KEY: dict.fromkeys((e.subkey for e in held[KEY]), 1.0), OTHER_KEY: {}}, held, 20_000
+    )
+    assert one == Found((), 0) and len(all_else.entries) == 20, "what one does not need the other gets"
+    assert [len(found.entries) for found in asked({KEY: {}}, held, most_bytes=0)] == [1], (
+        "or it would never end"
+    )
+
+
+def test_asking_again_and_again_brings_everything() -> None:
+    held = {KEY: [Entry(f"p{n}", bytes(300), float(n + 1)) for n in range(100)]}
+    known: dict[str, float] = {}
+    for _ in range(40):
+        (found,) = asked({KEY: known}, held, most_bytes=2000)
+        known |= {told.subkey: told.expires for told in found.entries}
+        assert found.left == 100 - len(known)
+    assert len(known) == 100
+
+
+@given(st.binary(max_size=200))
+def test_a_strangers_question_is_refused_or_bounded(data: bytes) -> None:
+    try:
+        question = read_question(data)
+    except Refused as refusal:
+        assert refusal.text.startswith("a malformed question")
+    else:
+        assert len(question.keys) <= holder.MAX_KEYS_PER_CALL
+
+
+@pytest.mark.parametrize(
+    "data", [ask({bytes([n]) * 20: {} for n in range(65)}, 1, SALT), ask({b"short": {}}, 1, SALT)]
+)
+def test_a_question_beyond_its_bounds_is_refused(data: bytes) -> None:
+    with pytest.raises(Refused, match="a malformed question"):
+        read_question(data)
+
+
+# -- keeping -----------------------------------------------------------------------------------------------
+
+
+def node(check: RecordCheck | None = None) -> HolderProtocol:
+    """A protocol that is asked by calling it."""
+    protocol = HolderProtocol(_initialized_with_create=True)
+    protocol.storage, protocol.node_info = DHTLocalStorage(), dht_pb2.NodeInfo()
+    protocol.record_validator = check or RecordCheck()
+    return protocol
+
+
+def context(sender: int) -> P2PContext:
+    peer = PeerID.from_base58(Identity(sender.to_bytes(32, "big")).peer_id)
+    return P2PContext(handle_name="", local_id=peer, remote_id=peer)
+
+
+async def store(at: HolderProtocol, *entries: Entry, sender: int, key: str = STAGE_0) -> list[bool]:
+    request = dht_pb2.StoreRequest(
+        keys=[DHTID.generate(source=key).to_bytes()] * len(entries),
+        subkeys=[at.serializer.dumps(one.subkey) for one in entries],
+        values=[one.value for one in entries],
+        expiration_time=[one.expires for one in entries],
+        in_cache=[False] * len(entries),
+    )
+    return list((await at.rpc_store(request, context(sender))).store_ok)
+
+
+def kept(at: HolderProtocol, key: str = STAGE_0) -> list[str]:
+    return [one.subkey for one in at.entries(DHTID.generate(source=key))]
+
+
+async def test_of_a_flood_through_one_node_no_record_keeps_out_who_speaks_for_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(holder, "MAX_SUBKEYS", 10)
+    at = node()
+    assert await store(at, *(entry(n) for n in range(100, 115)), sender=99) == [True] * 10 + [False] * 5
+    assert await store(at, entry(1), sender=99) == [False], "one more that somebody else brings"
+    assert await store(at, entry(1), sender=1) == [True]
+    assert len(kept(at)) == 10 and kept(at)[0] == entry(1).subkey, "told first"
+    assert await store(at, entry(1, 0, 5.0), sender=99) == [True], "who is there is renewed by anybody"
+    assert kept(at)[0] == entry(1).subkey
+    for number in range(2, 11):
+        assert await store(at, entry(number), sender=number) == [True]
+    assert await store(at, entry(11), sender=11) == [False], "all places are taken by such peers"
+    assert set(kept(at)) == {entry(n).subkey for n in range(1, 11)}
+
+
+async def test_a_node_that_is_full_makes_room_in_its_largest_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holder, "MAX_ENTRIES", 10)
+    at, other = node(), envelopes.peers_key(RUN, shards.Shard(1, 0, 0))
+    assert all(await store(at, *(entry(n) for n in range(100, 110)), sender=99))
+    assert await store(at, entry(1, 1), sender=99, key=other) == [False]
+    assert await store(at, entry(1, 1), sender=1, key=other) == [True]
+    assert (len(kept(at)), kept(at, other)) == (9, [entry(1, 1).subkey])
+
+
+async def test_a_record_that_is_refused_drives_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holder, "MAX_SUBKEYS", 2)
+    at = node()
+    assert all(await store(at, entry(100), entry(101), sender=99))
+    assert await store(at, entry(1)._replace(value=b"forged"), sender=1) == [False]
+    assert await store(at, entry(1, 1), sender=1) == [False], "of another stage"
+    assert set(kept(at)) == {entry(100).subkey, entry(101).subkey}
+
+
+async def test_a_store_call_of_too_many_values_or_for_the_cache_keeps_nothing() -> None:
+    at = node()
+    assert not any(await store(at, *(entry(n) for n in range(100, 165)), sender=99))
+    request = dht_pb2.StoreRequest(
+        keys=[DHTID.generate(source=STAGE_0).to_bytes()], subkeys=[at.serializer.dumps(entry(1).subkey)],
+        values=[entry(1).value], expiration_time=[entry(1).expires], in_cache=[True],
+    )  # fmt: skip
+    assert list((await at.rpc_store(request, context(1))).store_ok) == [False]
+    assert kept(at) == []
+
+
+async def test_what_does_not_fit_a_question_is_no_answer() -> None:
+    request = dht_pb2.FindRequest(keys=[b"what is this"])
+    assert len((await node().rpc_read(request, context(1))).results) == 0
+
+
+def test_what_is_handed_on_goes_in_pieces() -> None:
+    due = [(DHTID.generate(source="k"), entry(n)) for n in range(300)]
+    pieces = list(holder._pieces(due))
+    assert [one for piece in pieces for one in piece] == due
+    assert all(len(piece) <= holder.MAX_KEYS_PER_CALL for piece in pieces)
+    large = [(DHTID.generate(source="k"), Entry("a", bytes(16_000), 1.0))] * 9
+    assert [len(piece) for piece in holder._pieces(large)] == [4, 4, 1]
