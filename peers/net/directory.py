@@ -41,9 +41,11 @@ from peers.net.holder import (
     MAX_KEYS,
     MAX_KEYS_PER_CALL,
     MAX_SUBKEYS,
+    VERSION_S,
     Entry,
     HolderProtocol,
     RecordCheck,
+    record_ids,
 )
 from peers.net.identity import Identity
 from peers.net.shards import level_for, shards_to_read
@@ -79,6 +81,7 @@ FAR_QUESTIONS = 2
 NEAR_BYTES_PER_S = 64e3
 FAR_BYTES_PER_S = 16e3
 """Read in the background. 10 000 peers are 2.5 MB: three minutes."""
+_LEAST_ANSWER_BYTES = 4096
 _SAVED_S = 10.0
 """Allowances are saved up for so long."""
 _RPC_S = 3.0
@@ -114,6 +117,11 @@ class _Place:
     searched_at: float = -math.inf
     near: list[tuple[DHTID, PeerID]] = field(default_factory=list)
     """Nodes that a search found; the routing table alone knows the nodes near ourselves."""
+
+    @property
+    def is_new(self) -> bool:
+        """Nobody has looked where it is."""
+        return self.searched_at == -math.inf
 
 
 class NetDirectory:
@@ -495,10 +503,10 @@ class NetDirectory:
                 places = [place for place in self._places_of(stages) if place.read_at < began]
                 if not places:
                     break
-                if not self._neighbours_known() or any(place.searched_at == -math.inf for place in places):
+                if not self._neighbours_known() or any(place.is_new for place in places):
                     wait_s = _SEARCH_WAIT_S if self.neighbours <= _ALL_NEAR else _FAR_SEARCH_WAIT_S
                     await self._search(places, wait_s=wait_s)
-                if not await self._read(places, lambda _: (None, MAX_ANSWER_BYTES), limit_s=limit_s):
+                if not await self._read(places, None, MAX_ANSWER_BYTES, limit_s=limit_s):
                     break  # nobody answers
         self._refreshed = self._refreshed or self._neighbours_known()
 
@@ -510,43 +518,50 @@ class NetDirectory:
         if not self._refreshed:
             await self._read_all(near_stages, _REFRESH_LIMIT_S)
             return
-        now = time.monotonic()
         due_s = self._refresh_s * (self._stretch - 1.0) * _NEAR_STRETCH
-        near = [place for place in near if now - place.read_at >= due_s]
-        old = [place for place in far if now - place.searched_at > FAR_SEARCH_EVERY_S][:MAX_KEYS_PER_CALL]
-        if old and (self._searching is None or self._searching.done()):
-            await self._search(old, wait_s=0.0 if self.neighbours > _ALL_NEAR else _SEARCH_WAIT_S)
-        far = [place for place in far if place.searched_at > -math.inf]
-        holders = {place.key: self._nearest(place, REPLICAS) for place in (*near, *far)}
-        first = whom_to_ask(
-            {place.key: holders[place.key] for place in near}, self._random, most=NEAR_QUESTIONS
+        near = [place for place in near if time.monotonic() - place.read_at >= due_s]
+        await asyncio.gather(
+            self._read_in_turn(near, NEAR_QUESTIONS, self._near, search_every_s=math.inf),
+            self._read_in_turn(far, FAR_QUESTIONS, self._far, search_every_s=FAR_SEARCH_EVERY_S),
         )
-        then = whom_to_ask(
-            {place.key: holders[place.key] for place in far}, self._random, most=FAR_QUESTIONS, asked=first
-        )
-        only_far = then.keys() - first.keys()
-        near_bytes = self._near.left(now=now) // max(1, len(first))
-        far_bytes = self._far.left(now=now) // max(1, len(only_far))
-        whom = {key: peer for asked in (then, first) for peer, keys in asked.items() for key in keys}
+
+    async def _read_in_turn(
+        self, places: Sequence[_Place], questions: int, allowance: Allowance, *, search_every_s: float
+    ) -> None:
+        """Read of some keys as much as so many questions and an allowance give; the rest comes next."""
+        now = time.monotonic()
+        old = [place for place in places if now - place.searched_at > search_every_s or place.is_new]
+        if old:
+            await self._search(old[:MAX_KEYS_PER_CALL])
+        holders = {place.key: self._nearest(place, REPLICAS) for place in places if not place.is_new}
+        asked = whom_to_ask(holders, self._random, most=questions)
+        most_bytes = allowance.left(now=now) // max(1, len(asked))
+        if most_bytes < _LEAST_ANSWER_BYTES:
+            return
+        whom = {key: peer for peer, keys in asked.items() for key in keys}
         await self._read(
-            [place for place in (*near, *far) if place.key in whom or not holders[place.key]],
-            lambda peer: (self._far, far_bytes) if peer in only_far else (self._near, near_bytes),
-            whom=whom,
+            [place for place in places if place.key in whom or not holders.get(place.key, True)],
+            allowance,
+            most_bytes,
             limit_s=_REFRESH_LIMIT_S,
+            whom=whom,
         )
 
     async def _read(
         self,
         places: Sequence[_Place],
-        allowed: Callable[[PeerID], tuple[Allowance | None, int]],
+        allowance: Allowance | None,
+        most_bytes: int,
         *,
         limit_s: float,
         whom: Mapping[bytes, PeerID] | None = None,
     ) -> bool:
         """Ask for what is new under some keys; whether that was answered for any of them.
 
-        `allowed`: how many bytes a node may answer with, and what they are taken from. `whom`: who is asked
-        for a key unless it fails.
+        Args:
+            allowance: what answers are taken from.
+            most_bytes: of one answer.
+            whom: who is asked for a key unless it fails.
         """
         by_key = {place.key: place for place in places}
         clock = asyncio.get_running_loop().time
@@ -556,7 +571,7 @@ class NetDirectory:
         for place in places:
             self._take(place.key, self._stored_here(place.key_id))
             near = self._nearest(place, 2 * REPLICAS)
-            first = near[:REPLICAS] if whom is None else [whom[place.key]] if near else []
+            first = near[:REPLICAS] if whom is None else [whom[place.key]] if place.key in whom else []
             holders[place.key], spare[place.key] = first, [peer for peer in near if peer not in first]
             if not near:
                 place.read_at = began  # we are alone
@@ -566,7 +581,7 @@ class NetDirectory:
             for peer, keys in survey.ask().items():
                 for start in range(0, len(keys), MAX_KEYS_PER_CALL):
                     some = keys[start : start + MAX_KEYS_PER_CALL]
-                    question = self._ask(peer, [by_key[key] for key in some], *allowed(peer))
+                    question = self._ask(peer, [by_key[key] for key in some], allowance, most_bytes)
                     asking[self._keeper.create_task(question)] = (peer, some, clock())
             if survey.over or clock() >= end:
                 break  # what still comes goes into the table
@@ -602,7 +617,8 @@ class NetDirectory:
         for place in places:
             one = found[place.key]
             news = self._take(place.key, one.entries)
-            if not (news and one.left):  # else there is more, and it is read next
+            # Else there is more, and it is read next; unless somebody only says so.
+            if not one.left or (one.entries and not news):
                 place.read_at = time.monotonic()
         return True
 
@@ -620,7 +636,7 @@ class NetDirectory:
             opened = self.check.open(key, entry)
             if not isinstance(opened, Announced) or opened.record.run != self.run_id:
                 continue
-            if self._table.put(opened, key):
+            if self._table.put(opened, record_ids(opened)):
                 news = True
                 self._meet(opened.record)
                 if self._learn is not None and opened.record.addresses:
@@ -678,7 +694,7 @@ class NetDirectory:
         self._stored_at = time.time()
         # Later than any earlier one, also when the clock was set back: the DHT keeps the latest.
         life_s = min(self._life_s * self._stretch, envelopes.MAX_LIFE_S)
-        self._own_expires = max(self._stored_at + life_s, self._own_expires + 0.001)
+        self._own_expires = max(self._stored_at + life_s, self._own_expires + 2 * VERSION_S)
         record = self._own
         if self._moved_to:
             record = msgspec.structs.replace(record, addresses=self._moved_to)
@@ -698,7 +714,7 @@ class NetDirectory:
         protocol.storage.store(place.key_id, entry.value, entry.expires, subkey=entry.subkey)
         if not self._online:
             return 0
-        if place.searched_at == -math.inf:
+        if place.is_new:
             await self._search([place])
         answers = await asyncio.gather(
             *(

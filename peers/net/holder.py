@@ -2,10 +2,10 @@
 # (protobuf's generated modules carry no types, hivemind's DHT some wrong ones)
 """What a node of the DHT keeps for others, and how it is asked for it: hivemind's protocol, with limits.
 
-Reading is ours (`rpc_read`): the question carries a fingerprint of each record that is known already, the
-answer only what is new, and never more than was asked for. So it costs what has changed, not what there is,
-whichever of the nodes near a key is asked. hivemind's answers hold everything under a key each time, and hang
-beyond 4 MiB.
+Reading is ours (`rpc_read`): the question carries a mark and the age of each record that is known already,
+the answer only what is new, and never more than was asked for. So it costs what has changed, not what there
+is, whichever of the nodes near a key is asked. hivemind's answers hold everything under a key each time, and
+hang beyond 4 MiB.
 
 Identities cost nothing, so a stranger can make as many records as he likes. He can fill a key, or a node, but
 a peer that brings its own record itself (libp2p proves who it is) gets the place of one that somebody else
@@ -56,10 +56,10 @@ HAND_ON_BYTES = 1 << 16
 """To a node that we met, in one call."""
 PING_EVERY_S = 1.0
 _CLOCK_MARGIN_S = 60.0
-_FINGERPRINT_BYTES = 4
+VERSION_S = 1 / 16
+"""Versions of a record expire at least twice as far apart."""
+_KNOWN = struct.Struct("<4sI")
 _SALT_BYTES = 8
-_ENTRY_BYTES = 80
-"""Of a record in an answer, besides its value: subkey, expiration."""
 
 
 class Entry(NamedTuple):
@@ -68,6 +68,11 @@ class Entry(NamedTuple):
     subkey: str
     value: bytes
     expires: float
+
+    @property
+    def size(self) -> int:
+        """About the bytes that it takes in an answer."""
+        return len(self.value) + 80
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True):
@@ -82,7 +87,7 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
     """One key of a question."""
 
     key: Annotated[bytes, msgspec.Meta(min_length=20, max_length=20)]
-    known: Annotated[bytes, msgspec.Meta(max_length=_FINGERPRINT_BYTES * MAX_SUBKEYS)]
+    known: Annotated[bytes, msgspec.Meta(max_length=_KNOWN.size * MAX_SUBKEYS)]
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
@@ -99,20 +104,31 @@ _answer_decoder = msgspec.msgpack.Decoder(list[Found])
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def _fingerprint(salt: bytes, subkey: str, expires: float) -> bytes:
-    """Of one version of a record: each has another expiration."""
-    data = subkey.encode() + struct.pack("<d", expires)
-    return hashlib.blake2b(data, digest_size=_FINGERPRINT_BYTES, key=salt).digest()
+def _mark(salt: bytes, subkey: str) -> bytes:
+    """Stands for a peer in one question."""
+    return hashlib.blake2b(subkey.encode(), digest_size=4, key=salt).digest()
+
+
+def _ticks(expires: float) -> int:
+    """An expiration in as few bits as tell one version of a record from the next."""
+    return int(min(max(0.0, expires), 2.0**40) / VERSION_S) % (1 << 32)
+
+
+def _is_later(ticks: int, other: int) -> bool:
+    return 0 < (ticks - other) % (1 << 32) < 1 << 31
 
 
 def ask(keys: Mapping[bytes, Mapping[str, float]], most_bytes: int, salt: bytes) -> bytes:
-    """A question for the records under some keys. `keys`: which of them are known, with their expirations."""
+    """A question for the records under some keys. `keys`: which of them are known, with their expirations.
+
+    A mark of four bytes may fit two peers, and one of them is not told; the next question has another salt.
+    """
     return _encode(
         Question(
             most_bytes,
             salt,
             [
-                Asked(key, b"".join([_fingerprint(salt, subkey, ends) for subkey, ends in known.items()]))
+                Asked(key, b"".join([_KNOWN.pack(_mark(salt, p), _ticks(ends)) for p, ends in known.items()]))
                 for key, known in keys.items()
             ],
         )
@@ -122,9 +138,12 @@ def ask(keys: Mapping[bytes, Mapping[str, float]], most_bytes: int, salt: bytes)
 def read_question(data: bytes) -> Question:
     """Raises Refused if it is none."""
     try:
-        return _question_decoder.decode(data)
+        question = _question_decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(f"a malformed question: {error}") from None
+    if any(len(one.known) % _KNOWN.size for one in question.keys):
+        raise Refused("a malformed question: half a record is known")
+    return question
 
 
 def answer(question: Question, held: Callable[[bytes], Sequence[Entry]]) -> bytes:
@@ -132,16 +151,23 @@ def answer(question: Question, held: Callable[[bytes], Sequence[Entry]]) -> byte
     room, found = min(question.most_bytes, MAX_ANSWER_BYTES), []
     for number, one in enumerate(question.keys):
         share = room // (len(question.keys) - number)
-        size, step, told = 0, _FINGERPRINT_BYTES, 0
-        known = {one.known[at : at + step] for at in range(0, len(one.known), step)}
-        news = [e for e in held(one.key) if _fingerprint(question.salt, e.subkey, e.expires) not in known]
-        # One always fits: else a key with a large value could not be read at all.
-        while told < len(news) and (not told or size + len(news[told].value) + _ENTRY_BYTES <= share):
-            size += len(news[told].value) + _ENTRY_BYTES
+        size, told = 0, 0
+        known: dict[bytes, int] = dict(_KNOWN.iter_unpack(one.known))
+        news = [entry for entry in held(one.key) if _is_news(entry, known, question.salt)]
+        for entry in news:
+            # A share may be less than one record takes.
+            if size + entry.size > (share if told else room):
+                break
+            size += entry.size
             told += 1
-        room = max(0, room - size)
+        room -= size
         found.append(Found(tuple(news[:told]), len(news) - told))
     return _encode(found)
+
+
+def _is_news(entry: Entry, known: Mapping[bytes, int], salt: bytes) -> bool:
+    ticks = known.get(_mark(salt, entry.subkey))
+    return ticks is None or _is_later(_ticks(entry.expires), ticks)
 
 
 # --- what may be kept ---------------------------------------------------------------------------------------
@@ -160,8 +186,7 @@ def _opened(key: bytes, subkey: str, value: bytes, expires: float) -> Announced 
                 if _is_manifest(key, subkey, value):
                     return ""
                 raise
-            homes = envelopes.record_keys(opened.record, opened.level)
-            if any(_id(home) == key for home in homes):
+            if key in record_ids(opened):
                 return opened
         elif _id(envelopes.manifest_key(envelopes.open_manifest(value, subkey)[0])) == key:
             return ""
@@ -175,6 +200,11 @@ def _is_manifest(key: bytes, subkey: str, value: bytes) -> bool:
         return _id(envelopes.manifest_key(envelopes.open_manifest(value, subkey)[0])) == key
     except Refused:
         return False
+
+
+def record_ids(opened: Announced) -> list[bytes]:
+    """The keys under which a record lies, as the DHT has them."""
+    return [_id(key) for key in envelopes.record_keys(opened.record, opened.level)]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -295,7 +325,7 @@ class HolderProtocol(DHTProtocol):
         now = time.monotonic()
         if now - self._counted_at > 1.0:
             self._counted_at = now
-            data = {key: getattr(item.value, "data", {}) for key, item in self.storage.items()}
+            data = {key: dict(getattr(item.value, "items", tuple)()) for key, item in self.storage.items()}
             self._entries = sum(len(entries) for entries in data.values())
             self._first_hand = {
                 key: {subkey for subkey in subkeys if subkey in data[key]}
@@ -337,7 +367,10 @@ class HolderProtocol(DHTProtocol):
         """What is here under a key: first who spoke for itself, then the others, in any order."""
         item = self.storage.get(key_id)
         entries = getattr(item.value, "data", {}) if item is not None else {}
-        found = [Entry(subkey, value, expires) for subkey, (value, expires) in entries.items()]
+        now = time.time()  # hivemind drops what has expired when the next value comes
+        found = [
+            Entry(subkey, value, expires) for subkey, (value, expires) in entries.items() if expires > now
+        ]
         self._rng.shuffle(found)
         first_hand = self._first_hand.get(key_id, ())
         return sorted(found, key=lambda entry: entry.subkey not in first_hand)
@@ -432,9 +465,9 @@ def _pieces(due: Iterable[tuple[DHTID, Entry]]) -> Iterable[list[tuple[DHTID, En
     piece: list[tuple[DHTID, Entry]] = []
     size = 0
     for one in due:
-        size += len(one[1].value) + _ENTRY_BYTES
+        size += one[1].size
         if piece and (size > HAND_ON_BYTES or len(piece) == MAX_KEYS_PER_CALL):
             yield piece
-            piece, size = [], len(one[1].value) + _ENTRY_BYTES
+            piece, size = [], one[1].size
         piece.append(one)
     yield piece

@@ -27,7 +27,7 @@ class Table:
         self._levels: dict[Stage, Counter[int]] = defaultdict(Counter)
         self._under: dict[bytes, dict[PeerId, float]] = defaultdict(dict)
         self._ends: list[tuple[float, PeerId, bytes]] = []
-        """By expiration: a record, and the key under which it was found."""
+        """By expiration: a record, and a key under which it lies."""
         self._own: PeerRecord | None = None
         self._listed: dict[Stage, list[PeerRecord]] = {}
         self._all: list[PeerRecord] | None = None
@@ -35,15 +35,16 @@ class Table:
     def __len__(self) -> int:
         return len(self._known)
 
-    def put(self, announced: Announced, key: bytes) -> bool:
-        """Take in a record that was found under a key; whether it is news."""
+    def put(self, announced: Announced, keys: Sequence[bytes]) -> bool:
+        """Take in a record that lies under some keys; whether it is news."""
         peer, ends = announced.record.peer, announced.expires
         old = self._known.get(peer)
         if old is None and len(self._known) >= MOST_KNOWN:
             return False
-        if ends > self._under[key].get(peer, 0.0):
-            self._under[key][peer] = ends
-            heapq.heappush(self._ends, (ends, peer, key))
+        for key in keys:
+            if ends > self._under[key].get(peer, 0.0):
+                self._under[key][peer] = ends
+                heapq.heappush(self._ends, (ends, peer, key))
         if peer == self._me or (old is not None and old.expires >= ends):
             return False
         if old is not None:
@@ -71,7 +72,7 @@ class Table:
         self._own = record
 
     def under(self, key: bytes, *, now: float) -> Mapping[PeerId, float]:
-        """Who was found under a key, and until when."""
+        """Whose record lies under a key, as far as we know, and until when."""
         self._expire(now)
         return self._under.get(key, {})
 

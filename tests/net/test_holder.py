@@ -55,6 +55,17 @@ def test_only_what_is_not_known_is_told() -> None:
     assert asked({KEY: {}, OTHER_KEY: {}}, {OTHER_KEY: [new]}) == [Found((), 0), Found((new,), 0)]
 
 
+def test_what_is_older_than_what_is_known_is_not_told_again() -> None:
+    """A node that missed a renewal would tell of the version before it, each time."""
+    stale = Entry("a", b"A", 100.0)
+    later = 100.0 + 2 * holder.VERSION_S
+    assert asked({KEY: {"a": later}}, {KEY: [stale]}) == [Found((), 0)]
+    renewed = Entry("a", b"B", later)
+    assert asked({KEY: {"a": 100.0}}, {KEY: [renewed]}) == [Found((renewed,), 0)]
+    wrapped = 2.0**32 * holder.VERSION_S
+    assert asked({KEY: {"a": wrapped - 5.0}}, {KEY: [Entry("a", b"C", wrapped + 5.0)]})[0].entries
+
+
 def test_an_answer_takes_no_more_than_it_may_shared_by_the_keys() -> None:
     held = {
         key: [Entry(f"{key[:1].decode()}{n}", bytes(920), 1.0) for n in range(50)] for key in (KEY, OTHER_KEY)
@@ -66,9 +77,8 @@ def test_an_answer_takes_no_more_than_it_may_shared_by_the_keys() -> None:
         {KEY: dict.fromkeys((e.subkey for e in held[KEY]), 1.0), OTHER_KEY: {}}, held, 20_000
     )
     assert one == Found((), 0) and len(all_else.entries) == 20, "what one does not need the other gets"
-    assert [len(found.entries) for found in asked({KEY: {}}, held, most_bytes=0)] == [1], (
-        "or it would never end"
-    )
+    assert asked({KEY: {}}, held, most_bytes=999) == [Found((), 50)]
+    assert [len(found.entries) for found in asked({KEY: {}, OTHER_KEY: {}}, held, most_bytes=1000)] == [1, 0]
 
 
 def test_asking_again_and_again_brings_everything() -> None:

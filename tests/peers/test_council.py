@@ -396,7 +396,8 @@ async def test_strangers_cannot_make_a_peer_ask_the_directory_for_ever() -> None
 
 
 async def test_a_peer_watches_its_stage_and_those_beside_it_and_who_coordinates_the_conductors() -> None:
-    async with swarm(RUN) as s:
+    run = counting_run(stages=3, steps=3, microbatches_per_step=4)
+    async with swarm(run) as s:
         await s.until_serving()
         watched = {name: s.network.peers[name].directory for name in ("s0p0", "s2p0", "s2p1")}
         await s.until(lambda: all(directory.watched is not None for directory in watched.values()))
