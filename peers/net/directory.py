@@ -68,7 +68,7 @@ MANIFEST_LIFE_S = 300.0
 MANIFEST_RENEW_S = 100.0
 SEARCH_EVERY_S = 30.0
 """For the nodes near the keys that are read often; stretched in a large run."""
-FAR_SEARCH_EVERY_S = 600.0
+FAR_SEARCH_EVERY_S = 1800.0
 GREET_EVERY_S = 5.0
 """How often those to join at are dialled while we have lost them."""
 JOIN_S = 8.0
@@ -609,6 +609,8 @@ class NetDirectory:
         if answered is None:
             for place in places:
                 place.near = [one for one in place.near if one[1] != peer]
+                if not place.near:
+                    place.searched_at = -math.inf  # look again
             return False
         found, size = answered
         self.read_bytes += size

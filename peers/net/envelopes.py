@@ -2,9 +2,9 @@
 
 A record lies under keys of its run and stage (`shards.py`), subkey peer id. Its signature covers run,
 expiration and record, so nobody can move it, prolong it, or speak for another peer. It is packed without
-names of fields and without what the subkey says: 250 bytes, of which all peers together renew a hundred a
-second. A manifest lies at `{run}.manifest`; its hash is the run's id, and if it names an owner, the subkey is
-the owner and the owner's signature is with it.
+names of fields and without what the subkey says: 220 bytes are usual. A manifest lies at `{run}.manifest`;
+its hash is the run's id, and if it names an owner, the subkey is the owner and the owner's signature is with
+it.
 
 Opening is for strangers' bytes: bounded, and refused with a reason.
 """

@@ -8,13 +8,16 @@ by the real `rebalance` and each joiner's stage by the real `neediest`, but no m
 an hour die at random times and as many join, each two minutes after a death; moves and joins take 30 s of
 download. All begin at random stages, as peers that see nobody; who joins within the same 6 s sees none of the
 others. `share` is throughput ÷ that of the best assignment at every instant, which is without downloads and
-made of whole peers; `last_half` of the hour leaves out its unlevelled beginning.
+made of whole peers; `last_half` of the hour leaves out its unlevelled beginning. All of that with records that
+are always fresh; `share_late`, `last_half_late` and `moves_late` with records as old as the directory makes them.
 
 Costs are measured CPU time, with the real classes:
 
     route_us      one `Router.route` in a stage of n / 32 peers, all with answers, and one `answered`
     rebalance_ms  one `rebalance` of n records, unlevelled; `level_ms`: where nobody needs to move
     neediest_ms   where a joiner goes
+
+The second table is the live directory (`directory.py` beside this file, with the meaning of its columns).
 
 `events_per_s` is the speed of the event simulation of 64 peers in 8 stages; `without_routing` leaves out what
 the Router takes of that.
@@ -23,8 +26,11 @@ the Router takes of that.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
+import zlib
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,10 +38,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
+from directory import directory
 from harness import machine, report
 
 from swarm.plan.network import Device, Job, Network
-from swarm.policy.rebalance import Moves, neediest, rebalance
+from swarm.policy.rebalance import Moves, is_due, neediest, rebalance
 from swarm.policy.router import Router
 from swarm.records import PeerRecord
 from swarm.sim.dice import Dice
@@ -51,19 +58,52 @@ BACK_S = 120.0
 BATCH_S = 6.0
 DOWNLOAD_S = 30.0
 PERIOD_S = 60.0
+LOOK_S = 10.0
+VIEWS = 8
 COLUMNS = (
     "peers", "stages", "share", "last_half", "moves", "deaths", "route_us", "rebalance_ms", "level_ms",
     "neediest_ms",
 )  # fmt: skip
 
 
-def hour(peers: int, *, moving: bool) -> dict[str, Any]:
+class Late:
+    """What peers see of each other while it takes `lag_s` to read the whole directory.
+
+    The parts of a picture are of different ages, up to that; of each peer it is as old as chance, and the same
+    for all who share one of the `VIEWS` pictures.
+    """
+
+    def __init__(self, lag_s: float) -> None:
+        self._past: deque[dict[str, PeerRecord]] = deque(maxlen=1 + math.ceil(lag_s / LOOK_S))
+
+    def look(self, swarm: Fluid) -> None:
+        """To be called every `LOOK_S`."""
+        self._past.appendleft({record.peer: record for record in swarm.records()})
+
+    def going(self, swarm: Fluid) -> list[tuple[str, int]]:
+        """Who moves where: each goes by its own picture, and only from where it is."""
+        names = sorted(set().union(*self._past))
+        found: list[tuple[str, int]] = []
+        for view in range(VIEWS):
+            ages = [zlib.crc32(f"{view} {name}".encode()) % len(self._past) for name in names]
+            seen = [self._past[age].get(name) for name, age in zip(names, ages, strict=True)]
+            for name, to_stage in ours([r for r in seen if r], STAGES, PERIOD_S, swarm.now_s):
+                peer = swarm.peers.get(name)
+                if peer is not None and zlib.crc32(name.encode()) % VIEWS == view and peer.stage != to_stage:
+                    found.append((name, to_stage))
+        return found
+
+
+def hour(peers: int, *, moving: bool, lag_s: float = 0.0) -> dict[str, Any]:
     """The coarse hour."""
+    late = Late(lag_s)
     dice, swarm, deaths = Dice(peers), Fluid(STAGES, load_s=DOWNLOAD_S), 0
     swarm.join((f"p{i:05d}" for i in range(peers)), dice, blind=True)
     events: list[tuple[float, str]] = [
         (PERIOD_S * (i + 0.5), "decide") for i in range(int(HOUR_S / PERIOD_S))
     ]
+    if lag_s:
+        events += [(LOOK_S * i, "a look") for i in range(int(HOUR_S / LOOK_S))]
     for _ in range(round(DIES * peers)):
         at_s = BATCH_S * dice.below(int(HOUR_S / BATCH_S))
         events += [(at_s, "die"), (at_s + BACK_S, "join")]
@@ -83,6 +123,12 @@ def hour(peers: int, *, moving: bool) -> dict[str, Any]:
             deaths += 1
         elif what == "join":
             coming += 1
+        elif what == "a look":
+            late.look(swarm)
+        elif lag_s:
+            if is_due(period_s=PERIOD_S, lag_s=lag_s, now_s=at_s):
+                for name, to_stage in late.going(swarm):
+                    swarm.move(name, to_stage)
         elif moving:
             for name, to_stage in ours(swarm.records(), STAGES, PERIOD_S, swarm.now_s):
                 swarm.move(name, to_stage)
@@ -201,14 +247,27 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse()
     rows: list[dict[str, Any]] = []
+    lists: list[dict[str, Any]] = []
     for peers in options.peers:
         still = hour(peers, moving=False)
         one = {"peers": peers, "stages": STAGES, **hour(peers, moving=True), **decisions(peers)}
-        rows.append({**one, "share_without_moves": still["share"]})
+        lists.append({"peers": peers, "stages": STAGES, **directory(peers, STAGES)})
+        seen_late = hour(peers, moving=True, lag_s=lists[-1]["survey_s"])
+        late = {f"{name}_late": seen_late[name] for name in ("share", "last_half", "moves")}
+        rows.append({**one, **late, "share_without_moves": still["share"]})
     rows.append(event_speed())
     print(f"{machine()}; {time.strftime('%Y-%m-%d')}; scale.py {' '.join(sys.argv[1:])}")
-    columns = [*COLUMNS, "share_without_moves", "events_per_s", "without_routing"]
+    columns = [
+        *COLUMNS,
+        "share_late",
+        "last_half_late",
+        "moves_late",
+        "share_without_moves",
+        "events_per_s",
+        "without_routing",
+    ]
     report(rows, columns, "an hour with churn, and the cost of decisions")
+    report(lists, list(lists[0]), "the directory: what it costs a peer")
 
 
 if __name__ == "__main__":
