@@ -8,8 +8,9 @@ by the real `rebalance` and each joiner's stage by the real `neediest`, but no m
 an hour die at random times and as many join, each two minutes after a death; moves and joins take 30 s of
 download. All begin at random stages, as peers that see nobody; who joins within the same 6 s sees none of the
 others. `share` is throughput ÷ that of the best assignment at every instant, which is without downloads and
-made of whole peers; `last_half` of the hour leaves out its unlevelled beginning. All of that with records that
-are always fresh; `share_late`, `last_half_late` and `moves_late` with records as old as the directory makes them.
+made of whole peers; `last_half` of the hour leaves out its unlevelled beginning. All of that with records
+that are always fresh; `share_late`, `last_half_late` and `moves_late` with records as old as the directory
+makes them.
 
 Costs are measured CPU time, with the real classes:
 
@@ -69,8 +70,8 @@ COLUMNS = (
 class Late:
     """What peers see of each other while it takes `lag_s` to read the whole directory.
 
-    The parts of a picture are of different ages, up to that; of each peer it is as old as chance, and the same
-    for all who share one of the `VIEWS` pictures.
+    The parts of a picture are of different ages, up to that; which, is chance, for each peer and for each of
+    the `VIEWS` pictures.
     """
 
     def __init__(self, lag_s: float) -> None:
