@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "swarm.wire": (*BASE, "msgspec", "numpy", "torch", "bitsandbytes", "typing_extensions"),
     # What a stage computes includes the codec at its boundaries: an undo has to see the very bytes again.
     "swarm.model": (*BASE, "swarm.wire", "numpy", "torch", "bitsandbytes"),
+    "swarm.model.cost": (*BASE, "swarm.model", "numpy", "scipy"),
     "swarm.sim": ("swarm", "numpy"),
     "peers.ports": (*BASE, "swarm.wire.buffers"),
     "peers.net": (
