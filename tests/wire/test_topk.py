@@ -134,6 +134,12 @@ def test_the_places_never_take_more_than_a_bitmap_and_little_more_than_the_best_
     assert layout.nbytes <= kept * (2 + math.log2(numel / max(1, kept))) / 8 + 8 + layout.low
 
 
+def test_of_codes_of_equal_size_that_with_the_fewest_low_bits_is_the_format() -> None:
+    """A quarter of a million: a bitmap, 1 and 2 low bits take 131 072 bytes each."""
+    assert index_layout(1 << 20, 1 << 18) == (0, 1 << 20, 1 << 17)
+    assert index_layout(1 << 20, 1 << 17).low == 2
+
+
 @given(data=st.data())
 def test_places_come_back(data: st.DataObject) -> None:
     rows, length = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 300))
