@@ -19,6 +19,10 @@ Glossary. One word per idea, everywhere:
     run          one training, named by the hash of its manifest
     manifest     the text with everything that changes a weight, and nothing else
     stage        a consecutive slice of the model's layers, 0 … S-1
+    operator     one ATen call of a traced model; its graph is what any model is cut by
+    cut          the stage of each operator of a model
+    piece        the module of one stage of a cut
+    boundary     what passes from a stage to the next: tensors forth, gradients back
     peer         one process that serves one stage
     replica      a peer, seen as one of several that serve the same stage
     trainer      a process that holds data, starts microbatches and sees their loss

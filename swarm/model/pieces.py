@@ -22,7 +22,7 @@ from swarm.errors import SetupError
 from swarm.ids import Microbatch
 from swarm.model.boundary import StagePlan, plan_stages
 from swarm.model.traced.build import Traced
-from swarm.model.traced.calls import DEVICE, DRAWS, Call, filled, refs
+from swarm.model.traced.calls import DEVICE, DRAWS, Call, Template, refs
 from swarm.model.traced.kernels import Draws, plain
 
 
@@ -49,11 +49,15 @@ class Piece(nn.Module):
             # A copy where it changes: pieces and the model must not share it.
             own = traced.buffers[name].clone() if self._changes(name) else traced.buffers[name]
             self._adopt(name).register_buffer(_leaf(name), own)
-        self._held = [
-            (name, self.get_submodule(name.rpartition(".")[0]), _leaf(name)) for name in self._read()
+        read = (*plan.parameters, *plan.buffers)
+        self._held = [(name, self.get_submodule(name.rpartition(".")[0]), _leaf(name)) for name in read]
+        calls = [traced.calls[i] for i in plan.operators]
+        done = _last_uses(calls, keep={value.name for value in plan.outputs})
+        self._work = [
+            (call, Template.of(call.args), Template.of([*call.kwargs.values()]), names)
+            for call, names in zip(calls, done, strict=True)
         ]
-        self._calls = [traced.calls[i] for i in plan.operators]
-        self._done_with = _last_uses(self._calls, keep={value.name for value in plan.outputs})
+        self._told = {told.value: told for told in self._statistics}
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -66,22 +70,22 @@ class Piece(nn.Module):
         env.update(zip((value.name for value in self.plan.inputs), inputs, strict=True))
         device = inputs[0].device
         env[DEVICE.name], env[DRAWS.name] = device, Draws(self._seed, mb)
-        told: dict[str, torch.Tensor] = {}
-        told_by = {told.value: told for told in self._statistics}
-        value = env.__getitem__
-        for call, finished in zip(self._calls, self._done_with, strict=True):
-            args, kwargs = filled(call.args, value), filled(call.kwargs, value)
-            run = call.function
+        statistics: dict[str, torch.Tensor] = {}
+        for call, positional, named, finished in self._work:
+            args, run = positional.filled(env), call.function
+            kwargs = dict(zip(call.kwargs, named.filled(env), strict=True))
             result = plain(device, run, args, kwargs) if call.plain else run(*args, **kwargs)
             for name, made in zip(call.outputs, result if call.several else (result,), strict=True):
-                if name in told_by:
-                    buffer, share = told_by[name].buffer, made.detach() * told_by[name].weight
-                    told[buffer] = told[buffer] + share if buffer in told else share
-                else:
+                told = self._told.get(name)
+                if told is None:
                     env[name] = made
+                else:
+                    share = made.detach() * told.weight
+                    seen = statistics.get(told.buffer)
+                    statistics[told.buffer] = share if seen is None else seen + share
             for name in finished:
                 del env[name]
-        return Output(tuple(env[value.name] for value in self.plan.outputs), told)
+        return Output(tuple(env[value.name] for value in self.plan.outputs), statistics)
 
     @torch.no_grad()
     def take_statistics(self, means: Mapping[str, torch.Tensor]) -> None:
@@ -96,9 +100,6 @@ class Piece(nn.Module):
 
     def _changes(self, name: str) -> bool:
         return any(name in (told.buffer, _counter(told.buffer)) for told in self._statistics)
-
-    def _read(self) -> tuple[str, ...]:
-        return (*self.plan.parameters, *self.plan.buffers)
 
     def _adopt(self, name: str) -> nn.Module:
         """The module that owns `name`, made if need be."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,15 +57,44 @@ def refs(args: Any) -> Iterator[Ref]:
             yield from refs(part)
 
 
-def filled(args: Any, value: Callable[[str], Any]) -> Any:
-    """The arguments with `value(name)` in place of each `Ref`."""
-    kind = type(args)
+@dataclass(frozen=True, slots=True)
+class Template:
+    """The arguments of a call, sorted out once: most are a value or have none in them."""
+
+    fixed: list[Any]
+    """With a gap for what is filled in."""
+    values: list[tuple[int, str]]
+    """(place, value)."""
+    nested: list[tuple[int, Any]]
+    """(place, a sequence with values in it)."""
+
+    @staticmethod
+    def of(args: Sequence[Any]) -> Template:
+        """For these arguments."""
+        made = Template(list(args), [], [])
+        for place, arg in enumerate(args):
+            if isinstance(arg, Ref):
+                made.values.append((place, arg.name))
+            elif any(True for _ in refs(arg)):
+                made.nested.append((place, arg))
+        return made
+
+    def filled(self, env: Mapping[str, Any]) -> list[Any]:
+        """The arguments with the values of `env`."""
+        args = self.fixed.copy()
+        for place, name in self.values:
+            args[place] = env[name]
+        for place, arg in self.nested:
+            args[place] = _filled(arg, env)
+        return args
+
+
+def _filled(arg: Any, env: Mapping[str, Any]) -> Any:
+    kind = type(arg)
     if kind is Ref:
-        return value(args.name)
-    if kind is tuple:
-        return tuple([filled(arg, value) for arg in args])
-    if kind is list:
-        return [filled(arg, value) for arg in args]
+        return env[arg.name]
+    if kind is tuple or kind is list:
+        return kind([_filled(part, env) for part in arg])
     if kind is dict:
-        return {key: filled(arg, value) for key, arg in args.items()}
-    return args
+        return {key: _filled(part, env) for key, part in arg.items()}
+    return arg
