@@ -780,7 +780,7 @@ ROLES = {
 
 
 def _run_role(args: argparse.Namespace) -> int:
-    from peers.events import Emitter, LeavingNow
+    from peers.events import Emitter, LeavingNow, Note
 
     emit: Emit = Emitter(args.log_format)
     if args.command != "bootstrap":
@@ -792,7 +792,8 @@ def _run_role(args: argparse.Namespace) -> int:
             from peers.metrics import RoleMetrics, served
 
             emit = metrics = RoleMetrics(args.command, emit)
-            stack.enter_context(served(args.role_metrics, metrics.registry))
+            place = stack.enter_context(served(args.role_metrics, metrics.registry))
+            emit(Note(text=f"metrics at {place}"))
         role = _role(args, *ROLES[args.command], emit)
         return _with_signals(role.run, role.leave, on_leave=lambda: emit(LeavingNow(role=args.command)))
 

@@ -25,8 +25,8 @@ from swarm.errors import SetupError
 
 
 @contextlib.contextmanager
-def served(listen: tuple[str, int], registry: CollectorRegistry) -> Iterator[int]:
-    """Serve `/metrics` from a thread while the block runs. Yields the port.
+def served(listen: tuple[str, int], registry: CollectorRegistry) -> Iterator[str]:
+    """Serve `/metrics` from a thread while the block runs. Yields its address.
 
     Raises:
         SetupError: the address is taken, or not of this machine.
@@ -39,7 +39,7 @@ def served(listen: tuple[str, int], registry: CollectorRegistry) -> Iterator[int
             f"cannot serve metrics at {host}:{port}: {error.strerror}. Choose another port with --metrics"
         ) from None
     try:
-        yield server.server_port
+        yield f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/metrics"
     finally:
         server.shutdown()
         server.server_close()

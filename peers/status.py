@@ -25,7 +25,8 @@ from peers.ports import Transport
 from swarm.errors import SwarmError, short
 from swarm.ids import PeerId, Stage
 from swarm.policy import claims
-from swarm.policy.health import Look, Observer, SwarmHealth
+from swarm.policy.health import Look, SwarmHealth
+from swarm.policy.observer import Observer
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.run import Run, check_id
 from swarm.wire.messages import PeerStatus

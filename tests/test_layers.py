@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "swarm.policy": BASE,
     # What peers say of themselves when they are asked is a message.
     **dict.fromkeys(
-        ("swarm.policy.claims", "swarm.policy.health"),
+        ("swarm.policy.claims", "swarm.policy.health", "swarm.policy.observer"),
         (*BASE, "swarm.policy", "swarm.wire.messages", "msgspec"),
     ),
     "swarm.plan": (*BASE, "numpy", "scipy", "networkx", "tomli"),

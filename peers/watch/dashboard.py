@@ -14,7 +14,8 @@ from typing import TypeAlias
 from peers.watch import history
 from peers.watch.terminal import Screen
 from swarm.errors import SetupError
-from swarm.policy.health import Look, Observer, SwarmHealth
+from swarm.policy.health import Look, SwarmHealth
+from swarm.policy.observer import Observer
 from swarm.run import Run, check_id
 
 Listen: TypeAlias = tuple[str, int]

@@ -8,8 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from swarm.policy.alerts import LEVELS
-from swarm.policy.health import PeerHealth, SwarmHealth
+from swarm.policy.health import LEVELS, PeerHealth, SwarmHealth
 
 
 def registry_of(health: Callable[[], SwarmHealth]) -> CollectorRegistry:

@@ -21,8 +21,8 @@ from rich.text import Text
 from peers.display import clock, sparkline
 from peers.events import count
 from swarm.errors import short
-from swarm.policy.alerts import SLOW, Alert
-from swarm.policy.health import PeerHealth, StageHealth, SwarmHealth
+from swarm.policy.alerts import SLOW
+from swarm.policy.health import Alert, PeerHealth, StageHealth, SwarmHealth
 from swarm.records import NO_STAGE
 
 STYLES = {"error": "bold red", "warning": "yellow", "info": "dim"}

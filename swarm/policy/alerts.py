@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from swarm.errors import short
-from swarm.ids import PeerId, Stage
-
-if TYPE_CHECKING:
-    from swarm.policy.health import PeerHealth, SwarmHealth
+from swarm.ids import PeerId
+from swarm.policy.health import LEVELS, Alert, PeerHealth, SwarmHealth
 
 SLOW = 4.0
 """Times by which a peer is slower than its stage's median. Devices that differ by 2 or 3 are common."""
@@ -21,20 +17,6 @@ STILL_S = 30.0
 """A run that has not stepped for so long, and for so many times what a step took, stands still."""
 MOST_ALIKE = 5
 """Alerts of one sort; the others are counted."""
-
-Level: TypeAlias = Literal["error", "warning", "info"]
-LEVELS: tuple[Level, ...] = ("error", "warning", "info")
-"""The run stops or is wrong; it may, or is slower than it could be; good to know."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alert:
-    """One sentence, without its full stop."""
-
-    level: Level
-    text: str
-    stage: Stage | None = None
-    peer: PeerId | None = None
 
 
 def find(health: SwarmHealth) -> tuple[Alert, ...]:

@@ -14,7 +14,8 @@ import pytest
 from peers import monitor
 from peers.monitor import Monitor
 from peers.ports import Answer, Request
-from swarm.policy.health import Look, Observer, PeerHealth, SwarmHealth
+from swarm.policy.health import Look, PeerHealth, SwarmHealth
+from swarm.policy.observer import Observer
 from swarm.records import PeerRecord
 from swarm.run import demo_run
 from swarm.wire.messages import Audit, PeerStatus, pack

@@ -11,15 +11,8 @@ import pytest
 from swarm.errors import Refused
 from swarm.ids import Era
 from swarm.policy import alerts, claims
-from swarm.policy.health import (
-    MOST_POINTS,
-    MOST_WORKERS,
-    Look,
-    Observer,
-    PeerHealth,
-    Route,
-    SwarmHealth,
-)
+from swarm.policy.health import Look, PeerHealth, Route, SwarmHealth
+from swarm.policy.observer import MOST_POINTS, MOST_WORKERS, Observer
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.run import demo_run
 from swarm.wire.messages import Audit, LinkStatus, PeerStatus
@@ -95,13 +88,22 @@ def peer(health: SwarmHealth, name: str) -> PeerHealth:
 
 def test_the_run_is_where_most_say_it_is_and_a_liar_is_doubted() -> None:
     seen = Seen()
-    seen.say(version=5, loss=3.0)
+    for version in (3, 4, 5):
+        seen.say(8.0, version=version, loss=3.0)
     lie = status("d", 1, version=40, loss=-7.0, loss_step=5)
     told = (*(status(n, s, version=6, loss=2.5, loss_step=5) for n, s in (("a", 0), ("b", 0), ("c", 1))), lie)
     health = seen.look(statuses=told)
     assert (health.version, health.loss) == (6, 2.5)
     assert peer(health, "d").doubts == ("says it is at version 40, the run is at 6",)
     assert "peer d: says it is at version 40, the run is at 6" in texts(health)
+
+
+def test_who_is_asked_a_moment_later_in_a_quick_run_is_not_doubted() -> None:
+    seen = Seen()
+    for version in range(4, 12):
+        seen.say(0.5, version=version)
+    health = seen.look(statuses=(status("d", 1, version=30),))
+    assert (health.version, peer(health, "d").doubts) == (11, ())
 
 
 def test_a_loss_belongs_to_its_step_and_one_voice_among_many_is_not_enough() -> None:

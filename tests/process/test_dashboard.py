@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from peers.events import Note
 from swarm.run import Run, counting_run
 from tests.process.swarm_processes import Swarm
 from tests.watch.browser import needs_browser, visit
@@ -77,7 +78,7 @@ def test_a_kill_is_seen_and_the_death_of_the_bootstrap_changes_nothing(tmp_path:
             assert step_of(page.inner_text('[data-stat="step"]')) > step
 
             swarm.kill(bootstrap)
-            swarm.peer(2)
+            newcomer = swarm.peer(2, "--metrics", ":0")
             page.wait_for_selector("text=stage 2 has one peer left", state="detached")
             later = step_of(page.inner_text('[data-stat="step"]'))
             page.wait_for_function(
@@ -89,7 +90,15 @@ def test_a_kill_is_seen_and_the_death_of_the_bootstrap_changes_nothing(tmp_path:
             with urllib.request.urlopen(f"{address}api/health", timeout=30) as answer:
                 told = json.loads(answer.read())
             assert [stage["serving"] for stage in told["stages"]] == [2, 2, 2]
-            assert told["refused"] == {} and not any(
-                peer["doubts"] for s in told["stages"] for peer in s["peers"]
-            )
+            assert told["refused"] == {}
+            assert [
+                doubt for stage in told["stages"] for peer in stage["peers"] for doubt in peer["doubts"]
+            ] == []
         assert len(history.read_bytes().splitlines()) > 20
+        said = next(note.text for note in newcomer.heard(Note) if note.text.startswith("metrics at "))
+        with urllib.request.urlopen(said.removeprefix("metrics at "), timeout=30) as answer:
+            numbers = dict(
+                line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#"
+            )
+        assert float(numbers["swarm_role_stage"]) == 2
+        assert float(numbers["swarm_role_steps_total"]) > 0

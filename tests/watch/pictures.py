@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from swarm.policy.health import Look, Observer, SwarmHealth
+from swarm.policy.health import Look, SwarmHealth
+from swarm.policy.observer import Observer
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.run import Run, demo_run
 from swarm.wire.messages import Audit, LinkStatus, PeerStatus

@@ -10,7 +10,8 @@ import pytest
 from peers.watch.dashboard import DashboardOptions, run_dashboard
 from peers.watch.history import Recorder, read
 from swarm.errors import SetupError
-from swarm.policy.health import Look, Observer, SwarmHealth
+from swarm.policy.health import Look, SwarmHealth
+from swarm.policy.observer import Observer
 from swarm.run import demo_run
 from tests.watch.pictures import RUN, START, record, status
 

@@ -16,7 +16,7 @@ from peers import events
 from peers.metrics import RoleMetrics, served
 from peers.watch.prometheus import registry_of
 from swarm.errors import SetupError
-from swarm.policy.health import Observer
+from swarm.policy.observer import Observer
 from tests.watch.pictures import RUN, START, crowd, troubled
 
 GRAFANA = json.loads((Path(__file__).parents[2] / "scripts" / "grafana.json").read_text())
@@ -127,8 +127,9 @@ def test_names_and_units_follow_the_conventions(registry: CollectorRegistry) -> 
 
 
 def test_they_are_served_on_this_machine_only_and_no_longer_than_wanted() -> None:
-    with served(("127.0.0.1", 0), run_registry()) as port:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with served(("127.0.0.1", 0), run_registry()) as place:
+        port = int(place.removeprefix("http://127.0.0.1:").removesuffix("/metrics"))
+        with urllib.request.urlopen(place, timeout=10) as answer:
             assert "swarm_run_version 12.0" in answer.read().decode()
         with pytest.raises(
             SetupError, match=f"cannot serve metrics at 127.0.0.1:{port}: Address already in use"
@@ -136,7 +137,7 @@ def test_they_are_served_on_this_machine_only_and_no_longer_than_wanted() -> Non
             with served(("127.0.0.1", port), run_registry()):
                 pass
     with pytest.raises(OSError):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+        urllib.request.urlopen(place, timeout=10)
 
 
 def test_500_peers_are_told_in_one_answer() -> None:

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from peers.watch.terminal import Screen, render
 from swarm.policy.claims import tidy
-from swarm.policy.health import Look, Observer, SwarmHealth
+from swarm.policy.health import Look, SwarmHealth
+from swarm.policy.observer import Observer
 from tests.watch.pictures import RUN, START, crowd, record, status, troubled
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from peers.watch import topology
 from swarm.policy.claims import tidy
-from swarm.policy.health import Look, Observer, SwarmHealth
+from swarm.policy.health import Look, SwarmHealth
+from swarm.policy.observer import Observer
 from tests.watch.pictures import RUN, START, crowd, record, troubled
 
 SVG = "{http://www.w3.org/2000/svg}"
