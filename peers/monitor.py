@@ -67,8 +67,9 @@ class Monitor:
 
     async def run(self) -> None:
         """Look, until cancelled."""
+        self._directory.watch(())  # all stages take turns: in a run of thousands none is read all the time
         try:
-            await self._directory.refresh()
+            await self._directory.survey()
             while True:
                 self._ask_some()
                 self._take(self._look())
