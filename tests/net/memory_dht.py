@@ -5,11 +5,10 @@ known in seconds.
 
     with virtual_time() as loop: loop.run_until_complete(...)
 
-    dht = MemoryDht()
-    first = await dht.add(0, run_id=RUN)
-    other = await dht.add(1, run_id=RUN, join=first)
-    dht.dead.add(first.peer_id)
-    await dht.close()
+    async with MemoryDht() as dht:
+        first = await dht.add(0, run_id=RUN)
+        other = await dht.add(1, run_id=RUN, join=first)
+        dht.dead.add(first.peer_id)
 """
 
 from __future__ import annotations
@@ -137,6 +136,9 @@ class MemoryDht:
         await directory.start()
         return node
 
-    async def close(self) -> None:
+    async def __aenter__(self) -> MemoryDht:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         for node in self.nodes.values():
             await node.directory.close()

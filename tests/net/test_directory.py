@@ -13,8 +13,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from peers.net import envelopes, shards
-from peers.net._hivemind import DHTID
+from peers.net import envelopes, holder, shards
+from peers.net._hivemind import DHTID, PeerID
 from peers.net.holder import Entry, HolderProtocol
 from peers.net.identity import Identity
 from peers.net.node import Node
@@ -115,6 +115,35 @@ async def test_a_peer_reads_the_stages_that_it_works_with_and_the_rest_slowly(
         await directory._read_some()
     assert sum(per_stage(peer).values()) == STAGES * EACH
     assert directory.lag_s < 60.0
+
+
+async def test_a_flood_of_made_up_peers_hides_nobody_who_speaks_for_itself(
+    stack: contextlib.AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holder, "MAX_SUBKEYS", 100)
+    first = await start(stack, run_id=None)
+    flooding = await start(stack, first, run_id=None)
+    peer_id = PeerID.from_base58(first.peer_id)
+    (key,) = [envelopes.peers_key(RUN, shard) for shard in shards.shards_at(3, 0)]
+    stored = 0
+    for number in range(150):
+        me = Identity((10**6 + number).to_bytes(32, "big"))
+        record = PeerRecord(peer=me.peer_id, run=RUN, stage=3, state="serving", version=0)
+        expires = time.time() + 500.0
+        answer = await flooding.directory._node.protocol.call_store(  # type: ignore[union-attr]
+            peer_id, [DHTID.generate(source=key)], [envelopes.seal_record(record, expires, me)], expires,
+            subkeys=[me.peer_id],
+        )  # fmt: skip
+        stored += bool(answer and answer[0])
+    assert stored == 100, "the key is full"
+    honest, looking = await start(stack, first), await start(stack, first)
+    for node in (honest, looking):
+        node.directory.watch({3})
+    mine = PeerRecord(peer=honest.peer_id, run=RUN, stage=3, state="serving", version=7)
+    await honest.directory.announce(mine)
+    await until(lambda: looking.directory.find(honest.peer_id) == mine)
+    told = first.directory._node.protocol.entries(DHTID.generate(source=key))  # type: ignore[union-attr]
+    assert told[0].subkey == honest.peer_id and len(told) == 100
 
 
 async def test_a_survey_reads_everything_at_once(stack: contextlib.AsyncExitStack) -> None:

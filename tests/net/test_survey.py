@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.net.survey import Survey, whom_to_ask
+from peers.net.survey import Allowance, Survey, stretch, whom_to_ask
 
 
 def test_few_nodes_are_asked_and_other_ones_each_time() -> None:
@@ -22,6 +22,36 @@ def test_few_nodes_are_asked_and_other_ones_each_time() -> None:
         assert sorted(key for keys in asked.values() for key in keys) == list(range(16))
         assert len(asked) <= 16
     assert whom_to_ask({1: []}, random.Random(0)) == {}
+
+
+def test_of_many_nodes_no_more_are_asked_than_allowed_and_the_most_urgent_keys_first() -> None:
+    apart = {key: [f"n{key}-{n}" for n in range(5)] for key in (7, 3, 9, 1)}
+    for seed in range(10):
+        asked = whom_to_ask(apart, random.Random(seed), most=2)
+        assert [key for keys in asked.values() for key in keys] == [7, 3]
+    together = {key: ["a", "b"] for key in (7, 3, 9, 1)}
+    ((_, keys),) = whom_to_ask(together, random.Random(0), most=2).items()
+    assert keys == [7, 3, 9, 1]
+    assert whom_to_ask(apart, random.Random(0), most=0) == {}
+
+
+def test_an_allowance_is_saved_up_to_a_limit_and_what_is_overdrawn_is_made_up_for() -> None:
+    allowance = Allowance(100.0, 300.0)
+    assert allowance.left(now=1000.0) == 300
+    allowance.spend(250)
+    assert allowance.left(now=1000.0) == 50
+    assert allowance.left(now=1001.0) == 150
+    allowance.spend(450)
+    assert allowance.left(now=1002.0) == 0
+    assert allowance.left(now=1004.0) == 0
+    assert allowance.left(now=1005.0) == 100
+    assert allowance.left(now=2000.0) == 300
+
+
+def test_times_stretch_with_the_number_of_peers_between_two_bounds() -> None:
+    assert stretch(0) == stretch(9) == stretch(200) == 1.0
+    assert stretch(1000) == 5.0
+    assert stretch(10_000) == stretch(10**6) == 20.0
 
 
 Holders = dict[int, list[str]]

@@ -19,6 +19,7 @@ from swarm.policy.rebalance import (
     Move,
     Moves,
     Stay,
+    is_due,
     neediest,
     rebalance,
 )
@@ -475,3 +476,18 @@ def test_with_peers_that_come_and_go_no_move_ever_empties_a_stage(seed: int) -> 
         swarm.period()
     swarm.settle()
     assert len(set(swarm.where.values())) == 4
+
+
+# --- late records -------------------------------------------------------------------------------------------
+
+
+def test_who_sees_the_others_late_decides_in_every_second_fourth_or_eighth_period() -> None:
+    def decides(lag_s: float) -> list[int]:
+        return [p for p in range(16) if is_due(period_s=60.0, lag_s=lag_s, now_s=60.0 * p + 30.0)]
+
+    assert decides(0.0) == decides(60.0) == list(range(16))
+    assert decides(61.0) == decides(120.0) == list(range(0, 16, 2))
+    assert decides(212.0) == [0, 4, 8, 12]
+    # Whoever decides more rarely does so together with those that decide more often: with the same anchors.
+    assert set(decides(400.0)) < set(decides(212.0)) < set(decides(100.0))
+    assert decides(math.inf) == decides(math.nan) == []
