@@ -116,6 +116,11 @@ async def test_a_peer_reads_the_stages_that_it_works_with_and_the_rest_slowly(
     assert sum(per_stage(peer).values()) == STAGES * EACH
     assert directory.lag_s < 60.0
 
+    directory._near = directory._far = Allowance(0.0, 0.0)
+    before = directory.read_bytes
+    await directory._read_some()
+    assert directory.read_bytes == before, "nothing is asked for that may not be answered"
+
 
 async def test_a_flood_of_made_up_peers_hides_nobody_who_speaks_for_itself(
     stack: contextlib.AsyncExitStack, monkeypatch: pytest.MonkeyPatch
@@ -177,6 +182,11 @@ async def test_a_newcomer_to_a_large_stage_is_seen_at_once_and_one_that_moves_aw
     # Nobody here reads stage 0 often; but it is not of stage 3 any more.
     await until(
         lambda: not [r for r in mate.directory.at(3) if r.peer == newcomer.peer_id and r.state != "left"]
+    )
+    home = DHTID.generate(source=envelopes.record_keys(mine, LEVEL)[0])
+    (told,) = [e for e in first.directory._node.protocol.entries(home) if e.subkey == newcomer.peer_id]  # type: ignore[union-attr]
+    assert envelopes.open_record(told.value, told.subkey, told.expires).record.state == "left", (
+        "told where it was"
     )
     await mate.directory.refresh({0})
     assert mate.directory.find(newcomer.peer_id) == moved

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
 from hivemind.dht.storage import DHTLocalStorage
@@ -155,6 +156,14 @@ async def test_of_a_flood_through_one_node_no_record_keeps_out_who_speaks_for_it
         assert await store(at, entry(number), sender=number) == [True]
     assert await store(at, entry(11), sender=11) == [False], "all places are taken by such peers"
     assert set(kept(at)) == {entry(n).subkey for n in range(1, 11)}
+
+
+async def test_what_has_expired_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = node()
+    assert await store(at, entry(1), entry(2, 0, 5.0), sender=99) == [True, True]
+    clock = SimpleNamespace(time=lambda: soon() + 1.0, monotonic=time.monotonic)
+    monkeypatch.setattr(holder, "time", clock)
+    assert kept(at) == [entry(2, 0, 5.0).subkey]
 
 
 async def test_a_node_that_is_full_makes_room_in_its_largest_key(monkeypatch: pytest.MonkeyPatch) -> None:

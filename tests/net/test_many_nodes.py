@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from peers.net import shards
+from peers.net._hivemind import DHTNode
 from peers.net.directory import NetDirectory
 from swarm.records import PeerRecord
 from tests.net.memory_dht import MemoryDht, MemoryNode, virtual_time
@@ -38,6 +40,12 @@ def counts(directory: NetDirectory) -> Counter[int]:
 
 def test_everybody_finds_its_stages_at_the_nodes_near_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "FULL", 3)  # so that 5 peers are spread over the keys of two levels
+    create = DHTNode.create
+
+    async def of_few_neighbours(**options: Any) -> DHTNode:
+        return await create(**(options | {"bucket_size": 4, "depth_modulo": 1}))
+
+    monkeypatch.setattr(DHTNode, "create", of_few_neighbours)
     with virtual_time() as loop:
 
         async def run() -> None:
@@ -48,6 +56,9 @@ def test_everybody_finds_its_stages_at_the_nodes_near_their_keys(monkeypatch: py
                     assert counts(node.directory) == dict.fromkeys(range(4), 5)
                     assert node.directory._level == 1
                     assert node.directory.lag_s < 20.0
+                tables = [node.directory._node.protocol.routing_table for node in nodes]  # type: ignore[union-attr]
+                known = [len(table.get_nearest_neighbors(table.node_id, 99)) for table in tables]
+                assert min(known) < len(nodes) - 5, "routing tables alone would not do"
                 # Steady work: questions are few, and what comes is what was renewed.
                 dht.calls.clear()
                 dht.bytes.clear()
