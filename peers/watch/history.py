@@ -5,6 +5,7 @@ The first line is `{"manifest": …}`, the terms of the run; every other one a `
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ class Recorder:
         Raises:
             SetupError: it is not, or it cannot be written.
         """
+        self._path = path
         try:
             if path.exists() and path.stat().st_size:
                 known, _ = read(path)
@@ -49,13 +51,25 @@ class Recorder:
             raise SetupError(f"cannot record to {path}: {error.strerror or error}") from None
 
     def __call__(self, look: Look) -> None:
-        """Write it, unless nothing was new."""
+        """Write it, unless nothing was new.
+
+        Raises:
+            SetupError: it cannot be written, such as to a full disk.
+        """
         if look.records or look.gone or look.statuses or look.silent or look.refused is not None:
             self._write(msgspec.json.encode(look))
 
     def _write(self, line: bytes) -> None:
-        self._file.write(line + b"\n")
-        self._file.flush()
+        try:
+            self._file.write(line + b"\n")
+            self._file.flush()
+        except OSError as error:
+            self._close()
+            raise SetupError(f"cannot record to {self._path}: {error.strerror or error}") from None
+
+    def _close(self) -> None:
+        with contextlib.suppress(OSError):  # what could not be written was said
+            self._file.close()
 
     def __enter__(self) -> Recorder:
         return self
@@ -63,7 +77,7 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        self._close()
 
 
 def _mend(path: Path) -> None:

@@ -17,7 +17,7 @@ from swarm.records import NO_STAGE
 
 REFRESH_S = 2.0
 MANY = 100
-"""Peers, from which on their table is sent less often: 500 rows are 100 kB."""
+"""Peers, from which on the picture and their table are sent less often: of 500 they have 300 kB."""
 MANY_EVERY = 4
 MOST_SHOWN = 60
 """Lines of the timeline on the page."""
@@ -87,11 +87,11 @@ class WholeRun:
         )
         self._bar.set_value(health.version / health.steps)
         self._show_alerts(health)
-        self._picture.set_content(topology.svg(health))
         self._loss.show([[version, round(loss, 6)] for version, loss in health.losses])
         self._pace.show([[round(1000 * at), round(pace, 1)] for at, pace in health.pace])
         self._stages.show([_stage_row(health, i) for i in range(len(health.stages))])
         if there < MANY or self._ticks % MANY_EVERY == 0:
+            self._picture.set_content(topology.svg(health))
             self._peers.show([_peer_row(peer) for peer in health.peers])
         self._ticks += 1
         self._timeline.show([f"{_stamp(h.at)}  {h.text}" for h in reversed(health.happenings[-MOST_SHOWN:])])

@@ -100,6 +100,12 @@ def test_what_cannot_be_read_or_written_is_said(tmp_path: Path) -> None:
         Recorder(tmp_path / "nowhere" / "x", RUN)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full, which is a full disk, here")
+def test_a_full_disk_is_said() -> None:
+    with pytest.raises(SetupError, match="cannot record to /dev/full: No space left on device"):
+        Recorder(Path("/dev/full"), RUN)
+
+
 async def test_a_replay_prints_lines_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "history.jsonl"
     recorded(path)

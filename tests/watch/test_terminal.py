@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import threading
 import time
 from collections.abc import Iterator
 
@@ -101,6 +103,31 @@ def test_what_strangers_write_steers_no_terminal() -> None:
     text = "\n".join(drawn(observer.health(now=START)))
     assert "\x1b" not in text and "\x07" not in text
     assert "?[2J?]0;" in text
+
+
+def test_on_a_terminal_it_is_a_screen_that_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    ours, theirs = os.openpty()
+    read: list[bytes] = []
+
+    def drain() -> None:
+        with contextlib.suppress(OSError):  # the other end was closed
+            while chunk := os.read(ours, 65536):
+                read.append(chunk)
+
+    reader = threading.Thread(target=drain)
+    reader.start()
+    observer, at = troubled()
+    with os.fdopen(theirs, "w") as stream, Screen(stream=stream) as screen:
+        assert screen.live
+        screen(observer.health(now=at))
+    reader.join()
+    os.close(ours)
+    said = b"".join(read).decode()
+    enter, leave = "\x1b[?1049h", "\x1b[?1049l"
+    assert said.index(enter) < said.index("stage 2 has one peer left") < said.index(leave)
 
 
 def test_off_a_terminal_lines_tell_what_is_new_and_each_alert_once() -> None:
