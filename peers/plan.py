@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from peers.simulate import job_of
+from peers.job import job_of
 from peers.status import StatusOptions, look
 from swarm.errors import SetupError
 from swarm.plan.measured import Machine, Pair, estimate

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import sys
 import time
@@ -11,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from peers.choose import choose_stage
 from peers.events import Emit, JoinLine, Note, Started
 from peers.net.daemon import Daemon, DaemonOptions
 from peers.net.node import Node
 from swarm.errors import SetupError
 from swarm.ids import Stage
-from swarm.policy.rebalance import neediest
+from swarm.plan.places import Place
 from swarm.run import Run, check_id, load_run, parse_run
 
 if TYPE_CHECKING:  # torch is imported while p2pd starts
@@ -123,6 +123,7 @@ class Peer:
         self._options, self._emit = options, emit
         self._stage_peer: StagePeer | None = None
         self._left = asyncio.Event()
+        self._place: Place | None = None
 
     async def run(self) -> None:
         options = self._options
@@ -157,13 +158,10 @@ class Peer:
             if wish >= run.S:
                 raise SetupError(f"--stage {wish}: run {run.name!r} has stages 0 to {run.S - 1}")
             return wish
-        records = await node.directory.survey()
-        needy = neediest(records, stages=run.S, now_s=time.time())
-        there = [r.stage for r in records if r.state in ("joining", "serving")]
-        counts = [there.count(stage) for stage in range(run.S)]
-        # Peers that start together see the same counts: their ids spread them over the neediest stages.
-        stage = needy[hashlib.sha256(node.peer_id.encode()).digest()[0] % len(needy)]
-        self._emit(Note(text=f"stage {stage} is taken: peers per stage are {' '.join(map(str, counts))}"))
+        stage, self._place = await choose_stage(
+            node.peer_id, run, node.transport, node.directory, node.addresses
+        )
+        self._emit(Note(text=f"stage {stage} is taken: it had the least speed"))
         return stage
 
     def _build(self, run: Run, stage: Stage, device: str) -> StageCompute:
@@ -186,7 +184,7 @@ class Peer:
         settings = StageSettings(
             max_inflight=max_inflight, device_name=device, addresses=node.addresses,
             checkpoints=checkpoints, joined_at=time.time(), movable=options.stage == "auto",
-            leave_within_s=options.leave_within,
+            place=self._place, leave_within_s=options.leave_within,
         )  # fmt: skip
         peer = self._stage_peer = StagePeer(
             run, stage, compute, node.transport, node.directory, settings, self._emit

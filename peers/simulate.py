@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peers.job import job_of
 from swarm.errors import SetupError
-from swarm.ids import Stage
-from swarm.plan.network import Job, Network, read_devices
+from swarm.plan.network import Network, read_devices
 from swarm.run import Run, load_run
 from swarm.sim.throughput.engine import NOBODY, simulate
 from swarm.sim.throughput.report import Report, Settings
@@ -22,9 +22,6 @@ BINS = 20
 WIDTH = 40
 MOVES_SHOWN = 5
 LEAST_BIN_S = 1.0
-ACTIVATIONS_OF_A_BLOCK = 16
-"""Numbers of the width of the model that autograd keeps of a block, per token: inputs of its products,
-attention's queries, keys and values, and what the feed-forward part has inside, about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,52 +76,6 @@ def simulate_run(run: Run, network: Network, trace: Trace | None, *, end_s: floa
         bin_s=max(LEAST_BIN_S, end_s / BINS),
     )
     return simulate(network, job, layout, end_s=end_s, settings=settings, trace=trace, seed=seed)
-
-
-def job_of(run: Run) -> Job:
-    """The work of one step of a run, from its manifest alone.
-
-    Raises:
-        SetupError: the audit model does no arithmetic that could be reckoned.
-    """
-    from swarm.model.gpt import layer_flops, layer_split
-    from swarm.model.layout import empty_state, stage_layout
-    from swarm.wire.meta import ITEM_BYTES, TensorMeta, encoded_sizes
-    from swarm.wire.tensors import gradient_meta, hidden_meta, input_metas
-
-    if run.model.kind != "gpt":
-        raise SetupError(f"model.kind = {run.model.kind!r} computes nothing: simulate a run of kind gpt")
-    tokens = run.batch.microbatch_size * run.data.sequence_length
-    block, head = layer_flops(run.model, run.data.sequence_length)
-    layers = [len(layers) for layers in layer_split(run)]
-    stages = range(run.S)
-    codec = "none" if run.adds_exactly else run.codec.reduce
-
-    def boundary_bytes(stage: Stage) -> float:
-        return float(sum(sum(encoded_sizes(meta)) for meta in input_metas(run, stage)))
-
-    def reduce_bytes(numel: int) -> float:
-        """Of a sum and of the settled answer to it, the mean: a reduce sends as many of either."""
-        settled = "float64" if run.dtype == "float64" else "float32"
-        kinds = ("int64" if run.adds_exactly else settled, settled)
-        return sum(sum(encoded_sizes(TensorMeta((numel,), kind, codec))) for kind in kinds) / 2
-
-    kept = ACTIVATIONS_OF_A_BLOCK * run.model.hidden * tokens * ITEM_BYTES[run.dtype]
-    return Job(
-        stages=run.S,
-        microbatches=run.M,
-        forward_flops=tuple(2.0 * tokens * (layers[s] * block + head * (s == run.S - 1)) for s in stages),
-        forward_bytes=tuple(boundary_bytes(s) for s in stages[1:]),
-        backward_bytes=tuple(
-            float(sum(encoded_sizes(gradient_meta(run, boundary, hidden_meta(run, boundary)))))
-            for boundary in stages[:-1]
-        ),
-        gradient_bytes=tuple(reduce_bytes(stage_layout(run, s).numel) for s in stages),
-        state_bytes=tuple(
-            float(sum(t.numel() * t.element_size() for t in empty_state(run, s).values())) for s in stages
-        ),
-        activation_bytes=tuple(float(kept * layers[s]) for s in stages),
-    )
 
 
 # --- what came of it ----------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import torch
 from peers import events
 from peers.asking import ask_status
 from peers.catchup import CatchUp
+from peers.choose import planning_job
 from peers.core import StageCore
 from peers.council import Council
 from peers.device_thread import Rank
@@ -41,14 +42,18 @@ from peers.state_server import StateServer
 from peers.steps import OpenStep, audit
 from peers.sync import fetch_gradient
 from peers.waiting import happens
+from peers.whereabouts import Whereabouts
 from peers.work import WorkDesk
 from swarm.errors import PeerFault, Refused, SetupError, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage, Standing
 from swarm.model.stage import StageCompute, SumLost
+from swarm.plan.advice import Advice
+from swarm.plan.network import Job
+from swarm.plan.places import Place
 from swarm.policy.bans import Bans
 from swarm.policy.eras import Join, join_by, may_leave
 from swarm.policy.ledger import from_bytes, members_of
-from swarm.policy.rebalance import Moves, is_due, rebalance
+from swarm.policy.rebalance import Moves, Stay, is_due, rebalance
 from swarm.policy.rounds import Go, Plan, check_plan, finishes_until_s
 from swarm.policy.router import Router
 from swarm.records import NO_STAGE, PeerRecord
@@ -104,6 +109,8 @@ class StageSettings:
     leave_within_s: float = 25.0
     """Finishing and handing over may take this long; a cloud's notice is 30 s."""
     joined_at: float = field(default_factory=time.time)
+    place: Place | None = None
+    """Where it is on the internet, if that was measured already."""
 
 
 class StagePeer:
@@ -124,6 +131,8 @@ class StagePeer:
         self.core = StageCore(run, stage, transport.peer_id, compute, emit)
         self.router = Router(Bans(probed=True))
         self._lines = LineProber(run.id, transport, directory, random.Random())
+        self._whereabouts = Whereabouts(transport.peer_id, transport, settings.place)
+        self._job: Job | None = None
         self._prober = Prober(run.id, transport, directory, self.router.bans)
         next_stage = None
         if stage < run.S - 1:
@@ -237,13 +246,16 @@ class StagePeer:
         self._leaving.set()
 
     async def _announce(self) -> None:
-        core, speed = self.core, self._speed()
+        core, speed, where = self.core, self._speed(), self._whereabouts
+        where.look(self._directory.peers())
         record = PeerRecord(
             peer=core.me, run=self._run.id, stage=self.stage, state=self._state, version=core.version,  # type: ignore[arg-type]
             speed=speed, load=core.device.mean_queue(), state_bytes=core.compute.state_bytes,
             bandwidth_bps=self.all_reduce.bandwidth_bps, movable=self._settings.movable,
             max_inflight=self.desk.max_inflight, device=self._settings.device_name,
             addresses=self._settings.addresses, since=self._settings.joined_at,
+            place=where.place.numbers() if where.place != Place() else (),
+            widest_bps=where.widest_bps, in_flight_bytes=where.in_flight_bytes,
         )  # fmt: skip
         await self._directory.announce(record)
 
@@ -640,9 +652,8 @@ class StagePeer:
             if not is_due(period_s=period_s, lag_s=lag_s, now_s=time.time()):
                 self._decided = f"not in this period: what others do is seen here after {lag_s:.0f} s"
                 continue
-            decision = rebalance(
-                self._directory.peers(), stages=self._run.S, period_s=period_s, now_s=time.time()
-            )
+            records = list(self._directory.peers())
+            decision = await asyncio.to_thread(self._decide_moves, records, time.time())
             self._decided = decision.why
             moves = decision.moves if isinstance(decision, Moves) else ()
             move = next((move for move in moves if move.peer == self.core.me), None)
@@ -652,6 +663,14 @@ class StagePeer:
                     continue
                 self._emit(events.Moved(stage=self.stage, to_stage=move.to_stage, why=move.why))
                 await self._move(move.to_stage)
+
+    def _decide_moves(self, records: Sequence[PeerRecord], now_s: float) -> Moves | Stay:
+        """In any thread: the planner's predictions take a while in a large run."""
+        self._job = self._job or planning_job(self._run)
+        return rebalance(
+            records, stages=self._run.S, period_s=self._run.rebalance_every_s, now_s=now_s,
+            step_s=Advice(records, self._job).step_s,
+        )  # fmt: skip
 
     async def _has_a_mate(self, *, going: set[PeerId]) -> bool:
         """Whether somebody who stays has the weights of our stage (I6). Records outlive who they speak of."""

@@ -11,10 +11,10 @@ from swarm.ids import PeerId, Stage
 MAX_RECORD_BYTES = 1000
 """hivemind's DHT slows down with larger values (and breaks with many of 12 kB under one key)."""
 
-State = Literal["joining", "serving", "leaving", "left", "keeping"]
+State = Literal["choosing", "joining", "serving", "leaving", "left", "keeping"]
 
 NO_STAGE: Stage = -1
-"""The stage of a keeper: it serves none, and its state is always `keeping`."""
+"""The stage of a keeper, whose state is always `keeping`, and of a newcomer that is `choosing` one."""
 
 
 class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,5 +40,11 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     addresses: tuple[str, ...] = ()
     """libp2p multiaddresses to dial it at."""
+    place: tuple[int, ...] = ()
+    """Where it is on the internet, as `swarm.plan.places` has it; empty: not known yet."""
+    widest_bps: float = 0.0
+    """Bandwidth of the best of its lines; 0 = not measured."""
+    in_flight_bytes: float = 0.0
+    """Bandwidth × round trip, of the line where that is most: far lines get no more under way at once."""
     since: float = 0.0
     """Unix time at which it joined, by its own clock; 0 = not said. Who came first coordinates."""

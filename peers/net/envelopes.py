@@ -61,6 +61,9 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     device: str
     addresses: tuple[str, ...]
     """Without the peer's own id at the end: `/p2p/`."""
+    place: tuple[int, ...]
+    widest_bps: float
+    in_flight_bytes: float
     since: float
 
 
@@ -156,8 +159,8 @@ def open_record(data: bytes, peer: PeerId, expires: float) -> Announced:
 def _impossible(record: _Packed) -> str:
     if not 0 <= record.level <= MOST_LEVEL:
         return f"level {record.level}"
-    keeper = record.stage == NO_STAGE and record.state in ("keeping", "left")
-    if not keeper and (not 0 <= record.stage < 65536 or record.state == "keeping"):
+    nowhere = record.stage == NO_STAGE and record.state in ("keeping", "choosing", "left")
+    if not nowhere and (not 0 <= record.stage < 65536 or record.state in ("keeping", "choosing")):
         return f"stage {record.stage}, state {record.state}"
     if not -1 <= record.version < 1 << 48:
         return f"stage {record.stage}, version {record.version}"

@@ -32,7 +32,7 @@ import numpy as np
 from harness import machine, report
 
 from peers.events import StepDone
-from peers.simulate import job_of
+from peers.job import job_of
 from scripts.bench.chaos import ChaosSwarm
 from scripts.bench.netlab import Lab, Link, why_not
 from swarm.plan.network import Device, Network

@@ -168,7 +168,7 @@ class Observer:
 
     def _take_record(self, record: PeerRecord, now: float) -> None:
         peer, seen = record.peer, self._peers.get(record.peer)
-        if record.run != self.run.id or record.stage >= self.run.S:
+        if record.run != self.run.id or record.stage >= self.run.S or record.state == "choosing":
             return
         if record.state == "left":
             if seen is not None:

@@ -30,6 +30,8 @@ What does not move, and why:
   stood still for them, must be earned back within the horizon. After these the next few are weighed in the
   same way, from the speed that the run then has.
 - If the slowest stage is not the one where microbatches wait, the speeds are not the limit: nobody moves.
+- Where a planner is given that knows the ways between peers (`step_s`), it chooses among movers that are
+  equally fast, and has the last word: moves after which it predicts steps to be a tenth longer are not made.
 
 Strangers write records: a number that cannot be is taken as not measured, and nobody is believed to be more
 than 32 times as fast as the median.
@@ -40,7 +42,7 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from swarm.errors import short
@@ -70,6 +72,12 @@ VERSIONS_BEHIND = 2
 """Serving records further behind the median are of peers that hang or are gone: nobody may rely on them."""
 USUAL_BPS = 50e6
 """Of a line that nobody has measured."""
+ALIKE = 0.1
+"""Speeds that differ by less, relatively, are the same: measurements are no better."""
+MOST_ALIKE = 16
+"""Of those that are tried in the place of one that should move."""
+StepTime = Callable[[Mapping[PeerId, Stage]], float]
+"""Predicted seconds of a step if these peers served those stages, all others as they are."""
 LEAST_SPEED, MOST_SPEED = 1e-9, 1e9
 MOST_BYTES = 1e15
 LEAST_BPS, MOST_BPS = 1e3, 1e13
@@ -123,12 +131,20 @@ class _Member:
     sits_out: bool
 
 
-def rebalance(records: Iterable[PeerRecord], *, stages: int, period_s: float, now_s: float) -> Moves | Stay:
+def rebalance(
+    records: Iterable[PeerRecord],
+    *,
+    stages: int,
+    period_s: float,
+    now_s: float,
+    step_s: StepTime | None = None,
+) -> Moves | Stay:
     """The moves of this period, or why there are none.
 
     Args:
         records: the newest of each peer, of this run; `since` is when it came to the stage it names.
         now_s: Unix time, as the records' `since`.
+        step_s: predicted seconds of a step with such changes, from the same records.
     """
     if not (stages >= 1 and period_s > 0 and math.isfinite(period_s) and math.isfinite(now_s)):
         raise ValueError(f"cannot rebalance {stages} stages every {period_s} s at {now_s}")
@@ -147,9 +163,42 @@ def rebalance(records: Iterable[PeerRecord], *, stages: int, period_s: float, no
     levelling = _level(
         by_stage, anchors, download_s, horizon_s=HORIZON_PERIODS * period_s, proven=bool(rescues)
     )
-    if isinstance(levelling, Stay):
-        return Moves(tuple(rescues)) if rescues else levelling
-    return Moves((*rescues, *levelling))
+    if rescues:
+        return Moves((*rescues, *([] if isinstance(levelling, Stay) else levelling)))
+    if step_s is None:
+        return levelling if isinstance(levelling, Stay) else Moves(tuple(levelling))
+    free = [m for there in by_stage for m in there if _may_go(m, anchors) and not m.sits_out]
+    return levelling if isinstance(levelling, Stay) else _nearer(levelling, free, step_s)
+
+
+def _may_go(member: _Member, anchors: set[PeerId | None]) -> bool:
+    return member.serving and member.movable and member.rested and member.peer not in anchors
+
+
+def _nearer(levelling: Sequence[Move], free: Sequence[_Member], step_s: StepTime) -> Moves | Stay:
+    """The same moves by those who are nearest to where they go, among such that are as fast."""
+    speeds = {member.peer: member.speed for member in free}
+    changes: dict[PeerId, Stage] = {}
+    moves: list[Move] = []
+    for move in levelling:
+        speed = speeds.get(move.peer, 0.0)
+        alike = [
+            m.peer
+            for m in free
+            if m.stage == move.from_stage and m.peer not in changes and abs(m.speed - speed) <= ALIKE * speed
+        ]
+        told_s = {peer: step_s({**changes, peer: move.to_stage}) for peer in (move.peer, *alike[:MOST_ALIKE])}
+        peer = min(told_s, key=lambda peer: (told_s[peer], peer != move.peer, peer))
+        changes[peer] = move.to_stage
+        moves.append(replace(move, peer=peer, why=move.why.replace(short(move.peer), short(peer))))
+    before_s, after_s = step_s({}), step_s(changes)
+    if after_s > LEAST_GAIN * before_s:
+        return Stay(
+            f"by their speeds {len(moves)} should move (first {short(moves[0].peer)} to stage "
+            f"{moves[0].to_stage}), but by the ways between them a step would take {after_s:.3g} s instead "
+            f"of {before_s:.3g} s"
+        )
+    return Moves(tuple(moves))
 
 
 def is_due(*, period_s: float, lag_s: float, now_s: float) -> bool:
@@ -363,7 +412,7 @@ class _Levelling:
         self.levels = [_speed(there) for there in by_stage]
         free = [
             sorted(
-                (m for m in there if m.serving and m.movable and m.rested and m.peer not in anchors),
+                (m for m in there if _may_go(m, anchors)),
                 key=lambda m: (m.speed, m.peer),
             )
             for there in by_stage

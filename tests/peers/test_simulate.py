@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from peers.cli import Exit, main
-from peers.simulate import SimulateOptions, job_of, render, run_simulate, simulate_run
+from peers.job import job_of
+from peers.simulate import SimulateOptions, render, run_simulate, simulate_run
 from swarm.errors import SetupError
 from swarm.model.gpt import layer_flops
 from swarm.model.layout import stage_layout

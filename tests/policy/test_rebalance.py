@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from swarm.errors import short
 from swarm.policy.rebalance import (
     MOST_TIMES_MEDIAN,
     REST_PERIODS,
@@ -491,3 +493,42 @@ def test_who_sees_the_others_late_decides_in_every_second_fourth_or_eighth_perio
     # Whoever decides more rarely does so together with those that decide more often: with the same anchors.
     assert set(decides(400.0)) < set(decides(212.0)) < set(decides(100.0))
     assert decides(math.inf) == decides(math.nan) == []
+
+
+# --- a planner that knows the ways --------------------------------------------------------------------------
+
+
+def planned(
+    step_s: Callable[[Mapping[str, int]], float], *records: PeerRecord, stages: int = 2
+) -> Moves | Stay:
+    return rebalance(records, stages=stages, period_s=PERIOD_S, now_s=NOW_S, step_s=step_s)
+
+
+def unlevel() -> list[PeerRecord]:
+    return [peer(f"a{i}", 0, 1.0) for i in range(8)] + [peer("b", 1, 1.0, load=9.0)]
+
+
+def test_a_planner_that_predicts_longer_steps_has_the_last_word() -> None:
+    assert isinstance(decided(*unlevel()), Moves)
+    told = planned(lambda changes: 5.0 + len(changes), *unlevel())
+    assert isinstance(told, Stay)
+    assert "but by the ways between them a step would take" in told.why and "instead of 5 s" in told.why
+
+
+def test_of_movers_that_are_alike_those_go_that_the_planner_would_send() -> None:
+    free = {move.peer for move in decided_moves(unlevel())}
+    others = sorted({record.peer for record in unlevel() if record.stage == 0} - free)
+
+    def step_s(changes: Mapping[str, int]) -> float:
+        return 50.0 - sum(1 + 9 * (peer in others) for peer in changes)
+
+    told = planned(step_s, *unlevel())
+    assert isinstance(told, Moves) and {move.peer for move in told.moves} & set(others)
+    assert len(told.moves) == len(free)
+    assert all(short(move.peer) in move.why for move in told.moves)
+
+
+def decided_moves(records: Sequence[PeerRecord]) -> Sequence[Move]:
+    told = decided(*records)
+    assert isinstance(told, Moves)
+    return told.moves

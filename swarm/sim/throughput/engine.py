@@ -20,7 +20,9 @@ from functools import partial
 
 from swarm.errors import SetupError
 from swarm.ids import PeerId, Stage
+from swarm.plan.advice import Advice, Newcomer, choose_stages
 from swarm.plan.network import BACKWARD_FORWARDS, Job, Network
+from swarm.plan.places import read_place
 from swarm.policy.ledger import Claim, Ledger, everything
 from swarm.policy.rebalance import Stay, neediest, rebalance
 from swarm.policy.router import NoPeerForStage, Router
@@ -33,6 +35,7 @@ from swarm.sim.throughput.actors import Flight, Peer, Trainer
 from swarm.sim.throughput.lines import Lines
 from swarm.sim.throughput.report import Moved, Report, Settings
 from swarm.sim.throughput.trace import Change, Trace, changes
+from swarm.sim.throughput.whereabouts import Whereabouts, whereabouts
 
 NOBODY: Stage = -1
 """In a layout: this device is not used (yet)."""
@@ -102,6 +105,7 @@ class Simulation:
         self._idle: dict[PeerId, int] = {}
         """Joiners that no stage fits into, and their devices."""
         self._made = 0
+        self._known = whereabouts(network, seed) if settings.planned else []
         self._covered: dict[int, list[int]] = {}
         """Step -> per stage, the microbatches that are in some sum."""
         self._under_way: dict[int, int] = {}
@@ -184,7 +188,11 @@ class Simulation:
         """The stage of greatest need that fits into the device."""
         job, there = self.job, self.network.devices[device]
         fit = [stage for stage in range(job.stages) if job.fits(stage, there)]
-        needy = neediest(self._records(), stages=job.stages, now_s=self.clock.now)
+        records = self._records()
+        if self._known and len(fit) == job.stages:
+            newcomer = Newcomer(f"p{self._made:06d}", read_place(self._known[device].place))
+            return choose_stages(records, job, [newcomer])[newcomer.peer]
+        needy = neediest(records, stages=job.stages, now_s=self.clock.now)
         both = [stage for stage in needy if stage in fit]
         if both:
             return self._dice.pick(both)
@@ -349,6 +357,7 @@ class Simulation:
             peer.count_load(now_s)
             period_s = min(seconds, self.settings.rebalance_every_s) or 1.0
             upload_bps = self.network.devices[peer.device].upload_bps
+            known = self._known[peer.device] if self._known else Whereabouts((), 0.0, 0.0)
             found.append(
                 PeerRecord(
                     peer=peer.name,
@@ -360,6 +369,9 @@ class Simulation:
                     load=peer.load_s / period_s if peer.serving else 0.0,
                     state_bytes=round(self.job.state_bytes[peer.stage]),
                     bandwidth_bps=upload_bps if math.isfinite(upload_bps) else 0.0,
+                    place=known.place,
+                    widest_bps=known.widest_bps,
+                    in_flight_bytes=known.in_flight_bytes,
                     since=peer.came_s,
                 )
             )
@@ -368,7 +380,11 @@ class Simulation:
     def _rebalance(self, _: None) -> None:
         period_s = self.settings.rebalance_every_s
         self.clock.after(period_s, None, self._rebalance, None)
-        told = rebalance(self._records(), stages=self.job.stages, period_s=period_s, now_s=self.clock.now)
+        records = self._records()
+        told = rebalance(
+            records, stages=self.job.stages, period_s=period_s, now_s=self.clock.now,
+            step_s=Advice(records, self.job).step_s if self._known else None,
+        )  # fmt: skip
         for peer in self._peers.values():
             peer.load_s = 0.0
         if isinstance(told, Stay):

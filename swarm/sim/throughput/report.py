@@ -20,6 +20,8 @@ class Settings:
     delayed_updates: bool = False
     rebalance_every_s: float = 60.0
     """0: nobody moves."""
+    planned: bool = True
+    """Newcomers and those who move ask the planner, which knows where peers are; else speeds alone decide."""
     checkpoint_every: int = 10
     """Steps; where a run goes back to when a stage has lost all its members."""
     detect_s: float = 0.1

@@ -1,0 +1,63 @@
+"""Which stage a newcomer serves that leaves the choice to us (`--stage auto`)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+
+from peers.job import even_job, job_of
+from peers.ports import Directory, Transport
+from peers.whereabouts import measure_place
+from swarm.ids import PeerId, Stage
+from swarm.plan.advice import Newcomer, choose_stages
+from swarm.plan.network import Job
+from swarm.plan.places import Place, read_place
+from swarm.records import NO_STAGE, PeerRecord
+from swarm.run import Run
+
+OTHERS_S = 1.0
+"""So long a newcomer waits for the records of others that came in the same instant."""
+
+
+async def choose_stage(
+    me: PeerId, run: Run, transport: Transport, directory: Directory, addresses: Sequence[str]
+) -> tuple[Stage, Place | None]:
+    """The stage, and where this peer is, as far as it could be measured.
+
+    It says first that it is choosing, and looks who else is: they place one another, in the order of their
+    ids, by the same rule. So ten that start together do not all go to the stage that was slowest before
+    they came.
+    """
+    place = await measure_place(me, run.id, transport, await directory.survey(), random.Random())
+
+    async def say(stage: Stage) -> None:
+        await directory.announce(
+            PeerRecord(
+                peer=me,
+                run=run.id,
+                stage=stage,
+                state="choosing" if stage == NO_STAGE else "joining",
+                version=0,
+                place=() if place is None else place.numbers(),
+                addresses=tuple(addresses),
+                since=time.time(),
+            )
+        )
+
+    await say(NO_STAGE)
+    await asyncio.sleep(OTHERS_S)
+    records = await directory.refresh()
+    job = await asyncio.to_thread(planning_job, run)
+    others = [
+        Newcomer(r.peer, read_place(r.place)) for r in records if r.state == "choosing" and r.peer != me
+    ]
+    stage = (await asyncio.to_thread(choose_stages, records, job, [Newcomer(me, place), *others]))[me]
+    await say(stage)  # who chooses after this counts us there
+    return stage, place
+
+
+def planning_job(run: Run) -> Job:
+    """What the planner reckons with; the audit model computes nothing that could be planned for."""
+    return even_job(run) if run.model.kind == "counting" else job_of(run)
