@@ -553,6 +553,11 @@ def _graph(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--length", type=_at_least(1), default=128, metavar="T", help="tokens, for hf: (default: %(default)s)"
     )
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="time this machine (some 20 s): costs are seconds, and the slowest stage is as fast as can be",
+    )
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw it; needs matplotlib")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--dot", action="store_true", help="print it for Graphviz")

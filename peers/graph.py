@@ -41,6 +41,8 @@ class GraphOptions:
     dot: bool = False
     json: bool = False
     png: Path | None = None
+    calibrate: bool = False
+    """Whether to time this machine: costs are seconds then, and stages are cut for a short period."""
 
 
 def run_graph(options: GraphOptions) -> None:
@@ -54,8 +56,11 @@ def run_graph(options: GraphOptions) -> None:
     with _quiet():
         traced = bring(options).trace()
     graph = traced.graph
-    costs = arithmetic(graph)
-    assignment = in_a_row(graph, costs, options.stages)
+    if options.calibrate:
+        costs, assignment = timed(graph, options.stages)
+    else:
+        costs = arithmetic(graph)
+        assignment = in_a_row(graph, costs, options.stages)
     plans = plan_stages(graph, assignment)
     if options.png is not None:
         draw(graph, assignment, options.png)
@@ -98,6 +103,28 @@ def arithmetic(graph: OpGraph) -> list[float]:
         float(sum(graph.values[name].numel for name in (*op.inputs, *op.parameters, *op.outputs)))
         for op in graph.operators
     ]
+
+
+def timed(graph: OpGraph, stages: int) -> tuple[list[float], list[int]]:
+    """(seconds of each operator on one core of this machine, the best cut for stages that are all like it).
+
+    Raises:
+        SetupError: fewer operators with weights than stages.
+    """
+    import torch
+
+    from peers.calibrate import calibrate
+    from swarm.model.split import Place, split
+    from swarm.model.work import works
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        device = calibrate()
+    finally:
+        torch.set_num_threads(threads)
+    costs = [sum(device.operator_s(work)) for work in works(graph)]
+    return costs, list(split(graph, [Place(device=device)] * stages).assignment)
 
 
 def in_a_row(graph: OpGraph, costs: Sequence[float], stages: int) -> list[int]:

@@ -99,7 +99,7 @@ def _recomputed(graph: OpGraph) -> frozenset[int]:
         sources = frozenset[str]().union(*(roots[name] for name in op.inputs))
         roots.update(dict.fromkeys(op.outputs, sources))
         made = sum(graph.values[name].nbytes for name in op.outputs)
-        if op.cheap or sum(graph.values[name].nbytes for name in sources) < made:
+        if sum(graph.values[name].nbytes for name in sources) < made:
             found.add(op.index)
     return frozenset(found)
 

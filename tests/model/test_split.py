@@ -193,6 +193,8 @@ def test_memory_moves_the_cut_and_the_error_names_stage_operator_and_device() ->
 
     free = split(graph, places(1e9, 1e9), terms=terms)
     assert free.memory_bytes[1] > 20_000
+    one = judge(graph, free.assignment, places(1e9, 1e9), terms=SplitTerms(holding=Holding(moment_bytes=0.0)))
+    assert one.memory_bytes[1] < free.memory_bytes[1] - 8 * 1000
     # The weights of v3 and their state are 20 bytes a number, and its gradient another four.
     tight = split(graph, places(1e9, free.memory_bytes[1] - 1), terms=terms)
     assert tight.assignment.count(1) < free.assignment.count(1)

@@ -15,6 +15,7 @@ from peers.graph import GraphOptions, in_a_row, run_graph
 from swarm.errors import SetupError
 from swarm.model.bring import from_code, from_hf
 from swarm.model.opgraph import Operator, OpGraph
+from tests.model.graphs import device
 
 UNET = "tests.model.zoo:unet"
 HERE = "tests.peers.test_graph"
@@ -51,6 +52,18 @@ def test_a_table_of_stages(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_tied_weights_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "one tensor: tokens.weight, head.weight" in graph(capsys, "--model", "tests.model.zoo:gpt2")
+
+
+def test_costs_are_seconds_of_a_timed_machine_and_its_stages_are_cut_by_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peers.calibrate.calibrate", device)  # a second for each number
+    told = json.loads(graph(capsys, "--model", UNET, "--stages", "2", "--calibrate", "--json"))
+    seconds = [0.0, 0.0]
+    for op in told["operators"]:
+        seconds[op["stage"]] += op["cost"]
+    assert max(seconds) < 0.6 * sum(seconds)
+    assert all(float(op["cost"]).is_integer() for op in told["operators"])
 
 
 def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
