@@ -48,7 +48,7 @@ async def choose_stage(
 
     await say(NO_STAGE)
     await asyncio.sleep(OTHERS_S)
-    records = await directory.refresh()
+    records = await directory.survey()
     job = await asyncio.to_thread(planning_job, run)
     others = [
         Newcomer(r.peer, read_place(r.place)) for r in records if r.state == "choosing" and r.peer != me

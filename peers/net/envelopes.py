@@ -61,10 +61,10 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     device: str
     addresses: tuple[str, ...]
     """Without the peer's own id at the end: `/p2p/`."""
-    place: tuple[int, ...]
-    widest_bps: float
-    in_flight_bytes: float
     since: float
+    place: tuple[int, ...] = ()
+    widest_bps: float = 0.0
+    in_flight_bytes: float = 0.0
 
 
 class _SignedRecord(msgspec.Struct, frozen=True, array_like=True):
