@@ -125,7 +125,8 @@ async def _faces(options: DashboardOptions, board: Board) -> AsyncIterator[bool]
             from peers.metrics import served
             from peers.watch.prometheus import registry_of
 
-            stack.enter_context(served(options.metrics, registry_of(lambda: board.health)))
+            place = stack.enter_context(served(options.metrics, registry_of(lambda: board.health)))
+            print(f"metrics at {place}", flush=True)
         screen = stack.enter_context(Screen())
         board.faces.append(screen)
         yield screen.live or options.metrics is not None or options.web is not None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import urllib.request
 from pathlib import Path
 
 import msgspec
@@ -113,6 +116,31 @@ async def test_a_replay_prints_lines_and_ends(tmp_path: Path, capsys: pytest.Cap
     said = capsys.readouterr().out
     assert "peer peer-b of stage 1 is lost" in said
     assert "! 2 records refused: a record with a wrong signature" in said
+
+
+async def test_with_metrics_the_last_picture_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "history.jsonl"
+    recorded(path)
+    options = DashboardOptions(replay=path, speed=1e6, metrics=("127.0.0.1", 0))
+    showing = asyncio.create_task(run_dashboard(options))
+    said = ""
+    while "is lost" not in said:  # the last look
+        await asyncio.sleep(0.01)
+        said += capsys.readouterr().out
+    place = said.split("metrics at ")[1].split()[0]
+
+    def fetch() -> str:
+        with urllib.request.urlopen(place, timeout=10) as answer:
+            return answer.read().decode()
+
+    assert "swarm_run_version 5.0" in await asyncio.to_thread(fetch)
+    showing.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await showing
+    with pytest.raises(OSError):
+        await asyncio.to_thread(fetch)
 
 
 @pytest.mark.parametrize(
