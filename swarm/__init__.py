@@ -44,4 +44,7 @@ Glossary. One word per idea, everywhere:
     digest       a hash of a replica's weights; equal digests mean equal bits
     codec        how a tensor becomes bytes on the wire
     ban          a peer that failed rests until its ban ends
+    look         what somebody who watches a run saw of it since the last time
+    doubt        what a peer says, and others or its own record contradict
+    alert        what a person should look at, in a sentence
 """
