@@ -7,6 +7,7 @@ bootstrap.py  the entry point of a run
 ports.py      what the loops know of the world (Protocols)
 net/          fulfils the ports with libp2p; the only importer of hivemind
 disk/         datasets and checkpoints
+calibrate.py  how fast a device is, by kind of operator
 device.py     devices, free memory, allocator settings
 events.py     what happened; display.py and the log lines are renderings of it
 """

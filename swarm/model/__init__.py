@@ -3,6 +3,8 @@
 gpt.py        the decoder and its cut into stages
 counting.py   the audit model, whose weights count microbatches
 draws.py      initial weights and dropout: functions of names
+opgraph.py    any model as a graph of operators; graph.py makes it, pieces.py its stages
+work.py       what operators do; cost.py and memory.py what they take on a device; split.py where to cut
 optimizer.py  AdamW and SGD on flat vectors
 stage.py      what a stage peer computes
 reference.py  the same run in a single process

@@ -179,6 +179,27 @@ def test_what_is_kept_is_what_autograd_keeps(name: str) -> None:
     assert kept == pytest.approx(saved_by_torch(traced, sample), rel=0.12)
 
 
+@pytest.mark.parametrize(
+    ("target", "input_saved", "output_saved", "beside"),
+    [
+        ("aten.add.Tensor", False, False, 0),
+        ("aten.gelu.default", True, False, 0),
+        ("aten.relu.default", False, True, 0),
+        ("aten.sigmoid.default", False, True, 0),
+        ("aten.rms_norm.default", True, False, 48),
+        ("aten.max_pool2d.default", True, False, 96),
+        ("aten.cross_entropy_loss.default", False, False, 48),
+        ("aten.upsample_nearest2d.vec", False, False, 0),
+        ("aten.no_such_call.default", True, False, 0),
+    ],
+)
+def test_what_one_call_keeps(target: str, input_saved: bool, output_saved: bool, beside: int) -> None:
+    graph = Draft(x=2).op("a", ["x"], 12, weight=1).op("b", ["a"], 12, target=target).graph("b")
+    of_a, of_b = Kept(graph).keeps
+    assert of_a.saved == 48 * input_saved
+    assert (of_b.saved, of_b.beside) == (48 * output_saved + beside, beside)
+
+
 def test_the_peak_of_a_chain_by_hand() -> None:
     draft = Draft(x=2).op("a", ["x"], 10, weight=3, target="aten.linear.default")
     draft.op("b", ["a"], 20, weight=5, target="aten.gelu.default")
