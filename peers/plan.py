@@ -9,10 +9,10 @@ import json
 import math
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from peers.job import job_of
@@ -26,8 +26,7 @@ from swarm.plan.search import Plan, baselines, repaired, search_overlapped
 from swarm.policy.health import Look
 from swarm.records import NO_STAGE
 from swarm.run import Run, load_run
-from swarm.wire.meta import encoded_sizes
-from swarm.wire.tensors import gradient_meta, hidden_meta
+from swarm.wire.tensors import crossing_bytes
 
 RANDOM_LAYOUTS = 10
 """Of which the mean is what a random layout takes."""
@@ -186,11 +185,6 @@ def plan_codecs(run: Run, network: Network, job: Job, found: Plan, least: float)
         SetupError: a part that cannot be kept, or the manifest's backward codec forbids it.
     """
 
-    def bytes_of(boundary: int, codec: str) -> tuple[float, float]:
-        hidden = msgspec.structs.replace(hidden_meta(run, boundary), codec=codec)
-        gradient = gradient_meta(run, boundary, hidden)
-        return float(sum(encoded_sizes(hidden))), float(sum(encoded_sizes(gradient)))
-
     speeds = [sum(network.devices[i].flops_per_s for i in members) for members in _members(found, run.S)]
     compute_s = [
         (1 + BACKWARD_FORWARDS) * flops / speed for flops, speed in zip(job.forward_flops, speeds,
@@ -198,7 +192,7 @@ def plan_codecs(run: Run, network: Network, job: Job, found: Plan, least: float)
     ]
     codecs = boundary_codecs(
         boundary_bandwidths(network, found.stage_of, run.S),
-        bytes_of,
+        partial(crossing_bytes, run),
         [run.codec.forward_at(boundary) for boundary in range(run.S - 1)],
         least=least,
         enough_s=max(compute_s),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,10 +20,11 @@ from peers.steps import Job, Kept, OpenStep
 from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused, SwarmError
 from swarm.ids import Microbatch, PeerId
 from swarm.model.stage import Forward, SumLost
+from swarm.plan.ratios import choose_codec
 from swarm.policy.ledger import Claim
 from swarm.wire.codec import Encoded, TensorMeta, encoded_sizes
 from swarm.wire.messages import Hop, Locate, Located, Work, WorkDone, check_run, pack, unpack
-from swarm.wire.tensors import allowed_gradients, allowed_inputs
+from swarm.wire.tensors import allowed_gradients, allowed_inputs, crossing_bytes
 
 OPEN_WAIT_S = 10.0
 """How long a request for the next step waits for it to open; its caller sees heartbeats meanwhile."""
@@ -52,6 +54,7 @@ class WorkDesk:
         max_inflight: int,
     ) -> None:
         self._core, self._roll, self._next, self.max_inflight = core, roll, next_stage, max_inflight
+        self._transport = transport
         self._takes = allowed_inputs(core.run, core.stage)
         self._gradients: tuple[TensorMeta, ...] = ()
         if next_stage is not None:
@@ -227,14 +230,29 @@ class WorkDesk:
 
         return await self._core.device.run(Rank.FORWARD, work.t, compute)
 
+    def _codec_for(self, work: Work) -> str | None:
+        """What the line to the next peer needs, of what the manifest allows; None: the manifest's own."""
+        core = self._core
+        line = self._transport.lines.get(work.route[0]) if work.route else None
+        if not core.run.codec.adaptive or line is None or not core.computed:
+            return None
+        # What a device computes meanwhile hides as much of the transfer.
+        return choose_codec(
+            core.run.codec.allowed_at(core.stage),
+            line.bandwidth_bps,
+            core.device.busy_s / core.computed,
+            partial(crossing_bytes, core.run, core.stage),
+        )
+
     async def _middle(self, step: OpenStep, work: Work, inputs: list[Encoded]) -> Kept:
         core = self._core
         began = time.monotonic()
         timed = [0.0, 0.0]
+        codec = self._codec_for(work)
 
         def forward() -> Forward:
             mb, started = self._alive(step, work), time.perf_counter()
-            fwd = core.compute.forward(mb, inputs)
+            fwd = core.compute.forward(mb, inputs, codec=codec)
             timed[0] = _took_s(started)
             return fwd
 

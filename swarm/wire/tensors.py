@@ -9,7 +9,7 @@ import msgspec
 from swarm.data import token_dtype
 from swarm.ids import Stage
 from swarm.run import Run
-from swarm.wire.meta import TensorMeta
+from swarm.wire.meta import TensorMeta, encoded_sizes
 
 
 def boundary_shape(run: Run) -> tuple[int, ...]:
@@ -53,3 +53,10 @@ def allowed_gradients(run: Run, boundary: int) -> tuple[TensorMeta, ...]:
     """All that may come back over `boundary`, each once: one, unless there is `codec.adaptive`."""
     answers = [gradient_meta(run, boundary, sent[0]) for sent in allowed_inputs(run, boundary + 1)]
     return tuple(dict.fromkeys(answers))
+
+
+def crossing_bytes(run: Run, boundary: int, codec: str) -> tuple[float, float]:
+    """(forward, backward) bytes of a microbatch over a boundary without labels, if `codec` goes forward."""
+    hidden = msgspec.structs.replace(hidden_meta(run, boundary), codec=codec)
+    gradient = gradient_meta(run, boundary, hidden)
+    return float(sum(encoded_sizes(hidden))), float(sum(encoded_sizes(gradient)))

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from peers.events import PeerLost
-from peers.ports import Answer, Request
+from peers.ports import Answer, Line, Request
+from peers.work import WorkDesk
 from swarm.errors import Busy, Leaving, NotNow, NotReady, Refused, SetupError, Stale
-from swarm.ids import Microbatch
-from swarm.model.stage import Forward, StageCompute, SumLost
+from swarm.model.stage import StageCompute, SumLost
 from swarm.records import PeerRecord, State
 from swarm.run import AdmissionSpec, CodecSpec, Run, counting_run
 from swarm.wire.codec import TensorMeta, encode
@@ -116,22 +116,43 @@ async def test_whatever_is_chosen_of_what_is_allowed_each_microbatch_counts_once
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = replace(RUN, codec=CodecSpec(forward="none", backward="none", adaptive=("bf16", "topk:0.5")))
-    plain = StageCompute.forward
-    sent: set[str] = set()
+    sent: set[str | None] = set()
 
-    def forward(self: StageCompute, mb: Microbatch, *args: Any, **options: Any) -> Forward:
+    def choose(self: WorkDesk, work: Work) -> str:
         allowed = run.codec.allowed_at(0)
-        result = plain(self, mb, *args, **options, codec=allowed[mb.m % len(allowed)])
-        sent.add(result.outputs[0].meta.codec)
-        return result
+        sent.add(allowed[work.m % len(allowed)])
+        return allowed[work.m % len(allowed)]
 
-    monkeypatch.setattr(StageCompute, "forward", forward)
+    monkeypatch.setattr(WorkDesk, "_codec_for", choose)
     async with swarm(run) as s:
         s.add_trainer("trainer")
         s.on_call("work", lambda *_: s.kill("s1p0"), to="s1p0", nth=2)
         await s.until_finished()
         s.assert_each_counted_once()
     assert sent == {"none", "bf16", "topk:0.5"}
+
+
+async def test_a_slow_line_gets_what_is_smallest_and_a_fast_one_what_the_manifest_prescribes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = replace(RUN, codec=CodecSpec(forward="none", backward="none", adaptive=("bf16",)))
+    chosen: dict[str, set[str | None]] = {}
+    plain = WorkDesk._codec_for
+
+    def choose(self: WorkDesk, work: Work) -> str | None:
+        chosen.setdefault(work.route[0], set()).add(plain(self, work))
+        return plain(self, work)
+
+    monkeypatch.setattr(WorkDesk, "_codec_for", choose)
+    async with swarm(run) as s:
+        for name in ("s0p0", "s0p1"):
+            lines = s.network.peers[name].transport.lines
+            lines["s1p0"], lines["s1p1"] = Line(bandwidth_bps=1.0), Line(bandwidth_bps=1e12)
+        s.add_trainer("trainer")
+        await s.until_finished()
+        s.assert_each_counted_once()
+    # Before the first microbatch is computed nobody knows what computing hides.
+    assert chosen["s1p0"] - {None} == {"bf16"} and chosen["s1p1"] - {None} == {"none"}
 
 
 async def test_buffers_that_do_not_fit_their_tensors_are_refused_before_they_are_received() -> None:
