@@ -12,7 +12,7 @@ from swarm.model.opgraph import Operator, OpGraph, Value
 def graph_of(
     operators: str, sizes: dict[str, int] | None = None, inputs: str = "x", loss: str = "loss"
 ) -> OpGraph:
-    """A line an operator: `out <- in in *parameter`; `!` before the name of an output: it is cheap."""
+    """A line an operator: `out <- in *parameter @buffer`; `!` before the name of an output: it is cheap."""
     made: list[Operator] = []
     values: dict[str, Value] = {}
 
@@ -27,18 +27,19 @@ def graph_of(
         outputs, _, reads = line.partition("<-")
         names = outputs.replace("!", "").split()
         parameters = tuple(name[1:] for name in reads.split() if name[0] == "*")
-        plain = tuple(name for name in reads.split() if name[0] != "*")
-        for name in (*names, *parameters):
+        buffers = tuple(name[1:] for name in reads.split() if name[0] == "@")
+        plain = tuple(name for name in reads.split() if name[0] not in "*@")
+        for name in (*names, *parameters, *buffers):
             value(name)
         made.append(
             Operator(
                 index=len(made), name=names[0], target="aten.op", module="", inputs=plain,
-                parameters=parameters, buffers=(), outputs=tuple(names), cheap="!" in outputs,
+                parameters=parameters, buffers=buffers, outputs=tuple(names), cheap="!" in outputs,
             )
         )  # fmt: skip
     parameters = tuple(dict.fromkeys(name for op in made for name in op.parameters))
     return OpGraph(
-        operators=tuple(made), values=values, inputs=tuple(inputs.split()), loss=loss,
+        operators=tuple(made), values=values, inputs=tuple(inputs.split()), loss="loss",
         parameters=parameters, buffers=(), tied=(),
     )  # fmt: skip
 
@@ -73,7 +74,9 @@ def test_inputs_that_a_later_stage_needs_are_carried_from_the_first() -> None:
 
 
 def test_cheap_values_are_computed_where_they_are_needed() -> None:
-    graph = graph_of("!positions <-\n!mask <- positions\na <- x mask *w\nloss <- a mask *v", {"mask": 99})
+    graph = graph_of(
+        "!positions <- @rates\n!mask <- positions\na <- x mask *w\nloss <- a mask *v", {"mask": 99}
+    )
     assert told(graph, [0, 0, 0, 1]) == [
         (["positions", "mask", "a"], ["x"], ["a"]),
         (["positions", "mask", "loss"], ["a"], ["loss"]),

@@ -148,7 +148,8 @@ class Llama(nn.Module):
     @torch.no_grad()
     def tables(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(x.device.type, enabled=False):
-            angle = torch.outer(torch.arange(x.shape[1], device=x.device).to(self.rates.dtype), self.rates)
+            place = torch.arange(x.shape[1], device=x.device).to(self.rates.dtype)
+            angle = place[:, None] @ self.rates[None, :]  # which autocast would round
             return angle.cos().to(x.dtype).repeat(1, 2), angle.sin().to(x.dtype).repeat(1, 2)
 
     def forward(
