@@ -8,8 +8,8 @@ the stated delay to all others (`netlab.py`). Devices are made slow, so that two
 forward, each backward, and the forward, loss and backward of the last stage together, takes `--job`
 seconds on the device thread (SWARM_JOB_S); what it really computes takes a few milliseconds of that. So
 routing, queues, transfers, all-reduces and the ends of steps are compared, and the arithmetic is not. The
-simulation gets the same times, bytes and lines (less the headers of TCP/IP), the same window, and no other number:
-nothing was fitted.
+simulation gets the same times, bytes and lines (less the headers of TCP/IP), the same window, and no other
+number: nothing was fitted.
 """
 
 from __future__ import annotations
