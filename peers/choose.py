@@ -17,6 +17,8 @@ from swarm.plan.places import Place, read_place
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.run import Run
 
+MOST_OTHERS = 64
+"""That a newcomer places before itself: strangers may claim to choose as many as they like."""
 OTHERS_S = 1.0
 """So long a newcomer waits for the records of others that came in the same instant."""
 
@@ -50,10 +52,10 @@ async def choose_stage(
     await asyncio.sleep(OTHERS_S)
     records = await directory.survey()
     job = await asyncio.to_thread(planning_job, run)
-    others = [
-        Newcomer(r.peer, read_place(r.place)) for r in records if r.state == "choosing" and r.peer != me
-    ]
-    stage = (await asyncio.to_thread(choose_stages, records, job, [Newcomer(me, place), *others]))[me]
+    others = sorted(r.peer for r in records if r.state == "choosing" and r.peer != me)[:MOST_OTHERS]
+    places = {r.peer: read_place(r.place) for r in records}
+    newcomers = [Newcomer(me, place), *(Newcomer(peer, places[peer]) for peer in others)]
+    stage = (await asyncio.to_thread(choose_stages, records, job, newcomers))[me]
     await say(stage)  # who chooses after this counts us there
     return stage, place
 

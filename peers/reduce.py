@@ -35,8 +35,8 @@ CHUNKS_OF_A_PART = 8
 """So that sending, adding and answering overlap: the first chunks are answered while the last are sent."""
 SMALL_CHUNK_ELEMENTS = 1 << 14
 """Less is not worth a call. What fits into one frame (`frames.CHUNK_BYTES`) is sent in its turn, whole."""
-CHUNKS_IN_FLIGHT = 8
-"""Per owner."""
+CHUNKS_IN_FLIGHT = 6
+"""Per owner: less than a link holds before it is accepted, or who opens the round late takes no report."""
 START_WAIT_S = 5.0
 """A contribution may arrive before its owner has heard of the round."""
 PART_S = 300.0

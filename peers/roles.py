@@ -161,7 +161,7 @@ class Peer:
         stage, self._place = await choose_stage(
             node.peer_id, run, node.transport, node.directory, node.addresses
         )
-        self._emit(Note(text=f"stage {stage} is taken: it had the least speed"))
+        self._emit(Note(text=f"stage {stage} is taken: it is among the slowest"))
         return stage
 
     def _build(self, run: Run, stage: Stage, device: str) -> StageCompute:

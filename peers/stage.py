@@ -160,6 +160,8 @@ class StagePeer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._catching_up = False
         self._state = "joining"
+        self._going = False
+        """It is about to move: nobody may rely on its staying."""
         self._failure: SetupError | None = None
         self._stepped = asyncio.Event()
         self._lost_at: Standing | None = None
@@ -658,7 +660,9 @@ class StagePeer:
             moves = decision.moves if isinstance(decision, Moves) else ()
             move = next((move for move in moves if move.peer == self.core.me), None)
             if move is not None and self._settings.movable:
+                self._going = True  # said before asking: of two that ask each other at once neither goes
                 if not await self._has_a_mate(going={other.peer for other in moves}):
+                    self._going = False
                     self._decided = f"{move.why}; it stays: no mate in stage {self.stage} answers"
                     continue
                 self._emit(events.Moved(stage=self.stage, to_stage=move.to_stage, why=move.why))
@@ -677,7 +681,10 @@ class StagePeer:
         core = self.core
         mates = core.mates(self._directory.at(self.stage))
         told = await self._ask_status([mate for mate in mates if mate.peer not in going])
-        return any(mate.era == core.era and mate.version >= core.version - 1 for mate in told.values())
+        return any(
+            mate.state == "serving" and mate.era == core.era and mate.version >= core.version - 1
+            for mate in told.values()
+        )
 
     async def _move(self, to_stage: Stage) -> None:
         """Leave for another stage after the next step: until then our sum is part of this one's."""
@@ -712,7 +719,8 @@ class StagePeer:
         ]  # fmt: skip
         links = tuple(sorted(traffic, key=lambda link: (-link.bytes_in - link.bytes_out, link.peer)))
         status = PeerStatus(
-            peer=core.me, stage=self.stage, era=core.era, version=core.version, state=self._state,
+            peer=core.me, stage=self.stage, era=core.era, version=core.version,
+            state="leaving" if self._going else self._state,
             device=self._settings.device_name, done=step.ledger.done.bit_count() if step else 0,
             inflight=self.desk.inflight, max_inflight=self.desk.max_inflight,
             speed=self._speed(), computed=core.computed,

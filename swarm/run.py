@@ -394,6 +394,9 @@ class CodecSpec(_Spec):
         forward = [self.forward] if isinstance(self.forward, str) else self.forward
         backward = [self.backward] if isinstance(self.backward, str) else self.backward
         if len(forward) != len(backward):
+            if 1 not in (len(forward), len(backward)):
+                allowed = f"one codec, or as many as codec.forward has ({len(forward)})"
+                raise wrong("codec.backward", list(backward), allowed)
             forward, backward = forward * len(backward), backward * len(forward)
         for sent, answer in zip(forward, backward, strict=False):
             for codec in (sent, *self.adaptive):

@@ -640,3 +640,8 @@ def test_the_demo_and_the_audit_can_be_cut_into_any_number_of_stages(stages: int
     assert stages == audit.S
     assert parse_run(demo.to_toml()) == demo
     assert parse_run(audit.to_toml()) == audit
+
+
+def test_two_lists_of_codecs_that_do_not_fit_each_other_are_refused_at_once() -> None:
+    with pytest.raises(SetupError, match=r"codec.backward = .*one codec, or as many as codec.forward has"):
+        CodecSpec(forward=("none",) * 3 + ("bf16",), backward=("none", "bf16", "none"))

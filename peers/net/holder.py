@@ -60,6 +60,8 @@ VERSION_S = 1 / 16
 """Versions of a record expire at least twice as far apart."""
 _KNOWN = struct.Struct("<4sI")
 _SALT_BYTES = 8
+_FRAMING_BYTES = 64
+"""Of an answer, for each key, besides its records."""
 
 
 class Entry(NamedTuple):
@@ -390,15 +392,18 @@ class HolderProtocol(DHTProtocol):
             async with self.rpc_semaphore:
                 response = await self.get_stub(peer).rpc_read(request, timeout=self.wait_timeout)
             (result,) = response.results
+            # Each entry of an answer costs a signature's check: one may not bring more than was asked for.
+            if len(result.value) > most_bytes + _FRAMING_BYTES * (len(keys) + 1):
+                raise ValueError("an answer of more bytes than were asked for")
             found = _answer_decoder.decode(result.value)
             if len(found) != len(keys):
                 raise ValueError("an answer of another length than its question")
+            node_id = DHTID.from_bytes(response.peer.node_id) if response.peer.node_id else None
         except Exception:  # whatever hivemind, p2pd and a stranger come up with
             logger.debug("no answer from %s", peer, exc_info=True)
             create_task(self.update_routing_table(None, peer, responded=False))
             return None
-        if response.peer and response.peer.node_id:
-            node_id = DHTID.from_bytes(response.peer.node_id)
+        if node_id is not None:
             create_task(self.update_routing_table(node_id, peer, responded=True))
         return dict(zip(keys, found, strict=True)), request.ByteSize() + response.ByteSize()
 
@@ -415,8 +420,8 @@ class HolderProtocol(DHTProtocol):
         a place in it, and what a new node should hold is sent to it in pieces."""
         table: Any = self.routing_table
         node_id = node_id if node_id is not None else table.get(peer_id=peer_id)
-        if node_id is None:
-            return
+        if node_id is None or node_id != DHTID.generate(source=str(peer_id)):
+            return  # its own place follows from its name; at another it would be beside a key of its choice
         if not responded:
             if node_id in table:
                 del table[node_id]

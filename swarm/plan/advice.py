@@ -30,6 +30,8 @@ MOST_TIMES_MEDIAN = 32.0
 """Nobody is believed to be faster than so many times the median, as when peers move by their speeds."""
 ALIKE = 1.1
 """Speeds of stages that differ by less are the same: measurements are no better."""
+MOST_PLANNED = 1000
+"""Peers; of more the speeds alone decide. A picture of n peers, all far apart, takes n² numbers."""
 LEAST_BPS, MOST_BPS = 1e4, 1e12
 
 
@@ -58,12 +60,13 @@ class Advice:
         self._flops_per_s = _flops_per_s(self._records, len(coming), job)
         self._stage_of = np.array([r.stage for r in self._records] + [-1] * len(coming), dtype=np.int64)
         self._overlap = None
-        if len(self._at) >= job.stages:
+        if job.stages <= len(self._at) <= MOST_PLANNED:
             places = [read_place(record.place) for record in self._records] + [one.place for one in coming]
             self._overlap = Overlap(_network(self._records, places, list(self._at), self._flops_per_s), job)
 
     def step_s(self, changes: Mapping[PeerId, Stage]) -> float:
-        """Predicted seconds of a step if these peers served those stages; infinite with an empty stage.
+        """Predicted seconds of a step if these peers served those stages; infinite with an empty stage, and
+        in runs of more peers than can be planned for.
 
         A little of what does not limit the step is in it (`Overlap.soft_s`), or many changes would seem
         alike.

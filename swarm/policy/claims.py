@@ -21,6 +21,9 @@ MOST_COUNT = 1 << 53
 """Microbatches, or bytes: more than any peer can have seen."""
 MOST_SPEED = 1e6
 """Microbatches a second, of one device."""
+MOST_LOAD = 4096.0
+MOST_UNIX_S = 1e11
+"""The year 5138."""
 MOST_LINKS = 64
 MOST_TRAINERS = 16
 DEVICE_CHARS = 40
@@ -46,9 +49,9 @@ def tidy(record: PeerRecord) -> PeerRecord:
         record,
         device=clean(record.device, DEVICE_CHARS),
         speed=min(number(record.speed), MOST_SPEED),
-        load=number(record.load),
+        load=min(number(record.load), MOST_LOAD),
         bandwidth_bps=number(record.bandwidth_bps),
-        since=number(record.since),
+        since=min(number(record.since), MOST_UNIX_S),
     )
 
 

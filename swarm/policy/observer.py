@@ -366,7 +366,8 @@ class Observer:
             alerts=(),
             depends_on_routes=self.run.depends_on_routes,
         )
-        return replace(picture, alerts=alerts.find(picture))
+        # Before the first look nobody is seen, which is no reason for alarm.
+        return replace(picture, alerts=alerts.find(picture) if self._looked else ())
 
     def _stage(self, stage: Stage, now: float) -> StageHealth:
         seen = _by_id(s for s in self._peers.values() if s.record.stage == stage)

@@ -187,7 +187,10 @@ def _nearer(levelling: Sequence[Move], free: Sequence[_Member], step_s: StepTime
             for m in free
             if m.stage == move.from_stage and m.peer not in changes and abs(m.speed - speed) <= ALIKE * speed
         ]
-        told_s = {peer: step_s({**changes, peer: move.to_stage}) for peer in (move.peer, *alike[:MOST_ALIKE])}
+        tried = [peer for peer in (move.peer, *alike[:MOST_ALIKE]) if peer not in changes]
+        if not tried:
+            continue
+        told_s = {peer: step_s({**changes, peer: move.to_stage}) for peer in tried}
         peer = min(told_s, key=lambda peer: (told_s[peer], peer != move.peer, peer))
         changes[peer] = move.to_stage
         moves.append(replace(move, peer=peer, why=move.why.replace(short(move.peer), short(peer))))

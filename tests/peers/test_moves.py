@@ -114,3 +114,19 @@ async def test_who_goes_too_is_no_mate_to_rely_on(monkeypatch: pytest.MonkeyPatc
         for name in "bc":
             await built.until(lambda name=name: built.peers[name]._decided == stays)  # pyright: ignore[reportPrivateUsage]
         assert not built.seen(Moved)
+
+
+@pytest.mark.asyncio
+async def test_of_two_that_would_leave_each_other_behind_neither_goes() -> None:
+    """Each believes that it is the one to go, and asks the other at the same moment (I6)."""
+    run = counting_run(stages=2, steps=9, microbatches_per_step=4)
+    async with swarm(run, replicas=0) as built:
+        await three_and_one(built)
+        built.kill("a")
+        for name in "bc":
+            built.peers[name]._going = True  # pyright: ignore[reportPrivateUsage]
+        for name in "bc":
+            peer = built.peers[name]
+            assert not await peer._has_a_mate(going=set())  # pyright: ignore[reportPrivateUsage]
+        built.peers["c"]._going = False  # pyright: ignore[reportPrivateUsage]
+        assert await built.peers["b"]._has_a_mate(going=set())  # pyright: ignore[reportPrivateUsage]

@@ -85,3 +85,12 @@ def test_numbers_that_cannot_be_count_as_not_measured(bad: float) -> None:
     advice = Advice([record("a", 0), record("b", 1), told], job(2))
     assert 0 < advice.step_s({}) < math.inf
     assert advice.speeds({})[1] <= 1.0 + 32.0
+
+
+def test_of_more_peers_than_can_be_planned_for_the_speeds_alone_decide(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("swarm.plan.advice.MOST_PLANNED", 3)
+    there = [record("a", 0), record("b", 1), record("c", 1), record("d", 0, speed=5.0)]
+    assert Advice(there, job(2)).step_s({}) == math.inf
+    assert choose_stages(there, job(2), [Newcomer("n")]) == {"n": 1}

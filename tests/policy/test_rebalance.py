@@ -532,3 +532,18 @@ def decided_moves(records: Sequence[PeerRecord]) -> Sequence[Move]:
     told = decided(*records)
     assert isinstance(told, Moves)
     return told.moves
+
+
+def test_nobody_is_sent_to_two_stages() -> None:
+    records = [peer(f"a{i}", 0, 1.0) for i in range(9)]
+    records += [peer("b", 1, 1.0, load=9.0), peer("c", 2, 1.0, load=9.0)]
+    plain = decided(*records, stages=3)
+    assert isinstance(plain, Moves) and len(plain.moves) > 1
+    second = plain.moves[1].peer  # and of all the planner would rather have it move first
+
+    def step_s(changes: Mapping[str, int]) -> float:
+        return 50.0 - len(changes) - (second in changes)
+
+    told = planned(step_s, *records, stages=3)
+    assert isinstance(told, Moves)
+    assert len({move.peer for move in told.moves}) == len(told.moves)

@@ -65,7 +65,7 @@ def attention(
         mask = torch.ones((L, S), dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    return draws.drop(scores.softmax(-1), p, site) @ v
+    return draws.drop(torch.ops.aten._safe_softmax(scores, -1), p, site) @ v
 
 
 def batch_norm(

@@ -9,7 +9,7 @@ The rules are given the very records that live peers publish, and carry names on
 
 Joiners go where `swarm.policy.rebalance.neediest` sends them, under every rule. Of several that come at once
 each sees those before it, as machines do that boot seconds apart; with `blind` none sees the others, and they
-spread over the neediest stages by chance, as `--stage auto` does.
+spread over the neediest stages by chance: they do not see one another.
 """
 
 from __future__ import annotations
