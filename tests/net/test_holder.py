@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 from collections.abc import Mapping
 from types import SimpleNamespace
 
 import pytest
+from hivemind.dht.routing import RoutingTable
 from hivemind.dht.storage import DHTLocalStorage
 from hypothesis import given
 from hypothesis import strategies as st
@@ -207,3 +209,44 @@ def test_what_is_handed_on_goes_in_pieces() -> None:
     assert all(len(piece) <= holder.MAX_KEYS_PER_CALL for piece in pieces)
     large = [(DHTID.generate(source="k"), Entry("a", bytes(16_000), 1.0))] * 9
     assert [len(piece) for piece in holder._pieces(large)] == [4, 4, 1]
+
+
+# -- believing ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value_bytes", "node_id", "believed"),
+    [(50, bytes(20), True), (50, b"\xff" * 21, False), (100_000, bytes(20), False)],
+)
+async def test_an_answer_that_cannot_be_ends_nobody_and_costs_little(
+    value_bytes: int, node_id: bytes, believed: bool
+) -> None:
+    at, peer = node(), context(1).remote_id
+    entries = (Entry("a", bytes(value_bytes), soon()),)
+    value = holder._encode([Found(entries, 0)])
+
+    class Stub:
+        async def rpc_read(self, request: object, timeout: float) -> dht_pb2.FindResponse:
+            return dht_pb2.FindResponse(
+                results=[dht_pb2.FindResult(value=value)], peer=dht_pb2.NodeInfo(node_id=node_id)
+            )
+
+    class Table(dict[object, object]):
+        def get(self, **_: object) -> None:  # nobody is known
+            return None
+
+    at.get_stub = lambda peer: Stub()  # pyright: ignore
+    at.rpc_semaphore, at.wait_timeout, at.routing_table = asyncio.Semaphore(1), 1.0, Table()  # pyright: ignore
+    assert (await at.call_read(peer, {bytes(20): {}}, 1000) is not None) == believed
+
+
+async def test_a_node_stands_where_its_name_puts_it_and_nowhere_else() -> None:
+    at, met = node(), []
+    at.node_id = DHTID.generate(source="me")  # pyright: ignore
+    at.routing_table = RoutingTable(at.node_id, 10, 5)  # pyright: ignore
+    at._hand_on = lambda node_id, peer_id: met.append(node_id)  # pyright: ignore
+    peer = context(1).remote_id
+    await at.update_routing_table(DHTID.generate(source="beside a key of its choice"), peer)
+    assert not met and not at.routing_table.peer_id_to_uid
+    await at.update_routing_table(DHTID.generate(source=str(peer)), peer)
+    assert met == [DHTID.generate(source=str(peer))] and list(at.routing_table.peer_id_to_uid) == [peer]
