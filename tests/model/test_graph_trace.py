@@ -132,6 +132,21 @@ def test_sizes_that_the_model_forces_are_told_and_others_refused() -> None:
         whole("llama").traced.at({"tokens_BT": (5, 10)})
 
 
+def test_a_path_that_other_sizes_would_not_take_is_refused() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.weight * x).sum() if x.shape[0] > x.shape[1] else (self.weight * x).square().sum()
+
+    traced = trace(Wide(), (torch.randn(3, 5, 4),))
+    assert traced.at({"x": (4, 6, 4)}).graph.values["x"].shape == (4, 6, 4)
+    with pytest.raises(SetupError, match="the model takes another path at these sizes"):
+        traced.at({"x": (7, 5, 4)})
+
+
 # --- writes in place, views, many outputs -------------------------------------------------------------------
 
 
@@ -220,6 +235,21 @@ def test_torch_fx_traces_what_torch_export_does_not() -> None:
     check_parity(compute(model, traced, {"x": x}), 3)
 
 
+def test_torch_fx_loses_no_grad_and_says_so() -> None:
+    class Scripted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.jit.script(nn.Linear(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                scale = self.inner(x).mean()
+            return (self.inner(x) * scale).sum()
+
+    with pytest.raises(SetupError, match=r"it switches gradients off, which only torch.export keeps"):
+        trace(Scripted(), (X,))
+
+
 # --- what is refused ----------------------------------------------------------------------------------------
 
 
@@ -252,6 +282,11 @@ def noisy(net: Net, x: torch.Tensor) -> torch.Tensor:
 
 def alpha(net: Net, x: torch.Tensor) -> torch.Tensor:
     return functional.alpha_dropout(net.linear(x), 0.1, True).sum()
+
+
+def sometimes(net: Net, x: torch.Tensor) -> torch.Tensor:
+    kept = torch.empty((x.shape[0], 1)).bernoulli_(0.5)
+    return (net.linear(x) * kept).sum()
 
 
 def strided(net: Net, x: torch.Tensor) -> torch.Tensor:
@@ -295,6 +330,7 @@ LINE = r"test_graph_trace.py:\d+: "
         (custom, "Twice, an autograd.Function: its backward cannot be traced"),
         (noisy, LINE + "operator aten.rand_like.default of the model draws random numbers"),
         (alpha, "operator aten.alpha_dropout.default of the model draws random numbers"),
+        (sometimes, "operator aten.bernoulli_.float of the model draws random numbers"),
         (strided, "operator aten.as_strided.default of the model depends on how memory is laid out"),
         (lambda net, x: net.linear(x), "has to return a scalar loss .* not a torch.float32 of 2 dimensions"),
         (lambda net, x: {"logits": net.linear(x)}, "has to return a scalar loss .* not nothing of the kind"),

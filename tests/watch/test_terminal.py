@@ -72,7 +72,10 @@ def test_the_screen_of_a_run_in_trouble() -> None:
 
 
 def test_an_empty_run_is_drawn_too() -> None:
-    lines = drawn(Observer(RUN).health(now=START))
+    observer = Observer(RUN)
+    assert "has no peer" not in "\n".join(drawn(observer.health(now=START))), "nobody has looked yet"
+    observer.observe(Look(at=START))
+    lines = drawn(observer.health(now=START))
     assert lines[1].startswith(" step") and lines[1].endswith("0/40")
     assert lines[2] == " loss  –"
     assert lines[3] == " ! stage 0 has no peer: the run waits until one joins"

@@ -159,7 +159,24 @@ class _Builder:
                         )
                     if d < DYNAMIC_DIMS:
                         self._fixed[place] = int(size)
+        self._check_path(sizes)
         return sizes
+
+    def _check_path(self, sizes: Mapping[Any, int]) -> None:
+        """What the model decided by sizes while it was traced must be decided alike at these."""
+        source = self._source
+        dims = (
+            size
+            for node in source.graph.find_nodes(op="placeholder")
+            for size in getattr(node.meta.get("val"), "shape", ())
+            if isinstance(size, torch.SymInt)
+        )
+        for guard in getattr(next((size.node.shape_env for size in dims), None), "guards", ()):
+            if guard.expr.free_symbols <= sizes.keys() and guard.expr.subs(sizes) == False:  # noqa: E712
+                raise SetupError(
+                    f"the model takes another path at these sizes, which are not {guard.expr}: "
+                    "trace with a sample like that"
+                )
 
     def _check_size(self, place: str, symbol: Any, wanted: int) -> None:
         low, high = self._source.captured.ranges.get(symbol, (0, float("inf")))
@@ -261,7 +278,10 @@ class _Builder:
                 site=lambda: self._site(module),
             )
         else:
-            target = str(node.args[2])  # `write_through` is named by what writes
+            whole, _, op, rest, named = args
+            target = str(op)  # `write_through` is named by what writes
+            given = rules.arguments(op, (whole, *rest), named)
+            rules.refuse_draws(op, given, f"{where(node)}operator {op} of {module or 'the model'}")
         read = [self._values[ref.name] for ref in refs((call.args, call.kwargs)) if ref.name in self._values]
         depends = any(value.differentiable for value in read) and node.target is not aten.detach.default
         for name, result in zip(outputs, results, strict=True):

@@ -75,7 +75,7 @@ class _Flat:
             elif node.target is operator.getitem and isinstance(env[node.args[0]], tuple):
                 env[node] = env[node.args[0]][node.args[1]]
             elif node.target is torch._C._set_grad_enabled:
-                (self._grad,) = node.args
+                raise Untraceable(f"{where(node)}it switches gradients off, which only torch.export keeps")
             elif not _is_check(node):
                 env[node] = self._operator(node, env)
         raise AssertionError("a graph without an output")

@@ -79,11 +79,7 @@ def ruled(
         )
     if name == "as_strided":
         raise SetupError(f"{place} depends on how memory is laid out; use views, slices or torch.gather")
-    if _draws(op, name, given):
-        raise SetupError(
-            f"{place} draws random numbers, and each peer would draw others; "
-            "use dropout, or make the numbers part of the input"
-        )
+    refuse_draws(op, given, place)
     return call
 
 
@@ -111,6 +107,15 @@ def _constant(name: str, given: Mapping[str, Any]) -> float | None:
     if name in ("full_like", "new_full") and not isinstance(given["fill_value"], Ref):
         return given["fill_value"]
     return None
+
+
+def refuse_draws(op: OpOverload, given: Mapping[str, Any], place: str) -> None:
+    """Raises SetupError if the operator draws random numbers; `place` says where it is."""
+    if _draws(op, name_of(op), given):
+        raise SetupError(
+            f"{place} draws random numbers, and each peer would draw others; "
+            "use dropout, or make the numbers part of the input"
+        )
 
 
 def _draws(op: OpOverload, name: str, given: Mapping[str, Any]) -> bool:
