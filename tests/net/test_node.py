@@ -573,7 +573,10 @@ class Stranger:
         p2p = await AttachedP2P.attach(daemon.control_path, daemon.directory / "client.sock")
         peer = node.peer_id
         await node.control.connect(daemon.peer_id, daemon.addresses, 5)
-        dht = await DHTNode.create(p2p=p2p, initial_peers=[f"/p2p/{peer}"], bootstrap_timeout=2.0)
+        dht = await DHTNode.create(
+            p2p=p2p, node_id=DHTID.generate(source=daemon.peer_id),  # elsewhere nobody would know it
+            initial_peers=[f"/p2p/{peer}"], bootstrap_timeout=2.0,
+        )  # fmt: skip
         return cls(daemon, p2p, dht)
 
     async def store(self, victim: Node, key: str, subkey: object, value: bytes, expires: float) -> bool:
