@@ -320,7 +320,7 @@ def _pyplot() -> Any:
         return importlib.import_module("matplotlib.pyplot")
     except ImportError:
         raise SetupError(
-            "--png needs matplotlib: pip install matplotlib (or 'swarm[plot]'); or give --dot to Graphviz"
+            "--png needs matplotlib: .venv/bin/pip install -e '.[plot]'; or give --dot to Graphviz"
         ) from None
 
 

@@ -185,7 +185,7 @@ def _pyplot() -> Any:
         importlib.import_module("matplotlib").use("agg")
         return importlib.import_module("matplotlib.pyplot")
     except ImportError:
-        raise SetupError("--plot needs matplotlib: pip install matplotlib (or 'swarm[plot]')") from None
+        raise SetupError("--plot needs matplotlib: .venv/bin/pip install -e '.[plot]'") from None
 
 
 def _text(path: Path) -> str:

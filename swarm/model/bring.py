@@ -80,7 +80,9 @@ def from_hf(config: Mapping[str, Any], *, rows: int, length: int) -> Brought:
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:
-        raise SetupError("a model of Hugging Face needs transformers: pip install 'swarm[hf]'") from None
+        raise SetupError(
+            "a model of Hugging Face needs transformers: .venv/bin/pip install -e '.[hf]'"
+        ) from None
     transformers.utils.logging.set_verbosity_error()  # it tells of defaults that do not concern us
     settings = dict(config)
     try:

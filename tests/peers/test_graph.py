@@ -88,7 +88,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.M
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr("peers.graph.importlib.import_module", absent)
-    with pytest.raises(SetupError, match="--png needs matplotlib: pip install matplotlib"):
+    with pytest.raises(SetupError, match=r"--png needs matplotlib: \.venv/bin/pip install -e '\.\[plot\]'"):
         run_graph(GraphOptions(model=UNET, png=Path("x.png")))
 
 
@@ -138,7 +138,7 @@ def test_a_config_without_transformers_says_what_to_install(monkeypatch: pytest.
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr("swarm.model.bring.importlib.import_module", absent)
-    with pytest.raises(SetupError, match=r"needs transformers: pip install 'swarm\[hf\]'"):
+    with pytest.raises(SetupError, match=r"needs transformers: \.venv/bin/pip install -e '\.\[hf\]'"):
         from_hf({"model_type": "gpt2"}, rows=1, length=8)
 
 
