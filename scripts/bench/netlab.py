@@ -7,6 +7,8 @@
         lab.cut("c")                                # in silence: nobody is told that c is away
         lab.heal("c")
 
+    Lab(["home", "server"], nats={"home": Nat()})   # home can dial out, and nobody can dial home
+
 A host is a network namespace with one TUN device. One more process, the wire, holds the other ends and
 forwards packets in userspace; it is where they wait, are delayed, or vanish. A packet from a to b waits for
 a's uplink, for the link's own rate if it has one, travels, and waits for b's downlink. Who would have to wait
@@ -48,6 +50,10 @@ _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 _TUN_F_CSUM, _TUN_F_TSO4 = 0x01, 0x02
 _VNET_HEADER_BYTES = 10
+_NEEDS_CSUM = 0x01
+HOME = "192.168.1.2"
+"""Where each host behind a NAT believes to be."""
+_TCP, _UDP = 6, 17
 _MOST_BURST = 64
 """Packets taken from one host before the others have their turn."""
 _CLOSE_S = 10.0
@@ -68,6 +74,14 @@ class Link:
     """Share of packets that vanish."""
     bandwidth_bps: float = 0.0
     """Bits per second; 0 = no limit but those of the hosts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nat:
+    """A home router: packets come in only as answers, from the very address and port that was written to."""
+
+    symmetric: bool = False
+    """Each destination sees another port, so nobody can be told where to knock; else the port is kept."""
 
 
 def why_not() -> str:
@@ -96,12 +110,16 @@ class Lab:
         *,
         link: Link = Link(),
         links: Mapping[tuple[str, str], Link] | None = None,
+        nats: Mapping[str, Nat] | None = None,
         bandwidth_bps: float = 0.0,
         queue_s: float = 0.2,
         mtu_bytes: int = 1500,
         seed: int = 0,
     ) -> None:
         """`link` holds between all hosts, `links` for the pairs that it names, in both directions.
+
+        `nats`: the hosts that have a router of their own between them and the others. All of them believe to
+        be `HOME`. The addresses of such a lab are of a kind that programs take for public ones.
 
         `bandwidth_bps` is each host's up and down; 0 = no limit. `seed`: of losses and jitter.
 
@@ -112,6 +130,7 @@ class Lab:
         self._number = {host: i for i, host in enumerate(self.hosts)}
         self._namespaces: list[int] = []
         links = dict(links or {})
+        self._nats = {self._index(host): nat for host, nat in (nats or {}).items()}
         # Super-segments save nine tenths of the CPU, but to lose one is to lose 64 KiB at once.
         offload = not any(one.loss for one in (link, *links.values()))
         self._wire = subprocess.Popen(
@@ -121,7 +140,7 @@ class Lab:
         try:
             ready = self._ask(
                 "setup", ips=[self.ip(host) for host in self.hosts], queue_s=queue_s, mtu_bytes=mtu_bytes,
-                offload=offload, seed=seed,
+                offload=offload, seed=seed, nats={host: nat.symmetric for host, nat in self._nats.items()},
             )  # fmt: skip
             for number in ready["namespaces"]:
                 self._namespaces.append(os.open(f"/proc/{self._wire.pid}/fd/{number}", os.O_RDONLY))
@@ -145,10 +164,10 @@ class Lab:
     # -- hosts --------------------------------------------------------------------------------------
 
     def ip(self, host: str) -> str:
-        """The host's only address."""
+        """The address that others see the host at: its own, if there is no NAT."""
         # Labs need no addresses of their own: each has a network to itself.
         number = self._index(host) + 1
-        return f"10.77.{number // 250}.{number % 250 + 1}"
+        return f"{44 if self._nats else 10}.77.{number // 250}.{number % 250 + 1}"
 
     def _index(self, host: str) -> int:
         if host not in self._number:
@@ -314,10 +333,75 @@ class _Way:
         self.line, self.cut = _Line(), False
 
 
-class _Host:
-    """One namespace, its device, its cable, its counters."""
+class _Nat:
+    """Rewrites the addresses of one host's packets, and remembers whom it wrote to."""
 
-    def __init__(self, ip: str, mtu_bytes: int, offload: bool) -> None:
+    def __init__(self, inside: str, outside: str, symmetric: bool, header: int) -> None:
+        self._inside, self._outside = (bytes(map(int, ip.split("."))) for ip in (inside, outside))
+        self._symmetric, self._header = symmetric, header
+        self._outer: dict[tuple[int, bytes, bytes], bytes] = {}
+        """(protocol, port inside, far address and port): the port outside."""
+        self._inner: dict[tuple[int, bytes, bytes], bytes] = {}
+        """(protocol, port outside, far address and port): the port inside."""
+
+    def out(self, packet: bytes) -> bytes | None:
+        """As the world sees it; None if such a packet is not let through."""
+        ip, at = self._header, self._ports(packet)
+        if at is None or packet[ip + 12 : ip + 16] != self._inside:
+            return None
+        protocol, port = packet[ip + 9], packet[at : at + 2]
+        far = packet[ip + 16 : ip + 20] + packet[at + 2 : at + 4]
+        outer = self._outer.get((protocol, port, far))
+        if outer is None:
+            outer = struct.pack("!H", 30000 + len(self._outer)) if self._symmetric else port
+            self._outer[protocol, port, far], self._inner[protocol, outer, far] = outer, port
+        return self._rewritten(packet, ip + 12, self._outside, at, outer)
+
+    def into(self, packet: bytes) -> bytes | None:
+        """As the host sees it; None if it is no answer."""
+        ip, at = self._header, self._ports(packet)
+        if at is None:
+            return None
+        port, far = packet[at + 2 : at + 4], packet[ip + 12 : ip + 16] + packet[at : at + 2]
+        inner = self._inner.get((packet[ip + 9], port, far))
+        return None if inner is None else self._rewritten(packet, ip + 16, self._inside, at + 2, inner)
+
+    def _ports(self, packet: bytes) -> int | None:
+        """Where the ports are, of TCP and UDP."""
+        at = self._header + 4 * (packet[self._header] & 0x0F)
+        return at if packet[self._header + 9] in (_TCP, _UDP) and len(packet) >= at + 8 else None
+
+    def _rewritten(self, packet: bytes, address_at: int, address: bytes, port_at: int, port: bytes) -> bytes:
+        new, ip = bytearray(packet), self._header
+        before = packet[address_at : address_at + 4]
+        new[address_at : address_at + 4], new[port_at : port_at + 2] = address, port
+        _mend(new, ip + 10, before, address)
+        udp = packet[ip + 9] == _UDP
+        at = self._ports(packet)
+        assert at is not None
+        at += 6 if udp else 16
+        if ip and packet[0] & _NEEDS_CSUM:  # only the sum of the pseudo-header is there, and not inverted
+            _mend(new, at, address, before)
+        elif not udp or packet[at : at + 2] != b"\0\0":
+            _mend(new, at, before + packet[port_at : port_at + 2], address + port)
+        return bytes(new)
+
+
+def _mend(packet: bytearray, at: int, before: bytes, after: bytes) -> None:
+    """Correct an internet checksum for words that changed (RFC 1624, equation 3)."""
+    words = len(before) // 2
+    total = ~struct.unpack_from("!H", packet, at)[0] & 0xFFFF
+    total += sum(~word & 0xFFFF for word in struct.unpack(f"!{words}H", before))
+    total += sum(struct.unpack(f"!{words}H", after))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    struct.pack_into("!H", packet, at, ~total & 0xFFFF)
+
+
+class _Host:
+    """One namespace, its device, its cable, its router if it has one, its counters."""
+
+    def __init__(self, ip: str, mtu_bytes: int, offload: bool, nat: _Nat | None) -> None:
         if _libc.unshare(_CLONE_NEWNET) != 0:
             raise LabError(f"cannot make a network namespace: {os.strerror(ctypes.get_errno())}")
         self.address = bytes(map(int, ip.split(".")))
@@ -330,10 +414,13 @@ class _Host:
                 fcntl.ioctl(self.tun, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4)
         except OSError as error:
             raise LabError(f"cannot make a TUN device: {error.strerror}") from None
+        self.nat = nat
         commands = (
             f"link set net0 mtu {mtu_bytes} txqueuelen 2000 addrgenmode none up\n"
-            f"link set lo up\naddress add {ip}/16 dev net0\n"
+            f"link set lo up\naddress add {ip if nat is None else HOME}/16 dev net0\n"
         )
+        if nat is not None:
+            commands += "route add default dev net0\n"
         done = subprocess.run(["ip", "-batch", "-"], input=commands, capture_output=True, text=True)
         if done.returncode:
             raise LabError(f"cannot set up a host's network: {done.stderr.strip()}")
@@ -357,8 +444,10 @@ class _Wire:
         self._queue_s, self._random = m["queue_s"], random.Random(m["seed"])
         self._header = _VNET_HEADER_BYTES if m["offload"] else 0
         own = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        for ip in m["ips"]:
-            self.hosts.append(_Host(ip, m["mtu_bytes"], m["offload"]))
+        for i, ip in enumerate(m["ips"]):
+            nat = m["nats"].get(str(i))
+            router = None if nat is None else _Nat(HOME, ip, nat, self._header)
+            self.hosts.append(_Host(ip, m["mtu_bytes"], m["offload"], router))
         _enter(own)
         os.close(own)
         self._ways = [[_Way() for _ in self.hosts] for _ in self.hosts]
@@ -427,6 +516,11 @@ class _Wire:
             to = self._by_address.get(packet[header + 16 : header + 20])
             if to is None or to == source or packet[header] >> 4 != 4:
                 continue
+            if host.nat is not None:
+                translated = host.nat.out(packet)
+                if translated is None:
+                    continue
+                packet = translated
             now, size = time.monotonic(), len(packet) - header
             if header and packet[1]:  # a super-segment: its pieces would each have had headers
                 header_bytes, piece = struct.unpack_from("=HH", packet, 2)
@@ -470,6 +564,12 @@ class _Wire:
                     heapq.heappush(self._heap, (end, next(self._ties), to, size, True, packet))
                     continue
             self._late_s = max(self._late_s, now - due)
+            if host.nat is not None:
+                answer = host.nat.into(packet)
+                if answer is None:
+                    host.dropped += 1
+                    continue
+                packet = answer
             try:
                 os.write(host.tun, packet)
                 host.received += size

@@ -9,6 +9,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from scripts.bench.netlab import Lab, LabError, Link, why_not
+from scripts.bench.netlab import HOME, Lab, LabError, Link, Nat, why_not
 from tests.process.swarm_processes import ROOT, eventually
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(bool(why_not()), reason=f"a network lab {why_not()}")]
@@ -30,7 +31,7 @@ def open_socket(lab: Lab, host: str) -> socket.socket:
     """A UDP socket in that host, at its port."""
     with lab.inside(host):
         opened = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    opened.bind((lab.ip(host), PORT))
+    opened.bind(("0.0.0.0", PORT))
     opened.settimeout(SOON_S)
     return opened
 
@@ -110,6 +111,51 @@ def test_a_cable_carries_its_bandwidth_and_a_longer_queue_is_dropped() -> None:
         assert lab.stats()["hosts"]["a"]["dropped"] == 300 - came
         assert 90 < came < 300
         assert last - began >= 0.9 * came * 1000 * 8 / 8e6
+
+
+def test_a_host_behind_a_nat_can_dial_out_and_is_heard_by_nobody_else() -> None:
+    nats = {"home": Nat(), "office": Nat(symmetric=True)}
+    with Lab(["home", "office", "a", "b"], nats=nats) as lab:
+        with contextlib.ExitStack() as stack:
+            at = {host: stack.enter_context(open_socket(lab, host)) for host in lab.hosts}
+            seen: dict[str, set[int]] = {"home": set(), "office": set()}
+            for host in seen:
+                assert not arrives(lab, at, "a", host)
+                for server in ("a", "b"):
+                    at[host].sendto(b"out", (lab.ip(server), PORT))
+                    word, (ip, port) = at[server].recvfrom(100)
+                    assert (word, ip) == (b"out", lab.ip(host))  # not HOME, which both of them are
+                    seen[host].add(port)
+                    at[server].sendto(b"back", (ip, port))
+                    assert at[host].recvfrom(100) == (b"back", (lab.ip(server), PORT))
+                with lab.inside("a"), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other_port:
+                    other_port.sendto(b"no answer", (lab.ip(host), max(seen[host])))
+                with pytest.raises(TimeoutError):
+                    at[host].recv(100)
+            assert seen["home"] == {PORT} and len(seen["office"]) == 2
+
+
+@pytest.mark.parametrize("loss", [0.0, 1e-9])  # with any, each packet has its own, whole checksum
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_tcp_passes_a_nat(loss: float, symmetric: bool) -> None:
+    nats = {"home": Nat(symmetric=symmetric)}
+    with Lab(["home", "a"], nats=nats, link=Link(loss=loss)) as lab:
+        with lab.inside("a"), socket.create_server((lab.ip("a"), PORT)) as server:
+            with lab.inside("home"), socket.create_connection((lab.ip("a"), PORT), 5) as out:
+                assert out.getsockname()[0] == HOME
+                accepted, (ip, _) = server.accept()
+                with accepted:
+                    assert ip == lab.ip("home")
+                    sent = os.urandom(1 << 20)
+                    pump = threading.Thread(target=lambda: (out.sendall(sent), out.shutdown(socket.SHUT_WR)))
+                    pump.start()
+                    accepted.settimeout(10)
+                    got = b"".join(iter(lambda: accepted.recv(1 << 16), b""))
+                    pump.join()
+                    assert got == sent
+        with lab.inside("home"), socket.create_server(("0.0.0.0", PORT)):
+            with lab.inside("a"), pytest.raises(TimeoutError):
+                socket.create_connection((lab.ip("home"), PORT), SOON_S)
 
 
 OWNER = """
