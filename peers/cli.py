@@ -58,6 +58,10 @@ class Role(Protocol):
         """Finish what is in flight and hand over; `run()` returns soon after."""
         ...
 
+    async def connected(self) -> int:
+        """How many peers p2pd is connected to; raises SwarmError if p2pd cannot say."""
+        ...
+
 
 DESCRIPTION = """\
 Train one model on many unreliable machines, and lose nothing when they die.
@@ -71,6 +75,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("peer", "join a run and serve one stage on this machine's device"),
     ("train", "join a run as a trainer: bring the data, drive the steps"),
     ("keeper", "keep a run's checkpoints on this disk, for whoever comes; no GPU"),
+    ("health", "whether a program of this machine is well: for containers"),
     ("status", "who serves what, and how far the run is"),
     ("dashboard", "watch a run: in this terminal, as a web page, for Prometheus"),
     ("export", "make one model file of the stages' checkpoints"),
@@ -80,6 +85,9 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("simulate", "how fast a run would be on machines that are only described"),
     ("graph", "a model as the operators it is made of, and cut into stages"),
 )
+
+JOINS = frozenset({"peer", "train", "keeper", "status", "dashboard"})
+"""Those that take `@FILE`, which a bootstrap wrote with --join-file."""
 
 ADDRESS = "/ip4/192.0.2.7/tcp/31337/p2p/12D3Koo..."
 
@@ -104,13 +112,13 @@ def build_parser() -> argparse.ArgumentParser:
         description=DESCRIPTION + "".join(f"\n  {name:<11}{words}" for name, words in COMMANDS),
         formatter_class=_Help,
         usage="swarm COMMAND [options]",
-        epilog="Start here: swarm demo      Each command: swarm COMMAND --help",
+        epilog="Start here: swarm demo    Each command: swarm COMMAND --help    swarm --version",
         allow_abbrev=False,
         add_help=False,
     )
     # Said in the last line: the commands take all of a screen.
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
-    parser.add_argument("--version", action="store_true", help="print the version and stop")
+    parser.add_argument("--version", action="store_true", help=argparse.SUPPRESS)
     # The commands are listed in the description: argparse would break their lines.
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", help=argparse.SUPPRESS, parser_class=_Parser
@@ -119,6 +127,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, words in COMMANDS:
         add[name] = commands.add_parser(
             name,
+            fromfile_prefix_chars="@" if name in JOINS else None,
             prog=f"swarm {name}",
             description=words[0].upper() + words[1:] + ("" if words.endswith("?") else "."),
             formatter_class=_Help,
@@ -129,6 +138,7 @@ def build_parser() -> argparse.ArgumentParser:
     _bootstrap(add["bootstrap"])
     _peer(add["peer"])
     _train(add["train"])
+    _health(add["health"])
     _status(add["status"])
     _dashboard(add["dashboard"])
     _check(add["check"])
@@ -178,6 +188,13 @@ def _bootstrap(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="ADDR",
         help="another bootstrap of the same network; repeatable",
+    )
+    parser.add_argument(
+        "--join-file",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="also write there what to join with, for others who read it: swarm peer @FILE",
     )
     _network(parser, identity=True)
     _common(parser)
@@ -250,6 +267,14 @@ def _train(parser: argparse.ArgumentParser) -> None:
     )
     _network(parser, identity=True)
     _common(parser)
+
+
+def _health(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "example:\n  swarm health peer.sock"
+    parser.usage = "swarm health SOCKET [options]"
+    parser.add_argument("socket", type=Path, metavar="SOCKET", help="what it was given as --health")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a line")
+    _common(parser, events=False)
 
 
 def _status(parser: argparse.ArgumentParser) -> None:
@@ -659,6 +684,13 @@ def _common(parser: argparse.ArgumentParser, *, events: bool = True) -> None:
             "--log-format", choices=("text", "json"), default="text", help="events as words or as JSON lines"
         )
         _metrics(parser, dest="role_metrics")
+        parser.add_argument(
+            "--health",
+            type=Path,
+            default=None,
+            metavar="SOCKET",
+            help="answer `swarm health SOCKET`, on a unix socket made there",
+        )
         parser.add_argument("--die-with-parent", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error comes from")
 
@@ -756,7 +788,9 @@ def _run_id(text: str) -> str:
 
 # --- from arguments to roles ---
 
-NOT_OPTIONS = frozenset({"command", "version", "traceback", "log_format", "role_metrics", "die_with_parent"})
+NOT_OPTIONS = frozenset(
+    {"command", "version", "traceback", "log_format", "role_metrics", "health", "die_with_parent"}
+)
 """Arguments that this module deals with itself."""
 
 
@@ -785,7 +819,7 @@ ROLES = {
 
 
 def _run_role(args: argparse.Namespace) -> int:
-    from peers.events import Emitter, LeavingNow, Note
+    from peers.events import Emitter, LeavingNow, Note, said_in_logs
 
     emit: Emit = Emitter(args.log_format)
     if args.command != "bootstrap":
@@ -799,8 +833,21 @@ def _run_role(args: argparse.Namespace) -> int:
             emit = metrics = RoleMetrics(args.command, emit)
             place = stack.enter_context(served(args.role_metrics, metrics.registry))
             emit(Note(text=f"metrics at {place}"))
-        role = _role(args, *ROLES[args.command], emit)
-        return _with_signals(role.run, role.leave, on_leave=lambda: emit(LeavingNow(role=args.command)))
+        stack.enter_context(said_in_logs(emit))
+        if args.health is None:
+            role = _role(args, *ROLES[args.command], emit)
+            run = role.run
+        else:
+            from peers.health import Pulse, answering
+
+            emit = pulse = Pulse(args.command, emit)
+            role = _role(args, *ROLES[args.command], emit)
+
+            async def run() -> None:
+                async with answering(args.health, lambda: pulse.health, role.connected):
+                    await role.run()
+
+        return _with_signals(run, role.leave, on_leave=lambda: emit(LeavingNow(role=args.command)))
 
 
 def _run_demo(args: argparse.Namespace) -> int:
@@ -828,6 +875,16 @@ def _run_check(args: argparse.Namespace) -> int:
     from peers.check import CheckOptions, run_check
 
     return Exit.OK if asyncio.run(run_check(options(CheckOptions, args))) else Exit.CHECK
+
+
+def _run_health(args: argparse.Namespace) -> int:
+    from peers.health import HealthOptions, run_health
+
+    try:
+        return Exit.OK if asyncio.run(run_health(options(HealthOptions, args))) else Exit.FAILED
+    except SetupError as error:
+        _say(args, error.text)
+        return Exit.FAILED  # what Docker's HEALTHCHECK takes for ill
 
 
 def _run_status(args: argparse.Namespace) -> int:
@@ -946,6 +1003,7 @@ RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "bootstrap": _run_role,
     "peer": _run_role,
     "train": _run_role,
+    "health": _run_health,
     "status": _run_status,
     "dashboard": _run_dashboard,
     "check": _run_check,
@@ -973,6 +1031,9 @@ def exit_code(error: BaseException) -> Exit:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit code (`Exit`)."""
+    if os.getpid() == 1:
+        # The first process of a container gets only signals that it handles; until a role does, this stops it.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.version:

@@ -9,11 +9,13 @@ versions can watch each other.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, TextIO, TypeAlias
 
@@ -26,6 +28,8 @@ Level: TypeAlias = Literal["info", "warning", "error"]
 
 MAX_LINE_CHARS = 100_000
 """A longer line is not an event of ours: the largest holds a passage of text or a list of addresses."""
+MAX_LOGGED = 10_000
+"""Characters of a logged text: the rest of a long traceback is cut."""
 
 
 def count(n: int, noun: str) -> str:
@@ -394,6 +398,19 @@ class Trouble(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Logged(Event):
+    """A module's warning, or a library's, about what should not be; a traceback may follow its first line."""
+
+    level: ClassVar[Level] = "warning"
+
+    logger: str
+    text: str
+
+    def words(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(Event):
     """The process ends because of this."""
 
@@ -408,7 +425,7 @@ class Failed(Event):
 EVENTS: tuple[type[Event], ...] = (
     Started, JoinLine, Serving, PeerJoined, PeerLeft, PeerLost, Killed, StepDone, Stepped, Replayed, Undone,
     RoundVoid, StateFetched, Downloading, StageLost, HandedOver, Moved, Checkpointed, Kept, RolledBack,
-    LeavingNow, Contributed, Sample, Note, Trouble, Failed,
+    LeavingNow, Contributed, Sample, Note, Trouble, Logged, Failed,
 )  # fmt: skip
 
 
@@ -470,3 +487,26 @@ class Emitter:
                 self._stream.flush()
             except (BrokenPipeError, ValueError):  # ValueError: the stream object was closed
                 self._closed = True
+
+
+class _LogHandler(logging.Handler):
+    def __init__(self, emit: Emit) -> None:
+        super().__init__(logging.WARNING)
+        self._emit = emit
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._emit(Logged(logger=record.name, text=self.format(record)[:MAX_LOGGED]))
+        except (TypeError, ValueError):  # the call's arguments do not fit its text
+            self.handleError(record)
+
+
+@contextlib.contextmanager
+def said_in_logs(emit: Emit) -> Iterator[None]:
+    """While the block runs, warnings and errors that modules log are events: one stream has everything."""
+    handler = _LogHandler(emit)
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from peers.events import Emit
 from peers.net.daemon import Daemon
 from peers.net.node import Node
-from peers.roles import NetworkOptions, manifest, started
+from peers.roles import Networked, NetworkOptions, manifest, started
 from swarm.errors import SetupError
 from swarm.ids import Stage
 from swarm.run import Run
@@ -31,7 +31,7 @@ class KeeperOptions(NetworkOptions):
     """Empty: all."""
 
 
-class Keeper:
+class Keeper(Networked):
     """Keeps checkpoints on this machine's disk, and gives them to whoever joins."""
 
     def __init__(self, options: KeeperOptions, *, emit: Emit) -> None:
@@ -48,6 +48,7 @@ class Keeper:
             daemon.close_now()
             raise
         async with Node(daemon=daemon, join=options.join, run_id=options.run) as node:
+            self._node = node
             self._emit(started("keeper", node, options.run))
             run = await manifest(node, options.run)
             settings = KeepingSettings(

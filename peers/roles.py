@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,7 +15,7 @@ from peers.choose import choose_stage
 from peers.events import Emit, JoinLine, Note, Started
 from peers.net.daemon import Daemon, DaemonOptions
 from peers.net.node import Node
-from swarm.errors import SetupError
+from swarm.errors import SetupError, SwarmError
 from swarm.ids import Stage
 from swarm.plan.places import Place
 from swarm.run import Run, check_id, load_run, parse_run
@@ -52,6 +53,8 @@ class BootstrapOptions(NetworkOptions):
     """`-` reads it from standard input."""
     data: tuple[Path, ...] = ()
     tokenizer: Path | None = None
+    join_file: Path | None = None
+    """What to join with is written here, an argument a line: for `swarm peer @FILE`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +83,23 @@ class TrainOptions(NetworkOptions):
     steps: int | None = None
 
 
-class Bootstrap:
+class Networked:
+    """A program with a node."""
+
+    _node: Node | None = None
+
+    async def connected(self) -> int:
+        """How many peers p2pd is connected to.
+
+        Raises:
+            SwarmError: there is no p2pd yet, or it does not answer.
+        """
+        if self._node is None:
+            raise SwarmError("not in the network yet")
+        return await self._node.peer_count()
+
+
+class Bootstrap(Networked):
     """DHT entry point: publishes the manifest and keeps it published."""
 
     def __init__(self, options: BootstrapOptions, *, emit: Emit) -> None:
@@ -98,12 +117,30 @@ class Bootstrap:
             options=options.daemon(), identity_path=options.identity, join=options.join, run_id=run.id
         ) as node:
             await node.directory.publish_manifest(run.to_toml())
+            self._node = node
             self._emit(started("bootstrap", node, run.id))
-            self._emit(JoinLine(line=f"swarm peer --run {run.id} --join {node.addresses[0]}"))
+            words = ["--run", run.id, "--join", node.addresses[0]]
+            if options.join_file is not None:
+                write_join_file(options.join_file, words)
+            self._emit(JoinLine(line=f"swarm peer {' '.join(words)}"))
             await self._leaving.wait()
 
     async def leave(self) -> None:
         self._leaving.set()
+
+
+def write_join_file(path: Path, words: Sequence[str]) -> None:
+    """Whole or not at all: others wait for it to be there.
+
+    Raises:
+        SetupError: it cannot be written.
+    """
+    new = path.with_name(path.name + ".new")
+    try:
+        new.write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
+        new.replace(path)
+    except OSError as error:
+        raise SetupError(f"--join-file {path} cannot be written: {error.strerror}") from None
 
 
 def started(role: Literal["bootstrap", "peer", "train", "keeper"], node: Node, run_id: str) -> Started:
@@ -116,7 +153,7 @@ async def manifest(node: Node, run_id: str) -> Run:
     return check_id(await node.directory.fetch_manifest(run_id), run_id)
 
 
-class Peer:
+class Peer(Networked):
     """Serves a stage on this machine's device."""
 
     def __init__(self, options: PeerOptions, *, emit: Emit) -> None:
@@ -141,6 +178,7 @@ class Peer:
             daemon.close_now()
             raise
         async with Node(daemon=daemon, join=options.join, run_id=options.run) as node:
+            self._node = node
             self._emit(started("peer", node, options.run))
             run = await manifest(node, options.run)
             stage: Stage | None = await self._choose_stage(node, run)
@@ -205,7 +243,7 @@ def _room(compute: StageCompute, device: str) -> int:
     return int(max(1, min(MOST_INFLIGHT, MEMORY_SHARE * free_bytes(device) // each)))
 
 
-class Train:
+class Train(Networked):
     """Feeds microbatches to a run."""
 
     def __init__(self, options: TrainOptions, *, emit: Emit) -> None:
@@ -220,6 +258,7 @@ class Train:
             from peers.disk.dataset import open_dataset
             from peers.trainer import Trainer, TrainerSettings
 
+            self._node = node
             self._emit(started("train", node, options.run))
             run = await manifest(node, options.run)
             batches = await asyncio.to_thread(open_dataset, run, options.data, options.tokenizer)

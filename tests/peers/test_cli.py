@@ -31,6 +31,7 @@ NEEDED = {
     "bootstrap": ["--manifest", "run.toml"],
     "peer": ["--run", RUN, "--join", JOIN],
     "train": ["--run", RUN, "--join", JOIN],
+    "health": ["peer.sock"],
     "status": ["--run", RUN, "--join", JOIN],
     "keeper": ["--run", RUN, "--join", JOIN, "--dir", "ckpt"],
     "export": ["--checkpoint-dir", "ckpt", "--out", "model.safetensors"],

@@ -30,7 +30,7 @@ import torch
 
 from peers.disk.dataset import Dataset, open_dataset
 from peers.download import download_state
-from peers.events import Event, JoinLine, Serving, Started, StepDone, Stepped, parse_event
+from peers.events import Event, JoinLine, Logged, Serving, Started, StepDone, Stepped, parse_event
 from peers.net.daemon import DaemonOptions
 from peers.net.node import Node
 from peers.sync import fetch_weights
@@ -66,7 +66,7 @@ class Program:
         self.other_lines: list[str] = []
         """Standard output that is no event: there should be none."""
         self.errors: list[str] = []
-        """Lines of standard error."""
+        """Lines of standard error, and what was logged."""
         self.sentenced = bool(kill_at)
         """It is meant to die or to fail; nobody else's wait ends with it."""
         self.host = ""
@@ -111,6 +111,8 @@ class Program:
         if event is None:
             self.other_lines.append(line)
             return
+        if isinstance(event, Logged):
+            self.errors.append(event.text)
         with self._news:
             self.events.append(event)
             self._news.notify_all()
