@@ -4,7 +4,6 @@ with."""
 from __future__ import annotations
 
 from swarm.errors import SetupError
-from swarm.ids import Stage
 from swarm.plan.network import Job
 from swarm.run import Run
 
@@ -19,10 +18,10 @@ def job_of(run: Run) -> Job:
     Raises:
         SetupError: the audit model does no arithmetic that could be reckoned.
     """
+    from swarm.model.crossings import body_bytes, gradient_metas, input_metas
     from swarm.model.gpt import layer_flops, layer_split
     from swarm.model.layout import empty_state, stage_layout
     from swarm.wire.meta import ITEM_BYTES, TensorMeta, encoded_sizes
-    from swarm.wire.tensors import gradient_meta, hidden_meta, input_metas
 
     if run.model.kind != "gpt":
         raise SetupError(f"model.kind = {run.model.kind!r} computes nothing: simulate a run of kind gpt")
@@ -31,9 +30,6 @@ def job_of(run: Run) -> Job:
     layers = [len(layers) for layers in layer_split(run)]
     stages = range(run.S)
     codec = "none" if run.adds_exactly else run.codec.reduce
-
-    def boundary_bytes(stage: Stage) -> float:
-        return float(sum(sum(encoded_sizes(meta)) for meta in input_metas(run, stage)))
 
     def reduce_bytes(numel: int) -> float:
         """Of a sum and of the settled answer to it, the mean: a reduce sends as many of either."""
@@ -46,12 +42,12 @@ def job_of(run: Run) -> Job:
         stages=run.S,
         microbatches=run.M,
         forward_flops=tuple(2.0 * tokens * (layers[s] * block + head * (s == run.S - 1)) for s in stages),
-        forward_bytes=tuple(boundary_bytes(s) for s in stages[1:]),
+        forward_bytes=tuple(body_bytes(input_metas(run, s)) for s in stages[1:]),
         backward_bytes=tuple(
-            float(sum(encoded_sizes(gradient_meta(run, boundary, hidden_meta(run, boundary)))))
+            body_bytes(gradient_metas(run, boundary, input_metas(run, boundary + 1)))
             for boundary in stages[:-1]
         ),
-        gradient_bytes=tuple(reduce_bytes(stage_layout(run, s).numel) for s in stages),
+        gradient_bytes=tuple(reduce_bytes(stage_layout(run, s).sum_numel) for s in stages),
         state_bytes=tuple(
             float(sum(t.numel() * t.element_size() for t in empty_state(run, s).values())) for s in stages
         ),

@@ -18,6 +18,7 @@ import numpy as np
 from peers.job import job_of
 from peers.status import StatusOptions, look
 from swarm.errors import SetupError
+from swarm.model.crossings import crossing_bytes
 from swarm.plan.measured import Machine, Pair, estimate
 from swarm.plan.network import BACKWARD_FORWARDS, Job, Network, read_devices
 from swarm.plan.overlap import IDLE, Overlap
@@ -26,7 +27,6 @@ from swarm.plan.search import Plan, baselines, repaired, search_overlapped
 from swarm.policy.health import Look
 from swarm.records import NO_STAGE
 from swarm.run import Run, load_run
-from swarm.wire.tensors import crossing_bytes
 
 RANDOM_LAYOUTS = 10
 """Of which the mean is what a random layout takes."""

@@ -548,7 +548,7 @@ class StagePeer:
             for m in members_of(twice & step.ledger.done):
                 kept = step.kept[m]
                 try:
-                    core.compute.subtract(Microbatch(step.t, m), kept.inputs, kept.grad_out)
+                    core.compute.subtract(Microbatch(step.t, m), kept.inputs, kept.grads_out)
                 except SumLost:
                     step.drop()
                     raise

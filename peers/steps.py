@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +23,11 @@ class Kept:
     """
 
     inputs: list[Encoded]
-    grad_out: Encoded | None
-    """What the next stage answered; None at the last stage."""
+    grads_out: Sequence[Encoded]
+    """What the next stage answered; nothing at the last stage."""
     answer: WorkDone
-    grad_in: Encoded | None
-    """What this stage answered; None at stage 0."""
+    grads_in: Sequence[Encoded]
+    """What this stage answered; nothing at stage 0."""
 
 
 @dataclass(slots=True)

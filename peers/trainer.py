@@ -25,6 +25,7 @@ from peers.waiting import happens
 from swarm.data import sample_offsets, trainer_order
 from swarm.errors import BadAnswer, Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError
 from swarm.ids import Era, Microbatch, PeerId, Stage, Standing
+from swarm.model.crossings import input_metas
 from swarm.policy.bans import Bans
 from swarm.policy.eras import check_standing
 from swarm.policy.ledger import from_bytes
@@ -37,7 +38,6 @@ from swarm.policy.worklist import WorkList
 from swarm.records import PeerRecord
 from swarm.run import Run
 from swarm.wire.messages import Watch, Watched, Work, WorkDone, pack, unpack_answer
-from swarm.wire.tensors import input_metas
 
 WATCH_S = 3.0
 """Limit for one look at the run; the answer is held back at most a second."""

@@ -19,12 +19,12 @@ from peers.roll import Roll
 from peers.steps import Job, Kept, OpenStep
 from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused, SwarmError
 from swarm.ids import Microbatch, PeerId
+from swarm.model.crossings import allowed_gradients, allowed_inputs, body_bytes, crossing_bytes
 from swarm.model.stage import Forward, SumLost
 from swarm.plan.ratios import choose_codec
 from swarm.policy.ledger import Claim
 from swarm.wire.codec import Encoded, TensorMeta, encoded_sizes
 from swarm.wire.messages import Hop, Locate, Located, Work, WorkDone, check_run, pack, unpack
-from swarm.wire.tensors import allowed_gradients, allowed_inputs, crossing_bytes
 
 OPEN_WAIT_S = 10.0
 """How long a request for the next step waits for it to open; its caller sees heartbeats meanwhile."""
@@ -56,7 +56,7 @@ class WorkDesk:
         self._core, self._roll, self._next, self.max_inflight = core, roll, next_stage, max_inflight
         self._transport = transport
         self._takes = allowed_inputs(core.run, core.stage)
-        self._gradients: tuple[TensorMeta, ...] = ()
+        self._gradients: tuple[tuple[TensorMeta, ...], ...] = ()
         if next_stage is not None:
             self._gradients = allowed_gradients(core.run, core.stage)
         self.inflight = 0
@@ -65,7 +65,7 @@ class WorkDesk:
         self.answered = 0
         self._waiting = 0
         self._jobs: set[asyncio.Task[None]] = set()
-        most = max(_body_bytes(takes) for takes in self._takes)
+        most = int(max(map(body_bytes, self._takes)))
         transport.serve("work", self._serve_work, max_body_bytes=most)
         transport.serve("locate", self._serve_locate)
 
@@ -108,7 +108,7 @@ class WorkDesk:
             if work.deepest > self._core.stage:
                 await self._pass_on(step, work, kept)
         self.answered += 1
-        return Answer(pack(kept.answer), [] if kept.grad_in is None else list(kept.grad_in.buffers))
+        return Answer(pack(kept.answer), [buffer for grad in kept.grads_in for buffer in grad.buffers])
 
     def _check(self, work: Work, request: Request) -> None:
         """Refuse what does not belong here, before any of its tensors is received."""
@@ -131,7 +131,7 @@ class WorkDesk:
             also = f" (the first also as {others})" if others else ""
             takes = _shown(self._takes[0]) + also
             raise Refused(f"stage {core.stage} takes {takes}; offered were {_shown(work.tensors)}")
-        if list(request.body_sizes) != [size for meta in work.tensors for size in encoded_sizes(meta)]:
+        if list(request.body_sizes) != _buffer_sizes(work.tensors):
             raise Refused(
                 f"the announced buffers, {list(request.body_sizes)[:8]} bytes, do not fit the tensors"
             )
@@ -220,11 +220,11 @@ class WorkDesk:
             add = step.ledger.may_add(work.m)
             fault_point("backward")
             started = time.perf_counter()
-            loss, grad_in = self._sum_guard(
+            loss, grads_in = self._sum_guard(
                 step, lambda: self._core.compute.loss_backward(mb, inputs, add=add)
             )
             return self._keep(
-                step, work.m, inputs, None, grad_in, loss, added=add, own_s=time.monotonic() - began,
+                step, work.m, inputs, (), grads_in, loss, added=add, own_s=time.monotonic() - began,
                 compute_s=_took_s(started), hops=(),
             )  # fmt: skip
 
@@ -261,19 +261,21 @@ class WorkDesk:
         onward, behind_s = _onward(work, fwd), 0.0
         while True:
             left_at = time.monotonic()
-            peer, done, grad = await self._call_next(step, onward, fwd)
+            peer, done, grads = await self._call_next(step, onward, fwd)
             behind_s += time.monotonic() - left_at
 
-            def backward(done: WorkDone = done, grad: Encoded = grad, behind_s: float = behind_s) -> Kept:
+            def backward(
+                done: WorkDone = done, grads: Sequence[Encoded] = grads, behind_s: float = behind_s
+            ) -> Kept:
                 mb, started = self._alive(step, work), time.perf_counter()
                 assert mb == fwd.mb
                 add = step.ledger.may_add(work.m)
                 fault_point("backward")
-                grad_in = self._sum_guard(step, lambda: core.compute.backward(fwd, grad, add=add))
+                grads_in = self._sum_guard(step, lambda: core.compute.backward(fwd, grads, add=add))
                 compute_s = timed[0] + _took_s(started)
                 own_s = time.monotonic() - began - behind_s
                 return self._keep(
-                    step, work.m, inputs, grad, grad_in, done.loss, added=add,
+                    step, work.m, inputs, grads, grads_in, done.loss, added=add,
                     own_s=own_s, compute_s=compute_s, hops=done.hops,
                 )  # fmt: skip
 
@@ -287,14 +289,16 @@ class WorkDesk:
                     raise  # several peers cannot all be at fault: the run diverges
                 onward = msgspec.structs.replace(onward, attempt=onward.attempt + 1)
 
-    async def _call_next(self, step: OpenStep, work: Work, fwd: Forward) -> tuple[PeerId, WorkDone, Encoded]:
+    async def _call_next(
+        self, step: OpenStep, work: Work, fwd: Forward
+    ) -> tuple[PeerId, WorkDone, list[Encoded]]:
         assert self._next is not None
 
         def check(peer: PeerId, done: WorkDone, answer: Answer) -> None:
-            if len(done.tensors) != 1 or done.tensors[0] not in self._gradients:
-                due = " or ".join(_shown((meta,)) for meta in self._gradients)
+            if done.tensors not in self._gradients:
+                due = " or ".join(map(_shown, self._gradients))
                 raise BadAnswer(peer, f"answered {_shown(done.tensors)} where {due} was due")
-            if [memoryview(b).nbytes for b in answer.body] != encoded_sizes(done.tensors[0]):
+            if [memoryview(b).nbytes for b in answer.body] != _buffer_sizes(done.tensors):
                 raise BadAnswer(peer, "answered buffers that do not fit their tensor")
             hops = self._core.run.S - self._core.stage - 1
             if len(done.hops) > hops or any(len(hop.peer) > MOST_PEER_ID for hop in done.hops):
@@ -304,10 +308,10 @@ class WorkDesk:
 
         body = [buffer for output in fwd.outputs for buffer in output.buffers]
         peer, done, answer = await self._next.call(
-            work, body, max_answer_bytes=max(_body_bytes((meta,)) for meta in self._gradients), check=check,
+            work, body, max_answer_bytes=int(max(map(body_bytes, self._gradients))), check=check,
             closed=lambda: self._pointless(step),
         )  # fmt: skip
-        return peer, done, Encoded(done.tensors[0], answer.body)
+        return peer, done, _split(done.tensors, answer.body)
 
     def _pointless(self, step: OpenStep) -> SwarmError | None:
         """Why a microbatch need not go on: its step is over, or this peer leaves and cannot finish it."""
@@ -361,8 +365,8 @@ class WorkDesk:
         step: OpenStep,
         m: int,
         inputs: list[Encoded],
-        grad_out: Encoded | None,
-        grad_in: Encoded | None,
+        grads_out: Sequence[Encoded],
+        grads_in: Sequence[Encoded],
         loss: float,
         *,
         added: bool,
@@ -372,8 +376,8 @@ class WorkDesk:
     ) -> Kept:
         core = self._core
         hop = Hop(stage=core.stage, peer=core.me, own_s=max(0.0, own_s), compute_s=compute_s)
-        tensors = () if grad_in is None else (grad_in.meta,)
-        kept = Kept(inputs, grad_out, WorkDone(loss=loss, tensors=tensors, hops=(hop, *hops)), grad_in)
+        tensors = tuple(grad.meta for grad in grads_in)
+        kept = Kept(inputs, grads_out, WorkDone(loss=loss, tensors=tensors, hops=(hop, *hops)), grads_in)
         if added:
             step.kept[m] = kept
             step.ledger.record(m)
@@ -401,8 +405,8 @@ def _split(metas: Sequence[TensorMeta], buffers: Sequence[Buffer]) -> list[Encod
     return tensors
 
 
-def _body_bytes(metas: Sequence[TensorMeta]) -> int:
-    return sum(sum(encoded_sizes(meta)) for meta in metas)
+def _buffer_sizes(metas: Sequence[TensorMeta]) -> list[int]:
+    return [size for meta in metas for size in encoded_sizes(meta)]
 
 
 def _shown(metas: Sequence[TensorMeta]) -> str:

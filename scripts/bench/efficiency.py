@@ -155,11 +155,11 @@ def codec_s(run: Run) -> float:
     """Seconds that both ends of one boundary spend on encoding and decoding, for one microbatch."""
     import torch
 
+    from swarm.model.crossings import crossings
     from swarm.wire.codec import decode, encode
-    from swarm.wire.tensors import boundary_shape
 
     torch.set_num_threads(1)
-    x = torch.randn(boundary_shape(run)).to(getattr(torch, run.dtype))
+    x = torch.randn(crossings(run, 1)[0].shape).to(getattr(torch, run.dtype))
     both = 0.0
     sent = run.codec.forward_at(0)
     for codec in (sent, run.codec.backward_at(0, sent)):

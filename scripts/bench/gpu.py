@@ -117,7 +117,7 @@ class Peer:
         B, T, H = run.batch.microbatch_size, run.data.sequence_length, run.model.hidden
         hidden = torch.randn((B, T, H)).to(torch.bfloat16)
         self.inputs = [encode(hidden, "blockwise8"), encode(torch.zeros((B, T), dtype=torch.uint8), "none")]
-        self.grad = encode(torch.randn((B, T, H)).mul_(1e-4).to(torch.bfloat16), "blockwise8")
+        self.grads = [encode(torch.randn((B, T, H)).mul_(1e-4).to(torch.bfloat16), "blockwise8")]
 
     def microbatches(self, count: int, window: int, ahead: int) -> None:
         """Do `count` microbatches, `window` in flight, at most `ahead` launched and not awaited."""
@@ -161,7 +161,7 @@ class Peer:
             else:
                 job = cast(
                     "Callable[[], Pending[Any]]",
-                    lambda fwd=result: self.compute.start_backward(fwd, self.grad, add=True),
+                    lambda fwd=result: self.compute.start_backward(fwd, self.grads, add=True),
                 )
                 jobs.put((0, next(order), job))
         jobs.put((2, next(order), None))

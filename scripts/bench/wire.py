@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness import Swarm, bench_run, machine, report
 
+from swarm.model.crossings import body_bytes, gradient_metas, input_metas
 from swarm.run import Run
 from swarm.wire.codec import encoded_sizes, places_of
 from swarm.wire.messages import PeerStatus
-from swarm.wire.tensors import gradient_meta, input_metas
 
 COLUMNS = (
     "boundary", "hidden", "dtype", "codec", "bytes_per_microbatch", "least_bytes", "ratio", "forward_ratio",
@@ -44,8 +44,7 @@ COLUMNS = (
 def least_bytes(run: Run) -> tuple[int, int]:
     """(forward, backward) payload of one microbatch at any boundary."""
     taken = input_metas(run, 1)
-    forward = sum(sum(encoded_sizes(meta)) for meta in taken)
-    return forward, sum(encoded_sizes(gradient_meta(run, 0, taken[0])))
+    return int(body_bytes(taken)), int(body_bytes(gradient_metas(run, 0, taken)))
 
 
 def traffic(status: PeerStatus, other: str) -> tuple[int, int]:

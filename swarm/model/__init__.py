@@ -1,6 +1,7 @@
 """Torch maths: the model, its cut into stages, one stage's weights and sums, and the reference for all of it.
 
 gpt.py        the decoder and its cut into stages
+crossings.py  what enters each stage; body.py what a stage makes of it
 counting.py   the audit model, whose weights count microbatches
 draws.py      initial weights and dropout: functions of names
 opgraph.py    any model as a graph of operators; graph.py makes it, pieces.py its stages

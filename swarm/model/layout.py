@@ -6,11 +6,10 @@ each in the module's order. The optimizer's vectors lie beside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from swarm.errors import Refused
 from swarm.ids import Stage
@@ -27,36 +26,69 @@ class Span(NamedTuple):
     shape: torch.Size
 
 
+class Statistic(NamedTuple):
+    """A buffer of a batch norm: where it lies in the vector of them, and how fast it follows."""
+
+    span: Span
+    momentum: float
+
+
 class Layout(NamedTuple):
-    """Of the weights of one stage."""
+    """Of a stage's weights, and of a step's sum, in which statistics of batch norms lie behind theirs."""
 
     spans: dict[str, Span]
     """By full name, in their order."""
     decayed: int
     """So many numbers of the vector decay: the first."""
     numel: int
+    statistics: dict[str, Statistic]
+    """By full name, in their order."""
+    terms: dict[str, Span]
+    """Where the gradient of each weight, and each statistic, lies in a sum."""
+
+    @property
+    def statistics_numel(self) -> int:
+        return sum(span.end - span.start for span, _ in self.statistics.values())
+
+    @property
+    def sum_numel(self) -> int:
+        """Numbers in the sum of a step."""
+        return self.numel + self.statistics_numel
 
     def views(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters of a flat vector by full name; they share its memory."""
         for name, (start, end, shape) in self.spans.items():
             yield name, flat[start:end].view(shape)
 
+    def statistics_views(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Likewise, of the vector of statistics."""
+        for name, ((start, end, shape), _) in self.statistics.items():
+            yield name, flat[start:end].view(shape)
 
-def layout_of(module: nn.Module) -> Layout:
-    """How the parameters of a stage's module lie in its vector."""
-    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+
+def make_layout(
+    shapes: Mapping[str, torch.Size], statistics: Mapping[str, tuple[torch.Size, float]] | None = None
+) -> Layout:
+    """How parameters of these shapes lie in a vector; `statistics`: batch norms' (shape, momentum)."""
     spans: dict[str, Span] = {}
     end = decayed = 0
     for name in sorted(shapes, key=lambda name: len(shapes[name]) < 2):  # stable: matrices first
         start, end = end, end + shapes[name].numel()
         spans[name] = Span(start, end, shapes[name])
         decayed = end if len(shapes[name]) >= 2 else decayed
-    return Layout(spans, decayed, end)
+    told: dict[str, Statistic] = {}
+    terms, at = dict(spans), 0
+    for name, (shape, momentum) in (statistics or {}).items():
+        start, at = at, at + shape.numel()
+        told[name] = Statistic(Span(start, at, shape), momentum)
+        terms[name] = Span(end + start, end + at, shape)
+    return Layout(spans, decayed, end, told, terms)
 
 
 def stage_layout(run: Run, stage: Stage) -> Layout:
     """How the weights of a stage lie in its vector."""
-    return layout_of(stage_skeleton(run, stage))
+    module = stage_skeleton(run, stage)
+    return make_layout({name: parameter.shape for name, parameter in module.named_parameters()})
 
 
 def empty_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
@@ -66,12 +98,14 @@ def empty_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
         "weights": (layout.numel, dtype),
         **vector_layout(run.optimizer, layout.numel, layout.decayed, dtype),
     }
+    if layout.statistics:
+        vectors["statistics"] = (layout.statistics_numel, dtype)
     if run.delayed_updates:
         vectors["weights_previous"] = vectors["weights"]
     return {name: torch.empty(n, dtype=kind, device="meta") for name, (n, kind) in vectors.items()}
 
 
-def initial_weights(run: Run, layout: Layout, device: torch.device) -> torch.Tensor:
+def initial_weights(run: Run, stage: Stage, layout: Layout, device: torch.device) -> torch.Tensor:
     """The vector of version 0, a function of the run alone."""
     weights = torch.empty(layout.numel, dtype=weights_dtype(run), device=device)
     for name, view in layout.views(weights):
@@ -79,13 +113,20 @@ def initial_weights(run: Run, layout: Layout, device: torch.device) -> torch.Ten
     return weights
 
 
+def initial_statistics(run: Run, stage: Stage, layout: Layout, device: torch.device) -> torch.Tensor:
+    """Of batch norms, of version 0; of a stage that has none nothing."""
+    return torch.empty(layout.statistics_numel, dtype=weights_dtype(run), device=device)
+
+
 def initial_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
     """`StageCompute.state()` of version 0, on the CPU: nothing is in the optimizer's vectors yet."""
-    weights = initial_weights(run, stage_layout(run, stage), torch.device("cpu"))
-    return {
-        name: weights if name.startswith("weights") else torch.zeros_like(empty, device="cpu")
-        for name, empty in empty_state(run, stage).items()
-    }
+    layout, cpu = stage_layout(run, stage), torch.device("cpu")
+    weights = initial_weights(run, stage, layout, cpu)
+    state = {name: torch.zeros_like(empty, device="cpu") for name, empty in empty_state(run, stage).items()}
+    state |= {name: weights for name in state if name.startswith("weights")}
+    if "statistics" in state:
+        state["statistics"] = initial_statistics(run, stage, layout, cpu)
+    return state
 
 
 def named_weights(run: Run, stage: Stage, flat: torch.Tensor) -> dict[str, torch.Tensor]:

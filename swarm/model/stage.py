@@ -19,29 +19,23 @@ and what they return is asked for its result when the next one is launched. All 
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
-from swarm.data import token_dtype
 from swarm.errors import NotReady, Refused, SetupError, Stale, SwarmError
 from swarm.ids import Microbatch, Stage
+from swarm.model.body import body_of
+from swarm.model.crossings import Crossing
 from swarm.model.exact import add_exact, largest_term, to_float
-from swarm.model.gpt import (
-    Matrix,
-    boundary_dtype,
-    replace_parameters,
-    stage_skeleton,
-    weights_dtype,
-)
-from swarm.model.layout import initial_weights, layout_of
+from swarm.model.gpt import Matrix, replace_parameters, weights_dtype
+from swarm.model.layout import initial_statistics, initial_weights, stage_layout
 from swarm.model.optimizer import FlatOptimizer
 from swarm.run import Run
 from swarm.wire.buffers import Buffer
@@ -50,12 +44,10 @@ from swarm.wire.codec import (
     Pending,
     TensorMeta,
     decode,
-    encode,
     places_of,
     start_encode,
     to_device,
 )
-from swarm.wire.tensors import boundary_shape
 
 Wire: TypeAlias = tuple[TensorMeta, Sequence[Buffer]]
 """A tensor as it came: its meta and its buffers. An `Encoded` is one."""
@@ -79,6 +71,28 @@ class SumLost(SwarmError):
         self.t = t
 
 
+class Entered(NamedTuple):
+    """A microbatch as a stage computes with it, entry by entry."""
+
+    values: list[torch.Tensor | None]
+    """On the device; None where nothing here reads it."""
+    passing: list[torch.Tensor]
+    """On the host, where it has no gradient: for who only passes it."""
+
+
+class Computed(NamedTuple):
+    """One microbatch through one stage, as autograd knows it."""
+
+    leaves: list[torch.Tensor]
+    """The inputs that have a gradient, as they came."""
+    outputs: list[torch.Tensor]
+    """Those that have a gradient, in the dtypes of the boundary; of the last stage the loss."""
+    others: dict[int, torch.Tensor]
+    """Output -> the tensor, of what was computed here and has no gradient."""
+    statistics: dict[str, torch.Tensor]
+    """Buffer of a batch norm -> what this microbatch says of it."""
+
+
 @dataclass(eq=False, slots=True)
 class Forward:
     """One microbatch in flight at a stage. Keeps its graph until its backward (unless recomputed)."""
@@ -89,9 +103,9 @@ class Forward:
     inputs: list[Encoded]
     """As they came: what `StageCompute.subtract` needs to undo it."""
     outputs: list[Encoded]
-    """For the next stage: hidden, labels."""
-    graph: tuple[torch.Tensor, torch.Tensor] | None = None
-    """(input leaf, output); None when it is to be recomputed, or was used."""
+    """For the next stage."""
+    graph: Computed | None = None
+    """None when it is to be recomputed, or was used."""
     loads: int = 0
     """How many states had been loaded when it was computed."""
 
@@ -113,20 +127,20 @@ class StageCompute:
         self.dtype = weights_dtype(run)
         self.sum_dtype = torch.int64 if run.adds_exactly else self.dtype
         self.first, self.last = stage == 0, stage == run.S - 1
-        module = stage_skeleton(run, stage)
-        self._layout = layout_of(module)
+        self._body = body_of(run, stage)
+        self._layout = stage_layout(run, stage)
         end, decayed = self._layout.numel, self._layout.decayed
-        self.numel, self.version = end, 0
+        self.numel, self.version = self._layout.sum_numel, 0
         self._optimizer = FlatOptimizer(run.optimizer, end, decayed, self.dtype, self.device)
         # One vector and module a version held: version v lives in number v % len.
-        weights = initial_weights(run, self._layout, self.device)
+        weights = initial_weights(run, stage, self._layout, self.device)
         self._weights = [weights]
         if run.delayed_updates:
             self._weights.append(weights.clone())
         # The matrices in bfloat16, for bfloat16 runs: see `Matrix`. They are the decayed weights.
         low = decayed if run.dtype == "bfloat16" else 0
         self._low = [flat[:low].to(torch.bfloat16) for flat in self._weights]
-        self._modules = [self._bind(copy.deepcopy(module), number) for number in range(len(self._weights))]
+        self._modules = [self._bind(self._body.module(), number) for number in range(len(self._weights))]
         self._parameters = [dict(module.named_parameters()) for module in self._modules]
         self._grads_of: list[int | None] = [None] * len(self._modules)
         self._sums: dict[int, torch.Tensor] = {}
@@ -135,11 +149,8 @@ class StageCompute:
         self._life = itertools.count()
         self._spare: list[torch.Tensor] = []
         self._saved_bytes = self._loads = 0
-
-        B, T = run.batch.microbatch_size, run.data.sequence_length
-        self._tokens_shape, self._labels_shape = (B, T + 1), (B, T)
-        self._tokens_dtype: torch.dtype = getattr(torch, token_dtype(run.model.vocab_size))
-        self._hidden_shape, self._hidden_dtype = boundary_shape(run), boundary_dtype(run)
+        self._statistics = initial_statistics(run, stage, self._layout, self.device)
+        """Of batch norms: of the newest version only, since training does not read them."""
 
     # --- microbatches -----------------------------------------------------------------------------------
 
@@ -148,14 +159,14 @@ class StageCompute:
     ) -> Forward:
         """Compute a microbatch up to the hand-over to the next stage.
 
-        `inputs`: the first stage takes [tokens [B, T+1]], the others [hidden [B, T, H], labels [B, T]],
-        tokens and labels in the run's narrow dtype, hidden with the run's forward codec.
-        `outputs` are [hidden, labels] for the next stage. `grad=False`: no graph is kept, for a replay that
-        only feeds a deeper stage; its backward would recompute. `codec`: of the hidden output, one that
-        `codec.adaptive` allows; None: the manifest's.
+        `inputs`: as `swarm.model.crossings` has them, such as [tokens [B, T+1]] for the decoder's first stage
+        and [hidden [B, T, H], labels [B, T]] for its others; what has a gradient with the forward codec.
+        `outputs` are those of the next stage. `grad=False`: no graph is kept, for a replay that only feeds a
+        deeper stage; its backward would recompute. `codec`: of the outputs, one that `codec.adaptive` allows;
+        None: the manifest's.
 
         Raises:
-            Refused: an input is not what the run prescribes, or the output is not finite.
+            Refused: an input is not what the run prescribes, or an output is not finite.
             Stale, NotReady: the weights of that step are not held any more, or yet.
         """
         return self.start_forward(mb, inputs, grad=grad, codec=codec).result()
@@ -167,47 +178,49 @@ class StageCompute:
         assert not self.last, "the last stage has a loss and no output"
         version = self._held_version(mb)
         kept = [Encoded(meta, buffers) for meta, buffers in inputs]
-        x, labels = self._decode_inputs(kept)
+        entered = self._enter(kept)
         keep = grad and not self.recompute
         with torch.set_grad_enabled(keep):
-            x, y = self._compute(mb, version, x, None)
-        what = f"the output of stage {self.stage} for {mb}"
-        hidden = start_encode(y, codec or self.run.codec.forward_at(self.stage), name=what)
-        graph, loads = (x, y) if keep else None, self._loads
-        return Pending(lambda: Forward(mb, version, kept, [hidden.result(), labels], graph, loads))
+            computed = self._compute(mb, version, entered)
+        outputs = self._encode_outputs(mb, entered, computed, codec)
+        graph, loads = computed if keep else None, self._loads
+        return Pending(
+            lambda: Forward(mb, version, kept, [output.result() for output in outputs], graph, loads)
+        )
 
-    def backward(self, fwd: Forward, grad_out: Wire, *, add: bool) -> Encoded | None:
-        """The gradient of the input, from that of the output; None from the first stage.
+    def backward(self, fwd: Forward, grads_out: Sequence[Wire], *, add: bool) -> tuple[Encoded, ...]:
+        """The gradients of the inputs that have one, from those of the outputs.
 
         `add`: also add the gradient of the weights to the sum of the step (which must have begun). Otherwise
         the sum is not touched. May be called again for the same `fwd`: it recomputes.
 
         Raises:
-            Refused: `grad_out` is not what the run prescribes, or (without `add`) the result is not finite.
+            Refused: `grads_out` are not what the run prescribes, or (without `add`) the result is not finite.
             Stale: the weights it was computed with are gone.
             SumLost: the backward broke, or its sum was dropped meanwhile; see there.
         """
-        return self.start_backward(fwd, grad_out, add=add).result()
+        return self.start_backward(fwd, grads_out, add=add).result()
 
-    def start_backward(self, fwd: Forward, grad_out: Wire, *, add: bool) -> Pending[Encoded | None]:
+    def start_backward(
+        self, fwd: Forward, grads_out: Sequence[Wire], *, add: bool
+    ) -> Pending[tuple[Encoded, ...]]:
         """As `backward`, without waiting for the device. Added to the sum only if the result says so."""
         if self._held_version(fwd.mb) != fwd.version or self._loads != fwd.loads:
             raise Stale(f"{fwd.mb} was computed with weights that are gone", version=self.version)
-        g = self._decode_grad(grad_out)
-        if self.first and not add:
-            return Pending(lambda: None)
+        grads = self._decode_grads(grads_out)
+        if not add and not self._gives_gradients:
+            return Pending(tuple)
         graph, fwd.graph = fwd.graph, None
         if graph is None:
-            x, _ = self._decode_inputs(fwd.inputs)
-            graph = self._compute(fwd.mb, fwd.version, x, None)
-        return self._backward(fwd.mb, fwd.version, *graph, g, add=add, hidden=self._hidden_of(fwd.inputs))
+            graph = self._compute(fwd.mb, fwd.version, self._enter(fwd.inputs))
+        return self._backward(fwd.mb, fwd.version, graph, grads, add=add, answers=fwd.inputs)
 
     def loss_backward(
         self, mb: Microbatch, inputs: Sequence[Wire], *, add: bool
-    ) -> tuple[float, Encoded | None]:
-        """The last stage's forward, loss and backward: (mean loss, gradient of the input).
+    ) -> tuple[float, tuple[Encoded, ...]]:
+        """The last stage's forward, loss and backward: (mean loss, gradients of the inputs that have one).
 
-        Inputs as in `forward`. The gradient is None if this is also the first stage.
+        Inputs as in `forward`.
 
         Raises:
             Refused: an input is not what the run prescribes, or the loss is not finite.
@@ -218,45 +231,43 @@ class StageCompute:
 
     def start_loss_backward(
         self, mb: Microbatch, inputs: Sequence[Wire], *, add: bool
-    ) -> Pending[tuple[float, Encoded | None]]:
+    ) -> Pending[tuple[float, tuple[Encoded, ...]]]:
         """As `loss_backward`, without waiting for the device."""
         assert self.last, "only the last stage has a loss"
         version = self._held_version(mb)
         taken = [Encoded(meta, buffers) for meta, buffers in inputs]
-        x, labels = self._decode_inputs(taken)
-        with torch.set_grad_enabled(add or not self.first):
-            x, y = self._compute(mb, version, x, self._labels_of(labels))
+        wanted = add or self._gives_gradients
+        with torch.set_grad_enabled(wanted):
+            computed = self._compute(mb, version, self._enter(taken))
         # This waits for the forward, also on CUDA, so that a bad loss leaves the sum as it was. It costs the
         # device one launch, not the launches of the whole backward.
-        loss = y.item()
+        loss = computed.outputs[0].item()
         if not math.isfinite(loss):
             raise Refused(f"the loss of {mb} is not finite: {loss}")
-        if self.first and not add:
-            return Pending(lambda: (loss, None))
-        grad_in = self._backward(mb, version, x, y, None, add=add, hidden=self._hidden_of(taken))
-        return Pending(lambda: (loss, grad_in.result()))
+        if not wanted:
+            return Pending(lambda: (loss, ()))
+        grads_in = self._backward(mb, version, computed, [None], add=add, answers=taken)
+        return Pending(lambda: (loss, grads_in.result()))
 
-    def subtract(self, mb: Microbatch, inputs: Sequence[Wire], grad_out: Wire | None) -> None:
+    def subtract(self, mb: Microbatch, inputs: Sequence[Wire], grads_out: Sequence[Wire]) -> None:
         """Take a microbatch out of the sum again: compute it once more and subtract.
 
-        `inputs` and `grad_out` as they were (None for the last stage). The gradient is the negative, bit for
+        `inputs` and `grads_out` as they were (none for the last stage). The gradient is the negative, bit for
         bit, of what was added; the sum is what it was before (up to rounding, where the run adds floats).
 
         Raises:
             As `forward` and `backward`.
         """
         version = self._held_version(mb)
-        x, labels = self._decode_inputs([Encoded(meta, buffers) for meta, buffers in inputs])
-        if self.last:
-            x, y = self._compute(mb, version, x, self._labels_of(labels))
-            g = torch.ones_like(y)
-        else:
-            if grad_out is None:
-                raise Refused(f"undoing {mb} takes the gradient of its output")
-            g = self._decode_grad(grad_out)
-            x, y = self._compute(mb, version, x, None)
+        entered = self._enter([Encoded(meta, buffers) for meta, buffers in inputs])
+        if not self.last and not grads_out:
+            raise Refused(f"undoing {mb} takes the gradient of its output")
+        given = [] if self.last else self._decode_grads(grads_out)
+        computed = self._compute(mb, version, entered)
         # Not in place: with codec none the gradient is the caller's memory.
-        self._backward(mb, version, x, y, g.neg(), add=True, hidden=None).result()
+        against = [grad.neg() for grad in given] or [torch.ones_like(computed.outputs[0]).neg()]
+        computed = computed._replace(statistics={name: -told for name, told in computed.statistics.items()})
+        self._backward(mb, version, computed, against, add=True, answers=None).result()
 
     # --- the sums of steps ------------------------------------------------------------------------------
 
@@ -316,7 +327,7 @@ class StageCompute:
         """Optimizer step `t`: makes weights of version t + 1; sums of steps up to `t` are dropped.
 
         `reduced`: the settled sum over all M microbatches, 1-D, any device. The gradient
-        is its mean, reduced / M. `total_sqnorm`: `sqnorm(reduced)` added up over all stages, so
+        is its mean, reduced / M. `total_sqnorm`: `self.sqnorm(reduced)` added up over all stages, so
         sqrt(total_sqnorm) / M is the norm that is clipped.
 
         Raises:
@@ -341,11 +352,24 @@ class StageCompute:
         if spec.clip_norm:
             scale *= min(1.0, spec.clip_norm / (math.sqrt(total_sqnorm) / M + 1e-6))
         old, new = self._weights_of(t), self._weights_of(t + 1)
-        self._optimizer.step(t, spec.lr_at(t, self.run.steps), old, new, reduced.to(self.device), scale)
+        gradient, told = reduced.to(self.device).split([self._layout.numel, self._layout.statistics_numel])
+        self._optimizer.step(t, spec.lr_at(t, self.run.steps), old, new, gradient, scale)
+        self._take_statistics(told)
         self._weights_changed(t + 1)
         self.version = t + 1
         for done in [s for s in self._sums if s <= t]:
             self.drop_sum(done)
+
+    def sqnorm(self, reduced: torch.Tensor) -> float:
+        """This stage's share of `total_sqnorm`: of the gradient of its weights."""
+        return sqnorm(reduced[: self._layout.numel])
+
+    def _take_statistics(self, told: torch.Tensor) -> None:
+        """Batch norms: new = (1 - momentum) · old + momentum · mean over the step's microbatches."""
+        means = told * (1.0 / self.run.M)
+        for (start, end, _), momentum in self._layout.statistics.values():
+            old = self._statistics[start:end]
+            old.mul_(1.0 - momentum).add_(means[start:end], alpha=momentum)
 
     # --- the state --------------------------------------------------------------------------------------
 
@@ -355,16 +379,18 @@ class StageCompute:
         Not `canonical`: comparable among devices of one kind only, and on a GPU computed there, since
         bringing gigabytes to the host at every step would cost more than the step.
         """
-        weights = self._weights_of(self.version)
-        if canonical or weights.device.type == "cpu":
-            return _sha256(weights)
-        return device_digest(weights)
+        vectors = [self._weights_of(self.version)]
+        if self._statistics.numel():
+            vectors.append(self._statistics)
+        if canonical or self.device.type == "cpu":
+            return _sha256(*vectors)
+        return device_digest(torch.cat(vectors) if len(vectors) > 1 else vectors[0])
 
     def state(self) -> dict[str, torch.Tensor]:
         """All that version `self.version` is made of: flat vectors, copied to the CPU.
 
-        `weights`, the optimizer's vectors, and with delayed updates `weights_previous`, which the next step
-        is computed with.
+        `weights`, the optimizer's vectors, `statistics` if there are batch norms, and with delayed updates
+        `weights_previous`, which the next step is computed with.
         """
         return {
             name: vector.detach().to("cpu", copy=True)
@@ -408,9 +434,10 @@ class StageCompute:
         return sum(vector.nbytes for vector in self._state_vectors(self.version).values())
 
     def named_weights(self) -> dict[str, torch.Tensor]:
-        """The newest weights by full name, copied to the CPU: for generation and verification."""
+        """The newest weights and batch norms' statistics by full name, copied to the CPU."""
         flat = self._weights_of(self.version).detach().cpu().clone()
-        return dict(self._layout.views(flat))
+        statistics = self._statistics.cpu().clone()
+        return {**dict(self._layout.views(flat)), **dict(self._layout.statistics_views(statistics))}
 
     def saved_bytes(self) -> int:
         """Bytes that one microbatch in flight holds, measured once with a microbatch of zeros."""
@@ -423,20 +450,18 @@ class StageCompute:
 
         No backward: where weights have copies of less precision it would add to the sum, whatever is asked.
         """
-        x, labels = self._zeros()
-        _, y = self._compute(Microbatch(0, 0), self.version, x, labels)
-        y.flatten()[:1].sum().item()  # the device is done
+        computed = self._compute(Microbatch(0, 0), self.version, self._zeros())
+        computed.outputs[0].flatten()[:1].sum().item()  # the device is done
 
     # --- inside -----------------------------------------------------------------------------------------
 
-    def _zeros(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(input, labels for the last stage) of a microbatch, on the device."""
-        B, T = self._labels_shape
-        if self.first:
-            x = torch.zeros((B, T), dtype=torch.int64, device=self.device)
-        else:
-            x = torch.zeros(self._hidden_shape, dtype=self._hidden_dtype, device=self.device)
-        return x, torch.zeros((B, T), dtype=torch.int64, device=self.device) if self.last else None
+    def _zeros(self) -> Entered:
+        """A microbatch of zeros, as `_enter` gives it."""
+        taken = [
+            torch.zeros(what.shape, dtype=_dtype(what), device=self.device if what.graded else "cpu")
+            for what in self._body.takes
+        ]
+        return self._placed(self._body.enter(taken))
 
     def _bind(self, module: nn.Module, number: int) -> nn.Module:
         views = dict(self._layout.views(self._weights[number]))
@@ -457,6 +482,8 @@ class StageCompute:
 
     def _state_vectors(self, version: int) -> dict[str, torch.Tensor]:
         vectors = {"weights": self._weights_of(version), **self._optimizer.vectors}
+        if self._statistics.numel():
+            vectors["statistics"] = self._statistics
         if self.run.delayed_updates:
             vectors["weights_previous"] = self._weights_of(version + 1)
         return vectors
@@ -476,67 +503,99 @@ class StageCompute:
             )
         return wanted
 
-    def _decode_inputs(self, inputs: Sequence[Encoded]) -> tuple[torch.Tensor, Encoded]:
-        """(tokens int64 or hidden, on the device; labels as they travel)."""
-        expected = 1 if self.first else 2
-        if len(inputs) != expected:
-            raise Refused(f"{len(inputs)} tensors for stage {self.stage}; expected {expected}")
-        if self.first:
-            tokens = self._decode_tokens(inputs[0], self._tokens_shape, "tokens")
-            labels = encode(tokens[:, 1:], "none")
-            return self._index(tokens[:, :-1]), labels
-        hidden = decode(
-            *inputs[0],
-            device=self.device,
-            expect_shape=self._hidden_shape,
-            expect_dtype=self._hidden_dtype,
-            expect_codec=self.run.codec.allowed_at(self.stage - 1),
-            name="hidden",
+    @property
+    def _gives_gradients(self) -> bool:
+        """Whether the stage before is owed anything."""
+        return any(what.graded for what in self._body.takes)
+
+    def _enter(self, inputs: Sequence[Encoded]) -> Entered:
+        """What came, checked, as the body's entries."""
+        takes = self._body.takes
+        if len(inputs) != len(takes):
+            raise Refused(f"{len(inputs)} tensors for stage {self.stage}; expected {len(takes)}")
+        # What passes is checked too: a wrong one should be refused where it enters.
+        return self._placed(
+            self._body.enter([self._decode(what, came) for what, came in zip(takes, inputs, strict=True)])
         )
-        # Every stage checks them, though only the last looks: a wrong one should be refused where it enters.
-        self._decode_tokens(inputs[1], self._labels_shape, "labels")
-        return hidden, inputs[1]
 
-    def _hidden_of(self, inputs: Sequence[Encoded]) -> Encoded | None:
-        """The input that has a gradient, as it came; None at the first stage."""
-        return None if self.first else inputs[0]
-
-    def _decode_tokens(self, wire: Encoded, shape: tuple[int, int], name: str) -> torch.Tensor:
-        tokens = decode(
-            *wire, expect_shape=shape, expect_dtype=self._tokens_dtype, expect_codec="none", name=name
+    def _decode(self, what: Crossing, came: Encoded) -> torch.Tensor:
+        """On the device, if it has a gradient, else on the host."""
+        allowed = self.run.codec.allowed_at(self.stage - 1) if what.graded else "none"
+        tensor = decode(
+            *came,
+            device=self.device if what.graded else "cpu",
+            expect_shape=what.shape,
+            expect_dtype=_dtype(what),
+            expect_codec=allowed,
+            name=what.name,
         )
-        vocab = self.run.model.vocab_size
-        if (largest := tokens.to(torch.int64).max().item()) >= vocab:
-            raise Refused(f"{name} hold {largest}; the vocabulary has {vocab}")
-        return tokens
+        if what.below and tensor.numel() and (largest := tensor.to(torch.int64).max().item()) >= what.below:
+            raise Refused(f"{what.name} hold {largest}; the vocabulary has {what.below}")
+        return tensor
 
-    def _index(self, tokens: torch.Tensor) -> torch.Tensor:
-        return to_device(tokens.to(torch.int64), self.device)
+    def _placed(self, passing: list[torch.Tensor]) -> Entered:
+        values: list[torch.Tensor | None] = []
+        for entry, value in zip(self._body.entries, passing, strict=True):
+            if entry.dtype is None:
+                values.append(None)
+            else:
+                values.append(value if entry.graded else to_device(value.to(entry.dtype), self.device))
+        return Entered(values, passing)
 
-    def _labels_of(self, labels: Encoded) -> torch.Tensor:
-        return self._index(decode(*labels))
+    def _encode_outputs(
+        self, mb: Microbatch, entered: Entered, computed: Computed, codec: str | None
+    ) -> list[Pending[Encoded]]:
+        name = f"the output of stage {self.stage} for {mb}"
+        codec, body = codec or self.run.codec.forward_at(self.stage), self._body
+        graded = iter(computed.outputs)
+        pending: list[Pending[Encoded]] = []
+        for number, what in enumerate(body.gives):
+            if what.graded:
+                pending.append(start_encode(next(graded), codec, name=name))
+            elif number in body.passes:
+                pending.append(start_encode(entered.passing[body.passes[number]], "none", name=name))
+            else:
+                pending.append(start_encode(computed.others[number], "none", name=name))
+        return pending
 
-    def _decode_grad(self, grad_out: Wire) -> torch.Tensor:
+    def _decode_grads(self, grads_out: Sequence[Wire]) -> list[torch.Tensor]:
         codec = self.run.codec
-        return decode(
-            *grad_out,
-            device=self.device,
-            expect_shape=self._hidden_shape,
-            expect_dtype=self._hidden_dtype,
-            expect_codec=[codec.backward_at(self.stage, sent) for sent in codec.allowed_at(self.stage)],
-            name="the gradient",
-        )
+        due = [what for what in self._body.gives if what.graded]
+        if len(grads_out) != len(due):
+            raise Refused(f"{len(grads_out)} gradients for stage {self.stage}; expected {len(due)}")
+        return [
+            decode(
+                *grad,
+                device=self.device,
+                expect_shape=what.shape,
+                expect_dtype=_dtype(what),
+                expect_codec=[codec.backward_at(self.stage, sent) for sent in codec.allowed_at(self.stage)],
+                name="the gradient",
+            )
+            for what, grad in zip(due, grads_out, strict=True)
+        ]
 
-    def _compute(
-        self, mb: Microbatch, version: int, x: torch.Tensor, labels: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x as a leaf of the graph, the module's output in the boundary's dtype, or the loss)."""
-        module = self._modules[version % len(self._modules)]
-        if x.is_floating_point() and torch.is_grad_enabled():
-            x.requires_grad_(True)
+    def _compute(self, mb: Microbatch, version: int, entered: Entered) -> Computed:
+        module, body = self._modules[version % len(self._modules)], self._body
+        leaves: list[torch.Tensor] = []
+        values: list[torch.Tensor | None] = []
+        for entry, value in zip(body.entries, entered.values, strict=True):
+            if value is not None and entry.graded:
+                assert entry.dtype is not None
+                leaves.append(value.requires_grad_(torch.is_grad_enabled()))
+                value = value.to(entry.dtype)
+            values.append(value)
         with self._autocast():
-            y: torch.Tensor = module(x, labels, mb=mb)
-        return x, y if self.last else y.to(self._hidden_dtype)
+            made, statistics = body.compute(module, values, mb)
+        if self.last:
+            return Computed(leaves, [made[0]], {}, statistics)
+        graded = [made[number].to(_dtype(what)) for number, what in enumerate(body.gives) if what.graded]
+        others = {
+            number: made[number]
+            for number, what in enumerate(body.gives)
+            if not what.graded and number not in body.passes
+        }
+        return Computed(leaves, graded, others, statistics)
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.run.dtype == "bfloat16":
@@ -547,35 +606,35 @@ class StageCompute:
         self,
         mb: Microbatch,
         version: int,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        g: torch.Tensor | None,
+        computed: Computed,
+        grads: Sequence[torch.Tensor | None],
         *,
         add: bool,
-        hidden: Encoded | None,
-    ) -> Pending[Encoded | None]:
-        """Run autograd; the gradient of `x`, which came as `hidden`, encoded. None: it is not wanted."""
+        answers: Sequence[Encoded] | None,
+    ) -> Pending[tuple[Encoded, ...]]:
+        """Run autograd; the gradients of the inputs, encoded. `answers`: what came; None: nobody waits."""
+        # A cut may leave an output that no weight here has a part in.
+        roots = [(y, g) for y, g in zip(computed.outputs, grads, strict=True) if y.requires_grad]
+        outputs, grads = [y for y, _ in roots], [g for _, g in roots]
         if not add:
-            assert hidden is not None
-            (grad_x,) = torch.autograd.grad(y, x, g)
-            return self._encode_gradient(mb, grad_x, hidden)
+            assert answers is not None
+            back = torch.autograd.grad(outputs, computed.leaves, grads, allow_unused=True)
+            return self._encode_gradients(mb, computed.leaves, back, answers)
         t = mb.t
         self.sum(t)
         if self.run.adds_exactly:
-            return self._backward_exact(mb, version, x, y, g, hidden=hidden)
+            return self._backward_exact(mb, version, computed, outputs, grads, answers=answers)
         life = self._lives[t]
         self._bind_grads(version % len(self._modules), t)
         try:
-            torch.autograd.backward(y, g)
-            if hidden is None:
-                pending: Pending[Encoded | None] = Pending(lambda: None)
-            else:
-                assert x.grad is not None
-                pending = self._encode_gradient(mb, x.grad, hidden)
+            torch.autograd.backward(outputs, grads)
+            for name, told in computed.statistics.items():
+                self._place_of(t, name).add_(told.reshape(-1))
+            pending = self._answer(mb, computed.leaves, answers)
         except BaseException as error:
             raise self._lose_sum(mb, error) from error
 
-        def finish() -> Encoded | None:
+        def finish() -> tuple[Encoded, ...]:
             if self._lives.get(t) != life:
                 raise SumLost(f"the sum of step {t} that {mb} was added to is lost", t=t)
             try:
@@ -589,57 +648,77 @@ class StageCompute:
         self,
         mb: Microbatch,
         version: int,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        g: torch.Tensor | None,
+        computed: Computed,
+        outputs: Sequence[torch.Tensor],
+        grads_out: Sequence[torch.Tensor | None],
         *,
-        hidden: Encoded | None,
-    ) -> Pending[Encoded | None]:
+        answers: Sequence[Encoded] | None,
+    ) -> Pending[tuple[Encoded, ...]]:
         """As `_backward` with `add`; the sum is touched only once everything is known to be good."""
         parameters = self._parameters[version % len(self._modules)]
         t, life = mb.t, self._lives[mb.t]
         try:
-            torch.autograd.backward(y, g)
-            grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+            torch.autograd.backward(outputs, grads_out)
+            terms = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         finally:
             for parameter in parameters.values():
                 parameter.grad = None
+        terms |= computed.statistics
         # Nothing in a vector is larger than its norm, found in half the time: as a rule that is enough.
-        norms = [torch.linalg.vector_norm(grad) for grad in grads.values()]
-        pending: Pending[Encoded | None] = Pending(lambda: None)
-        if hidden is not None:
-            assert x.grad is not None
-            pending = self._encode_gradient(mb, x.grad, hidden)
+        norms = [torch.linalg.vector_norm(term) for term in terms.values()]
+        pending = self._answer(mb, computed.leaves, answers)
 
-        def finish() -> Encoded | None:
+        def finish() -> tuple[Encoded, ...]:
             if self._lives.get(t) != life:
                 raise SumLost(f"the sum of step {t} that {mb} belongs to is gone", t=t)
             result = pending.result()
             limit = largest_term(self.run.M)
             fits = torch.stack(norms).max().item() <= limit
-            if not fits and not all(grad.abs().max().item() <= limit for grad in grads.values()):
+            if not fits and not all(term.abs().max().item() <= limit for term in terms.values()):
                 raise Refused(
                     f"the gradient of the weights of stage {self.stage} for {mb} is beyond {limit:g}"
                 )
-            total = self._sums[t]
             try:
-                for name, grad in grads.items():
-                    start, end, _ = self._layout.spans[name]
-                    add_exact(total[start:end], grad)
+                for name, term in terms.items():
+                    add_exact(self._place_of(t, name), term)
             except BaseException as error:  # no memory, perhaps: some parameters have it and some do not
                 raise self._lose_sum(mb, error) from error
             return result
 
         return Pending(finish)
 
-    def _encode_gradient(
-        self, mb: Microbatch, grad: torch.Tensor, hidden: Encoded
-    ) -> Pending[Encoded | None]:
-        """The gradient of `hidden`, which came from the stage before: for that stage."""
-        what = f"the gradient of stage {self.stage} for {mb}"
-        codec = self.run.codec.backward_at(self.stage - 1, hidden.meta.codec)
-        pending = start_encode(grad, codec, name=what, places=places_of(hidden))
-        return Pending(pending.result)
+    def _place_of(self, t: int, name: str) -> torch.Tensor:
+        """Where a weight's gradient, or a statistic, lies in the sum of step `t`."""
+        start, end, _ = self._layout.terms[name]
+        return self._sums[t][start:end]
+
+    def _answer(
+        self, mb: Microbatch, leaves: Sequence[torch.Tensor], answers: Sequence[Encoded] | None
+    ) -> Pending[tuple[Encoded, ...]]:
+        if answers is None:
+            return Pending(tuple)
+        return self._encode_gradients(mb, leaves, [leaf.grad for leaf in leaves], answers)
+
+    def _encode_gradients(
+        self,
+        mb: Microbatch,
+        leaves: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor | None],
+        answers: Sequence[Encoded],
+    ) -> Pending[tuple[Encoded, ...]]:
+        """The gradients of the inputs that have one, `answers` being all that came, for the stage before."""
+        name = f"the gradient of stage {self.stage} for {mb}"
+        graded = [came for what, came in zip(self._body.takes, answers, strict=True) if what.graded]
+        pending = [
+            start_encode(
+                torch.zeros_like(leaf) if grad is None else grad,
+                self.run.codec.backward_at(self.stage - 1, came.meta.codec),
+                name=name,
+                places=places_of(came),
+            )
+            for leaf, grad, came in zip(leaves, grads, graded, strict=True)
+        ]
+        return Pending(lambda: tuple(one.result() for one in pending))
 
     def _lose_sum(self, mb: Microbatch, error: BaseException) -> SumLost:
         """Set the sum of the step to zero, void whatever is still pending for it."""
@@ -669,7 +748,7 @@ class StageCompute:
                 seen[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        x, labels = self._zeros()
+        entered = self._zeros()
         mb = Microbatch(0, 0)
         # What was saved must stay alive while we count, or memory that is reused would count once.
         alive: list[torch.Tensor] = []
@@ -680,10 +759,17 @@ class StageCompute:
 
         if not self.recompute:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                x, y = self._compute(mb, 0, x, labels)
-            note(y)
-        note(x)
+                computed = self._compute(mb, 0, entered)
+            for output in computed.outputs:
+                note(output)
+        for value in entered.values:
+            if value is not None:
+                note(value)
         return sum(seen.values())
+
+
+def _dtype(what: Crossing) -> torch.dtype:
+    return getattr(torch, what.dtype)
 
 
 def sqnorm(vector: torch.Tensor) -> float:

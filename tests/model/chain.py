@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from swarm.ids import Microbatch
 from swarm.model.stage import Forward, StageCompute, sqnorm
 from swarm.run import Run, demo_run
 from swarm.wire.codec import Encoded, encode
+
+Answer: TypeAlias = tuple[Encoded, ...]
+"""The gradients that a stage answers with."""
 
 TEXT = np.random.default_rng(7).integers(0, 256, 5000).astype(np.uint8)
 
@@ -66,19 +69,19 @@ class Chain:
             wire = kept[-1].outputs
         return kept, wire
 
-    def backward(self, kept: list[Forward], grad: Encoded | None, *, add: bool = True) -> list[Encoded]:
+    def backward(self, kept: list[Forward], answer: Answer, *, add: bool = True) -> list[Answer]:
         """From the last stage's answer back to the first: the gradients of the outputs of its callers."""
-        grads: list[Encoded] = []
+        grads: list[Answer] = []
         for stage, fwd in zip(self.stages[-2::-1], kept[::-1], strict=True):
-            assert grad is not None
-            grads.append(grad)
-            grad = stage.backward(fwd, grad, add=add)
+            assert answer
+            grads.append(answer)
+            answer = stage.backward(fwd, answer, add=add)
         return grads[::-1]
 
     def microbatch(self, mb: Microbatch, *, add: bool = True) -> float:
         kept, wire = self.forward(mb)
-        loss, grad = self.stages[-1].loss_backward(mb, wire, add=add)
-        self.backward(kept, grad, add=add)
+        loss, answer = self.stages[-1].loss_backward(mb, wire, add=add)
+        self.backward(kept, answer, add=add)
         return loss
 
     def apply(self, t: int) -> None:

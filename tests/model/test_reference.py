@@ -10,10 +10,10 @@ import torch
 
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
+from swarm.model.crossings import gradient_metas, input_metas
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
 from swarm.wire.codec import Encoded
-from swarm.wire.tensors import gradient_meta, hidden_meta
 from tests.model.chain import Chain, batch_of, farthest, tiny_run, tokens_of
 
 CASES: dict[str, dict[str, Any]] = {
@@ -126,8 +126,8 @@ def test_a_gradient_comes_back_with_the_places_of_what_was_sent() -> None:
     run = tiny_run(codec={"forward": "topk:0.1+blockwise8", "backward": "bf16"})
     chain = Chain(run)
     kept, wire = chain.forward(Microbatch(0, 0))
-    _, grad = chain.stages[-1].loss_backward(Microbatch(0, 0), wire, add=False)
-    assert grad is not None and grad.meta == gradient_meta(run, 1, hidden_meta(run, 1))
+    _, (grad,) = chain.stages[-1].loss_backward(Microbatch(0, 0), wire, add=False)
+    assert (grad.meta,) == gradient_metas(run, 1, input_metas(run, 2))
     assert grad.meta.codec == "topk:0.1+bf16"
     assert bytes(grad.buffers[0]) == bytes(kept[-1].outputs[0].buffers[0])
 
@@ -152,7 +152,7 @@ def test_the_order_of_the_microbatches_changes_only_the_rounding_of_floats() -> 
 def replicated_step(replicas: list[Chain], t: int, draw: random.Random) -> list[float]:
     """Step `t` as a swarm may do it: in any order, by any replica of each stage, some twice and undone."""
     run, losses = replicas[0].run, [0.0] * replicas[0].run.M
-    twice: list[tuple[StageCompute, Microbatch, list[Encoded], Encoded | None]] = []
+    twice: list[tuple[StageCompute, Microbatch, list[Encoded], tuple[Encoded, ...]]] = []
     for replica in replicas:
         replica.begin(t)
     for m in draw.sample(range(run.M), run.M):
@@ -163,21 +163,20 @@ def replicated_step(replicas: list[Chain], t: int, draw: random.Random) -> list[
             kept.append(stage.forward(mb, inputs[-1]))
             inputs.append(kept[-1].outputs)
         losses[m], grad = route[-1].loss_backward(mb, inputs[-1], add=True)
-        grads: list[Encoded | None] = [None]
+        grads: list[tuple[Encoded, ...]] = [()]
         for stage, fwd in zip(route[-2::-1], kept[::-1], strict=True):
-            assert grad is not None
             grads.insert(0, grad)
             grad = stage.backward(fwd, grad, add=True)
         # A retry raced: another replica of some stage did it too.
         s = draw.randrange(run.S)
         again = draw.choice(replicas).stages[s]
-        if grads[s] is None:
+        if s == run.S - 1:
             again.loss_backward(mb, inputs[s], add=True)
         else:
-            again.backward(again.forward(mb, inputs[s]), grads[s] or inputs[s][0], add=True)
+            again.backward(again.forward(mb, inputs[s]), grads[s], add=True)
         twice.append((again, mb, inputs[s], grads[s]))
-    for stage, mb, wires, grad_out in draw.sample(twice, len(twice)):
-        stage.subtract(mb, wires, grad_out)
+    for stage, mb, wires, grads_out in draw.sample(twice, len(twice)):
+        stage.subtract(mb, wires, grads_out)
     totals = [
         torch.stack([replica.stages[s].sum(t) for replica in draw.sample(replicas, len(replicas))]).sum(0)
         for s in range(run.S)

@@ -12,6 +12,7 @@ from swarm.errors import NotReady, Refused, SetupError, Stale
 from swarm.ids import Microbatch
 from swarm.model import stage as stage_module
 from swarm.model.exact import SCALE, add_exact
+from swarm.model.gpt import boundary_dtype
 from swarm.model.stage import StageCompute, SumLost, sqnorm, state_digest
 from swarm.run import counting_run
 from swarm.wire.codec import Encoded, TensorMeta, encode
@@ -76,7 +77,7 @@ def test_a_backward_that_does_not_add_gives_the_same_answer_and_leaves_the_sum_a
     assert again == loss
     adding = chain.backward(chain.forward(Microbatch(0, 1))[0], grad)
     for a, b in zip(grads, adding, strict=True):
-        assert bytes(a.buffers[0]) == bytes(b.buffers[0])
+        assert bytes(a[0].buffers[0]) == bytes(b[0].buffers[0])
     assert not equal(before, [stage.sum(0) for stage in chain.stages])
 
 
@@ -108,11 +109,11 @@ def test_an_undo_restores_the_sum(dtype: str, exact: bool, tolerance: float) -> 
     _, grad = chain.stages[-1].loss_backward(wrong, wire, add=True)
     grads = chain.backward(kept, grad)
     chain.microbatch(Microbatch(0, 2))
-    copies = [bytes(grad.buffers[0]) for grad in grads]
+    copies = [bytes(grad.buffers[0]) for (grad,) in grads]
     for stage, fwd, grad in zip(chain.stages, kept, grads, strict=False):
         stage.subtract(wrong, fwd.inputs, grad)
-    chain.stages[-1].subtract(wrong, wire, None)
-    assert [bytes(grad.buffers[0]) for grad in grads] == copies, "what was kept is not changed by its use"
+    chain.stages[-1].subtract(wrong, wire, ())
+    assert [bytes(grad.buffers[0]) for (grad,) in grads] == copies, "what was kept is not changed by its use"
     for stage, vector in zip(chain.stages, expected, strict=True):
         assert (stage.sum(0) - vector).abs().max().item() <= tolerance * vector.abs().max().item()
 
@@ -125,7 +126,7 @@ def test_an_undo_takes_away_the_very_bits_that_were_added() -> None:
     grads = chain.backward(kept, grad, add=False)
     for stage, fwd, g in zip(chain.stages, kept, grads, strict=False):
         stage.subtract(MB, fwd.inputs, g)
-    chain.stages[-1].subtract(MB, wire, None)
+    chain.stages[-1].subtract(MB, wire, ())
     assert all(not stage.sum(0).any() for stage in chain.stages)
 
 
@@ -133,7 +134,7 @@ def test_an_undo_before_the_last_stage_needs_the_gradient() -> None:
     chain = Chain(tiny_run())
     chain.begin(0)
     with pytest.raises(Refused, match=r"undoing \(0, 0\) takes the gradient of its output"):
-        chain.stages[0].subtract(MB, [tokens_of(chain.run, MB)], None)
+        chain.stages[0].subtract(MB, [tokens_of(chain.run, MB)], ())
 
 
 def test_a_replay_without_a_graph_feeds_a_deeper_stage_the_same() -> None:
@@ -151,8 +152,7 @@ def test_a_backward_may_be_asked_for_again() -> None:
     kept, wire = chain.forward(MB)
     _, grad = chain.stages[2].loss_backward(MB, wire, add=False)
     assert grad is not None
-    first, again = (chain.stages[1].backward(kept[1], grad, add=False) for _ in range(2))
-    assert first is not None and again is not None
+    (first,), (again,) = (chain.stages[1].backward(kept[1], grad, add=False) for _ in range(2))
     assert bytes(first.buffers[0]) == bytes(again.buffers[0])
 
 
@@ -341,7 +341,7 @@ def test_a_gradient_that_overflows_voids_a_sum_of_floats() -> None:
     shape = (2, 16, 32)
     huge = encode(torch.full(shape, 3e38), "none")
     with pytest.raises(SumLost, match=r"\(the gradient of stage 1 for \(0, 1\) is not finite\)"):
-        chain.stages[1].backward(kept[1], huge, add=True)
+        chain.stages[1].backward(kept[1], [huge], add=True)
     assert not chain.stages[1].sum(0).any()
 
 
@@ -359,17 +359,17 @@ def test_a_gradient_beyond_what_an_exact_sum_holds_is_refused_and_leaves_the_sum
     chain = Chain(tiny_run(dtype=dtype))
     before = accumulated(chain, MB)
     kept, _ = chain.forward(Microbatch(0, 1))
-    huge = encode(torch.full((2, 16, 32), number).to(chain.stages[1]._hidden_dtype), "none")
+    huge = encode(torch.full((2, 16, 32), number).to(boundary_dtype(chain.run)), "none")
     with pytest.raises(Refused, match=text):
-        chain.stages[1].backward(kept[1], huge, add=True)
+        chain.stages[1].backward(kept[1], [huge], add=True)
     assert torch.equal(chain.stages[1].sum(0), before[1])
     assert not grads_of(chain.stages[1], 0)
     # A better gradient is taken for the same microbatch, as if nothing had been.
-    fine = encode(torch.ones((2, 16, 32)).to(chain.stages[1]._hidden_dtype), "none")
-    chain.stages[1].backward(kept[1], fine, add=True)
+    fine = encode(torch.ones((2, 16, 32)).to(boundary_dtype(chain.run)), "none")
+    chain.stages[1].backward(kept[1], [fine], add=True)
     other = Chain(tiny_run(dtype=dtype))
     accumulated(other, MB)
-    other.stages[1].backward(other.forward(Microbatch(0, 1))[0][1], fine, add=True)
+    other.stages[1].backward(other.forward(Microbatch(0, 1))[0][1], [fine], add=True)
     assert torch.equal(chain.stages[1].sum(0), other.stages[1].sum(0))
 
 
@@ -529,11 +529,13 @@ def test_a_gradient_that_is_not_what_the_run_prescribes_is_refused_and_the_graph
     fwd = chain.forward(MB)[0][1]
     bad = Encoded(TensorMeta((2, 16, 32), "float64", "bf16"), [bytes(2 * 2 * 16 * 32)])
     with pytest.raises(Refused, match="the gradient came as 'bf16'; this run sends it as 'none'"):
-        chain.stages[1].backward(fwd, bad, add=True)
+        chain.stages[1].backward(fwd, [bad], add=True)
     nan = encode(torch.zeros(2, 16, 32, dtype=torch.float64), "none")
     nan = Encoded(nan.meta, [b"\xff" * 8 + bytes(nan.buffers[0])[8:]])
     with pytest.raises(Refused, match="the gradient is not finite"):
-        chain.stages[1].backward(fwd, nan, add=True)
+        chain.stages[1].backward(fwd, [nan], add=True)
+    with pytest.raises(Refused, match="0 gradients for stage 1; expected 1"):
+        chain.stages[1].backward(fwd, [], add=True)
     assert fwd.graph is not None
 
 
@@ -653,7 +655,7 @@ def test_what_was_in_flight_when_a_state_was_loaded_is_void() -> None:
     fwd = stage.forward(MB, [tokens_of(chain.run, MB)])
     stage.load_state(0, stage.state())
     with pytest.raises(Stale, match=r"\(0, 0\) was computed with weights that are gone"):
-        stage.backward(fwd, fwd.outputs[0], add=True)
+        stage.backward(fwd, fwd.outputs[:1], add=True)
     with pytest.raises(NotReady, match="step 0 has not begun"):
         stage.sum(0)
 

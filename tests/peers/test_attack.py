@@ -16,6 +16,7 @@ from peers.downstream import NextStage
 from peers.ports import Answer, Buffer, Request
 from peers.reduce import AllReduce, RoundVoid
 from swarm.errors import Refused, Stale
+from swarm.model.crossings import input_metas
 from swarm.policy.ledger import to_bytes
 from swarm.policy.rounds import Plan, round_id
 from swarm.policy.router import Router
@@ -34,7 +35,6 @@ from swarm.wire.messages import (
     pack,
     unpack,
 )
-from swarm.wire.tensors import input_metas
 from tests.peers.loops import Stranger, Swarm, quick, swarm
 from tests.peers.memory_net import MemoryNetwork
 

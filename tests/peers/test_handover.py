@@ -184,8 +184,8 @@ async def test_a_duplicate_of_what_was_handed_over_is_undone_where_that_can_be()
         # A stale retry computes one of them at the other peer.
         m = had.bit_length() - 1
         client = built.add_stranger()
+        from swarm.model.crossings import input_metas
         from swarm.wire.messages import Work
-        from swarm.wire.tensors import input_metas
 
         work = Work(run=built.run.id, t=0, m=m, version=0, tensors=input_metas(built.run, 0))
         await client.send(other, "work", work, client.tokens(0, m, built.batches))

@@ -15,12 +15,12 @@ from peers.events import PeerLost
 from peers.ports import Answer, Line, Request
 from peers.work import WorkDesk
 from swarm.errors import Busy, Leaving, NotNow, NotReady, Refused, SetupError, Stale
+from swarm.model.crossings import input_metas
 from swarm.model.stage import StageCompute, SumLost
 from swarm.records import PeerRecord, State
 from swarm.run import AdmissionSpec, CodecSpec, Run, counting_run
 from swarm.wire.codec import TensorMeta, encode
 from swarm.wire.messages import Brief, Hop, Locate, Located, StepBrief, Work, WorkDone, pack
-from swarm.wire.tensors import input_metas
 from tests.peers.loops import Stranger, Swarm, quick, swarm
 
 __all__ = ["quick"]

@@ -1,0 +1,74 @@
+"""What a stage computes, apart from where its weights are: tensors in, tensors out.
+
+The decoder and the audit model have one tensor with a gradient at each boundary, and carry the labels beside
+it; a brought model has whatever its cut needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from swarm.ids import Microbatch, Stage
+from swarm.model.crossings import Crossing, crossings
+from swarm.model.gpt import boundary_dtype, stage_skeleton
+from swarm.model.pieces import Output
+from swarm.run import Run
+
+Values: TypeAlias = Sequence[torch.Tensor | None]
+
+
+class Entry(NamedTuple):
+    """A value that a stage is given."""
+
+    dtype: torch.dtype | None
+    """That it is computed with, on the device; None: nothing here reads it, it only passes."""
+    graded: bool
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Body:
+    """One stage."""
+
+    takes: tuple[Crossing, ...]
+    gives: tuple[Crossing, ...]
+    """For the next stage; nothing at the last one, which has a loss."""
+    entries: tuple[Entry, ...]
+    """The values that it computes with: what `enter` makes of `takes`."""
+    passes: Mapping[int, int] = field(default_factory=dict)
+    """Output without a gradient -> the value that it is, unchanged."""
+    module: Callable[[], nn.Module]
+    """A new one each time. Its parameters have shapes; their numbers do not count."""
+    compute: Callable[[nn.Module, Values, Microbatch], Output]
+    """Outputs as `gives` has them (what passes is not looked at), or the loss; in the module's dtypes."""
+    enter: Callable[[list[torch.Tensor]], list[torch.Tensor]] = list
+    """What came without a gradient (on the host), and hidden, as entries."""
+
+
+def body_of(run: Run, stage: Stage) -> Body:
+    """What `stage` computes."""
+    first, last = stage == 0, stage == run.S - 1
+    hidden = Entry(torch.int64, False) if first else Entry(boundary_dtype(run), True)
+    labels = Entry(torch.int64 if last else None, False)
+
+    def compute(module: nn.Module, values: Values, mb: Microbatch) -> Output:
+        x, y = values
+        return Output((module(x, y, mb=mb),), {})
+
+    def split(taken: list[torch.Tensor]) -> list[torch.Tensor]:
+        (tokens,) = taken
+        return [tokens[:, :-1], tokens[:, 1:]]
+
+    return Body(
+        takes=crossings(run, stage),
+        gives=() if last else crossings(run, stage + 1),
+        entries=(hidden, labels),
+        passes={} if last else {1: 1},
+        module=lambda: stage_skeleton(run, stage),
+        compute=compute,
+        enter=split if first else list,
+    )
