@@ -9,5 +9,6 @@ work.py       what operators do; cost.py and memory.py what they take on a devic
 optimizer.py  AdamW and SGD on flat vectors
 stage.py      what a stage peer computes
 reference.py  the same run in a single process
+chained.py    its stages one after another: the decoder's, or the pieces of a brought model
 generate.py   text from trained weights
 """

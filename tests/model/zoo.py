@@ -25,6 +25,8 @@ class Bottleneck(nn.Module):
         self.conv2 = nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3, self.bn3 = nn.Conv2d(width, outputs, 1, bias=False), nn.BatchNorm2d(outputs)
+        # Near the identity at first (Goyal et al. 2017, 5.1): else every block multiplies what rounding left.
+        nn.init.constant_(self.bn3.weight, 0.1)
         self.relu = nn.ReLU(inplace=True)
         self.shortcut: nn.Module | None = None
         if stride != 1 or inputs != outputs:

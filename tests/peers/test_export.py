@@ -236,8 +236,8 @@ def reference_loss(run: Run, weights: dict[str, torch.Tensor], rows: np.ndarray)
     """What the single process says, with the same weights, of the same samples."""
     batches = iter([rows])
     single = SingleProcess(run, lambda offsets: next(batches))
-    for name, parameter in single._stages.named_parameters():
-        parameter.data.copy_(weights[name.partition(".")[2]])
+    for name, parameter in single.chain.parameters.items():
+        parameter.data.copy_(weights[name])
     return single.loss(Microbatch(0, 0), grad=False)
 
 

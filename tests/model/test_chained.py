@@ -1,0 +1,111 @@
+"""A model that was brought, trained by pieces in one process, is the same model trained by plain torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.data import sample_offsets
+from swarm.model.chained import PiecesChain
+from swarm.model.graph import trace
+from swarm.model.reference import SingleProcess
+from swarm.run import Run
+from tests.model import zoo
+from tests.model.chain import tiny_run
+from tests.model.parity import random_cuts
+
+
+def inputs_of(name: str, offsets: list[int]) -> tuple[torch.Tensor, ...]:
+    """Others for each microbatch."""
+    chance = torch.Generator().manual_seed(offsets[0])
+    _, sample = zoo.MODELS[name]()
+    return tuple(
+        torch.randn(x.shape, generator=chance, dtype=torch.float64)
+        if x.is_floating_point()
+        else x if x.dtype == torch.bool
+        else torch.randint(1, 7, x.shape, generator=chance)
+        for x in sample
+    )  # fmt: skip
+
+
+def model_of(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return zoo.MODELS[name]()[0].double().train()
+
+
+class Plain:
+    """A training loop as anybody writes it."""
+
+    def __init__(self, run: Run, name: str) -> None:
+        spec = run.optimizer
+        self.run, self.name, self.model = run, name, model_of(name)
+        matrices = [p for p in self.model.parameters() if p.dim() >= 2]
+        others = [p for p in self.model.parameters() if p.dim() < 2]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": spec.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        if spec.name == "adamw":
+            betas = (spec.beta1, spec.beta2)
+            self.optimizer: Any = torch.optim.AdamW(groups, lr=spec.lr, betas=betas, eps=spec.eps)
+        else:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=spec.lr, momentum=spec.momentum)
+
+    def step(self, t: int) -> list[float]:
+        run, losses, buffers = self.run, [], dict(self.model.named_buffers())
+        before = {name: buffer.clone() for name, buffer in buffers.items()}
+        means = {name: torch.zeros_like(buffer) for name, buffer in buffers.items()}
+        for m in range(run.M):
+            for name, buffer in buffers.items():
+                buffer.copy_(before[name])
+            loss = self.model(*inputs_of(self.name, sample_offsets(run, t, m)))
+            (loss / run.M).backward()
+            losses.append(loss.item())
+            for name, buffer in buffers.items():
+                means[name] += buffer
+        for name, buffer in buffers.items():
+            # Of updates from the same old values the mean is the update with the mean.
+            buffer.copy_(means[name] / run.M)
+        if run.optimizer.clip_norm:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), run.optimizer.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return losses
+
+
+def far(run: Run, name: str, cut: int) -> float:
+    """The largest difference of any loss, weight or statistic after all steps, relative to its tensor."""
+    traced = trace(model_of(name), inputs_of(name, [0]))
+    assignment = [*random_cuts(traced.graph, cut + 1, seed=1)][cut]
+    chain = PiecesChain(run, traced, assignment, torch.device("cpu"))
+    single = SingleProcess(run, lambda offsets: inputs_of(name, offsets), chain=chain)
+    plain = Plain(run, name)
+    worst = 0.0
+    for t in range(run.steps):
+        ours, theirs = single.step(t), plain.step(t)
+        worst = max(worst, *(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)))
+    expected = plain.model.state_dict()
+    assert not math.isnan(worst)
+    found = single.named_weights()
+    told = {n for n in expected if n.rpartition(".")[2] in ("running_mean", "running_var")}
+    assert {n for n, _ in plain.model.named_parameters()} | told == found.keys()
+    for n, weights in found.items():
+        worst = max(worst, ((weights - expected[n]).abs().max() / expected[n].abs().max()).item())
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        ("gpt2", {"lr": 1e-3, "clip_norm": 0.5}),
+        ("llama", {"name": "sgd", "lr": 1e-3, "momentum": 0.9, "weight_decay": 0.0, "clip_norm": 0.0}),
+        pytest.param("resnet101", {"lr": 1e-3, "clip_norm": 0.5}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_in_pieces_is_trained_as_by_plain_torch(name: str, optimizer: dict[str, Any]) -> None:
+    """float64: tied weights, clipping, and batch norm by the rule of the step; 1e-9 relative."""
+    run = tiny_run(optimizer={"schedule": "constant", **optimizer}, batch={"microbatches_per_step": 3})
+    assert far(run, name, cut=3) < 1e-9
