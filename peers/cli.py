@@ -1032,7 +1032,7 @@ def exit_code(error: BaseException) -> Exit:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit code (`Exit`)."""
     if os.getpid() == 1:
-        # The first process of a container gets only signals that it handles; until a role does, this stops it.
+        # The first process of a container gets only signals that it handles: until a role does, stop.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = build_parser()
     args = parser.parse_args(argv)
