@@ -61,5 +61,5 @@ async def choose_stage(
 
 
 def planning_job(run: Run) -> Job:
-    """What the planner reckons with; the audit model computes nothing that could be planned for."""
-    return even_job(run) if run.model.kind == "counting" else job_of(run)
+    """What the planner reckons with; only of the decoder it is known what a stage has to do."""
+    return job_of(run) if run.model.kind == "gpt" else even_job(run)

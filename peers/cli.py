@@ -857,17 +857,24 @@ def _run_demo(args: argparse.Namespace) -> int:
 
 
 def _run_manifest(args: argparse.Namespace) -> int:
-    from swarm.run import EXAMPLE, load_run, parameter_count
+    from swarm.run import EXAMPLE, BroughtSpec, load_run, parameter_count
 
     if args.manifest is None:
         print(EXAMPLE, end="")
         return Exit.OK
     run = load_run(args.manifest)
     print(run.to_toml(), end="")
-    millions = parameter_count(run.model, sequence_length=run.data.sequence_length) / 1e6
-    words = f"{millions:,.1f} M parameters, {run.tokens_per_step:,} tokens a step"
-    pinned = "" if run.data.sha256 else "; the id changes when swarm bootstrap pins the data"
-    print(f"run {run.id}: {words}{pinned}", file=sys.stderr)
+    if isinstance(run.model, BroughtSpec):
+        words = run.model.source or "a model of transformers"
+        open_ends = [] if run.model.pinned else ["the model"]
+    else:
+        millions = parameter_count(run.model, sequence_length=run.data.sequence_length) / 1e6
+        words, open_ends = f"{millions:,.1f} M parameters", []
+    if not run.data.sha256:
+        open_ends.append("the data")
+    each = "samples" if run.data.source == "code" else "tokens"
+    more = f"; the id changes when swarm bootstrap pins {' and '.join(open_ends)}" if open_ends else ""
+    print(f"run {run.id}: {words}, {run.tokens_per_step:,} {each} a step{more}", file=sys.stderr)
     return Exit.OK
 
 

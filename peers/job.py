@@ -24,9 +24,10 @@ def job_of(run: Run) -> Job:
     from swarm.wire.meta import ITEM_BYTES, TensorMeta, encoded_sizes
 
     if run.model.kind != "gpt":
-        raise SetupError(f"model.kind = {run.model.kind!r} computes nothing: simulate a run of kind gpt")
+        why = "its work is not reckoned yet" if run.brings_model else "it computes nothing"
+        raise SetupError(f'model.kind = "{run.model.kind}": {why}; take a run of kind "gpt"')
     tokens = run.batch.microbatch_size * run.data.sequence_length
-    block, head = layer_flops(run.model, run.data.sequence_length)
+    block, head = layer_flops(run.built_in, run.data.sequence_length)
     layers = [len(layers) for layers in layer_split(run)]
     stages = range(run.S)
     codec = "none" if run.adds_exactly else run.codec.reduce
@@ -37,7 +38,7 @@ def job_of(run: Run) -> Job:
         kinds = ("int64" if run.adds_exactly else settled, settled)
         return sum(sum(encoded_sizes(TensorMeta((numel,), kind, codec))) for kind in kinds) / 2
 
-    kept = ACTIVATIONS_OF_A_BLOCK * run.model.hidden * tokens * ITEM_BYTES[run.dtype]
+    kept = ACTIVATIONS_OF_A_BLOCK * run.built_in.hidden * tokens * ITEM_BYTES[run.dtype]
     return Job(
         stages=run.S,
         microbatches=run.M,

@@ -95,7 +95,7 @@ async def run_plan(options: PlanOptions) -> None:
         answer, network, job = plan_view(run, seen, seed=options.seed, budget_s=options.budget)
     else:
         run, network = _described(options)
-        job = _job(run)
+        job = job_of(run)
         answer = plan(network, job, seed=options.seed, budget_s=options.budget)
     if options.keep is not None:
         answer = replace(answer, codecs=plan_codecs(run, network, job, answer.plan, options.keep))
@@ -123,15 +123,9 @@ def _described(options: PlanOptions) -> tuple[Run, Network]:
     return run, network
 
 
-def _job(run: Run) -> Job:
-    if run.model.kind != "gpt":
-        raise SetupError(f'model.kind = "{run.model.kind}" computes nothing to plan for: it must be "gpt"')
-    return job_of(run)
-
-
 def plan_view(run: Run, seen: Look, *, seed: int, budget_s: float) -> tuple[Answer, Network, Job]:
     """A plan for the peers that serve a run, from what they have measured of themselves and their lines."""
-    job = _job(run)
+    job = job_of(run)
     there = {record.peer: record for record in seen.records if record.stage != NO_STAGE}
     serving = [record for peer, record in there.items() if peer not in seen.silent]
     if not serving:

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
+import json
 import math
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, cast
 
 from swarm.codecs import KNOWN, PPM, VALUES, parse_codec
 from swarm.errors import SetupError
@@ -91,9 +93,10 @@ class _Flag(_Rule):
 
 
 class _Choice(_Rule):
-    def __init__(self, *choices: Any) -> None:
+    def __init__(self, *choices: Any, told: Sequence[Any] = ()) -> None:
+        """`told`: what an error offers; more than the choices, if others make it another table."""
         self.choices = choices
-        self.allowed = "one of " + ", ".join(_toml(choice) for choice in choices)
+        self.allowed = _one_of(told or choices)
 
     def check(self, value: Any) -> Any:
         for choice in self.choices:
@@ -103,13 +106,50 @@ class _Choice(_Rule):
 
 
 class _Text(_Rule):
-    """Only characters that need no escape in TOML may match `pattern`, so that `to_toml` is trivial."""
+    """No character that needs an escape in TOML may match `pattern`, so that `to_toml` is trivial."""
 
     def __init__(self, pattern: str, allowed: str) -> None:
         self.pattern, self.allowed = re.compile(pattern), allowed
 
     def check(self, value: Any) -> str:
         if type(value) is not str or not self.pattern.fullmatch(value):
+            raise ValueError
+        return value
+
+
+class _Json(_Rule):
+    """A JSON object as text, or empty. The canonical text has sorted keys, no spaces, ASCII only, and no
+    single quote, so that it is a literal string of TOML."""
+
+    allowed = 'a JSON object as text, such as \'{"model_type":"gpt2"}\', without NaN or infinite numbers'
+
+    def check(self, value: Any) -> str:
+        if type(value) is not str:
+            raise ValueError
+        if not value:
+            return value
+        try:
+            found = json.loads(value)
+            text = json.dumps(found, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        except RecursionError:
+            raise ValueError from None
+        if type(found) is not dict:
+            raise ValueError
+        return text.replace("'", "\\u0027")
+
+
+class _Cut(_Rule):
+    """The stage of each operator of a graph, or empty."""
+
+    allowed = "the stage of each operator, runs of one stage as stage*count, such as 0*120 1*44; or empty"
+    _pattern = re.compile(r"(0|[1-9][0-9]{0,3})\*([1-9][0-9]{0,6})")
+
+    def check(self, value: Any) -> str:
+        if type(value) is not str:
+            raise ValueError
+        runs = [self._pattern.fullmatch(run) for run in value.split(" ")] if value else []
+        stages = [run and run[1] for run in runs]
+        if not all(runs) or any(a == b for a, b in itertools.pairwise(stages)):
             raise ValueError
         return value
 
@@ -191,10 +231,16 @@ def _toml(value: Any) -> str:
     if type(value) is bool:
         return "true" if value else "false"
     if type(value) is str:
-        return f'"{value}"' if value.isprintable() else repr(value)
+        if not value.isprintable():
+            return repr(value)
+        return f"'{value}'" if '"' in value or "\\" in value else f'"{value}"'
     if type(value) in (tuple, list):
         return "[" + "".join(f"\n  {_toml(item)}," for item in value) + ("\n]" if value else "]")
     return repr(value)
+
+
+def _one_of(choices: Sequence[Any]) -> str:
+    return "one of " + ", ".join(_toml(choice) for choice in choices)
 
 
 def wrong(key: str, value: Any, allowed: str) -> SetupError:
@@ -228,16 +274,20 @@ class _Spec:
         return f"{cls.section}.{name}" if cls.section else name
 
 
+MODEL_KINDS = ("gpt", "counting", "code", "hf")
+"""The first two are built in (`ModelSpec`), the others brought (`BroughtSpec`)."""
+
+
 # --- the tables of a manifest -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec(_Spec):
-    """The model and into how many stages it is cut."""
+    """A built-in model, and into how many stages it is cut."""
 
     section: ClassVar[str] = "model"
 
-    kind: Literal["gpt", "counting"] = _rule(_Choice("gpt", "counting"), "gpt")
+    kind: Literal["gpt", "counting"] = _rule(_Choice("gpt", "counting", told=MODEL_KINDS), "gpt")
     """A decoder, or the audit model whose weights count microbatches (its sizes below mean nothing)."""
     layers: int = _rule(_Integer(1, 1024))
     """Transformer blocks in all stages together; at least one per stage."""
@@ -275,18 +325,81 @@ class ModelSpec(_Spec):
             )
 
 
+_FUNCTION = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
+_NOT_PINNED = "or empty: not pinned yet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BroughtSpec(_Spec):
+    """A model that a user brings, and how it is cut. `swarm.model.brought` builds it, and fills in the last
+    four."""
+
+    section: ClassVar[str] = "model"
+
+    kind: Literal["code", "hf"] = _rule(_Choice("code", "hf", told=MODEL_KINDS))
+    """A function that is installed on every peer, or a config of Hugging Face's transformers."""
+    source: str = _rule(
+        _Text(rf"({_FUNCTION})?", 'package.module:function, or empty when model.kind is "hf"'), ""
+    )
+    """The function; see `swarm.model.bring.from_code`."""
+    config: str = _rule(_Json(), "")
+    """What stands in a `config.json`, as text."""
+    stages: int = _rule(_Integer(1, 1024))
+    """S: how many pieces the model is cut into."""
+    vocab_size: int = _rule(_Integer(2, 1_048_576), 256)
+    """Integers that enter the model (tokens, labels) are 0 … vocab_size - 1."""
+    version: str = _rule(
+        _Text(
+            r"([A-Za-z0-9][A-Za-z0-9._-]{0,100} [A-Za-z0-9][A-Za-z0-9.+!_-]{0,100})?",
+            f"a distribution and its version, or sha256 and the digest of a file; {_NOT_PINNED}",
+        ),
+        "",
+    )
+    """Of the code: `transformers 5.1.0`; `sha256 …` of the source file if no distribution owns it."""
+    graph: str = _rule(_Text(r"([0-9a-f]{64})?", f"64 lower-case hex digits, {_NOT_PINNED}"), "")
+    """SHA-256 of the operators as traced."""
+    weights: str = _rule(_Text(r"([0-9a-f]{64})?", f"64 lower-case hex digits, {_NOT_PINNED}"), "")
+    """SHA-256 of version 0: parameters and buffers, as the code initialises them."""
+    cut: str = _rule(_Cut(), "")
+    """The stage of each operator."""
+
+    def _cross_check(self) -> None:
+        given, other = ("source", "config") if self.kind == "code" else ("config", "source")
+        if not getattr(self, given):
+            what = "package.module:function" if given == "source" else _Json.allowed
+            raise wrong(f"model.{given}", "", f'{what} when model.kind is "{self.kind}"')
+        if getattr(self, other):
+            raise wrong(f"model.{other}", getattr(self, other), f'empty when model.kind is "{self.kind}"')
+
+    @property
+    def pinned(self) -> bool:
+        """Whether peers can see that they have the same model."""
+        return bool(self.version and self.graph and self.weights and self.cut)
+
+
+AnyModel: TypeAlias = ModelSpec | BroughtSpec
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec(_Spec):
-    """The text, as tokens."""
+    """The text, as tokens; or samples that code makes."""
 
     section: ClassVar[str] = "data"
 
-    source: Literal["pydoc", "files"] = _rule(_Choice("pydoc", "files"))
-    """The help topics inside every Python (they differ between versions), or text files of one's own."""
+    source: Literal["pydoc", "files", "code"] = _rule(_Choice("pydoc", "files", "code"))
+    """The help topics inside every Python (they differ between versions), text files of one's own, or samples
+    that an installed function makes."""
+    code: str = _rule(
+        _Text(rf"({_FUNCTION})?", 'package.module:function, or empty unless data.source is "code"'),
+        "",
+        later=True,
+    )
+    """The function: it returns a sequence of samples, each a tuple of arrays, one for each input of the model
+    and without the batch's dimension."""
     sha256: str = _rule(_Text(r"([0-9a-f]{64})?", "64 lower-case hex digits, or empty: not pinned yet"), "")
-    """SHA-256 of the tokens as little-endian integers of the narrow dtype; set by `pin`."""
+    """SHA-256 of the tokens as little-endian integers of the narrow dtype, or of all samples; by `pin`."""
     tokens: int = _rule(_Integer(0, 2**48), 0)
-    """How many tokens there are; 0 = not pinned yet."""
+    """How many tokens there are, or samples; 0 = not pinned yet."""
     tokenizer: Literal["bytes", "file"] = _rule(_Choice("bytes", "file"), "bytes")
     """One token per byte, or a `tokenizers` JSON file."""
     tokenizer_sha256: str = _rule(
@@ -294,12 +407,17 @@ class DataSpec(_Spec):
     )
     """SHA-256 of the tokenizer's JSON file."""
     sequence_length: int = _rule(_Integer(1, 1_048_576))
-    """T: tokens the model sees in one sample; a sample reads one more, for the last label."""
+    """T: tokens the model sees in one sample; a sample reads one more, for the last label. 1 for samples that
+    code makes."""
 
     def _cross_check(self) -> None:
+        if self.source == "code":
+            self._check_code()
+        elif self.code:
+            raise wrong("data.code", self.code, f'empty when data.source is "{self.source}"')
         if self.sha256 and not self.tokens:
             raise wrong("data.tokens", self.tokens, "the number of tokens when data.sha256 is set")
-        if self.tokens and self.tokens <= self.sequence_length:
+        if self.source != "code" and self.tokens and self.tokens <= self.sequence_length:
             raise wrong(
                 "data.tokens",
                 self.tokens,
@@ -309,6 +427,14 @@ class DataSpec(_Spec):
             raise wrong(
                 "data.tokenizer_sha256", self.tokenizer_sha256, 'empty when data.tokenizer is "bytes"'
             )
+
+    def _check_code(self) -> None:
+        if not self.code:
+            raise wrong("data.code", "", 'package.module:function when data.source is "code"')
+        if self.sequence_length != 1:
+            raise wrong("data.sequence_length", self.sequence_length, '1 when data.source is "code"')
+        if self.tokenizer != "bytes":
+            raise wrong("data.tokenizer", self.tokenizer, '"bytes", or left out, when data.source is "code"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -480,7 +606,7 @@ class Run(_Spec):
     """Steps between checkpoints; 0 = never."""
     rebalance_every_s: int = _rule(_Integer(0, 86_400), 60)
     """Seconds between decisions on who moves to a slower stage; 0 = nobody ever moves."""
-    model: ModelSpec
+    model: AnyModel
     data: DataSpec
     batch: BatchSpec
     optimizer: OptimizerSpec
@@ -496,7 +622,12 @@ class Run(_Spec):
             )
         if self.optimizer.name == "adamw8bit" and self.dtype == "float64":
             raise wrong("optimizer.name", "adamw8bit", 'adamw or sgd when dtype is "float64"')
-        if self.data.tokenizer == "bytes" and self.model.vocab_size < 256:
+        if self.data.source == "code":
+            if isinstance(self.model, ModelSpec):
+                raise wrong(
+                    "data.source", "code", f'"pydoc" or "files" when model.kind is "{self.model.kind}"'
+                )
+        elif self.data.tokenizer == "bytes" and self.model.vocab_size < 256:
             raise wrong(
                 "model.vocab_size", self.model.vocab_size, 'at least 256 when data.tokenizer is "bytes"'
             )
@@ -505,7 +636,8 @@ class Run(_Spec):
         if len(text) > MAX_MANIFEST_BYTES:
             raise SetupError(
                 f"the run's manifest takes {len(text)} bytes; at most {MAX_MANIFEST_BYTES} are allowed: give "
-                "codec.forward and codec.backward one codec for all boundaries, or admit fewer trainers"
+                "codec.forward and codec.backward one codec for all boundaries, admit fewer trainers, or "
+                "leave defaults out of model.config"
             )
         object.__setattr__(self, "id", hashlib.sha256(text.encode()).hexdigest()[:ID_HEX])
 
@@ -534,8 +666,24 @@ class Run(_Spec):
         return self.model.stages
 
     @property
+    def built_in(self) -> ModelSpec:
+        """The table of the built-in model.
+
+        Raises:
+            SetupError: the model is one that a user brings.
+        """
+        if isinstance(self.model, BroughtSpec):
+            raise SetupError(f'model.kind = "{self.model.kind}": this works for the built-in decoder only')
+        return self.model
+
+    @property
+    def brings_model(self) -> bool:
+        """Whether its model is a user's; see `swarm.model.brought`."""
+        return isinstance(self.model, BroughtSpec)
+
+    @property
     def tokens_per_step(self) -> int:
-        """Tokens that get a label in one step."""
+        """Tokens that get a label in one step; samples, where code makes them."""
         return self.M * self.batch.microbatch_size * self.data.sequence_length
 
     @property
@@ -657,7 +805,11 @@ def parse_run(text: str) -> Run:
         if type(table) is not dict:
             raise wrong(section, table, f"a table: [{section}] on a line of its own, then its keys")
         if spec is ModelSpec:
+            spec = _model_of(table)
+        if spec is ModelSpec:
             table = _expand_preset(table)
+        if spec is DataSpec and table.get("source") == "code":
+            table = {"sequence_length": 1, **table}
         tables[section] = _build(spec, table)
     return _build(Run, values, **tables)
 
@@ -689,6 +841,13 @@ def check_id(text: str, run_id: str) -> Run:
     if run.id != run_id:
         raise SetupError(f"the manifest is of run {run.id}, not of run {run_id[:80]}: do not join it")
     return run
+
+
+def _model_of(table: dict[str, Any]) -> type[ModelSpec] | type[BroughtSpec]:
+    kind = table.get("kind", "gpt")
+    if kind not in MODEL_KINDS:
+        raise wrong("model.kind", kind, _one_of(MODEL_KINDS))
+    return BroughtSpec if kind in ("code", "hf") else ModelSpec
 
 
 def _expand_preset(table: dict[str, Any]) -> dict[str, Any]:
@@ -743,6 +902,19 @@ def pin(run: Run, sha256: str, tokens: int, *, tokenizer_sha256: str = "") -> Ru
     )
 
 
+def write_cut(assignment: Sequence[int]) -> str:
+    """The stage of each operator as text: `0*120 1*44`."""
+    return " ".join(f"{stage}*{len(list(run))}" for stage, run in itertools.groupby(assignment))
+
+
+def read_cut(text: str, operators: int) -> tuple[int, ...] | None:
+    """The stage of each of so many operators; None if it is of another number."""
+    runs = [(int(stage), int(count)) for stage, _, count in (run.partition("*") for run in text.split())]
+    if sum(count for _, count in runs) != operators:
+        return None
+    return tuple(stage for stage, count in runs for _ in range(count))
+
+
 # --- runs to start from -------------------------------------------------------------------------------------
 
 EXAMPLE = """\
@@ -761,9 +933,12 @@ rebalance_every_s = 60      # seconds between decisions on who moves to a slower
 preset = "10M"              # layers, hidden, heads, ffn_hidden, vocab_size, norm, positions
 stages = 3                  # pieces the model is cut into
 # dropout = 0.0             # a key beside the preset wins over it
+# A model of your own instead: stages, vocab_size, and
+# kind = "code"             # source = "package.module:function", installed on every peer
+# kind = "hf"               # config = '{"model_type":"gpt2","n_layer":4}', of transformers
 
 [data]
-source = "files"            # or "pydoc": Python's own help topics
+source = "files"            # or "pydoc": Python's own help topics; "code": code = "package.module:function"
 tokenizer = "bytes"         # or "file": a `tokenizers` JSON
 sequence_length = 256       # tokens per sample
 # sha256, tokens            # filled in from the files when the run is published

@@ -20,6 +20,7 @@ from swarm.run import (
     PRESETS,
     AdmissionSpec,
     BatchSpec,
+    BroughtSpec,
     CodecSpec,
     DataSpec,
     ModelSpec,
@@ -33,6 +34,8 @@ from swarm.run import (
     parameter_count,
     parse_run,
     pin,
+    read_cut,
+    write_cut,
 )
 
 ALICE = "12D3KooW" + "A" * 44
@@ -43,6 +46,20 @@ FULL = replace(
     admission=AdmissionSpec(owner=ALICE, trainers=(ALICE, BOB)),
 )
 """A run whose text has every key."""
+BROUGHT = replace(
+    example_run(),
+    model=BroughtSpec(
+        kind="hf",
+        config='{"model_type": "gpt2", "n_layer": 2}',
+        stages=2,
+        version="transformers 5.1.0",
+        graph="a" * 64,
+        weights="b" * 64,
+        cut="0*7 1*5 0*1 1*2",
+    ),
+    data=DataSpec(source="code", code="pictures.of_cats:samples", sequence_length=1),
+)
+"""A run of a model that somebody brings, with every key of its tables."""
 TABLES = ("model", "data", "batch", "optimizer", "codec", "admission")
 
 
@@ -209,6 +226,95 @@ def test_a_manifest_is_accepted_for_its_own_id_only() -> None:
         check_id(run.to_toml().replace("seed = 1", "seed = 2"), run.id)
 
 
+# --- models and data of users -------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_brought_has_one_text_however_its_config_is_written() -> None:
+    assert isinstance(BROUGHT.model, BroughtSpec)
+    assert BROUGHT.model.config == '{"model_type":"gpt2","n_layer":2}'
+    text = BROUGHT.to_toml()
+    assert """config = '{"model_type":"gpt2","n_layer":2}'""" in text
+    assert parse_run(text) == BROUGHT and parse_run(text).to_toml() == text
+    spelled = text.replace(
+        '{"model_type":"gpt2","n_layer":2}', '{ "n_layer": 2,  "model_type": "\\u0067pt2"}'
+    )
+    assert spelled != text and parse_run(spelled).id == BROUGHT.id
+    assert (BROUGHT.S, BROUGHT.model.vocab_size, BROUGHT.model.pinned) == (2, 256, True)
+
+
+def test_no_config_breaks_the_text_of_its_manifest() -> None:
+    config = '{"a": "it\'s \\"é\\" \\n"}'
+    quoted = replace(BROUGHT, model=replace(BROUGHT.model, config=config))
+    assert quoted.to_toml().isascii() and parse_run(quoted.to_toml()) == quoted
+
+
+def test_every_value_of_a_brought_model_is_in_the_hash() -> None:
+    changes: dict[str, Any] = {"config": '{"model_type":"llama"}', "stages": 3, "vocab_size": 300}
+    changes |= {"version": "transformers 5.1.1", "graph": "c" * 64, "weights": "c" * 64, "cut": "0*7 1*8"}
+    runs = [replace(BROUGHT, model=replace(BROUGHT.model, **{key: value})) for key, value in changes.items()]
+    code = BroughtSpec(kind="code", source="cats.models:build", stages=2)
+    runs += [replace(BROUGHT, model=model) for model in (code, replace(code, source="cats:build"))]
+    runs += [BROUGHT, replace(BROUGHT, data=replace(BROUGHT.data, code="pictures:of_dogs"))]
+    assert len({run.id for run in runs}) == len(runs)
+
+
+def test_samples_that_code_makes_have_no_length() -> None:
+    text = BROUGHT.to_toml().replace("sequence_length = 1\n", "")
+    assert text != BROUGHT.to_toml() and parse_run(text) == BROUGHT
+    assert BROUGHT.tokens_per_step == 16 * 8
+
+
+def test_manifests_from_before_brought_models_are_what_they_were() -> None:
+    assert example_run().id == "6349f7decc8e2370f1d4a1addce91e5c"
+    assert demo_run().id == "4644bce700f9b721bb06fe7c38098b59"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"model": {"config": ""}},
+            r'model\.config = "" .* a JSON object as text.* when model\.kind is "hf"',
+        ),
+        ({"model": {"source": "a:b"}}, r'model\.source = "a:b" .* empty when model\.kind is "hf"'),
+        (
+            {"model": {"kind": "code", "config": ""}},
+            r'model\.source = "" .* package\.module:function when model\.kind is "code"',
+        ),
+        ({"model": {"config": '{"a": NaN}'}}, r"model\.config = .* without NaN"),
+        ({"model": {"config": "[" * 9000}}, r"model\.config = .* a JSON object"),
+        ({"model": {"cut": "0*7 0*5"}}, r'model\.cut = "0\*7 0\*5" .* runs of one stage'),
+        ({"model": {"cut": "0*07"}}, r'model\.cut = "0\*07" .* runs of one stage'),
+        ({"data": {"code": ""}}, r'data\.code = "" .* package\.module:function when data\.source is "code"'),
+        ({"data": {"source": "pydoc"}}, r'data\.code = "pictures.* empty when data\.source is "pydoc"'),
+        ({"data": {"sequence_length": 2}}, r'data\.sequence_length = 2 .* 1 when data\.source is "code"'),
+        ({"data": {"tokenizer": "file"}}, r'data\.tokenizer = "file" .* or left out, when data\.source'),
+        ({"model": example_run().model}, r'data\.source = "code" .* "files" when model\.kind is "gpt"'),
+    ],
+)
+def test_what_does_not_go_with_a_brought_model_is_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(SetupError, match=text):
+        replace(
+            BROUGHT,
+            **{
+                k: replace(getattr(BROUGHT, k), **v) if isinstance(v, dict) else v for k, v in changes.items()
+            },
+        )
+
+
+def test_the_built_in_decoder_alone_has_its_sizes() -> None:
+    assert FULL.built_in is FULL.model and not FULL.brings_model and BROUGHT.brings_model
+    with pytest.raises(SetupError, match=r'^model\.kind = "hf": this works for the built-in decoder only'):
+        _ = BROUGHT.built_in
+
+
+def test_a_cut_is_written_as_runs_and_read_back_for_its_number_of_operators() -> None:
+    assert write_cut([0, 0, 0, 1, 0, 1, 1]) == "0*3 1*1 0*1 1*2"
+    assert read_cut("0*3 1*1 0*1 1*2", 7) == (0, 0, 0, 1, 0, 1, 1)
+    assert read_cut("0*3 1*1 0*1 1*2", 8) is None
+    assert read_cut("0*9999999 " * 1000, 7) is None  # without making so many
+
+
 # --- what is refused ----------------------------------------------------------------------------------------
 
 BAD: list[Any] = [
@@ -229,10 +335,17 @@ BAD: list[Any] = [
 ]
 
 
-def _rules() -> list[tuple[str, str, Any]]:
+def _rules() -> list[Any]:
     specs = [("", Run)] + [(spec.section, spec) for spec in _specs()]
+    brought = (BroughtSpec, "code")
     return [
-        (section, item.name, item.metadata["rule"])
+        pytest.param(
+            BROUGHT if spec in brought or item.name in brought else FULL,
+            section,
+            item.name,
+            item.metadata["rule"],
+            id=f"{spec.__name__}-{item.name}",
+        )
         for section, spec in specs
         for item in fields(spec)
         if "rule" in item.metadata
@@ -240,12 +353,12 @@ def _rules() -> list[tuple[str, str, Any]]:
 
 
 def _specs() -> list[Any]:
-    return [ModelSpec, DataSpec, BatchSpec, OptimizerSpec, CodecSpec, AdmissionSpec]
+    return [ModelSpec, DataSpec, BatchSpec, OptimizerSpec, CodecSpec, AdmissionSpec, BroughtSpec]
 
 
-def _with(section: str, name: str, literal: str) -> str:
-    """The text of FULL with one key set to a TOML literal."""
-    text, here, out, inside = FULL.to_toml(), "", [], False
+def _with(run: Run, section: str, name: str, literal: str) -> str:
+    """The text of a run with one key set to a TOML literal."""
+    text, here, out, inside = run.to_toml(), "", [], False
     for line in text.splitlines():
         if inside:  # the rest of a list over several lines
             inside = line != "]"
@@ -269,9 +382,9 @@ def _literal(value: Any) -> str:
     return "{a = 1}" if isinstance(value, dict) else repr(value)
 
 
-@pytest.mark.parametrize(("section", "name", "rule"), _rules())
+@pytest.mark.parametrize(("run", "section", "name", "rule"), _rules())
 def test_each_key_refuses_bad_types_and_values_naming_key_value_and_what_is_allowed(
-    section: str, name: str, rule: Any
+    run: Run, section: str, name: str, rule: Any
 ) -> None:
     refused = 0
     for value in BAD:
@@ -281,7 +394,7 @@ def test_each_key_refuses_bad_types_and_values_naming_key_value_and_what_is_allo
             refused += 1
             key = f"{section}.{name}" if section else name
             with pytest.raises(SetupError) as error:
-                parse_run(_with(section, name, _literal(value)))
+                parse_run(_with(run, section, name, _literal(value)))
             text = error.value.text
             assert text.startswith(f"{key} = "), text
             assert f"it must be {rule.allowed}" in text
@@ -475,7 +588,7 @@ def test_gpt2_has_the_weights_of_gpt2_and_its_own_head() -> None:
 
 def test_a_key_beside_the_preset_wins() -> None:
     run = parse_run(EXAMPLE.replace('preset = "10M"', 'preset = "10M"\nvocab_size = 50000\ndropout = 0.1'))
-    assert (run.model.vocab_size, run.model.dropout, run.model.layers) == (50_000, 0.1, 8)
+    assert (run.model.vocab_size, run.built_in.dropout, run.built_in.layers) == (50_000, 0.1, 8)
 
 
 @pytest.mark.parametrize("preset", ['"11M"', "10", "[]"])

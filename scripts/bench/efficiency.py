@@ -231,8 +231,8 @@ def row(
     return {
         "stages": run.S,
         "replicas": replicas,
-        "hidden": run.model.hidden,
-        "layers": run.model.layers,
+        "hidden": run.built_in.hidden,
+        "layers": run.built_in.layers,
         "dtype": run.dtype,
         "codec": run.codec.forward_at(0),
         "microbatches": run.M,

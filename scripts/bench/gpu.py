@@ -94,7 +94,7 @@ def bare(run: Run, device: torch.device) -> Callable[[int], None]:
     module = stage_skeleton(run, 1)
     replace_parameters(module, lambda _, p: torch.empty(p.shape, device=device).normal_(0.0, 0.02))
     module.to(device)
-    shape = (run.batch.microbatch_size, run.data.sequence_length, run.model.hidden)
+    shape = (run.batch.microbatch_size, run.data.sequence_length, run.built_in.hidden)
     hidden = torch.randn(shape, device=device, dtype=torch.bfloat16)
     grad = torch.randn(shape, device=device, dtype=torch.bfloat16) * 1e-4
 
@@ -114,7 +114,7 @@ class Peer:
     def __init__(self, run: Run, device: str) -> None:
         self.compute = StageCompute(run, 1, device)
         self.compute.begin(0)
-        B, T, H = run.batch.microbatch_size, run.data.sequence_length, run.model.hidden
+        B, T, H = run.batch.microbatch_size, run.data.sequence_length, run.built_in.hidden
         hidden = torch.randn((B, T, H)).to(torch.bfloat16)
         self.inputs = [encode(hidden, "blockwise8"), encode(torch.zeros((B, T), dtype=torch.uint8), "none")]
         self.grads = [encode(torch.randn((B, T, H)).mul_(1e-4).to(torch.bfloat16), "blockwise8")]

@@ -74,7 +74,7 @@ async def measure(run: Run, steps: int) -> list[dict[str, Any]]:
             {
                 "boundary": f"{stage} – {stage + 1}",
                 "stages": run.S,
-                "hidden": run.model.hidden,
+                "hidden": run.built_in.hidden,
                 "dtype": run.dtype,
                 "codec": run.codec.forward_at(0),
                 "microbatches": due,

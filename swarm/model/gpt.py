@@ -60,7 +60,7 @@ def layer_split(run: Run) -> list[range]:
     The last stage also has the head. The embedding is a lookup and counts nothing. Among equally good
     splits the one with the least sum of squares, then the lexicographically first.
     """
-    model = run.model
+    model = run.built_in
     if model.kind == "counting":
         return [range(stage, stage + 1) for stage in range(run.S)]
     block, head = layer_flops(model, run.data.sequence_length)
@@ -152,7 +152,7 @@ class GptStage(nn.Module):
 
     def __init__(self, run: Run, layers: range, *, first: bool, last: bool) -> None:
         super().__init__()
-        model = run.model
+        model = run.built_in
         self.first, self.last = first, last
         self._seed, self._p = run.seed, model.dropout
         self.learned = model.positions == "learned"
@@ -233,7 +233,7 @@ def initial_value(run: Run, name: str, shape: torch.Size) -> torch.Tensor:
         return torch.zeros(shape)
     if len(shape) == 1:
         return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
-    depth = math.sqrt(2 * run.model.layers) if name.endswith((".out.weight", ".down.weight")) else 1.0
+    depth = math.sqrt(2 * run.built_in.layers) if name.endswith((".out.weight", ".down.weight")) else 1.0
     return initial_normal(run.seed, name, shape, INIT_STD / depth)
 
 

@@ -48,7 +48,7 @@ def test_the_eight_bit_optimizer_counts_the_blocks_of_both_parts() -> None:
     empty = empty_state(run, 0)
     weights = empty_state(SMALL, 0)["weights"].numel()
     assert (empty["exp_avg"].numel(), empty["exp_avg"].dtype) == (weights, torch.uint8)
-    vectors = 2 * run.model.layers // run.S * run.model.hidden  # two norms a layer, which do not decay
+    vectors = 2 * run.built_in.layers // run.S * run.built_in.hidden  # two norms a layer, which do not decay
     blocks = -(-(weights - vectors) // 256) + -(-vectors // 256)
     assert empty["exp_avg_sq_scale"].shape == (blocks,)
 

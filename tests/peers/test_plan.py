@@ -128,7 +128,7 @@ def test_the_audit_model_is_refused(files: tuple[Path, Path], capsys: pytest.Cap
 
     files[0].write_text(counting_run().to_toml())
     assert planned(files) == Exit.SETUP
-    assert 'model.kind = "counting" computes nothing to plan for' in capsys.readouterr().err
+    assert 'model.kind = "counting": it computes nothing' in capsys.readouterr().err
 
 
 # --- for the peers of a run ---------------------------------------------------------------------------------

@@ -89,9 +89,9 @@ def test_the_job_of_a_run_is_what_its_stages_do_and_send() -> None:
     job = job_of(run)
     tokens = run.batch.microbatch_size * run.data.sequence_length
     block, head = layer_flops(run.model, run.data.sequence_length)
-    assert sum(job.forward_flops) == pytest.approx(2 * tokens * (run.model.layers * block + head))
-    assert job.forward_bytes == (tokens * (run.model.hidden * 4 + 1),) * 2
-    assert job.backward_bytes == (tokens * run.model.hidden * 4,) * 2
+    assert sum(job.forward_flops) == pytest.approx(2 * tokens * (run.built_in.layers * block + head))
+    assert job.forward_bytes == (tokens * (run.built_in.hidden * 4 + 1),) * 2
+    assert job.backward_bytes == (tokens * run.built_in.hidden * 4,) * 2
     assert run.adds_exactly  # an int64 goes, a float32 comes back
     assert job.gradient_bytes[1] == 6 * stage_layout(run, 1).numel
     # Adam: three float32.
@@ -134,7 +134,7 @@ def test_a_file_that_is_not_there_or_no_text_is_said(
 
 
 def test_the_audit_model_computes_nothing_to_simulate() -> None:
-    with pytest.raises(SetupError, match=r"model\.kind = 'counting' computes nothing"):
+    with pytest.raises(SetupError, match=r'model\.kind = "counting": it computes nothing'):
         job_of(counting_run())
 
 
