@@ -38,7 +38,7 @@ def crossings(run: Run, stage: Stage) -> tuple[Crossing, ...]:
     narrow = token_dtype(vocab)
     if stage == 0:
         return (Crossing("tokens", (rows, length + 1), narrow, False, vocab),)
-    shape = (1, 1, 1) if run.model.kind == "counting" else (rows, length, run.model.hidden)
+    shape = (1, 1, 1) if run.model.kind == "counting" else (rows, length, run.built_in.hidden)
     labels = Crossing("labels", (rows, length), narrow, False, vocab)
     return (Crossing("hidden", shape, run.dtype, True), labels)
 
