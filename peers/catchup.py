@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from peers import events
 from peers.core import StageCore
@@ -25,7 +25,6 @@ from swarm.ids import Era, PeerId, Stage, Standing
 from swarm.model.layout import empty_state, initial_state
 from swarm.policy.bans import Bans
 from swarm.policy.eras import newest_start, way_back
-from swarm.policy.rounds import Go
 from swarm.wire.messages import Brief
 
 
@@ -61,6 +60,15 @@ class CatchUp:
         if sources and await self.download(sources):
             return True
         return goal.era > core.era and goal.version == goal.era.start and await self.enter(goal.era)
+
+    async def join(self, mates: Mapping[PeerId, Standing]) -> bool:
+        """To where the mates are, perhaps only a step further. False if nobody gave what is lacking."""
+        core = self._core
+        if max(mates.values()) == Standing(core.era, core.version + 1) and core.version in core.steps:
+            for mate, standing in mates.items():
+                if standing > core.standing and await self._one_step(mate):
+                    return True
+        return await self.download(list(mates))
 
     async def _one_step(self, source: PeerId) -> bool:
         core = self._core
@@ -100,9 +108,8 @@ class CatchUp:
         except SwarmError as error:
             self._emit(events.Note(text=error.text))
             return False
-        go = found.opened.last_go
-        if go is not None and era is None:
-            core.goes[go.t] = Go(go.t, go.total_sqnorm)
+        if era is None:
+            core.remember(found.opened.last_go)
         source = found.sources[0] if found.sources else ""
         self._emit(
             events.StateFetched(

@@ -243,6 +243,13 @@ def _peer(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds to finish and hand over in on Ctrl-C (default: %(default)s)",
     )
+    parser.add_argument(
+        "--pause-within",
+        type=_seconds,
+        default=5.0,
+        metavar="S",
+        help="the same when you pause it (default: %(default)s)",
+    )
     _network(parser, identity=True)
     _common(parser)
 

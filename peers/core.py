@@ -20,7 +20,7 @@ from swarm.policy.ledger import Ledger
 from swarm.policy.rounds import Go, Held
 from swarm.records import PeerRecord
 from swarm.run import Run
-from swarm.wire.messages import Audit
+from swarm.wire.messages import Audit, GoWire
 
 
 @dataclass(slots=True)
@@ -127,6 +127,17 @@ class StageCore:
         if self._hashing is not None:
             self._hashing.cancel()
         self.device.stop()
+
+    def free(self) -> None:
+        """After `close`: nothing of what was computed is needed any more."""
+        self.steps.clear()
+        self.applied = None
+        self.compute.free()
+
+    def remember(self, go: GoWire | None) -> None:
+        """The go of the step before the state that was loaded: mates may still wait for it."""
+        if go is not None:
+            self.goes[go.t] = Go(go.t, go.total_sqnorm)
 
     async def open_steps(self) -> None:
         """Close the steps that are over and open those that this version may work on."""

@@ -151,7 +151,7 @@ class Council:
         serving = {r.peer for r in records if r.state == "serving"}
         if stage == self._stage:
             serving |= {p for p, (_, _, seen) in self._members.items() if now - seen < GONE_AFTER_S}
-            serving -= {r.peer for r in records if r.state in ("leaving", "left")}
+            serving -= {r.peer for r in records if r.state in ("leaving", "left", "paused")}
             serving.discard(self._me)
             if self._core.joined and not (self._core.leaving and serving):
                 serving.add(self._me)

@@ -75,6 +75,15 @@ def free_bytes(name: str) -> int:
     return describe(name).free_bytes
 
 
+def release_cached(name: str) -> None:
+    """Give back what torch keeps of device `name` for tensors to come. Its CUDA context stays."""
+    if name.startswith("cuda"):
+        import torch
+
+        with torch.cuda.device(name):
+            torch.cuda.empty_cache()
+
+
 def host_memory() -> tuple[int, int]:
     """(free, total) bytes of this machine, or of the container if that gives less."""
     fields: dict[str, int] = {}

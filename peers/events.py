@@ -304,6 +304,27 @@ class Moved(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Paused(Event):
+    """The device is its owner's again; the place is kept."""
+
+    stage: int
+    version: int
+    """Of the state that is kept; negative: none, it had not joined yet."""
+    why: str
+    host_bytes: int = 0
+    """That state, in host memory."""
+    alone: bool = False
+    """Nobody else serves the stage: the run stands still."""
+
+    def words(self) -> str:
+        kept = "nothing is kept: it had not joined yet"
+        if self.version >= 0:
+            kept = f"version {self.version} is kept in {self.host_bytes / 1e6:.1f} MB of host memory"
+        alone = f". Nobody else serves stage {self.stage}: the run stands still" if self.alone else ""
+        return f"paused at stage {self.stage}, {self.why}; the device is free, {kept}{alone}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpointed(Event):
     """A stage is on disk."""
 
@@ -424,8 +445,8 @@ class Failed(Event):
 
 EVENTS: tuple[type[Event], ...] = (
     Started, JoinLine, Serving, PeerJoined, PeerLeft, PeerLost, Killed, StepDone, Stepped, Replayed, Undone,
-    RoundVoid, StateFetched, Downloading, StageLost, HandedOver, Moved, Checkpointed, Kept, RolledBack,
-    LeavingNow, Contributed, Sample, Note, Trouble, Logged, Failed,
+    RoundVoid, StateFetched, Downloading, StageLost, HandedOver, Moved, Paused, Checkpointed, Kept,
+    RolledBack, LeavingNow, Contributed, Sample, Note, Trouble, Logged, Failed,
 )  # fmt: skip
 
 

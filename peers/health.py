@@ -83,6 +83,8 @@ def observe(health: Health, event: Event) -> Health:
         return replace(health, peer=event.peer, state=state)
     if isinstance(event, events.Serving):
         return replace(health, state=f"serving stage {event.stage}", version=event.version)
+    if isinstance(event, events.Paused):
+        return replace(health, state=f"paused at stage {event.stage}")
     if isinstance(event, events.Moved):
         return replace(health, state=f"moving to stage {event.to_stage}")
     if isinstance(event, events.StateFetched | events.Kept):

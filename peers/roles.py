@@ -15,6 +15,7 @@ from peers.choose import choose_stage
 from peers.events import Emit, JoinLine, Note, Started
 from peers.net.daemon import Daemon, DaemonOptions
 from peers.net.node import Node
+from peers.owner import Owner
 from swarm.errors import SetupError, SwarmError
 from swarm.ids import Stage
 from swarm.plan.places import Place
@@ -22,6 +23,7 @@ from swarm.run import Run, check_id, load_run, parse_run
 
 if TYPE_CHECKING:  # torch is imported while p2pd starts
     from peers.stage import StagePeer
+    from peers.state_server import Snapshot
     from peers.trainer import Trainer
     from swarm.model.stage import StageCompute
 
@@ -70,6 +72,7 @@ class PeerOptions(NetworkOptions):
     checkpoint_dir: Path | None = None
     keep: int = 2
     leave_within: float = 25.0
+    pause_within: float = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +161,8 @@ class Peer(Networked):
 
     def __init__(self, options: PeerOptions, *, emit: Emit) -> None:
         self._options, self._emit = options, emit
-        self._stage_peer: StagePeer | None = None
-        self._left = asyncio.Event()
         self._place: Place | None = None
+        self.owner = Owner()
 
     async def run(self) -> None:
         options = self._options
@@ -181,14 +183,11 @@ class Peer(Networked):
             self._node = node
             self._emit(started("peer", node, options.run))
             run = await manifest(node, options.run)
-            stage: Stage | None = await self._choose_stage(node, run)
-            while stage is not None:
-                stage = await self._serve(node, run, stage, name)
+            stage = await self._choose_stage(node, run)
+            await self._serve(node, run, stage, name)
 
     async def leave(self) -> None:
-        self._left.set()
-        if self._stage_peer is not None:
-            self._stage_peer.leave()
+        self.owner.leave()
 
     async def _choose_stage(self, node: Node, run: Run) -> Stage:
         wish = self._options.stage
@@ -207,32 +206,39 @@ class Peer(Networked):
 
         return StageCompute(run, stage, device, recompute=self._options.recompute)
 
-    async def _serve(self, node: Node, run: Run, stage: Stage, device: str) -> Stage | None:
-        """Serve a stage; the one to serve next, if others need this device more."""
+    async def _serve(self, node: Node, run: Run, stage: Stage, device: str) -> None:
+        """Serve a stage, and others if they need this device more, until the owner has it leave."""
+        from peers import paused
         from peers.stage import Checkpoints, StagePeer, StageSettings
 
-        options = self._options
-        compute = await asyncio.to_thread(self._build, run, stage, device)
+        options, owner, emit = self._options, self.owner, self._emit
         checkpoints = None
         if options.checkpoint_dir is not None:
             checkpoints = Checkpoints(folder=options.checkpoint_dir, keep=options.keep)
-        max_inflight = options.max_inflight
-        if max_inflight == "auto":
-            max_inflight = await asyncio.to_thread(_room, compute, device)
-        settings = StageSettings(
-            max_inflight=max_inflight, device_name=device, addresses=node.addresses,
-            checkpoints=checkpoints, joined_at=time.time(), movable=options.stage == "auto",
-            place=self._place, leave_within_s=options.leave_within,
-        )  # fmt: skip
-        peer = self._stage_peer = StagePeer(
-            run, stage, compute, node.transport, node.directory, settings, self._emit
-        )
-        node.transport.on_gone = peer.peer_gone
-        if self._left.is_set():
-            peer.leave()
-        await peer.run()
-        self._stage_peer = None
-        return None if self._left.is_set() else peer.moving_to
+
+        def settings(max_inflight: int) -> StageSettings:
+            return StageSettings(
+                max_inflight=max_inflight, device_name=device, addresses=node.addresses,
+                checkpoints=checkpoints, joined_at=time.time(), movable=options.stage == "auto",
+                place=self._place, leave_within_s=options.leave_within, pause_within_s=options.pause_within,
+            )  # fmt: skip
+
+        async def build(stage: Stage, kept: Snapshot | None) -> StagePeer:
+            compute = await asyncio.to_thread(self._build, run, stage, device)
+            max_inflight = options.max_inflight
+            if max_inflight == "auto":
+                max_inflight = await asyncio.to_thread(_room, compute, device)
+            peer = StagePeer(
+                run, stage, compute, node.transport, node.directory, settings(max_inflight), emit, kept=kept
+            )
+            node.transport.on_gone = peer.peer_gone
+            return peer
+
+        def hold(stage: Stage, kept: Snapshot | None) -> paused.PausedPeer:
+            node.transport.on_gone = None
+            return paused.PausedPeer(run, stage, kept, node.transport, node.directory, settings(1), owner)
+
+        await paused.serve(stage, owner, build, hold, device=device, emit=emit)
 
 
 def _room(compute: StageCompute, device: str) -> int:

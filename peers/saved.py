@@ -69,13 +69,13 @@ async def ask_saved(
 def chosen(run: Run, records: Sequence[PeerRecord], me: PeerId) -> list[PeerRecord]:
     """Who is asked: a bounded number of keepers, and of each stage; the furthest first.
 
-    Also peers that are joining: they may hold checkpoints on a disk that nobody else has any more.
+    Also peers that are joining or paused: what they hold, on a disk or in memory, may be the last of it.
     """
     others = [record for record in records if record.peer != me]
     order = sorted(others, key=lambda r: (r.state != "serving", -r.version, r.peer))
     asked = [record for record in order if is_keeper(record)][:MOST_ASKED]
     for stage in range(run.S):
-        mates = [r for r in order if r.stage == stage and r.state in ("serving", "joining")]
+        mates = [r for r in order if r.stage == stage and r.state in ("serving", "joining", "paused")]
         asked += mates[:MOST_ASKED]
     return asked
 

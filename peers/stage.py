@@ -38,7 +38,7 @@ from peers.probe import Prober
 from peers.reduce import AllReduce, RoundVoid
 from peers.roll import Roll
 from peers.saved import is_keeper
-from peers.state_server import StateServer
+from peers.state_server import Snapshot, StateServer
 from peers.steps import OpenStep, audit
 from peers.sync import fetch_gradient
 from peers.waiting import happens
@@ -108,13 +108,15 @@ class StageSettings:
     """It may be sent to another stage that needs it more."""
     leave_within_s: float = 25.0
     """Finishing and handing over may take this long; a cloud's notice is 30 s."""
+    pause_within_s: float = 5.0
+    """The same before a pause: the owner waits for the device."""
     joined_at: float = field(default_factory=time.time)
     place: Place | None = None
     """Where it is on the internet, if that was measured already."""
 
 
 class StagePeer:
-    """Serves `stage` of `run` until told to leave, or until all steps are taken and `linger_s` passed."""
+    """Serves `stage` of `run` until told to leave or to pause."""
 
     def __init__(
         self,
@@ -125,7 +127,10 @@ class StagePeer:
         directory: Directory,
         settings: StageSettings,
         emit: Callable[[events.Event], None],
+        *,
+        kept: Snapshot | None = None,
     ) -> None:
+        """`kept`: of the pause that it comes back from."""
         self._run, self.stage, self._settings, self._emit = run, stage, settings, emit
         self._transport, self._directory = transport, directory
         self.core = StageCore(run, stage, transport.peer_id, compute, emit)
@@ -169,6 +174,12 @@ class StagePeer:
         self._decided = ""
         self.moving_to: Stage | None = None
         """The stage that this device serves next, once `run` has returned."""
+        self.paused = False
+        """`run` returned, or is about to, for a pause: the place is kept."""
+        self.kept = kept
+        """The state for the time after a pause, in host memory; None while the device has it."""
+        self.alone = False
+        """When it paused, nobody else served its stage: the run stands still."""
         self._first_version = 0
         self._rehearsed_s = self._rehearsals_s = 0.0
         """What a microbatch took before there was any; all of the device's time that went into that."""
@@ -210,8 +221,9 @@ class StagePeer:
             await self._announce()
             if self._failure is not None:
                 raise self._failure
-            until = time.monotonic() + self._settings.leave_within_s
-            await self.desk.drain(limit_s=self._settings.leave_within_s / 2)
+            within_s = self._settings.pause_within_s if self.paused else self._settings.leave_within_s
+            until = time.monotonic() + within_s
+            await asyncio.gather(self.desk.drain(limit_s=within_s / 2), self._look_for_a_mate())
             await self._handover.give_all(limit_s=until - time.monotonic())
             await self._leave_the_version(until)
             await self.council.farewell()
@@ -220,18 +232,24 @@ class StagePeer:
                     microbatches=self.core.computed, steps=max(0, self.core.version - self._first_version)
                 )
             )
-            if self._saver is not None and self.moving_to is None:  # else the process stays, and its thread
+            stays = self.paused or self.moving_to is not None  # the process does, and its thread
+            if self._saver is not None and not stays:
                 await self._saver.close(until - time.monotonic())
         finally:
-            self.core.joined = False
+            joined, self.core.joined = self.core.joined, False
             self._state = "left"  # a brief that still comes must not start what nobody would end
             for task in [*loops, *self._tasks]:
                 task.cancel()
             self.desk.stop()
             await self.council.close()
             await asyncio.gather(*loops, *self._tasks, return_exceptions=True)
-            await self._directory.withdraw()
+            if self.paused and joined and self.moving_to is None:
+                self.kept = await self._states.snapshot()
+            if not self.paused:
+                await self._directory.withdraw()
             self.core.close()
+            if self.paused or self.moving_to is not None:
+                self.core.free()
 
     async def _leave_the_version(self, until: float) -> None:
         """Wait until a mate that stays has our weights: two that leave after a step would take them along."""
@@ -243,9 +261,30 @@ class StagePeer:
             await asyncio.sleep(RETRY_JOIN_S)
 
     def leave(self) -> None:
-        """Finish what is in flight, then end `run`."""
+        """Finish what is in flight, then end `run`. It goes before a pause that is under way."""
+        self.paused = False
+        self._stop()
+
+    def pause(self) -> None:
+        """As `leave`, but sooner, and the place and the state are kept. Nothing once it leaves or pauses."""
+        if not self._leaving.is_set():
+            self.paused = True
+            self._stop()
+
+    def _stop(self) -> None:
         self.core.leave()
         self._leaving.set()
+
+    async def _look_for_a_mate(self) -> None:
+        """Whether the run goes on while this peer pauses (I6): its owner comes first, but it is said."""
+        self.alone = self.paused and not await self._has_a_mate(going=set())
+        if self.alone:
+            self._emit(
+                events.Trouble(
+                    text=f"nobody else serves stage {self.stage}: the run stands still until this peer "
+                    f"resumes, or another takes its state of version {self.core.version}, which it gives out"
+                )
+            )
 
     async def _announce(self) -> None:
         core, speed, where = self.core, self._speed(), self._whereabouts
@@ -304,6 +343,9 @@ class StagePeer:
         """Get the weights of the stage: from mates, from a checkpoint, or version 0 from the seed."""
         core = self.core
         lost_since: float | None = None
+        if self.kept is not None:
+            await core.load(Standing(self.kept.era, self.kept.version), self.kept.tensors)
+            core.remember(self.kept.last_go)
         records = await self._directory.survey()
         if await self._resume(records):
             records = await self._directory.refresh()
@@ -315,7 +357,9 @@ class StagePeer:
             ]
             run = max(told.values(), default=Standing())
             by = join_by(core.standing, [told[mate] for mate in mates], run)
-            if by is Join.SERVE or (by is Join.DOWNLOAD and await self._catchup.download(mates)):
+            if by is Join.SERVE:
+                break
+            if by is Join.DOWNLOAD and await self._catchup.join({mate: told[mate] for mate in mates}):
                 break
             if by is Join.LOST:
                 if lost_since is None:
@@ -328,6 +372,7 @@ class StagePeer:
             records = await self._directory.refresh()
         await core.open_steps()
         self._first_version = core.version
+        self.kept = None
         core.joined = True
         await core.refresh_digest()
         await core.open_steps()
@@ -690,8 +735,9 @@ class StagePeer:
         """Leave for another stage after the next step: until then our sum is part of this one's."""
         self._stepped.clear()
         await happens(self._stepped, BOUNDARY_S)
-        self.moving_to = to_stage
-        self.leave()
+        if not self._leaving.is_set():
+            self.moving_to = to_stage
+            self._stop()
 
     async def _bring_back(self) -> None:
         run = self.council.run_standing

@@ -11,7 +11,8 @@ from swarm.ids import PeerId, Stage
 MAX_RECORD_BYTES = 1000
 """hivemind's DHT slows down with larger values (and breaks with many of 12 kB under one key)."""
 
-State = Literal["choosing", "joining", "serving", "leaving", "left", "keeping"]
+State = Literal["choosing", "joining", "serving", "leaving", "left", "keeping", "paused"]
+"""`paused`: its owner wants the device. It keeps its stage and its state, and takes part in nothing."""
 
 NO_STAGE: Stage = -1
 """The stage of a keeper, whose state is always `keeping`, and of a newcomer that is `choosing` one."""

@@ -39,6 +39,7 @@ CSS = """
 .topology circle { stroke: currentColor; stroke-opacity: .4; fill: #2e9e5b; }
 .topology .joining circle, .topology .leaving circle { fill: #b9b9b9; }
 .topology .keeping circle { fill: #8d6e4f; }
+.topology .paused circle { fill: #9aa0a6; }
 .topology .trainer circle { fill: #8a6fd1; }
 .topology .odd circle { fill: #e0a100; }
 .topology .silent circle { fill: #d3342f; }
@@ -113,7 +114,7 @@ def _kind(peer: PeerHealth) -> str:
         return "silent"
     if peer.doubts or peer.slower >= SLOW:
         return "odd"
-    return peer.state if peer.state in ("joining", "leaving", "keeping") else "serving"
+    return peer.state if peer.state in ("joining", "leaving", "keeping", "paused") else "serving"
 
 
 def _lines(health: SwarmHealth, at: dict[PeerId, tuple[float, float]]) -> list[str]:

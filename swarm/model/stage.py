@@ -433,6 +433,14 @@ class StageCompute:
         """Of `state`: what somebody who joins has to download."""
         return sum(vector.nbytes for vector in self._state_vectors(self.version).values())
 
+    def free(self) -> None:
+        """Let go of every tensor: the device's memory is its owner's again. Nothing works after it."""
+        self._weights, self._low, self._spare = [], [], []
+        self._modules, self._parameters, self._grads_of = [], [], []
+        self._sums, self._lives = {}, {}
+        self._optimizer.vectors = {}
+        self._statistics = self._statistics[:0].clone()
+
     def named_weights(self) -> dict[str, torch.Tensor]:
         """The newest weights and batch norms' statistics by full name, copied to the CPU."""
         flat = self._weights_of(self.version).detach().cpu().clone()

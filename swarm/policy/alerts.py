@@ -58,6 +58,9 @@ def _few_left(health: SwarmHealth) -> Iterator[Alert]:
     for stage in health.stages:
         if stage.serving == 0:
             text = f"stage {stage.stage} has no peer: the run waits until one joins"
+            paused = sum(peer.state == "paused" for peer in stage.peers)
+            if paused:
+                text = f"stage {stage.stage} has only {_count(paused, 'paused peer')}: the run waits"
             if stage.joining:
                 loading = _count(stage.joining, "peer")
                 text = f"stage {stage.stage} has no peer: the run waits for {loading} to load it"

@@ -183,7 +183,12 @@ class Observer:
             self._happened(now, "moved", text, record.stage, peer)
         elif seen.record.since != record.since:
             self._peers[peer] = _Seen(record, now)
-            self._happened(now, "restarted", f"{_who(seen)} started again", record.stage, peer)
+            if record.state == "paused":
+                self._happened(now, "paused", f"{_who(seen)} is paused by its owner", record.stage, peer)
+            elif seen.record.state == "paused":
+                self._happened(now, "back", f"{_who(seen)} resumes", record.stage, peer)
+            else:
+                self._happened(now, "restarted", f"{_who(seen)} started again", record.stage, peer)
         else:
             seen.record = record
 

@@ -241,7 +241,7 @@ def _newest(records: Iterable[PeerRecord], *, stages: int, now_s: float) -> list
         return _since(record, now_s), record.version, record.stage, record.state, repr(record)
 
     for record in records:
-        if record.state in ("joining", "serving", "leaving", "left"):
+        if record.state in ("joining", "serving", "leaving", "left", "paused"):
             old = found.get(record.peer)
             if old is None or later(record) > later(old):
                 found[record.peer] = record

@@ -16,11 +16,14 @@ import numpy as np
 import pytest
 import torch
 
-from peers import council, downstream, handover, probe, stage, trainer
+from peers import council, downstream, handover, paused, probe, stage, trainer
 from peers.device_thread import Rank
 from peers.events import Event, RoundVoid, Stepped
+from peers.owner import Owner
+from peers.paused import PausedPeer
 from peers.ports import Answer, Buffer
 from peers.stage import StagePeer, StageSettings
+from peers.state_server import Snapshot
 from peers.steps import OpenStep
 from peers.trainer import Trainer, TrainerSettings
 from swarm.data import sample_offsets, token_dtype
@@ -72,6 +75,7 @@ class Swarm:
     network: MemoryNetwork
     batches: Any
     peers: dict[str, StagePeer] = field(default_factory=dict)
+    owners: dict[str, Owner] = field(default_factory=dict)
     trainers: dict[str, Trainer] = field(default_factory=dict)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
@@ -79,24 +83,30 @@ class Swarm:
 
     def add_peer(self, name: str, stage: int, **settings: object) -> StagePeer:
         end = self.network.add(name)
+        owner = self.owners[name] = Owner()
 
-        def build(stage: int) -> StagePeer:
+        def make(stage: int, kept: Snapshot | None) -> StagePeer:
             peer = StagePeer(
                 self.run, stage, StageCompute(self.run, stage), end.transport, end.directory,
-                replace(StageSettings(max_inflight=8), **settings), self.events.append,
+                replace(StageSettings(max_inflight=8), **settings), self.events.append, kept=kept,
             )  # fmt: skip
             self.peers[name] = peer
             return peer
 
-        async def serve(peer: StagePeer) -> None:
-            await peer.run()
-            while peer.moving_to is not None:
-                peer = build(peer.moving_to)
-                await peer.run()
+        first: list[StagePeer] = [make(stage, None)]
 
-        first = build(stage)
-        self.tasks[name] = asyncio.create_task(serve(first))
-        return first
+        async def build(stage: int, kept: Snapshot | None) -> StagePeer:
+            return first.pop() if first else make(stage, kept)
+
+        def hold(stage: int, kept: Snapshot | None) -> PausedPeer:
+            self.peers.pop(name, None)
+            first.clear()  # paused before it began: its methods are answered by another now
+            asked = replace(StageSettings(), **settings)
+            return PausedPeer(self.run, stage, kept, end.transport, end.directory, asked, owner)
+
+        serving = paused.serve(stage, owner, build, hold, device="cpu", emit=self.events.append)
+        self.tasks[name] = asyncio.create_task(serving)
+        return first[0]
 
     def add_trainer(self, name: str, *, batches: object | None = None, window: int | None = 6) -> Trainer:
         end = self.network.add(name)

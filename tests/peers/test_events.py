@@ -39,6 +39,7 @@ from peers.events import (
 PEER = "12D3KooWQmabcdef"
 
 _VALUES: dict[str, st.SearchStrategy[object]] = {
+    "bool": st.booleans(),
     "int": st.integers(-(2**53), 2**53),
     "int | None": st.none() | st.integers(0, 2**53),
     "float": st.floats(allow_nan=False, allow_infinity=False),

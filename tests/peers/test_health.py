@@ -53,6 +53,10 @@ async def running(path: Path, *said: Event, connected: health.Connected = three)
             "peer abcdef: moving to stage 2 at version 12, connected to 3 peers",
         ),
         (
+            (STARTED, SERVING, events.Paused(stage=1, version=14, why="swarm pause")),
+            "peer abcdef: paused at stage 1 at version 12, connected to 3 peers",
+        ),
+        (
             (STARTED, SERVING, events.RolledBack(stage=1, step=10), events.LeavingNow(role="peer")),
             "peer abcdef: leaving at version 10, connected to 3 peers",
         ),

@@ -204,6 +204,22 @@ def test_the_timeline_tells_who_joined_left_was_lost_moved_and_came_back() -> No
     assert peer(health, "b").stage == moved.stage and peer(health, "b").last == "moved"
 
 
+def test_a_pause_is_said_and_a_stage_that_waits_for_it_too() -> None:
+    seen = Seen()
+    seen.gone("d")
+    seen.records["c"] = record("c", 1, state="paused", since=START + 5)
+    health = seen.look(records=tuple(seen.records.values()))
+    assert health.alerts[0].text == "stage 1 has only 1 paused peer: the run waits"
+    assert peer(health, "c").state == "paused"
+    seen.records["c"] = record("c", 1, state="joining", since=START + 9)
+    health = seen.look(records=tuple(seen.records.values()))
+    said = [happening for happening in happened(health) if "peer c" in happening[1]]
+    assert said == [
+        ("paused", "peer c of stage 1 is paused by its owner"),
+        ("back", "peer c of stage 1 resumes"),
+    ]
+
+
 def test_a_stage_that_thins_out_is_said_before_it_is_lost_and_when_it_is_back() -> None:
     seen = Seen()
     assert texts(seen.say(trainers=("t",))) == []

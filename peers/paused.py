@@ -1,0 +1,148 @@
+"""A peer whose owner wants the device: it keeps its place in the run, and the state of its stage.
+
+`serve` is the life of a peer with its pauses. A pause is a leaving that comes back: what is in flight ends,
+sums go to a mate, the device is freed. Then a `PausedPeer` says in the directory that it is paused, so that
+nobody sends it work, and gives the state out to whoever lost it. Afterwards a new `StagePeer` starts from the
+state in host memory: if the run still has those weights nothing is downloaded, a step later one gradient.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Awaitable, Callable
+
+from peers.device import release_cached
+from peers.disk.shelf import Shelf
+from peers.events import Emit, Paused
+from peers.owner import Owner
+from peers.ports import Answer, Directory, Request, Transport
+from peers.stage import ANNOUNCE_S, StagePeer, StageSettings
+from peers.state_server import Snapshot, StateDesk
+from peers.waiting import happens
+from swarm.errors import Leaving
+from swarm.ids import Era, Stage
+from swarm.records import PeerRecord
+from swarm.run import Run
+from swarm.wire.messages import AskStatus, Audit, PeerStatus, check_run, pack, unpack
+
+ABSENT = (
+    "work", "locate", "report", "brief", "summary", "run", "watch", "part", "offer", "give", "take", "held",
+)  # fmt: skip
+"""What a paused peer takes no part in."""
+_ANY_BYTES = 1 << 62
+"""Bodies are refused unread; a limit of their size would only give another reason."""
+
+
+class PausedPeer:
+    """Holds the place of a peer at `stage`, with the state that it comes back with."""
+
+    def __init__(
+        self,
+        run: Run,
+        stage: Stage,
+        kept: Snapshot | None,
+        transport: Transport,
+        directory: Directory,
+        settings: StageSettings,
+        owner: Owner,
+    ) -> None:
+        self._run, self._stage, self._kept, self._settings = run, stage, kept, settings
+        self._transport, self._directory, self._owner = transport, directory, owner
+        self._since = time.time()
+        folder = None if settings.checkpoints is None else settings.checkpoints.folder
+        self._shelf = Shelf(run, stage, folder)
+        if kept is not None:
+            self._shelf.pin(kept.version, kept.tensors)
+
+    async def begin(self) -> None:
+        """Take the place of the `StagePeer` that served here: from now on nobody needs it."""
+        for method in ABSENT:
+            self._transport.serve(method, self._refuse, max_body_bytes=_ANY_BYTES)
+        self._transport.serve("status", self._serve_status)
+        StateDesk(self._run.id, self._transport, {self._stage: self._shelf})
+        await self._announce()
+
+    async def until_resumed(self) -> None:
+        """Return when the owner does not want the device any more, or leaves."""
+        while self._owner.paused:
+            await happens(self._owner.changed, ANNOUNCE_S)
+            await self._announce()
+        if self._owner.left:
+            await self._directory.withdraw()
+
+    async def _announce(self) -> None:
+        settings, kept = self._settings, self._kept
+        await self._directory.announce(
+            PeerRecord(
+                peer=self._transport.peer_id, run=self._run.id, stage=self._stage, state="paused",
+                version=0 if kept is None else kept.version, movable=settings.movable,
+                max_inflight=settings.max_inflight, device=settings.device_name,
+                addresses=settings.addresses, since=self._since,
+            )
+        )  # fmt: skip
+
+    async def _refuse(self, request: Request) -> Answer:
+        raise Leaving("this peer is paused: its owner wants the device")
+
+    async def _serve_status(self, request: Request) -> Answer:
+        check_run(unpack(request.header, AskStatus).run, self._run.id)
+        kept, peer = self._kept, self._transport.peer_id
+        sent, received = self._transport.sent_bytes, self._transport.received_bytes
+        status = PeerStatus(
+            peer=peer, stage=self._stage, state="paused", device=self._settings.device_name,
+            era=Era() if kept is None else kept.era, version=0 if kept is None else kept.version,
+            done=0, inflight=0, max_inflight=0, speed=0.0, computed=0, coordinator="", audit=Audit(),
+            since=self._since, bytes_in=sum(received.values()), bytes_out=sum(sent.values()),
+            rebalance=f"paused: {self._owner.why}",
+        )  # fmt: skip
+        return Answer(pack(status))
+
+
+async def serve(
+    stage: Stage,
+    owner: Owner,
+    build: Callable[[Stage, Snapshot | None], Awaitable[StagePeer]],
+    hold: Callable[[Stage, Snapshot | None], PausedPeer],
+    *,
+    device: str,
+    emit: Emit,
+) -> None:
+    """Serve `stage`, and those that this device moves to, with the pauses that its owner wants.
+
+    `build` makes what serves a stage, from the state of before a pause if there is one; `hold` what keeps its
+    place meanwhile. Returns when the owner had it leave.
+    """
+    kept: Snapshot | None = None
+    alone = False
+    while True:
+        if owner.paused:
+            place = hold(stage, kept)
+            await place.begin()
+            gc.collect()  # tensors that only a circle of references holds are on the device all the same
+            release_cached(device)
+            paused = Paused(
+                stage=stage, version=-1 if kept is None else kept.version, why=owner.why, alone=alone,
+                host_bytes=0 if kept is None else sum(t.nbytes for t in kept.tensors.values()),
+            )  # fmt: skip
+            emit(paused)
+            owner.does("paused", paused.words())
+            await place.until_resumed()
+            continue
+        if owner.left:
+            return
+        owner.does("serving", f"stage {stage}")
+        peer = await build(stage, kept)
+        kept = None
+        owner.serves(peer)
+        try:
+            await peer.run()
+        finally:
+            owner.serves(None)
+        if peer.moving_to is not None:
+            stage = peer.moving_to
+        elif peer.paused:
+            kept, alone = peer.kept, peer.alone
+        else:
+            return
+        del peer  # it holds the transport's methods, and they its tensors
