@@ -677,6 +677,15 @@ def _network(parser: argparse.ArgumentParser, *, identity: bool) -> None:
     )
     if identity:
         group.add_argument(
+            "--reach",
+            choices=("auto", "public", "relay"),
+            default="auto",
+            help="can others dial this machine? auto = ask those to join at; relay = no (default: auto)",
+        )
+        group.add_argument(
+            "--no-relay", action="store_true", help="carry no traffic of peers that cannot be dialled"
+        )
+        group.add_argument(
             "--identity",
             type=Path,
             default=None,

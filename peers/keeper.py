@@ -41,7 +41,7 @@ class Keeper(Networked):
 
     async def run(self) -> None:
         options = self._options
-        daemon = Daemon.spawn(options.daemon(), identity_path=options.identity)
+        daemon = Daemon.spawn(await options.daemon(self._emit), identity_path=options.identity)
         try:
             from peers.keeping import Keeping, KeepingSettings
         except BaseException:

@@ -15,6 +15,7 @@ from peers.choose import choose_stage
 from peers.events import Emit, JoinLine, Note, Started
 from peers.net.daemon import Daemon, DaemonOptions
 from peers.net.node import Node
+from peers.net.reach import Reach, settled
 from peers.owner import Owner
 from swarm.errors import SetupError, SwarmError
 from swarm.ids import Stage
@@ -42,9 +43,18 @@ class NetworkOptions:
     announce: tuple[str, ...] = ()
     identity: Path | None = None
     join: tuple[str, ...] = ()
+    reach: Reach = "auto"
+    no_relay: bool = False
 
-    def daemon(self) -> DaemonOptions:
-        return DaemonOptions(host=self.host, port=self.port, announce=self.announce)
+    async def daemon(self, emit: Emit, *, needed: bool = True) -> DaemonOptions:
+        """How p2pd is started, once it is known whether others can dial us. `needed`: they have to."""
+        options = DaemonOptions(
+            host=self.host, port=self.port, announce=self.announce, be_relay=not self.no_relay
+        )
+        settled_options, words = await settled(options, self.join, self.reach, needed=needed)
+        if words:
+            emit(Note(text=words))
+        return settled_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +127,10 @@ class Bootstrap(Networked):
 
             run = open_dataset(run, options.data, options.tokenizer).pinned(run)
         async with Node(
-            options=options.daemon(), identity_path=options.identity, join=options.join, run_id=run.id
+            options=await options.daemon(self._emit),
+            identity_path=options.identity,
+            join=options.join,
+            run_id=run.id,
         ) as node:
             await node.directory.publish_manifest(run.to_toml())
             self._node = node
@@ -167,7 +180,7 @@ class Peer(Networked):
     async def run(self) -> None:
         options = self._options
         # p2pd starts while torch is imported: both take time, and they use different processes.
-        daemon = Daemon.spawn(options.daemon(), identity_path=options.identity)
+        daemon = Daemon.spawn(await options.daemon(self._emit), identity_path=options.identity)
         try:
             import torch
 
@@ -259,7 +272,7 @@ class Train(Networked):
 
     async def run(self) -> None:
         options = self._options
-        daemon = Daemon.spawn(options.daemon(), identity_path=options.identity)
+        daemon = Daemon.spawn(await options.daemon(self._emit, needed=False), identity_path=options.identity)
         async with Node(daemon=daemon, join=options.join, run_id=options.run) as node:
             from peers.disk.dataset import open_dataset
             from peers.trainer import Trainer, TrainerSettings

@@ -20,6 +20,8 @@ from uuid import UUID, uuid4
 from google.protobuf.message import DecodeError
 
 from peers.net._hivemind import P2P, Client, ControlClient, DaemonConnector, Multiaddr, PeerID, p2pd_pb2
+from peers.net.daemon import CIRCUIT, split_peer_id, without_peer_id
+from peers.net.identity import public_key_of
 from peers.net.links import FrameError, pack_varint, read_varint
 from peers.waiting import within
 from swarm.errors import SwarmError
@@ -31,6 +33,8 @@ _MAX_RESPONSE_BYTES = 4 * 1024 * 1024
 _MAX_DHT_HANDLERS = 512
 """Calls of strangers to our DHT node that may be worked on at a time; each takes about 1 ms."""
 _MAX_ADDRESSES = 16
+_P2P = pack_varint(421)
+"""The code of `/p2p` in a multiaddr's bytes."""
 
 
 class ControlError(SwarmError):
@@ -140,6 +144,18 @@ class DaemonControl:
         response = await self.ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
         return {PeerID(info.id).to_base58() for info in response.peers}
 
+    async def connections(self, peer: PeerId) -> list[str]:
+        """The far ends of our connections to a peer, as multiaddrs without its id."""
+        response, wanted = (
+            await self.ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)),
+            peer_bytes(peer),
+        )
+        return [str(Multiaddr(raw)) for info in response.peers if info.id == wanted for raw in info.addrs]
+
+    async def is_direct(self, peer: PeerId) -> bool:
+        """Whether a connection to a peer passes no relay."""
+        return any(CIRCUIT not in address for address in await self.connections(peer))
+
     async def serve_streams(self, protocol: str, socket_path: Path) -> None:
         """From now on p2pd brings incoming streams of the protocol to the unix socket."""
         request = p2pd_pb2.StreamHandlerRequest(
@@ -195,10 +211,8 @@ def tcp_places(addresses: Sequence[str]) -> list[tuple[str, int]]:
     """Hosts and ports, if all addresses can be dialled directly by TCP; else nothing."""
     places: list[tuple[str, int]] = []
     for address in addresses[:_MAX_ADDRESSES]:
-        match address.split("/p2p/")[0].split("/"):
-            case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6", host, "tcp", port] if (
-                port.isdigit() and "p2p-circuit" not in address
-            ):
+        match without_peer_id(address).split("/"):
+            case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6", host, "tcp", port] if port.isdigit():
                 places.append((host, int(port)))
             case _:
                 return []
@@ -251,8 +265,24 @@ def _raw_addresses(addresses: Sequence[str]) -> list[bytes]:
     raw: list[bytes] = []
     for address in addresses[:_MAX_ADDRESSES]:
         with contextlib.suppress(Exception):
-            raw.append(Multiaddr(address.split("/p2p/")[0]).to_bytes())
+            raw.append(_raw_address(without_peer_id(address)))
     return raw
+
+
+def _raw_address(address: str) -> bytes:
+    """Its bytes. Raises all sorts of errors if it is no multiaddr: p2pd refuses all for one that is none.
+
+    hivemind writes the id of a relay as a CID, which go-multiaddr does not read.
+    """
+    relay, circuit, _ = address.partition(CIRCUIT)
+    if not circuit:
+        return Multiaddr(address).to_bytes()
+    place, peer = split_peer_id(relay)
+    if public_key_of(peer) is None:
+        raise ValueError(f"{peer[:80]!r} is not a peer id")
+    id_bytes = peer_bytes(peer)
+    length = pack_varint(len(id_bytes))
+    return Multiaddr(place).to_bytes() + _P2P + length + id_bytes + Multiaddr(circuit).to_bytes()
 
 
 class _SafeControl(ControlClient):

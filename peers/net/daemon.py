@@ -40,10 +40,17 @@ from swarm.ids import PeerId
 
 logger = logging.getLogger(__name__)
 
+CIRCUIT = "/p2p-circuit"
+"""In an address: what is before it is a relay's."""
 START_TIMEOUT_S = 15.0
 """p2pd answers in 0.15 s on an idle core; this allows for a very busy one."""
 _STALE_AFTER_S = 60.0
 """A private directory younger than this may not have taken its lock yet."""
+
+MOST_RELAYS = 8
+"""That p2pd is told of; it uses two."""
+_RELAY_BUFFER_BYTES = 256 * 1024
+"""For each direction of each relayed connection. p2pd's default, 16 MiB, is no faster."""
 
 _WATCHDOG = """
 directory=$1; shift
@@ -77,12 +84,16 @@ class DaemonOptions:
     """TCP port; 0 lets the system choose one."""
     announce: tuple[str, ...] = ()
     """Addresses under which others reach us, if p2pd cannot see them itself (port forwarding)."""
+    reachable: bool | None = None
+    """Whether others can dial us; None: p2pd finds out, which takes minutes and several public peers."""
     relays: tuple[str, ...] = ()
-    """Multiaddrs of peers that may relay for us."""
-    use_relay: bool = False
-    """Stay reachable behind NAT through `relays`."""
+    """Multiaddrs of peers, ending in `/p2p/<id>`, through which others reach us if they cannot dial us."""
     be_relay: bool = False
-    """Relay for others, on this machine's bandwidth."""
+    """Relay for others, on this machine's bandwidth, while we are reachable."""
+    relay_guests: int = 16
+    """Peers that we relay for at a time."""
+    relay_circuits: int = 32
+    """Connections to each of them that we relay at a time; each may take half a MB of memory."""
     relay_data_limit: int = 1 << 40
     """Bytes each way after which a connection relayed by us is reset (p2pd's default: 4 GiB)."""
     relay_time_limit_s: int = 7 * 24 * 3600
@@ -105,6 +116,11 @@ def to_multiaddr(address: str) -> str:
     if not colon or not port.isdigit() or not 0 < int(port) < 65536 or not host:
         raise SetupError(f"{address!r} is not an address: write host:port or /ip4/1.2.3.4/tcp/31337")
     return f"{_host_part(host)}/tcp/{int(port)}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can dial who listens at `host`. Raises SetupError if it is no address."""
+    return ipaddress.ip_address(_host_part(host).split("/")[2]).is_loopback
 
 
 def _host_part(host: str) -> str:
@@ -278,8 +294,13 @@ class Daemon:
             "dhtServer": 1,
             "natPortMap": int(options.nat_port_map),
             "relay": 1,
-            "autoRelay": int(options.use_relay),
-            "relayService": int(options.be_relay),
+            # With discovery p2pd looks for strangers first, and for the relays that we know 15 s later.
+            "autoRelay": int(bool(options.relays)),
+            "relayDiscovery": 0,
+            "relayService": int(options.be_relay and options.reachable is True),
+            "relayMaxReservations": options.relay_guests,
+            "relayMaxCircuits": options.relay_circuits,
+            "relayBufferSize": _RELAY_BUFFER_BYTES,
             "relayDataLimit": options.relay_data_limit,
             "relayTimeLimit": f"{options.relay_time_limit_s}s",
             # Should everything else fail, p2pd ends by itself when no client attaches.
@@ -289,6 +310,8 @@ class Daemon:
             flags["announceAddrs"] = ",".join(to_multiaddr(address) for address in options.announce)
         if options.relays:
             flags["trustedRelays"] = ",".join(options.relays)
+        if options.reachable is not None:
+            flags["forceReachabilityPublic" if options.reachable else "forceReachabilityPrivate"] = 1
         return [f"-{name}={value}" for name, value in flags.items()]
 
     # -- its output -----------------------------------------------------------------------------
@@ -438,7 +461,16 @@ def probe_p2pd(host: str = "127.0.0.1", port: int = 0) -> tuple[bool, str]:
 
 def with_peer_id(addresses: Sequence[str], peer_id: PeerId) -> tuple[str, ...]:
     """Addresses that others can paste: each ends in `/p2p/<peer id>`."""
-    return tuple(address if "/p2p/" in address else f"{address}/p2p/{peer_id}" for address in addresses)
+    return tuple(
+        f"{address}/p2p/{peer_id}" if address == without_peer_id(address) else address
+        for address in addresses
+    )
+
+
+def without_peer_id(address: str) -> str:
+    """What is dialled: `/ip4/1.2.3.4/tcp/5`, or with a relay `/ip4/1.2.3.4/tcp/5/p2p/<relay>/p2p-circuit`."""
+    relay, circuit, _ = address.partition(CIRCUIT)
+    return relay + circuit if circuit else address.split("/p2p/")[0]
 
 
 def split_peer_id(address: str) -> tuple[str, PeerId]:

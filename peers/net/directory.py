@@ -34,7 +34,7 @@ import msgspec
 from peers.net import envelopes
 from peers.net._hivemind import DHTID, DHTNode, PeerID, TaskKeeper, use_protocol
 from peers.net.control import AttachedP2P, ControlError, DaemonControl
-from peers.net.daemon import split_peer_id
+from peers.net.daemon import CIRCUIT, split_peer_id, without_peer_id
 from peers.net.envelopes import Announced
 from peers.net.holder import (
     MAX_ANSWER_BYTES,
@@ -259,9 +259,22 @@ class NetDirectory:
         with self._keeper.keeping():
             await self._begin(await self._connect(self._join + self._met_addresses(latest)))
 
+    def move(self, addresses: tuple[str, ...]) -> None:
+        """Announce ourselves at these from now on."""
+        self._moved_to, self._stored_at = addresses, 0.0
+
+    def met_addresses(self) -> list[str]:
+        """Direct addresses of peers whose records we saw, the latest first, each ending in `/p2p/<id>`."""
+        return [
+            f"{without_peer_id(address)}/p2p/{peer}"
+            for peer in reversed(self._met)
+            for address in self._met[peer]
+            if CIRCUIT not in address
+        ]
+
     def _met_addresses(self, peers: Iterable[PeerId]) -> list[tuple[str, PeerId]]:
         """As `_join` has them."""
-        return [(address.split("/p2p/")[0], peer) for peer in peers for address in self._met[peer]]
+        return [(without_peer_id(address), peer) for peer in peers for address in self._met[peer]]
 
     async def _connect(self, places: Sequence[tuple[str, PeerId]]) -> list[PeerId]:
         """Dial addresses; the ids of those that answer, in time or soon after the first one."""

@@ -475,6 +475,8 @@ class CallerLink(FrameLink):
         super().__init__()
         self.peer = peer
         self.opened: asyncio.Future[bytes] = self._loop.create_future()
+        self.relayed = False
+        """It passes a third peer."""
         self._request = request
         self._silence_s = silence_s
         self._calls: dict[int, _Pending] = {}

@@ -18,7 +18,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from peers.net.daemon import Daemon, DaemonOptions, split_peer_id, to_multiaddr, with_peer_id
+from peers.net.daemon import (
+    CIRCUIT,
+    MOST_RELAYS,
+    Daemon,
+    DaemonOptions,
+    split_peer_id,
+    to_multiaddr,
+    with_peer_id,
+)
 from peers.net.faults import Faults
 from peers.net.identity import Identity
 from swarm.errors import SetupError, SwarmError
@@ -36,6 +44,12 @@ REVIVALS = 8
 LONGEST_PAUSE_S = 30.0
 STABLE_S = 20.0
 """A p2pd that ran for so long did well: the next death is the first of a row again."""
+RELAY_S = 15.0
+"""How long a relay may take to accept us: one does so in 0.2 s, at most two are used."""
+RELAYLESS_S = 30.0
+"""Without a relay for so long, others are tried. p2pd tries those that it has again and again."""
+MOST_RELAYED = 2
+"""Relayed addresses that we announce: each makes our record 100 bytes longer."""
 PROBE_EVERY_S = 5.0
 MOST_UNANSWERED = 4
 """A p2pd that answers none of so many probes in a row hangs, and is killed. 40 s, a machine may be busy."""
@@ -130,24 +144,31 @@ class Node:
         from peers.net import links, transport
         from peers.net.control import AttachedP2P, ControlError, DaemonControl
         from peers.net.directory import MANIFEST_LIFE_S, REFRESH_S, NetDirectory
+        from peers.net.reach import METHOD, DialBack
 
         daemon.on_death = self._daemon_died
         self._wished_port = daemon.options.port
         await daemon.ready()
         self.control = DaemonControl(daemon.control_path)
         try:
-            peer_id, self._listening = await self.control.identify()
-            assert peer_id == daemon.peer_id
+            await self._look_around()
+            if not self.addresses:
+                raise SetupError(
+                    "nobody can dial this machine, and none of these peers relays for it: "
+                    f"{', '.join(daemon.options.relays)}. Forward its port and say so with --announce, or "
+                    "join at a peer that relays: those that can be dialled do, but for --no-relay"
+                )
             self._told_addresses = self.addresses
             self.transport = transport.NetTransport(
                 self.control,
-                peer_id,
+                daemon.peer_id,
                 daemon.directory / "streams.sock",
                 silence_s=self._silence_s or links.SILENCE_S,
                 faults=self._faults,
             )
             self._started.append("transport")
             await self.transport.start()
+            self.transport.serve(METHOD, DialBack(lambda: self.control, self._relays).serve)
             self.directory = NetDirectory(
                 await self._attach(AttachedP2P, daemon),
                 self.control,
@@ -221,7 +242,7 @@ class Node:
         dead.close_now()  # if it did not start, its identity is still locked
         daemon = self.daemon = await self._spawn_again(dead)
         self.control = DaemonControl(daemon.control_path)
-        _, self._listening = await self.control.identify()
+        await self._look_around()
         await self.transport.daemon_is_back(self.control, daemon.directory / "streams.sock")
         await self.directory.daemon_is_back(
             await self._attach(AttachedP2P, daemon),
@@ -254,7 +275,7 @@ class Node:
         """A p2pd that lives and answers nothing is as bad as a dead one, and its end is not announced."""
         from peers.net.control import ControlError
 
-        unanswered = 0
+        unanswered, relayed_at = 0, asyncio.get_running_loop().time()
         while True:
             await asyncio.sleep(PROBE_EVERY_S)
             daemon, reviving = self.daemon, self._reviving
@@ -262,15 +283,55 @@ class Node:
                 unanswered = 0
                 continue
             try:
-                await self.control.identify()
+                _, listening = await self.control.identify()
             except ControlError:
                 unanswered += 1
             else:
                 unanswered = 0
+                now = asyncio.get_running_loop().time()
+                if not daemon.options.relays or any(CIRCUIT in address for address in listening):
+                    relayed_at = now
+                    self._move(listening)
+                elif now - relayed_at > RELAYLESS_S:
+                    relayed_at = now
+                    self._take_other_relays(daemon)
             if unanswered >= MOST_UNANSWERED:
                 logger.error("p2pd (pid %s) does not answer any more: it is killed", daemon.pid)
                 daemon.kill()
                 unanswered = 0
+
+    async def _look_around(self) -> None:
+        """Where p2pd listens. If nobody can dial us, wait until a relay takes us, but not for ever."""
+        assert self.daemon is not None
+        end = asyncio.get_running_loop().time() + RELAY_S
+        while True:
+            _, self._listening = await self.control.identify()
+            if self.addresses or not self.daemon.options.relays or asyncio.get_running_loop().time() > end:
+                return
+            await asyncio.sleep(0.1)
+
+    def _move(self, listening: tuple[str, ...]) -> None:
+        """Relays come and go: announce ourselves where we are now."""
+        before, self._listening = self.addresses, listening
+        if self.addresses != before and self.daemon is not None and self.daemon.options.relays:
+            self.directory.move(self.addresses)
+
+    def _take_other_relays(self, daemon: Daemon) -> None:
+        """All of ours are gone. p2pd cannot be told of new ones: another one is started."""
+        from peers.net.reach import is_relay
+
+        known = dict.fromkeys([*self._relays(), *daemon.options.relays])
+        relays = tuple(filter(is_relay, known))[:MOST_RELAYS]
+        if set(relays) != set(daemon.options.relays):
+            logger.warning("no relay has us any more: others are tried")
+            daemon.options = dataclasses.replace(daemon.options, relays=relays)
+            daemon.kill()
+
+    def _relays(self) -> list[str]:
+        """Addresses of peers that may relay for others: ours, if it is one, and some that we have met."""
+        assert self.daemon is not None
+        own = self.addresses if self.daemon.options.reachable else ()
+        return [*own, *self.directory.met_addresses(), *self._join]
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -317,8 +378,14 @@ class Node:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where others can join at or dial us: announced ones first, each ending in `/p2p/<id>`."""
+        """Where others can join at or dial us: announced ones first, each ending in `/p2p/<id>`.
+
+        Of who cannot be dialled, those of the relays only: the others are of a home network like many.
+        """
         assert self.daemon is not None
+        if self.daemon.options.relays:
+            relayed = [address for address in self._listening if CIRCUIT in address]
+            return with_peer_id(sorted(relayed)[:MOST_RELAYED], self.peer_id)
         announced = tuple(to_multiaddr(address) for address in self.daemon.options.announce)
         return with_peer_id(announced or self._listening, self.peer_id)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from peers.net.control import ControlError, DaemonControl, check_response, stream_peer
+from peers.net.daemon import CIRCUIT
 from peers.net.faults import Faults
 from peers.net.gauge import LineGauge
 from peers.net.links import SILENCE_S, CalleeLink, CallerLink, ServedCall, flat
@@ -46,6 +47,8 @@ MAX_LINKS = 2048
 MAX_LINKS_PER_PEER = 2
 """A caller needs one; it may redial before we notice that its first one broke."""
 MAX_HANDLERS_PER_PEER = frames.MAX_PENDING
+PUNCH_LOOKS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""When to look, each time after the last, whether libp2p has found a direct way besides a relayed one."""
 _FLUSH_S = 1.0
 _LOG_EVERY_S = 60.0
 
@@ -90,6 +93,9 @@ class NetTransport:
         self._handling: Counter[PeerId] = Counter()
         self._locals: set[asyncio.Task[Answer]] = set()
         self._hanging_up: set[asyncio.Task[None]] = set()
+        self._straightening: set[asyncio.Task[None]] = set()
+        self._bypassed: set[CallerLink] = set()
+        """Relayed streams that finish what was begun on them."""
         self._server: asyncio.AbstractServer | None = None
         self._sent: Counter[PeerId] = Counter()
         self.on_gone: Callable[[PeerId], None] | None = None
@@ -116,8 +122,9 @@ class NetTransport:
         self._back.set()
         if self._server is not None:
             self._server.close()
-        await _cancel([*self._dials.values(), *self._handlers, *self._locals])
-        for link in list(self._links.values()):
+        await _cancel([*self._dials.values(), *self._handlers, *self._locals, *self._straightening])
+        outgoing = [*self._links.values(), *self._bypassed]
+        for link in outgoing:
             link.fail(PeerGone(link.peer, self._closed))
         incoming = list(self._incoming)
         for link in incoming:
@@ -126,7 +133,7 @@ class NetTransport:
             await asyncio.wait([link.closed for link in incoming], timeout=_FLUSH_S)
         for link in incoming:
             link.fail(PeerGone(link.peer, self._closed))
-        for link in [*incoming, *self._links.values()]:
+        for link in [*incoming, *outgoing]:
             await link.closed
         await _cancel(self._hanging_up)
         if self._server is not None:
@@ -139,7 +146,7 @@ class NetTransport:
         self._back.clear()
         if for_good:
             self._back.set()
-        for link in [*self._links.values(), *self._incoming]:
+        for link in [*self._links.values(), *self._bypassed, *self._incoming]:
             link.fail(PeerGone(link.peer, self._closed))
 
     async def daemon_is_back(self, control: DaemonControl, streams_path: Path) -> None:
@@ -203,6 +210,28 @@ class NetTransport:
         del self._dials[peer]
         if not dial.cancelled() and dial.exception() is None and not self._closed:
             self._links[peer] = dial.result()
+            if dial.result().relayed:
+                task = asyncio.get_running_loop().create_task(self._straighten(dial.result()))
+                self._straightening.add(task)
+                task.add_done_callback(self._straightening.discard)
+
+    async def _straighten(self, relayed: CallerLink) -> None:
+        """Leave the relay when libp2p has punched a hole: a stream stays on the way it was opened on."""
+        peer = relayed.peer
+        with contextlib.suppress(ControlError, PeerFault):
+            for pause_s in PUNCH_LOOKS_S:
+                await asyncio.sleep(pause_s)
+                if self._links.get(peer) is not relayed:
+                    return
+                if await self._control.is_direct(peer):
+                    link = await self._open(peer)
+                    self._links[peer] = link
+                    self._bypassed.add(relayed)
+                    relayed.closed.add_done_callback(lambda _: self._bypassed.discard(relayed))
+                    while relayed.pending:
+                        await asyncio.sleep(pause_s)
+                    relayed.fail(PeerGone(peer, "a direct way was found"))
+                    return
 
     async def _open(self, peer: PeerId) -> CallerLink:
         link: CallerLink | None = None
@@ -211,11 +240,14 @@ class NetTransport:
             deadline = asyncio.get_running_loop().time() + self._dial_s
             if addresses:
                 await self._control.connect(peer, addresses, self._dial_s)
+            hidden = any(CIRCUIT in address for address in addresses)
+            relayed = hidden and not await self._control.is_direct(peer)
             link = await self._control.open_stream(
                 lambda request: CallerLink(peer, request, self._silence_s), peer, PROTOCOL
             )
             assert link is not None
             link.gauge = self._gauge(peer)
+            link.relayed = relayed
             left = max(0.0, deadline - asyncio.get_running_loop().time())
             check_response(await within(link.opened, left))
         except ControlError as error:
@@ -415,7 +447,7 @@ class NetTransport:
 
     def _count(self, past: Counter[PeerId], attribute: str) -> Counter[PeerId]:
         total = Counter(past)
-        for link in [*self._links.values(), *self._incoming]:
+        for link in [*self._links.values(), *self._bypassed, *self._incoming]:
             total[link.peer] += getattr(link, attribute)
         return total
 

@@ -169,6 +169,10 @@ class Lab:
         number = self._index(host) + 1
         return f"{44 if self._nats else 10}.77.{number // 250}.{number % 250 + 1}"
 
+    def inner_ip(self, host: str) -> str:
+        """The address that the host knows as its own."""
+        return HOME if self._index(host) in self._nats else self.ip(host)
+
     def _index(self, host: str) -> int:
         if host not in self._number:
             raise LabError(f"the lab has no host {host!r}; it has {', '.join(self.hosts)}")

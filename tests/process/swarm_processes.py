@@ -252,7 +252,7 @@ class Processes:
         """Start `swarm ARGUMENTS`; it is not waited for."""
         host = self.free_host()
         with self.lab.inside(host) if self.lab is not None else contextlib.nullcontext():
-            words = [*arguments, *(["--host", self.lab.ip(host)] if self.lab is not None else [])]
+            words = [*arguments, *(["--host", self.lab.inner_ip(host)] if self.lab is not None else [])]
             program = Program(name, words, mark=self.mark, news=self._news, kill_at=kill_at)
         program.host = host
         self.programs.append(program)
@@ -549,7 +549,7 @@ class Swarm(Processes):
 
         async def main() -> T:
             up = [p.address for p in self.programs if p.returncode is None and p.heard(Started)]
-            options = DaemonOptions(host=self.lab.ip(host) if self.lab is not None else "127.0.0.1")
+            options = DaemonOptions(host=self.lab.inner_ip(host) if self.lab is not None else "127.0.0.1")
             async with Node(options=options, join=up, run_id=self.run.id) as node:
                 return await ask(node)
 

@@ -1,0 +1,294 @@
+"""Can others dial this machine? A peer of the run tries, and says.
+
+    asker ──AskReach──▶ peer of the run          the asker is a p2pd with an identity of its own
+      ▲                    │ dials back, to the host that the question came from and to no other
+      └─────answer─────────┤
+    target ◀───────────────┘                     a second one, on the port that is to be reached
+
+Two p2pds, because one that is connected is not dialled again. That the right one was reached, and not whoever
+else stands behind the same router, is what libp2p's handshake proves. Whether libp2p could punch a hole is
+told by the ports at which several peers see the asker: a router that keeps them can be knocked at.
+
+p2pd's own AutoNAT would need minutes, and believes only the fourth public peer that says the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from peers.net.control import ControlError, DaemonControl, tcp_places
+from peers.net.daemon import CIRCUIT, MOST_RELAYS, Daemon, DaemonOptions, is_loopback, split_peer_id
+from peers.net.identity import public_key_of
+from peers.net.transport import NetTransport
+from peers.ports import Answer, Request
+from swarm.errors import Busy, Refused, SetupError, SwarmError, short
+from swarm.ids import PeerId
+from swarm.wire.messages import pack, unpack, unpack_answer
+
+METHOD = "reach"
+DIAL_BACK_S = 3.0
+"""A round trip around the world takes 0.3 s, and a handshake three of them."""
+ASK_S = 10.0
+MOST_ASKED = 4
+"""Peers that are asked. One would do; several tell more of the router."""
+MOST_AT_ONCE = 4
+MOST_PER_HOST = 30
+"""Questions of one host that are answered in a minute: a machine with eight devices starts eight peers."""
+
+Reach: TypeAlias = Literal["auto", "public", "relay"]
+"""What a user says of a peer: find out; others can dial it; they cannot."""
+
+
+class AskReach(msgspec.Struct, frozen=True, kw_only=True):
+    """Dial `peer` at `port` of the host that this comes from."""
+
+    peer: PeerId
+    port: int
+
+
+class Reached(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of it."""
+
+    host: str
+    """That the question came from, as an IP address."""
+    port: int
+    """Likewise."""
+    reached: bool
+    why: str = ""
+    """Not."""
+    relays: tuple[str, ...] = ()
+    """Multiaddrs of peers that others can dial, ending in `/p2p/<id>`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What the peers that were asked say together."""
+
+    kind: Literal["open", "closed", "unknown"]
+    """Others can dial us; they cannot; nobody could tell."""
+    host: str = ""
+    """Where they see us."""
+    port: int = 0
+    """Where we listened."""
+    punchable: bool | None = None
+    """Whether our router shows the same port to all, so that libp2p can punch holes; None: not known."""
+    relays: tuple[str, ...] = ()
+    """Who may relay for us."""
+    why: str = ""
+    """Not open."""
+
+
+class DialBack:
+    """Answers `reach`. Cannot be made to dial anybody but who asks: the host is the connection's own."""
+
+    def __init__(self, control: Callable[[], DaemonControl], relays: Callable[[], Iterable[str]]) -> None:
+        """`relays`: addresses of peers that may be reachable, those that are sure first."""
+        self._control, self._relays = control, relays
+        self._room = asyncio.Semaphore(MOST_AT_ONCE)
+        self._asked: Counter[str] = Counter()
+        self._minute = 0
+
+    async def serve(self, request: Request) -> Answer:
+        """A handler of the transport."""
+        ask = unpack(request.header, AskReach)
+        if public_key_of(ask.peer) is None or not 0 < ask.port < 65536:
+            raise Refused(f"peer {ask.peer[:80]!r} at port {ask.port} cannot be dialled")
+        host, port = await self._seen_at(request.peer)
+        self._count(host)
+        async with self._room:
+            if ask.peer in await self._control().connected():
+                raise Refused("that peer is connected to me already: ask for one that is not")
+            kind = "ip6" if ":" in host else "ip4"
+            try:
+                await self._control().connect(ask.peer, [f"/{kind}/{host}/tcp/{ask.port}"], DIAL_BACK_S)
+            except ControlError as error:
+                reached, why = False, error.text[:300]
+            else:
+                reached, why = True, ""
+        relays = tuple(dict.fromkeys(filter(is_public, self._relays())))[:MOST_RELAYS]
+        return Answer(pack(Reached(host=host, port=port, reached=reached, why=why, relays=relays)))
+
+    async def _seen_at(self, peer: PeerId) -> tuple[str, int]:
+        try:
+            places = [place for end in await self._control().connections(peer) for place in tcp_places([end])]
+        except ControlError as error:
+            raise Busy(f"p2pd does not answer: {error.text}") from None
+        if not places:
+            raise Refused("you come through a relay: ask a peer that you are connected to directly")
+        return places[0]
+
+    def _count(self, host: str) -> None:
+        minute = int(time.monotonic() // 60)
+        if minute != self._minute:
+            self._minute = minute
+            self._asked.clear()
+        self._asked[host] += 1
+        if self._asked[host] > MOST_PER_HOST:
+            raise Busy(f"{MOST_PER_HOST} questions came from {host} within a minute")
+
+
+async def find_reach(options: DaemonOptions, join: Sequence[str]) -> Finding:
+    """Ask peers that we want to join at to dial back to where we are going to listen. Takes 1 to 10 s.
+
+    Raises:
+        SetupError: p2pd cannot listen there, or an address to join at is none.
+    """
+    places: dict[PeerId, list[str]] = {}
+    for address in join:
+        place, peer = split_peer_id(address)
+        places.setdefault(peer, []).append(place)
+    direct = dict([(p, ends) for p, ends in places.items() if tcp_places(ends)][:MOST_ASKED])
+    async with contextlib.AsyncExitStack() as stack:
+        asker = await _listening(stack, DaemonOptions(host=options.host))
+        target = await _listening(stack, DaemonOptions(host=options.host, port=options.port))
+        control = DaemonControl(asker.control_path)
+        transport = NetTransport(control, asker.peer_id, asker.directory / "streams.sock")
+        stack.push_async_callback(transport.close)
+        await transport.start()
+        question = pack(AskReach(peer=target.peer_id, port=_port(target)))
+        for peer, ends in direct.items():
+            transport.learn(peer, ends)
+        asked = await asyncio.gather(*(_ask(transport, peer, question) for peer in direct))
+        answers = [answer for answer in asked if isinstance(answer, Reached)]
+        refusals = [answer for answer in asked if isinstance(answer, str)]
+        return conclude(answers, refusals, join, port=_port(target), asked_from=_port(asker))
+
+
+async def _listening(stack: contextlib.AsyncExitStack, options: DaemonOptions) -> Daemon:
+    daemon = Daemon.spawn(options)
+    stack.callback(daemon.close_now)
+    await daemon.ready()
+    return daemon
+
+
+def _port(daemon: Daemon) -> int:
+    return tcp_places(daemon.addresses[:1])[0][1]
+
+
+async def _ask(transport: NetTransport, peer: PeerId, question: bytes) -> Reached | str:
+    """The answer, or why there is none."""
+    try:
+        answer = await transport.call(peer, METHOD, question, deadline_s=ASK_S)
+        found = unpack_answer(peer, answer.header, Reached)
+        ipaddress.ip_address(found.host)
+    except SwarmError as error:
+        return error.text
+    except ValueError:
+        return f"peer {short(peer)} saw us at no address"
+    return found
+
+
+def conclude(
+    answers: Sequence[Reached], refusals: Sequence[str], join: Sequence[str], *, port: int, asked_from: int
+) -> Finding:
+    """What to believe. `join`: addresses to join at; `asked_from`: the port that the questions left from."""
+    relays = tuple(
+        dict.fromkeys(
+            address
+            for address in [*map(_relay_of, join), *(relay for a in answers for relay in a.relays)]
+            if is_relay(address)
+        )
+    )[:MOST_RELAYS]
+    # Who sees us at an address of a local network says nothing about the world, if anybody else does.
+    told = [a for a in answers if ipaddress.ip_address(a.host).is_global] or list(answers)
+    if not told:
+        why = "; ".join(refusals)[:500] or "there is nobody to ask"
+        return Finding(kind="unknown", port=port, relays=relays, why=why)
+    seen = {(answer.host, answer.port) for answer in told}
+    punchable = None
+    if len({seen_port for _, seen_port in seen}) > 1:
+        punchable = False
+    elif len(told) > 1 or told[0].port == asked_from:
+        punchable = True
+    for answer in told:
+        if answer.reached:
+            return Finding(kind="open", host=answer.host, port=port, punchable=punchable, relays=relays)
+    seen_at, why = told[0].host, told[0].why
+    return Finding(kind="closed", host=seen_at, port=port, punchable=punchable, relays=relays, why=why)
+
+
+def _relay_of(address: str) -> str:
+    """The relay in an address that has one, else the address."""
+    return address.partition(CIRCUIT)[0]
+
+
+def is_relay(address: str) -> bool:
+    """Whether this names a peer and where to dial it. p2pd ends with a panic on anything else."""
+    try:
+        place, peer = split_peer_id(address)
+    except SetupError:
+        return False
+    match place.split("/"):
+        case ["", "ip4" | "ip6" as kind, host, "tcp", port] if port.isascii() and port.isdigit():
+            with contextlib.suppress(ValueError):
+                version = ipaddress.ip_address(host).version
+                return kind == f"ip{version}" and 0 < int(port) < 65536 and public_key_of(peer) is not None
+    return False
+
+
+def is_public(address: str) -> bool:
+    """Whether others on the internet may dial this: a relay's address that is of no local network."""
+    return is_relay(address) and ipaddress.ip_address(address.split("/")[2]).is_global
+
+
+async def settled(
+    options: DaemonOptions, join: Sequence[str], reach: Reach, *, needed: bool = True
+) -> tuple[DaemonOptions, str]:
+    """How to start p2pd, from what the user says and what the peers to join at find; and words for the user.
+
+    Who listens on this machine only, or cannot ask anybody, is left as it is; but who is joined at by others
+    is taken to be reachable. `needed`: others call us; a trainer only calls.
+
+    Raises:
+        SetupError: nobody can dial us, it is needed, and nobody is known who could relay.
+    """
+    if is_loopback(options.host):
+        return options, ""
+    if reach == "public" or options.announce or not join:
+        return replace(options, reachable=True), ""
+    found = await find_reach(options, join)
+    if reach == "auto" and found.kind == "unknown":
+        return options, in_words(found)
+    if reach == "auto" and found.kind == "open":
+        announce = (_host_port(found.host, found.port),)
+        return replace(options, port=found.port, announce=announce, reachable=True), in_words(found)
+    if not found.relays and needed:
+        raise SetupError(
+            f"nobody can dial this machine ({found.why or 'as --reach relay says'}), and no peer is known "
+            f"that could relay for it: {what_to_do(found)}, or join at the address of one that can be dialled"
+        )
+    private = replace(options, port=found.port, reachable=False, relays=found.relays, be_relay=False)
+    return private, in_words(found)
+
+
+def in_words(found: Finding) -> str:
+    """What a user should know, and can do."""
+    if found.kind == "open":
+        return f"others can dial this machine at {_host_port(found.host, found.port)}"
+    if found.kind == "unknown":
+        return f"not known whether others can dial this machine: {found.why}"
+    how = {
+        True: "through a relay, and directly where a hole can be punched into its router",
+        False: "through a relay only: its router shows each of them another port",
+        None: "through a relay, and perhaps directly where a hole can be punched into its router",
+    }[found.punchable]
+    return f"nobody can dial this machine; others reach it {how}. To be dialled, {what_to_do(found)}"
+
+
+def what_to_do(found: Finding) -> str:
+    """For who wants to be dialled."""
+    where = _host_port(found.host or "YOUR_ADDRESS", found.port)
+    return f"forward TCP port {found.port} of your router to this machine and give --announce {where}"
+
+
+def _host_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,228 @@
+"""Who can dial this machine, asked of real p2pds on loopback; and what is made of the answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+import pytest_asyncio
+
+from peers.net import reach as reach_module
+from peers.net.control import _raw_addresses
+from peers.net.daemon import Daemon, DaemonOptions, with_peer_id, without_peer_id
+from peers.net.identity import Identity
+from peers.net.node import Node
+from peers.net.reach import (
+    MOST_RELAYS,
+    AskReach,
+    Finding,
+    Reached,
+    conclude,
+    find_reach,
+    in_words,
+    is_public,
+    is_relay,
+    settled,
+)
+from swarm.errors import Busy, Refused, SetupError
+from swarm.wire.messages import pack, unpack
+
+A, B = Identity(b"a" * 32).peer_id, Identity(b"b" * 32).peer_id
+RELAY = f"/ip4/44.1.2.3/tcp/4001/p2p/{A}"
+JOIN = ("/ip4/44.1.2.3/tcp/4001/p2p/" + A,)
+
+
+# -- addresses ---------------------------------------------------------------------------------------------
+
+
+def test_a_relayed_address_keeps_its_relay_and_gets_its_peer() -> None:
+    direct, relayed = "/ip4/44.1.2.3/tcp/4001", f"{RELAY}/p2p-circuit"
+    for address in (direct, relayed):
+        whole = f"{address}/p2p/{B}"
+        assert with_peer_id([address, whole], B) == (whole, whole)
+        assert without_peer_id(whole) == without_peer_id(address) == address
+
+
+def test_a_relayed_address_is_written_as_go_reads_it() -> None:
+    """hivemind's own bytes of it are refused: "length greater than remaining number of bytes in buffer"."""
+    (raw,) = _raw_addresses([f"{RELAY}/p2p-circuit/p2p/{B}"])
+    ip4, tcp, p2p, circuit = bytes([4, 44, 1, 2, 3]), bytes([6, 0x0F, 0xA1]), b"\xa5\x03\x26", b"\xa2\x02"
+    assert raw.startswith(ip4 + tcp + p2p) and raw.endswith(circuit)
+    assert len(raw) == len(ip4 + tcp + p2p) + 38 + len(circuit)
+    strange = [f"/ip4/44.1.2.3/tcp/4001/p2p/{A}x/p2p-circuit", "/p2p-circuit", "/p2p/x/p2p-circuit", "/ip4/1"]
+    assert _raw_addresses(strange) == []
+
+
+@pytest.mark.parametrize(
+    ("address", "relay", "public"),
+    [
+        (RELAY, True, True),
+        (f"/ip6/2a00:1450::1/tcp/1/p2p/{A}", True, True),
+        (f"/ip4/192.168.1.2/tcp/4001/p2p/{A}", True, False),
+        (f"/ip4/127.0.0.1/tcp/4001/p2p/{A}", True, False),
+        (f"/ip4/44.1.2.3/tcp/0/p2p/{A}", False, False),
+        (f"/ip4/44.1.2.3/tcp/4001/p2p/{A[:-1]}", False, False),
+        (f"/ip6/44.1.2.3/tcp/4001/p2p/{A}", False, False),
+        (f"{RELAY}/p2p-circuit/p2p/{B}", False, False),
+        (f"/dns4/example.org/tcp/4001/p2p/{A}", False, False),
+        ("/ip4/44.1.2.3/tcp/4001", False, False),
+        (f"{RELAY},-x", False, False),
+    ],
+)
+def test_what_may_be_told_to_p2pd_as_a_relay(address: str, relay: bool, public: bool) -> None:
+    assert (is_relay(address), is_public(address)) == (relay, public)
+
+
+# -- conclusions -------------------------------------------------------------------------------------------
+
+
+def answer(host: str = "44.9.9.9", port: int = 5000, *, reached: bool = False, **more: object) -> Reached:
+    return Reached(host=host, port=port, reached=reached, **more)
+
+
+def concluded(answers: Sequence[Reached], refusals: Sequence[str] = (), **more: object) -> Finding:
+    return conclude(answers, refusals, JOIN, **({"port": 31337, "asked_from": 5000} | more))
+
+
+def test_one_that_got_through_is_enough_and_nobody_to_ask_is_unknown() -> None:
+    found = concluded([answer(why="closed"), answer(reached=True)])
+    assert (found.kind, found.host, found.port) == ("open", "44.9.9.9", 31337)
+    found = concluded([answer(why="no connection")])
+    assert (found.kind, found.why, found.relays) == ("closed", "no connection", JOIN)
+    assert concluded([], ["too busy"]) == Finding(kind="unknown", port=31337, relays=JOIN, why="too busy")
+    assert conclude([], [], [], port=1, asked_from=2).why == "there is nobody to ask"
+
+
+def test_a_neighbour_in_the_local_network_does_not_speak_for_the_world() -> None:
+    neighbour = answer("192.168.1.7", reached=True)
+    assert concluded([neighbour, answer()]).kind == "closed"
+    assert concluded([neighbour]).kind == "open"
+
+
+@pytest.mark.parametrize(
+    ("ports", "punchable"), [([5000], True), ([6000], None), ([6000, 6000], True), ([5000, 6000], False)]
+)
+def test_a_router_that_shows_all_the_same_port_can_be_knocked_at(
+    ports: list[int], punchable: bool | None
+) -> None:
+    found = concluded([answer(port=port) for port in ports])
+    assert found.punchable is punchable
+    words = {True: "directly where a hole", None: "perhaps directly", False: "through a relay only"}
+    assert words[punchable] in in_words(found)
+    assert "forward TCP port 31337 of your router to this machine and give --announce 44.9.9.9:31337" in (
+        in_words(found)
+    )
+
+
+def test_relays_are_those_to_join_at_and_those_told_of_if_p2pd_can_read_them() -> None:
+    told = tuple(f"/ip4/44.0.0.{i}/tcp/1/p2p/{A}" for i in range(20))
+    found = conclude(
+        [answer(relays=("rubbish", *told))], [], (f"{RELAY}/p2p-circuit/p2p/{B}",), port=1, asked_from=2
+    )
+    assert found.relays == (RELAY, *told[: MOST_RELAYS - 1])
+
+
+# -- with p2pd ---------------------------------------------------------------------------------------------
+
+
+@pytest_asyncio.fixture
+async def public() -> AsyncIterator[Node]:
+    async with Node() as node:
+        yield node
+
+
+async def ask(asker: Node, node: Node, peer: str, port: int) -> Reached:
+    """As a stranger would."""
+    got = await asker.transport.call(node.peer_id, "reach", pack(AskReach(peer=peer, port=port)))
+    return unpack(got.header, Reached)
+
+
+def port_of(node: Node) -> int:
+    return int(node.addresses[0].split("/")[4])
+
+
+@pytest.mark.net
+async def test_who_can_be_dialled_is_told_so_and_where(public: Node) -> None:
+    found = await find_reach(DaemonOptions(), public.addresses)
+    assert (found.kind, found.host, found.relays) == ("open", "127.0.0.1", public.addresses)
+    assert found.punchable  # the question left from the port where its p2pd listens
+    daemon = Daemon.spawn(DaemonOptions(port=found.port))  # which is free again
+    await daemon.ready()
+    daemon.close_now()
+
+
+@pytest.mark.net
+async def test_a_dial_back_goes_to_who_is_meant_on_the_host_that_asks_and_not_too_often(
+    public: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Node() as neighbour, Node(join=public.addresses) as asker:
+        told = await ask(asker, public, B, port_of(neighbour))  # another peer behind the same address
+        assert not told.reached and told.host == "127.0.0.1"
+        assert (await ask(asker, public, neighbour.peer_id, port_of(neighbour))).reached
+        for peer, port in (("x" * 300, 4001), (B, 0), (B, 70000)):
+            with pytest.raises(Refused, match="cannot be dialled"):
+                await ask(asker, public, peer, port)
+        with pytest.raises(Refused, match="that peer is connected to me already: ask for one that is not"):
+            await ask(asker, public, asker.peer_id, port_of(asker))
+        port = port_of(neighbour)
+        await neighbour.close()
+        told = await ask(asker, public, B, port)
+        assert not told.reached and told.why == f"127.0.0.1:{port}: Connection refused"
+        monkeypatch.setattr(reach_module, "MOST_PER_HOST", 0)
+        with pytest.raises(Busy, match=r"^0 questions came from 127\.0\.0\.1 within a minute$"):
+            await ask(asker, public, B, port)
+
+
+@pytest.mark.net
+async def test_a_peer_that_knows_no_such_question_tells_nothing(public: Node) -> None:
+    public.transport._methods.pop("reach")
+    found = await find_reach(DaemonOptions(), public.addresses)
+    assert found.kind == "unknown" and "no such method: 'reach'" in found.why
+    assert in_words(found).startswith("not known whether others can dial this machine: ")
+
+
+@pytest.mark.net
+async def test_what_is_settled_before_p2pd_is_started(public: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    local, anywhere = DaemonOptions(), DaemonOptions(host="0.0.0.0", be_relay=True)
+    assert await settled(local, public.addresses, "auto") == (local, "")
+    for options, join, wish in (
+        (anywhere, public.addresses, "public"),
+        (anywhere, (), "auto"),
+        (DaemonOptions(host="0.0.0.0", announce=("44.1.2.3:5",)), public.addresses, "auto"),
+    ):
+        chosen, words = await settled(options, join, wish)
+        assert chosen.reachable is True and not words
+    chosen, words = await settled(anywhere, public.addresses, "auto")
+    assert chosen.announce == (f"127.0.0.1:{chosen.port}",) and chosen.port and chosen.reachable
+    assert words == f"others can dial this machine at 127.0.0.1:{chosen.port}"
+    chosen, words = await settled(anywhere, public.addresses, "relay")
+    assert chosen.reachable is False and chosen.relays == public.addresses and not chosen.be_relay
+
+    async def closed(options: DaemonOptions, join: Sequence[str]) -> Finding:
+        return Finding(kind="closed", host="44.1.2.3", port=7, why="no connection within 3 s")
+
+    monkeypatch.setattr(reach_module, "find_reach", closed)
+    with pytest.raises(SetupError) as refused:
+        await settled(anywhere, public.addresses, "auto")
+    assert refused.value.text == (
+        "nobody can dial this machine (no connection within 3 s), and no peer is known that could relay for "
+        "it: forward TCP port 7 of your router to this machine and give --announce 44.1.2.3:7, or join at "
+        "the address of one that can be dialled"
+    )
+    chosen, _ = await settled(anywhere, public.addresses, "auto", needed=False)
+    assert chosen.reachable is False and not chosen.relays
+
+
+@pytest.mark.net
+async def test_where_nobody_relays_a_hidden_peer_says_so(
+    public: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peers.net.node.RELAY_S", 0.5)
+    options = DaemonOptions(host="0.0.0.0", reachable=False, relays=public.addresses)
+    with pytest.raises(SetupError) as refused:
+        async with Node(options=options, join=public.addresses):
+            pass
+    assert refused.value.text.startswith(
+        f"nobody can dial this machine, and none of these peers relays for it: {public.addresses[0]}. "
+        "Forward its port and say so with --announce"
+    )
