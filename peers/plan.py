@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ import numpy as np
 
 from peers.job import job_of
 from peers.status import StatusOptions, look
+from swarm.codecs import parse_codec
 from swarm.errors import SetupError
+from swarm.ids import Stage
 from swarm.model.crossings import crossing_bytes
 from swarm.plan.measured import Machine, Pair, estimate
 from swarm.plan.network import BACKWARD_FORWARDS, Job, Network, read_devices
@@ -26,7 +28,7 @@ from swarm.plan.ratios import boundary_bandwidths, boundary_codecs
 from swarm.plan.search import Plan, baselines, repaired, search_overlapped
 from swarm.policy.health import Look
 from swarm.records import NO_STAGE
-from swarm.run import Run, load_run
+from swarm.run import CodecSpec, Run, load_run
 
 RANDOM_LAYOUTS = 10
 """Of which the mean is what a random layout takes."""
@@ -71,8 +73,8 @@ class Answer:
     """As the peers of a run are now; None for machines that are only described."""
     measured: str = ""
     """How much of the network was measured, in words."""
-    codecs: tuple[str, ...] | None = None
-    """What each boundary should send forward, if that was asked for: see `swarm.plan.ratios`."""
+    codecs: CodecSpec | None = None
+    """What each boundary should send, if that was asked for: see `swarm.plan.ratios`."""
 
 
 async def run_plan(options: PlanOptions) -> None:
@@ -98,7 +100,7 @@ async def run_plan(options: PlanOptions) -> None:
         job = job_of(run)
         answer = plan(network, job, seed=options.seed, budget_s=options.budget)
     if options.keep is not None:
-        answer = replace(answer, codecs=plan_codecs(run, network, job, answer.plan, options.keep))
+        answer = replace(answer, codecs=plan_codecs(run, network, job, answer.plan.stage_of, options.keep))
     if options.json:
         print(json.dumps(as_json(answer, run, network)))
     else:
@@ -172,28 +174,50 @@ def plan(network: Network, job: Job, *, seed: int, budget_s: float) -> Answer:
     return Answer(found, float(np.mean(chance_s)), found.starts["megatron"], cpu_s)
 
 
-def plan_codecs(run: Run, network: Network, job: Job, found: Plan, least: float) -> tuple[str, ...]:
-    """AdaTopK for a plan: what the computation of the slowest stage hides is not compressed.
+def plan_codecs(
+    run: Run, network: Network, job: Job, stage_of: Sequence[Stage] | np.ndarray, least: float
+) -> CodecSpec:
+    """AdaTopK for a layout: what the computation of the slowest stage hides is not compressed.
+
+    A boundary that is given another codec than the manifest has gets its gradients back in as few bits: they
+    have the same line. `stage_of`: of each device, or `IDLE`.
+
+    Returns:
+        `[codec]` of the manifest, with a list for each direction.
 
     Raises:
-        SetupError: a part that cannot be kept, or the manifest's backward codec forbids it.
+        SetupError: a part that cannot be kept, or lists that are too long for a manifest.
     """
-
-    speeds = [sum(network.devices[i].flops_per_s for i in members) for members in _members(found, run.S)]
+    speeds = [sum(network.devices[i].flops_per_s for i in members) for members in _members(stage_of, run.S)]
     compute_s = [
-        (1 + BACKWARD_FORWARDS) * flops / speed for flops, speed in zip(job.forward_flops, speeds,
-        strict=True)
+        (1 + BACKWARD_FORWARDS) * flops / speed
+        for flops, speed in zip(job.forward_flops, speeds, strict=True)
     ]
-    codecs = boundary_codecs(
-        boundary_bandwidths(network, found.stage_of, run.S),
-        partial(crossing_bytes, run),
-        [run.codec.forward_at(boundary) for boundary in range(run.S - 1)],
-        least=least,
-        enough_s=max(compute_s),
+    base = [run.codec.forward_at(boundary) for boundary in range(run.S - 1)]
+
+    def bytes_of(boundary: int, codec: str) -> tuple[float, float]:
+        same = codec == base[boundary]
+        return crossing_bytes(
+            run if same else replace(run, codec=CodecSpec.both_ways(codec)), boundary, codec
+        )
+
+    forward = boundary_codecs(
+        boundary_bandwidths(network, stage_of, run.S), bytes_of, base, least=least, enough_s=max(compute_s)
     )
-    if codecs:
-        replace(run, codec=replace(run.codec, forward=codecs))  # it must be a manifest that can be
+    backward = tuple(
+        run.codec.backward_at(boundary, "none") if codec == base[boundary] else _values(codec)
+        for boundary, codec in enumerate(forward)
+    )
+    codecs = replace(run.codec, forward=forward, backward=backward)
+    if forward:
+        replace(run, codec=codecs)  # it must be a manifest that can be
     return codecs
+
+
+def _values(name: str) -> str:
+    codec = parse_codec(name)
+    assert codec is not None
+    return codec.values
 
 
 def as_json(answer: Answer, run: Run, network: Network) -> dict[str, Any]:
@@ -202,7 +226,7 @@ def as_json(answer: Answer, run: Run, network: Network) -> dict[str, Any]:
     names = [device.name for device in network.devices]
     return {
         "run": run.id,
-        "stages": [[names[i] for i in members] for members in _members(answer.plan, run.S)],
+        "stages": [[names[i] for i in members] for members in _members(answer.plan.stage_of, run.S)],
         "idle": [names[i] for i in np.flatnonzero(answer.plan.stage_of == IDLE)],
         "step_s": step.total_s,
         "way_s": step.way_s,
@@ -216,7 +240,8 @@ def as_json(answer: Answer, run: Run, network: Network) -> dict[str, Any]:
         "megatron_s": answer.megatron_s,
         "starts_s": answer.plan.starts,
         "cpu_s": answer.cpu_s,
-        "codec_forward": answer.codecs,
+        "codec_forward": answer.codecs and answer.codecs.forward,
+        "codec_backward": answer.codecs and answer.codecs.backward,
     }
 
 
@@ -227,7 +252,7 @@ def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
         f"{run.name}: {run.S} stages, {run.M} microbatches a step, {_count(len(network), 'device')} in "
         f"{_count(len(network.regions), 'region')}"
     ]
-    for stage, members in enumerate(_members(answer.plan, run.S)):
+    for stage, members in enumerate(_members(answer.plan.stage_of, run.S)):
         need_gb = (job.state_bytes[stage] + job.activation_bytes[stage]) / 1e9
         lines.append(
             f"stage {stage}: {_count(len(members), 'device')}, {need_gb:.3g} GB on each: "
@@ -252,15 +277,16 @@ def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
             else "as the peers are now, a stage has none: no step is taken"
         )
         lines.append(answer.measured)
-    if answer.codecs:
-        listed = ", ".join(f'"{codec}"' for codec in answer.codecs)
-        lines.append(f"for these lines the manifest should say, in [codec]: forward = [{listed}]")
+    if answer.codecs and answer.codecs.forward:
+        lines.append("for these lines the manifest should say, in [codec]:")
+        for way, codecs in (("forward", answer.codecs.forward), ("backward", answer.codecs.backward)):
+            lines.append(f"  {way} = {json.dumps(codecs)}")
     lines.append("a device joins its stage with: swarm peer --stage N ...")
     return "\n".join(lines)
 
 
-def _members(found: Plan, stages: int) -> list[np.ndarray]:
-    return [np.flatnonzero(found.stage_of == stage) for stage in range(stages)]
+def _members(stage_of: Sequence[Stage] | np.ndarray, stages: int) -> list[np.ndarray]:
+    return [np.flatnonzero(np.asarray(stage_of) == stage) for stage in range(stages)]
 
 
 def _names(network: Network, members: np.ndarray) -> str:

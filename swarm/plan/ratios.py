@@ -5,7 +5,7 @@ the estimated times of transfer, r what the slowest is compressed by, and 3 what
 beside values of 4. So what is compressed takes as long everywhere, and fast links stay as they are. Here
 the same rule with our own bytes instead of the 3: the slowest boundary gets the smallest part that is
 allowed, and every other one the largest with which it takes no longer; those that take no longer as they
-are keep their codec, bit for bit.
+are keep their codec, bit for bit, and those that take no longer with all numbers in fewer bits keep all.
 
 A boundary that hides behind the computation needs no compression at all: `enough_s`.
 """
@@ -65,8 +65,9 @@ def boundary_codecs(
     limit_s = max([enough_s, *best])
 
     def chosen(boundary: int) -> str:
-        if seconds(boundary, base[boundary]) <= limit_s:
-            return base[boundary]
+        for whole in (base[boundary], "bf16", values):
+            if seconds(boundary, whole) <= limit_s:
+                return whole
         if seconds(boundary, smallest) >= limit_s:
             return smallest
         low, high = smallest_ppm, PPM - 1
@@ -108,10 +109,12 @@ def boundary_bandwidths(
     """Of each boundary (forward, backward): what all its lines carry together, in bits a second.
 
     A microbatch takes any pair of devices alike, so a line counts with the harmonic mean; as many are in
-    use at once as the smaller stage has devices. `stage_of`: of each device, as a plan has it.
+    use at once as the smaller stage has devices. A device between two boundaries shares its own line among
+    them: it sends activations on and gradients back. `stage_of`: of each device, as a plan has it.
     """
-    up_N = np.array([device.upload_bps for device in network.devices], dtype=np.float64)
-    down_N = np.array([device.download_bps for device in network.devices], dtype=np.float64)
+    inner_N = (np.asarray(stage_of) > 0) & (np.asarray(stage_of) < stages - 1)
+    up_N = np.array([device.upload_bps for device in network.devices], dtype=np.float64) / (1 + inner_N)
+    down_N = np.array([device.download_bps for device in network.devices], dtype=np.float64) / (1 + inner_N)
     region_N = np.array([device.region for device in network.devices])
     line_NN = network.bandwidth_bps[np.ix_(region_N, region_N)]
     line_NN = np.minimum(np.minimum(line_NN, up_N[:, None]), down_N[None, :])

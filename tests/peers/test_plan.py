@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
 import pytest
 
 from peers.cli import Exit, main
-from peers.plan import as_json, plan_view, render
+from peers.job import job_of
+from peers.plan import as_json, plan_codecs, plan_view, render
 from swarm.errors import SetupError
 from swarm.plan.network import EXAMPLE as DEVICES
+from swarm.plan.network import Device, Network
 from swarm.policy.health import Look
 from swarm.records import PeerRecord
 from swarm.run import EXAMPLE as RUN
-from swarm.run import parse_run
+from swarm.run import CodecSpec, demo_run, parse_run
 from swarm.wire.messages import Audit, LinkStatus, PeerStatus
 
 
@@ -57,21 +62,37 @@ def test_a_plan_for_people_says_the_layout_the_limit_and_the_comparison(
         assert words in said
 
 
-def test_slow_boundaries_are_given_a_codec_that_the_manifest_takes(
+def test_slow_boundaries_are_given_codecs_that_the_manifest_takes(
     files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow = DEVICES.replace("bandwidth_mbps = 2000", "bandwidth_mbps = 2")
     files[1].write_text(slow.replace("tflops = 30", "tflops = 900"))
     assert planned(files, "--keep", "0.01") == Exit.OK
     said = capsys.readouterr().out
-    line = next(line for line in said.splitlines() if "forward = [" in line)
-    assert "topk:0.01+blockwise8" in line
-    forward = line.split("in [codec]: ")[1]
-    run = parse_run(RUN.replace('forward = "blockwise8"', forward))
+    table = said.split("in [codec]:\n")[1].split("a device joins")[0]
+    assert "topk:0.01+blockwise8" in table
+    example, count = re.subn(r"(?s)\nforward = .*?\nbackward = [^\n]*", "\n" + table, RUN)
+    assert count == 1
+    run = parse_run(example)
     assert run.codec.forward != "blockwise8"
     assert planned(files, "--keep", "0.01", "--json") == Exit.OK
-    codecs = json.loads(capsys.readouterr().out)["codec_forward"]
-    assert [run.codec.forward_at(boundary) for boundary in range(2)] == codecs
+    found = json.loads(capsys.readouterr().out)
+    assert [run.codec.forward_at(boundary) for boundary in range(2)] == found["codec_forward"]
+    assert found["codec_backward"] == ["blockwise8"] * 2
+
+
+def test_only_what_crosses_a_slow_boundary_changes_in_either_direction() -> None:
+    """8 Mbit/s between stages 0 and 1, as much as anybody wants between 1 and 2."""
+    run = replace(demo_run(stages=3), codec=CodecSpec.both_ways("none"))
+    devices = tuple(Device(f"d{i}", i, 1e12) for i in range(3))
+    lines = np.array([[math.inf, 8e6, 8e6], [8e6, math.inf, math.inf], [8e6, math.inf, math.inf]])
+    network = Network(devices, ("a", "b", "c"), np.zeros((3, 3)), lines)
+    found = plan_codecs(run, network, job_of(run), [0, 1, 2], 0.05)
+    assert (found.forward, found.backward) == (("topk:0.05+blockwise8", "none"), ("blockwise8", "none"))
+    same = replace(run, codec=replace(found, adaptive=("bf16",)))
+    assert plan_codecs(same, network, job_of(run), [0, 1, 2], 0.01).adaptive == ("bf16",)
+    one = demo_run(stages=1)
+    assert plan_codecs(one, network, job_of(one), [0, 0, 0], 0.05).forward == ()
 
 
 def test_without_a_budget_the_plan_is_a_function_of_the_seed(

@@ -79,6 +79,14 @@ def test_what_hides_behind_the_computation_is_not_compressed() -> None:
     assert seconds(some, 8 * MBPS) <= needed_s / 2
 
 
+def test_all_numbers_in_fewer_bits_go_before_a_part_of_them() -> None:
+    needed_s = seconds("none", 50 * MBPS)
+    for fewer, codec in ((1.01, "bf16"), (2.01, "blockwise8")):
+        assert planned([50 * MBPS], "none", enough_s=needed_s / fewer) == (codec,)
+    (some,) = planned([50 * MBPS], "none", enough_s=needed_s / 4)
+    assert part("topk:0.5+blockwise8") < part(some) < PPM
+
+
 def test_the_slower_direction_counts() -> None:
     there = boundary_codecs([(8 * MBPS, 1000 * MBPS), (9e9, 9e9)], bytes_of, ["none"] * 2, least=0.02)
     back = boundary_codecs([(1000 * MBPS, 8 * MBPS), (9e9, 9e9)], bytes_of, ["none"] * 2, least=0.02)
@@ -149,5 +157,8 @@ def test_the_bandwidth_of_a_boundary_is_the_mean_over_who_may_meet_there() -> No
     assert only == pytest.approx((20 * MBPS, 2 / (1 / 10 + 1 / 20) * MBPS))
     (two,) = boundary_bandwidths(network, [0, 0, 1, 1], 2)
     assert two[0] == pytest.approx(2 * 4 / (1 / 20 + 1 / 100 + 1 / 10 + 1 / 10) * MBPS), "two at a time"
+    inner, last = boundary_bandwidths(network, [2, 1, 0, -1], 3)
+    assert inner == pytest.approx((500 * MBPS, 5 * MBPS)), "b's own line, up and down, is that of two"
+    assert last == pytest.approx((5 * MBPS, 20 * MBPS))
     with pytest.raises(SetupError, match="stage 1 has no device"):
         boundary_bandwidths(network, [0, 0, 0, 0], 2)
