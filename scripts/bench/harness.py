@@ -2,11 +2,13 @@
 
 The processes are those of `swarm demo`: a bootstrap and peers, each with its own p2pd. The trainer is this
 process. `Swarm.train` runs some steps, then the peers idle, so that a baseline can be measured in between.
+In a lab (`netlab.py`) each role is on the host that has its name, and lines can be changed meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import platform
 import sys
@@ -15,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -23,6 +25,7 @@ import psutil
 
 from peers.disk.dataset import Dataset, open_dataset
 from peers.events import Event, Serving, Started, StepDone
+from peers.net.daemon import DaemonOptions
 from peers.net.node import Node
 from peers.spawn import Child, stop_all
 from peers.trainer import Trainer, TrainerSettings
@@ -30,6 +33,9 @@ from peers.waiting import happens
 from swarm.ids import PeerId, Stage
 from swarm.run import BatchSpec, CodecSpec, DataSpec, ModelSpec, OptimizerSpec, Run
 from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack_answer
+
+if TYPE_CHECKING:
+    from scripts.bench.netlab import Lab
 
 START_S = 120.0
 """Limit for a process to start; the machine may be loaded."""
@@ -153,9 +159,21 @@ class Segment:
     seconds: float
     """From its first move to the last step taken: fill and drain of the pipeline are in."""
     clocks: Clocks
-    busy_s: dict[str, float]
-    """By role: seconds that its device worked."""
+    before: dict[str, PeerStatus]
+    """What each peer said of itself, by role, before it began."""
+    after: dict[str, PeerStatus]
     events: list[StepDone] = field(default_factory=list)
+
+    @property
+    def busy_s(self) -> dict[str, float]:
+        """By role: seconds that its device worked."""
+        return {name: now.busy_s - self.before[name].busy_s for name, now in self.after.items()}
+
+
+def role_names(stages: int, replicas: int) -> list[str]:
+    """Of a swarm, this process as its trainer included: the hosts of a lab for it."""
+    numbers = [f".{number}" if replicas > 1 else "" for number in range(replicas)]
+    return ["bootstrap", "trainer", *(f"stage {s}{n}" for s in range(stages) for n in numbers)]
 
 
 class Swarm:
@@ -171,12 +189,15 @@ class Swarm:
         one_by_one: bool = False,
         peer_arguments: Sequence[str] = (),
         environment: dict[str, str] | None = None,
+        lab: Lab | None = None,
     ) -> None:
+        """`lab`: with a host for each of `role_names`."""
         self.data: Dataset = open_dataset(run)
         self.run = self.data.pinned(run)
         self.replicas, self._threads, self._window = replicas, threads, window
         self._one_by_one = one_by_one
         self._peer_arguments, self._environment = tuple(peer_arguments), environment
+        self._lab = lab
         self.roles: list[Role] = []
         self.version = 0
         self.node: Node
@@ -189,7 +210,9 @@ class Swarm:
             manifest = self.run.to_toml()
             await self._spawn("bootstrap", None, ["bootstrap", "--manifest", "-"], manifest)
             await self.until(lambda: bool(self._entry), "the bootstrap does not start")
-            self.node = Node(join=(self._entry,), run_id=self.run.id)
+            self.node = Node(
+                options=DaemonOptions(host=self._ip("trainer")), join=(self._entry,), run_id=self.run.id
+            )
             for stage in range(self.run.S):
                 for _ in range(self.replicas):
                     peer = await self.add_peer(stage)
@@ -200,7 +223,8 @@ class Swarm:
             await self.until(
                 lambda: all(role.serving_at is not None for role in self.peers), "a peer does not serve"
             )
-            await self.node.__aenter__()
+            with self._on("trainer"):
+                await self.node.__aenter__()
             while sum(r.state == "serving" for r in await self.node.directory.refresh()) < len(self.peers):
                 await asyncio.sleep(0.05)
         except BaseException:
@@ -220,6 +244,12 @@ class Swarm:
                 await self.node.close()
         finally:
             await stop_all([role.child for role in self.roles])
+
+    def _on(self, host: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._lab is None else self._lab.inside(host)
+
+    def _ip(self, host: str) -> str:
+        return "127.0.0.1" if self._lab is None else self._lab.ip(host)
 
     @property
     def peers(self) -> list[Role]:
@@ -248,7 +278,9 @@ class Swarm:
                 early.append(event)
 
         spawned_at = time.monotonic()
-        child = await Child.spawn(arguments, hear, stdin=stdin.encode(), environment=self._environment)
+        arguments = [*arguments, "--host", self._ip(name)]
+        with self._on(name):  # whoever runs meanwhile in this thread opens no connections: p2pd does
+            child = await Child.spawn(arguments, hear, stdin=stdin.encode(), environment=self._environment)
         role = Role(name, stage, child, spawned_at)
         self.roles.append(role)
         heard.append(role)
@@ -296,7 +328,7 @@ class Swarm:
             elif not isinstance(event, StepDone) and event.level != "info":
                 print(f"trainer: {event.words()}", file=sys.stderr)
 
-        busy = await self.busy_s()
+        before = await self.statuses()
         trainer = Trainer(
             self.run, self.data, self.node.transport, self.node.directory,
             TrainerSettings(window=self._window, steps=self.version + steps), hear,
@@ -306,8 +338,7 @@ class Swarm:
         clocks = self.clocks().since(clocks)
         assert len(done) == steps, (len(done), steps)
         self.version += steps
-        busy = {name: total - busy[name] for name, total in (await self.busy_s()).items()}
-        return Segment(steps, ended_at - began, clocks, busy, done)
+        return Segment(steps, ended_at - began, clocks, before, await self.statuses(), done)
 
     def clocks(self) -> Clocks:
         """What all our processes have used so far; `trainer` is this one."""
@@ -329,9 +360,6 @@ class Swarm:
             answer = await self.node.transport.call(role.peer, "status", pack(AskStatus(run=self.run.id)))
             found[role.name] = unpack_answer(role.peer, answer.header, PeerStatus)
         return found
-
-    async def busy_s(self) -> dict[str, float]:
-        return {name: status.busy_s for name, status in (await self.statuses()).items()}
 
 
 # --- saying it ---

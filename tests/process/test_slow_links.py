@@ -1,0 +1,191 @@
+"""What the benchmarks of compression make of lines, codecs, measurements; and one real swarm on two lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from peers.events import StepDone
+from scripts.bench import codecs_loss, slow_links
+from scripts.bench.codecs_loss import codec_spec
+from scripts.bench.harness import Clocks, Segment, role_names
+from scripts.bench.netlab import Link, why_not
+from scripts.bench.slow_links import Found, Lines, Sizes
+from swarm.run import CodecSpec
+from swarm.wire.messages import Audit, LinkStatus, PeerStatus
+
+SIZES = Sizes(stages=3, replicas=1, job_s=0.04, window=8)
+MIXED = Lines(None, 0.05)
+
+
+class Notes:
+    """A lab that only writes down."""
+
+    def __init__(self, hosts: list[str]) -> None:
+        self.hosts = tuple(hosts)
+        self.bandwidths: dict[str, float] = {}
+        self.links: dict[tuple[str, str], Link] = {}
+
+    def set_bandwidth(self, host: str, bandwidth_bps: float) -> None:
+        self.bandwidths[host] = bandwidth_bps
+
+    def set_link(self, a: str, b: str, link: Link) -> None:
+        self.links[a, b] = link
+
+
+def test_lines_are_those_of_hosts_and_in_the_mixed_case_one_boundary_is_slow() -> None:
+    lab: Any = Notes(role_names(3, 2))
+    slow_links.shape(lab, Lines(50.0, 0.1))
+    assert set(lab.bandwidths.values()) == {50e6} and len(lab.bandwidths) == 8
+    assert set(lab.links.values()) == {Link(delay_s=0.05)} and len(lab.links) == 28
+    slow_links.shape(lab, MIXED)
+    slow = {pair for pair, link in lab.links.items() if link.bandwidth_bps == 8e6}
+    assert slow == {(f"stage 0.{i}", f"stage 1.{j}") for i in range(2) for j in range(2)}
+    assert set(lab.bandwidths.values()) == {1e9}
+    slow_links.shape(lab, None)
+    assert set(lab.bandwidths.values()) == {0.0} and set(lab.links.values()) == {Link()}
+
+
+def test_adatopk_compresses_where_devices_would_wait_and_equal_manifests_are_measured_once() -> None:
+    options = slow_links.parse([])
+    base = slow_links.base_run(options)
+    lines = [Lines(8.0, 0.0), Lines(100.0, 0.0), Lines(200.0, 0.0), MIXED]
+    runs = slow_links.manifests(base, lines, ["none", "bf16", "adatopk"], SIZES, 0.05)
+    planned = [slow_links.words(run.codec, 2) for run in runs["adatopk"].values()]
+    assert planned == ["topk:0.196+blockwise8", "bf16", "none", "topk:0.477+blockwise8, none"]
+    assert runs["adatopk"][lines[1]] == runs["bf16"][lines[1]]
+    assert runs["adatopk"][lines[2]] == runs["none"][lines[2]]
+    for each, run in runs["adatopk"].items():
+        assert slow_links.least_step_s(run, each, SIZES) == pytest.approx(base.M * 0.08), "all hide now"
+    nbytes = 4 * 256 * 128 * 4
+    assert slow_links.least_step_s(base, lines[0], SIZES) == pytest.approx(base.M * 16 * nbytes / 8e6)
+    assert slow_links.least_step_s(base, MIXED, SIZES) == pytest.approx(base.M * 8 * nbytes / 8e6)
+    assert slow_links.payload_bytes(base) == 2 * (2 * nbytes + 4 * 256)
+
+
+def status(name: str, busy_s: float, links: dict[str, int]) -> PeerStatus:
+    return PeerStatus(
+        peer=name, stage=int(name[-1]), version=0, state="serving", device="cpu", done=0, inflight=0,
+        max_inflight=8, speed=1.0, computed=0, coordinator=name, audit=Audit(), since=0.0, busy_s=busy_s,
+        links=tuple(LinkStatus(peer=peer, bytes_in=half, bytes_out=half) for peer, half in links.items()),
+    )  # fmt: skip
+
+
+def test_a_measurement_leaves_out_the_first_step_and_counts_each_boundary_once() -> None:
+    base = replace(slow_links.base_run(slow_links.parse([])), steps=9)
+    sent = round(
+        3 * base.M * slow_links.payload_bytes(base)
+    )  # of three steps, over all boundaries, as it must be
+    before = {f"stage {s}": status(f"p{s}", 1.0, {}) for s in range(3)}
+    after = {
+        "stage 0": status("p0", 4.0, {"p1": sent // 4, "trainer": 999}),
+        "stage 1": status("p1", 7.0, {"p2": sent // 4, "p0": sent // 4}),
+        "stage 2": status("p2", 2.0, {"p1": sent // 4}),
+    }
+    events = [
+        StepDone(at=at, t=t, steps=9, loss=None, tokens_per_s=0.0) for t, at in enumerate((7.0, 10.0, 15.0))
+    ]
+    clocks = Clocks(0.0, {}, {}, 0.0)
+    found = slow_links.found_in(Segment(3, 30.0, clocks, before, after, events), base)
+    assert found.tokens_per_s == pytest.approx(base.tokens_per_step / 4.0), "two steps in 8 s"
+    assert found.busy == pytest.approx(2.0 / 4.0), "the busiest worked 6 s in three steps"
+    assert found.wire == pytest.approx(1.0, rel=1e-6)
+
+
+def test_ratios_are_of_one_round_and_of_the_same_lines() -> None:
+    lines = [Lines(8.0, 0.0), MIXED]
+    runs = slow_links.manifests(
+        slow_links.base_run(slow_links.parse([])), lines, ["none", "adatopk"], SIZES, 0.05
+    )
+
+    def speeds(*tokens_per_s: float) -> list[Found]:
+        return [Found(each, 0.5, 1.0) for each in tokens_per_s]
+
+    measured = {
+        ("none", lines[0]): speeds(10.0, 20.0, 40.0),
+        ("adatopk", lines[0]): speeds(30.0, 100.0, 80.0),
+        ("none", lines[1]): speeds(10.0, 10.0, 10.0),
+        ("adatopk", lines[1]): speeds(10.0, 10.0, 70.0),
+    }
+    rows = slow_links.rows_of(measured, runs)
+    assert [row["to_none"] for row in rows] == [1.0, 3.0, 1.0, 1.0]
+    assert [row["to_bf16"] for row in rows] == [None] * 4
+    assert [row["tokens_per_s"] for row in rows] == [20.0, 80.0, 10.0, 10.0]
+    assert list(slow_links.markdown(rows)) == [
+        "| Mbit/s | round trip, ms | none | adatopk | adatopk ÷ none | ÷ bf16 |",
+        "|---|---|---|---|---|---|",
+        "| 8 | 0 | 20 (50 %) | 80 (50 %) topk:0.196+blockwise8 | 3.00 |  |",
+        "| mixed | 50 | 10 (50 %) | 10 (50 %) topk:0.477+blockwise8, none | 1.00 |  |",
+    ]
+
+
+def test_codecs_are_compared_seed_by_seed() -> None:
+    losses = {"none": {1: 2.0, 2: 3.0}, "bf16": {1: 2.1, 2: 2.9}, "topk:0.1": {1: 2.5, 2: 3.1}}
+    rows = codecs_loss.rows_of(losses, {"none": 1.0, "bf16": 2.0, "topk:0.1": 8.3})
+    assert [(row["above_none"], row["from"], row["to"]) for row in rows] == [
+        (0.0, 0.0, 0.0), (0.0, -0.1, 0.1), (0.3, 0.1, 0.5),
+    ]  # fmt: skip
+    (alone,) = codecs_loss.rows_of({"bf16": {1: 2.1}}, {"bf16": 2.0})
+    assert alone["loss"] == 2.1 and alone["above_none"] is None
+
+
+def test_a_codec_may_be_one_for_each_boundary() -> None:
+    assert codec_spec("topk:0.05+blockwise8") == CodecSpec.both_ways("topk:0.05+blockwise8")
+    assert codec_spec("topk:0.05+bf16,none") == CodecSpec(
+        forward=("topk:0.05+bf16", "none"), backward=("bf16", "none")
+    )
+
+
+def test_a_short_training_has_the_loss_of_its_last_steps() -> None:
+    """The first loss is that of a model that knows nothing: log 256, about."""
+    run = codecs_loss.codec_run("topk:0.05+blockwise8,none", seed=1, steps=2, microbatches=1)
+    small = replace(run, model=replace(run.model, hidden=32, heads=2, ffn_hidden=32))
+    assert 5.3 < codecs_loss.final_loss(small, last=2) < 5.8
+    assert codecs_loss.crossing(small) < codecs_loss.crossing(replace(small, codec=codec_spec("none"))) / 1.9
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "words"),
+    [
+        (slow_links, ["--codec", "zip"], "'zip' names no codec: it must be one of none, bf16"),
+        (slow_links, ["--codec", "none,none,none"], "a list of 2, one for each boundary of 3 stages"),
+        (slow_links, ["--keep", "0"], "a part of 0.0 cannot be kept: it must be above 0 and below 1"),
+        (slow_links, ["--stages", "1"], "there must be two stages, a replica of each"),
+        (slow_links, ["--lines", "0"], "argument --lines: invalid"),
+        (slow_links, ["--job", "nan"], "argument --job: invalid"),
+        (codecs_loss, ["--codec", "topk:2"], "'topk:2' names no codec"),
+        (codecs_loss, ["--last", "0"], "--last 0: it must be from 1 to --steps (60)"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(
+    module: Any, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        module.parse(arguments)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(bool(why_not()), reason=f"a network lab {why_not()}")
+def test_a_swarm_on_slow_lines_is_faster_with_less_to_send(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1.7 MB a microbatch on lines of 8 Mbit/s, or a twentieth of it: no load of a machine hides that."""
+    words = "--lines 8 mixed --rtt 20 --codec none topk:0.05+blockwise8 --rounds 1 --steps 1 --microbatches 3"
+    monkeypatch.setattr(sys, "argv", ["slow_links.py", *words.split()])
+    assert slow_links.main() == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [(row["lines"], row["codec"]) for row in rows] == [
+        ("8", "none"), ("8", "topk:0.05+blockwise8"), ("mixed", "none"), ("mixed", "topk:0.05+blockwise8"),
+    ]  # fmt: skip
+    assert rows[1]["to_none"] > 1.5 and rows[3]["to_none"] > 1.5
+    for row in rows:
+        assert 0.0 < row["busy"] <= 1.0
+        assert 1.0 < row["wire"] < 1.3, "what crossed is what the formula says, and headers"
