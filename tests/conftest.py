@@ -1,8 +1,9 @@
-"""What all tests share: a cache folder of their own, and a profile for hypothesis."""
+"""What all tests share: a cache folder of their own, a profile for hypothesis, and UTC for who asks."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -26,3 +27,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         del os.environ["SWARM_CACHE"]
     else:
         os.environ["SWARM_CACHE"] = before
+
+
+@pytest.fixture(scope="module")
+def greenwich() -> Iterator[None]:
+    """Local time is UTC, so that pictures are the same everywhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TZ", "UTC")
+        time.tzset()
+        yield
+    time.tzset()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
-import time
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -29,18 +26,7 @@ from peers.events import (
 PEER = "12D3KooWQmabcdef"
 
 
-@pytest.fixture(autouse=True)
-def greenwich() -> Iterator[None]:
-    """Local time is UTC, so that pictures are the same everywhere."""
-    before = os.environ.get("TZ")
-    os.environ["TZ"] = "UTC"
-    time.tzset()
-    yield
-    if before is None:
-        del os.environ["TZ"]
-    else:
-        os.environ["TZ"] = before
-    time.tzset()
+pytestmark = pytest.mark.usefixtures("greenwich")
 
 
 def step(t: int, loss: float | None = 2.0, steps: int = 40, peers: tuple[int, ...] = (2, 1, 2)) -> StepDone:

@@ -6,8 +6,6 @@ import contextlib
 import io
 import os
 import threading
-import time
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -19,19 +17,7 @@ from swarm.policy.health import Look, SwarmHealth
 from swarm.policy.observer import Observer
 from tests.watch.pictures import RUN, START, crowd, record, status, troubled
 
-
-@pytest.fixture(autouse=True)
-def greenwich() -> Iterator[None]:
-    """Local time is UTC, so that pictures are the same everywhere."""
-    before = os.environ.get("TZ")
-    os.environ["TZ"] = "UTC"
-    time.tzset()
-    yield
-    if before is None:
-        del os.environ["TZ"]
-    else:
-        os.environ["TZ"] = before
-    time.tzset()
+pytestmark = pytest.mark.usefixtures("greenwich")
 
 
 def drawn(health: SwarmHealth, width: int = 80, height: int = 24) -> list[str]:
