@@ -227,6 +227,19 @@ def test_a_stage_that_lost_all_members_brings_the_run_back_to_its_checkpoint() -
     assert report.version == pytest.approx(40.0 / step_s // 10 * 10 + (300.0 - 66.0) / step_s, abs=1.0)
 
 
+def test_who_is_leaving_when_the_run_goes_back_arrives_elsewhere() -> None:
+    """Its last microbatches end with the run that went back, so it leaves in the middle of that."""
+    trace = Trace((0.0, 30.0, 60.0, 90.0, 120.0, 150.0), (12, 7, 14, 9, 5, 14), 250.0)
+    work = job(3, 16, gradient=1e6, state=1e6)
+    settings = Settings(rebalance_every_s=10.0, detect_s=3.5, delayed_updates=True)
+    report = simulate(
+        network(14, upload_bps=5e7, latency_s=0.05), work, [i % 3 for i in range(14)], end_s=250.0,
+        trace=trace, settings=settings, seed=4,
+    )  # fmt: skip
+    assert report.eras and report.moves
+    assert report.computed == report.version * 16 * 3 + report.recomputed + report.open
+
+
 def test_the_real_rule_sends_peers_to_the_stage_that_waits() -> None:
     """6 peers and 2; then 4 and 4, for one download each of the two."""
     layout = [0] * 6 + [1] * 2

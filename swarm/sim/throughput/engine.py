@@ -259,7 +259,7 @@ class Simulation:
 
     def _drop_all(self) -> None:
         """What the open steps hold is worth nothing any more."""
-        for peer in self._peers.values():
+        for peer in list(self._peers.values()):  # who is on the way out goes with its last microbatch
             for flight in list(peer.flights):
                 self._cancel(flight)
         for covered in self._covered.values():
