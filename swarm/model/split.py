@@ -430,15 +430,8 @@ def _shortest_way(
             costs = before + seconds + found.again * sharing_s
             costs[(found.memory > limits[stage]) | (seconds > period)] = math.inf
             costs[:least] = math.inf
-            target = best[stage + 1, start + 1 :]
-            less = costs < target
-            target[less] = costs[less]
-            origin[stage + 1, start + 1 :][less] = start
-    ends, end = [n], n
-    for stage in range(S, 1, -1):
-        end = int(origin[stage, end])
-        ends.append(end)
-    return ends[::-1]
+            _relax(best, origin, stage, start, costs)
+    return _ends(origin)
 
 
 def _least_overflow(line: Line, limits: Sequence[float]) -> tuple[float, list[int]]:
@@ -456,12 +449,28 @@ def _least_overflow(line: Line, limits: Sequence[float]) -> tuple[float, list[in
                 continue
             costs = np.maximum(found.memory / limits[stage], best[stage, start])
             costs[:least] = math.inf
-            target = best[stage + 1, start + 1 :]
-            less = costs < target
-            target[less] = costs[less]
-            origin[stage + 1, start + 1 :][less] = start
-    ends, end = [n], n
-    for stage in range(S, 1, -1):
-        end = int(origin[stage, end])
-        ends.append(end)
-    return float(best[S, n]), ends[::-1]
+            _relax(best, origin, stage, start, costs)
+    return float(best[S, n]), _ends(origin)
+
+
+def _relax(best: np.ndarray, origin: np.ndarray, stage: int, start: int, costs: np.ndarray) -> None:
+    """Take the cuts in which `stage` begins at `start` where they cost less than the best so far.
+
+    Args:
+        best: [S + 1, n + 1] the least cost of so many stages up to a place.
+        origin: [S + 1, n + 1] the place at which the last of these stages begins.
+        costs: [n - start] by the place after the stage's last operator.
+    """
+    target = best[stage + 1, start + 1 :]
+    less = costs < target
+    target[less] = costs[less]
+    origin[stage + 1, start + 1 :][less] = start
+
+
+def _ends(origin: np.ndarray) -> list[int]:
+    """The place after each stage of the best cut, traced back from the end."""
+    stages, n = (size - 1 for size in origin.shape)
+    ends = [n]
+    for stage in range(stages, 1, -1):
+        ends.append(int(origin[stage, ends[-1]]))
+    return ends[::-1]
