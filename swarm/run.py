@@ -694,7 +694,7 @@ class Run(_Spec):
     @property
     def depends_on_routes(self) -> bool:
         """Whether the weights depend on who sent what to whom, and so are no function of the manifest."""
-        return bool(self.codec.adaptive)
+        return any(len(self.codec.allowed_at(boundary)) > 1 for boundary in range(self.S - 1))
 
     def weight_version(self, t: int) -> int:
         """The version of the weights that step `t` is computed with."""

@@ -709,6 +709,8 @@ def test_codecs_that_links_may_choose_are_a_set_and_make_the_run_depend_on_route
     assert run.depends_on_routes and not example_run().depends_on_routes
     assert run.codec.allowed_at(0) == ("blockwise8", "bf16", "topk:0.1")
     assert example_run().codec.allowed_at(0) == ("blockwise8",)
+    same = replace(example_run(), codec=CodecSpec(forward="bf16", adaptive=("bf16",)))
+    assert not same.depends_on_routes, "there is nothing to choose"
     with pytest.raises(SetupError, match=r"codec\.adaptive = .* a list of at most 16 different codecs"):
         CodecSpec(adaptive=("bf16", "bf16"))
 
