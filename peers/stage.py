@@ -288,7 +288,7 @@ class StagePeer:
 
     async def _announce(self) -> None:
         core, speed, where = self.core, self._speed(), self._whereabouts
-        where.look(self._directory.peers())
+        where.look(self._directory.find)
         record = PeerRecord(
             peer=core.me, run=self._run.id, stage=self.stage, state=self._state, version=core.version,  # type: ignore[arg-type]
             speed=speed, load=core.device.mean_queue(), state_bytes=core.compute.state_bytes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from peers.ports import Transport
 from swarm.errors import SwarmError
@@ -26,18 +26,16 @@ class Whereabouts:
         self.place = place or Place()
         self.widest_bps = self.in_flight_bytes = 0.0
 
-    def look(self, records: Sequence[PeerRecord]) -> None:
-        """Take in what is known of the lines by now."""
+    def look(self, find: Callable[[PeerId], PeerRecord | None]) -> None:
+        """Take in what is known of the lines by now. `find`: the record of a peer, `Directory.find`."""
         lines = self._transport.lines
-        for record in records:
-            line, theirs = lines.get(record.peer), read_place(record.place)
-            if line is None or not line.rtt_s or record.peer == self._me:
+        for peer, line in lines.items():
+            if peer == self._me or not line.rtt_s or (record := find(peer)) is None:
                 continue
+            theirs = read_place(record.place)
             # Of two that are nowhere yet somebody has to be the first who is somewhere.
             if theirs is not None or self.place == Place():
-                self.place = measured(
-                    self.place, theirs or Place(), line.rtt_s, me=self._me, peer=record.peer
-                )
+                self.place = measured(self.place, theirs or Place(), line.rtt_s, me=self._me, peer=peer)
         known = [line for line in lines.values() if line.bandwidth_bps]
         self.widest_bps = max((line.bandwidth_bps for line in known), default=0.0)
         self.in_flight_bytes = max((line.bandwidth_bps * line.rtt_s / 8 for line in known), default=0.0)

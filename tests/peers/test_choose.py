@@ -81,14 +81,30 @@ async def test_the_first_two_peers_of_a_run_find_places_as_far_apart_as_they_are
         sides[name].lines[other] = Line(rtt_s=0.05, bandwidth_bps=8e6)
     where = {name: Whereabouts(name, side) for name, side in sides.items()}
     for _ in range(60):  # each sees what the other has published
-        told = [
-            record_of(name, here.place if here.place != Place() else None) for name, here in where.items()
-        ]
+        told = {
+            name: record_of(name, here.place if here.place != Place() else None)
+            for name, here in where.items()
+        }
         for here in where.values():
-            here.look(told)
+            here.look(told.get)
     assert apart_s(where["a"].place, where["b"].place) == pytest.approx(0.05, rel=0.1)
     assert where["a"].place.error < 0.5 * UNSURE
     assert (where["a"].widest_bps, where["a"].in_flight_bytes) == (8e6, 50e3)
+    await network.close()
+
+
+async def test_who_has_a_line_but_no_record_any_more_moves_nobody_and_its_line_counts() -> None:
+    network = MemoryNetwork()
+    side = network.add("a").transport
+    side.lines.update(b=Line(rtt_s=0.05, bandwidth_bps=8e6), a=Line(rtt_s=0.01), c=Line())
+    here, asked = Whereabouts("a", side), list[str]()
+
+    def find(peer: str) -> PeerRecord | None:
+        asked.append(peer)
+        return None
+
+    here.look(find)
+    assert asked == ["b"] and here.place == Place() and here.widest_bps == 8e6
     await network.close()
 
 
