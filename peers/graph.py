@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import json
 import logging
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from peers.plotting import load_pyplot, save
 from swarm.errors import SetupError
 from swarm.model.boundary import StagePlan, plan_stages
 from swarm.model.bring import Brought, from_code, from_hf
@@ -237,11 +237,10 @@ def draw(graph: OpGraph, assignment: Sequence[int], path: Path) -> None:
     Raises:
         SetupError: no matplotlib, or the file cannot be written.
     """
-    pyplot = _pyplot()
     places = _places(graph)
     width = 1.6 * (1 + max(abs(x) for x, _ in places.values())) + 2
     height = 0.35 * (1 + max(y for _, y in places.values())) + 1
-    figure, axes = pyplot.subplots(figsize=(min(width, 60), min(height, 300)), layout="constrained")
+    figure, axes = _pyplot().subplots(figsize=(min(width, 60), min(height, 300)), layout="constrained")
     for source, target, _ in _edges(graph):
         near = places[target][1] - places[source][1] == 1
         bend = f"arc3,rad={0.0 if near else 0.2}"  # around the operators in between
@@ -255,12 +254,7 @@ def draw(graph: OpGraph, assignment: Sequence[int], path: Path) -> None:
     across = [x for x, _ in places.values()]
     axes.set(xlim=(min(across) - 1, max(across) + 1), ylim=(max(y for _, y in places.values()) + 1, -1))
     axes.set_axis_off()
-    try:
-        figure.savefig(path, format="png", dpi=100)
-    except OSError as error:
-        raise SetupError(f"--png {path} cannot be written: {error.strerror or error}") from None
-    finally:
-        pyplot.close(figure)
+    save(figure, path, "--png", dpi=100)
 
 
 def _places(graph: OpGraph) -> dict[str, tuple[float, int]]:
@@ -315,13 +309,7 @@ def _bytes(size: float) -> str:
 
 
 def _pyplot() -> Any:
-    try:
-        importlib.import_module("matplotlib").use("agg")
-        return importlib.import_module("matplotlib.pyplot")
-    except ImportError:
-        raise SetupError(
-            "--png needs matplotlib: .venv/bin/pip install -e '.[plot]'; or give --dot to Graphviz"
-        ) from None
+    return load_pyplot("--png", instead="; or give --dot to Graphviz")
 
 
 @contextlib.contextmanager

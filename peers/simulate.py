@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from peers.job import job_of
+from peers.plotting import load_pyplot, save
 from swarm.errors import SetupError
 from swarm.plan.network import Network, read_devices
 from swarm.run import Run, load_run
@@ -49,7 +49,7 @@ def run_simulate(options: SimulateOptions) -> None:
         SetupError: a file that cannot be read or says what cannot be; matplotlib is needed and absent.
     """
     if options.plot is not None:
-        _pyplot()  # said before an hour is simulated, not after
+        load_pyplot("--plot")  # said before an hour is simulated, not after
     run = load_run(options.manifest)
     network = read_devices(_text(options.devices))
     trace = read_trace(_text(options.trace), options.trace.name) if options.trace is not None else None
@@ -162,8 +162,7 @@ def plot(report: Report, run: Run, path: Path) -> None:
     Raises:
         SetupError: no matplotlib, or the file cannot be written.
     """
-    pyplot = _pyplot()
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 6), layout="constrained")
+    figure, (above, below) = load_pyplot("--plot").subplots(2, 1, figsize=(9, 6), layout="constrained")
     rates = over_time(report)
     above.step([at_s / 60 for at_s, _ in rates], [rate for _, rate in rates], where="pre")
     for move in report.moves:
@@ -172,20 +171,7 @@ def plot(report: Report, run: Run, path: Path) -> None:
     above.set_title(f"{run.name}: {report.version} steps")
     below.bar(range(report.stages), report.utilisation)
     below.set(xlabel="stage", ylabel="share of time computing", ylim=(0, 1), xticks=range(report.stages))
-    try:
-        figure.savefig(path, format="png", dpi=120)
-    except OSError as error:
-        raise SetupError(f"--plot {path} cannot be written: {error.strerror or error}") from None
-    finally:
-        pyplot.close(figure)
-
-
-def _pyplot() -> Any:
-    try:
-        importlib.import_module("matplotlib").use("agg")
-        return importlib.import_module("matplotlib.pyplot")
-    except ImportError:
-        raise SetupError("--plot needs matplotlib: .venv/bin/pip install -e '.[plot]'") from None
+    save(figure, path, "--plot", dpi=120)
 
 
 def _text(path: Path) -> str:

@@ -87,8 +87,8 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.M
     def absent(name: str) -> None:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr("peers.graph.importlib.import_module", absent)
-    with pytest.raises(SetupError, match=r"--png needs matplotlib: \.venv/bin/pip install -e '\.\[plot\]'"):
+    monkeypatch.setattr("peers.plotting.importlib.import_module", absent)
+    with pytest.raises(SetupError, match=r"--png needs matplotlib: \.venv/bin/pip install -e '\.\[plot\]'; or"):
         run_graph(GraphOptions(model=UNET, png=Path("x.png")))
 
 

@@ -142,7 +142,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.Monk
     def absent(name: str) -> None:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr("peers.simulate.importlib.import_module", absent)
+    monkeypatch.setattr("peers.plotting.importlib.import_module", absent)
     with pytest.raises(SetupError, match=r"--plot needs matplotlib: \.venv/bin/pip install -e '\.\[plot\]'"):
         run_simulate(SimulateOptions(manifest=Path(), devices=Path(), plot=Path("x.png")))
 
