@@ -163,12 +163,12 @@ def rebalance(
     levelling = _level(
         by_stage, anchors, download_s, horizon_s=HORIZON_PERIODS * period_s, proven=bool(rescues)
     )
-    if rescues:
-        return Moves((*rescues, *([] if isinstance(levelling, Stay) else levelling)))
-    if step_s is None:
-        return levelling if isinstance(levelling, Stay) else Moves(tuple(levelling))
+    if isinstance(levelling, Stay):
+        return Moves(tuple(rescues)) if rescues else levelling
+    if rescues or step_s is None:
+        return Moves((*rescues, *levelling))
     free = [m for there in by_stage for m in there if _may_go(m, anchors) and not m.sits_out]
-    return levelling if isinstance(levelling, Stay) else _nearer(levelling, free, step_s)
+    return _nearer(levelling, free, step_s)
 
 
 def _may_go(member: _Member, anchors: set[PeerId | None]) -> bool:
@@ -187,7 +187,7 @@ def _nearer(levelling: Sequence[Move], free: Sequence[_Member], step_s: StepTime
             for m in free
             if m.stage == move.from_stage and m.peer not in changes and abs(m.speed - speed) <= ALIKE * speed
         ]
-        tried = [peer for peer in (move.peer, *alike[:MOST_ALIKE]) if peer not in changes]
+        tried = [*([] if move.peer in changes else [move.peer]), *alike[:MOST_ALIKE]]
         if not tried:
             continue
         told_s = {peer: step_s({**changes, peer: move.to_stage}) for peer in tried}
