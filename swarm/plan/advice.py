@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 
 import numpy as np
@@ -55,14 +56,18 @@ class Advice:
         }
         self._job = job
         self._records = [there[peer] for peer in sorted(there)]
-        coming = [one for one in newcomers if one.peer not in there]
+        self._coming = coming = [one for one in newcomers if one.peer not in there]
         self._at = {peer: i for i, peer in enumerate([*sorted(there), *(one.peer for one in coming)])}
         self._flops_per_s = _flops_per_s(self._records, len(coming), job)
         self._stage_of = np.array([r.stage for r in self._records] + [-1] * len(coming), dtype=np.int64)
-        self._overlap = None
-        if job.stages <= len(self._at) <= MOST_PLANNED:
-            places = [read_place(record.place) for record in self._records] + [one.place for one in coming]
-            self._overlap = Overlap(_network(self._records, places, list(self._at), self._flops_per_s), job)
+
+    @cached_property
+    def _overlap(self) -> Overlap | None:
+        """Made when it is first asked for: of R regions it takes R² numbers, and mostly nobody moves."""
+        if not self._job.stages <= len(self._at) <= MOST_PLANNED:
+            return None
+        places = [read_place(record.place) for record in self._records] + [one.place for one in self._coming]
+        return Overlap(_network(self._records, places, list(self._at), self._flops_per_s), self._job)
 
     def step_s(self, changes: Mapping[PeerId, Stage]) -> float:
         """Predicted seconds of a step if these peers served those stages; infinite with an empty stage, and
@@ -74,7 +79,7 @@ class Advice:
         of_N = self._stage_of.copy()
         for peer, stage in changes.items():
             of_N[self._at[peer]] = stage
-        if self._overlap is None or len(np.unique(of_N[of_N >= 0])) < self._job.stages:
+        if len(np.unique(of_N[of_N >= 0])) < self._job.stages or self._overlap is None:
             return math.inf
         return self._overlap.soft_s(of_N)
 

@@ -9,6 +9,7 @@ import pytest
 from swarm.plan.advice import Advice, Newcomer, choose_stages
 from swarm.plan.network import Job
 from swarm.plan.places import Place
+from swarm.policy.rebalance import Stay, rebalance
 from swarm.records import PeerRecord
 
 FRANKFURT, SYDNEY = Place(0.0, 0.0, 0.001, 0.05), Place(0.28, 0.0, 0.001, 0.05)
@@ -85,6 +86,16 @@ def test_numbers_that_cannot_be_count_as_not_measured(bad: float) -> None:
     advice = Advice([record("a", 0), record("b", 1), told], job(2))
     assert 0 < advice.step_s({}) < math.inf
     assert advice.speeds({})[1] <= 1.0 + 32.0
+
+
+def test_while_nobody_moves_nothing_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.plan.advice.Overlap", None)  # to make one would fail
+    level = [record(peer, stage) for stage in (0, 1) for peer in (f"a{stage}", f"b{stage}")]
+    advice = Advice(level, job(2))
+    told = rebalance(level, stages=2, period_s=60.0, now_s=6e5, step_s=advice.step_s)
+    assert isinstance(told, Stay)
+    with pytest.raises(TypeError):
+        advice.step_s({})
 
 
 def test_of_more_peers_than_can_be_planned_for_the_speeds_alone_decide(
