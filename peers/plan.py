@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from peers.described import load_devices
 from peers.job import job_of
 from peers.status import StatusOptions, look
 from swarm.codecs import parse_codec
@@ -22,7 +23,7 @@ from swarm.errors import SetupError
 from swarm.ids import Stage
 from swarm.model.crossings import crossing_bytes
 from swarm.plan.measured import Machine, Pair, estimate
-from swarm.plan.network import BACKWARD_FORWARDS, Job, Network, read_devices
+from swarm.plan.network import BACKWARD_FORWARDS, Job, Network
 from swarm.plan.overlap import IDLE, Overlap
 from swarm.plan.ratios import boundary_bandwidths, boundary_codecs
 from swarm.plan.search import Plan, baselines, repaired, search_overlapped
@@ -113,16 +114,7 @@ def _described(options: PlanOptions) -> tuple[Run, Network]:
             "give --manifest and --devices, to plan for machines that are described; or --run and --join, "
             "for the peers of a run as they are"
         )
-    run = load_run(options.manifest)
-    try:
-        text = options.devices.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SetupError(f"cannot read {options.devices}: {error}") from None
-    try:
-        network = read_devices(text)
-    except SetupError as error:
-        raise SetupError(f"{options.devices}: {error.text}") from None
-    return run, network
+    return load_run(options.manifest), load_devices(options.devices)
 
 
 def plan_view(run: Run, seen: Look, *, seed: int, budget_s: float) -> tuple[Answer, Network, Job]:

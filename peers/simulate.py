@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peers.described import load_devices, read_text
 from peers.job import job_of
 from peers.plotting import load_pyplot, save
-from swarm.errors import SetupError
-from swarm.plan.network import Network, read_devices
+from swarm.plan.network import Network, check_fit
+from swarm.plan.overlap import Overlap
+from swarm.plan.search import balanced, repaired
 from swarm.run import Run, load_run
 from swarm.sim.throughput.engine import NOBODY, simulate
 from swarm.sim.throughput.report import Report, Settings
-from swarm.sim.throughput.spread import check_fit, spread
 from swarm.sim.throughput.trace import Trace, read_trace
 
 BINS = 20
@@ -51,8 +52,8 @@ def run_simulate(options: SimulateOptions) -> None:
     if options.plot is not None:
         load_pyplot("--plot")  # said before an hour is simulated, not after
     run = load_run(options.manifest)
-    network = read_devices(_text(options.devices))
-    trace = read_trace(_text(options.trace), options.trace.name) if options.trace is not None else None
+    network = load_devices(options.devices)
+    trace = read_trace(read_text(options.trace), options.trace.name) if options.trace is not None else None
     report = simulate_run(run, network, trace, end_s=3600.0 * options.hours, seed=options.seed)
     if options.plot is not None:
         plot(report, run, options.plot)
@@ -63,12 +64,15 @@ def run_simulate(options: SimulateOptions) -> None:
 
 
 def simulate_run(run: Run, network: Network, trace: Trace | None, *, end_s: float, seed: int) -> Report:
-    """The run on the network; with a trace every device goes where it is needed when it comes."""
+    """The run on the network. Without a trace stages are about equally fast; with one every device goes where
+    it is needed when it comes."""
     job = job_of(run)
-    check_fit(network, job)
-    if trace is not None:
-        end_s = min(end_s, trace.end_s)
-    layout = spread(network, job) if trace is None else [NOBODY] * len(network)
+    if trace is None:
+        overlap = Overlap(network, job)
+        layout = repaired(overlap, balanced(overlap)).tolist()
+    else:
+        check_fit(network, job)
+        layout, end_s = [NOBODY] * len(network), min(end_s, trace.end_s)
     settings = Settings(
         delayed_updates=run.delayed_updates,
         rebalance_every_s=run.rebalance_every_s,
@@ -172,14 +176,6 @@ def plot(report: Report, run: Run, path: Path) -> None:
     below.bar(range(report.stages), report.utilisation)
     below.set(xlabel="stage", ylabel="share of time computing", ylim=(0, 1), xticks=range(report.stages))
     save(figure, path, "--plot", dpi=120)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise SetupError(f"{path} cannot be read: {reason}") from None
 
 
 def _tokens_per_s(report: Report, run: Run) -> float:

@@ -204,6 +204,26 @@ class Job:
         return self.state_bytes[stage] + self.activation_bytes[stage] <= device.memory_bytes
 
 
+def check_fit(network: Network, job: Job) -> None:
+    """
+    Raises:
+        SetupError: no division of the devices can be: fewer than stages, or a stage that none can hold.
+    """
+    if len(network) < job.stages:
+        raise SetupError(
+            f"{len(network)} devices cannot serve {job.stages} stages: each stage needs at least one. Cut "
+            "the model into fewer stages (model.stages), or bring more devices"
+        )
+    for stage in range(job.stages):
+        if not any(job.fits(stage, device) for device in network.devices):
+            largest = max(network.devices, key=lambda device: device.memory_bytes)
+            need = job.state_bytes[stage] + job.activation_bytes[stage]
+            raise SetupError(
+                f"no device can hold stage {stage}: it needs {need / 1e9:.3g} GB, and the largest, "
+                f"{largest.name!r}, has {largest.memory_bytes / 1e9:.3g} GB. Cut the model into more stages"
+            )
+
+
 # --- devices.toml -------------------------------------------------------------------------------------------
 
 EXAMPLE = """\

@@ -21,7 +21,7 @@ import numpy as np
 from scipy.special import ndtri
 
 from swarm.errors import SetupError
-from swarm.plan.network import BACKWARD_FORWARDS, Job, Network
+from swarm.plan.network import BACKWARD_FORWARDS, Job, Network, check_fit
 
 SLOPE = 0.05
 """How much a second counts that nobody waits for, against one that the step takes."""
@@ -83,6 +83,11 @@ class Overlap:
     """Predicts the step of one division after another; what did not change is not computed again."""
 
     def __init__(self, network: Network, job: Job) -> None:
+        """
+        Raises:
+            SetupError: no division can be: see `check_fit`.
+        """
+        check_fit(network, job)
         self.network, self.job = network, job
         self._region_N = network.region_of()
         self._flops_N = np.array([device.flops_per_s for device in network.devices])
@@ -98,7 +103,6 @@ class Overlap:
             ]
         )
         """[S, N] whether a device can hold a stage."""
-        _check_fit(network, job, self.fits_SN)
 
     # -- the whole step ---------------------------------------------------------------------------
 
@@ -300,20 +304,3 @@ def most_uses(share_ab: np.ndarray, microbatches: int, once_ab: np.ndarray) -> n
 def largest_of(count: float) -> float:
     """How many standard deviations the largest of `count` draws is above their mean (Blom's quantile)."""
     return max(0.0, float(ndtri((count - 0.375) / (count + 0.25)))) if count > 1 else 0.0
-
-
-def _check_fit(network: Network, job: Job, fits_SN: np.ndarray) -> None:
-    """Raises SetupError if no division can be."""
-    if len(network) < job.stages:
-        raise SetupError(
-            f"{len(network)} devices cannot serve {job.stages} stages: each stage needs at least one. Cut "
-            "the model into fewer stages (model.stages), or bring more devices"
-        )
-    for stage in range(job.stages):
-        if not fits_SN[stage].any():
-            largest = max(network.devices, key=lambda device: device.memory_bytes)
-            need = job.state_bytes[stage] + job.activation_bytes[stage]
-            raise SetupError(
-                f"no device can hold stage {stage}: it needs {need / 1e9:.3g} GB, and the largest, "
-                f"{largest.name!r}, has {largest.memory_bytes / 1e9:.3g} GB. Cut the model into more stages"
-            )

@@ -187,7 +187,7 @@ def search_overlapped(
     """
     rng = np.random.default_rng(seed)
     overlap = Overlap(network, job)
-    begun = [(name, repaired(overlap, of_N)) for name, of_N in _starts(network, job, rng)]
+    begun = [(name, repaired(overlap, of_N)) for name, of_N in _starts(overlap, rng)]
     starts = {name: overlap.predict(of_N).total_s for name, of_N in begun}
     members = sorted((starts[name], order, of_N) for order, (name, of_N) in enumerate(begun))[:4]
     heat_of = [members[0][0] * heat for heat in (0.01, 0.003, 0.1)]
@@ -215,7 +215,8 @@ def baselines(network: Network, job: Job, rng: np.random.Generator) -> Iterator[
     yield "random", rng.permutation(even)
 
 
-def _starts(network: Network, job: Job, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
+def _starts(overlap: Overlap, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
+    network, job = overlap.network, overlap.job
     yield from baselines(network, job, rng)
     row = fenced_row(network)
     fenced = cut_row(network, job, row)
@@ -223,7 +224,7 @@ def _starts(network: Network, job: Job, rng: np.random.Generator) -> Iterator[tu
     dealt = np.empty_like(fenced)
     dealt[row] = np.arange(len(row)) % job.stages
     yield "pipelines", dealt
-    yield "speed", balanced(network, job)
+    yield "speed", balanced(overlap)
     # Few devices have little to exchange: where lines are slow, the fastest alone may be faster than all.
     swift = np.argsort([-device.flops_per_s for device in network.devices], kind="stable")
     for many in (1, 2, 4):
@@ -250,13 +251,19 @@ def _starts(network: Network, job: Job, rng: np.random.Generator) -> Iterator[tu
                 yield f"clusters {shape[0]} × {shape[1]}" + ", banded" * bands, of_N
 
 
-def balanced(network: Network, job: Job) -> np.ndarray:
-    """[N] stages: each device, the fastest first, to the stage that has least speed for its work."""
+def balanced(overlap: Overlap) -> np.ndarray:
+    """[N] stages: each device, the fastest first, to the stage that has least speed for its work.
+
+    Of those that it can hold; a device that can hold none is `IDLE`.
+    """
+    devices, job = overlap.network.devices, overlap.job
     speed_S, work_S = np.zeros(job.stages), np.maximum(np.array(job.forward_flops), 1e-12)
-    of_N = np.empty(len(network), dtype=np.int64)
-    for i in np.argsort([-device.flops_per_s for device in network.devices], kind="stable"):
-        of_N[i] = int((speed_S / work_S).argmin())
-        speed_S[of_N[i]] += network.devices[i].flops_per_s
+    of_N = np.full(len(devices), IDLE)
+    for i in np.argsort([-device.flops_per_s for device in devices], kind="stable"):
+        able = np.flatnonzero(overlap.fits_SN[:, i])
+        if len(able):
+            of_N[i] = able[(speed_S / work_S)[able].argmin()]
+            speed_S[of_N[i]] += devices[i].flops_per_s
     return of_N
 
 

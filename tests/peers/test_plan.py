@@ -141,7 +141,7 @@ def test_a_file_that_is_not_there_is_said(
 ) -> None:
     files[1].unlink()
     assert planned(files) == Exit.SETUP
-    assert f"cannot read {files[1]}" in capsys.readouterr().err
+    assert f"{files[1]} cannot be read: No such file" in capsys.readouterr().err
 
 
 def test_the_audit_model_is_refused(files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,9 +107,9 @@ def test_the_job_of_a_run_is_what_its_stages_do_and_send() -> None:
         ("trace", "0,1\nnever,2\n", "trace.txt, line 2: 'never,2' is not `seconds,instances`"),
         ("trace", '{"data": []}', "trace.txt: metadata.gap_seconds is None"),
         ("trace", "0,5\n9,0\n", "the trace has 5 devices up at once, but only 4 are described"),
-        ("devices", DEVICES.format(count=1), "1 devices cannot serve 2 stages: each needs one at least"),
-        ("devices", DEVICES.format(count=4).replace("8", "0.001"), "stage 0 fits into no device: it needs"),
-        ("devices", "[[devices]]\n", "region = None in [[devices]] 1"),
+        ("devices", DEVICES.format(count=1), "1 devices cannot serve 2 stages: each stage needs at least"),
+        ("devices", DEVICES.format(count=4).replace("8", "0.001"), "no device can hold stage 0: it needs"),
+        ("devices", "[[devices]]\n", "devices.txt: region = None in [[devices]] 1"),
         ("manifest", "no toml at all", "run"),
     ],
 )

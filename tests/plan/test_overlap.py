@@ -18,7 +18,7 @@ from swarm.errors import SetupError
 from swarm.plan.fence import cut_row, fence, fenced_row
 from swarm.plan.network import Device, Job, Network
 from swarm.plan.overlap import IDLE, Overlap
-from swarm.plan.search import repaired, search_overlapped
+from swarm.plan.search import balanced, repaired, search_overlapped
 from tests.plan.events import Step
 
 DTFM = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "networks" / "dtfm.json"
@@ -236,6 +236,17 @@ def test_a_repair_leaves_alone_what_is_possible() -> None:
     of = np.array([0, 1, 2, 2, 1, 0])
     assert repaired(overlap, of).tolist() == of.tolist()
     assert sorted(set(repaired(overlap, np.zeros(6, dtype=np.int64)).tolist())) == [0, 1, 2]
+
+
+def test_by_speed_each_device_goes_to_the_slowest_stage_that_it_can_hold() -> None:
+    """The fast ones are small: they cannot hold stage 1, and the one without memory can hold nothing."""
+    devices = [(8.0, 1.5e9), (4.0, 1.5e9), (2.0, 4e9), (1.0, 4e9), (9.0, 0.5e9)]
+    net = replace(
+        network(5),
+        devices=tuple(Device(f"d{i}", 0, f, memory_bytes=m) for i, (f, m) in enumerate(devices)),
+    )
+    work = replace(job(3), state_bytes=(1e9, 3e9, 1e9))
+    assert balanced(Overlap(net, work)).tolist() == [0, 2, 1, 1, IDLE]
 
 
 @pytest.mark.parametrize(
