@@ -31,6 +31,10 @@ class Lines:
         """One way."""
         return self._latency_s[self._region[i]][self._region[j]] if i != j else 0.0
 
+    def down_s(self, i: int, size_bytes: float) -> float:
+        """For so much to come in, if nothing but the line down limits it."""
+        return self._down_s[i] * size_bytes
+
     def send(self, i: int, j: int, size_bytes: float, now_s: float) -> float:
         """When the last byte is there, if it is sent now."""
         if i == j:
