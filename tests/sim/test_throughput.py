@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from swarm.errors import SetupError
+from swarm.plan.advice import Newcomer, choose_stages
 from swarm.plan.network import Device, Job, Network
 from swarm.sim.dice import Dice
 from swarm.sim.throughput.engine import NOBODY, simulate
@@ -271,6 +272,23 @@ def test_the_real_rule_sends_peers_to_the_stage_that_waits() -> None:
     assert move.download_bytes == 2e7
     assert stay.step_s() == pytest.approx(16 * BOTH_S, rel=0.1)
     assert move.step_s(skip=60) == pytest.approx(8 * BOTH_S + BOTH_S, rel=0.1)
+
+
+def test_a_newcomer_is_nobody_who_is_there_already() -> None:
+    """Under the name of another it would count as that one, at its place and in its stage."""
+    seen: list[list[Newcomer]] = []
+
+    def chosen(records: Any, work: Job, newcomers: list[Newcomer]) -> dict[str, int]:
+        seen.append(newcomers)
+        assert not {one.peer for one in newcomers} & {record.peer for record in records}
+        return choose_stages(records, work, newcomers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("swarm.sim.throughput.placing.choose_stages", chosen)
+        simulate(
+            network(6), job(2, 8), [0, 1] + 4 * [NOBODY], end_s=60.0, trace=Trace((0.0, 20.0), (2, 4), 60.0)
+        )
+    assert len(seen) == 2 and all(one.place is not None for [one] in seen)
 
 
 def test_a_window_that_learns_comes_near_the_best_fixed_one() -> None:

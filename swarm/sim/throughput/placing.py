@@ -28,7 +28,7 @@ class Placing(Part):
         fit = [stage for stage in range(job.stages) if job.fits(stage, there)]
         records = self._records()
         if self._known and len(fit) == job.stages:
-            newcomer = Newcomer("p000000", read_place(self._known[device].place))
+            newcomer = Newcomer("newcomer", read_place(self._known[device].place))
             return choose_stages(records, job, [newcomer])[newcomer.peer]
         needy = neediest(records, stages=job.stages, now_s=self._clock.now)
         both = [stage for stage in needy if stage in fit]
