@@ -88,7 +88,8 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.M
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr("peers.plotting.importlib.import_module", absent)
-    with pytest.raises(SetupError, match=r"--png needs matplotlib: \.venv/bin/pip install -e '\.\[plot\]'; or"):
+    said = r"--png needs matplotlib: \.venv/bin/pip install -e '\.\[plot\]'; or give --dot to Graphviz"
+    with pytest.raises(SetupError, match=said):
         run_graph(GraphOptions(model=UNET, png=Path("x.png")))
 
 
