@@ -316,6 +316,14 @@ def _dashboard(parser: argparse.ArgumentParser) -> None:
         "--record", type=Path, default=None, metavar="FILE", help="append all that is seen to a file"
     )
     group.add_argument(
+        "--record-max",
+        dest="record_max_bytes",
+        type=_gibibytes,
+        default=1 << 30,
+        metavar="GIB",
+        help="of that file; a full one becomes FILE.1, in the place of an older one (default: 1)",
+    )
+    group.add_argument(
         "--replay", type=Path, default=None, metavar="FILE", help="show such a file instead of a run"
     )
     group.add_argument(
@@ -763,6 +771,14 @@ def _speed(text: str) -> float:
     if not speed:
         raise argparse.ArgumentTypeError(f"{text!r} is not a speed: above 0, up to 1000000")
     return speed
+
+
+def _gibibytes(text: str) -> int:
+    said = "GiB of a file: above 0, up to 1000000"
+    size_bytes = int(_number(text, 1e6, said) * 2**30)
+    if not size_bytes:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {said}")
+    return size_bytes
 
 
 def _temperature(text: str) -> float:

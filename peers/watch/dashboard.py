@@ -35,6 +35,8 @@ class DashboardOptions:
     web: Listen | None = None
     metrics: Listen | None = None
     record: Path | None = None
+    record_max_bytes: int = history.MOST_BYTES
+    """Of that file, and of the one that was full before it."""
     replay: Path | None = None
     speed: float = 1.0
     """Of a replay: seconds of history in a second."""
@@ -86,7 +88,9 @@ async def _watch(options: DashboardOptions, run_id: str) -> None:
         board = Board(check_id(await node.directory.fetch_manifest(run_id), run_id))
         record: Callable[[Look], None] | None = None
         if options.record is not None:
-            record = stack.enter_context(history.Recorder(options.record, board.run))
+            record = stack.enter_context(
+                history.Recorder(options.record, board.run, most_bytes=options.record_max_bytes)
+            )
 
         def take(look: Look) -> None:
             if record is not None:

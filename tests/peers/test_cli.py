@@ -119,6 +119,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
         (["dashboard", "--web", "host:80"], "'host:80' is not a place to listen at: 8080, :8080 or 0.0"),
         (["dashboard", "--web", ":99999"], "'99999' is not a port: 1 to 65535"),
         (["dashboard", "--speed", "0"], "'0' is not a speed: above 0, up to 1000000"),
+        (["dashboard", "--record-max", "0"], "'0' is not GiB of a file: above 0, up to 1000000"),
         (["plan", "--keep", "0"], "'0' is not a part of all numbers: above 0, below 1"),
         (["plan", "--keep", "1"], "'1' is not a part of all numbers: above 0, below 1"),
         (["demo", "--preempt", "x"], "'x' is not a whole number of at least 0"),

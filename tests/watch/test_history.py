@@ -69,6 +69,36 @@ def test_a_file_is_continued_also_after_it_was_torn(tmp_path: Path) -> None:
     assert played(list(read(path)[1]))[-1] == played(LOOKS)[-1]
 
 
+def test_a_file_that_is_full_becomes_an_old_one_and_both_can_be_played(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    recorded(path, LOOKS[:2])  # and those who are there
+    size_bytes = path.stat().st_size + 2 * len(msgspec.json.encode(LOOKS[3])) + 100
+    path.unlink()
+    with Recorder(path, RUN, most_bytes=size_bytes) as record:
+        for look in LOOKS:
+            record(look)
+    old = path.with_name("history.jsonl.1")
+    assert sorted(tmp_path.iterdir()) == [path, old]
+    assert max(path.stat().st_size, old.stat().st_size) <= size_bytes
+    for part in (old, path):
+        run, looks = read(part)
+        first = played(list(looks))[0]
+        assert run == RUN and [p.peer for p in first.peers] == ["peer-a", "peer-b"]
+        assert first.happenings == (), "those who are there did not join now"
+    last = played(list(read(path)[1]))[-1]
+    assert last.version == 5 and "peer-b of stage 1 is lost" in last.happenings[-1].text
+
+
+def test_a_line_that_is_too_long_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "history.jsonl"
+    recorded(path)
+    monkeypatch.setattr("peers.watch.history.MOST_LINE_BYTES", 1 << 20)
+    with path.open("ab") as file:
+        file.write(b" " * (1 << 20) + b"\n")
+    with pytest.raises(SetupError, match=rf"line {len(LOOKS) + 1} is no look: it is longer than 1 MiB"):
+        list(read(path)[1])
+
+
 def test_the_history_of_another_run_is_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     recorded(path)
