@@ -55,6 +55,8 @@ def _disagree(health: SwarmHealth) -> Iterator[Alert]:
 
 
 def _few_left(health: SwarmHealth) -> Iterator[Alert]:
+    if health.cut_off_s is not None:
+        return  # we cannot know
     for stage in health.stages:
         if stage.serving == 0:
             text = f"stage {stage.stage} has no peer: the run waits until one joins"
@@ -77,8 +79,9 @@ def _no_trainer(health: SwarmHealth) -> Iterator[Alert]:
 
 def _still(health: SwarmHealth) -> Iterator[Alert]:
     step_s, waits = health.step_s, any(stage.serving == 0 for stage in health.stages)
-    if step_s is None or waits or health.version >= health.steps or list(_no_trainer(health)):
-        return  # somebody else says why
+    explained = waits or health.cut_off_s is not None or list(_no_trainer(health))
+    if step_s is None or health.version >= health.steps or explained:
+        return
     if health.still_s >= max(STILL_S, STILL_STEPS * step_s):
         text = f"no step for {_time(health.still_s)}; the last ones took {_time(step_s)} each"
         yield Alert(level="warning", text=text)
@@ -86,9 +89,11 @@ def _still(health: SwarmHealth) -> Iterator[Alert]:
 
 def _silent(health: SwarmHealth) -> Iterator[Alert]:
     silent = [peer for peer in health.peers if peer.why]
-    if len(silent) > 1 and len(silent) == len(list(health.peers)):
-        text = f"nobody answers: is this machine cut off? {_names([p.peer for p in silent])}: {silent[0].why}"
-        yield Alert(level="warning", text=text)
+    if health.cut_off_s is not None:
+        said = f"the last answer came {_time(health.cut_off_s)} ago"
+        if silent:
+            said = f"{_names([p.peer for p in silent])}: {silent[0].why}"
+        yield Alert(level="error", text=f"nobody answers: is this machine cut off? {said}")
         return
     for peer in silent:
         text = f"{_who(peer)} does not answer: {peer.why}"

@@ -187,6 +187,11 @@ class SwarmHealth:
     """(version, loss), ascending; not of every step."""
     pace: tuple[tuple[float, float], ...]
     """(Unix time, tokens per second), ascending."""
+    step_times: tuple[tuple[int, float], ...]
+    """(version, seconds that the step to it took), ascending: the last few hundred. Of steps that were taken
+    between two looks the mean."""
+    cut_off_s: float | None
+    """How long nobody has answered, if it is more likely we who are cut off than all of them; else None."""
     happenings: tuple[Happening, ...]
     """The newest last."""
     contributions: tuple[Contribution, ...]

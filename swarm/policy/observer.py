@@ -12,6 +12,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from swarm.errors import short
@@ -50,6 +51,10 @@ MOST_WORKERS = 5000
 MOST_VERSIONS = 16
 """Of which digests are compared: answers to one question come at different steps."""
 CLOCK_OFF_S = 60.0
+MANY_UNHEARD = 8
+UNHEARD_S = 5.0
+"""When so many in a row have not answered for so long, none of hundreds would. Healthy ones are asked each
+second, and answer at once; those that hang are waited for, 4 s."""
 SETTLED_S = 15.0
 """Records lag behind answers for so long, around a move."""
 REPLAYS = 4
@@ -63,6 +68,8 @@ class _Seen:
     record: PeerRecord
     stage_at: float
     """When it was first seen at this stage."""
+    steps: int
+    """Of the run: no record of a later version is believed."""
     status: PeerStatus | None = None
     heard_at: float = 0.0
     before: PeerStatus | None = None
@@ -78,9 +85,15 @@ class _Seen:
     @property
     def version(self) -> int:
         # A record is renewed more often than each of many peers is asked; but it does not know of eras.
+        announced = self.record.version if self.can_be else 0
         if self.status is None:
-            return self.record.version
-        return max(self.status.version, 0 if self.status.era.number else self.record.version)
+            return announced
+        return max(self.status.version, 0 if self.status.era.number else announced)
+
+    @property
+    def can_be(self) -> bool:
+        """Whether the run can be at the version that the record announces."""
+        return 0 <= self.record.version <= self.steps
 
     @property
     def speed(self) -> float:
@@ -132,6 +145,10 @@ class Observer:
         self._trainer_at: float | None = None
         self._digests: dict[tuple[Stage, Standing], dict[PeerId, tuple[str, str]]] = {}
         self._refused: dict[str, int] = {}
+        self._heard_at: float | None = None
+        """When somebody answered, or when we began."""
+        self._unheard: set[PeerId] = set()
+        """Who was asked since then, and gave no answer."""
 
     # -- looks ------------------------------------------------------------------------------------
 
@@ -149,6 +166,11 @@ class Observer:
         for peer, why in look.silent.items():
             if peer in self._peers:
                 self._take_silence(self._peers[peer], why, look.at)
+        self._unheard.update(look.silent)
+        if look.statuses or self._heard_at is None:
+            self._heard_at = look.at
+        if look.statuses:
+            self._unheard.clear()
         self._find_standing(look.at)
         self._find_pace(look.at)
         self._find_stages(look.at)
@@ -174,15 +196,15 @@ class Observer:
             if seen is not None:
                 self._forget(peer, "left", f"{_who(seen)} left", now)
         elif seen is None:
-            seen = self._peers[peer] = _Seen(record, now)
+            seen = self._peers[peer] = _Seen(record, now, self.run.steps)
             if self._looked:
                 self._happened(now, "joined", f"{_who(seen)} joined", record.stage, peer)
         elif seen.record.stage != record.stage:
-            self._peers[peer] = _Seen(record, now)
+            self._peers[peer] = _Seen(record, now, self.run.steps)
             text = f"peer {short(peer)} moved from {_place(seen.record.stage)} to {_place(record.stage)}"
             self._happened(now, "moved", text, record.stage, peer)
         elif seen.record.since != record.since:
-            self._peers[peer] = _Seen(record, now)
+            self._peers[peer] = _Seen(record, now, self.run.steps)
             if record.state == "paused":
                 self._happened(now, "paused", f"{_who(seen)} is paused by its owner", record.stage, peer)
             elif seen.record.state == "paused":
@@ -312,6 +334,13 @@ class Observer:
         (began, low), (ended, high) = changes[0], changes[-1]
         return (ended - began) / max(1, high - low)
 
+    def _step_times(self) -> tuple[tuple[int, float], ...]:
+        return tuple(
+            (version, (at - before_at) / (version - before))
+            for (before_at, before), (at, version) in pairwise(self._stepped)
+            if version > before
+        )
+
     def _tokens_per_s(self, now: float) -> float | None:
         """None before the first step; it falls while the next one takes longer than usual."""
         step_s = self._step_s(now)
@@ -324,7 +353,17 @@ class Observer:
             step_s += overdue_s
         return self.run.tokens_per_step / step_s
 
+    def _cut_off_s(self, now: float) -> float | None:
+        """Many went silent and nobody answered since: one of them each would have had another reason."""
+        if self._heard_at is None or len(self._unheard) < 2:
+            return None
+        away_s = max(0.0, now - self._heard_at)
+        all_asked = self._unheard.issuperset(self._peers)
+        return away_s if all_asked or (len(self._unheard) >= MANY_UNHEARD and away_s >= UNHEARD_S) else None
+
     def _find_stages(self, now: float) -> None:
+        if self._cut_off_s(now) is not None:
+            return  # what we do not see may well be there
         serving = Counter(seen.record.stage for seen in self._peers.values() if seen.serves)
         for stage in range(self.run.S):
             self._most[stage] = max(self._most[stage], serving[stage])
@@ -364,6 +403,8 @@ class Observer:
             routes=self._routes(),
             losses=tuple(sorted(self._losses.items())),
             pace=tuple(self._pace),
+            step_times=self._step_times(),
+            cut_off_s=self._cut_off_s(now),
             happenings=tuple(self._happenings),
             contributions=self._contributions(),
             rebalance=self._rebalance(),
@@ -448,6 +489,8 @@ class Observer:
         record, status = seen.record, seen.status
         if record.since > now + CLOCK_OFF_S:
             yield f"its clock is {record.since - now:.0f} s ahead"
+        if not seen.can_be:
+            yield f"announces version {record.version} of a run of {seen.steps} steps"
         # While some were asked, the others took steps.
         meanwhile = FRESH_S / (self._step_s(now) or QUICKEST_STEP_S)
         if seen.version > self._standing.version + 3 + meanwhile:

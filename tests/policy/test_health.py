@@ -120,6 +120,24 @@ def test_records_alone_say_where_the_run_is() -> None:
     assert Seen(record("a", 0, state="joining", version=9)).look().version == 0
 
 
+def test_a_record_of_a_version_that_cannot_be_says_nothing_and_is_doubted() -> None:
+    for version in (2**47, RUN.steps + 1, -1):
+        health = Seen(record("a", 0, version=version)).look()
+        assert (health.version, health.stages[0].version, peer(health, "a").version) == (0, 0, 0)
+        assert peer(health, "a").doubts == (f"announces version {version} of a run of 40 steps",)
+        assert not any("are done" in text for text in texts(health))
+    seen = Seen(record("a", 0, version=2**47), record("b", 1))
+    seen.say(version=4)
+    assert [stage.version for stage in seen.say(version=5).stages] == [5, 5]
+
+
+def test_what_each_step_took_is_told() -> None:
+    seen = Seen()
+    for after_s, version in ((1.0, 3), (2.0, 4), (2.0, 5), (6.0, 8), (1.0, 8), (3.0, 9)):
+        health = seen.say(after_s, version=version)
+    assert health.step_times == ((5, 2.0), (8, 2.0), (9, 4.0))
+
+
 def test_an_answer_that_is_late_does_not_turn_the_run_back_but_an_era_does() -> None:
     seen = Seen()
     assert seen.say(version=9).version == 9
@@ -251,6 +269,30 @@ def test_who_does_not_answer_does_not_serve_and_all_at_once_are_our_own_line() -
     assert "peer c does not answer: the connection broke" in texts(health)
     health = seen.look(silent=dict.fromkeys("abd", "no route"))
     assert "nobody answers: is this machine cut off? a, b, c, d: no route" in texts(health)
+
+
+def test_when_we_are_cut_off_no_stage_is_called_lost() -> None:
+    seen = Seen()
+    seen.say(trainers=("t",))
+    seen.look(silent={"a": "no route", "c": "no route"})
+    health = seen.look(silent={"b": "no route", "d": "no route"})
+    assert (health.cut_off_s, [alert.level for alert in health.alerts]) == (2.0, ["error"])
+    health = seen.gone("a", "b", "c", "d")
+    assert texts(health) == ["nobody answers: is this machine cut off? the last answer came 3.0 s ago"]
+    assert "stage lost" not in [kind for kind, _ in happened(health)]
+    seen.look(60.0, records=FOUR)
+    health = seen.look(statuses=(status("a", 0),))
+    assert health.cut_off_s is None and not any("cut off" in text for text in texts(health))
+
+
+def test_of_hundreds_a_few_that_answer_nothing_for_seconds_are_enough_to_tell() -> None:
+    names = [f"p{i:03d}" for i in range(200)]
+    seen = Seen(*(record(name, i % 2) for i, name in enumerate(names)))
+    seen.look(statuses=(status("p000", 0),))
+    assert seen.look(silent=dict.fromkeys(names[:50], "it hangs")).cut_off_s is None
+    assert seen.look(statuses=(status("p000", 0),), silent=dict.fromkeys(names[:50], "")).cut_off_s is None
+    seen.look(silent=dict.fromkeys(names[:8], "it hangs"))
+    assert seen.look(6.0).cut_off_s == 7.0
 
 
 def test_many_alike_are_counted() -> None:
