@@ -12,12 +12,14 @@ from peers.display import clock
 from peers.watch import topology
 from peers.watch.parts import Lines, Plot, Stats, Table, div, head
 from swarm.errors import short
-from swarm.policy.health import PeerHealth, SwarmHealth
+from swarm.policy.health import Contribution, PeerHealth, SwarmHealth
 from swarm.records import NO_STAGE
 
 REFRESH_S = 2.0
 MANY = 100
-"""Peers, from which on the picture and their table are sent less often: of 500 they have 300 kB."""
+"""Peers, from which on the picture and tables of them are sent less often: of 500 they have 300 kB."""
+MOST_WORKERS = 500
+"""Rows of the table of contributions, the largest; a peer's page has its own, `/api/health` all."""
 MANY_EVERY = 4
 MOST_SHOWN = 60
 """Lines of the timeline on the page."""
@@ -51,6 +53,7 @@ class WholeRun:
         with div("pair"):
             self._loss = Plot("Loss by step", time_axis=False)
             self._pace = Plot("Tokens per second", time_axis=True)
+            self._step_times = Plot("Seconds by step", time_axis=False)
         self._stages = Table(
             "Stages", "stage", "peers", "joining", "load", "version", "work/s", "slowest", "fastest",
             key="stage", rows=16,
@@ -89,19 +92,15 @@ class WholeRun:
         self._show_alerts(health)
         self._loss.show([[version, round(loss, 6)] for version, loss in health.losses])
         self._pace.show([[round(1000 * at), round(pace, 1)] for at, pace in health.pace])
+        self._step_times.show([[version, round(took_s, 3)] for version, took_s in health.step_times])
         self._stages.show([_stage_row(health, i) for i in range(len(health.stages))])
         if there < MANY or self._ticks % MANY_EVERY == 0:
             self._picture.set_content(topology.svg(health))
             self._peers.show([_peer_row(peer) for peer in health.peers])
+        if len(health.contributions) < MANY or self._ticks % MANY_EVERY == 0:
+            self._work.show([_work_row(row) for row in health.contributions[:MOST_WORKERS]])
         self._ticks += 1
         self._timeline.show([f"{_stamp(h.at)}  {h.text}" for h in reversed(health.happenings[-MOST_SHOWN:])])
-        self._work.show(
-            [
-                {"id": row.peer, "peer": short(row.peer) + ("" if row.here else " (gone)"),
-                 "stage": row.stage, "computed": row.computed, "share": f"{100 * row.share:.1f} %"}
-                for row in health.contributions
-            ]
-        )  # fmt: skip
         self._moves.show([health.rebalance] if health.rebalance else [])
 
     def _show_alerts(self, health: SwarmHealth) -> None:
@@ -125,6 +124,16 @@ def _stage_row(health: SwarmHealth, index: int) -> dict[str, Any]:
         "work/s": round(stage.speed, 2),
         "slowest": short(stage.slowest or "–"),
         "fastest": short(stage.fastest or "–"),
+    }
+
+
+def _work_row(row: Contribution) -> dict[str, Any]:
+    return {
+        "id": row.peer,
+        "peer": short(row.peer) + ("" if row.here else " (gone)"),
+        "stage": row.stage,
+        "computed": row.computed,
+        "share": f"{100 * row.share:.1f} %",
     }
 
 

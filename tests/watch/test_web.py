@@ -152,6 +152,7 @@ def test_the_page_shows_the_run_and_what_strangers_write_stays_text(address: str
         assert f"peer peer-b does not answer: {EVIL}" in page.inner_text('[data-part="alerts"]')
         body = page.inner_text("body")
         assert body.count(EVIL) >= 4  # an alert, the timeline, a device, a move
+        assert "Seconds by step" in body and "Contributions" in body
         assert page.title() == "swarm" and page.locator("img[src=x]").count() == 0
         page.click('[data-peer="peer-w"]')
         page.wait_for_url("**/peer/peer-w")
