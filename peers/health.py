@@ -99,9 +99,7 @@ def observe(health: Health, event: Event) -> Health:
 
 
 @contextlib.asynccontextmanager
-async def answering(
-    path: Path, health: Callable[[], Health], connected: Connected
-) -> AsyncIterator[None]:
+async def answering(path: Path, health: Callable[[], Health], connected: Connected) -> AsyncIterator[None]:
     """Answer on a unix socket at `path`, for this user only, while the block runs.
 
     A `connected` that fails, or gives no answer within `P2PD_S`, means that p2pd is not well.

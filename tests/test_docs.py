@@ -1,0 +1,217 @@
+"""The pages of docs/: commands that work, messages that are really said, links that lead somewhere.
+
+Every command of a page is read: options, files of this repository, arguments of the image. Those of `swarm`
+are also run, by tests/process/test_docs_run.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from peers.cli import build_parser
+from swarm.run import load_run
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = ("join.md", "public-run.md", "spot.md", "security.md", "troubleshooting.md")
+RUN = "0123456789abcdef" * 2
+ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OTHERS = frozenset({"timedatectl", "sudo"})
+"""Programs that are not ours, with commands too short to be wrong."""
+DOCKER = {
+    "build": {"-t": 1, "--build-arg": 1},
+    "run": {
+        "-d": 0, "-v": 1, "-p": 1, "--name": 1, "--gpus": 1, "--stop-timeout": 1, "--restart": 1,
+        "--read-only": 0, "--tmpfs": 1, "--cap-drop": 1, "--security-opt": 1, "--network": 1,
+    },
+    "logs": {"-f": 0}, "exec": {}, "stop": {"--time": 1}, "start": {}, "restart": {"--time": 1},
+    "compose": {"--file": 1, "--build": 0, "--scale": 1, "--volumes": 0},
+}  # fmt: skip
+"""The options of Docker that the pages use, and how many words each takes."""
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The fenced blocks of a page in one language."""
+    return [text for name, text in FENCE.findall((DOCS / page).read_text()) if name == language]
+
+
+def commands(page: str) -> list[list[str]]:
+    """Every command of a page's shell blocks, as words; placeholders are filled in."""
+    found = []
+    for line in "".join(blocks(page, "sh")).splitlines():
+        filled = line.replace("RUN_ID", RUN).replace("ADDRESS", ADDRESS).partition(" > ")[0]
+        if words := shlex.split(filled, comments=True):
+            found.append(words)
+    return found
+
+
+COMMANDS = [(page, words) for page in PAGES for words in commands(page)]
+
+
+def parses(words: list[str]) -> None:
+    """The words after `swarm` are a command line of ours."""
+    assert build_parser().parse_args(words).command == words[0]
+
+
+def after_options(words: list[str], takes: dict[str, int]) -> list[str]:
+    """What follows the options of `docker …`."""
+    while words and words[0].startswith("-"):
+        assert words[0] in takes, f"is {words[0]} an option of Docker?"
+        words = words[1 + takes[words[0]] :]
+    return words
+
+
+def of_image(words: list[str], tmp_path: Path) -> list[str]:
+    """What the image's entry point makes of its arguments."""
+    fake = tmp_path / "swarm"
+    fake.write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
+    fake.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    said = subprocess.run(
+        [ROOT / "scripts" / "entrypoint", *words],
+        env={"PATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return said.stdout.splitlines()
+
+
+def test_every_page_has_commands_and_is_linked_from_the_readme() -> None:
+    assert {page for page, _ in COMMANDS} == set(PAGES)
+    readme = (ROOT / "README.md").read_text()
+    for page in PAGES:
+        assert f"docs/{page}" in readme
+
+
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda value: " ".join(value)[:60])
+def test_a_command_of_a_page_is_one(page: str, words: list[str], tmp_path: Path) -> None:
+    program, *rest = words
+    if program == ".venv/bin/swarm":
+        parses(rest)
+    elif program == "docker":
+        verb, *rest = rest
+        rest = after_options(rest, DOCKER[verb])
+        if verb == "run":
+            image, *rest = rest
+            assert image in ("swarm", "swarm:cuda")
+            parses(of_image(rest, tmp_path))
+        elif verb == "exec":
+            assert rest.pop(0) == "peer"
+            assert rest.pop(0) == "swarm"
+            parses(rest)
+        elif verb == "compose":
+            assert rest[0] in ("up", "down")
+            after_options(rest[1:], DOCKER[verb])
+        else:
+            assert rest
+        for flag, value in itertools.pairwise(words):
+            if flag == "--build-arg":
+                assert f"ARG {value.partition('=')[0]}" in (ROOT / "Dockerfile").read_text()
+            if flag == "--file":
+                assert (ROOT / value).is_file()
+    elif program not in OTHERS:
+        assert (ROOT / program).is_file(), f"{page}: what is {program}?"
+
+
+def test_the_unit_of_systemd_starts_what_is_a_command() -> None:
+    (unit,) = blocks("spot.md", "ini")
+    (line,) = re.findall(r"^ExecStart=\S+ (.*)$", unit, re.MULTILINE)
+    parses(shlex.split(line.replace("RUN_ID", RUN).replace("ADDRESS", ADDRESS)))
+    (patience,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    (within,) = re.findall(r"--leave-within (\d+)", line)
+    assert int(patience) > int(within)
+
+
+# --- compose ---
+
+
+def test_compose_starts_what_there_is(tmp_path: Path) -> None:
+    compose = yaml.safe_load((ROOT / "scripts" / "compose.yaml").read_text())
+    join = tmp_path / "join"
+    join.write_text(f"--run\n{RUN}\n--join\n{ADDRESS}\n")
+    assert set(compose["services"]) == {"bootstrap", "peer", "trainer", "keeper", "dashboard"}
+    for name, service in compose["services"].items():
+        words = [word.replace("@/join/join", f"@{join}") for word in service["command"]]
+        parses(of_image(words, tmp_path))
+        named = {volume.split(":")[0] for volume in service["volumes"] if not volume.startswith("$")}
+        assert named <= set(compose["volumes"])
+        assert service["read_only"]
+        assert service["cap_drop"] == ["ALL"]
+        assert (name == "bootstrap") == ("depends_on" not in service)
+    seconds = int(compose["services"]["peer"]["stop_grace_period"].rstrip("s"))
+    assert seconds > float(compose["services"]["peer"]["command"][-1])
+    assert load_run(ROOT / "scripts" / "local.toml").S == 2
+
+
+# --- messages ---
+
+
+def templates() -> list[str]:
+    """Every text in the code, with `…` for each part that is filled in."""
+    found = []
+    for package in ("peers", "swarm"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                    found.append("".join(map(str, parts)))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+    return found
+
+
+TEMPLATES = [*templates(), "the following arguments are required: …"]  # argparse's own
+
+
+def is_said(message: str) -> bool:
+    """Whether some text of the code has the message's fixed parts, in their order."""
+    parts = [re.escape(part) for part in message.split("…") if part.strip()]
+    wanted = re.compile(".*".join(parts), re.DOTALL)
+    return any(wanted.search(template) for template in TEMPLATES)
+
+
+def symptoms() -> list[str]:
+    """What troubleshooting.md says that programs say."""
+    text = re.sub(FENCE, "", (DOCS / "troubleshooting.md").read_text())
+    paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
+    found = [re.match(r"`([^`]+)` — ", part) for part in paragraphs]
+    more = re.findall(r"`(stage …'s[^`]*|peer … tells[^`]*|a bug in swarm[^`]*)`", " ".join(paragraphs))
+    return [match[1] for match in found if match] + more
+
+
+@pytest.mark.parametrize("message", symptoms())
+def test_a_symptom_is_what_the_code_says(message: str) -> None:
+    assert len(message.replace("…", "").strip()) >= 12
+    assert is_said(message.replace(": --run, --join", ": …"))
+
+
+def test_a_symptom_that_nobody_says_would_be_noticed() -> None:
+    assert len(symptoms()) >= 24
+    assert not is_said("port … is already taken by …")
+    assert not is_said("is void … a reduce of step")
+
+
+# --- links ---
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", (DOCS / page).read_text()):
+        name, _, anchor = target.partition("#")
+        path = DOCS / (name or page)
+        assert path.is_file(), target
+        headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+        anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        assert not anchor or anchor in anchors, target
