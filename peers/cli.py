@@ -75,6 +75,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("peer", "join a run and serve one stage on this machine's device"),
     ("train", "join a run as a trainer: bring the data, drive the steps"),
     ("keeper", "keep a run's checkpoints on this disk, for whoever comes; no GPU"),
+    ("pause", "give this machine's device back to you; the peer keeps its place"),
+    ("resume", "let a paused peer of this machine work again"),
     ("health", "whether a program of this machine is well: for containers"),
     ("status", "who serves what, and how far the run is"),
     ("dashboard", "watch a run: in this terminal, as a web page, for Prometheus"),
@@ -138,6 +140,8 @@ def build_parser() -> argparse.ArgumentParser:
     _bootstrap(add["bootstrap"])
     _peer(add["peer"])
     _train(add["train"])
+    _wish(add["pause"])
+    _wish(add["resume"])
     _health(add["health"])
     _status(add["status"])
     _dashboard(add["dashboard"])
@@ -274,6 +278,18 @@ def _train(parser: argparse.ArgumentParser) -> None:
     )
     _network(parser, identity=True)
     _common(parser)
+
+
+def _wish(parser: argparse.ArgumentParser) -> None:
+    name = parser.prog.split()[-1]
+    parser.epilog = f"example:\n  swarm {name}\n  swarm {name} --identity peer.key"
+    group = parser.add_argument_group("which peers (default: all that you run on this machine)")
+    group.add_argument(
+        "--identity", type=Path, default=None, metavar="FILE", help="the one that was started with this key"
+    )
+    group.add_argument("--pid", type=_at_least(1), default=None, metavar="N", help="the one of this process")
+    group.add_argument("--device", default=None, metavar="NAME", help="those on this device, such as cuda:1")
+    _common(parser, events=False)
 
 
 def _health(parser: argparse.ArgumentParser) -> None:
@@ -916,6 +932,12 @@ def _run_check(args: argparse.Namespace) -> int:
     return Exit.OK if asyncio.run(run_check(options(CheckOptions, args))) else Exit.CHECK
 
 
+def _run_wish(args: argparse.Namespace) -> int:
+    from peers.owner_socket import WishOptions, run_wish
+
+    return _with_signals(lambda: run_wish(args.command, options(WishOptions, args)), None)
+
+
 def _run_health(args: argparse.Namespace) -> int:
     from peers.health import HealthOptions, run_health
 
@@ -1042,6 +1064,8 @@ RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "bootstrap": _run_role,
     "peer": _run_role,
     "train": _run_role,
+    "pause": _run_wish,
+    "resume": _run_wish,
     "health": _run_health,
     "status": _run_status,
     "dashboard": _run_dashboard,

@@ -117,7 +117,7 @@ async def answering(path: Path, health: Callable[[], Health], connected: Connect
             await writer.drain()
         writer.close()
 
-    listener = _listen(path)
+    listener = listen(path, "--health")
     server = await asyncio.start_unix_server(answer, sock=listener)
     try:
         yield
@@ -126,13 +126,18 @@ async def answering(path: Path, health: Callable[[], Health], connected: Connect
         path.unlink(missing_ok=True)
 
 
-def _listen(path: Path) -> socket.socket:
+def listen(path: Path, what: str) -> socket.socket:
+    """A listening unix socket at `path`, for this user only; one that a killed program left is replaced.
+
+    Raises:
+        SetupError: somebody answers there, or none can be made; `what` names it.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.is_socket():
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
                 probe.connect(str(path))
-                raise SetupError(f"--health {path}: another program answers there; give each its own socket")
+                raise SetupError(f"{what} {path}: another program answers there; give each its own socket")
             path.unlink(missing_ok=True)  # of one that was killed
         before = os.umask(0o177)
         try:
@@ -143,7 +148,7 @@ def _listen(path: Path) -> socket.socket:
     except OSError as error:
         listener.close()
         why = error.strerror or error  # "AF_UNIX path too long" has no number
-        raise SetupError(f"--health {path}: no socket can be made there: {why}") from None
+        raise SetupError(f"{what} {path}: no socket can be made there: {why}") from None
     except SetupError:
         listener.close()
         raise

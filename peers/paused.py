@@ -131,7 +131,7 @@ async def serve(
             continue
         if owner.left:
             return
-        owner.does("serving", f"stage {stage}")
+        owner.does("serving", f"joins or serves stage {stage}")
         peer = await build(stage, kept)
         kept = None
         owner.serves(peer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from peers.choose import choose_stage
-from peers.events import Emit, JoinLine, Note, Started
+from peers.events import Emit, JoinLine, Note, Started, Trouble
 from peers.net.daemon import Daemon, DaemonOptions
 from peers.net.node import Node
 from peers.net.reach import Reach, settled
 from peers.owner import Owner
+from peers.owner_socket import Said, heard
 from swarm.errors import SetupError, SwarmError
 from swarm.ids import Stage
 from swarm.plan.places import Place
@@ -196,11 +198,29 @@ class Peer(Networked):
             self._node = node
             self._emit(started("peer", node, options.run))
             run = await manifest(node, options.run)
-            stage = await self._choose_stage(node, run)
-            await self._serve(node, run, stage, name)
+            async with contextlib.AsyncExitStack() as stack:
+                await self._hear_the_owner(stack, node, name)
+                stage = await self._choose_stage(node, run)
+                await self._serve(node, run, stage, name)
 
     async def leave(self) -> None:
         self.owner.leave()
+
+    async def _hear_the_owner(self, stack: contextlib.AsyncExitStack, node: Node, device: str) -> None:
+        """A peer that cannot be paused works all the same."""
+        owner, identity = self.owner, self._options.identity
+        path = "" if identity is None else str(identity.absolute())
+
+        def said() -> Said:
+            return Said(
+                pid=os.getpid(), peer=node.peer_id, device=device, identity=path, doing=owner.doing,
+                words=owner.words,
+            )  # fmt: skip
+
+        try:
+            await stack.enter_async_context(heard(owner, said))
+        except SetupError as error:
+            self._emit(Trouble(text=f"swarm pause will not reach this peer: {error.text}"))
 
     async def _choose_stage(self, node: Node, run: Run) -> Stage:
         wish = self._options.stage

@@ -186,7 +186,7 @@ def test_what_modules_log_is_an_event() -> None:
 def test_the_mask_of_new_files_is_as_before(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        health._listen(tmp_path / "s").close()
+        health.listen(tmp_path / "s", "--health").close()
         assert os.umask(0o022) == 0o022
     finally:
         os.umask(before)

@@ -1,0 +1,137 @@
+"""The owner's socket: whom a wish reaches, and what is said when it reaches nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from peers import owner_socket
+from peers.owner import Owner
+from peers.owner_socket import Said, Wish, WishOptions, ask, control_folder, heard, run_wish
+from swarm.errors import SetupError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SWARM_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@asynccontextmanager
+async def peer(device: str = "cpu", identity: str = "") -> AsyncIterator[Owner]:
+    """A peer that pauses and resumes a moment after it was told to."""
+    owner = Owner()
+
+    def said() -> Said:
+        return Said(
+            pid=os.getpid(), peer="12D3abcdef", device=device, identity=identity, doing=owner.doing, words="",
+        )  # fmt: skip
+
+    async def obey() -> None:
+        while True:
+            changed = owner.changed
+            if owner.paused != (owner.doing == "paused"):
+                await asyncio.sleep(0.01)
+                owner.does("paused" if owner.paused else "serving")
+            else:
+                await changed.wait()
+
+    async with heard(owner, said):
+        obeying = asyncio.create_task(obey())
+        yield owner
+        obeying.cancel()
+
+
+async def test_a_pause_is_answered_once_the_device_is_free(capsys: pytest.CaptureFixture[str]) -> None:
+    async with peer() as owner:
+        await run_wish("pause", WishOptions())
+        assert owner.paused and owner.doing == "paused" and owner.why == "swarm pause"
+        await run_wish("pause", WishOptions(pid=os.getpid()))
+        await run_wish("resume", WishOptions(device="cpu"))
+        assert not owner.paused and owner.doing == "serving"
+    line = f"peer abcdef on cpu, pid {os.getpid()}: "
+    assert capsys.readouterr().out.splitlines() == [line + "paused", line + "paused", line + "serving"]
+
+
+async def test_only_this_user_can_open_the_socket_and_nothing_is_left_of_it(cache: Path) -> None:
+    async with peer():
+        (path,) = control_folder().iterdir()
+        assert path == cache / "control" / f"{os.getpid()}.sock"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(control_folder().stat().st_mode) == 0o700
+    assert not list(control_folder().iterdir())
+
+
+async def test_who_is_meant_is_told_by_key_device_or_process(tmp_path: Path) -> None:
+    async with peer("cuda:1", str(tmp_path / "a.key")) as owner:
+        for other in (
+            WishOptions(identity=tmp_path / "b.key"), WishOptions(device="cuda:0"), WishOptions(pid=1),
+            WishOptions(identity=tmp_path / "a.key", device="cpu"),
+        ):  # fmt: skip
+            with pytest.raises(SetupError, match="no peer of yours on this machine is meant by that"):
+                await run_wish("pause", other)
+        assert not owner.paused
+        await run_wish("pause", WishOptions(identity=tmp_path / "a.key", device="cuda:1"))
+        assert owner.paused
+
+
+async def test_where_no_peer_runs_that_is_said_and_what_a_killed_one_left_goes_away() -> None:
+    with pytest.raises(SetupError, match="is meant by that: none runs"):
+        await run_wish("pause", WishOptions())
+    control_folder().mkdir()
+    path = control_folder() / "99999999.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with pytest.raises(SetupError, match="none runs"):
+        await run_wish("resume", WishOptions())
+    assert not path.exists()
+
+
+async def test_one_that_hangs_or_is_no_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner_socket, "LOOK_S", 0.05)
+    control_folder().mkdir()
+    path = control_folder() / "77.sock"
+
+    async def nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async def nonsense(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"hello\n")
+        writer.close()
+
+    for handler, words in ((nothing, "pid 77 does not answer within"), (nonsense, "no peer of the swarm")):
+        server = await asyncio.start_unix_server(handler, str(path))
+        with pytest.raises(SetupError, match=words):
+            await run_wish("pause", WishOptions())
+        server.close()
+        await server.wait_closed()
+
+
+async def test_what_is_no_wish_is_not_obeyed() -> None:
+    async with peer() as owner:
+        (path,) = control_folder().iterdir()
+        for line in (b"pause\n", b'{"do": "format the disk"}\n', b"x" * 100_000 + b"\n"):
+            reader, writer = await asyncio.open_unix_connection(str(path))
+            writer.write(line)
+            with suppress(ConnectionError):
+                assert await reader.read() == b""
+            writer.close()
+        assert not owner.paused
+        said = await ask(path, Wish(do="look"), 5.0)
+        assert msgspec.json.decode(msgspec.json.encode(said), type=Said) == said and said.doing == "starting"
+
+
+async def test_a_folder_that_cannot_be_made_is_a_clear_error(cache: Path) -> None:
+    (cache / "control").write_text("")
+    with pytest.raises(SetupError, match="cannot be made: File exists; set SWARM_CACHE"):
+        async with peer():
+            pass
