@@ -39,6 +39,7 @@ class CheckOptions:
     device: str = "auto"
     host: str = "127.0.0.1"
     port: int = 0
+    join: tuple[str, ...] = ()
     json: bool = False
 
 
@@ -151,8 +152,13 @@ def check_port(host: str, port: int) -> Finding:
             return Finding(name="port", ok=False, found=f"{host} port {port}: {error.strerror}", fix=fix)
         taken = probe.getsockname()[1]
     words = f"{host} port {port} can be listened on" if port else f"{host}: any port (tried {taken})"
-    reach = "" if host not in ("127.0.0.1", "::1", "localhost") else "; reachable from this machine only"
+    reach = "; reachable from this machine only" if is_local(host) else ""
     return Finding(name="port", ok=True, found=words + reach)
+
+
+def is_local(host: str) -> bool:
+    """Whether who listens there can be dialled from this machine only."""
+    return host in ("127.0.0.1", "::1", "localhost")
 
 
 def check_p2pd(host: str, port: int, probe: Callable[[str, int], tuple[bool, str]] | None = None) -> Finding:
@@ -166,6 +172,33 @@ def check_p2pd(host: str, port: int, probe: Callable[[str, int], tuple[bool, str
     ok, words = probe(host, port)
     fix = "remove .venv; run scripts/demo again; it needs Linux on x86-64 and a writable /tmp"
     return Finding(name="p2pd", ok=ok, found=words, fix="" if ok else fix)
+
+
+def check_reach(options: CheckOptions) -> Finding:
+    """Whether others can dial this machine, as peers of the run find; else whether one of them relays for it.
+
+    Being reached through a relay is in order: it works, and `found` says what would be better.
+    """
+    from peers.net.control import ControlError
+    from peers.net.daemon import DaemonOptions
+    from peers.net.reach import find_reach, in_words, some_relay_takes_us, what_to_do
+
+    if not options.join:
+        words = "not tried: give --join ADDRESS of a peer of the run, which dials back"
+        return Finding(name="reach", ok=True, found=words)
+    daemon = DaemonOptions(host=options.host, port=options.port)
+    try:
+        found = asyncio.run(find_reach(daemon, options.join))
+        relayed = found.kind == "closed" and asyncio.run(some_relay_takes_us(daemon, found.relays))
+    except (SetupError, ControlError) as error:
+        return Finding(name="reach", ok=False, found=error.text, fix="see that p2pd can start and listen")
+    if found.kind == "open" or relayed:
+        return Finding(name="reach", ok=True, found=in_words(found))
+    if found.kind == "unknown":
+        fix = "check that the peer at --join runs, and that its address is the one that it printed"
+        return Finding(name="reach", ok=False, found=in_words(found), fix=fix)
+    words = f"nobody can dial this machine ({found.why}), and no peer that was found relays for it"
+    return Finding(name="reach", ok=False, found=words, fix=what_to_do(found))
 
 
 def check_clock(
@@ -207,6 +240,8 @@ def check_all(options: CheckOptions) -> list[Finding]:
     findings.append(check_port(options.host, options.port))
     if findings[-1].ok:  # else p2pd would only say the same again
         findings.append(check_p2pd(options.host, options.port))
+        if findings[-1].ok and (options.join or not is_local(options.host)):
+            findings.append(check_reach(options))
     findings.append(check_clock())
     return findings
 

@@ -361,7 +361,10 @@ def _metrics(parser: argparse._ActionsContainer, *, dest: str = "metrics") -> No
 
 
 def _check(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "example:\n  swarm check --port 31337 --device cuda"
+    parser.epilog = (
+        "examples:\n  swarm check --port 31337 --device cuda\n"
+        f"  swarm check --host 0.0.0.0 --port 31337 --join {ADDRESS}"
+    )
     parser.add_argument(
         "--device", default="auto", metavar="auto|cpu|cuda[:N]", help="the device you will use"
     )
@@ -369,6 +372,13 @@ def _check(parser: argparse.ArgumentParser) -> None:
         "--host", default="127.0.0.1", metavar="IP", help="address to listen on (default: %(default)s)"
     )
     parser.add_argument("--port", type=_port, default=0, metavar="N", help="port to listen on (default: any)")
+    parser.add_argument(
+        "--join",
+        action="append",
+        default=[],
+        metavar="ADDR",
+        help="a peer of the run that tries to dial this machine; several tell more of its router",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     _common(parser, events=False)
 

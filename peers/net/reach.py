@@ -38,6 +38,7 @@ METHOD = "reach"
 DIAL_BACK_S = 3.0
 """A round trip around the world takes 0.3 s, and a handshake three of them."""
 ASK_S = 10.0
+RESERVE_S = 10.0
 MOST_ASKED = 4
 """Peers that are asked. One would do; several tell more of the router."""
 MOST_AT_ONCE = 4
@@ -268,6 +269,20 @@ async def settled(
         )
     private = replace(options, port=found.port, reachable=False, relays=found.relays, be_relay=False)
     return private, in_words(found)
+
+
+async def some_relay_takes_us(options: DaemonOptions, relays: Sequence[str]) -> bool:
+    """Whether one of the relays lets others reach us, tried with a p2pd of its own. Takes up to 10 s."""
+    async with contextlib.AsyncExitStack() as stack:
+        daemon = await _listening(stack, replace(options, reachable=False, relays=tuple(relays)))
+        control = DaemonControl(daemon.control_path)
+        end = time.monotonic() + RESERVE_S
+        while time.monotonic() < end:
+            _, addresses = await control.identify()
+            if any(CIRCUIT in address for address in addresses):
+                return True
+            await asyncio.sleep(0.1)
+    return False
 
 
 def in_words(found: Finding) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import json
 import socket
@@ -12,6 +13,8 @@ import pytest
 
 from peers import check
 from peers.check import CheckOptions, Finding, check_all, run_check, to_json, to_text
+from peers.net.identity import Identity
+from peers.net.node import Node
 
 
 def wrong(finding: Finding, found: str, fix: str) -> None:
@@ -155,3 +158,22 @@ async def test_json_is_one_object(
         "fix": "take another",
     }
     assert said == json.loads(to_json(FINDINGS))
+
+
+def test_reach_is_found_with_peers_of_the_run_only() -> None:
+    found = check.check_reach(CheckOptions(host="0.0.0.0"))
+    good(found)
+    assert found.found == "not tried: give --join ADDRESS of a peer of the run, which dials back"
+    wrong(check.check_reach(CheckOptions(join=("192.0.2.7:1",))), "is not the address of a peer", "p2pd")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        dead = f"/ip4/127.0.0.1/tcp/{unused.getsockname()[1]}/p2p/{Identity(b'a' * 32).peer_id}"
+        wrong(check.check_reach(CheckOptions(join=(dead,))), "Connection refused", "check that the peer at")
+
+
+@pytest.mark.net
+async def test_a_machine_that_a_peer_can_dial_is_told_where() -> None:
+    async with Node() as peer:
+        found = await asyncio.to_thread(check.check_reach, CheckOptions(join=peer.addresses))
+    good(found)
+    assert found.found.startswith("others can dial this machine at 127.0.0.1:")
