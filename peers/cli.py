@@ -254,6 +254,13 @@ def _peer(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="the same when you pause it (default: %(default)s)",
     )
+    parser.add_argument(
+        "--max-upload",
+        type=_rate,
+        default=None,
+        metavar="RATE",
+        help="send no more than this, such as 20Mbit a second (default: no limit)",
+    )
     _network(parser, identity=True)
     _common(parser)
 
@@ -827,6 +834,23 @@ def _hours(text: str) -> float:
 
 def _seconds(text: str) -> float:
     return _number(text, 86_400, "a number of seconds, 0 to 86400")
+
+
+RATES = {"kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}
+LEAST_RATE_BPS = 256e3
+"""Below that a peer would be taken for dead by whom it answers."""
+
+
+def _rate(text: str) -> float:
+    """`20Mbit` -> bits a second."""
+    for unit, bps in RATES.items():
+        with contextlib.suppress(ValueError):
+            if text.endswith(unit):
+                rate_bps = float(text.removesuffix(unit)) * bps
+                if LEAST_RATE_BPS <= rate_bps <= 1e12:
+                    return rate_bps
+    words = "is not a rate of at least 256kbit a second, such as 800kbit, 20Mbit or 1Gbit"
+    raise argparse.ArgumentTypeError(f"{text!r} {words}")
 
 
 def _number(text: str, most: float, wanted: str) -> float:

@@ -85,6 +85,8 @@ class PeerOptions(NetworkOptions):
     keep: int = 2
     leave_within: float = 25.0
     pause_within: float = 5.0
+    max_upload: float | None = None
+    """Bits a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +198,8 @@ class Peer(Networked):
             raise
         async with Node(daemon=daemon, join=options.join, run_id=options.run) as node:
             self._node = node
+            if options.max_upload is not None:
+                node.transport.limit_upload(options.max_upload)
             self._emit(started("peer", node, options.run))
             run = await manifest(node, options.run)
             async with contextlib.AsyncExitStack() as stack:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from peers.net.gauge import LineGauge
+from peers.net.pacer import Pacer
 from peers.ports import Answer, Buffer
 from swarm.errors import BadAnswer, Busy, PeerFault, PeerGone, PeerSilent, SwarmError, from_wire, short
 from swarm.ids import PeerId
@@ -143,11 +144,11 @@ class Outgoing:
         self.left = sum(buffer.nbytes for buffer in buffers)
         self._index, self._offset = 0, 0
 
-    def take(self) -> memoryview:
+    def take(self, most: int = frames.CHUNK_BYTES) -> memoryview:
         """The next chunk; at least 1 byte while `left` and `credit` are not 0."""
         while self._offset == self.buffers[self._index].nbytes:
             self._index, self._offset = self._index + 1, 0
-        size = min(frames.CHUNK_BYTES, self.credit, self.buffers[self._index].nbytes - self._offset)
+        size = min(most, self.credit, self.buffers[self._index].nbytes - self._offset)
         chunk = self.buffers[self._index][self._offset : self._offset + size]
         self._offset += size
         self.left -= size
@@ -187,6 +188,11 @@ class FrameLink(asyncio.BufferedProtocol):
         self.peer: PeerId = ""
         self.gauge = LineGauge()
         """The transport has one for all links with a peer."""
+        self.pacer: Pacer | None = None
+        """The transport has one for all links."""
+        self._turn_bytes = 0
+        """What may be sent of bodies now; 0: a turn has to be taken first."""
+        self._turn: asyncio.TimerHandle | None = None
         self.sent_bytes = 0
         self.received_bytes = 0
         self.closed = asyncio.get_running_loop().create_future()
@@ -362,10 +368,15 @@ class FrameLink(asyncio.BufferedProtocol):
             if self._urgent:
                 frame = self._urgent.popleft()
                 self.sent_bytes += len(frame)
+                if self.pacer is not None:
+                    self.pacer.take(len(frame), now=self._loop.time())
                 transport.write(frame)
             elif self._bulk:
+                most = self._may_send()
+                if not most:
+                    return
                 outgoing = self._bulk.popleft()
-                chunk = outgoing.take()
+                chunk = outgoing.take(most)
                 self.sent_bytes += frames.PREFIX_BYTES + chunk.nbytes
                 transport.write(frames.pack_prefix(Kind.BODY, outgoing.call, 0, chunk.nbytes))
                 transport.write(chunk)
@@ -380,6 +391,25 @@ class FrameLink(asyncio.BufferedProtocol):
                     with contextlib.suppress(OSError, RuntimeError):
                         transport.write_eof()
                 return
+
+    def _may_send(self) -> int:
+        """Bytes of a body; 0 if its turn is still to come."""
+        pacer = self.pacer
+        if pacer is None:
+            return frames.CHUNK_BYTES
+        if not self._turn_bytes and self._turn is None:
+            wanted = min(pacer.turn_bytes, frames.CHUNK_BYTES, self._bulk[0].left, self._bulk[0].credit)
+            wait_s = pacer.take(wanted + frames.PREFIX_BYTES, now=self._loop.time())
+            if wait_s > 0:
+                self._turn = self._loop.call_later(wait_s, self._turn_comes, wanted)
+            else:
+                self._turn_bytes = wanted
+        now, self._turn_bytes = self._turn_bytes, 0
+        return now
+
+    def _turn_comes(self, nbytes: int) -> None:
+        self._turn, self._turn_bytes = None, nbytes
+        self._pump()
 
     def pause_writing(self) -> None:
         if self._paused_since is None:

@@ -18,6 +18,7 @@ from peers.net.daemon import CIRCUIT
 from peers.net.faults import Faults
 from peers.net.gauge import LineGauge
 from peers.net.links import SILENCE_S, CalleeLink, CallerLink, ServedCall, flat
+from peers.net.pacer import Pacer
 from peers.ports import Answer, Buffer, Handler, Line
 from peers.waiting import happens, within
 from swarm.errors import (
@@ -102,6 +103,7 @@ class NetTransport:
         """Told when the last stream that a peer had opened to us ended: it died, or left."""
         self._received: Counter[PeerId] = Counter()
         self._gauges: dict[PeerId, LineGauge] = {}
+        self._pacer: Pacer | None = None
         self._logged: dict[PeerId, float] = {}
         self._closed: str = ""
         self._back = asyncio.Event()
@@ -157,6 +159,12 @@ class NetTransport:
         self._control, self._streams_path, self._closed = control, streams_path, ""
         await self.start()
         self._back.set()
+
+    def limit_upload(self, most_bps: float) -> None:
+        """Send no more than so many bits a second, over all links from now on."""
+        self._pacer = Pacer(most_bps)
+        for link in [*self._links.values(), *self._incoming]:
+            link.pacer = self._pacer
 
     # -- calling --------------------------------------------------------------------------------
 
@@ -246,7 +254,7 @@ class NetTransport:
                 lambda request: CallerLink(peer, request, self._silence_s), peer, PROTOCOL
             )
             assert link is not None
-            link.gauge = self._gauge(peer)
+            link.gauge, link.pacer = self._gauge(peer), self._pacer
             link.relayed = relayed
             left = max(0.0, deadline - asyncio.get_running_loop().time())
             check_response(await within(link.opened, left))
@@ -347,6 +355,7 @@ class NetTransport:
 
     def _make_callee(self) -> CalleeLink:
         link = CalleeLink(self._introduced, self._called, self._silence_s)
+        link.pacer = self._pacer
         self._incoming.add(link)
         link.closed.add_done_callback(lambda _: self._caller_left(link))
         return link
@@ -461,7 +470,15 @@ class NetTransport:
     @property
     def lines(self) -> dict[PeerId, Line]:
         """What is known of the lines to others."""
-        return {peer: gauge.line for peer, gauge in self._gauges.items()}
+        lines = {peer: gauge.line for peer, gauge in self._gauges.items()}
+        if self._pacer is None:
+            return lines
+        # Measured is what comes; what goes is no wider than its limit, and who plans should know.
+        most_bps = self._pacer.limit_bps
+        return {
+            peer: Line(rtt_s=line.rtt_s, bandwidth_bps=min(line.bandwidth_bps, most_bps))
+            for peer, line in lines.items()
+        }
 
     @property
     def links(self) -> tuple[int, int]:

@@ -1,0 +1,83 @@
+"""--max-upload: what is sent stays within the limit, and control messages do not wait behind bodies."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from peers.net.pacer import TURN_S, Pacer
+from peers.ports import Answer, Request
+from tests.net.relay import Relay
+from tests.net.test_transport import echo, relay
+
+__all__ = ["relay"]
+
+
+@pytest.mark.parametrize("limit_bps", [1e6, 20e6, 1e9])
+@pytest.mark.parametrize("links", [1, 7, 60])
+def test_in_any_ten_seconds_no_more_is_sent_than_the_limit(limit_bps: float, links: int) -> None:
+    """Each link asks for its next turn when it had the last one; timers are up to 5 ms late."""
+    pacer = Pacer(limit_bps)
+    due = {link: pacer.take(pacer.turn_bytes, now=0.0) for link in range(links)}
+    turns = dict.fromkeys(range(links), 0)
+    sent: list[tuple[float, int]] = []
+    while (now := min(due.values())) < 30.0:
+        link = min(due, key=lambda one: (due[one], one))
+        sent.append((now, pacer.turn_bytes))
+        turns[link] += 1
+        if len(sent) % 10 == 0:
+            pacer.take(64, now=now)  # a control message
+            sent.append((now, 64))
+        wait_s = pacer.take(pacer.turn_bytes, now=now)
+        due[link] = now + wait_s + 0.005 * (len(sent) % 3 > 0)
+    for start in (0.0, 5.0, 12.3, 19.9):
+        bits = 8 * sum(nbytes for at, nbytes in sent if start <= at < start + 10.0)
+        assert bits <= 1.05 * limit_bps * 10.0
+        assert bits >= 0.85 * limit_bps * 10.0, "nothing of the line is wasted either"
+    assert max(turns.values()) - min(turns.values()) <= 2, "links take turns"
+
+
+def test_who_was_idle_does_not_make_up_for_it() -> None:
+    pacer = Pacer(8e6)
+    pacer.take(1, now=0.0)
+    waits = [pacer.take(pacer.turn_bytes, now=100.0) for _ in range(10)]
+    assert waits[0] == 0.0 and waits[-1] == pytest.approx(9 * TURN_S - 0.1, abs=0.01)
+
+
+async def test_a_body_takes_its_time_and_a_control_message_passes_it(relay: Relay) -> None:
+    caller, callee = await relay.add(), await relay.add()
+    callee.serve("echo", echo, max_body_bytes=1 << 24)
+    await caller.call(callee.peer_id, "echo", b"", [bytes(100_000)], max_answer_bytes=100_000)
+    caller.limit_upload(8e6)
+    assert caller.lines[callee.peer_id].bandwidth_bps <= 8e6
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    before = caller.sent_bytes[callee.peer_id]
+    slow = asyncio.ensure_future(
+        caller.call(callee.peer_id, "echo", b"", [bytes(1_000_000)], max_answer_bytes=1_000_000)
+    )
+    passed = 0
+    while not slow.done():
+        await caller.call(callee.peer_id, "echo", b"quick")
+        passed += not slow.done()
+        await asyncio.sleep(0.01)
+    took_s = loop.time() - began
+    sent = caller.sent_bytes[callee.peer_id] - before
+    assert len((await slow).body[0]) == 1_000_000 < sent
+    assert 8 * sent / took_s <= 1.05 * 8e6 + 8 * 50_000 / took_s, "one turn may be ahead"
+    assert passed >= 5, "they did not wait for the body"
+
+
+async def test_answers_are_within_the_limit_too(relay: Relay) -> None:
+    caller, callee = await relay.add(), await relay.add()
+
+    async def give(request: Request) -> Answer:
+        return Answer(b"", [bytes(1_000_000)])
+
+    callee.serve("give", give)
+    callee.limit_upload(8e6)
+    began = asyncio.get_running_loop().time()
+    calls = [caller.call(callee.peer_id, "give", b"", max_answer_bytes=1_000_000) for _ in range(2)]
+    await asyncio.gather(*calls)
+    assert asyncio.get_running_loop().time() - began >= 2.0 / 1.05
