@@ -18,8 +18,9 @@ from swarm.run import Run
 def sample_offsets(run: Run, t: int, m: int) -> list[int]:
     """Where the samples of microbatch (t, m) start in the array of tokens.
 
-    A sample is `sequence_length + 1` tokens from there on, all inside the array; samples are drawn
-    independently and uniformly (to one part in 2^16 even for 2^48 tokens).
+    A sample is `sequence_length + 1` tokens from there on, all inside the array; or, of samples that code
+    makes, the one of that number. They are drawn independently and uniformly (to one part in 2^16 even for
+    2^48 tokens).
 
     Returns:
         `microbatch_size` offsets.
@@ -27,7 +28,8 @@ def sample_offsets(run: Run, t: int, m: int) -> list[int]:
     Raises:
         SetupError: the run is not pinned, so nobody knows how many tokens there are.
     """
-    starts = run.data.tokens - run.data.sequence_length
+    data = run.data
+    starts = data.tokens if data.source == "code" else data.tokens - data.sequence_length
     if starts < 1:
         raise SetupError("data.tokens is not set in the run's manifest: pin the run to its token file first")
     return [

@@ -407,8 +407,8 @@ class DataSpec(_Spec):
     )
     """SHA-256 of the tokenizer's JSON file."""
     sequence_length: int = _rule(_Integer(1, 1_048_576))
-    """T: tokens the model sees in one sample; a sample reads one more, for the last label. 1 for samples that
-    code makes."""
+    """T: tokens the model sees in one sample; a sample reads one more, for the last label. Of samples that
+    code makes: tokens in each, for a model of transformers; else 1, which may be left out."""
 
     def _cross_check(self) -> None:
         if self.source == "code":
@@ -431,8 +431,6 @@ class DataSpec(_Spec):
     def _check_code(self) -> None:
         if not self.code:
             raise wrong("data.code", "", 'package.module:function when data.source is "code"')
-        if self.sequence_length != 1:
-            raise wrong("data.sequence_length", self.sequence_length, '1 when data.source is "code"')
         if self.tokenizer != "bytes":
             raise wrong("data.tokenizer", self.tokenizer, '"bytes", or left out, when data.source is "code"')
 

@@ -258,7 +258,7 @@ def test_every_value_of_a_brought_model_is_in_the_hash() -> None:
     assert len({run.id for run in runs}) == len(runs)
 
 
-def test_samples_that_code_makes_have_no_length() -> None:
+def test_samples_that_code_makes_need_no_length() -> None:
     text = BROUGHT.to_toml().replace("sequence_length = 1\n", "")
     assert text != BROUGHT.to_toml() and parse_run(text) == BROUGHT
     assert BROUGHT.tokens_per_step == 16 * 8
@@ -287,7 +287,6 @@ def test_manifests_from_before_brought_models_are_what_they_were() -> None:
         ({"model": {"cut": "0*07"}}, r'model\.cut = "0\*07" .* runs of one stage'),
         ({"data": {"code": ""}}, r'data\.code = "" .* package\.module:function when data\.source is "code"'),
         ({"data": {"source": "pydoc"}}, r'data\.code = "pictures.* empty when data\.source is "pydoc"'),
-        ({"data": {"sequence_length": 2}}, r'data\.sequence_length = 2 .* 1 when data\.source is "code"'),
         ({"data": {"tokenizer": "file"}}, r'data\.tokenizer = "file" .* or left out, when data\.source'),
         ({"model": example_run().model}, r'data\.source = "code" .* "files" when model\.kind is "gpt"'),
     ],

@@ -1,0 +1,467 @@
+"""A user's model as a run has it: built as the manifest says, traced, cut, and compared with what it pins.
+
+Nothing of the model travels: each peer builds it from code that is installed there. So that all have the
+same, the manifest pins the code's version, the operators that it traces to, and the weights of version 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from swarm.data import token_dtype
+from swarm.errors import SetupError
+from swarm.model.boundary import StagePlan, plan_stages, shared_parameters
+from swarm.model.bring import Brought, distribution_of, from_code, from_hf, imported, transformers
+from swarm.model.cost import FAR_BYTES, DeviceModel, Law
+from swarm.model.gpt import weights_dtype
+from swarm.model.opgraph import Operator, OpGraph, Value
+from swarm.model.split import Link, Place, split
+from swarm.model.traced.build import Traced
+from swarm.model.traced.calls import Ref, refs
+from swarm.run import BroughtSpec, Run, read_cut, write_cut
+from swarm.wire.meta import ITEM_BYTES, MAX_DIMS
+
+LABELS = ("target", "targets", "target_0", "labels")
+"""Inputs of a function's model that get the token after: what is to be foretold. Those of transformers shift
+their labels themselves."""
+
+_SAME_NUMBERS = frozenset(
+    (
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "slice",
+        "select",
+        "narrow",
+        "transpose",
+        "permute",
+        "t",
+        "to",
+    )
+) | {"squeeze", "unsqueeze", "expand", "contiguous", "clone", "alias", "detach", "pad", "constant_pad_nd"}
+"""Operators that hand on the numbers of their first argument."""
+
+
+class Input(NamedTuple):
+    """One input of the model, as it enters stage 0."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of a microbatch."""
+    dtype: str
+    """On the wire."""
+    below: int
+    """Whole numbers: each is less, and at least 0; 0: it has none."""
+    shifted: bool
+    """In a run of tokens: it gets those after."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Model:
+    """A brought model, ready to be computed stage by stage."""
+
+    traced: Traced
+    """For the microbatches of the run, with the weights of version 0."""
+    assignment: tuple[int, ...]
+    """The stage of each operator."""
+    plans: tuple[StagePlan, ...]
+    inputs: tuple[Input, ...]
+    """In the graph's order; all enter at stage 0."""
+
+    @property
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that several stages hold, and which."""
+        return shared_parameters(self.plans)
+
+
+@lru_cache(maxsize=4)
+def brought(run: Run) -> Model:
+    """The model of a run. The first call builds and traces it: seconds. Not from several threads at once.
+
+    What is not pinned is not compared; a run without a cut is cut for devices that are all alike.
+
+    Raises:
+        SetupError: it cannot be built, traced or cut here; it is not what the manifest pins; something that
+            has to cross a boundary cannot travel. Says what to do.
+    """
+    return _made(run)[0]
+
+
+def pin_model(run: Run) -> Run:
+    """`run` with what is open in its model filled in, as it is here. Its id is another than before.
+
+    Raises:
+        SetupError: as `brought`; or the code draws its weights by something else than torch's generator.
+    """
+    model, found = _made(run)
+    again = _weights_digest(_build(run, found.model).module)
+    if again != found.weights:
+        raise SetupError(
+            "the model begins with other weights each time that it is built: its code has to draw them by "
+            "torch's own generator, which the run seeds"
+        )
+    del model
+    return replace(run, model=found.model)
+
+
+def model_inputs(run: Run, rows: np.ndarray | Sequence[np.ndarray]) -> list[torch.Tensor]:
+    """What enters stage 0 for a microbatch, in the graph's order and the dtypes of the wire, contiguous.
+
+    `rows`: tokens [B, T+1], or of a run whose samples code makes an array for each input.
+
+    Raises:
+        SetupError: the samples do not fit the model; names the input.
+    """
+    inputs = brought(run).inputs
+    if isinstance(rows, np.ndarray):
+        tokens = torch.from_numpy(rows.astype(np.int64))
+        filled = [tokens[:, 1:] if taken.shifted else tokens[:, :-1] for taken in inputs]
+    else:
+        if len(rows) != len(inputs):
+            names = ", ".join(taken.name for taken in inputs)
+            raise SetupError(
+                f"the samples of {run.data.code} have {len(rows)} arrays each, but the model takes "
+                f"{len(inputs)}: {names}"
+            )
+        filled = [_fitting(run, taken, array) for taken, array in zip(inputs, rows, strict=True)]
+    return [
+        tensor.to(getattr(torch, taken.dtype)).contiguous()
+        for taken, tensor in zip(inputs, filled, strict=True)
+    ]
+
+
+def wire_dtype(run: Run, value: Value, *, entering: bool = False) -> str:
+    """Of a value on the wire. `entering`: it is an input of the model (also where it is carried on).
+
+    Integers that enter are as narrow as the vocabulary, booleans 0 or 1; numbers with a gradient, and those
+    that enter, have the run's own dtype; the others are as they are.
+
+    Raises:
+        SetupError: nothing like it can travel.
+    """
+    floating = value.dtype.startswith(("float", "bfloat"))
+    if value.dtype == "bool":
+        return "uint8"
+    if floating and (entering or value.differentiable):
+        return run.dtype
+    if entering and _whole(value.dtype):
+        return token_dtype(run.model.vocab_size)
+    if value.dtype not in ITEM_BYTES:
+        raise SetupError(f"numbers of {value.dtype} cannot travel between stages")
+    return value.dtype
+
+
+# --- building -----------------------------------------------------------------------------------------------
+
+
+class _Found(NamedTuple):
+    model: BroughtSpec
+    """Pinned."""
+    weights: str
+
+
+def _made(run: Run) -> tuple[Model, _Found]:
+    spec = run.model
+    assert isinstance(spec, BroughtSpec), "callers ask `run.brings_model`"
+    version = _version(spec)
+    _same(
+        "version", spec.version, version,
+        f"the run's model is of {_called(spec.version)}, here is {_called(version)}: install the run's",
+    )  # fmt: skip
+    sample = _build(run, spec)
+    weights = _weights_digest(sample.module)
+    theirs = f"here {weights[:12]}…, in the run's manifest {spec.weights[:12]}…"
+    _same(
+        "weights", spec.weights, weights,
+        f"the model begins with other weights here than the run's ({theirs}): another version of torch "
+        f"(this is {torch.__version__}) or of what the code imports, or a kind of processor that rounds "
+        "differently; use what the run's owner has",
+    )  # fmt: skip
+    traced = sample.trace()
+    graph = _graph_digest(traced)
+    theirs = f"here {graph[:12]}…, in the run's manifest {spec.graph[:12]}…"
+    _same(
+        "graph", spec.graph, graph,
+        f"the model is made of other operators here than the run's ({theirs}): another version of torch "
+        f"(this is {torch.__version__}) or of what the code imports; install what the run's owner has",
+    )  # fmt: skip
+    assignment = _assignment(run, spec, traced.graph)
+    plans = plan_stages(traced.graph, assignment)
+    inputs = _inputs(run, traced)
+    _check_cut(run, traced.graph, plans)
+    pinned = replace(spec, version=version, graph=graph, weights=weights, cut=write_cut(assignment))
+    return (
+        Model(traced=traced, assignment=assignment, plans=plans, inputs=inputs),
+        _Found(pinned, weights),
+    )
+
+
+def _same(key: str, pinned: str, found: str, text: str) -> None:
+    if pinned and pinned != found:
+        raise SetupError(f"model.{key}: {text}")
+
+
+def _build(run: Run, spec: BroughtSpec) -> Brought:
+    """The model with a sample microbatch of the run's size."""
+    rows, length = run.batch.microbatch_size, run.data.sequence_length
+    with _seeded(run.seed):
+        if spec.kind == "hf":
+            made = from_hf(json.loads(spec.config), rows=rows, length=length)
+        else:
+            made = from_code(spec.source)
+    dtype = weights_dtype(run)
+    module = made.module.to("cpu")
+    module = module.double() if dtype == torch.float64 else module.float()
+
+    def sized(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if not leaf.dim():
+            raise SetupError(
+                "an input of the model is a single number: each needs the batch's dimension first"
+            )
+        wanted = [rows, *leaf.shape[1:]]
+        if run.data.source != "code" and leaf.dim() > 1 and not leaf.is_floating_point():
+            wanted[1] = length
+        for dim, size in enumerate(wanted):
+            if leaf.shape[dim] != size:
+                if not leaf.shape[dim]:
+                    raise SetupError("the model's sample input is empty: give at least one row")
+                leaf = leaf.index_select(dim, torch.arange(size) % leaf.shape[dim])
+        return leaf.to(dtype) if leaf.is_floating_point() else leaf
+
+    return replace(
+        made,
+        module=module,
+        args=pytree.tree_map(sized, tuple(made.args)),
+        kwargs=pytree.tree_map(sized, dict(made.kwargs)),
+        targets=pytree.tree_map(sized, tuple(made.targets)),
+    )
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """What is drawn inside by torch's generator is a function of the seed; it goes on as before, after."""
+    dtype = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+# --- what is pinned -----------------------------------------------------------------------------------------
+
+
+def _version(spec: BroughtSpec) -> str:
+    """Of the distribution that the code comes from; of the source file if none does."""
+    return distribution_of(transformers() if spec.kind == "hf" else imported(spec.source, "model"))
+
+
+def _called(version: str) -> str:
+    return f"a source file with {version}" if version.startswith("sha256 ") else version
+
+
+def _weights_digest(module: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        _add(digest, name, tensor)
+    return digest.hexdigest()
+
+
+def _graph_digest(traced: Traced) -> str:
+    graph, digest = traced.graph, hashlib.sha256()
+    lines = [f"inputs {graph.inputs} loss {graph.loss} tied {graph.tied}"]
+    lines += [f"{v.name} {v.shape} {v.dtype} {v.differentiable}" for v in graph.values.values()]
+    for op, call in zip(graph.operators, traced.calls, strict=True):
+        lines.append(f"{op.target} {op.parameters} {op.buffers} {call.outputs} {call.plain} {op.cheap}")
+        lines.append(f"{_word(call.function)} {_word(call.args)} {_word(call.kwargs)}")
+        lines.append(f"{traced.statistics.get(op.index, ())}")
+    digest.update("\n".join(lines).encode())
+    for name, tensor in traced.buffers.items():
+        if name.startswith("constant:"):
+            _add(digest, name, tensor)
+    return digest.hexdigest()
+
+
+def _word(part: Any) -> str:
+    """An argument of a call, the same in every process."""
+    if isinstance(part, Ref):
+        return f"%{part.name}"
+    if isinstance(part, Mapping):
+        return "{" + " ".join(f"{key}={_word(part[key])}" for key in sorted(part)) + "}"
+    if isinstance(part, (list, tuple)):
+        return "[" + " ".join(map(_word, part)) + "]"
+    if callable(part) and hasattr(part, "__qualname__"):
+        return str(part) if isinstance(part, torch._ops.OpOverload) else part.__qualname__
+    return str(part) if isinstance(part, torch._ops.OpOverload) else repr(part)
+
+
+def _add(digest: Any, name: str, tensor: torch.Tensor) -> None:
+    digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+    flat = tensor.detach().contiguous().reshape(-1)
+    digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+
+
+# --- the cut ------------------------------------------------------------------------------------------------
+
+
+def _usual_device() -> DeviceModel:
+    """Some device: 1e11 operations and 2e10 bytes a second, 5 µs a call. If all are alike, only how these
+    relate has a say in where to cut."""
+    law = Law(5e-6, 1e-11, 5e-11, 5e-11, (0.0,) * len(FAR_BYTES))
+    return DeviceModel({"add": law, "other": law}, {"add": law, "other": law})
+
+
+def _assignment(run: Run, spec: BroughtSpec, graph: OpGraph) -> tuple[int, ...]:
+    if not spec.cut:
+        device, line = _usual_device(), Link(bandwidth_bps=1e9)
+        return split(graph, [Place(device=device)] * run.S, [line] * (run.S - 1)).assignment
+    assignment = read_cut(spec.cut, len(graph.operators))
+    if assignment is None:
+        raise SetupError(
+            f"model.cut is not of the {len(graph.operators)} operators of this model: leave it out, and one "
+            "is found"
+        )
+    if max(assignment) + 1 != run.S:
+        raise SetupError(
+            f"model.cut has stages up to {max(assignment)}, but model.stages is {run.S}: leave model.cut "
+            "out, and one is found"
+        )
+    return assignment
+
+
+def _check_cut(run: Run, graph: OpGraph, plans: Sequence[StagePlan]) -> None:
+    makers = {output: op for op in graph.operators for output in op.outputs}
+    for plan in plans:
+        if not plan.parameters:
+            raise SetupError(
+                f"stage {plan.stage} of model.cut has no weights to train: cut the model into fewer stages"
+            )
+        for value in plan.outputs if plan.stage < run.S - 1 else ():
+            try:
+                wire_dtype(run, value, entering=value.name in graph.inputs)
+                if len(value.shape) > MAX_DIMS:
+                    raise SetupError(f"tensors of {len(value.shape)} dimensions cannot travel between stages")
+            except SetupError as error:
+                raise SetupError(
+                    f"{_maker(makers.get(value.name), value)} goes from stage {plan.stage} to the next: "
+                    f"{error.text}. Cut elsewhere (model.cut), or change the model there"
+                ) from None
+    shared = shared_parameters(plans)
+    exact = run.exact_sums or run.dtype == "float64"
+    if shared and not (exact and run.codec.reduce == "none"):
+        name, stages = next(iter(shared.items()))
+        told = " and ".join(map(str, stages))
+        raise SetupError(
+            f"{name} is in stages {told}, where it has to stay the same: their sums of its gradient must "
+            'be exact. Set exact_sums = true and codec.reduce = "none", or cut so that one stage has it'
+        )
+
+
+def _maker(op: Operator | None, value: Value) -> str:
+    if op is None:
+        return f"the model's input {value.name}"
+    return f"{value.name}, which operator {op.target} of {op.module or 'the model'} makes,"
+
+
+# --- inputs -------------------------------------------------------------------------------------------------
+
+
+def _inputs(run: Run, traced: Traced) -> tuple[Input, ...]:
+    graph, spec = traced.graph, run.model
+    assert isinstance(spec, BroughtSpec)
+    tokens = run.data.source != "code"
+    rows, length, vocab = run.batch.microbatch_size, run.data.sequence_length, spec.vocab_size
+    limits = _limits(traced)
+    found: list[Input] = []
+    for name in graph.inputs:
+        value = graph.values[name]
+        if tokens and not (_whole(value.dtype) and value.shape == (rows, length)):
+            raise SetupError(
+                f"the model's input {name} is {value.dtype}{list(value.shape)}, and tokens are integers "
+                f'[{rows}, {length}]: take data.source = "code"'
+            )
+        if not tokens and value.shape[0] != rows:
+            raise SetupError(f"the model's input {name} has not the batch's dimension first")
+        below = {"bool": 2}.get(value.dtype, vocab if _whole(value.dtype) else 0)
+        least, why = limits.get(name, (below, ""))
+        if tokens and least < below:
+            raise SetupError(
+                f"model.vocab_size = {vocab}, but {why} takes {name} below {least} only: set it to {least}, "
+                "with a tokenizer that makes no other tokens; or take a model that knows more"
+            )
+        dtype = wire_dtype(run, value, entering=True)
+        found.append(
+            Input(name, value.shape, dtype, min(below, least), spec.kind == "code" and name in LABELS)
+        )
+    return tuple(found)
+
+
+def _limits(traced: Traced) -> dict[str, tuple[int, str]]:
+    """Input -> (what each of its numbers has to be less than, the operator that has so many rows)."""
+    values = traced.graph.values
+    origin = {name: name for name in traced.graph.inputs}
+    found: dict[str, tuple[int, str]] = {}
+    for op, call in zip(traced.graph.operators, traced.calls, strict=True):
+        kind = op.target.split(".")[1] if op.target.startswith("aten.") else ""
+        read = [ref.name for ref in refs(call.args)]
+        if kind in _SAME_NUMBERS and read and read[0] in origin and _whole(values[op.outputs[0]].dtype):
+            origin.update(dict.fromkeys(op.outputs, origin[read[0]]))
+        rows = _rows(kind, [values[name] for name in read if name in values])
+        if rows is not None and read[1] in origin:
+            name, where = origin[read[1]], f"operator {op.target} of {op.module or 'the model'}"
+            if rows < found.get(name, (math.inf, ""))[0]:
+                found[name] = (rows, where)
+    return found
+
+
+def _rows(kind: str, read: Sequence[Value]) -> int | None:
+    """Of an operator that looks up its second argument in its first: how many there are."""
+    if len(read) < 2 or not _whole(read[1].dtype):
+        return None
+    shape = read[0].shape
+    if kind == "embedding":
+        return shape[0]
+    if kind.startswith(("cross_entropy_loss", "nll_loss")):
+        return shape[min(1, len(shape) - 1)]
+    return None
+
+
+def _whole(dtype: str) -> bool:
+    return dtype.startswith(("int", "uint"))
+
+
+def _fitting(run: Run, taken: Input, array: np.ndarray) -> torch.Tensor:
+    """The samples of one input, if they fit it."""
+    where = f"the samples of {run.data.code}"
+    if array.shape != taken.shape:
+        raise SetupError(
+            f"{where} give {list(array.shape[1:])} numbers for the model's input {taken.name}, which takes "
+            f"{list(taken.shape[1:])}"
+        )
+    whole = array.dtype.kind in "iub"
+    if whole != bool(taken.below):
+        wanted = "integers or booleans" if taken.below else "floating point numbers"
+        raise SetupError(f"{where} give {array.dtype} for the model's input {taken.name}: it takes {wanted}")
+    if whole and array.size and not 0 <= array.min() <= array.max() < taken.below:
+        raise SetupError(
+            f"{where} give {array.min()} to {array.max()} for the model's input {taken.name}: it takes 0 to "
+            f"{taken.below - 1} (model.vocab_size, or what the model looks up in)"
+        )
+    return torch.from_numpy(np.ascontiguousarray(array))
