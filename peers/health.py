@@ -93,6 +93,8 @@ def observe(health: Health, event: Event) -> Health:
         return replace(health, version=event.t + 1)
     if isinstance(event, events.RolledBack):
         return replace(health, version=event.step)
+    if isinstance(event, events.Paused):
+        return replace(health, state=f"paused at stage {event.stage}")
     if isinstance(event, events.LeavingNow):
         return replace(health, state="leaving")
     return health

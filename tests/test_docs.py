@@ -22,7 +22,7 @@ from swarm.run import load_run
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PAGES = ("join.md", "home.md", "public-run.md", "spot.md", "security.md", "troubleshooting.md")
+PAGES = ("home.md", "join.md", "home.md", "public-run.md", "spot.md", "security.md", "troubleshooting.md")
 RUN = "0123456789abcdef" * 2
 ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 

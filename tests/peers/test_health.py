@@ -57,6 +57,10 @@ async def running(path: Path, *said: Event, connected: health.Connected = three)
             "peer abcdef: paused at stage 1 at version 12, connected to 3 peers",
         ),
         (
+            (STARTED, SERVING, events.Paused(stage=1, version=12, why="asked to")),
+            "peer abcdef: paused at stage 1 at version 12, connected to 3 peers",
+        ),
+        (
             (STARTED, SERVING, events.RolledBack(stage=1, step=10), events.LeavingNow(role="peer")),
             "peer abcdef: leaving at version 10, connected to 3 peers",
         ),
