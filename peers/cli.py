@@ -255,6 +255,13 @@ def _peer(parser: argparse.ArgumentParser) -> None:
         help="the same when you pause it (default: %(default)s)",
     )
     parser.add_argument(
+        "--max-vram",
+        type=_memory,
+        default=None,
+        metavar="SIZE",
+        help="use no more of the device's memory than this, such as 6GiB (default: what is free)",
+    )
+    parser.add_argument(
         "--max-upload",
         type=_rate,
         default=None,
@@ -851,6 +858,15 @@ def _rate(text: str) -> float:
                     return rate_bps
     words = "is not a rate of at least 256kbit a second, such as 800kbit, 20Mbit or 1Gbit"
     raise argparse.ArgumentTypeError(f"{text!r} {words}")
+
+
+def _memory(text: str) -> int:
+    """`6GiB` -> bytes."""
+    for unit, size in {"MiB": 1 << 20, "GiB": 1 << 30}.items():
+        with contextlib.suppress(ValueError):
+            if text.endswith(unit) and 1 <= (number := float(text.removesuffix(unit))) <= 1e6:
+                return int(number * size)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a size of memory: 800MiB or 6GiB")
 
 
 def _number(text: str, most: float, wanted: str) -> float:

@@ -75,6 +75,15 @@ def free_bytes(name: str) -> int:
     return describe(name).free_bytes
 
 
+def limit_memory(name: str, most: int | None) -> None:
+    """Have torch take no more than `most` bytes of a GPU; of a CPU it cannot be kept from more."""
+    if name.startswith("cuda") and most is not None:
+        import torch
+
+        total = torch.cuda.get_device_properties(name).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), name)
+
+
 def release_cached(name: str) -> None:
     """Give back what torch keeps of device `name` for tensors to come. Its CUDA context stays."""
     if name.startswith("cuda"):

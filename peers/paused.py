@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable
 
 from peers.device import release_cached
 from peers.disk.shelf import Shelf
-from peers.events import Emit, Paused
+from peers.events import Emit, Paused, Trouble
 from peers.owner import Owner
 from peers.ports import Answer, Directory, Request, Transport
 from peers.stage import ANNOUNCE_S, StagePeer, StageSettings
 from peers.state_server import Snapshot, StateDesk
 from peers.waiting import happens
-from swarm.errors import Leaving
+from swarm.errors import Leaving, SetupError
 from swarm.ids import Era, Stage
 from swarm.records import PeerRecord
 from swarm.run import Run
@@ -132,7 +132,16 @@ async def serve(
         if owner.left:
             return
         owner.does("serving", f"joins or serves stage {stage}")
-        peer = await build(stage, kept)
+        try:
+            peer = await build(stage, kept)
+        except SetupError as error:
+            if kept is None:
+                raise
+            # Another program has the memory now. What it has done so far is not lost for that.
+            text = f"this peer cannot resume: {error.text}. It stays paused: swarm resume tries again"
+            emit(Trouble(text=text))
+            owner.pause("no room", "the device has no room")
+            continue
         kept = None
         owner.serves(peer)
         try:

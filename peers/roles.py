@@ -30,11 +30,6 @@ if TYPE_CHECKING:  # torch is imported while p2pd starts
     from peers.trainer import Trainer
     from swarm.model.stage import StageCompute
 
-MOST_INFLIGHT = 32
-"""More microbatches at one peer only queue."""
-MEMORY_SHARE = 0.5
-"""Of the memory that is free after the weights, for microbatches in flight."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkOptions:
@@ -85,6 +80,8 @@ class PeerOptions(NetworkOptions):
     keep: int = 2
     leave_within: float = 25.0
     pause_within: float = 5.0
+    max_vram: int | None = None
+    """Bytes of the device's memory."""
     max_upload: float | None = None
     """Bits a second."""
 
@@ -239,9 +236,40 @@ class Peer(Networked):
         return stage
 
     def _build(self, run: Run, stage: Stage, device: str) -> StageCompute:
+        """Raises SetupError: it does not fit; before anything is fetched."""
+        import torch
+
+        from peers.device import limit_memory
+        from peers.owner_memory import needs_of
         from swarm.model.stage import StageCompute
 
-        return StageCompute(run, stage, device, recompute=self._options.recompute)
+        options = self._options
+        needs_of(run, stage).check(options.max_vram)
+        limit_memory(device, options.max_vram)
+        try:
+            return StageCompute(run, stage, device, recompute=options.recompute)
+        except torch.OutOfMemoryError as error:
+            raise SetupError(f"stage {stage} does not fit on {device} now: {error}") from None
+
+    def _admits(self, run: Run, compute: StageCompute, device: str) -> int:
+        """Microbatches in flight, by wish or by what fits in the memory that is free now."""
+        from peers.device import free_bytes
+        from peers.owner_memory import needs_of
+
+        options = self._options
+        if options.max_inflight != "auto" and options.max_vram is None:
+            return options.max_inflight
+        needs = needs_of(run, compute.stage, microbatch=compute.saved_bytes())
+        needs.check(options.max_vram)
+        fits = needs.inflight(free_bytes(device), options.max_vram)
+        return fits if options.max_inflight == "auto" else min(fits, options.max_inflight)
+
+    def _fits_anywhere(self, run: Run) -> bool:
+        """Whether it may be sent to any stage: one that did not fit there would be lost to the run."""
+        from peers.owner_memory import needs_of
+
+        most = self._options.max_vram
+        return most is None or all(needs_of(run, stage).least <= most for stage in range(run.S))
 
     async def _serve(self, node: Node, run: Run, stage: Stage, device: str) -> None:
         """Serve a stage, and others if they need this device more, until the owner has it leave."""
@@ -253,18 +281,18 @@ class Peer(Networked):
         if options.checkpoint_dir is not None:
             checkpoints = Checkpoints(folder=options.checkpoint_dir, keep=options.keep)
 
+        movable = options.stage == "auto" and await asyncio.to_thread(self._fits_anywhere, run)
+
         def settings(max_inflight: int) -> StageSettings:
             return StageSettings(
                 max_inflight=max_inflight, device_name=device, addresses=node.addresses,
-                checkpoints=checkpoints, joined_at=time.time(), movable=options.stage == "auto",
+                checkpoints=checkpoints, joined_at=time.time(), movable=movable,
                 place=self._place, leave_within_s=options.leave_within, pause_within_s=options.pause_within,
             )  # fmt: skip
 
         async def build(stage: Stage, kept: Snapshot | None) -> StagePeer:
             compute = await asyncio.to_thread(self._build, run, stage, device)
-            max_inflight = options.max_inflight
-            if max_inflight == "auto":
-                max_inflight = await asyncio.to_thread(_room, compute, device)
+            max_inflight = await asyncio.to_thread(self._admits, run, compute, device)
             peer = StagePeer(
                 run, stage, compute, node.transport, node.directory, settings(max_inflight), emit, kept=kept
             )
@@ -276,14 +304,6 @@ class Peer(Networked):
             return paused.PausedPeer(run, stage, kept, node.transport, node.directory, settings(1), owner)
 
         await paused.serve(stage, owner, build, hold, device=device, emit=emit)
-
-
-def _room(compute: StageCompute, device: str) -> int:
-    """Microbatches in flight that fit in the memory that is free now."""
-    from peers.device import free_bytes
-
-    each = max(1, compute.saved_bytes())
-    return int(max(1, min(MOST_INFLIGHT, MEMORY_SHARE * free_bytes(device) // each)))
 
 
 class Train(Networked):

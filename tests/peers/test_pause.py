@@ -14,8 +14,10 @@ import torch
 from peers.asking import ask_one
 from peers.events import HandedOver, Note, Paused, RolledBack, StateFetched, Stepped, Trouble
 from peers.paused import ABSENT
-from swarm.errors import Leaving
+from swarm.errors import Leaving, SetupError
+from swarm.model.stage import StageCompute
 from swarm.run import counting_run
+from tests.peers import loops
 from tests.peers.loops import Swarm, quick, swarm
 from tests.peers.test_loops import patient
 
@@ -298,6 +300,29 @@ async def test_a_peer_that_is_moving_ends_up_where_it_went_or_where_it_was() -> 
         await s.until_next_step()
         version, counts = await s.counted("s1p0")
         assert counts == [version] * run.M
+
+
+async def test_a_device_that_is_full_at_the_end_of_a_pause_keeps_the_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with swarm() as s:
+        await s.until_serving()
+        await pause(s, "s1p0")
+
+        def full(*_: object) -> StageCompute:
+            raise SetupError("stage 1 does not fit on cuda:0 now")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(loops, "StageCompute", full)
+            s.owners["s1p0"].resume()
+            await s.until(lambda: len(s.seen(Paused)) == 2)
+        assert s.seen(Paused)[1].version == 0 and s.owners["s1p0"].why == "the device has no room"
+        assert any("It stays paused: swarm resume tries again" in event.text for event in s.seen(Trouble))
+        await resume(s, "s1p0")
+        s.add_trainer("trainer")
+        await s.until_finished()
+        s.assert_each_counted_once()
+        assert not s.seen(StateFetched)
 
 
 # --- leaving, dying -----------------------------------------------------------------------------------------

@@ -1,0 +1,62 @@
+"""--max-vram: what a stage needs is told from the manifest, and what does not fit is refused with numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from peers.owner_memory import MOST_INFLIGHT, Needs, needs_of
+from swarm.errors import SetupError
+from swarm.model.stage import StageCompute
+from swarm.run import Run, demo_run
+from tests.model.chain import tiny_run
+
+MIB = 1 << 20
+
+
+def held_bytes(compute: StageCompute) -> int:
+    """Of all vectors that a stage has on its device, with the sums of the steps that are open at once."""
+    for t in range(1 + compute.run.delayed_updates):
+        compute.begin(t)
+    vectors = [*compute._weights, *compute._low, *compute._sums.values()]
+    return sum(vector.nbytes for vector in (*vectors, *compute._optimizer.vectors.values()))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        demo_run(stages=2), replace(demo_run(stages=2), delayed_updates=True), tiny_run(),
+        replace(demo_run(stages=2), dtype="bfloat16"), replace(demo_run(stages=2), exact_sums=False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_a_stage_needs_is_what_it_holds_and_one_vector_of_gradients(run: Run, stage: int) -> None:
+    compute = StageCompute(run, stage)
+    gradients = compute._layout.numel * (8 if run.dtype == "float64" else 4)
+    assert needs_of(run, stage).fixed == held_bytes(compute) + gradients
+
+
+def test_what_does_not_fit_is_refused_with_numbers() -> None:
+    needs = Needs(stage=1, fixed=600 * MIB)
+    needs.check(600 * MIB)
+    needs.check(None)
+    with pytest.raises(SetupError) as refused:
+        needs.check(512 * MIB)
+    assert refused.value.text == (
+        "stage 1 needs 0.59 GiB (0.59 GiB for weights, optimizer and sums), and --max-vram gives 0.50 GiB: "
+        "give more, or take another --stage"
+    )
+    needs = Needs(stage=1, fixed=20 * MIB, microbatch=8 * MIB)
+    needs.check(36 * MIB)
+    with pytest.raises(SetupError, match=r"16\.00 MiB to compute one microbatch.* or --recompute"):
+        needs.check(35 * MIB)
+
+
+def test_as_many_microbatches_are_admitted_as_fit() -> None:
+    needs = Needs(stage=0, fixed=100 * MIB, microbatch=10 * MIB)
+    assert needs.inflight(1000 * MIB, None) == MOST_INFLIGHT
+    assert needs.inflight(200 * MIB, None) == 10
+    assert needs.inflight(1000 * MIB, 200 * MIB) == 5
+    assert needs.inflight(60 * MIB, 200 * MIB) == 3, "others have the rest of the device"
+    assert needs.inflight(0, 120 * MIB) == 1
