@@ -47,8 +47,9 @@ START_TIMEOUT_S = 15.0
 _STALE_AFTER_S = 60.0
 """A private directory younger than this may not have taken its lock yet."""
 
-MOST_RELAYS = 8
-"""That p2pd is told of; it uses two."""
+MOST_RELAYS = 4
+"""That p2pd is told of. It takes a place at each, and nowhere for three minutes if one of them is dead or no
+relay. Four, since it believes the address at which four peers see it, and punches no holes before."""
 _RELAY_BUFFER_BYTES = 256 * 1024
 """For each direction of each relayed connection. p2pd's default, 16 MiB, is no faster."""
 
@@ -90,9 +91,9 @@ class DaemonOptions:
     """Multiaddrs of peers, ending in `/p2p/<id>`, through which others reach us if they cannot dial us."""
     be_relay: bool = False
     """Relay for others, on this machine's bandwidth, while we are reachable."""
-    relay_guests: int = 16
+    relay_guests: int = 64
     """Peers that we relay for at a time."""
-    relay_circuits: int = 32
+    relay_circuits: int = 16
     """Connections to each of them that we relay at a time; each may take half a MB of memory."""
     relay_data_limit: int = 1 << 40
     """Bytes each way after which a connection relayed by us is reset (p2pd's default: 4 GiB)."""

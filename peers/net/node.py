@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from peers.net.daemon import (
     CIRCUIT,
-    MOST_RELAYS,
     Daemon,
     DaemonOptions,
     split_peer_id,
@@ -168,7 +167,8 @@ class Node:
             )
             self._started.append("transport")
             await self.transport.start()
-            self.transport.serve(METHOD, DialBack(lambda: self.control, self._relays).serve)
+            dial_back = DialBack(lambda: self.control, self._relays, self._is_relay)
+            self.transport.serve(METHOD, dial_back.serve)
             self.directory = NetDirectory(
                 await self._attach(AttachedP2P, daemon),
                 self.control,
@@ -294,7 +294,7 @@ class Node:
                     self._move(listening)
                 elif now - relayed_at > RELAYLESS_S:
                     relayed_at = now
-                    self._take_other_relays(daemon)
+                    await self._take_other_relays(daemon)
             if unanswered >= MOST_UNANSWERED:
                 logger.error("p2pd (pid %s) does not answer any more: it is killed", daemon.pid)
                 daemon.kill()
@@ -316,21 +316,25 @@ class Node:
         if self.addresses != before and self.daemon is not None and self.daemon.options.relays:
             self.directory.move(self.addresses)
 
-    def _take_other_relays(self, daemon: Daemon) -> None:
+    async def _take_other_relays(self, daemon: Daemon) -> None:
         """All of ours are gone. p2pd cannot be told of new ones: another one is started."""
-        from peers.net.reach import is_relay
+        from peers.net.reach import MOST_TOLD, relaying
 
         known = dict.fromkeys([*self._relays(), *daemon.options.relays])
-        relays = tuple(filter(is_relay, known))[:MOST_RELAYS]
-        if set(relays) != set(daemon.options.relays):
+        relays = await relaying(self.transport, list(known)[: 2 * MOST_TOLD])
+        if relays and daemon.alive:
             logger.warning("no relay has us any more: others are tried")
             daemon.options = dataclasses.replace(daemon.options, relays=relays)
             daemon.kill()
 
+    def _is_relay(self) -> bool:
+        assert self.daemon is not None
+        return self.daemon.options.be_relay and self.daemon.options.reachable is True
+
     def _relays(self) -> list[str]:
         """Addresses of peers that may relay for others: ours, if it is one, and some that we have met."""
         assert self.daemon is not None
-        own = self.addresses if self.daemon.options.reachable else ()
+        own = self.addresses if self._is_relay() else ()
         return [*own, *self.directory.met_addresses(), *self._join]
 
     async def __aexit__(

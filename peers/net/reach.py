@@ -42,7 +42,9 @@ RESERVE_S = 10.0
 MOST_ASKED = 4
 """Peers that are asked. One would do; several tell more of the router."""
 MOST_AT_ONCE = 4
-MOST_PER_HOST = 30
+MOST_TOLD = 8
+"""Possible relays."""
+MOST_PER_HOST = 100
 """Questions of one host that are answered in a minute: a machine with eight devices starts eight peers."""
 
 Reach: TypeAlias = Literal["auto", "public", "relay"]
@@ -50,7 +52,7 @@ Reach: TypeAlias = Literal["auto", "public", "relay"]
 
 
 class AskReach(msgspec.Struct, frozen=True, kw_only=True):
-    """Dial `peer` at `port` of the host that this comes from."""
+    """Dial `peer` at `port` of the host that this comes from; nobody if the port is 0."""
 
     peer: PeerId
     port: int
@@ -68,6 +70,8 @@ class Reached(msgspec.Struct, frozen=True, kw_only=True):
     """Not."""
     relays: tuple[str, ...] = ()
     """Multiaddrs of peers that others can dial, ending in `/p2p/<id>`."""
+    relay: bool = False
+    """Who answers relays for others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +87,7 @@ class Finding:
     punchable: bool | None = None
     """Whether our router shows the same port to all, so that libp2p can punch holes; None: not known."""
     relays: tuple[str, ...] = ()
-    """Who may relay for us."""
+    """Who relays for us, unless we are open."""
     why: str = ""
     """Not open."""
 
@@ -91,9 +95,14 @@ class Finding:
 class DialBack:
     """Answers `reach`. Cannot be made to dial anybody but who asks: the host is the connection's own."""
 
-    def __init__(self, control: Callable[[], DaemonControl], relays: Callable[[], Iterable[str]]) -> None:
-        """`relays`: addresses of peers that may be reachable, those that are sure first."""
-        self._control, self._relays = control, relays
+    def __init__(
+        self,
+        control: Callable[[], DaemonControl],
+        relays: Callable[[], Iterable[str]],
+        is_relay: Callable[[], bool],
+    ) -> None:
+        """`relays`: addresses of peers that may relay; `is_relay`: whether we do."""
+        self._control, self._relays, self._is_relay = control, relays, is_relay
         self._room = asyncio.Semaphore(MOST_AT_ONCE)
         self._asked: Counter[str] = Counter()
         self._minute = 0
@@ -101,10 +110,17 @@ class DialBack:
     async def serve(self, request: Request) -> Answer:
         """A handler of the transport."""
         ask = unpack(request.header, AskReach)
-        if public_key_of(ask.peer) is None or not 0 < ask.port < 65536:
+        if public_key_of(ask.peer) is None or not 0 <= ask.port < 65536:
             raise Refused(f"peer {ask.peer[:80]!r} at port {ask.port} cannot be dialled")
         host, port = await self._seen_at(request.peer)
         self._count(host)
+        why = await self._dial_back(ask, host) if ask.port else "nobody was to be dialled"
+        relays = tuple(dict.fromkeys(filter(is_public, self._relays())))[:MOST_TOLD]
+        found = Reached(host=host, port=port, reached=not why, why=why, relays=relays, relay=self._is_relay())
+        return Answer(pack(found))
+
+    async def _dial_back(self, ask: AskReach, host: str) -> str:
+        """Why it cannot be reached; nothing if it can."""
         async with self._room:
             if ask.peer in await self._control().connected():
                 raise Refused("that peer is connected to me already: ask for one that is not")
@@ -112,11 +128,8 @@ class DialBack:
             try:
                 await self._control().connect(ask.peer, [f"/{kind}/{host}/tcp/{ask.port}"], DIAL_BACK_S)
             except ControlError as error:
-                reached, why = False, error.text[:300]
-            else:
-                reached, why = True, ""
-        relays = tuple(dict.fromkeys(filter(is_public, self._relays())))[:MOST_RELAYS]
-        return Answer(pack(Reached(host=host, port=port, reached=reached, why=why, relays=relays)))
+                return error.text[:300] or "it cannot be dialled"
+            return ""
 
     async def _seen_at(self, peer: PeerId) -> tuple[str, int]:
         try:
@@ -137,8 +150,10 @@ class DialBack:
             raise Busy(f"{MOST_PER_HOST} questions came from {host} within a minute")
 
 
-async def find_reach(options: DaemonOptions, join: Sequence[str]) -> Finding:
-    """Ask peers that we want to join at to dial back to where we are going to listen. Takes 1 to 10 s.
+async def find_reach(options: DaemonOptions, join: Sequence[str], *, hidden: bool = False) -> Finding:
+    """Ask peers that we want to join at to dial back to where we are going to listen. Takes 1 to 15 s.
+
+    `hidden`: relays are needed even if we can be dialled.
 
     Raises:
         SetupError: p2pd cannot listen there, or an address to join at is none.
@@ -161,7 +176,25 @@ async def find_reach(options: DaemonOptions, join: Sequence[str]) -> Finding:
         asked = await asyncio.gather(*(_ask(transport, peer, question) for peer in direct))
         answers = [answer for answer in asked if isinstance(answer, Reached)]
         refusals = [answer for answer in asked if isinstance(answer, str)]
-        return conclude(answers, refusals, join, port=_port(target), asked_from=_port(asker))
+        found = conclude(answers, refusals, join, port=_port(target), asked_from=_port(asker))
+        if found.kind == "open" and not hidden:
+            return found
+        return replace(found, relays=await relaying(transport, found.relays))
+
+
+async def relaying(transport: NetTransport, addresses: Iterable[str]) -> tuple[str, ...]:
+    """Those addresses whose peers answer now that they relay for others, at most `MOST_RELAYS`."""
+    question = pack(AskReach(peer=transport.peer_id, port=0))
+
+    async def ask(address: str) -> bool:
+        place, peer = split_peer_id(address)
+        transport.learn(peer, [place])
+        answer = await _ask(transport, peer, question)
+        return isinstance(answer, Reached) and answer.relay
+
+    asked = list(filter(is_relay, addresses))
+    answers = await asyncio.gather(*map(ask, asked))
+    return tuple(address for address, yes in zip(asked, answers, strict=True) if yes)[:MOST_RELAYS]
 
 
 async def _listening(stack: contextlib.AsyncExitStack, options: DaemonOptions) -> Daemon:
@@ -198,7 +231,7 @@ def conclude(
             for address in [*map(_relay_of, join), *(relay for a in answers for relay in a.relays)]
             if is_relay(address)
         )
-    )[:MOST_RELAYS]
+    )[: MOST_ASKED * MOST_TOLD]
     # Who sees us at an address of a local network says nothing about the world, if anybody else does.
     told = [a for a in answers if ipaddress.ip_address(a.host).is_global] or list(answers)
     if not told:
@@ -256,7 +289,7 @@ async def settled(
         return options, ""
     if reach == "public" or options.announce or not join:
         return replace(options, reachable=True), ""
-    found = await find_reach(options, join)
+    found = await find_reach(options, join, hidden=reach == "relay")
     if reach == "auto" and found.kind == "unknown":
         return options, in_words(found)
     if reach == "auto" and found.kind == "open":

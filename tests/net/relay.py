@@ -26,6 +26,8 @@ class Relay:
         self.directory = directory
         self.paths: dict[PeerId, Path] = {}
         self.dials: list[PeerId] = []
+        self.direct: set[PeerId] = set()
+        """Peers with relayed addresses to which libp2p has found a direct way."""
         self.disconnects: list[tuple[PeerId, PeerId]] = []
         self.strangers: list[RawCallee] = []
         self.latency_s = 0.0
@@ -117,6 +119,9 @@ class _Control:
     async def connect(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
         if peer not in self._relay.paths:
             raise ControlError("all dials failed")
+
+    async def is_direct(self, peer: PeerId) -> bool:
+        return peer in self._relay.direct
 
     async def disconnect(self, peer: PeerId) -> None:
         self._relay.disconnects.append((self._peer, peer))

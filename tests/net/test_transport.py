@@ -464,6 +464,51 @@ async def test_while_our_own_p2pd_is_being_replaced_calls_wait_and_blame_nobody(
         await caller.call(callee.peer_id, "echo", b"")
 
 
+async def test_calls_leave_the_relay_when_a_direct_way_is_found_and_those_under_way_end_on_it(
+    relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peers.net.transport.PUNCH_LOOKS_S", [0.01] * 500)
+    caller, callee = await relay.add(), await relay.add()
+    gone: list[str] = []
+    callee.on_gone = gone.append
+    go_on = asyncio.Event()
+
+    async def wait(request: Request) -> Answer:
+        await go_on.wait()
+        return Answer(b"done")
+
+    async def echo(request: Request) -> Answer:
+        return Answer(request.header)
+
+    callee.serve("wait", wait)
+    callee.serve("echo", echo)
+    caller.learn(callee.peer_id, [f"/ip4/44.1.2.3/tcp/1/p2p/{caller.peer_id}/p2p-circuit"])
+    long_one = asyncio.create_task(caller.call(callee.peer_id, "wait", b""))
+    assert (await caller.call(callee.peer_id, "echo", b"relayed")).header == b"relayed"
+    assert relay.dials == [callee.peer_id]
+    relay.direct.add(callee.peer_id)
+    await until(lambda: relay.dials == [callee.peer_id] * 2 and callee.links == (0, 2))
+    assert (await caller.call(callee.peer_id, "echo", b"direct")).header == b"direct"
+    go_on.set()
+    assert (await long_one).header == b"done"
+    await until(lambda: callee.links == (0, 1))
+    assert (await caller.call(callee.peer_id, "echo", b"still")).header == b"still"
+    assert relay.dials == [callee.peer_id] * 2 and not gone
+
+
+async def test_a_peer_that_is_called_directly_is_dialled_once(
+    relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peers.net.transport.PUNCH_LOOKS_S", [0.0] * 5)
+    caller, callee = await relay.add(), await relay.add()
+    callee.serve("echo", lambda request: asyncio.sleep(0, Answer(request.header)))
+    relay.direct.add(callee.peer_id)
+    caller.learn(callee.peer_id, [f"/ip4/44.1.2.3/tcp/1/p2p/{caller.peer_id}/p2p-circuit"])
+    for _ in range(20):
+        await caller.call(callee.peer_id, "echo", b"")
+    assert relay.dials == [callee.peer_id]
+
+
 async def test_a_long_pause_of_our_own_is_not_taken_for_the_peers_silence(relay: Relay, quick: None) -> None:
     caller, callee = await relay.add(silence_s=0.2), await relay.add()
     gate = Gate()
