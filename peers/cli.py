@@ -478,21 +478,39 @@ def _keeper(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "example:\n  swarm export --checkpoint-dir ckpt --out model.safetensors"
-    parser.add_argument(
+    parser.epilog = (
+        "examples:\n  swarm export --checkpoint-dir ckpt --out model.safetensors\n"
+        "  swarm export --checkpoint-dir ckpt --hf folder"
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
         "--checkpoint-dir",
         type=Path,
-        required=True,
+        default=None,
         metavar="DIR",
         help="with the checkpoints of all stages, such as a keeper's --dir",
     )
+    source.add_argument(
+        "--model", type=Path, default=None, metavar="FILE", help="a file of --out, for --hf"
+    )
     _which_checkpoint(parser)
-    parser.add_argument(
+    place = parser.add_mutually_exclusive_group(required=True)
+    place.add_argument(
         "--out",
         type=Path,
-        required=True,
+        default=None,
         metavar="FILE",
         help="a .safetensors file; what it is will stand in a .json beside it",
+    )
+    place.add_argument(
+        "--hf",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="a new folder for transformers' from_pretrained; for runs of a model of transformers",
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, default=None, metavar="FILE", help="its JSON, to go into the folder of --hf"
     )
     _common(parser, events=False)
 

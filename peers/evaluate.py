@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +13,8 @@ import numpy as np
 from peers.disk.dataset import Dataset, Tokenizer, open_dataset
 from peers.progress import Bar
 from peers.weights import Weights, WeightsOptions, load_weights
-from swarm.model.evaluate import Evaluator
+from swarm.errors import SetupError
+from swarm.model.evaluate import loss_of
 from swarm.run import Run
 
 
@@ -24,7 +24,8 @@ class EvalOptions(WeightsOptions):
 
     tokenizer: Path | None = None
     data: tuple[Path, ...] = ()
-    """Any text; empty: the text that the run trains on."""
+    """Any text; empty: the text that the run trains on. Where code makes the samples: one
+    `package.module:function` that makes others."""
     samples: int = 64
     device: str = "cpu"
     json: bool = False
@@ -37,13 +38,14 @@ class Evaluation:
     run: str
     step: int
     loss: float
-    """Mean, in nats a token."""
-    perplexity: float
-    bits_per_byte: float
+    """Mean, in nats a token; or whatever the model's loss is."""
+    perplexity: float | None = None
+    """Of text, as the next: None where code makes the samples."""
+    bits_per_byte: float | None = None
     """Comparable between tokenizers."""
     samples: int
-    tokens: int
-    bytes: int
+    tokens: int | None = None
+    bytes: int | None = None
     """Of the text behind those tokens; where a token is a part of a character, its replacement's."""
     seconds: float
 
@@ -60,22 +62,33 @@ def run_eval(options: EvalOptions) -> None:
         print(msgspec.json.encode(found).decode())  # what is not finite becomes null
         return
     run = model.run
-    where = "the text of its training" if not options.data else ", ".join(path.name for path in options.data)
+    text = run.data.source != "code"
+    own = "the text of its training" if text else "those of its training"
+    where = ", ".join(path.name for path in options.data) or own
+    words, size = "", ""
+    if text:
+        words = f", perplexity {found.perplexity:.4g}, {found.bits_per_byte:.4f} bits per byte"
+        size = f" of {run.data.sequence_length} tokens"
     print(
-        f"loss {found.loss:.4f}, perplexity {found.perplexity:.4g}, {found.bits_per_byte:.4f} bits per byte\n"
-        f"run {run.name} {run.id}, step {found.step}; "
-        f"{found.samples} samples of {run.data.sequence_length} tokens from {where}"
+        f"loss {found.loss:.4f}{words}\n"
+        f"run {run.name} {run.id}, step {found.step}; {found.samples} samples{size} from {where}"
     )
 
 
 def open_text(run: Run, files: tuple[Path, ...], tokenizer: Path | None) -> Dataset:
-    """The run's own text, or any other in the run's tokens.
+    """The run's own text, or any other in the run's tokens; of a run whose samples code makes, samples.
 
     Raises:
         SetupError: it cannot be read, is too short, or is not what the run pins.
     """
     if not files:
         return open_dataset(run, files, tokenizer)
+    if run.data.source == "code":
+        code, *more = files
+        if more:
+            raise SetupError("samples are made by one function: give one package.module:function with --data")
+        other = replace(run, data=replace(run.data, code=str(code), sha256="", tokens=0))
+        return open_dataset(other)
     other = replace(run, data=replace(run.data, source="files", sha256="", tokens=0))
     return open_dataset(other, files, tokenizer)
 
@@ -94,35 +107,36 @@ def evaluate(model: Weights, text: Dataset, samples: int, device: str = "cpu") -
     """The mean loss over samples spread evenly over the text.
 
     Raises:
-        SetupError: the weights are not of a language model, or do not fit the run.
+        SetupError: the weights are not of a model with a loss, or do not fit the run.
     """
     began, run = time.monotonic(), model.run
-    evaluator = Evaluator(run, model.by_name, device)
-    window = run.data.sequence_length + 1
-    offsets = spread(text.tokens, window, samples)
-    total, size_bytes = 0.0, 0
+    loss_of_rows, made = loss_of(run, model.by_name, device), run.data.source == "code"
+    offsets = spread(text.tokens, 1 if made else run.data.sequence_length + 1, samples)
+    total, size_bytes, batch = 0.0, 0, run.batch.microbatch_size
     with Bar("evaluating", len(offsets), unit="samples") as bar:
-        for rows in _batches(text, offsets, run.batch.microbatch_size):
-            total += evaluator.loss(rows) * len(rows)
-            size_bytes += sum(_bytes_of(text.tokenizer, row[1:]) for row in rows)
-            bar(len(rows))
-    loss, tokens = total / len(offsets), len(offsets) * run.data.sequence_length
+        for some in (offsets[start : start + batch] for start in range(0, len(offsets), batch)):
+            rows = text.batch(some)
+            total += loss_of_rows(rows) * len(some)
+            if not made:
+                size_bytes += sum(_bytes_of(text.tokenizer, row[1:]) for row in rows)
+            bar(len(some))
+    loss, of_text = total / len(offsets), {}
+    if not made:
+        tokens = len(offsets) * run.data.sequence_length
+        of_text = {
+            "perplexity": math.exp(loss) if loss < 700 else math.inf,
+            "bits_per_byte": loss * tokens / math.log(2) / size_bytes if size_bytes else math.inf,
+            "tokens": tokens,
+            "bytes": size_bytes,
+        }
     return Evaluation(
         run=run.id,
         step=model.step,
         loss=loss,
-        perplexity=math.exp(loss) if loss < 700 else math.inf,
-        bits_per_byte=loss * tokens / math.log(2) / size_bytes if size_bytes else math.inf,
         samples=len(offsets),
-        tokens=tokens,
-        bytes=size_bytes,
         seconds=time.monotonic() - began,
+        **of_text,
     )
-
-
-def _batches(text: Dataset, offsets: list[int], size: int) -> Iterator[np.ndarray]:
-    for start in range(0, len(offsets), size):
-        yield text.batch(offsets[start : start + size])
 
 
 def _bytes_of(tokenizer: Tokenizer, labels: np.ndarray) -> int:

@@ -1,4 +1,7 @@
-"""`swarm export`: the stages of a checkpoint become one model file. Needs no network and no other peer."""
+"""`swarm export`: the stages of a checkpoint become one model file, or a folder for transformers.
+
+Needs no network and no other peer.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,16 @@ import torch
 from peers.disk import model_file
 from peers.disk.model_file import ModelConfig
 from peers.progress import Bar
-from peers.weights import find_run, model_shapes, read_stage, stages_bytes, with_step
+from peers.weights import (
+    WeightsOptions,
+    find_run,
+    find_weights,
+    load_weights,
+    model_shapes,
+    read_stage,
+    stages_bytes,
+    with_step,
+)
 from swarm.errors import SetupError
 from swarm.ids import Stage
 from swarm.model.layout import stage_layout
@@ -19,21 +31,26 @@ from swarm.run import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExportOptions:
-    """Which checkpoint, and where to."""
+class ExportOptions(WeightsOptions):
+    """Which weights, and where to: one of `out` and `hf`."""
 
-    checkpoint_dir: Path
-    """Holds the checkpoints of every stage."""
-    out: Path
-    """A `.safetensors` file; its JSON is written beside it."""
-    run: str | None = None
-    """Run id; None: the only one in the folder."""
-    step: int | None = None
-    """None: the newest that all stages have."""
+    out: Path | None = None
+    """A `.safetensors` file; its JSON is written beside it. Of checkpoints only."""
+    hf: Path | None = None
+    """A folder for `from_pretrained`."""
+    tokenizer: Path | None = None
+    """Its JSON, to go into `hf`."""
 
 
 def run_export(options: ExportOptions) -> None:
     """Write the model and say what it is."""
+    if options.hf is not None:
+        run_export_hf(options, options.hf)
+        return
+    if options.out is None or options.checkpoint_dir is None:
+        raise SetupError("a model file is made of checkpoints: give --checkpoint-dir and --out")
+    if options.tokenizer is not None:
+        raise SetupError("a model file holds no tokenizer: leave --tokenizer out, or export with --hf")
     if options.out.suffix != model_file.SUFFIX:
         raise SetupError(f"--out {options.out} must end in {model_file.SUFFIX}")
     run = find_run(options.checkpoint_dir, options.run)
@@ -46,6 +63,19 @@ def run_export(options: ExportOptions) -> None:
         print(f"try it: swarm generate --model {options.out}{words} 'The '")
 
 
+def run_export_hf(options: ExportOptions, folder: Path) -> None:
+    """Write the folder and say how it is loaded."""
+    from peers import pretrained
+
+    run = find_weights(options)
+    pretrained.check(folder, run)  # before the weights are read
+    model = load_weights(options)
+    auto = pretrained.write(folder, run, model.step, model.by_name, options.tokenizer)
+    parameters = sum(tensor.numel() for tensor in model.by_name.values())
+    print(f"wrote {folder}: run {run.name} {run.id}, step {model.step}, {parameters / 1e6:,.1f} M parameters")
+    print(f'try it: transformers.{auto}.from_pretrained("{folder}")')
+
+
 def export(folder: Path, run: Run, step: int | None, out: Path) -> ModelConfig:
     """Merge the stages' weights into `out`, one stage in memory at a time.
 
@@ -53,7 +83,8 @@ def export(folder: Path, run: Run, step: int | None, out: Path) -> ModelConfig:
         SetupError: no complete step, a damaged one, or no room. What `out` was before is intact.
     """
     shapes = model_shapes(run)
-    stage_of = {name: stage for stage in range(run.S) for name in stage_layout(run, stage).spans}
+    # A weight that several stages share is taken from the first.
+    stage_of = {name: stage for stage in reversed(range(run.S)) for name in stage_layout(run, stage).terms}
 
     def merge(step: int) -> ModelConfig:
         held: tuple[Stage, Mapping[str, torch.Tensor]] = (-1, {})

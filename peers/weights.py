@@ -21,6 +21,9 @@ from swarm.run import Run, check_id
 
 T = TypeVar("T")
 
+PARTS = ("weights", "statistics")
+"""Of a stage's state: what the model is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsOptions:
@@ -50,24 +53,36 @@ def say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def load_weights(options: WeightsOptions) -> Weights:
-    """The weights of all stages, on the CPU.
+def find_weights(options: WeightsOptions) -> Run:
+    """Of which run the weights are.
 
     Raises:
-        SetupError: they are missing, damaged or not all there; says what to do.
+        SetupError: nobody can say; or the options contradict one another.
     """
     if (options.model is None) == (options.checkpoint_dir is None):
         raise SetupError("say which weights: --model FILE, or --checkpoint-dir DIR")
     if options.model is not None:
         if options.run is not None or options.step is not None:
             raise SetupError("--run and --step choose among checkpoints: leave them out with --model")
+        return model_file.read_config(options.model)[1]
+    assert options.checkpoint_dir is not None
+    return find_run(options.checkpoint_dir, options.run)
+
+
+def load_weights(options: WeightsOptions) -> Weights:
+    """The weights of all stages, and batch norms' statistics, on the CPU.
+
+    Raises:
+        SetupError: they are missing, damaged or not all there; says what to do.
+    """
+    run = find_weights(options)
+    if options.model is not None:
         config, _ = model_file.read_config(options.model)
         with Bar(f"reading {options.model.name}", config.bytes) as bar:
             config, run, weights = model_file.read(options.model, model_shapes, progress=bar)
         return Weights(run=run, step=config.step, by_name=weights)
     assert options.checkpoint_dir is not None
     folder = options.checkpoint_dir
-    run = find_run(folder, options.run)
 
     def read(step: int) -> Weights:
         found: dict[str, torch.Tensor] = {}
@@ -80,11 +95,11 @@ def load_weights(options: WeightsOptions) -> Weights:
 
 
 def model_shapes(run: Run) -> dict[str, torch.Tensor]:
-    """All weights of a run by full name, stage by stage, as tensors without memory."""
+    """All weights and statistics of a run by full name, stage by stage, as tensors without memory."""
     return {
         name: torch.empty(span.shape, dtype=weights_dtype(run), device="meta")
         for stage in range(run.S)
-        for name, span in stage_layout(run, stage).spans.items()
+        for name, span in stage_layout(run, stage).terms.items()
     }
 
 
@@ -176,16 +191,16 @@ def stages_bytes(folder: Path, run: Run, step: int) -> int:
 def read_stage(
     folder: Path, run: Run, stage: Stage, step: int, *, progress: Progress = unheard
 ) -> Mapping[str, torch.Tensor]:
-    """The weights of one stage by full name; its optimizer is verified and not held.
+    """The weights and statistics of one stage by full name; its optimizer is verified and not held.
 
     Raises:
         Unreadable: damaged, or not of this stage.
     """
     try:
-        tensors, _ = checkpoint.load(folder, run, stage, step, only=("weights",), progress=progress)
+        tensors, _ = checkpoint.load(folder, run, stage, step, only=PARTS, progress=progress)
         if "weights" not in tensors:
             raise SetupError(f"the checkpoint of stage {stage}, step {step} in {folder} holds no weights")
-        return named_weights(run, stage, tensors["weights"])
+        return named_weights(run, stage, tensors["weights"], tensors.get("statistics"))
     except SetupError as error:
         raise Unreadable(error) from None
     except Refused as error:

@@ -107,7 +107,7 @@ def pin_model(run: Run) -> Run:
         SetupError: as `brought`; or the code draws its weights by something else than torch's generator.
     """
     model, found = _made(run)
-    again = _weights_digest(_build(run, found.model).module)
+    again = _weights_digest(build(run).module)
     if again != found.weights:
         raise SetupError(
             "the model begins with other weights each time that it is built: its code has to draw them by "
@@ -181,7 +181,7 @@ def _made(run: Run) -> tuple[Model, _Found]:
         "version", spec.version, version,
         f"the run's model is of {_called(spec.version)}, here is {_called(version)}: install the run's",
     )  # fmt: skip
-    sample = _build(run, spec)
+    sample = build(run)
     weights = _weights_digest(sample.module)
     theirs = f"here {weights[:12]}…, in the run's manifest {spec.weights[:12]}…"
     _same(
@@ -214,8 +214,16 @@ def _same(key: str, pinned: str, found: str, text: str) -> None:
         raise SetupError(f"model.{key}: {text}")
 
 
-def _build(run: Run, spec: BroughtSpec) -> Brought:
-    """The model with a sample microbatch of the run's size."""
+def build(run: Run) -> Brought:
+    """The model of version 0, a new one each time, with a sample microbatch of the run's size.
+
+    Not compared with what the manifest pins: see `brought`.
+
+    Raises:
+        SetupError: it cannot be built here.
+    """
+    spec = run.model
+    assert isinstance(spec, BroughtSpec), "callers ask `run.brings_model`"
     rows, length = run.batch.microbatch_size, run.data.sequence_length
     with _seeded(run.seed):
         if spec.kind == "hf":

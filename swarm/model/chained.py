@@ -17,7 +17,7 @@ from torch import nn
 from swarm.ids import Microbatch
 from swarm.model.autodiff import backward
 from swarm.model.exact import add_exact, to_float
-from swarm.model.gpt import boundary_dtype, build_stage, replace_parameters
+from swarm.model.gpt import boundary_dtype, build_stage, replace_parameters, weights_dtype
 from swarm.model.opgraph import Value
 from swarm.model.pieces import Output, cut
 from swarm.model.stage import sqnorm
@@ -156,7 +156,7 @@ class PiecesChain:
     def loss(self, rows: Any, mb: Microbatch, *, grad: bool) -> float:
         """`rows`: the model's inputs, in their order."""
         run, last = self._run, len(self._pieces) - 1
-        arriving = [tensor.to(self._device) for tensor in rows]
+        arriving = [torch.as_tensor(values).to(self._device) for values in rows]
         taken: list[list[torch.Tensor]] = []
         given: list[Output] = []
         places: list[list[torch.Tensor | None]] = [[None] * len(arriving)]
@@ -219,16 +219,17 @@ class PiecesChain:
 
     def _leaving(self, value: Value, tensor: torch.Tensor) -> torch.Tensor:
         """As it is sent: rounded where the run is of less precision than its weights."""
-        if value.differentiable:
-            return tensor.to(boundary_dtype(self._run))
-        return tensor.to(getattr(torch, value.dtype))
+        dtype = getattr(torch, value.dtype)
+        if value.differentiable and dtype == weights_dtype(self._run):
+            dtype = boundary_dtype(self._run)
+        return tensor.to(dtype)
 
     def totals(self) -> Totals:
         """A parameter's total is the sum of its stages', in their order; its square counts at the first."""
         gradients: dict[str, torch.Tensor] = {}
         first: list[list[str]] = []
         for piece, total in zip(self._pieces, self._sums, strict=True):
-            own = total.settle(dict(piece.named_parameters()))
+            own = total.settle({name: piece.get_parameter(name) for name in piece.plan.parameters})
             first.append([name for name in own if name not in gradients])
             for name, grad in own.items():
                 gradients[name] = gradients[name] + grad if name in gradients else grad

@@ -1,21 +1,41 @@
-"""The loss of given weights on given samples: as the run computes it, without training anything."""
+"""The loss of given weights on given samples, without training anything."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from swarm.errors import SetupError
+from swarm.model.brought import model_inputs
 from swarm.model.gpt import boundary_dtype, replace_parameters, stage_skeleton, weights_dtype
+from swarm.model.whole import Whole
 from swarm.run import Run
 from swarm.wire.codec import round_trip
 
 
+def loss_of(
+    run: Run, weights: Mapping[str, torch.Tensor], device: str | torch.device = "cpu"
+) -> Callable[[Any], float]:
+    """What gives the mean loss of samples (any number, as the run's dataset has them) with these weights.
+
+    A brought model is asked as it leaves the swarm (`swarm.model.whole`), the decoder as the run computes it.
+
+    Raises:
+        SetupError: weights are missing, have another shape, or are not of a model of this run.
+    """
+    if run.brings_model:
+        whole = Whole(run, weights, device=device)
+        # Of tokens it is the run that knows which input gets which.
+        return lambda rows: whole.loss(model_inputs(run, rows) if isinstance(rows, np.ndarray) else rows)
+    return Evaluator(run, weights, device).loss
+
+
 class Evaluator:
-    """All stages of a run, chained, with the codecs of the boundaries between them and without dropout.
+    """All stages of a decoder, chained, with the codecs of the boundaries between them and without dropout.
 
     So its loss is the training's own, which includes what the codecs do to the activations.
     """

@@ -30,6 +30,11 @@ def generate(
         SetupError: weights are missing or have another shape, an empty prompt, or tokens that the model
             does not know.
     """
+    if run.model.kind == "hf":
+        raise SetupError(
+            "swarm generate knows the built-in decoder only: make a folder with swarm export --hf DIR, and "
+            'let transformers generate: AutoModelForCausalLM.from_pretrained("DIR").generate(...)'
+        )
     if run.model.kind != "gpt":
         raise SetupError(f'model.kind = "{run.model.kind}" does not generate text')
     if not prompt_tokens or not all(0 <= token < run.model.vocab_size for token in prompt_tokens):

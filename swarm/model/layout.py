@@ -129,16 +129,23 @@ def initial_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
     return state
 
 
-def named_weights(run: Run, stage: Stage, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The parameters in a stage's vector `weights`, by full name; they share its memory.
+def named_weights(
+    run: Run, stage: Stage, flat: torch.Tensor, statistics: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """The parameters in a stage's vector `weights`, and what is in `statistics`, by full name; views of them.
 
     Raises:
-        Refused: the vector does not fit the stage.
+        Refused: a vector does not fit the stage.
     """
     layout, dtype = stage_layout(run, stage), weights_dtype(run)
-    if flat.shape != (layout.numel,) or flat.dtype != dtype:
-        raise Refused(
-            f"weights of {list(flat.shape)} numbers of {flat.dtype}; "
-            f"stage {stage} has [{layout.numel}] of {dtype}"
-        )
-    return dict(layout.views(flat))
+    told = torch.empty(0, dtype=dtype) if statistics is None else statistics
+    for name, vector, numel in (
+        ("weights", flat, layout.numel),
+        ("statistics", told, layout.statistics_numel),
+    ):
+        if vector.shape != (numel,) or vector.dtype != dtype:
+            raise Refused(
+                f"{name} of {list(vector.shape)} numbers of {vector.dtype}; "
+                f"stage {stage} has [{numel}] of {dtype}"
+            )
+    return {**dict(layout.views(flat)), **dict(layout.statistics_views(told))}

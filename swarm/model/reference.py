@@ -15,7 +15,8 @@ import torch
 from swarm.data import sample_offsets
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
-from swarm.model.chained import Chain, DecoderChain
+from swarm.model.brought import brought, model_inputs
+from swarm.model.chained import Chain, DecoderChain, PiecesChain
 from swarm.run import Run
 
 
@@ -42,7 +43,7 @@ class SingleProcess:
                 "a run with codec.adaptive cannot be verified: what it arrives at depends on its routes"
             )
         self.run, self.version, self._batch = run, 0, batch
-        self.chain = chain or DecoderChain(run, torch.device(device))
+        self.chain = chain or _chain_of(run, torch.device(device))
         spec, parameters = run.optimizer, list(self.chain.parameters.values())
         groups = [
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": spec.weight_decay},
@@ -61,7 +62,10 @@ class SingleProcess:
 
     def loss(self, mb: Microbatch, *, grad: bool = True) -> float:
         """The mean loss of a microbatch of the present step; `grad`: also add its gradient."""
-        return self.chain.loss(self._batch(sample_offsets(self.run, mb.t, mb.m)), mb, grad=grad)
+        rows = self._batch(sample_offsets(self.run, mb.t, mb.m))
+        if self.run.brings_model:
+            rows = model_inputs(self.run, rows)
+        return self.chain.loss(rows, mb, grad=grad)
 
     def step(self, t: int) -> list[float]:
         """Do step `t`, the next one; the losses of its microbatches in order."""
@@ -91,3 +95,10 @@ class SingleProcess:
         """The newest weights of all stages by full name, on the CPU."""
         found = {**self.chain.parameters, **self.chain.buffers()}
         return {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
+
+
+def _chain_of(run: Run, device: torch.device) -> Chain:
+    if not run.brings_model:
+        return DecoderChain(run, device)
+    model = brought(run)
+    return PiecesChain(run, model.traced, model.assignment, device)

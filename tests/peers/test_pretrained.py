@@ -1,0 +1,115 @@
+"""`swarm export --hf`: what was trained is a model of transformers like any other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+
+from peers import pretrained
+from swarm.errors import SetupError
+from swarm.model.brought import build
+from swarm.run import BroughtSpec, CodecSpec, DataSpec, Run, demo_run
+
+transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+
+GPT2 = {
+    "model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 256, "n_positions": 32,
+    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+RESNET = {
+    "model_type": "resnet", "architectures": ["ResNetForImageClassification"], "embedding_size": 8,
+    "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 3, "image_size": 16,
+}  # fmt: skip
+
+
+def run_of(config: dict[str, Any], **changes: Any) -> Run:
+    base = demo_run(stages=2, steps=20)
+    model = BroughtSpec(kind="hf", config=json.dumps(config), stages=2, vocab_size=256)
+    data = DataSpec(source="pydoc", sequence_length=16)
+    return replace(base, model=model, data=data, codec=CodecSpec.both_ways("none"), **changes)
+
+
+def trained(run: Run) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """(the model, its weights and statistics) as training may have left them."""
+    module = build(run).module
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_floating_point():
+                tensor.add_(0.01)
+    weights = {n: t for n, t in {**dict(module.named_parameters()), **dict(module.named_buffers())}.items()
+               if "num_batches" not in n}  # fmt: skip
+    return module.eval(), weights
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_language_model_is_read_without_missing_or_unexpected_names_and_generates(
+    tmp_path: Path, dtype: Any
+) -> None:
+    run = run_of(GPT2, dtype=dtype)
+    module, weights = trained(run)
+    folder = tmp_path / "new" / "model"
+    assert pretrained.write(folder, run, 7, weights) == "GPT2LMHeadModel"
+    found, told = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(told.values())
+    tokens = torch.tensor([list(b"import this")])
+    with torch.no_grad():
+        assert torch.equal(found(tokens).logits, module(tokens).logits)
+    assert found.config.swarm == {"run": run.id, "name": "demo", "step": 7}
+    # The text of a run of bytes: its tokenizer lies beside the model.
+    words = transformers.AutoTokenizer.from_pretrained(folder)
+    text = "def naïve(日本):\n\treturn '\x00' # …  "
+    assert words(text)["input_ids"] == list(text.encode())
+    assert words.decode(words(text)["input_ids"]) == text
+    more = found.generate(**words("The ", return_tensors="pt"), max_new_tokens=5, do_sample=False)
+    assert more.shape == (1, 9)
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+def test_statistics_of_batch_norms_are_in_it(tmp_path: Path) -> None:
+    run = run_of(RESNET)
+    module, weights = trained(run)
+    assert pretrained.write(tmp_path / "m", run, 7, weights) == "ResNetForImageClassification"
+    auto = transformers.AutoModelForImageClassification
+    found, told = auto.from_pretrained(tmp_path / "m", output_loading_info=True)
+    assert not any(told.values())
+    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(found(images).logits, module(images).logits)
+    counters = {int(b) for n, b in found.named_buffers() if n.endswith("num_batches_tracked")}
+    assert counters == {7}, "it counts steps"
+
+
+def test_only_models_of_transformers_and_only_into_a_new_folder(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r'has "gpt", and transformers has no architecture .* --out'):
+        pretrained.check(tmp_path / "new", demo_run())
+    code = replace(demo_run(), model=BroughtSpec(kind="code", source="a.b:c", stages=3))
+    with pytest.raises(SetupError, match='this one has "code", and it is a model of your own code'):
+        pretrained.check(tmp_path / "new", code)
+    (tmp_path / "full").mkdir()
+    pretrained.check(tmp_path / "full", run_of(GPT2))
+    (tmp_path / "full" / "x").touch()
+    for there in (tmp_path / "full", tmp_path / "full" / "x"):
+        with pytest.raises(SetupError, match="is there already: choose another --hf, or remove it"):
+            pretrained.check(there, run_of(GPT2))
+
+
+def test_the_tokenizer_of_a_run_lies_beside_its_model(tmp_path: Path) -> None:
+    known = {"to": 0, "be": 1, "[UNK]": 2}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    path = tmp_path / "tokenizer.json"
+    words.save(str(path))
+    run = run_of(GPT2)
+    run = replace(run, data=replace(run.data, tokenizer="file"))
+    pretrained.write(tmp_path / "with", run, 0, {}, path)
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "with")
+    assert found("to be or")["input_ids"] == [0, 1, 2]
+    pretrained.write(tmp_path / "without", run, 0, {})
+    assert not (tmp_path / "without" / "tokenizer.json").exists()
