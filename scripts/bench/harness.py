@@ -315,8 +315,8 @@ class Swarm:
 
     # -- measuring --------------------------------------------------------------------------------
 
-    async def train(self, steps: int) -> Segment:
-        """Take `steps` more steps, measured from idle to idle."""
+    async def train(self, steps: int, *, window: int | None = None) -> Segment:
+        """Take `steps` more steps, measured from idle to idle. `window`: instead of the swarm's."""
         done: list[StepDone] = []
         ended_at = began = time.monotonic()
 
@@ -331,7 +331,7 @@ class Swarm:
         before = await self.statuses()
         trainer = Trainer(
             self.run, self.data, self.node.transport, self.node.directory,
-            TrainerSettings(window=self._window, steps=self.version + steps), hear,
+            TrainerSettings(window=window or self._window, steps=self.version + steps), hear,
         )  # fmt: skip
         clocks, began = self.clocks(), time.monotonic()
         await trainer.run()

@@ -18,7 +18,7 @@ from scripts.bench.slow_links import Found, Lines, Sizes
 from swarm.run import CodecSpec
 from swarm.wire.messages import Audit, LinkStatus, PeerStatus
 
-SIZES = Sizes(stages=3, replicas=1, job_s=0.04, window=8)
+SIZES = Sizes(stages=3, replicas=1, job_s=0.04, windows=(4, 8))
 MIXED = Lines(None, 0.05)
 
 
@@ -90,7 +90,7 @@ def test_a_measurement_leaves_out_the_first_step_and_counts_each_boundary_once()
         StepDone(at=at, t=t, steps=9, loss=None, tokens_per_s=0.0) for t, at in enumerate((7.0, 10.0, 15.0))
     ]
     clocks = Clocks(0.0, {}, {}, 0.0)
-    found = slow_links.found_in(Segment(3, 30.0, clocks, before, after, events), base)
+    found = slow_links.found_in(Segment(3, 30.0, clocks, before, after, events), base, 8)
     assert found.tokens_per_s == pytest.approx(base.tokens_per_step / 4.0), "two steps in 8 s"
     assert found.busy == pytest.approx(2.0 / 4.0), "the busiest worked 6 s in three steps"
     assert found.wire == pytest.approx(1.0, rel=1e-6)
@@ -103,7 +103,7 @@ def test_ratios_are_of_one_round_and_of_the_same_lines() -> None:
     )
 
     def speeds(*tokens_per_s: float) -> list[Found]:
-        return [Found(each, 0.5, 1.0) for each in tokens_per_s]
+        return [Found(each, 0.5, 1.0, 8) for each in tokens_per_s]
 
     measured = {
         ("none", lines[0]): speeds(10.0, 20.0, 40.0),
@@ -155,6 +155,7 @@ def test_a_short_training_has_the_loss_of_its_last_steps() -> None:
         (slow_links, ["--codec", "none,none,none"], "a list of 2, one for each boundary of 3 stages"),
         (slow_links, ["--keep", "0"], "a part of 0.0 cannot be kept: it must be above 0 and below 1"),
         (slow_links, ["--stages", "1"], "there must be two stages, a replica of each"),
+        (slow_links, ["--window", "4", "0"], "a round and a window of 1 at least"),
         (slow_links, ["--lines", "0"], "argument --lines: invalid"),
         (slow_links, ["--job", "nan"], "argument --job: invalid"),
         (codecs_loss, ["--codec", "topk:2"], "'topk:2' names no codec"),
@@ -178,8 +179,9 @@ def test_a_swarm_on_slow_lines_is_faster_with_less_to_send(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """1.7 MB a microbatch on lines of 8 Mbit/s, or a twentieth of it: no load of a machine hides that."""
-    words = "--lines 8 mixed --rtt 20 --codec none topk:0.05+blockwise8 --rounds 1 --steps 1 --microbatches 3"
-    monkeypatch.setattr(sys, "argv", ["slow_links.py", *words.split()])
+    where = "--lines 8 mixed --rtt 20 --codec none topk:0.05+blockwise8"
+    sizes = "--rounds 1 --steps 1 --microbatches 3 --window 3"
+    monkeypatch.setattr(sys, "argv", ["slow_links.py", *where.split(), *sizes.split()])
     assert slow_links.main() == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [(row["lines"], row["codec"]) for row in rows] == [
