@@ -16,7 +16,7 @@ import ipaddress
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
@@ -215,7 +215,10 @@ def _peer(parser: argparse.ArgumentParser) -> None:
         help="default: the stage with the fewest peers",
     )
     parser.add_argument(
-        "--device", default="auto", metavar="auto|cpu|cuda[:N]", help="default: CUDA if there is, else CPU"
+        "--device",
+        default="auto",
+        metavar="auto|cpu|cuda[:N]|all",
+        help="default: CUDA if there is, else CPU; all, or cuda:0,cuda:2: a peer for each",
     )
     parser.add_argument(
         "--recompute", action="store_true", help="keep only stage inputs and run forwards twice: less memory"
@@ -905,7 +908,7 @@ def _run_id(text: str) -> str:
 # --- from arguments to roles ---
 
 NOT_OPTIONS = frozenset(
-    {"command", "version", "traceback", "log_format", "role_metrics", "health", "die_with_parent"}
+    {"command", "version", "traceback", "log_format", "role_metrics", "health", "die_with_parent", "words"}
 )
 """Arguments that this module deals with itself."""
 
@@ -921,8 +924,39 @@ def options(cls: Callable[..., T], args: argparse.Namespace) -> T:
 
 
 def _role(args: argparse.Namespace, module: str, role: str, emit: Emit) -> Role:
+    if args.command == "peer" and _is_several(args.device):
+        from peers.fleet import Fleet, FleetOptions
+
+        if args.health is not None:
+            raise SetupError("--health answers for one peer: with several devices start a program for each")
+        own = {"--device", "--identity", "--port", "--announce", "--metrics", "--max-upload"}
+        return Fleet(
+            FleetOptions(
+                device=args.device, words=without(args.words[1:], own), identity=args.identity,
+                port=args.port, announce=tuple(args.announce), metrics=args.role_metrics, max_upload=args.max_upload,
+            ),
+            emit=emit,
+        )  # fmt: skip
     loaded = importlib.import_module(module)
     return getattr(loaded, role)(options(getattr(loaded, role + "Options"), args), emit=emit)
+
+
+def _is_several(device: str) -> bool:
+    return device == "all" or "," in device
+
+
+def without(words: Sequence[str], names: Collection[str]) -> tuple[str, ...]:
+    """Arguments of a command line, without options of these names and their values."""
+    left: list[str] = []
+    skips = False
+    for word in words:
+        if skips:
+            skips = False
+        elif word in names:
+            skips = True
+        elif word.partition("=")[0] not in names and word != "--die-with-parent":
+            left.append(word)
+    return tuple(left)
 
 
 ROLES = {
@@ -942,8 +976,9 @@ def _run_role(args: argparse.Namespace) -> int:
         from peers.device import tune_malloc
 
         tune_malloc()  # before torch starts threads
+    several = args.command == "peer" and _is_several(args.device)
     with contextlib.ExitStack() as stack:
-        if args.role_metrics is not None:
+        if args.role_metrics is not None and not several:
             from peers.metrics import RoleMetrics, served
 
             emit = metrics = RoleMetrics(args.command, emit)
@@ -1167,6 +1202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = build_parser()
     args = parser.parse_args(argv)
+    args.words = sys.argv[1:] if argv is None else list(argv)
     if args.version:
         from importlib.metadata import PackageNotFoundError, version
 

@@ -1,0 +1,141 @@
+"""--device all: what each peer is started with, and what becomes of those that end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from peers import fleet
+from peers.cli import without
+from peers.events import Event, Note, Trouble
+from peers.fleet import Fleet, FleetOptions, arguments, labelled, names_of
+from swarm.errors import SetupError
+
+
+def test_each_device_has_a_key_and_ports_of_its_own(tmp_path: Path) -> None:
+    options = FleetOptions(
+        device="all", words=("--run", "5a"), identity=tmp_path / "keys", port=31337, max_upload=20e6,
+        announce=("192.0.2.7:4000",), metrics=("127.0.0.1", 9090),
+    )  # fmt: skip
+    found = arguments(options, ["cuda:0", "cuda:1"])
+    assert found["cuda:1"] == [
+        "--run", "5a", "--device", "cuda:1", "--identity", str(tmp_path / "keys" / "cuda-1.key"),
+        "--port", "31338", "--announce", "192.0.2.7:4001", "--metrics", "127.0.0.1:9091",
+        "--max-upload", "10000kbit",
+    ]  # fmt: skip
+    assert list(arguments(FleetOptions(device="cpu,cpu"), names_of("cpu,cpu"))) == ["cpu", "cpu#2"]
+
+
+def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("")
+    with pytest.raises(SetupError, match="is one key, and there are 2 peers: name a folder"):
+        arguments(FleetOptions(device="all", identity=tmp_path / "key"), ["cuda:0", "cuda:1"])
+    with pytest.raises(SetupError, match="with several devices take HOST:PORT"):
+        arguments(FleetOptions(device="all", announce=("/ip4/1.2.3.4/tcp/5",)), ["cuda:0", "cuda:1"])
+
+
+def test_all_on_a_machine_without_gpu_says_what_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SetupError, match="has no CUDA device; take --device cpu"):
+        names_of("all")
+
+
+def test_the_words_of_the_command_line_are_passed_on_without_what_differs() -> None:
+    words = ["--run", "5a", "--device", "all", "--port=7", "--join", "x", "--identity", "k", "--recompute"]
+    own = {"--device", "--identity", "--port"}
+    assert without(words, own) == ("--run", "5a", "--join", "x", "--recompute")
+
+
+def test_lines_say_which_device_they_are_of() -> None:
+    assert labelled("cuda:1", "12:00  serving") == "[cuda:1] 12:00  serving"
+    assert labelled("cuda:1", '{"event":"note"}') == '{"event":"note","device_of":"cuda:1"}'
+    assert labelled("cuda:1", "{oops") == "[cuda:1] {oops"
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small programs instead of peers: the word after --device is what they do."""
+    start = asyncio.create_subprocess_exec
+
+    async def exec_(*command: str, **more: object) -> asyncio.subprocess.Process:
+        does = command[command.index("--device") + 1]
+        return await start(sys.executable, "-c", PROGRAMS[does], **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", exec_)
+    monkeypatch.setattr(fleet, "RESTART_S", 0.01)
+
+
+PROGRAMS = {
+    "works": "import signal\nprint('working', flush=True)\ntry:\n    signal.pause()\n"
+    "except KeyboardInterrupt:\n    print('left')",
+    "refuses": "raise SystemExit(3)",
+    "dies": "import os; os.kill(os.getpid(), 9)",
+}
+
+
+async def run(device: str, events: list[Event], until: str) -> tuple[Fleet, asyncio.Task[int]]:
+    running = Fleet(FleetOptions(device=device), emit=events.append)
+    task = asyncio.create_task(running.run())
+    async with asyncio.timeout(60) if sys.version_info >= (3, 11) else _Forever():
+        while not any(until in event.words() for event in events):
+            await asyncio.sleep(0.01)
+    return running, task
+
+
+class _Forever:
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+def said(events: Sequence[Event], kind: type[Event]) -> list[str]:
+    return [event.words() for event in events if isinstance(event, kind)]
+
+
+async def test_one_ctrl_c_ends_all_of_them(children: None, capfd: pytest.CaptureFixture[str]) -> None:
+    events: list[Event] = []
+    running, task = await run("works,works", events, "on works#2 has process id")
+    out = ""
+    while out.count("working") < 2:
+        await asyncio.sleep(0.01)
+        out += capfd.readouterr().out
+    await running.leave()
+    assert await task == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[works#2] left", "[works] left"]
+    assert not said(events, Trouble)
+
+
+async def test_one_that_dies_is_started_again_and_takes_no_other_along(children: None) -> None:
+    events: list[Event] = []
+    running, task = await run("works,dies", events, "on dies died (signal 9): it is started again in 0 s")
+    while len([words for words in said(events, Note) if "on dies has" in words]) < 3:
+        await asyncio.sleep(0.01)
+    assert len([words for words in said(events, Note) if "on works has" in words]) == 1
+    await running.leave()
+    assert await task == 0
+
+
+async def test_one_that_asks_its_owner_for_something_is_not_started_again(children: None) -> None:
+    events: list[Event] = []
+    running, task = await run("works,refuses", events, "on refuses ended with exit code 3; the others go on")
+    await running.leave()
+    assert await task == 3
+
+
+async def test_a_second_ctrl_c_leaves_no_process(children: None) -> None:
+    events: list[Event] = []
+    _, task = await run("works", events, "has process id")
+    pid = int(said(events, Note)[0].split()[-1])
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(ProcessLookupError):
+        while True:
+            os.kill(pid, signal.SIGCONT)
+            await asyncio.sleep(0.01)
