@@ -933,7 +933,8 @@ def _role(args: argparse.Namespace, module: str, role: str, emit: Emit) -> Role:
         return Fleet(
             FleetOptions(
                 device=args.device, words=without(args.words[1:], own), identity=args.identity,
-                port=args.port, announce=tuple(args.announce), metrics=args.role_metrics, max_upload=args.max_upload,
+                port=args.port, announce=tuple(args.announce), metrics=args.role_metrics,
+                max_upload=args.max_upload,
             ),
             emit=emit,
         )  # fmt: skip

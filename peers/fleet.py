@@ -1,8 +1,8 @@
 """`swarm peer --device all`: one peer for each device, one Ctrl-C for all.
 
 Each peer is a process of its own, with a key of its own: a device that fails, or a driver that hangs, takes
-no other one along. One that dies is started again, after a wait that grows, as the same peer: volunteers leave
-their machines alone for days. One that says that its owner has to change something is not.
+no other one along. One that dies is started again, after a wait that grows, as the same peer: volunteers
+leave their machines alone for days. One that says that its owner has to change something is not.
 """
 
 from __future__ import annotations
