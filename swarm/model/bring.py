@@ -34,12 +34,13 @@ class Brought:
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     loss: Callable[..., torch.Tensor] | None = None
-    """`loss(output, *targets)`; None: the model returns its loss."""
+    """`loss(output, *targets)`, which may be a module with weights; None: the model returns its loss."""
     targets: Sequence[Any] = ()
 
     def trace(self) -> Traced:
         """The model in training as a graph; raises as `swarm.model.graph.trace`."""
-        return trace(self.module.train(), self.args, self.kwargs, loss=self.loss, loss_args=self.targets)
+        loss = self.loss.train() if isinstance(self.loss, nn.Module) else self.loss
+        return trace(self.module.train(), self.args, self.kwargs, loss=loss, loss_args=self.targets)
 
 
 def from_code(spec: str) -> Brought:

@@ -36,14 +36,16 @@ def trace(
     """Trace `model(*args, **kwargs)` in the mode (training or not) and dtype it is in.
 
     The loss is what the model returns (a scalar, `.loss`, or the first of a tuple), or
-    `loss(output, *loss_args)`, traced with it. The tensors in `args`, `kwargs` and `loss_args` are the
+    `loss(output, *loss_args)`, traced with it; weights that `loss` has of its own are called `loss.…`, and
+    trained. The tensors in `args`, `kwargs` and `loss_args` are the
     graph's inputs, called as in the model's `forward`, those in `loss_args` `target` (or `target_0`, ...).
 
     Raises:
         SetupError: the model cannot be traced, or does what a stage may not do; the text names the operator
             or the line, and what to change.
     """
-    _check(model)
+    whole = WithLoss(model, loss)
+    _check(whole)
     example = (tuple(args), dict(kwargs or {}), tuple(loss_args))
     names = _input_names(model, example)
     leaves = pytree.tree_leaves(example)
@@ -52,20 +54,21 @@ def trace(
         zip(names, (tuple(leaf.shape) for leaf in itertools.compress(leaves, tensors)), strict=True)
     )
     reasons: dict[str, str] = {}
-    for way, attempt in captures(WithLoss(model, loss), example):
+    for way, attempt in captures(whole, example):
         try:
             captured = attempt()
             graph, end, constants = lower(captured)
             inputs = dict(zip(itertools.compress(captured.inputs, tensors), names, strict=True))
-            return build(Source(model, captured, graph, end, constants, inputs, shapes, way), shapes)
+            return build(Source(whole, captured, graph, end, constants, inputs, shapes, way), shapes)
         except Untraceable as error:
             reasons.setdefault(str(error), way)
     told = "; ".join(f"{way}: {reason}" for reason, way in reasons.items())
     raise SetupError(f"{type(model).__name__} cannot be traced as one graph of operators. {told}")
 
 
-def _check(model: nn.Module) -> None:
-    for name, module in model.named_modules():
+def _check(whole: WithLoss) -> None:
+    for path, module in whole.named_modules():
+        name = path.removeprefix("model.")
         norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
         if norm and module.training and module.momentum is None:
             raise SetupError(

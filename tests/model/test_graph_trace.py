@@ -15,6 +15,7 @@ from swarm.ids import Microbatch
 from swarm.model.autodiff import gradients
 from swarm.model.graph import trace
 from swarm.model.pieces import cut
+from swarm.model.traced.capture import Untraceable
 from tests.model import zoo
 from tests.model.parity import check_parity, compute, random_cuts, whole
 
@@ -76,6 +77,80 @@ def test_the_loss_may_be_given_apart() -> None:
     (piece,) = cut(traced, [0] * len(traced.graph.operators), seed=0)
     ((loss,), _) = piece(X, target, mb=Microbatch(0, 0))
     torch.testing.assert_close(loss, functional.mse_loss(model(X), target))
+
+
+class Scored(nn.Module):
+    """A loss with weights of its own."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(4, 2)
+        self.register_buffer("scale", torch.tensor(3.0))
+
+    def forward(self, out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.scale * functional.mse_loss(self.score(out), target)
+
+
+def test_a_loss_may_have_weights_of_its_own() -> None:
+    model, loss, target = Net(lambda net, x: net.linear(x)), Scored(), torch.ones(3, 2)
+    expected = loss(model(X), target)
+    grads = torch.autograd.grad(expected, [loss.score.weight, loss.score.bias, model.linear.weight])
+    traced = trace(model, (X,), loss=loss, loss_args=(target,))
+    graph = traced.graph
+    assert graph.parameters == ("linear.weight", "linear.bias", "loss.score.weight", "loss.score.bias")
+    assert graph.buffers == ("loss.scale",) and graph.operators[-1].module == "loss"
+    stages = list(range(len(graph.operators)))
+    found = gradients(cut(traced, stages, seed=0), {"x": X, "target": target}, Microbatch(0, 0))
+    torch.testing.assert_close(found.loss, expected.detach())
+    names = ("loss.score.weight", "loss.score.bias", "linear.weight")
+    torch.testing.assert_close(tuple(found.parameters[name] for name in names), grads)
+
+
+def test_by_torch_fx_too_a_loss_may_have_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise Untraceable("not this time")
+
+    monkeypatch.setattr("swarm.model.traced.capture._export", refuse)
+    model, target = Net(lambda net, x: net.linear(x)), torch.ones(3, 2)
+    traced = trace(model, (X,), loss=Scored(), loss_args=(target,))
+    assert traced.by == "torch.fx" and "loss.score.weight" in traced.graph.parameters
+
+
+def test_weights_of_the_model_and_of_its_loss_may_share_a_tensor_but_no_name() -> None:
+    model, loss, target = Net(lambda net, x: net.linear(x)), Scored(), torch.ones(3, 2)
+    loss.score.weight = nn.Parameter(torch.ones(2, 4))
+    model.loss = loss  # the same one: its weights have one name
+    traced = trace(model, (X,), loss=loss, loss_args=(target,))
+    assert traced.graph.parameters[-2:] == ("loss.score.weight", "loss.score.bias")
+    model.loss = Scored()
+    with pytest.raises(SetupError, match=r"the model has a loss\.score\.weight, and so has its loss, which"):
+        trace(model, (X,), loss=loss, loss_args=(target,))
+
+
+def test_weights_that_no_module_has_are_refused_since_nobody_would_train_them() -> None:
+    """torch takes them for constants, without a word."""
+    outside, target = nn.Linear(4, 2), torch.ones(3, 2)
+
+    def scored(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(outside(out), target)
+
+    said = r"the model or its loss reads a tensor \[2, 4\] that needs a gradient and is no parameter of"
+    with pytest.raises(SetupError, match=said):
+        trace(Net(lambda net, x: net.linear(x)), (X,), loss=scored, loss_args=(target,))
+    listed = Net(lambda net, x: net.others[0](net.linear(x)).sum())
+    listed.others = [outside]
+    with pytest.raises(SetupError, match=r"several modules in nn\.ModuleList"):
+        trace(listed, (X,))
+
+    def taught(net: Net, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = outside(x)
+        wide = outside.weight.shape[0]
+        return functional.mse_loss(net.linear(x)[:, :wide], wanted + outside.bias.detach())
+
+    assert trace(Net(taught), (X,)).graph.parameters == ("linear.weight", "linear.bias")
 
 
 def test_parameters_that_nothing_reads_are_in_no_stage_and_frozen_ones_have_no_gradient() -> None:

@@ -16,7 +16,7 @@ from swarm.errors import SetupError
 from swarm.model.opgraph import Operator, OpGraph, Value
 from swarm.model.traced import rules
 from swarm.model.traced.calls import DEVICE, Call, Ref, Statistic, refs
-from swarm.model.traced.capture import DYNAMIC_DIMS, Captured, Untraceable
+from swarm.model.traced.capture import DYNAMIC_DIMS, Captured, Untraceable, WithLoss
 from swarm.model.traced.kernels import write_through
 from swarm.model.traced.lower import where
 
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 class Source:
     """A trace before sizes are put in."""
 
-    model: nn.Module
+    model: WithLoss
     captured: Captured
     graph: fx.Graph
     loss: fx.Node
@@ -93,10 +93,11 @@ class _Builder:
         self._sites: Counter[str] = Counter()
         self._told: dict[str, list[tuple[str, str, float]]] = {}
         """Node's name -> [(buffer, output, momentum)]."""
-        model = source.model
-        self._names = {id(p): name for name, p in model.named_parameters()}
-        self._all = dict(model.named_parameters(remove_duplicate=False))
-        self._all_buffers = dict(model.named_buffers(remove_duplicate=False))
+        self._all, self._all_buffers = source.model.weights(), source.model.tensors()
+        self._names: dict[int, str] = {}
+        """By the identity of a parameter the first of its names."""
+        for name, parameter in self._all.items():
+            self._names.setdefault(id(parameter), name)
         self._taken = {*source.inputs.values(), *self._all, *self._all_buffers}
         """Names that no operator's output may have."""
 
@@ -123,7 +124,7 @@ class _Builder:
         return Traced(
             graph=graph,
             calls=calls,
-            parameters=dict(self._source.model.named_parameters()),
+            parameters={name: self._all[name] for name in self._names.values()},
             buffers={name: self._buffers[name] for name in graph.buffers} | counters,
             statistics=statistics,
             fixed=self._fixed,
@@ -307,8 +308,11 @@ class _Builder:
     def _module(self, node: fx.Node) -> str:
         """Full name of the module that a node belongs to."""
         stack = node.meta.get("nn_module_stack") or {}
-        path = str([*stack.values()][-1][0]) if stack else ""
-        return f".{path}.".partition(".model.")[2].strip(".")
+        path = f".{[*stack.values()][-1][0]}." if stack else ""
+        _, found, inside = path.partition(".model.")
+        if not found and ".loss." in path:
+            inside = "loss." + path.partition(".loss.")[2]
+        return inside.strip(".")
 
     def _site(self, module: str) -> str:
         """The name of a dropout: its module's, with a number if it has several. No cut changes it."""

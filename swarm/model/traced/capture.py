@@ -21,6 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from swarm.errors import SetupError
@@ -50,15 +51,47 @@ class Captured:
 
 
 class WithLoss(nn.Module):
-    """Calls a model and gives its scalar loss: what the model returns, or `loss(output, *loss_args)`."""
+    """Calls a model and gives its scalar loss: what the model returns, or `loss(output, *loss_args)`.
+
+    A loss that is a module may have weights of its own: their names begin with `loss.`, those of the model's
+    are as the model has them.
+    """
 
     def __init__(self, model: nn.Module, loss: Callable[..., torch.Tensor] | None) -> None:
+        """
+        Raises:
+            SetupError: both have weights called `loss.…`.
+        """
         super().__init__()
-        self.model, self._loss = model, loss
+        self.model, self.loss = model, loss
+        there = dict(model.named_parameters()) | dict(model.named_buffers())
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            if name.startswith("loss.") and there.get(name, tensor) is not tensor:
+                raise SetupError(
+                    f"the model has a {name}, and so has its loss, which is called `loss` here: rename that "
+                    "part of the model"
+                )
 
     def forward(self, args: Any, kwargs: Any, loss_args: Any) -> torch.Tensor:
-        out = self.model(*args, **kwargs)
-        return find_loss(out) if self._loss is None else self._loss(out, *loss_args)
+        # Strict tracing reads the code, and would read this, too.
+        strict = torch.compiler.is_dynamo_compiling()
+        with contextlib.nullcontext() if strict else _NoOtherWeights():
+            out = self.model(*args, **kwargs)
+            return find_loss(out) if self.loss is None else self.loss(out, *loss_args)
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """All parameters by full name, a tied one under each of its names."""
+        return {
+            name.removeprefix("model."): parameter
+            for name, parameter in self.named_parameters(remove_duplicate=False)
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All buffers, likewise."""
+        return {
+            name.removeprefix("model."): tensor
+            for name, tensor in self.named_buffers(remove_duplicate=False)
+        }
 
 
 def find_loss(out: Any) -> torch.Tensor:
@@ -115,8 +148,8 @@ def _export(model: WithLoss, example: tuple[Any, Any, Any], dims: Any, *, strict
     (output,) = program.graph_module.graph.find_nodes(op="output")
     return Captured(
         module=program.graph_module,
-        parameters=_of_model(names[InputKind.PARAMETER]),
-        buffers=_of_model(names[InputKind.BUFFER]),
+        parameters=_full(names[InputKind.PARAMETER]),
+        buffers=_full(names[InputKind.BUFFER]),
         constants={
             name: cast(torch.Tensor, program.constants[target])
             for name, target in names[InputKind.CONSTANT_TENSOR].items()
@@ -127,15 +160,15 @@ def _export(model: WithLoss, example: tuple[Any, Any, Any], dims: Any, *, strict
     )
 
 
-def _of_model(names: Mapping[str, str]) -> dict[str, str]:
-    """Full names inside of the model."""
+def _full(names: Mapping[str, str]) -> dict[str, str]:
+    """With full names, by those that `WithLoss` has."""
     return {holder: name.removeprefix("model.") for holder, name in names.items()}
 
 
 def _make_fx(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
     tensors, rebuild = pytree.tree_flatten(example)
-    parameters, buffers = dict(model.model.named_parameters()), dict(model.model.named_buffers())
-    weights = {f"model.{name}": tensor for name, tensor in (parameters | buffers).items()}
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    weights = parameters | buffers
 
     def run(weights: dict[str, torch.Tensor], leaves: list[Any]) -> torch.Tensor:
         return torch.func.functional_call(model, weights, pytree.tree_unflatten(leaves, rebuild))
@@ -151,8 +184,8 @@ def _make_fx(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
     (loss,) = pytree.tree_leaves(output.args)
     return Captured(
         module=traced,
-        parameters={holder: name for holder, name in given.items() if name in parameters},
-        buffers={holder: name for holder, name in given.items() if name in buffers},
+        parameters=_full({holder: name for holder, name in given.items() if name in parameters}),
+        buffers=_full({holder: name for holder, name in given.items() if name in buffers}),
         constants={},
         inputs=tuple(names[len(weights) :]),
         output=loss,
@@ -169,7 +202,7 @@ def _explained(model: nn.Module) -> Iterator[None]:
             yield
     except (SetupError, Untraceable):
         raise
-    except Exception as error:  # noqa: BLE001: a tracer raises anything, and so does a model
+    except Exception as error:  # a tracer raises anything, and so does a model
         first = str(error).strip().partition("\n")[0].strip() or type(error).__name__
         raise Untraceable(f"{_where(error)}{_meaning(error) or first}") from error
 
@@ -217,6 +250,25 @@ def _no_custom_gradients() -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = original
+
+
+class _NoOtherWeights(TorchFunctionMode):
+    """Refuse weights that are part of no module: a trace takes them for constants, so none would be trained.
+
+    Those of the modules have no numbers while they are traced. What only asks for a shape, or gives up the
+    gradient, may read any.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        harmless = getattr(func, "__name__", "") in ("__get__", "detach") or not torch.is_grad_enabled()
+        for tensor in () if harmless else pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not is_fake(tensor):
+                raise SetupError(
+                    f"the model or its loss reads a tensor {list(tensor.shape)} that needs a gradient and is "
+                    "no parameter of either, so it would not be trained: hold tensors as nn.Parameter, and "
+                    "several modules in nn.ModuleList"
+                )
+        return func(*args, **(kwargs or {}))
 
 
 def is_fake(tensor: object) -> bool:
