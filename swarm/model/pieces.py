@@ -42,6 +42,15 @@ class Piece(nn.Module):
         super().__init__()
         self.plan, self._seed = plan, seed
         self._statistics = [told for i in plan.operators for told in traced.statistics.get(i, ())]
+        self._told = {told.value: told for told in self._statistics}
+        calls = [traced.calls[i] for i in plan.operators]
+        done = _last_uses(calls, keep={value.name for value in plan.outputs})
+        self._work = [
+            (call, Template.of(call.args), Template.of([*call.kwargs.values()]), names)
+            for call, names in zip(calls, done, strict=True)
+        ]
+        self._held: list[tuple[str, nn.Module, str]] = []
+        # Last, so that no tensor takes the place of one of our own attributes unseen.
         for name in plan.parameters:
             self._adopt(name).register_parameter(_leaf(name), nn.Parameter(traced.parameters[name].detach()))
         counters = dict.fromkeys(_counter(told.buffer) for told in self._statistics)
@@ -51,13 +60,6 @@ class Piece(nn.Module):
             self._adopt(name).register_buffer(_leaf(name), own)
         read = (*plan.parameters, *plan.buffers)
         self._held = [(name, self.get_submodule(name.rpartition(".")[0]), _leaf(name)) for name in read]
-        calls = [traced.calls[i] for i in plan.operators]
-        done = _last_uses(calls, keep={value.name for value in plan.outputs})
-        self._work = [
-            (call, Template.of(call.args), Template.of([*call.kwargs.values()]), names)
-            for call, names in zip(calls, done, strict=True)
-        ]
-        self._told = {told.value: told for told in self._statistics}
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -68,7 +70,7 @@ class Piece(nn.Module):
         """`inputs` in the order of `plan.inputs`, all on the device of the parameters."""
         env: dict[str, Any] = {name: getattr(owner, leaf) for name, owner, leaf in self._held}
         env.update(zip((value.name for value in self.plan.inputs), inputs, strict=True))
-        device = inputs[0].device
+        device = next(iter(env.values())).device
         env[DEVICE.name], env[DRAWS.name] = device, Draws(self._seed, mb)
         statistics: dict[str, torch.Tensor] = {}
         for call, positional, named, finished in self._work:
@@ -102,14 +104,16 @@ class Piece(nn.Module):
         return any(name in (told.buffer, _counter(told.buffer)) for told in self._statistics)
 
     def _adopt(self, name: str) -> nn.Module:
-        """The module that owns `name`, made if need be."""
+        """The module that is to own `name`, made if need be."""
         owner: nn.Module = self
-        for part in name.split(".")[:-1]:
+        *parts, leaf = name.split(".")
+        for part in parts:
             if part not in owner._modules:
-                if hasattr(owner, part):
-                    raise SetupError(f"the model has a part called {part!r}, as a stage has: rename it")
+                _check_free(owner, part)
                 owner.add_module(part, nn.Module())
             owner = owner.get_submodule(part)
+        if leaf not in owner._buffers:
+            _check_free(owner, leaf)
         return owner
 
 
@@ -120,6 +124,11 @@ def cut(traced: Traced, assignment: Sequence[int], *, seed: int) -> list[Piece]:
         SetupError: the cut is no cut of this graph.
     """
     return [Piece(traced, plan, seed=seed) for plan in plan_stages(traced.graph, assignment)]
+
+
+def _check_free(owner: nn.Module, part: str) -> None:
+    if hasattr(owner, part):
+        raise SetupError(f"the model has a part called {part!r}, as a stage has: rename it")
 
 
 def _leaf(name: str) -> str:

@@ -250,3 +250,32 @@ def test_a_model_whose_part_is_called_as_one_of_a_stage_is_refused() -> None:
     traced = trace(Clash(), (torch.ones(2, 4),))
     with pytest.raises(SetupError, match="the model has a part called 'plan', as a stage has: rename it"):
         cut(traced, [0, 0], seed=0)
+
+
+@pytest.mark.parametrize("name", ["plan", "_held"])
+def test_nor_may_a_weight_be_called_so(name: str) -> None:
+    class Clash(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * getattr(self, name)).sum()
+
+    model = Clash()
+    model.register_parameter(name, nn.Parameter(torch.ones(4)))
+    traced = trace(model, (torch.ones(2, 4),))
+    with pytest.raises(SetupError, match=f"the model has a part called '{name}', as a stage has: rename it"):
+        cut(traced, [0] * len(traced.graph.operators), seed=0)
+
+
+def test_a_model_may_take_nothing() -> None:
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+
+        def forward(self) -> torch.Tensor:
+            return self.linear.weight.square().sum()
+
+    model = Alone()
+    traced = trace(model, ())
+    (piece,) = cut(traced, [0] * len(traced.graph.operators), seed=0)
+    ((loss,), _) = piece(mb=Microbatch(0, 0))
+    assert torch.equal(loss, model())
