@@ -192,6 +192,9 @@ class _Task:
                     f"a link of {link.bandwidth_bps:g} bit/s and {link.latency_s:g} s: the bandwidth must be "
                     "above 0, the latency finite and not below 0"
                 )
+        for place in places:
+            if not place.memory_bytes > 0:
+                raise SetupError(f"a device with {place.memory_bytes:g} bytes of memory holds nothing")
         self.links, self.limits = links, [place.memory_bytes for place in places]
         devices = list({id(place.device): place.device for place in places}.values())
         self.device = [next(n for n, d in enumerate(devices) if d is place.device) for place in places]

@@ -222,6 +222,9 @@ def test_what_cannot_be_cut_is_said() -> None:
         judge(graph, (0,), places[:2])
     with pytest.raises(SetupError, match="2 stages need 1 links between them, and 2 are given"):
         split(graph, places[:2], [SLOW] * 2)
+    for memory_bytes in (0.0, -1.0, float("nan")):
+        with pytest.raises(SetupError, match=r"a device with (0|-1|nan) bytes of memory holds nothing"):
+            split(graph, [Place(device=places[0].device, memory_bytes=memory_bytes), places[1]])
     with pytest.raises(SetupError, match=r"a link of 0 bit/s and 0 s: the bandwidth must be above 0"):
         split(graph, places[:2], [Link(bandwidth_bps=0.0)])
 
