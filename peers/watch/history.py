@@ -14,8 +14,9 @@ from types import TracebackType
 
 import msgspec
 
-from swarm.errors import SetupError
+from swarm.errors import Refused, SetupError
 from swarm.ids import PeerId
+from swarm.policy import claims
 from swarm.policy.health import Look
 from swarm.records import PeerRecord
 from swarm.run import Run, parse_run
@@ -117,7 +118,8 @@ def _mend(path: Path) -> None:
 
 
 def read(path: Path) -> tuple[Run, Iterator[Look]]:
-    """The run of a history, and its looks in their order, read as they are asked for.
+    """The run of a history, and its looks in their order, read as they are asked for. Whoever wrote it, what
+    it says can be shown.
 
     Raises:
         SetupError: it cannot be read, or is no history; while iterating, too, with the line's number. A last
@@ -145,8 +147,9 @@ def read(path: Path) -> tuple[Run, Iterator[Look]]:
                     most = f"{MOST_LINE_BYTES >> 20} MiB"
                     raise SetupError(f"{path}, line {number} is no look: it is longer than {most}")
                 try:
-                    yield msgspec.json.decode(line, type=Look)
-                except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                    look = claims.tidy_look(msgspec.json.decode(line, type=Look), run)
+                except (msgspec.MsgspecError, UnicodeDecodeError, Refused) as error:
                     raise SetupError(f"{path}, line {number} is no look: {error}") from None
+                yield look
 
     return run, looks()

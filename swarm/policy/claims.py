@@ -7,12 +7,16 @@ passes: `swarm.policy.health` compares it with what others say.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from dataclasses import replace
 
 import msgspec
 
 from swarm.errors import Refused
+from swarm.ids import PeerId
 from swarm.policy.eras import check_standing
+from swarm.policy.health import Look
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.run import Run
 from swarm.wire.messages import LinkStatus, PeerStatus
@@ -55,6 +59,29 @@ def tidy(record: PeerRecord) -> PeerRecord:
     )
 
 
+def tidy_look(look: Look, run: Run) -> Look:
+    """A look from a file, which anybody may have written, as if it had been made here. What cannot be is left
+    out.
+
+    Raises:
+        Refused: its time cannot be.
+    """
+    if not 0 <= look.at <= MOST_UNIX_S:
+        raise Refused(f"a look at an impossible time: {look.at:g}")
+    statuses: list[PeerStatus] = []
+    for status in look.statuses:
+        with contextlib.suppress(Refused):  # as when it is heard
+            statuses.append(_possible(status, run))
+    return replace(
+        look,
+        records=tuple(tidy(r) for r in look.records if _is_id(r.peer) and NO_STAGE <= r.stage < run.S),
+        gone=tuple(peer for peer in look.gone if _is_id(peer)),
+        statuses=tuple(statuses),
+        silent={peer: clean(why) for peer, why in look.silent.items() if _is_id(peer)},
+        refused=None if look.refused is None else {clean(why): n for why, n in look.refused.items()},
+    )
+
+
 def checked(status: PeerStatus, record: PeerRecord, run: Run) -> PeerStatus:
     """The answer of the peer that `record` speaks of, in the same way.
 
@@ -62,6 +89,12 @@ def checked(status: PeerStatus, record: PeerRecord, run: Run) -> PeerStatus:
         Refused: no peer of this run can honestly say that; the text says what is wrong.
     """
     if status.peer != record.peer:
+        raise Refused(f"a status in the name of {clean(status.peer, ID_CHARS)!r}")
+    return _possible(status, run)
+
+
+def _possible(status: PeerStatus, run: Run) -> PeerStatus:
+    if not _is_id(status.peer):
         raise Refused(f"a status in the name of {clean(status.peer, ID_CHARS)!r}")
     if not (0 <= status.stage < run.S or status.stage == NO_STAGE):
         raise Refused(f"a status of stage {status.stage} of a run of {run.S} stages")
@@ -104,12 +137,15 @@ def checked(status: PeerStatus, record: PeerRecord, run: Run) -> PeerStatus:
     )
 
 
+def _is_id(peer: PeerId) -> bool:
+    return 0 < len(peer) <= ID_CHARS and peer.isprintable()
+
+
 def _can_be(link: LinkStatus) -> bool:
     return (
         0 <= link.bytes_in <= MOST_COUNT
         and 0 <= link.bytes_out <= MOST_COUNT
-        and len(link.peer) <= ID_CHARS
-        and link.peer.isprintable()
+        and _is_id(link.peer)
         and math.isfinite(link.rtt_s)
         and math.isfinite(link.bandwidth_bps)
     )

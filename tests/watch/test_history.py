@@ -23,7 +23,7 @@ LOOKS = [
     Look(at=START + 1),
     *(
         Look(
-            at=START + 2 * v, statuses=(status("peer-a", 0, v, to=("peer-b",)),), silent={"peer-b": "ü \x7f"}
+            at=START + 2 * v, statuses=(status("peer-a", 0, v, to=("peer-b",)),), silent={"peer-b": "ü €"}
         )
         for v in range(1, 6)
     ),
@@ -123,6 +123,24 @@ def test_a_line_that_is_no_look_is_named(tmp_path: Path) -> None:
     lines[2] = b'{"at": "noon"}\n'
     path.write_bytes(b"".join(lines))
     with pytest.raises(SetupError, match=r"history.jsonl, line 3 is no look: .*at"):
+        list(read(path)[1])
+
+
+def test_a_history_of_a_stranger_cannot_steer_the_terminal_nor_say_what_cannot_be(tmp_path: Path) -> None:
+    path, evil = tmp_path / "history.jsonl", "\x1b[2J\x1b]0;mine\x07"
+    wild = msgspec.structs.replace(record("peer-a", 0), device=evil, load=1e308, speed=-1.0)
+    said = msgspec.structs.replace(status("peer-a", 0, 1), rebalance=evil, digest=evil, trainers=(evil,))
+    looks = [
+        Look(at=START, records=(wild, record(evil, 0), record("peer-x", -7)), refused={evil: 1}),
+        Look(at=START + 1, statuses=(said, status("peer-a", 0, 10**6), status(evil, 0, 1))),
+        Look(at=START + 2, silent={"peer-a": evil, evil: evil}, gone=(evil,)),
+    ]
+    recorded(path, looks)
+    last = played(list(read(path)[1]))[-1]
+    assert [peer.peer for peer in last.peers] == ["peer-a"] and last.version == 3
+    assert "\x1b" not in repr(last).replace("\\x1b", "\x1b")
+    recorded(path, [Look(at=1e300, records=(record("peer-a", 0),))])
+    with pytest.raises(SetupError, match=r"line 5 is no look: a look at an impossible time: 1e\+300"):
         list(read(path)[1])
 
 
