@@ -89,7 +89,8 @@ class Monitor:
         changed = tuple(record for peer, record in records.items() if self._records.get(peer) != record)
         gone = tuple(peer for peer in self._records if peer not in records)
         self._records = records
-        reasons = dict(list(self._refused().items())[:MOST_REASONS])
+        # Reasons may quote what was refused.
+        reasons = {claims.clean(reason): n for reason, n in list(self._refused().items())[:MOST_REASONS]}
         refused = reasons if reasons != self._reasons else None
         self._reasons = reasons
         statuses, self._statuses = tuple(self._statuses), []

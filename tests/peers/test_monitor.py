@@ -176,6 +176,13 @@ async def test_a_look_tells_only_what_is_new(scene: Scene) -> None:
     assert [look.refused for look in scene.looks if look.refused] == [scene.refused]
 
 
+async def test_a_refusal_that_quotes_a_stranger_cannot_steer_the_terminal(scene: Scene) -> None:
+    async with scene.watched():
+        scene.refused = {"a manifest that cannot be used: \x1b[2J = 3: unknown key": 1}
+        await scene.until(lambda: scene.health.refused)
+    assert scene.health.refused == {"a manifest that cannot be used: ?[2J = 3: unknown key": 1}
+
+
 @pytest.mark.parametrize(
     ("said", "why"),
     [
