@@ -28,7 +28,7 @@ from swarm.run import demo_run
 from tests.watch.browser import needs_browser, visit
 from tests.watch.pictures import RUN, START, record, status
 
-EVIL = "<img src=x onerror=document.title='mine'>"
+EVIL = "<img src=x onerror=document.title='me'>"
 
 
 @contextlib.contextmanager
