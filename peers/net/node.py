@@ -335,7 +335,8 @@ class Node:
         """Addresses of peers that may relay for others: ours, if it is one, and some that we have met."""
         assert self.daemon is not None
         own = self.addresses if self._is_relay() else ()
-        return [*own, *self.directory.met_addresses(), *self._join]
+        met = self.directory.met_addresses() if "directory" in self._started else []
+        return [*own, *met, *self._join]
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

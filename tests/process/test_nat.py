@@ -21,7 +21,7 @@ from tests.process.test_exact import tiny
 pytestmark = [
     pytest.mark.process,
     pytest.mark.slow,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(bool(why_not()), reason=f"a network lab {why_not()}"),
 ]
 
