@@ -129,9 +129,9 @@ class Containers:
         before = self.steps()
         eventually(lambda: self.steps() >= before + 2, lambda: self.podman("logs", "trainer"))
 
-    def stop(self, name: str) -> None:
+    def stop(self, name: str, grace_s: float = LIMIT_S) -> None:
         """`docker stop`; it ends by itself, with 0, before it would be killed, with 137."""
-        self.podman("stop", "--time", str(GRACE_S), name)
+        self.podman("stop", "--time", str(round(grace_s)), name, limit_s=grace_s + LIMIT_S)
         assert self.podman.inspect(name)["State"]["ExitCode"] == 0, self.podman("logs", name)
 
 
@@ -158,7 +158,7 @@ def test_a_peer_joins_trains_leaves_when_told_and_comes_back_as_itself(container
     assert podman("exec", "first", "cat", "/proc/1/comm").strip() == "swarm"
 
     # It leaves in good order, and the others go on.
-    containers.stop("second")
+    containers.stop("second", GRACE_S)
     said = [type(event) for event in podman.events("second")]
     assert said.index(LeavingNow) < said.index(Contributed)
     assert said.index(Contributed) == len(said) - 1
