@@ -258,6 +258,11 @@ def _peer(parser: argparse.ArgumentParser) -> None:
         help="the same when you pause it (default: %(default)s)",
     )
     parser.add_argument(
+        "--pause-when-busy",
+        action="store_true",
+        help="pause while other programs want the GPU (needs nvidia-ml-py)",
+    )
+    parser.add_argument(
         "--max-vram",
         type=_memory,
         default=None,

@@ -80,6 +80,7 @@ class PeerOptions(NetworkOptions):
     keep: int = 2
     leave_within: float = 25.0
     pause_within: float = 5.0
+    pause_when_busy: bool = False
     max_vram: int | None = None
     """Bytes of the device's memory."""
     max_upload: float | None = None
@@ -201,6 +202,8 @@ class Peer(Networked):
             run = await manifest(node, options.run)
             async with contextlib.AsyncExitStack() as stack:
                 await self._hear_the_owner(stack, node, name)
+                if options.pause_when_busy:
+                    self._watch_the_device(stack, name)
                 stage = await self._choose_stage(node, run)
                 await self._serve(node, run, stage, name)
 
@@ -222,6 +225,14 @@ class Peer(Networked):
             await stack.enter_async_context(heard(owner, said))
         except SetupError as error:
             self._emit(Trouble(text=f"swarm pause will not reach this peer: {error.text}"))
+
+    def _watch_the_device(self, stack: contextlib.AsyncExitStack, device: str) -> None:
+        """Raises SetupError: it cannot be watched."""
+        from peers.owner_gpu import nvml_of, watch
+        from swarm.policy.busy import BusyGate
+
+        watching = asyncio.create_task(watch(self.owner, nvml_of(device), BusyGate(), self._emit))
+        stack.callback(watching.cancel)
 
     async def _choose_stage(self, node: Node, run: Run) -> Stage:
         wish = self._options.stage
