@@ -139,10 +139,17 @@ def test_weights_that_no_module_has_are_refused_since_nobody_would_train_them() 
     said = r"the model or its loss reads a tensor \[2, 4\] that needs a gradient and is no parameter of"
     with pytest.raises(SetupError, match=said):
         trace(Net(lambda net, x: net.linear(x)), (X,), loss=scored, loss_args=(target,))
-    listed = Net(lambda net, x: net.others[0](net.linear(x)).sum())
-    listed.others = [outside]
+
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.others = nn.Linear(4, 4), [outside]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.others[0](self.linear(x)).sum()
+
     with pytest.raises(SetupError, match=r"several modules in nn\.ModuleList"):
-        trace(listed, (X,))
+        trace(Listed(), (X,))
 
     def taught(net: Net, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
