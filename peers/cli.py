@@ -50,8 +50,8 @@ class Exit(enum.IntEnum):
 class Role(Protocol):
     """What `_serve` runs: constructed without side effects, `run()` does everything."""
 
-    async def run(self) -> None:
-        """Work until done or until `leave()`; raises SwarmError."""
+    async def run(self) -> int | None:
+        """Work until done or until `leave()`; raises SwarmError. An int is the exit code."""
         ...
 
     async def leave(self) -> None:

@@ -107,7 +107,7 @@ class Script:
     """A reader that plays what a test wrote; then it stays as it is."""
 
     def __init__(self, *uses: Use | OSError) -> None:
-        self.uses = list(uses)
+        self.uses: list[Use | OSError] = list(uses)
         self.looks = 0
 
     def others(self) -> Use:
