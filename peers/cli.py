@@ -1000,9 +1000,9 @@ def _run_role(args: argparse.Namespace) -> int:
             emit = pulse = Pulse(args.command, emit)
             role = _role(args, *ROLES[args.command], emit)
 
-            async def run() -> None:
+            async def run() -> int | None:
                 async with answering(args.health, lambda: pulse.health, role.connected):
-                    await role.run()
+                    return await role.run()
 
         return _with_signals(run, role.leave, on_leave=lambda: emit(LeavingNow(role=args.command)))
 
