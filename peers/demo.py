@@ -38,7 +38,7 @@ from peers.spawn import Child, stop_all
 from peers.waiting import happens
 from swarm.errors import SetupError
 from swarm.ids import PeerId, Stage
-from swarm.run import CodecSpec, Run, demo_run, load_run
+from swarm.run import BroughtSpec, CodecSpec, Run, demo_run, load_run
 
 if TYPE_CHECKING:
     import torch
@@ -139,7 +139,8 @@ def _manifest_of(options: DemoOptions) -> Run:
     else:
         run = load_run(options.manifest)
         if options.stages is not None:
-            run = replace(run, model=replace(run.model, stages=options.stages))
+            cut = {"cut": ""} if run.brings_model else {}
+            run = replace(run, model=replace(run.model, stages=options.stages, **cut))
         if options.steps is not None:
             run = replace(run, steps=options.steps)
         if options.codec is not None:
@@ -147,7 +148,9 @@ def _manifest_of(options: DemoOptions) -> Run:
             run = replace(run, codec=replace(run.codec, forward=codecs.forward, backward=codecs.backward))
         if options.seed is not None:
             run = replace(run, seed=options.seed)
-    if options.data:
+            if isinstance(run.model, BroughtSpec):
+                run = replace(run, model=replace(run.model, weights=""))
+    if options.data and run.data.source != "code":
         run = replace(run, data=replace(run.data, source="files", sha256="", tokens=0))
     return run
 
@@ -174,10 +177,11 @@ class Demo:
 
     async def play(self) -> dict[str, object]:
         """From the first process to the last word."""
-        from peers.disk.dataset import open_dataset
+        from peers.disk.samples import open_data
+        from peers.pinning import pinned
 
-        data = await asyncio.to_thread(open_dataset, self._run, self._options.data)
-        run = self._run = data.pinned(self._run)
+        data = await asyncio.to_thread(open_data, self._run, self._options.data)
+        run = self._run = await asyncio.to_thread(pinned, self._run, data)
         files = [str(path.resolve()) for path in self._options.data]
         await self._spawn(["bootstrap", "--manifest", "-", *(["--data", *files] if files else [])],
                           stdin=run.to_toml().encode())  # fmt: skip

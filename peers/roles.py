@@ -124,10 +124,11 @@ class Bootstrap(Networked):
     async def run(self) -> None:
         options = self._options
         run = parse_run(sys.stdin.read()) if str(options.manifest) == "-" else load_run(options.manifest)
-        if not run.data.sha256:
-            from peers.disk.dataset import open_dataset
+        if not run.pinned:
+            from peers.disk.samples import open_data
+            from peers.pinning import pinned
 
-            run = open_dataset(run, options.data, options.tokenizer).pinned(run)
+            run = pinned(run, open_data(run, options.data, options.tokenizer))
         async with Node(
             options=await options.daemon(self._emit),
             identity_path=options.identity,
@@ -167,8 +168,17 @@ def started(role: Literal["bootstrap", "peer", "train", "keeper"], node: Node, r
 
 
 async def manifest(node: Node, run_id: str) -> Run:
-    """The manifest that `run_id` is the hash of, from the DHT."""
-    return check_id(await node.directory.fetch_manifest(run_id), run_id)
+    """The manifest that `run_id` is the hash of, from the DHT.
+
+    Raises:
+        SetupError: it is not acceptable, or leaves open what its model is: nobody could see a difference.
+    """
+    run = check_id(await node.directory.fetch_manifest(run_id), run_id)
+    if run.brings_model and not run.pinned:
+        raise SetupError(
+            f"run {run.id} does not say which data or model it has: its owner has to publish it anew"
+        )
+    return run
 
 
 class Peer(Networked):
@@ -329,13 +339,17 @@ class Train(Networked):
         options = self._options
         daemon = Daemon.spawn(await options.daemon(self._emit, needed=False), identity_path=options.identity)
         async with Node(daemon=daemon, join=options.join, run_id=options.run) as node:
-            from peers.disk.dataset import open_dataset
+            from peers.disk.samples import open_data
             from peers.trainer import Trainer, TrainerSettings
 
             self._node = node
             self._emit(started("train", node, options.run))
             run = await manifest(node, options.run)
-            batches = await asyncio.to_thread(open_dataset, run, options.data, options.tokenizer)
+            batches = await asyncio.to_thread(open_data, run, options.data, options.tokenizer)
+            if run.brings_model:
+                from swarm.model.brought import brought
+
+                await asyncio.to_thread(brought, run)  # seconds, once
             window = None if options.window == "auto" else options.window
             settings = TrainerSettings(window=window, steps=options.steps)
             self.trainer = Trainer(run, batches, node.transport, node.directory, settings, self._emit)

@@ -37,6 +37,7 @@ from swarm.policy.worklist import Work as Item
 from swarm.policy.worklist import WorkList
 from swarm.records import PeerRecord
 from swarm.run import Run
+from swarm.wire.buffers import Buffer
 from swarm.wire.messages import Watch, Watched, Work, WorkDone, pack, unpack_answer
 
 WATCH_S = 3.0
@@ -55,8 +56,8 @@ MOST_REFUSALS = 3
 class Batches(Protocol):
     """The run's data, as `peers.disk.dataset` opens it."""
 
-    def batch(self, offsets: list[int]) -> np.ndarray:
-        """Tokens [B, T+1] in the run's narrow dtype."""
+    def batch(self, offsets: list[int]) -> np.ndarray | list[np.ndarray]:
+        """Tokens [B, T+1] in the run's narrow dtype; of samples that code makes an array for each input."""
         ...
 
 
@@ -68,6 +69,20 @@ class TrainerSettings:
     """Microbatches in flight; None: found while running."""
     steps: int | None = None
     """Stop when the run has taken this many steps; None: all of the manifest's."""
+
+
+def entering(run: Run, rows: np.ndarray | list[np.ndarray]) -> list[Buffer]:
+    """What stage 0 is sent of a microbatch: tokens, or the inputs of a brought model.
+
+    Raises:
+        SetupError: the samples do not fit the model.
+    """
+    if isinstance(rows, np.ndarray) and not run.brings_model:
+        return [np.ascontiguousarray(rows).data.cast("B")]
+    from swarm.model.brought import model_inputs
+    from swarm.wire.codec import encode
+
+    return [buffer for tensor in model_inputs(run, rows) for buffer in encode(tensor, "none").buffers]
 
 
 class Trainer:
@@ -273,8 +288,7 @@ class Trainer:
             attempt=self._attempts.get(item.microbatch, 0), deepest=item.deepest,
             route=tuple(route[1:]), tensors=input_metas(self._run, 0),
         )  # fmt: skip
-        tokens = self._batches.batch(sample_offsets(self._run, t, m))
-        body = [np.ascontiguousarray(tokens).data.cast("B")]
+        body = entering(self._run, self._batches.batch(sample_offsets(self._run, t, m)))
         fault_point("trainer")
         answer = await self._transport.call(peer, "work", pack(work), body, deadline_s=self.patience.limit_s)
         done = unpack_answer(peer, answer.header, WorkDone)

@@ -680,6 +680,11 @@ class Run(_Spec):
         return isinstance(self.model, BroughtSpec)
 
     @property
+    def pinned(self) -> bool:
+        """Whether it says what exactly its data are, and its model if it is brought: a run to publish."""
+        return bool(self.data.sha256) and (not isinstance(self.model, BroughtSpec) or self.model.pinned)
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens that get a label in one step; samples, where code makes them."""
         return self.M * self.batch.microbatch_size * self.data.sequence_length

@@ -19,7 +19,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("swarm", "peers")
-BASE = ("swarm.ids", "swarm.errors", "swarm.records", "swarm.codecs", "swarm.run", "swarm.data")
+BASE = (
+    *("swarm.ids", "swarm.errors", "swarm.records", "swarm.codecs", "swarm.run", "swarm.data"),
+    "swarm.installed",
+)
 
 SHARED = ("swarm.wire", "peers.ports", "peers.events", "peers.waiting", "msgspec", "numpy")
 
@@ -35,7 +38,7 @@ MAY_IMPORT = {
     "swarm.plan": (*BASE, "numpy", "scipy", "networkx", "tomli"),
     "swarm.wire": (*BASE, "msgspec", "numpy", "torch", "bitsandbytes", "typing_extensions"),
     # What a stage computes includes the codec at its boundaries: an undo has to see the very bytes again.
-    "swarm.model": (*BASE, "swarm.wire", "numpy", "torch", "bitsandbytes"),
+    "swarm.model": (*BASE, "swarm.wire", "msgspec", "numpy", "torch", "bitsandbytes"),
     "swarm.model.cost": (*BASE, "swarm.model", "numpy", "scipy"),
     "swarm.sim": ("swarm", "numpy"),
     "peers.ports": (*BASE, "swarm.wire.buffers"),

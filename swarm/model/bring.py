@@ -5,21 +5,16 @@ Nothing is fetched. A function is code that runs as whoever starts the peer: its
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from swarm.errors import SetupError
+from swarm.installed import call, first_line
 from swarm.model.graph import trace
 from swarm.model.traced.build import Traced
 
@@ -53,7 +48,7 @@ def from_code(spec: str) -> Brought:
     Raises:
         SetupError: there is no such function here, or it returns something else.
     """
-    made = called(spec, "model")
+    made = call(spec, "model")
     if not isinstance(made, tuple) or len(made) not in (2, 4) or not isinstance(made[0], nn.Module):
         raise SetupError(f"{spec} has to return {FORMS}; it returned a {type(made).__name__}")
     inputs = made[1]
@@ -65,60 +60,6 @@ def from_code(spec: str) -> Brought:
         loss=loss,
         targets=_tuple(targets),
     )
-
-
-def called(spec: str, what: str) -> Any:
-    """What the function `package.module:function` returns; `what` it makes, for messages.
-
-    Raises:
-        SetupError: there is no such function here, or it fails.
-    """
-    module, name = imported(spec, what), spec.partition(":")[2]
-    function = getattr(module, name, None)
-    if function is None:
-        raise SetupError(f"{module.__name__} has no {name}: check the name after the colon of {spec}")
-    if not inspect.isfunction(function):
-        raise SetupError(f"{spec} is a {type(function).__name__}: it must be a function without arguments")
-    try:
-        return function()
-    except Exception as error:
-        raise SetupError(f"the {what} {spec} fails: {_told(error)}") from error
-
-
-def imported(spec: str, what: str) -> ModuleType:
-    """The module of `package.module:function`.
-
-    A manifest names it, perhaps a stranger's: Python's own modules (`os:abort`) are not for that. Whatever
-    else is installed is trusted by whoever installed it.
-
-    Raises:
-        SetupError: there is no such module here, or it fails.
-    """
-    place, _, name = spec.partition(":")
-    if not place or not name:
-        raise SetupError(f"a {what} is given as package.module:function, not {spec!r}")
-    if place.partition(".")[0] in sys.stdlib_module_names:
-        raise SetupError(
-            f"the {what} {spec} is Python's own and makes none: name a package that is installed"
-        )
-    try:
-        return importlib.import_module(place)
-    except Exception as error:
-        raise SetupError(
-            f"the {what} {spec} cannot be imported here: {_told(error)}; install its package"
-        ) from error
-
-
-def distribution_of(module: ModuleType) -> str:
-    """`name version` of the distribution that installed the source of `module`; `sha256 …` of the source if
-    none did: it lies in a folder of its user's own, or is installed to be edited."""
-    file = Path(module.__file__ or "").resolve()
-    for name in sorted(set(metadata.packages_distributions().get(module.__name__.partition(".")[0], ()))):
-        distribution = metadata.distribution(name)
-        for known in distribution.files or ():
-            if known.name == file.name and Path(str(distribution.locate_file(known))).resolve() == file:
-                return f"{name} {distribution.version}"
-    return f"sha256 {hashlib.sha256(file.read_bytes()).hexdigest()}"
 
 
 def transformers() -> Any:
@@ -156,7 +97,7 @@ def from_hf(config: Mapping[str, Any], *, rows: int, length: int) -> Brought:
         auto = library.AutoModelForCausalLM
         module = getattr(library, names[0], auto)._from_config(known) if names[0] else auto.from_config(known)
     except Exception as error:
-        raise SetupError(f"transformers makes no model of this config: {_told(error)}") from error
+        raise SetupError(f"transformers makes no model of this config: {first_line(error)}") from error
     if hasattr(known, "use_cache"):
         known.use_cache = False  # for generation; it is no tensor
     if module.main_input_name == "pixel_values":
@@ -176,11 +117,6 @@ def _entries(config: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(config, list):
         for part in config:
             yield from _entries(part)
-
-
-def _told(error: Exception) -> str:
-    """The first line of an error."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _integers(*shape: int) -> torch.Tensor:

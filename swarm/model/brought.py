@@ -22,8 +22,9 @@ from torch.utils import _pytree as pytree
 
 from swarm.data import token_dtype
 from swarm.errors import SetupError
+from swarm.installed import import_module, version_of
 from swarm.model.boundary import StagePlan, plan_stages, shared_parameters
-from swarm.model.bring import Brought, distribution_of, from_code, from_hf, imported, transformers
+from swarm.model.bring import Brought, from_code, from_hf, transformers
 from swarm.model.cost import FAR_BYTES, DeviceModel, Law
 from swarm.model.gpt import weights_dtype
 from swarm.model.opgraph import Operator, OpGraph, Value
@@ -97,7 +98,22 @@ def brought(run: Run) -> Model:
         SetupError: it cannot be built, traced or cut here; it is not what the manifest pins; something that
             has to cross a boundary cannot travel. Says what to do.
     """
-    return _made(run)[0]
+    spec = _spec(run)
+    version = _version(spec)
+    if spec.version not in ("", version):
+        raise SetupError(
+            f"model.version: the run's model is of {_called(spec.version)}, here is {_called(version)}: "
+            "install the run's"
+        )
+    built = _built(_open(run))
+    _compare("weights", spec.weights, built.weights, "begins with other weights", _ROUNDS)
+    _compare("graph", spec.graph, built.graph, "is made of other operators", "")
+    graph = built.traced.graph
+    assignment = _assignment(run, spec, graph)
+    plans = plan_stages(graph, assignment)
+    inputs = _inputs(run, built.traced)
+    _check_cut(run, graph, plans)
+    return Model(traced=built.traced, assignment=assignment, plans=plans, inputs=inputs)
 
 
 def pin_model(run: Run) -> Run:
@@ -106,15 +122,20 @@ def pin_model(run: Run) -> Run:
     Raises:
         SetupError: as `brought`; or the code draws its weights by something else than torch's generator.
     """
-    model, found = _made(run)
-    again = _weights_digest(build(run).module)
-    if again != found.weights:
+    spec, model, built = _spec(run), brought(run), _built(_open(run))
+    if _weights_digest(build(run).module) != built.weights:
         raise SetupError(
             "the model begins with other weights each time that it is built: its code has to draw them by "
             "torch's own generator, which the run seeds"
         )
-    del model
-    return replace(run, model=found.model)
+    pinned = replace(
+        spec,
+        version=_version(spec),
+        graph=built.graph,
+        weights=built.weights,
+        cut=write_cut(model.assignment),
+    )
+    return replace(run, model=pinned)
 
 
 def model_inputs(run: Run, rows: np.ndarray | Sequence[np.ndarray]) -> list[torch.Tensor]:
@@ -167,51 +188,42 @@ def wire_dtype(run: Run, value: Value, *, entering: bool = False) -> str:
 # --- building -----------------------------------------------------------------------------------------------
 
 
-class _Found(NamedTuple):
-    model: BroughtSpec
-    """Pinned."""
+class _Built(NamedTuple):
+    traced: Traced
     weights: str
+    """Digest."""
+    graph: str
+    """Digest."""
 
 
-def _made(run: Run) -> tuple[Model, _Found]:
-    spec = run.model
-    assert isinstance(spec, BroughtSpec), "callers ask `run.brings_model`"
-    version = _version(spec)
-    _same(
-        "version", spec.version, version,
-        f"the run's model is of {_called(spec.version)}, here is {_called(version)}: install the run's",
-    )  # fmt: skip
+@lru_cache(maxsize=2)
+def _built(run: Run) -> _Built:
+    """`run`: with all open that `brought` compares, so that pinning it builds nothing anew."""
     sample = build(run)
-    weights = _weights_digest(sample.module)
-    theirs = f"here {weights[:12]}…, in the run's manifest {spec.weights[:12]}…"
-    _same(
-        "weights", spec.weights, weights,
-        f"the model begins with other weights here than the run's ({theirs}): another version of torch "
-        f"(this is {torch.__version__}) or of what the code imports, or a kind of processor that rounds "
-        "differently; use what the run's owner has",
-    )  # fmt: skip
+    weights = _weights_digest(sample.module)  # before it is traced: that runs it
     traced = sample.trace()
-    graph = _graph_digest(traced)
-    theirs = f"here {graph[:12]}…, in the run's manifest {spec.graph[:12]}…"
-    _same(
-        "graph", spec.graph, graph,
-        f"the model is made of other operators here than the run's ({theirs}): another version of torch "
-        f"(this is {torch.__version__}) or of what the code imports; install what the run's owner has",
-    )  # fmt: skip
-    assignment = _assignment(run, spec, traced.graph)
-    plans = plan_stages(traced.graph, assignment)
-    inputs = _inputs(run, traced)
-    _check_cut(run, traced.graph, plans)
-    pinned = replace(spec, version=version, graph=graph, weights=weights, cut=write_cut(assignment))
-    return (
-        Model(traced=traced, assignment=assignment, plans=plans, inputs=inputs),
-        _Found(pinned, weights),
-    )
+    return _Built(traced, weights, _graph_digest(traced))
 
 
-def _same(key: str, pinned: str, found: str, text: str) -> None:
-    if pinned and pinned != found:
-        raise SetupError(f"model.{key}: {text}")
+def _spec(run: Run) -> BroughtSpec:
+    assert isinstance(run.model, BroughtSpec), "callers ask `run.brings_model`"
+    return run.model
+
+
+def _open(run: Run) -> Run:
+    return replace(run, model=replace(_spec(run), version="", graph="", weights="", cut=""))
+
+
+_ROUNDS = " or a kind of processor that rounds differently;"
+
+
+def _compare(key: str, pinned: str, found: str, what: str, more: str) -> None:
+    if pinned not in ("", found):
+        raise SetupError(
+            f"model.{key}: the model {what} here ({found[:12]}…) than in the run ({pinned[:12]}…): another "
+            f"version of torch (this is {torch.__version__}) or of what the code imports;{more} use what the "
+            "run's owner has"
+        )
 
 
 def build(run: Run) -> Brought:
@@ -222,8 +234,7 @@ def build(run: Run) -> Brought:
     Raises:
         SetupError: it cannot be built here.
     """
-    spec = run.model
-    assert isinstance(spec, BroughtSpec), "callers ask `run.brings_model`"
+    spec = _spec(run)
     rows, length = run.batch.microbatch_size, run.data.sequence_length
     with _seeded(run.seed):
         if spec.kind == "hf":
@@ -278,7 +289,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 def _version(spec: BroughtSpec) -> str:
     """Of the distribution that the code comes from; of the source file if none does."""
-    return distribution_of(transformers() if spec.kind == "hf" else imported(spec.source, "model"))
+    return version_of(transformers() if spec.kind == "hf" else import_module(spec.source, "model"))
 
 
 def _called(version: str) -> str:
@@ -392,8 +403,7 @@ def _maker(op: Operator | None, value: Value) -> str:
 
 
 def _inputs(run: Run, traced: Traced) -> tuple[Input, ...]:
-    graph, spec = traced.graph, run.model
-    assert isinstance(spec, BroughtSpec)
+    graph, spec = traced.graph, _spec(run)
     tokens = run.data.source != "code"
     rows, length, vocab = run.batch.microbatch_size, run.data.sequence_length, spec.vocab_size
     limits = _limits(traced)

@@ -1,0 +1,125 @@
+"""Samples that code makes (images, pairs, whatever a model takes), beside the text of `peers.disk.dataset`.
+
+The function that the manifest names returns a sequence. It is gone through once when it is opened: all
+samples have the same form, their integers fit the vocabulary, and their digest is what the manifest pins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from peers.disk.dataset import Dataset, Tokenizer, open_dataset
+from swarm.errors import SetupError
+from swarm.installed import call, first_line
+from swarm.run import Run, pin
+
+
+class Samples:
+    """The samples of a run."""
+
+    def __init__(self, run: Run, sequence: Sequence[Any]) -> None:
+        """`sequence[i]`: a tuple of arrays, one for each input of the model, without the batch's dimension.
+
+        Raises:
+            SetupError: they are not of one form, or not what they may be; names the sample.
+        """
+        self._where, self._sequence = run.data.code, sequence
+        self._forms: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
+        self.tokenizer = Tokenizer()
+        """For generic code: there is no text."""
+        digest = hashlib.sha256()
+        for index in range(len(self)):
+            for array in self._sample(index):
+                if array.dtype.kind in "iu" and array.size:
+                    low, high = int(array.min()), int(array.max())
+                    if low < 0 or high >= run.model.vocab_size:
+                        raise SetupError(
+                            f"sample {index} of {self._where} holds {low if low < 0 else high}: integers "
+                            f"must be 0 to {run.model.vocab_size - 1} (model.vocab_size)"
+                        )
+                digest.update(f"{array.dtype.str} {array.shape}\n".encode())
+                digest.update(array.tobytes())
+        self.sha256 = digest.hexdigest()
+        """Of all numbers, in order, with their forms."""
+
+    def __len__(self) -> int:
+        return len(self._sequence)
+
+    def batch(self, offsets: Sequence[int]) -> list[np.ndarray]:
+        """The samples of these numbers: an array for each input of the model, [B, ...]."""
+        return [np.stack(arrays) for arrays in zip(*map(self._sample, offsets), strict=True)]
+
+    def pinned(self, run: Run) -> Run:
+        """`run` bound to these samples: the run to publish."""
+        return pin(run, self.sha256, len(self))
+
+    def _sample(self, index: int) -> list[np.ndarray]:
+        """One sample, little-endian. Raises SetupError: it is not like the first."""
+        here = f"sample {index} of {self._where}"
+        try:
+            parts = self._sequence[index]
+        except Exception as error:
+            raise SetupError(f"{here} cannot be had: {first_line(error)}") from error
+        if not isinstance(parts, (tuple, list)) or not parts:
+            raise SetupError(
+                f"{here} is a {type(parts).__name__}: it must be a tuple, an array for each input"
+            )
+        arrays: list[np.ndarray] = []
+        for part in parts:
+            array = np.asarray(part)
+            if array.dtype.kind not in "biuf":
+                raise SetupError(f"{here} holds {array.dtype}: integers, booleans and floats can be sent")
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise SetupError(f"{here} holds numbers that are not finite")
+            arrays.append(array.astype(array.dtype.newbyteorder("<"), order="C", copy=False))
+        forms = [(array.shape, array.dtype) for array in arrays]
+        self._forms = self._forms or forms
+        if forms != self._forms:
+            raise SetupError(f"{here} is {_told(forms)}, the first one {_told(self._forms)}: make them alike")
+        return arrays
+
+
+def open_samples(run: Run) -> Samples:
+    """The samples of a run whose data.source is "code".
+
+    Raises:
+        SetupError: the function is not installed here, fails, or does not make what the manifest pins.
+    """
+    data = run.data
+    made = call(data.code, "data")
+    if not hasattr(made, "__len__") or not hasattr(made, "__getitem__"):
+        raise SetupError(f"{data.code} returned a {type(made).__name__}: it must be a sequence of samples")
+    if not len(made):
+        raise SetupError(f"{data.code} returned no samples")
+    samples = Samples(run, made)
+    if data.sha256 and (data.sha256, data.tokens) != (samples.sha256, len(samples)):
+        raise SetupError(
+            f"these are not the data of the run: {data.code} makes {len(samples)} samples with SHA-256 "
+            f"{samples.sha256} here, but the manifest pins {data.tokens} with {data.sha256}: install the "
+            "version of its package that the run's owner has"
+        )
+    return samples
+
+
+def open_data(
+    run: Run, files: Sequence[str | Path] | None = None, tokenizer: str | Path | None = None
+) -> Dataset | Samples:
+    """What a run trains on; `files` and `tokenizer` as `peers.disk.dataset.open_dataset` takes them.
+
+    Raises:
+        SetupError: as `open_dataset` and `open_samples`; or files are given where code makes samples.
+    """
+    if run.data.source != "code":
+        return open_dataset(run, files, tokenizer)
+    for given in (*(files or ()), *([tokenizer] if tokenizer else [])):
+        raise SetupError(f"the samples of the run are made by {run.data.code}: leave {given} out")
+    return open_samples(run)
+
+
+def _told(forms: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> str:
+    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in forms)

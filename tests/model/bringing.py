@@ -1,0 +1,169 @@
+"""What a manifest can name in tests: models and samples, good ones and bad ones."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.model import zoo
+
+gpt2, llama, resnet101, unet = zoo.gpt2, zoo.llama, zoo.resnet101, zoo.unet
+
+
+class Bag(nn.Module):
+    """A linear model of the mean of embeddings; small, and quick to trace."""
+
+    def __init__(self, known: int = 256) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(known, 8), nn.Linear(8, known)
+
+    def forward(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        x = self.head(self.embed(tokens))
+        return functional.cross_entropy(x.flatten(0, 1), target.flatten())
+
+
+def _rows(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def bag() -> Any:
+    return Bag(), (_rows(2, 5), _rows(2, 5))
+
+
+def small_bag() -> Any:
+    return Bag(100), (_rows(2, 5), _rows(2, 5))
+
+
+def moody() -> Any:
+    """Draws from a generator that nobody seeds."""
+    model = Bag()
+    nn.init.constant_(model.head.bias, random.SystemRandom().random())
+    return model, (_rows(2, 5), _rows(2, 5))
+
+
+class Waves(nn.Module):
+    """Complex numbers between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.fft.fft(self.a(x))
+        return self.b(y.real + y.imag).square().mean()
+
+
+def waves() -> Any:
+    return Waves(), torch.ones(2, 4)
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, image: torch.Tensor, mask: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.b(functional.relu(self.a(image * mask))), label)
+
+
+def classifier() -> Any:
+    return Classifier(), (torch.ones(2, 6), torch.ones(2, 6, dtype=torch.bool), _rows(2))
+
+
+def scalar() -> Any:
+    return Bag(), (_rows(2, 5), torch.tensor(1))
+
+
+def empty() -> Any:
+    return Bag(), (_rows(0, 5), _rows(0, 5))
+
+
+def broken() -> Any:
+    raise RuntimeError("no such luck\nsecond line")
+
+
+def _sample(i: int) -> tuple[Any, ...]:
+    rng = np.random.default_rng(i)
+    return rng.normal(size=6).astype(np.float32), rng.random(6) < 0.5, i % 3
+
+
+class _Samples:
+    def __init__(self, bad: Any = None) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> Any:
+        return self.bad if self.bad is not None and i == 7 else _sample(i)
+
+
+IMAGE, MASK = np.zeros(6, np.float32), np.zeros(6, bool)
+
+
+def samples() -> Any:
+    return _Samples()
+
+
+def samples_of_four_classes() -> Any:
+    return [(IMAGE, MASK, i % 4) for i in range(8)]
+
+
+def samples_of_pairs() -> Any:
+    return [(IMAGE, i % 3) for i in range(8)]
+
+
+def samples_of_sevens() -> Any:
+    return [(np.zeros(7, np.float32), np.zeros(7, bool), i % 3) for i in range(8)]
+
+
+def samples_of_whole_images() -> Any:
+    return [(IMAGE.astype(np.int64), MASK, i % 3) for i in range(8)]
+
+
+def samples_uneven() -> Any:
+    return _Samples((IMAGE[:5], MASK, 1))
+
+
+def samples_of_infinity() -> Any:
+    return _Samples((IMAGE + np.inf, MASK, 1))
+
+
+def samples_of_words() -> Any:
+    return _Samples(("a", MASK, 1))
+
+
+def samples_too_large() -> Any:
+    return _Samples((IMAGE, MASK, 300))
+
+
+def samples_below_zero() -> Any:
+    return _Samples((IMAGE, MASK, -1))
+
+
+def samples_bare() -> Any:
+    return _Samples(IMAGE)
+
+
+def no_samples() -> Any:
+    return []
+
+
+def one_number() -> Any:
+    return 3
+
+
+class _Broken(_Samples):
+    def __getitem__(self, i: int) -> Any:
+        if i == 7:
+            raise KeyError("lost")
+        return _sample(i)
+
+
+def samples_lost() -> Any:
+    return _Broken()

@@ -1,0 +1,249 @@
+"""Models that a manifest names: built alike everywhere, or refused with what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from swarm.errors import SetupError
+from swarm.model.brought import brought, model_inputs, pin_model
+from swarm.run import BatchSpec, BroughtSpec, CodecSpec, DataSpec, Run, demo_run, write_cut
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+HERE = "tests.model.bringing"
+EXACT = CodecSpec(forward="none", backward="none")
+SAMPLES = DataSpec(source="code", code=f"{HERE}:samples", sequence_length=1)
+
+
+def of(
+    name: str, *, stages: int = 2, rows: int = 3, length: int = 6, data: DataSpec | None = None, **model: Any
+) -> Run:
+    """A run of a function of `bringing`."""
+    return replace(
+        demo_run(steps=20),
+        model=BroughtSpec(kind="code", source=f"{HERE}:{name}", stages=stages, **model),
+        data=data or DataSpec(source="pydoc", sequence_length=length),
+        batch=BatchSpec(microbatch_size=rows, microbatches_per_step=2),
+        codec=EXACT,
+    )
+
+
+def changed(run: Run, **values: Any) -> Run:
+    return replace(run, model=replace(run.model, **values))
+
+
+def hf(**config: Any) -> Run:
+    import json
+
+    return changed(of("bag"), kind="hf", source="", config=json.dumps(config))
+
+
+def test_a_model_is_the_same_in_every_process_and_its_manifest_pins_it() -> None:
+    run = pin_model(of("bag"))
+    assert isinstance(run.model, BroughtSpec) and run.model.pinned
+    assert run.model.version.startswith("sha256 ") and run.model.cut == write_cut(brought(run).assignment)
+    code = (
+        "import sys; from swarm.run import parse_run; from swarm.model.brought import brought, pin_model\n"
+        "run = parse_run(sys.stdin.read()); brought(run); print(pin_model(run).id)"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", code], input=run.to_toml(), capture_output=True, text=True, timeout=120,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7"},
+    )  # fmt: skip
+    assert made.stdout.strip() == run.id, made.stderr
+
+
+def test_building_follows_the_seed_and_leaves_torch_s_generator_alone() -> None:
+    before = torch.get_rng_state()
+    one, other = pin_model(of("bag")), pin_model(replace(of("bag"), seed=2))
+    assert torch.equal(before, torch.get_rng_state())
+    assert one.model.weights != other.model.weights and one.model.graph == other.model.graph  # type: ignore[union-attr]
+    torch.manual_seed(1)
+    from tests.model.bringing import Bag
+
+    mine = dict(Bag().named_parameters())
+    for name, parameter in brought(one).traced.parameters.items():
+        assert torch.equal(parameter, mine[name])
+
+
+def test_a_float64_run_has_the_same_weights_in_float64() -> None:
+    single, double = brought(of("bag")), brought(replace(of("bag"), dtype="float64"))
+    for name, parameter in double.traced.parameters.items():
+        assert parameter.dtype == torch.float64
+        assert torch.equal(parameter, single.traced.parameters[name].double())
+
+
+def test_the_graph_is_of_the_run_s_microbatch_and_labels_are_the_tokens_after() -> None:
+    run = of("bag", rows=1, length=9)
+    model = brought(run)
+    assert [(i.name, i.shape, i.dtype, i.below, i.shifted) for i in model.inputs] == [
+        ("tokens", (1, 9), "uint8", 256, False),
+        ("target", (1, 9), "uint8", 256, True),
+    ]
+    rows = np.arange(10, dtype=np.uint8)[None]
+    tokens, target = model_inputs(run, rows)
+    assert tokens.tolist() == [[*range(9)]] and target.tolist() == [[*range(1, 10)]]
+    assert tokens.dtype == target.dtype == torch.uint8 and tokens.is_contiguous() and target.is_contiguous()
+
+
+def test_a_given_cut_is_taken() -> None:
+    run = of("bag")
+    count = len(brought(run).assignment)
+    model = brought(changed(run, cut=f"0*1 1*{count - 1}"))
+    assert model.assignment == (0, *(1,) * (count - 1))
+    assert [plan.stage for plan in model.plans] == [0, 1]
+    assert model.shared == {}
+
+
+def test_samples_of_code_become_the_inputs_of_the_model() -> None:
+    run = of("classifier", data=SAMPLES)
+    image, mask, label = np.ones((3, 6), np.float64), np.zeros((3, 6), bool), np.array([0, 2, 1])
+    entering = model_inputs(run, [image, mask, label])
+    assert [t.dtype for t in entering] == [torch.float32, torch.uint8, torch.uint8]
+    assert entering[2].tolist() == [0, 2, 1]
+    assert [i.below for i in brought(run).inputs] == [0, 2, 3]  # three classes, not 256
+    assert model_inputs(replace(run, dtype="bfloat16"), [image, mask, label])[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "samples_of_pairs",
+            r"samples_of_pairs have 2 arrays each, but the model takes 3: image, mask, label",
+        ),
+        (
+            "samples_of_sevens",
+            r"samples_of_sevens give \[7\] numbers for the model's input image, which takes \[6\]",
+        ),
+        (
+            "samples_of_whole_images",
+            r"give int64 for the model's input image: it takes floating point numbers",
+        ),
+        ("samples_of_four_classes", r"give 0 to 3 for the model's input label: it takes 0 to 2"),
+    ],
+)
+def test_samples_that_do_not_fit_the_model_are_refused(name: str, text: str) -> None:
+    from tests.model import bringing
+
+    made = getattr(bringing, name)()
+    run = of("classifier", rows=4, data=replace(SAMPLES, code=f"{HERE}:{name}"))
+    with pytest.raises(SetupError, match=text):
+        model_inputs(run, [np.stack(arrays) for arrays in zip(*made[:4], strict=True)])
+
+
+PINNED: dict[str, tuple[dict[str, str], str]] = {
+    "file": (
+        {"version": "sha256 " + "0" * 64},
+        r"model\.version: the run's model is of a source file with sha256 000.*, here is a source file",
+    ),
+    "version": (
+        {"version": "cats 1.0"},
+        r"model\.version: the run's model is of cats 1\.0, here is .* install",
+    ),
+    "weights": (
+        {"weights": "0" * 64},
+        r"model\.weights: the model begins with other weights here \(.*\) than in the run \(000000000000…\): "
+        r"another version of torch \(this is 2\..*\) .* rounds differently; use what",
+    ),
+    "graph": ({"graph": "0" * 64}, r"model\.graph: the model is made of other operators here .* use what"),
+    "count": ({"cut": "0*1 1*1"}, r"model\.cut is not of the \d+ operators of this model: leave it out"),
+    "stages": (
+        {"cut": "0*{n}"},
+        r"model\.cut has stages up to 0, but model\.stages is 2: leave model\.cut out",
+    ),
+    "backward": ({"cut": "1*1 0*{n-1}"}, r"operator .* of stage 0 reads .*, which stage 1 makes"),
+    "idle": ({"cut": "0*{n-1} 1*1"}, r"stage 1 of model\.cut has no weights to train: .* into fewer stages"),
+}
+
+
+@pytest.mark.parametrize("key", PINNED)
+def test_what_is_not_as_the_manifest_pins_it_is_refused(key: str) -> None:
+    values, text = PINNED[key]
+    run = of("bag")
+    n = len(brought(run).assignment)
+    given = {k: v.replace("{n-1}", str(n - 1)).replace("{n}", str(n)) for k, v in values.items()}
+    with pytest.raises(SetupError, match=text):
+        brought(changed(run, **given))
+
+
+@pytest.mark.parametrize(
+    ("run", "text"),
+    [
+        (
+            of("small_bag"),
+            r"model\.vocab_size = 256, but operator aten\.embedding\S* of embed takes tokens below 100",
+        ),
+        (
+            of("classifier"),
+            r"input image is float32\[3, 6\], and tokens are integers \[3, 6\]: take data\.source",
+        ),
+        (of("bag", stages=9), r"weights, too few for 9 stages"),
+        (of("moody"), r"begins with other weights each time .* by torch's own generator"),
+        (of("scalar", data=SAMPLES), r"an input of the model is a single number"),
+        (of("empty"), r"sample input is empty: give at least one row"),
+        (of("broken"), r"the model tests\.model\.bringing:broken fails: no such luck$"),
+        (of("gone"), r"^tests\.model\.bringing has no gone: check the name"),
+        (of("Bag"), r"bringing:Bag is a type: it must be a function"),
+        (changed(of("bag"), source="os:abort"), r"model os:abort is Python's own and makes none"),
+        (
+            changed(of("bag"), source="no.such:thing"),
+            r"no\.such:thing cannot be imported here: No module.*install",
+        ),
+        (hf(model_type="nonsense"), r"transformers makes no model of this config: "),
+        (
+            hf(model_type="gpt2", auto_map={"AutoModel": "a--b.c"}),
+            r"^auto_map in the model's config asks for some",
+        ),
+        (
+            hf(model_type="x", text_config={"attn_implementation": "a/b"}),
+            r"^attn_implementation in the model's",
+        ),
+        (hf(model_type="x", use_pretrained_backbone=True), r"^use_pretrained_backbone in the model's config"),
+    ],
+)
+def test_models_that_no_swarm_can_train_are_refused(run: Run, text: str) -> None:
+    if isinstance(run.model, BroughtSpec) and run.model.kind == "hf":
+        pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+    with pytest.raises(SetupError, match=text):
+        pin_model(run)
+
+
+def test_what_cannot_travel_is_named_with_the_operator_that_makes_it() -> None:
+    run = of("waves", data=SAMPLES)
+    graph = brought(run).traced.graph
+    made = next(op.index for op in graph.operators if "fft" in op.target)
+    cut = write_cut([int(op.index > made) for op in graph.operators])
+    text = r", which operator aten\.\S*fft\S* of the model makes, goes from stage 0 to the next: .* complex64"
+    with pytest.raises(SetupError, match=text):
+        brought(changed(run, cut=cut))
+
+
+def test_a_weight_of_several_stages_needs_exact_sums() -> None:
+    run = of("gpt2", stages=3, length=10, vocab_size=41, data=replace(SAMPLES, code=f"{HERE}:tokens"))
+    shared = brought(run).shared
+    assert shared == {"tokens.weight": (0, 2)}
+    assert brought(replace(run, exact_sums=False, dtype="float64")).shared == shared
+    text = r"^tokens\.weight is in stages 0 and 2, .* Set exact_sums = true and codec\.reduce = \"none\""
+    for other in (replace(run, exact_sums=False), replace(run, codec=replace(EXACT, reduce="bf16"))):
+        with pytest.raises(SetupError, match=text):
+            brought(other)
+
+
+def test_a_config_of_transformers_is_pinned_with_its_version() -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 256, "n_positions": 16}
+    run = pin_model(changed(hf(model_type="gpt2", **sizes), stages=2))
+    assert isinstance(run.model, BroughtSpec)
+    assert run.model.version == f"transformers {transformers.__version__}"
+    assert [i.shifted for i in brought(run).inputs] == [False, False]  # it shifts labels itself
+    with pytest.raises(SetupError, match=r"of transformers 4\.0, here is transformers 5"):
+        brought(changed(run, version="transformers 4.0"))
