@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from peers.disk.dataset import Dataset, Tokenizer, open_dataset
+from peers.disk.dataset import Dataset, Tokenizer
+from peers.disk.samples import Samples, open_data
 from peers.progress import Bar
 from peers.weights import Weights, WeightsOptions, load_weights
 from swarm.errors import SetupError
@@ -75,22 +76,22 @@ def run_eval(options: EvalOptions) -> None:
     )
 
 
-def open_text(run: Run, files: tuple[Path, ...], tokenizer: Path | None) -> Dataset:
+def open_text(run: Run, files: tuple[Path, ...], tokenizer: Path | None) -> Dataset | Samples:
     """The run's own text, or any other in the run's tokens; of a run whose samples code makes, samples.
 
     Raises:
         SetupError: it cannot be read, is too short, or is not what the run pins.
     """
     if not files:
-        return open_dataset(run, files, tokenizer)
+        return open_data(run, files, tokenizer)
     if run.data.source == "code":
         code, *more = files
         if more:
             raise SetupError("samples are made by one function: give one package.module:function with --data")
         other = replace(run, data=replace(run.data, code=str(code), sha256="", tokens=0))
-        return open_dataset(other)
+        return open_data(other)
     other = replace(run, data=replace(run.data, source="files", sha256="", tokens=0))
-    return open_dataset(other, files, tokenizer)
+    return open_data(other, files, tokenizer)
 
 
 def spread(tokens: int, window: int, samples: int) -> list[int]:
@@ -103,15 +104,18 @@ def spread(tokens: int, window: int, samples: int) -> list[int]:
     return [i * starts // count for i in range(count)]
 
 
-def evaluate(model: Weights, text: Dataset, samples: int, device: str = "cpu") -> Evaluation:
+def evaluate(model: Weights, text: Dataset | Samples, samples: int, device: str = "cpu") -> Evaluation:
     """The mean loss over samples spread evenly over the text.
 
     Raises:
         SetupError: the weights are not of a model with a loss, or do not fit the run.
     """
     began, run = time.monotonic(), model.run
-    loss_of_rows, made = loss_of(run, model.by_name, device), run.data.source == "code"
-    offsets = spread(text.tokens, 1 if made else run.data.sequence_length + 1, samples)
+    loss_of_rows, made = loss_of(run, model.by_name, device), isinstance(text, Samples)
+    window, there = (
+        (1, len(text)) if isinstance(text, Samples) else (run.data.sequence_length + 1, text.tokens)
+    )
+    offsets = spread(there, window, samples)
     total, size_bytes, batch = 0.0, 0, run.batch.microbatch_size
     with Bar("evaluating", len(offsets), unit="samples") as bar:
         for some in (offsets[start : start + batch] for start in range(0, len(offsets), batch)):

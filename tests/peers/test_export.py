@@ -21,14 +21,16 @@ from peers.disk import atomic, checkpoint, model_file
 from peers.disk.dataset import Dataset, open_dataset
 from peers.evaluate import evaluate, open_text, spread
 from peers.export import ExportOptions, export, run_export
-from peers.weights import WeightsOptions, load_weights, model_shapes
+from peers.weights import Weights, WeightsOptions, load_weights, model_shapes
 from swarm.data import sample_offsets
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
+from swarm.model.brought import build
 from swarm.model.evaluate import Evaluator
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
-from swarm.run import BatchSpec, CodecSpec, DataSpec, Run, counting_run, demo_run
+from swarm.run import BatchSpec, BroughtSpec, CodecSpec, DataSpec, Run, counting_run, demo_run
+from tests.process.models import held_out_images
 
 SMALL = replace(
     demo_run(stages=3, steps=20),
@@ -356,3 +358,19 @@ def test_what_does_not_fit_the_run_is_refused() -> None:
         Evaluator(run, {**weights, "more": torch.zeros(2)})
     with pytest.raises(SetupError, match=r'model\.kind = "counting" has no loss of its own'):
         Evaluator(counting_run(), {})
+
+
+def test_samples_that_code_makes_have_a_loss_and_no_words() -> None:
+    model = BroughtSpec(kind="code", source="tests.process.models:resnet101", stages=3, vocab_size=4)
+    spec = DataSpec(source="code", code="tests.process.models:images", sequence_length=1)
+    run = replace(SMALL, model=model, data=spec)
+    other = open_text(run, (Path("tests.process.models:held_out_images"),), None)
+    found = evaluate(Weights(run=run, step=0, by_name={}), other, 10)  # 10: the last batch is not whole
+    module, own = build(run).module.eval(), held_out_images()
+    images, labels = zip(*(own[i] for i in spread(64, 1, 10)), strict=True)
+    with torch.no_grad():
+        expected = module(torch.tensor(np.stack(images)), torch.tensor(np.stack(labels))).item()
+    assert found.loss == pytest.approx(expected, rel=1e-5)
+    assert (found.samples, found.tokens, found.perplexity, found.bits_per_byte) == (10, None, None, None)
+    with pytest.raises(SetupError, match="samples are made by one function: give one package"):
+        open_text(run, (Path("a.b:c"), Path("a.b:d")), None)
