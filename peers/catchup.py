@@ -19,6 +19,7 @@ from peers.disk.shelf import Shelf
 from peers.download import Partial, download_state, shown
 from peers.ports import Directory, Transport
 from peers.saved import ask_saved, is_keeper
+from peers.sharing import Sharing
 from peers.sync import fetch_gradient
 from swarm.errors import PeerFault, SwarmError, short
 from swarm.ids import Era, PeerId, Stage, Standing
@@ -26,6 +27,9 @@ from swarm.model.layout import empty_state, initial_state
 from swarm.policy.bans import Bans
 from swarm.policy.eras import newest_start, way_back
 from swarm.wire.messages import Brief
+
+SHARED_S = 20.0
+"""Other stages may have gone on by more than a step, and no longer hold what they found in this one."""
 
 
 class CatchUp:
@@ -38,10 +42,12 @@ class CatchUp:
         directory: Directory,
         shelf: Shelf,
         bans: Bans,
+        sharing: Sharing,
         emit: Callable[[events.Event], None],
     ) -> None:
         self._core, self._transport, self._directory = core, transport, directory
         self._shelf, self._bans, self._emit = shelf, bans, emit
+        self._sharing = sharing
         self._run, self._stage = core.run, core.stage
         self._waiting = False
         self._partial = Partial()
@@ -75,12 +81,13 @@ class CatchUp:
         step = core.steps[core.version]
         try:
             reduced, held, go = await fetch_gradient(core, self._transport, source, step.t, "")
-        except SwarmError:
+            if go is None:
+                return False
+            await core.device.run(Rank.STEP, step.t, step.ledger.freeze, held.round)
+            step.audited = None
+            await asyncio.wait_for(self._sharing.hold(step, reduced, held), SHARED_S)
+        except (SwarmError, asyncio.TimeoutError):
             return False
-        if go is None:
-            return False
-        await core.device.run(Rank.STEP, step.t, step.ledger.freeze, held.round)
-        step.reduced, step.held, step.audited = reduced, held, None
         await core.apply(go)
         text = f"stage {self._stage}: step {go.t} taken with the gradient of peer {short(source)}"
         self._emit(events.Note(text=text))

@@ -206,11 +206,16 @@ class StageCore:
         step = self.steps.get(go.t)
         if step is None or step.held is None or step.reduced is None or go.t != self.version:
             return
-        reduced, held, audited = step.reduced, step.held, step.audited
+        reduced, held, audited, shared = step.reduced, step.held, step.audited, step.shared
         # From here on nothing may enter the step; its graphs see weights that are about to change.
         step.close()
         await step.stopped()
-        await self.device.run(Rank.STEP, go.t, self.compute.apply, go.t, reduced, go.total_sqnorm)
+
+
+        def apply() -> None:
+            self.compute.apply(go.t, self.compute.complete(reduced, shared), go.total_sqnorm)
+
+        await self.device.run(Rank.STEP, go.t, apply)
         self.applied = Applied(go, reduced, held)
         self.goes = {t: known for t, known in self.goes.items() if t > go.t - GOES_KEPT}
         self.goes[go.t] = go

@@ -212,6 +212,7 @@ class Council:
     def _stages_watched(self, *, leads: bool) -> set[Stage]:
         """Of those who call us, our mates, whom we call; and of the conductor, whom coordinators call."""
         around = {stage for stage in range(self._stage - 1, self._stage + 2) if 0 <= stage < self._run.S}
+        around |= self._core.compute.shares.keys()
         return around | {0} if leads else around
 
     # -- a member's voice -------------------------------------------------------------------------

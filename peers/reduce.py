@@ -84,10 +84,12 @@ class AllReduce:
         codec: str,
         sum_dtype: torch.dtype,
         settle: Callable[[torch.Tensor], torch.Tensor],
+        sqnorm: Callable[[torch.Tensor], float] = sqnorm,
     ) -> None:
-        """`sum_dtype`: of the members' sums; `settle` gives the value of their total, as it is applied."""
+        """`sum_dtype`: of the members' sums; `settle` gives the value of their total, as it is applied.
+        `sqnorm`: of that, what the stage says of its norm."""
         self._run, self._me, self._transport, self._codec = run, me, transport, codec
-        self._sum_dtype, self._settle = sum_dtype, settle
+        self._sum_dtype, self._settle, self._sqnorm = sum_dtype, settle, sqnorm
         self._dtype = settle(torch.zeros(1, dtype=sum_dtype)).dtype
         self._rounds: dict[str, _Round] = {}
         self._started = asyncio.Event()
@@ -109,7 +111,7 @@ class AllReduce:
                 reduced = await asyncio.to_thread(self._alone, total)
             except SwarmError as error:
                 raise RoundVoid(error.text) from None
-            return reduced, await asyncio.to_thread(holds, plan.round, reduced)
+            return reduced, await asyncio.to_thread(holds, plan.round, reduced, self._sqnorm)
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         edges = [0]
         for size in plan.parts:
@@ -139,7 +141,7 @@ class AllReduce:
             for task in work:
                 task.cancel()
             self._void(plan.round, "the round ended")
-        return this.reduced, await asyncio.to_thread(holds, plan.round, this.reduced)
+        return this.reduced, await asyncio.to_thread(holds, plan.round, this.reduced, self._sqnorm)
 
     def _alone(self, total: torch.Tensor) -> torch.Tensor:
         """As a reduce among several, bit for bit, without anybody to exchange chunks with. In any thread."""
@@ -313,7 +315,7 @@ def read_part(
         raise BadAnswer(peer, refused.text) from None
 
 
-def holds(round_name: str, reduced: torch.Tensor) -> Held:
+def holds(round_name: str, reduced: torch.Tensor, sqnorm: Callable[[torch.Tensor], float]) -> Held:
     """What to say of a reduced gradient. Reads all of it twice: seconds, for gigabytes."""
     return Held(round_name, sqnorm(reduced), vector_digest(reduced))
 

@@ -38,6 +38,7 @@ from peers.probe import Prober
 from peers.reduce import AllReduce, RoundVoid
 from peers.roll import Roll
 from peers.saved import is_keeper
+from peers.sharing import Sharing
 from peers.state_server import Snapshot, StateServer
 from peers.steps import OpenStep, audit
 from peers.sync import fetch_gradient
@@ -145,7 +146,8 @@ class StagePeer:
         roll = Roll(directory)
         self.desk = WorkDesk(self.core, transport, roll, next_stage, max_inflight=settings.max_inflight)
         self.all_reduce = AllReduce(
-            run.id, transport.peer_id, transport, run.codec.reduce, compute.sum_dtype, compute.settle
+            run.id, transport.peer_id, transport, run.codec.reduce, compute.sum_dtype, compute.settle,
+            compute.sqnorm,
         )
         checkpoints = settings.checkpoints
         self.shelf = Shelf(run, stage, None if checkpoints is None else checkpoints.folder)
@@ -157,7 +159,10 @@ class StagePeer:
             obey=self._obey, bandwidth=lambda: self.all_reduce.bandwidth_bps,
             since_s=settings.joined_at,
         )  # fmt: skip
-        self._catchup = CatchUp(self.core, transport, directory, self.shelf, self.router.bans, emit)
+        self._sharing = Sharing(self.core, transport, directory)
+        self._catchup = CatchUp(
+            self.core, transport, directory, self.shelf, self.router.bans, self._sharing, emit
+        )
         self._handover = HandOver(self.core, transport, directory, roll, self._undo)
         self._states = StateServer(self.core, transport, self.shelf)
         transport.serve("status", self._serve_status)
@@ -544,7 +549,8 @@ class StagePeer:
             self._emit(events.RoundVoid(stage=self.stage, t=step.t, why=void.text))
             return
         if not step.over and step.held is None and step.ledger.frozen_for == plan.round:
-            step.reduced, step.held, step.audited = reduced, held, audit(plan, m, 0)
+            step.audited = audit(plan, m, 0)
+            await self._sharing.hold(step, reduced, held)
             fault_point("prepared")
 
     async def _thaw(self, step: OpenStep) -> None:
@@ -568,7 +574,7 @@ class StagePeer:
                 if not step.over:
                     step.stop("reduce")
                     await self.core.device.run(Rank.STEP, step.t, step.ledger.freeze, held.round)
-                    step.reduced, step.held = reduced, held
+                    await self._sharing.hold(step, reduced, held)
                 return
 
     async def _undo_told(self, step: OpenStep, bitmap: bytes) -> None:

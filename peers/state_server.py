@@ -31,8 +31,10 @@ from peers.device_thread import Rank
 from peers.ports import Answer, Request, Transport
 from peers.reduce import CHUNK_ELEMENTS as VECTOR_ELEMENTS
 from peers.reduce import checksum
+from peers.waiting import happens
 from swarm.errors import NotReady, Refused, SetupError, SwarmError
 from swarm.ids import Era, PeerId, Stage
+from swarm.policy.rounds import Held
 from swarm.wire.codec import dtype_name, encode
 from swarm.wire.messages import (
     Ack,
@@ -57,6 +59,8 @@ CHUNK_ELEMENTS = 1 << 18
 sources; the hashes of 10 GB take 320 kB. A gradient comes from one source, in chunks of `VECTOR_ELEMENTS`."""
 HASH_BYTES = 32
 """SHA-256."""
+SHARED_WAIT_S = 2.0
+"""How long who shares weights with this stage waits here for our sum of them, before asking another."""
 LEASE_S = 60.0
 """A copy is dropped when nobody read from it for this long, and before that if another one is wanted and
 nobody seems to read it."""
@@ -349,6 +353,8 @@ class StateServer:
         """A chunk of the reduced gradient of step `t`: held, or applied last."""
         wanted = unpack(request.header, FetchVector)
         check_run(wanted.run, self._core.run.id)
+        if wanted.shared_with >= 0:
+            return await self._shared(wanted)
         core, step = self._core, self._core.steps.get(wanted.t)
         if (
             step is not None
@@ -361,6 +367,24 @@ class StateServer:
             vector, held, total = core.applied.reduced, core.applied.held, core.applied.go.total_sqnorm
         else:
             raise NotReady(f"no reduced gradient of step {wanted.t} is held here", version=core.version)
+        return self._chunk(wanted, vector, held, total)
+
+    async def _shared(self, wanted: FetchVector) -> Answer:
+        """Of this stage's own sum what another stage shares. Held back while it is being averaged."""
+        core, step = self._core, self._core.steps.get(wanted.t)
+        if step is not None and step.reduced is None:
+            await happens(step.reduced_there, SHARED_WAIT_S)
+        if step is not None and step.reduced is not None:
+            reduced = step.reduced
+        elif core.applied is not None and core.applied.go.t == wanted.t:
+            reduced = core.applied.reduced
+        else:
+            raise NotReady(f"the gradient of step {wanted.t} is not added up here", version=core.version)
+        part = core.compute.shared_part(reduced, wanted.shared_with)
+        return self._chunk(wanted, part, Held("", 0.0, ""), -1.0)
+
+    @staticmethod
+    def _chunk(wanted: FetchVector, vector: torch.Tensor, held: Held, total: float) -> Answer:
         _check_range(wanted.start, wanted.numel, vector.numel(), VECTOR_ELEMENTS)
         meta, body = encode(vector[wanted.start : wanted.start + wanted.numel], "none")
         chunk = VectorChunk(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from swarm.ids import Stage
 from swarm.policy.ledger import Ledger, everything
 from swarm.policy.rounds import Held, Plan
 from swarm.wire.codec import Encoded
@@ -50,8 +51,12 @@ class OpenStep:
     handing: bool = False
     """This member leaves, and its sum is on its way to a mate: it counts nowhere until it is there."""
     reduced: torch.Tensor | None = None
-    """The stage's complete summed gradient, flat, once held."""
+    """The stage's summed gradient with each microbatch in it once, flat."""
+    reduced_there: asyncio.Event = field(default_factory=asyncio.Event)
+    shared: Mapping[Stage, torch.Tensor] = field(default_factory=dict)
+    """Of weights that other stages hold as well: what those found."""
     held: Held | None = None
+    """What is said of it, once all is here that taking the step needs."""
     audited: Audit | None = None
     reducing: str = ""
     """The round that this member works on."""

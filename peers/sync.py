@@ -36,12 +36,39 @@ async def fetch_gradient(
     Raises:
         PeerFault, NotReady, Refused: ask another.
     """
-    numel, dtype = core.compute.numel, core.compute.dtype
+    vector, named = await fetch_vector(
+        core, transport, source, t, core.compute.numel, round_name=round_name
+    )
+    held = await asyncio.to_thread(holds, named.round, vector, core.compute.sqnorm)
+    if held.digest != named.digest:
+        raise BadAnswer(source, "the gradient does not fit its digest")
+    go = Go(t, named.total_sqnorm) if named.total_sqnorm >= 0 else None
+    return vector, held, go
+
+
+async def fetch_vector(
+    core: StageCore,
+    transport: Transport,
+    source: PeerId,
+    t: int,
+    numel: int,
+    *,
+    round_name: str = "",
+    shared_with: Stage = -1,
+) -> tuple[torch.Tensor, VectorChunk]:
+    """The summed gradient of step `t` from a peer, chunk by chunk, and what was said of it.
+
+    Raises:
+        PeerFault, NotReady, Refused: ask another.
+    """
+    dtype = core.compute.dtype
     vector = torch.empty(numel, dtype=dtype)
     named: VectorChunk | None = None
     for start in range(0, numel, CHUNK_ELEMENTS):
         size = min(CHUNK_ELEMENTS, numel - start)
-        wanted = FetchVector(run=core.run.id, t=t, round=round_name, start=start, numel=size)
+        wanted = FetchVector(
+            run=core.run.id, t=t, round=round_name, shared_with=shared_with, start=start, numel=size
+        )
         most = size * vector.element_size()
         answer = await transport.call(source, "held", pack(wanted), max_answer_bytes=most, deadline_s=CALL_S)
         chunk = unpack_answer(source, answer.header, VectorChunk)
@@ -52,11 +79,7 @@ async def fetch_gradient(
             source, chunk.tensors, chunk.crc, answer.body, size, "none", dtype
         )
     assert named is not None
-    held = await asyncio.to_thread(holds, named.round, vector)
-    if held != Held(named.round, named.sqnorm, named.digest):
-        raise BadAnswer(source, "the gradient does not fit its digest")
-    go = Go(t, named.total_sqnorm) if named.total_sqnorm >= 0 else None
-    return vector, held, go
+    return vector, named
 
 
 async def fetch_weights(

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from swarm.ids import Microbatch, Stage
+from swarm.model.brought import brought
 from swarm.model.crossings import Crossing, crossings
 from swarm.model.gpt import boundary_dtype, stage_skeleton
-from swarm.model.pieces import Output
+from swarm.model.pieces import Output, Piece
 from swarm.run import Run
 
 Values: TypeAlias = Sequence[torch.Tensor | None]
@@ -51,6 +52,10 @@ class Body:
 
 def body_of(run: Run, stage: Stage) -> Body:
     """What `stage` computes."""
+    return _brought(run, stage) if run.brings_model else _decoder(run, stage)
+
+
+def _decoder(run: Run, stage: Stage) -> Body:
     first, last = stage == 0, stage == run.S - 1
     hidden = Entry(torch.int64, False) if first else Entry(boundary_dtype(run), True)
     labels = Entry(torch.int64 if last else None, False)
@@ -71,4 +76,34 @@ def body_of(run: Run, stage: Stage) -> Body:
         module=lambda: stage_skeleton(run, stage),
         compute=compute,
         enter=split if first else list,
+    )
+
+
+def _brought(run: Run, stage: Stage) -> Body:
+    model = brought(run)
+    graph, plan = model.traced.graph, model.plans[stage]
+    last = stage == run.S - 1
+    read = {name for index in plan.operators for name in graph.operators[index].inputs}
+    comes = {value.name: number for number, value in enumerate(plan.inputs)}
+    entries = [
+        Entry(getattr(torch, value.dtype) if value.differentiable or value.name in read else None,
+              value.differentiable)
+        for value in plan.inputs
+    ]  # fmt: skip
+    passes = {
+        number: comes[value.name]
+        for number, value in enumerate(plan.outputs)
+        if value.name in comes and not value.differentiable
+    }
+
+    def compute(module: nn.Module, values: Values, mb: Microbatch) -> Output:
+        return module(*values, mb=mb)
+
+    return Body(
+        takes=crossings(run, stage),
+        gives=() if last else crossings(run, stage + 1),
+        entries=tuple(entries),
+        passes=passes,
+        module=lambda: Piece(model.traced, plan, seed=run.seed),
+        compute=compute,
     )

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import msgspec
-
 from swarm.data import token_dtype
 from swarm.ids import Stage
 from swarm.run import Run
@@ -32,8 +30,10 @@ def crossings(run: Run, stage: Stage) -> tuple[Crossing, ...]:
     """What enters `stage`, in order.
 
     The decoder: tokens [B, T+1] into stage 0, hidden [B, T, H] and labels [B, T] into the others. The audit
-    model: one number instead of hidden.
+    model: one number instead of hidden. A brought model: its inputs into stage 0, then what its cut has.
     """
+    if run.brings_model:
+        return _brought(run, stage)
     rows, length, vocab = run.batch.microbatch_size, run.data.sequence_length, run.model.vocab_size
     narrow = token_dtype(vocab)
     if stage == 0:
@@ -41,6 +41,23 @@ def crossings(run: Run, stage: Stage) -> tuple[Crossing, ...]:
     shape = (1, 1, 1) if run.model.kind == "counting" else (rows, length, run.built_in.hidden)
     labels = Crossing("labels", (rows, length), narrow, False, vocab)
     return (Crossing("hidden", shape, run.dtype, True), labels)
+
+
+def _brought(run: Run, stage: Stage) -> tuple[Crossing, ...]:
+    from swarm.model.brought import brought, wire_dtype  # torch, and the model itself
+
+    model = brought(run)
+    entering = {taken.name: taken.below for taken in model.inputs}
+    return tuple(
+        Crossing(
+            value.name,
+            value.shape,
+            wire_dtype(run, value, entering=value.name in entering),
+            value.differentiable,
+            entering.get(value.name, 2 if value.dtype == "bool" else 0),
+        )
+        for value in model.plans[stage].inputs
+    )
 
 
 def input_metas(run: Run, stage: Stage, codec: str = "") -> tuple[TensorMeta, ...]:
@@ -55,7 +72,7 @@ def input_metas(run: Run, stage: Stage, codec: str = "") -> tuple[TensorMeta, ..
 def gradient_metas(run: Run, boundary: int, sent: tuple[TensorMeta, ...]) -> tuple[TensorMeta, ...]:
     """What comes back for what was `sent` over `boundary`: the gradient of each tensor that has one."""
     return tuple(
-        msgspec.structs.replace(meta, codec=run.codec.backward_at(boundary, meta.codec))
+        TensorMeta(meta.shape, meta.dtype, run.codec.backward_at(boundary, meta.codec))
         for crossing, meta in zip(crossings(run, boundary + 1), sent, strict=True)
         if crossing.graded
     )

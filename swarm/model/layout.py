@@ -13,6 +13,7 @@ import torch
 
 from swarm.errors import Refused
 from swarm.ids import Stage
+from swarm.model.brought import brought
 from swarm.model.gpt import initial_value, stage_skeleton, weights_dtype
 from swarm.model.optimizer import vector_layout
 from swarm.run import Run
@@ -87,8 +88,28 @@ def make_layout(
 
 def stage_layout(run: Run, stage: Stage) -> Layout:
     """How the weights of a stage lie in its vector."""
-    module = stage_skeleton(run, stage)
-    return make_layout({name: parameter.shape for name, parameter in module.named_parameters()})
+    if not run.brings_model:
+        module = stage_skeleton(run, stage)
+        return make_layout({name: parameter.shape for name, parameter in module.named_parameters()})
+    model = brought(run)
+    traced, plan = model.traced, model.plans[stage]
+    told = [told for index in plan.operators for told in traced.statistics.get(index, ())]
+    return make_layout(
+        {name: torch.Size(traced.graph.values[name].shape) for name in plan.parameters},
+        {one.buffer: (traced.buffers[one.buffer].shape, one.momentum) for one in told},
+    )
+
+
+def shared_terms(run: Run, stage: Stage) -> dict[Stage, tuple[str, ...]]:
+    """Other stage -> the weights and statistics that it holds as well as `stage` does, sorted.
+
+    Tied weights: what a step does to them is the sum of what all stages that hold them found.
+    """
+    if not run.brings_model:  # their stages have nothing in common
+        return {}
+    own = stage_layout(run, stage).terms.keys()
+    common = {other: own & stage_layout(run, other).terms.keys() for other in range(run.S) if other != stage}
+    return {other: tuple(sorted(names)) for other, names in common.items() if names}
 
 
 def empty_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
@@ -108,14 +129,18 @@ def empty_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
 def initial_weights(run: Run, stage: Stage, layout: Layout, device: torch.device) -> torch.Tensor:
     """The vector of version 0, a function of the run alone."""
     weights = torch.empty(layout.numel, dtype=weights_dtype(run), device=device)
+    own = brought(run).traced.parameters if run.brings_model else None
     for name, view in layout.views(weights):
-        view.copy_(initial_value(run, name, view.shape))
+        view.copy_(initial_value(run, name, view.shape) if own is None else own[name].detach())
     return weights
 
 
 def initial_statistics(run: Run, stage: Stage, layout: Layout, device: torch.device) -> torch.Tensor:
     """Of batch norms, of version 0; of a stage that has none nothing."""
-    return torch.empty(layout.statistics_numel, dtype=weights_dtype(run), device=device)
+    vector = torch.empty(layout.statistics_numel, dtype=weights_dtype(run), device=device)
+    for name, view in layout.statistics_views(vector):
+        view.copy_(brought(run).traced.buffers[name])
+    return vector
 
 
 def initial_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:

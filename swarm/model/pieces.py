@@ -66,11 +66,12 @@ class Piece(nn.Module):
         """The buffers of batch norms, which `take_statistics` changes."""
         return tuple(dict.fromkeys(told.buffer for told in self._statistics))
 
-    def forward(self, *inputs: torch.Tensor, mb: Microbatch) -> Output:
-        """`inputs` in the order of `plan.inputs`, all on the device of the parameters."""
+    def forward(self, *inputs: torch.Tensor | None, mb: Microbatch) -> Output:
+        """`inputs` in the order of `plan.inputs`, all on the device of the parameters. What none of its
+        operators reads, and only passes, may be None."""
         env: dict[str, Any] = {name: getattr(owner, leaf) for name, owner, leaf in self._held}
         env.update(zip((value.name for value in self.plan.inputs), inputs, strict=True))
-        device = next(iter(env.values())).device
+        device = next(value.device for value in env.values() if value is not None)
         env[DEVICE.name], env[DRAWS.name] = device, Draws(self._seed, mb)
         statistics: dict[str, torch.Tensor] = {}
         for call, positional, named, finished in self._work:

@@ -35,7 +35,7 @@ from swarm.model.body import body_of
 from swarm.model.crossings import Crossing
 from swarm.model.exact import add_exact, largest_term, to_float
 from swarm.model.gpt import Matrix, replace_parameters, weights_dtype
-from swarm.model.layout import initial_statistics, initial_weights, stage_layout
+from swarm.model.layout import initial_statistics, initial_weights, shared_terms, stage_layout
 from swarm.model.optimizer import FlatOptimizer
 from swarm.run import Run
 from swarm.wire.buffers import Buffer
@@ -131,14 +131,16 @@ class StageCompute:
         self._layout = stage_layout(run, stage)
         end, decayed = self._layout.numel, self._layout.decayed
         self.numel, self.version = self._layout.sum_numel, 0
+        self.shares = shared_terms(run, stage)
+        """Other stage -> what it holds as well as this one: their sums of it are added up."""
         self._optimizer = FlatOptimizer(run.optimizer, end, decayed, self.dtype, self.device)
         # One vector and module a version held: version v lives in number v % len.
         weights = initial_weights(run, stage, self._layout, self.device)
         self._weights = [weights]
         if run.delayed_updates:
             self._weights.append(weights.clone())
-        # The matrices in bfloat16, for bfloat16 runs: see `Matrix`. They are the decayed weights.
-        low = decayed if run.dtype == "bfloat16" else 0
+        # The decoder's matrices in bfloat16, for bfloat16 runs: see `Matrix`. They are the decayed weights.
+        low = decayed if run.dtype == "bfloat16" and not run.brings_model else 0
         self._low = [flat[:low].to(torch.bfloat16) for flat in self._weights]
         self._modules = [self._bind(self._body.module(), number) for number in range(len(self._weights))]
         self._parameters = [dict(module.named_parameters()) for module in self._modules]
@@ -326,7 +328,7 @@ class StageCompute:
     def apply(self, t: int, reduced: torch.Tensor, total_sqnorm: float) -> None:
         """Optimizer step `t`: makes weights of version t + 1; sums of steps up to `t` are dropped.
 
-        `reduced`: the settled sum over all M microbatches, 1-D, any device. The gradient
+        `reduced`: the settled sum over all M microbatches, `complete`, 1-D, any device. The gradient
         is its mean, reduced / M. `total_sqnorm`: `self.sqnorm(reduced)` added up over all stages, so
         sqrt(total_sqnorm) / M is the norm that is clipped.
 
@@ -360,9 +362,61 @@ class StageCompute:
         for done in [s for s in self._sums if s <= t]:
             self.drop_sum(done)
 
+    def shared_part(self, reduced: torch.Tensor, other: Stage) -> torch.Tensor:
+        """What `other` needs of this stage's settled sum: 1-D, in the order of `shares[other]`.
+
+        Raises:
+            Refused: that stage holds nothing of what this one does.
+        """
+        names = self.shares.get(other)
+        if not names:
+            raise Refused(f"stage {other} shares no weights with stage {self.stage}")
+        spans = [self._layout.terms[name] for name in names]
+        return torch.cat([reduced[span.start : span.end] for span in spans])
+
+    def shared_numel(self, other: Stage) -> int:
+        """Numbers in `shared_part`, of either."""
+        return sum(self._layout.terms[name].shape.numel() for name in self.shares[other])
+
+    def complete(self, reduced: torch.Tensor, shared: Mapping[Stage, torch.Tensor]) -> torch.Tensor:
+        """This stage's settled sum with what the other stages found of the weights that they share with it.
+
+        `shared`: stage -> its `shared_part`. Added in the order of the stages, so that all end with the same.
+        Touches nothing but its arguments: any thread may call it.
+
+        Raises:
+            Refused: a part is missing, or is not as long as it should be.
+        """
+        parts: dict[str, dict[Stage, torch.Tensor]] = {}
+        for stage, names in self.shares.items():
+            spans = [self._layout.terms[name] for name in names]
+            sizes = [span.end - span.start for span in spans]
+            part = shared.get(stage)
+            if part is None or part.shape != (sum(sizes),) or part.dtype != reduced.dtype:
+                due = f"[{sum(sizes)}] of {reduced.dtype}"
+                raise Refused(f"of the weights it shares, stage {stage} gave {_form(part)}; due was {due}")
+            for name, own in zip(names, part.split(sizes), strict=True):
+                parts.setdefault(name, {})[stage] = own
+        if not parts:
+            return reduced
+        whole = reduced.clone()
+        for name, found in parts.items():
+            start, end, _ = self._layout.terms[name]
+            found[self.stage] = reduced[start:end]
+            total = torch.zeros_like(whole[start:end])
+            for stage in sorted(found):
+                total += found[stage]
+            whole[start:end] = total
+        return whole
+
     def sqnorm(self, reduced: torch.Tensor) -> float:
-        """This stage's share of `total_sqnorm`: of the gradient of its weights."""
-        return sqnorm(reduced[: self._layout.numel])
+        """This stage's share of `total_sqnorm`; a weight that several stages hold counts at the first."""
+        earlier = {name for stage, names in self.shares.items() if stage < self.stage for name in names}
+        if not earlier:
+            return sqnorm(reduced[: self._layout.numel])
+        spans = [span for name, span in self._layout.spans.items() if name not in earlier]
+        own = [reduced[start:end] for start, end, _ in spans]
+        return sqnorm(torch.cat(own)) if own else 0.0
 
     def _take_statistics(self, told: torch.Tensor) -> None:
         """Batch norms: new = (1 - momentum) · old + momentum · mean over the step's microbatches."""
@@ -563,7 +617,7 @@ class StageCompute:
             elif number in body.passes:
                 pending.append(start_encode(entered.passing[body.passes[number]], "none", name=name))
             else:
-                pending.append(start_encode(computed.others[number], "none", name=name))
+                pending.append(start_encode(computed.others[number].to(_dtype(what)), "none", name=name))
         return pending
 
     def _decode_grads(self, grads_out: Sequence[Wire]) -> list[torch.Tensor]:
@@ -774,6 +828,10 @@ class StageCompute:
             if value is not None:
                 note(value)
         return sum(seen.values())
+
+
+def _form(part: torch.Tensor | None) -> str:
+    return "nothing" if part is None else f"{list(part.shape)} numbers of {part.dtype}"
 
 
 def _dtype(what: Crossing) -> torch.dtype:

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from swarm.ids import PeerId, Stage
+from swarm.sim.terms import Terms
 
 ELEMENTS = 6
 """Numbers in the flat gradient of a stage: a few parts for each member of a reduce."""
+SHARED = 2
+"""The one that a tied weight is, on both of its stages."""
 COUNT_BITS = 8
 
 
@@ -45,9 +48,16 @@ def counts(total: int, microbatches: int) -> list[int]:
     return [total >> COUNT_BITS * m & 255 for m in range(microbatches)]
 
 
-def sqnorm(stage: Stage, reduced: tuple[int, ...]) -> float:
-    """Of a stage's gradient: differs between stages, and is exact."""
-    return float((stage + 1) * (sum(reduced) % 9973))
+def sqnorm(terms: Terms, stage: Stage, whole: tuple[int, ...]) -> float:
+    """Of a stage's gradient: differs between stages, and is exact. What two hold counts at the first."""
+    other = terms.shares_with(stage)
+    own = whole if other is None or stage < other else whole[:SHARED] + whole[SHARED + 1 :]
+    return float((stage + 1) * (sum(own) % 9973))
+
+
+def complete(own: tuple[int, ...], part: int | None) -> tuple[int, ...]:
+    """A stage's sum with what the other stage found of the weight that both hold."""
+    return own if part is None else (*own[:SHARED], own[SHARED] + part, *own[SHARED + 1 :])
 
 
 def initial(stage: Stage) -> Weights:
@@ -65,26 +75,28 @@ def applied(weights: Weights, reduced: tuple[int, ...], total_sqnorm: float) -> 
 class Checks:
     """Looks at every weight that appears anywhere. Counts what it looked at."""
 
-    stages: int
-    microbatches: int
-    steps: int
+    terms: Terms
 
     def __post_init__(self) -> None:
         self.looked: Counter[str] = Counter()
-        whole = sum(one_hot(m) for m in range(self.microbatches))
-        self.one_of_each = (whole,) * ELEMENTS
-        self.total = sum(sqnorm(s, self.one_of_each) for s in range(self.stages))
+        each = sum(one_hot(m) for m in range(self.terms.microbatches))
+        self.one_of_each = [
+            complete((each,) * ELEMENTS, None if self.terms.shares_with(stage) is None else each)
+            for stage in range(self.terms.stages)
+        ]
+        """Stage -> what it takes in a step."""
+        self.total = sum(sqnorm(self.terms, stage, whole) for stage, whole in enumerate(self.one_of_each))
 
     def taken(self, stage: Stage, peer: PeerId, weights: Weights) -> None:
         """`peer` took a step: its weights are new."""
         self.looked["I1"] += 1
         self.looked["I2"] += 1
         reduced, total = weights.steps[-1]
-        if reduced != self.one_of_each:
-            found = [counts(element, self.microbatches) for element in reduced]
+        if reduced != self.one_of_each[stage]:
+            found = [counts(element, self.terms.microbatches) for element in reduced]
             raise Violation(
                 f"I1: stage {stage}, peer {peer}: step {weights.version - 1} was taken with {found} "
-                f"of microbatches 0 … {self.microbatches - 1}, element by element"
+                f"of microbatches 0 … {self.terms.microbatches - 1}, element by element"
             )
         if total != self.total:
             raise Violation(
@@ -96,7 +108,7 @@ class Checks:
         """`peer` took a whole state from somewhere."""
         self.looked["I2"] += 1
         right = len(weights.steps) == weights.version == expected
-        if not right or any(step != (self.one_of_each, self.total) for step in weights.steps):
+        if not right or any(step != (self.one_of_each[stage], self.total) for step in weights.steps):
             raise Violation(
                 f"I2: stage {stage}, peer {peer} took a state for version {expected} that is {weights}"
             )
@@ -112,5 +124,5 @@ class Checks:
     def at_the_end(self, stage: Stage, peer: PeerId, weights: Weights) -> None:
         """Every fault is over: what a peer ends with, all of it."""
         self.looked["I4"] += 1
-        if weights.steps != ((self.one_of_each, self.total),) * self.steps:
+        if weights.steps != ((self.one_of_each[stage], self.total),) * self.terms.steps:
             raise Violation(f"I4: stage {stage}, peer {peer} ends with {weights}")

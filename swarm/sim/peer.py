@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -31,7 +32,7 @@ from swarm.policy.ledger import Claim, Ledger, members_of
 from swarm.policy.patience import Patience
 from swarm.policy.rounds import Go, Held, Plan, finishes_until_s
 from swarm.policy.router import NoPeerForStage, Router
-from swarm.sim.check import ELEMENTS, Checks, Weights, applied, initial, one_hot, sqnorm
+from swarm.sim.check import ELEMENTS, SHARED, Checks, Weights, applied, complete, initial, one_hot, sqnorm
 from swarm.sim.clock import Clock, Future, Task
 from swarm.sim.council import GOES_KEPT, Council, News
 from swarm.sim.dice import Dice
@@ -55,6 +56,8 @@ OPEN_WAIT_S = 10.0
 LOCATE_S = 1.0
 MOST_REFUSALS = 2
 START_WAIT_S = 5.0
+SHARED_RETRY_S = 0.1
+SHARED_S = 20.0
 NOT_READY_RETRIES = 20
 PART_S = 300.0
 SEND_S = 0.05
@@ -104,6 +107,8 @@ class OpenStep:
     kept: dict[int, Kept] = field(default_factory=dict)
     handing: bool = False
     reduced: tuple[int, ...] | None = None
+    whole: tuple[int, ...] = ()
+    """With what another stage found of a weight that both hold."""
     held: Held | None = None
     reducing: str = ""
     reduce_began_s: float = 0.0
@@ -220,6 +225,7 @@ class StagePeer(Node):
             locate=self._serve_locate,
             part=self._serve_part,
             held=self._serve_vector,
+            shared=self._serve_shared,
             state=self._serve_state,
             chunk=lambda caller, question: None,
             status=lambda caller, question: Status(self.standing, stays=not self.leaving),
@@ -445,14 +451,14 @@ class StagePeer(Node):
         step = self.steps.get(go.t)
         if step is None or step.held is None or step.reduced is None or go.t != self.version:
             return
-        reduced, held = step.reduced, step.held
+        reduced, held, whole = step.reduced, step.held, step.whole
         step.close()
         await step.stopped()
 
         def apply() -> None:
             if go.t != self.version:
                 raise Stale("another state was loaded", version=self.version)
-            self.weights = applied(self.weights, reduced, go.total_sqnorm)
+            self.weights = applied(self.weights, whole, go.total_sqnorm)
             for t in [t for t in self.sums if t <= go.t]:
                 del self.sums[t]
 
@@ -832,12 +838,43 @@ class StagePeer(Node):
             self.say(lambda: f"round {plan.round[:6]} of step {step.t} is void: {why}")
             return
         if not step.over and step.held is None and step.ledger.frozen_for == plan.round:
-            step.reduced, step.held = reduced, self._held(plan.round, reduced)
+            if not await self._complete(step, plan.round, reduced):
+                return
             self.say(lambda: f"holds step {step.t} by round {plan.round[:6]}")
             self._point("prepared")
 
-    def _held(self, name: str, reduced: tuple[int, ...]) -> Held:
-        return Held(name, sqnorm(self.stage, reduced), f"{hash(reduced):x}")
+    async def _complete(
+        self, step: OpenStep, name: str, reduced: tuple[int, ...], *, limit_s: float = math.inf
+    ) -> bool:
+        """Hold the stage's sum, once what another stage found of a shared weight is here; or False."""
+        step.reduced = reduced
+        other, part = self.terms.shares_with(self.stage), None
+        until = self.clock.now + limit_s
+        while other is not None and part is None:
+            if step.over or self.clock.now >= until:
+                return False
+            for peer in self.directory.serving(other):
+                try:
+                    part = await self.call(peer, "shared", step.t, STATE_S)
+                    break
+                except SwarmError:
+                    continue
+            else:
+                await self.sleep(SHARED_RETRY_S)
+        if step.over:
+            return False
+        step.whole = complete(reduced, part)
+        step.held = Held(name, sqnorm(self.terms, self.stage, step.whole), f"{hash(reduced):x}")
+        return True
+
+    def _serve_shared(self, caller: PeerId, t: int) -> int:
+        """Of this stage's own sum the element that another stage shares."""
+        step = self.steps.get(t)
+        if step is not None and step.reduced is not None:
+            return step.reduced[SHARED]
+        if self._applied is not None and self._applied[0].t == t:
+            return self._applied[1][SHARED]
+        raise NotReady(f"the gradient of step {t} is not added up here", version=self.version)
 
     async def _all_reduce(self, plan: Plan, t: int) -> tuple[int, ...] | None:
         """The sums of all members added up, all of it or nothing. None: the round is void."""
@@ -958,15 +995,15 @@ class StagePeer(Node):
                     await self._hold(step, found)
                 return
 
-    async def _hold(self, step: OpenStep, found: Vector) -> None:
+    async def _hold(self, step: OpenStep, found: Vector, *, limit_s: float = math.inf) -> None:
         """A mate's result is the result."""
 
         def freeze() -> None:
             step.ledger.freeze(found.held.round)
 
         await self.on_device(Rank.STEP, step.t, 0.0, freeze)
-        step.reduced, step.held = found.reduced, found.held
-        self.say(lambda: f"adopted step {step.t}")
+        if await self._complete(step, found.held.round, found.reduced, limit_s=limit_s):
+            self.say(lambda: f"adopted step {step.t}")
 
     async def _take_step(self, go: Go) -> None:
         try:
@@ -1009,7 +1046,9 @@ class StagePeer(Node):
             return False
         if found.go is None:
             return False
-        await self._hold(step, found)
+        await self._hold(step, found, limit_s=SHARED_S)
+        if step.held is None:
+            return False
         await self._apply(found.go)
         return True
 

@@ -25,6 +25,15 @@ class Terms:
     steps: int
     delayed_updates: bool = False
     checkpoint_every: int = 0
+    tied: bool = False
+    """The first and the last stage hold one weight, element `SHARED`: what both found of it is added up."""
+
+    def shares_with(self, stage: Stage) -> Stage | None:
+        """The other stage that holds what `stage` holds, if there is one."""
+        ends = (0, self.stages - 1)
+        if not self.tied or self.stages == 1 or stage not in ends:
+            return None
+        return sum(ends) - stage
 
     def weight_version(self, t: int) -> int:
         return max(0, t - 1) if self.delayed_updates else t

@@ -55,6 +55,7 @@ class World:
             steps=dice.pick((2, 2, 2, 2, 2, 3)),
             delayed_updates=dice.chance(0.3),
             checkpoint_every=dice.pick((0, 1, 1, 2)),
+            tied=seed % 3 == 0,
         )
         bad = dice.pick((0.0, 0.0, 0.01, 0.04))
         self._bad = Lines(most_s=dice.pick((0.01, 0.03, 0.06)), lost=bad, doubled=2 * bad, late=bad)
@@ -62,7 +63,7 @@ class World:
         if trace is not None:
             self.network.trace = self.say
         self.directory = Directory(self.clock)
-        self.checks = Checks(self.terms.stages, self.terms.microbatches, self.terms.steps)
+        self.checks = Checks(self.terms)
         self.shelf = Shelf(self.terms.stages)
         self.peers: list[StagePeer] = []
         self.trainers: list[Trainer] = []

@@ -282,11 +282,15 @@ class PartDone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchVector(msgspec.Struct, frozen=True, kw_only=True):
-    """Elements of the reduced gradient of step `t`; `round` empty: whichever was applied."""
+    """Elements of the reduced gradient of step `t`; `round` empty: whichever there is.
+
+    `shared_with`: of the weights only that this stage shares with that one; -1: all.
+    """
 
     run: str
     t: int
     round: str = ""
+    shared_with: int = -1
     start: int = 0
     numel: int = 0
 

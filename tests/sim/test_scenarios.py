@@ -25,7 +25,7 @@ class Story:
         self.dice = Dice(1)
         self.network = Network(self.clock, self.dice, Lines())
         self.directory = Directory(self.clock)
-        self.checks = Checks(self.terms.stages, self.terms.microbatches, self.terms.steps)
+        self.checks = Checks(self.terms)
         self.shelf = Shelf(self.terms.stages)
 
     def add_peer(self, name: str, stage: int) -> StagePeer:

@@ -210,6 +210,10 @@ def take_part_of_a_reduce(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(peer, "whole", lambda this: True)
 
 
+def forget_what_is_shared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(peer, "complete", lambda own, part: own)
+
+
 def never_thaw(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ledger, "thaw", lambda self: None)
 
@@ -225,11 +229,12 @@ def stay_when_a_stage_is_lost(patch: pytest.MonkeyPatch) -> None:
     ("mutation", "invariant", "first", "seeds"),
     [
         (count_without_claims, "I1", 0, 200),
-        (add_to_a_frozen_sum, "I", 330, 1000),
+        (add_to_a_frozen_sum, "I", 1740, 1000),
         (trust_every_plan, "I", 400, 1500),
         (overlook_duplicates, "I1", 0, 200),
         (go_early, "I2", 0, 20),
         (take_part_of_a_reduce, "I", 0, 50),
+        (forget_what_is_shared, "I1", 0, 20),
         (never_thaw, "liveness", 0, 300),
         (stay_when_a_stage_is_lost, "liveness", 0, 600),
     ],

@@ -1,0 +1,189 @@
+"""A brought model's stages, called as peers would call them: against one process that knows no stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.errors import Refused
+from swarm.ids import Microbatch
+from swarm.model.crossings import crossings
+from swarm.model.layout import empty_state, initial_state
+from swarm.model.stage import StageCompute
+from swarm.run import BatchSpec, BroughtSpec, CodecSpec, DataSpec, OptimizerSpec, Run, write_cut
+from swarm.wire.codec import Encoded, encode
+from tests.model import zoo
+from tests.model.chain import Chain
+from tests.model.parity import random_cuts, whole
+
+MODELS = ["resnet101", "gpt2", "llama", "unet", "encoder_decoder"]
+
+
+def brought_run(name: str, assignment: Sequence[int], **changes: Any) -> Run:
+    terms: dict[str, Any] = {
+        "name": "brought",
+        "seed": 0,
+        "steps": 3,
+        "dtype": "float64",
+        "model": BroughtSpec(
+            kind="code", source=f"tests.model.zoo:{name}", stages=max(assignment) + 1, vocab_size=41,
+            cut=write_cut(assignment),
+        ),
+        "data": DataSpec(source="code", code="tests.model.zoo:samples", sequence_length=1, tokens=1000),
+        "batch": BatchSpec(microbatch_size=3, microbatches_per_step=2),
+        "optimizer": OptimizerSpec(name="sgd", lr=0.1, clip_norm=0.0, weight_decay=0.0),
+        "codec": CodecSpec(forward="none", backward="none"),
+    }  # fmt: skip
+    return Run(**{**terms, **changes})
+
+
+def sample_of(run: Run) -> list[Encoded]:
+    """The model's own sample, as a trainer would send it."""
+    assert isinstance(run.model, BroughtSpec)
+    one = whole(run.model.source.partition(":")[2])
+    return [
+        encode(one.inputs[what.name].to(getattr(torch, what.dtype)), "none") for what in crossings(run, 0)
+    ]
+
+
+class Brought(Chain):
+    """All stages of a brought model, fed with its sample."""
+
+    def forward(self, mb: Microbatch) -> tuple[list[Any], list[Encoded]]:
+        kept, wire = [], sample_of(self.run)
+        for stage in self.stages[:-1]:
+            kept.append(stage.forward(mb, wire))
+            wire = kept[-1].outputs
+        return kept, wire
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_stages_of_any_cut_add_up_to_one_process(name: str) -> None:
+    one = whole(name)
+    for assignment in random_cuts(one.traced.graph, 4, seed=1):
+        chain = Brought(brought_run(name, assignment))
+        chain.begin(0)
+        losses = [chain.microbatch(Microbatch(0, m)) for m in range(2)]
+        assert losses == pytest.approx([one.loss.item()] * 2, rel=1e-9)
+        found: dict[str, torch.Tensor] = {}
+        for stage in chain.stages:
+            for term, (start, end, shape) in stage._layout.terms.items():
+                part = stage.sum(0)[start:end].view(shape)
+                found[term] = found[term] + part if term in found else part
+        for term, expected in one.gradients.items():
+            error = (found[term] / 2 - expected).abs().max().item()
+            assert error <= 1e-9 * expected.abs().max().item(), (term, assignment)
+
+
+def step(chain: Brought, t: int) -> None:
+    """As a swarm does it: reduced, shared, completed, taken."""
+    chain.begin(t)
+    for m in range(chain.run.M):
+        chain.microbatch(Microbatch(t, m))
+    reduced = [stage.settle(stage.sum(t)) for stage in chain.stages]
+    whole = [
+        stage.complete(own, {s: chain.stages[s].shared_part(reduced[s], stage.stage) for s in stage.shares})
+        for stage, own in zip(chain.stages, reduced, strict=True)
+    ]
+    total = sum(stage.sqnorm(vector) for stage, vector in zip(chain.stages, whole, strict=True))
+    for stage, vector in zip(chain.stages, whole, strict=True):
+        stage.apply(t, vector, total)
+
+
+def tied(run_of: Any = brought_run, **changes: Any) -> Brought:
+    """GPT-2 with its embedding on the first and on the last stage."""
+    graph = whole("gpt2").traced.graph
+    readers = [op.index for op in graph.operators if "tokens.weight" in op.parameters]
+    cuts = random_cuts(graph, 40, seed=3)
+    assignment = next(cut for cut in cuts if cut[readers[0]] != cut[readers[-1]] and max(cut) == 2)
+    return Brought(run_of("gpt2", assignment, **changes))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_copies_of_a_tied_weight_take_the_same_step(dtype: str) -> None:
+    """It is the step that one process takes, and the norm that clips counts the weight once."""
+    spec = OptimizerSpec(name="sgd", lr=0.1, clip_norm=0.05, weight_decay=0.0)
+    chain = tied(dtype=dtype, optimizer=spec)
+    holders = [s for s in chain.stages if "tokens.weight" in s._layout.terms]
+    assert len(holders) == 2 and set(holders[0].shares) == {holders[1].stage}
+    one = whole("gpt2")
+    norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in one.gradients.values()])).item()
+    assert norm > 0.05
+    step(chain, 0)
+    copies = [stage.named_weights()["tokens.weight"] for stage in holders]
+    assert torch.equal(*copies)
+    found = chain.named_weights()
+    for name, gradient in one.gradients.items():
+        expected = one.traced.parameters[name].detach() - 0.1 * gradient * (0.05 / (norm + 1e-6))
+        torch.testing.assert_close(
+            found[name].double(), expected, rtol=0, atol=1e-12 if dtype == "float64" else 1e-6
+        )
+
+
+def test_what_is_shared_is_asked_of_those_who_share_it_and_checked() -> None:
+    chain = tied()
+    chain.begin(0)
+    first, last = chain.stages[0], chain.stages[-1]
+    own = first.settle(first.sum(0))
+    (other,) = first.shares
+    with pytest.raises(Refused, match=r"stage 7 shares no weights with stage 0"):
+        first.shared_part(own, 7)
+    with pytest.raises(Refused, match=r"stage 2 gave nothing; due was \[984\] of torch.float64"):
+        first.complete(own, {})
+    with pytest.raises(Refused, match=r"stage 2 gave \[3\] numbers of torch.float64; due was"):
+        first.complete(own, {other: torch.zeros(3, dtype=torch.float64)})
+    assert first.shared_numel(other) == last.shared_numel(0) == 984
+
+
+def test_the_statistics_of_batch_norms_are_averaged_over_a_step_and_part_of_the_state() -> None:
+    one = whole("resnet101")
+    chain = Brought(brought_run("resnet101", next(random_cuts(one.traced.graph, 1, seed=2))))
+    before = {name: b for s in chain.stages for name, b in s.named_weights().items() if "running" in name}
+    digests = [stage.digest() for stage in chain.stages]
+    step(chain, 0)
+    after = {name: b for s in chain.stages for name, b in s.named_weights().items() if "running" in name}
+    twin, sample = zoo.MODELS["resnet101"]()
+    twin.load_state_dict({**twin.state_dict(), **{n: p.detach() for n, p in one.traced.parameters.items()}})
+    twin.double().train()(*(x.double() if x.is_floating_point() else x for x in sample))
+    told = dict(twin.named_buffers())
+    assert len(after) == 2 * 104 and not any(torch.equal(before[name], after[name]) for name in after)
+    for name, value in after.items():  # both microbatches are the same, so their mean is what torch takes
+        torch.testing.assert_close(value, told[name], rtol=1e-9, atol=1e-12)
+    assert all(stage.digest() != digest for stage, digest in zip(chain.stages, digests, strict=True))
+    for stage in chain.stages:
+        state, like = stage.state(), empty_state(chain.run, stage.stage)
+        assert state.keys() == like.keys()
+        assert all((v.shape, v.dtype) == (like[n].shape, like[n].dtype) for n, v in state.items())
+        fresh = StageCompute(chain.run, stage.stage)
+        for name, vector in initial_state(chain.run, stage.stage).items():
+            assert torch.equal(vector, fresh.state()[name])
+        fresh.load_state(1, state)
+        assert fresh.digest() == stage.digest()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet101"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_undo_takes_away_the_very_bits_statistics_included(name: str, dtype: str) -> None:
+    one = whole(name)
+    run = brought_run(
+        name, next(random_cuts(one.traced.graph, 1, seed=5)), dtype=dtype,
+        codec=CodecSpec(forward="blockwise8", backward="bf16"),
+    )  # fmt: skip
+    chain = Brought(run)
+    chain.begin(0)
+    chain.microbatch(Microbatch(0, 0))
+    expected = [stage.sum(0).clone() for stage in chain.stages]
+    kept, wire = chain.forward(Microbatch(0, 1))
+    _, answer = chain.stages[-1].loss_backward(Microbatch(0, 1), wire, add=True)
+    grads = chain.backward(kept, answer)
+    assert not any(torch.equal(stage.sum(0), e) for stage, e in zip(chain.stages, expected, strict=True))
+    for stage, fwd, given in zip(chain.stages, kept, grads, strict=False):
+        stage.subtract(Microbatch(0, 1), fwd.inputs, given)
+    chain.stages[-1].subtract(Microbatch(0, 1), wire, ())
+    assert all(torch.equal(stage.sum(0), e) for stage, e in zip(chain.stages, expected, strict=True))
+    assert all(stage.saved_bytes() > 0 for stage in chain.stages)
+    for stage in chain.stages:
+        stage.rehearse()

@@ -1,0 +1,128 @@
+"""A brought model in a swarm in one event loop: tied weights on two stages, batch norms, peers that die."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from swarm.model.boundary import shared_parameters
+from swarm.model.brought import brought
+from swarm.model.reference import SingleProcess
+from swarm.run import BatchSpec, BroughtSpec, CodecSpec, DataSpec, OptimizerSpec, Run
+from tests.peers.loops import Swarm, quick, swarm
+
+__all__ = ["quick"]
+pytestmark = pytest.mark.usefixtures("quick")
+
+SAMPLES = 64
+
+
+def gpt2_run(**changes: Any) -> Run:
+    """Four layers whose embedding is the head as well, on three stages."""
+    config = (
+        '{"model_type":"gpt2","vocab_size":256,"n_positions":16,"n_embd":16,"n_layer":4,"n_head":2,'
+        '"resid_pdrop":0.1,"embd_pdrop":0.0,"attn_pdrop":0.0}'
+    )
+    terms: dict[str, Any] = {
+        "name": "brought",
+        "seed": 3,
+        "steps": 3,
+        "model": BroughtSpec(kind="hf", config=config, stages=3),
+        "data": DataSpec(source="pydoc", sequence_length=8, tokens=1000),
+        "batch": BatchSpec(microbatch_size=2, microbatches_per_step=4),
+        "optimizer": OptimizerSpec(lr=1e-2, clip_norm=0.5),
+        "codec": CodecSpec(forward="none", backward="none"),
+    }
+    return Run(**{**terms, **changes})
+
+
+def resnet_run(**changes: Any) -> Run:
+    """Batch norms on every stage."""
+    return gpt2_run(
+        model=BroughtSpec(kind="code", source="tests.model.zoo:resnet101", stages=3, vocab_size=7),
+        data=DataSpec(source="code", code="tests.model.zoo:resnet101", sequence_length=1, tokens=SAMPLES),
+        **changes,
+    )
+
+
+class Text:
+    """Tokens drawn of their offsets."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def batch(self, offsets: list[int]) -> Any:
+        return np.stack([np.random.default_rng(at).integers(0, 256, 9).astype(np.uint8) for at in offsets])
+
+
+class Images(Text):
+    """Noise, and a class."""
+
+    def batch(self, offsets: list[int]) -> Any:
+        dice = [np.random.default_rng(at) for at in offsets]
+        dtype = "float64" if self._run.dtype == "float64" else "float32"
+        images = np.stack([one.standard_normal((3, 32, 32)).astype(dtype) for one in dice])
+        return [images, np.stack([one.integers(0, 7) for one in dice])]
+
+
+def one_process(run: Run, data: Text) -> dict[str, torch.Tensor]:
+    reference = SingleProcess(run, data.batch)
+    for t in range(run.steps):
+        reference.step(t)
+    return reference.named_weights()
+
+
+def check(built: Swarm, expected: dict[str, torch.Tensor], *, tolerance: float) -> None:
+    """All that live have the weights of one process."""
+    for name, peer in built.live():
+        found = peer.core.compute.named_weights()
+        for weight, value in found.items():
+            worst = (value.double() - expected[weight].double()).abs().max().item()
+            assert worst <= tolerance * expected[weight].abs().max().item(), (name, weight, worst)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("delayed", [False, True])
+async def test_tied_weights_with_a_death_are_those_of_one_process(dtype: str, delayed: bool) -> None:
+    run = gpt2_run(dtype=dtype, delayed_updates=delayed, codec=CodecSpec(forward="bf16", backward="none"))
+    assert "transformer.wte.weight" in shared_parameters(brought(run).plans)
+    data = Text(run)
+    async with swarm(run, batches=data) as built:
+        await built.until_serving()
+        built.on_call("held", lambda caller, callee: built.kill(callee), nth=3)
+        built.add_trainer("t")
+        await built.until_finished()
+        assert len(built.live()) == 5
+        check(built, one_process(run, data), tolerance=0.0 if dtype == "float32" else 1e-9)
+
+
+async def test_the_statistics_of_batch_norms_are_those_of_one_process_whoever_died() -> None:
+    run = resnet_run(steps=2)
+    data = Images(run)
+    async with swarm(run, batches=data) as built:
+        await built.until_serving()
+        built.on_call("part", lambda caller, callee: built.kill(callee), nth=2)
+        built.add_trainer("t")
+        await built.until_finished(limit_s=100.0)
+        assert len(built.live()) == 5
+        expected = one_process(run, data)
+        assert sum("running_mean" in name for name in expected) == 104
+        check(built, expected, tolerance=0.0)
+
+
+async def test_a_member_that_missed_a_step_takes_what_is_shared_from_who_has_it() -> None:
+    """It slept while the others averaged; a gradient, and the other stage's part of it, bring it back."""
+    run = gpt2_run(steps=4)
+    data = Text(run)
+    async with swarm(run, batches=data) as built:
+        await built.until_serving()
+        built.add_trainer("t")
+        await built.until_version(1)
+        built.network.hang("s2p1")
+        await built.until(lambda: built.peers["s2p0"].core.version >= 2)
+        built.network.resume("s2p1")
+        await built.until_finished()
+        check(built, one_process(run, data), tolerance=0.0)
