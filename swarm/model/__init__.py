@@ -5,6 +5,7 @@ crossings.py  what enters each stage; body.py what a stage makes of it
 counting.py   the audit model, whose weights count microbatches
 draws.py      initial weights and dropout: functions of names
 opgraph.py    any model as a graph of operators; graph.py makes it, pieces.py its stages
+brought.py    a user's model as a manifest names and pins it; bring.py builds it
 work.py       what operators do; cost.py and memory.py what they take on a device; split.py where to cut
 optimizer.py  AdamW and SGD on flat vectors
 stage.py      what a stage peer computes

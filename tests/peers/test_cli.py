@@ -21,7 +21,9 @@ import pytest
 from peers import cli
 from peers.cli import COMMANDS, ROLES, Exit, build_parser, exit_code, main, options
 from peers.events import Failed, parse_event
+from peers.roles import manifest
 from swarm.errors import Busy, PeerGone, Refused, SetupError, SwarmError
+from swarm.run import BroughtSpec, example_run
 
 RUN = "0123456789abcdef" * 2
 JOIN = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -259,6 +261,35 @@ def test_a_manifest_is_printed_and_checked(tmp_path: Path, capsys: pytest.Captur
     path.write_text("stages = 3\n")
     assert main(["manifest", str(path)]) == Exit.SETUP
     assert "run.toml" in capsys.readouterr().err
+
+
+def test_a_manifest_of_a_brought_model_tells_what_is_pinned_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, text = tmp_path / "run.toml", example_run().to_toml()
+    before, _, after = text.partition("[model]")
+    model = '[model]\nkind = "code"\nsource = "cats.models:build"\nstages = 3\n\n[data]'
+    path.write_text(before + model + after.partition("[data]")[2])
+    assert main(["manifest", str(path)]) == 0
+    shown = capsys.readouterr()
+    assert 'source = "cats.models:build"' in shown.out and 'weights = ""' in shown.out
+    assert "cats.models:build, 32,768 tokens a step; the id changes when swarm bootstrap pins" in shown.err
+    assert shown.err.endswith("pins the model and the data\n")
+
+
+def test_a_peer_does_not_join_a_run_that_leaves_its_model_open() -> None:
+    model = BroughtSpec(kind="code", source="cats.models:build", stages=3)
+    run = dataclasses.replace(example_run(), model=model)
+
+    class Directory:
+        async def fetch_manifest(self, run_id: str) -> str:
+            return run.to_toml()
+
+    class Node:
+        directory = Directory()
+
+    with pytest.raises(SetupError, match=rf"^run {run.id} does not say which data or model it has"):
+        asyncio.run(manifest(Node(), run.id))  # type: ignore[arg-type]
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
