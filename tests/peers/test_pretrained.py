@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import tokenizers
 import torch
 
 from peers import pretrained
+from peers.cli import Exit, main
+from peers.disk import checkpoint
+from peers.disk.dataset import open_dataset
+from peers.evaluate import spread
 from swarm.errors import SetupError
-from swarm.model.brought import build
-from swarm.run import BroughtSpec, CodecSpec, DataSpec, Run, demo_run
+from swarm.model.brought import build, pin_model
+from swarm.model.layout import initial_state
+from swarm.run import BatchSpec, BroughtSpec, CodecSpec, DataSpec, Run, demo_run
 
 transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
 
@@ -98,6 +104,70 @@ def test_only_models_of_transformers_and_only_into_a_new_folder(tmp_path: Path) 
     for there in (tmp_path / "full", tmp_path / "full" / "x"):
         with pytest.raises(SetupError, match="is there already: choose another --hf, or remove it"):
             pretrained.check(there, run_of(GPT2))
+
+
+# --- the commands
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, Path]:
+    """(folder of checkpoints of step 3, the run, its text)."""
+    folder = tmp_path_factory.mktemp("kept")
+    text = folder / "text.txt"
+    text.write_text("to be or not to be, that is the question. " * 60)
+    run = run_of(GPT2)
+    run = replace(run, data=replace(run.data, source="files"), batch=BatchSpec(
+        microbatch_size=2, microbatches_per_step=2))  # fmt: skip
+    run = pin_model(open_dataset(run, [text]).pinned(run))
+    for stage in range(run.S):
+        checkpoint.save(folder / "ckpt", run, stage, 3, initial_state(run, stage), {}, keep=9)
+    return folder, run, text
+
+
+def test_checkpoints_and_a_file_of_them_become_the_same_folder(
+    kept: tuple[Path, Run, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, run, text = kept
+    source = ["--checkpoint-dir", str(folder / "ckpt")]
+    assert main(["export", *source, "--hf", str(folder / "one")]) == Exit.OK
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"wrote {folder / 'one'}: run demo {run.id}, step 3, 0.0 M parameters"
+    assert said[1] == f'try it: transformers.GPT2LMHeadModel.from_pretrained("{folder / "one"}")'
+    file = ["--model", str(folder / "model.safetensors")]
+    assert main(["export", *source, "--out", file[1]]) == Exit.OK
+    assert main(["export", *file, "--hf", str(folder / "two")]) == Exit.OK
+    one, two = (safetensors.torch.load_file(folder / name / "model.safetensors") for name in ("one", "two"))
+    expected = build(run).module.state_dict()
+    assert one.keys() == two.keys() == expected.keys() - {"lm_head.weight"}, "what is tied is there once"
+    assert all(torch.equal(one[n], expected[n]) and torch.equal(two[n], one[n]) for n in one)
+
+    capsys.readouterr()
+    assert main(["eval", *file, "--data", str(text), "--samples", "3", "--json"]) == Exit.OK
+    found = json.loads(capsys.readouterr().out)
+    tokens = torch.tensor([list(text.read_bytes()[start : start + 16]) for start in spread(2520, 17, 3)])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "one")
+    with torch.no_grad():
+        losses = [model(input_ids=row[None], labels=row[None]).loss.item() for row in tokens]
+    assert found["loss"] == pytest.approx(sum(losses) / 3, rel=1e-5)
+    assert main(["generate", *file]) == Exit.SETUP
+    assert "a folder with swarm export --hf DIR, and let transformers generate" in capsys.readouterr().err
+
+
+def test_which_weights_and_where_to_has_to_be_clear(
+    kept: tuple[Path, Run, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _, text = kept
+    source = ["--checkpoint-dir", str(folder / "ckpt")]
+    file = ["--model", str(folder / "none.safetensors")]
+    for words, told in (
+        ([*file, "--out", str(tmp_path / "a.safetensors")], "a model file is made of checkpoints"),
+        ([*source, "--out", str(tmp_path / "a.safetensors"), "--tokenizer", str(text)], "holds no tokenizer"),
+        ([*file, "--hf", str(tmp_path / "a")], "there is no model file"),
+        ([*source, "--hf", str(tmp_path / "a"), "--tokenizer", str(text)], "the run needs no tokenizer file"),
+    ):
+        assert main(["export", *words]) == Exit.SETUP
+        assert told in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_tokenizer_of_a_run_lies_beside_its_model(tmp_path: Path) -> None:

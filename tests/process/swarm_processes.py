@@ -28,11 +28,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psutil
 import torch
 
-from peers.disk.dataset import Dataset, open_dataset
+from peers.disk.dataset import Dataset
+from peers.disk.samples import Samples, open_data
 from peers.download import download_state
 from peers.events import Event, JoinLine, Logged, Serving, Started, StepDone, Stepped, parse_event
 from peers.net.daemon import DaemonOptions
 from peers.net.node import Node
+from peers.pinning import pinned
 from peers.sync import fetch_weights
 from swarm.ids import Stage
 from swarm.model.reference import SingleProcess
@@ -364,8 +366,8 @@ class Swarm(Processes):
 
     def __init__(self, folder: Path, run: Run, *, data: Sequence[Path] = (), lab: Lab | None = None) -> None:
         super().__init__(lab)
-        self.data: Dataset = open_dataset(run, data)
-        self.run = self.data.pinned(run)
+        self.data: Dataset | Samples = open_data(run, data)
+        self.run = pinned(run, self.data)
         self._files = ["--data", *map(str, data)] if data else []
         self.manifest = folder / "run.toml"
         self.manifest.write_text(self.run.to_toml())

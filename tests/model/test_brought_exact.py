@@ -1,0 +1,112 @@
+"""A brought model's stages, chained through their wire format, equal the single process to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from swarm.data import sample_offsets
+from swarm.ids import Microbatch
+from swarm.model.brought import brought, model_inputs
+from swarm.model.reference import SingleProcess
+from swarm.model.stage import StageCompute
+from swarm.run import BatchSpec, BroughtSpec, CodecSpec, DataSpec, OptimizerSpec, Run, write_cut
+from swarm.wire.codec import Encoded, encode
+from tests.model import zoo
+from tests.model.chain import Chain, farthest
+from tests.model.parity import random_cuts
+
+
+def run_of(name: str, assignment: Sequence[int], **changes: Any) -> Run:
+    terms: dict[str, Any] = {
+        "name": "brought",
+        "seed": 0,
+        "steps": 3,
+        "model": BroughtSpec(
+            kind="code",
+            source=f"tests.model.zoo:{name}",
+            stages=max(assignment, default=0) + 1,
+            vocab_size=7 if name == "resnet101" else 41,
+            cut=write_cut(assignment),
+        ),
+        "data": DataSpec(source="code", code=f"tests.model.zoo:{name}", sequence_length=1, tokens=1000),
+        "batch": BatchSpec(microbatch_size=3, microbatches_per_step=2),
+        "optimizer": OptimizerSpec(lr=1e-3, clip_norm=0.5),
+        "codec": CodecSpec(forward="none", backward="none"),
+    }
+    return Run(**{**terms, **changes})
+
+
+def samples(run: Run, offsets: list[int]) -> list[np.ndarray]:
+    """Others for each microbatch, in the shapes of the model's own sample."""
+    assert isinstance(run.model, BroughtSpec)
+    chance = np.random.default_rng(offsets[0])
+    _, sample = zoo.MODELS[run.model.source.partition(":")[2]]()
+    return [
+        chance.standard_normal(x.shape, dtype=np.float32)
+        if x.is_floating_point()
+        else x.numpy() if x.dtype == torch.bool
+        else chance.integers(1, 7, x.shape)
+        for x in sample
+    ]  # fmt: skip
+
+
+class Brought(Chain):
+    """All stages of a brought model, and what stages that share a weight tell one another at the end."""
+
+    def forward(self, mb: Microbatch) -> tuple[list[Any], list[Encoded]]:
+        rows = samples(self.run, sample_offsets(self.run, *mb))
+        kept, wire = [], [encode(value, "none") for value in model_inputs(self.run, rows)]
+        for stage in self.stages[:-1]:
+            kept.append(stage.forward(mb, wire))
+            wire = kept[-1].outputs
+        return kept, wire
+
+    def apply(self, t: int) -> None:
+        settled = [stage.settle(stage.sum(t)) for stage in self.stages]
+
+        def whole(stage: StageCompute) -> torch.Tensor:
+            told = {
+                other: self.stages[other].shared_part(settled[other], stage.stage) for other in stage.shares
+            }
+            return stage.complete(settled[stage.stage], told)
+
+        totals = [whole(stage) for stage in self.stages]
+        squares = sum(stage.sqnorm(total) for stage, total in zip(self.stages, totals, strict=True))
+        for stage, total in zip(self.stages, totals, strict=True):
+            stage.apply(t, total, squares)
+
+
+def cut_of(name: str, stages: int) -> Sequence[int]:
+    """One that splits what is shared."""
+    graph = brought(run_of(name, [])).traced.graph
+    return [*random_cuts(graph, stages - 1, seed=1)][stages - 2]
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("gpt2", {}),
+    "tied, delayed": ("gpt2", {"delayed_updates": True, "steps": 4}),
+    "tied, 8 bits": ("gpt2", {"codec": CodecSpec(forward="blockwise8", backward="blockwise8")}),
+    "tied, bfloat16": ("gpt2", {"dtype": "bfloat16", "codec": CodecSpec(forward="bf16", backward="bf16")}),
+    "two inputs, top-k": (
+        "encoder_decoder",
+        {"codec": CodecSpec(forward="topk:0.3+blockwise8", backward="blockwise8")},
+    ),
+    "batch norm": ("resnet101", {"codec": CodecSpec(forward="blockwise8", backward="bf16")}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_loss_no_weight_and_no_statistic_differs_by_a_bit(case: str) -> None:
+    name, changes = CASES[case]
+    run = run_of(name, cut_of(name, 3), **changes)
+    assert brought(run).shared or name != "gpt2"
+    chain = Brought(run)
+    single = SingleProcess(run, lambda offsets: samples(run, offsets))
+    for t in range(run.steps):
+        assert chain.step(t) == single.step(t)
+    assert farthest(chain.named_weights(), single.named_weights()) == 0.0

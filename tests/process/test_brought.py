@@ -1,0 +1,77 @@
+"""Models of users, trained by processes one of which is killed, equal the same run in a single process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from peers.events import StepDone
+from swarm.model.reference import SingleProcess
+from swarm.run import BatchSpec, BroughtSpec, CodecSpec, DataSpec, OptimizerSpec, Run
+from tests.process.models import CLASSES
+from tests.process.swarm_processes import Swarm, farthest
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def run_of(model: BroughtSpec, data: DataSpec, lr: float) -> Run:
+    """float64 and codec none: only the order of additions differs from one process."""
+    return Run(
+        name="brought",
+        seed=1,
+        steps=8,
+        dtype="float64",
+        model=model,
+        data=data,
+        batch=BatchSpec(microbatch_size=8, microbatches_per_step=6),
+        optimizer=OptimizerSpec(lr=lr, weight_decay=0.01, beta2=0.99),
+        codec=CodecSpec(forward="none", backward="none"),
+    )
+
+
+def gpt2() -> Run:
+    """transformers' own, four layers of 64, tied embedding, dropout as its config has it."""
+    config = {
+        "model_type": "gpt2", "n_layer": 4, "n_embd": 64, "n_head": 4, "vocab_size": 256, "n_positions": 64,
+        "bos_token_id": 0, "eos_token_id": 0,
+    }  # fmt: skip
+    model = BroughtSpec(kind="hf", config=json.dumps(config), stages=3, vocab_size=256)
+    return run_of(model, DataSpec(source="pydoc", sequence_length=32), lr=3e-3)
+
+
+def resnet101() -> Run:
+    """A user's code, batch norms and images."""
+    model = BroughtSpec(kind="code", source="tests.process.models:resnet101", stages=3, vocab_size=CLASSES)
+    data = DataSpec(source="code", code="tests.process.models:images", sequence_length=1)
+    return run_of(model, data, lr=1e-3)
+
+
+@pytest.mark.parametrize("make", [gpt2, resnet101])
+def test_a_swarm_with_a_death_in_it_trains_the_model_of_one_process(make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """3 stages of 2 peers; losses and weights 1e-9 relative, each microbatch once, and the loss falls."""
+    with Swarm(tmp_path, make()) as swarm:
+        swarm.bootstrap()
+        doomed = swarm.peer(1, kill_at="backward:15")
+        for stage in (0, 0, 1, 2, 2):
+            swarm.peer(stage)
+        swarm.all_serve()
+        trainer = swarm.trainer("--window", "6")
+        swarm.dies(doomed)
+        swarm.ends(trainer)
+        told = trainer.heard(StepDone)
+        swarm.until_all_stepped()
+        weights = swarm.weights()
+        assert {audit for found in swarm.audits().values() for audit in found} == {(0, 0)}
+    assert [event.t for event in told] == list(range(swarm.run.steps))
+    single = SingleProcess(swarm.run, swarm.data.batch)
+    means = []
+    for event in told:
+        losses = single.step(event.t)
+        means.append(sum(losses) / swarm.run.M)
+        if event.losses:  # the trainer may hear of a step before it has all of its answers
+            assert event.losses == pytest.approx(losses, rel=1e-9)
+    assert sum(bool(event.losses) for event in told) > swarm.run.steps // 2
+    assert farthest(weights, single) < 1e-9
+    assert means[-1] < 0.9 * means[0]
