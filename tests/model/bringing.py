@@ -35,6 +35,33 @@ def bag() -> Any:
     return Bag(), (_rows(2, 5), _rows(2, 5))
 
 
+class Scaled(Bag):
+    """Multiplies by a number, or by a tensor that is no parameter."""
+
+    def __init__(self, by: float | torch.Tensor) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens, target) * self.by
+
+
+def twice() -> Any:
+    return Scaled(2.0), (_rows(2, 5), _rows(2, 5))
+
+
+def thrice() -> Any:
+    return Scaled(3.0), (_rows(2, 5), _rows(2, 5))
+
+
+def by_tensor_two() -> Any:
+    return Scaled(torch.tensor(2.0)), (_rows(2, 5), _rows(2, 5))
+
+
+def by_tensor_three() -> Any:
+    return Scaled(torch.tensor(3.0)), (_rows(2, 5), _rows(2, 5))
+
+
 def small_bag() -> Any:
     return Bag(100), (_rows(2, 5), _rows(2, 5))
 

@@ -61,6 +61,13 @@ def test_a_model_is_the_same_in_every_process_and_its_manifest_pins_it() -> None
     assert made.stdout.strip() == run.id, made.stderr
 
 
+def test_every_number_in_the_code_is_in_the_digest_of_the_graph() -> None:
+    names = ("bag", "twice", "thrice", "by_tensor_two", "by_tensor_three")
+    models = [pin_model(of(name)).model for name in names]
+    assert len({model.graph for model in models if isinstance(model, BroughtSpec)}) == len(names)
+    assert len({model.weights for model in models if isinstance(model, BroughtSpec)}) == 1
+
+
 def test_building_follows_the_seed_and_leaves_torch_s_generator_alone() -> None:
     before = torch.get_rng_state()
     one, other = pin_model(of("bag")), pin_model(replace(of("bag"), seed=2))
