@@ -873,7 +873,9 @@ def _build(spec: type[_SpecT], values: dict[str, Any], **tables: Any) -> _SpecT:
     names = list(known) + (["preset"] if spec is ModelSpec else [])
     for name, value in values.items():
         if name not in known:
-            key = spec._key(name)  # pyright: ignore[reportPrivateUsage]
+            # A stranger's text: what a terminal would obey is not printed.
+            told = "".join(c if c.isprintable() else "?" for c in name[:80])
+            key = spec._key(told)  # pyright: ignore[reportPrivateUsage]
             where = f"[{spec.section}]" if spec.section else "a manifest, before its tables,"
             near = difflib.get_close_matches(name[:80], names if spec.section else [*names, *_TABLES], n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""

@@ -759,3 +759,9 @@ def test_the_demo_and_the_audit_can_be_cut_into_any_number_of_stages(stages: int
 def test_two_lists_of_codecs_that_do_not_fit_each_other_are_refused_at_once() -> None:
     with pytest.raises(SetupError, match=r"codec.backward = .*one codec, or as many as codec.forward has"):
         CodecSpec(forward=("none",) * 3 + ("bf16",), backward=("none", "bf16", "none"))
+
+
+def test_a_key_that_a_terminal_would_obey_is_not_printed_as_it_is() -> None:
+    with pytest.raises(SetupError, match=r"\?\[2Jx = 7 in the run's manifest: unknown key") as error:
+        parse_run('[model]\n"\\u001b[2Jx" = 7\n')
+    assert error.value.text.isprintable()
