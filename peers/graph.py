@@ -17,6 +17,7 @@ from peers.plotting import load_pyplot, save
 from swarm.errors import SetupError
 from swarm.model.boundary import StagePlan, plan_stages
 from swarm.model.bring import Brought, from_code, from_hf
+from swarm.model.brought import brought
 from swarm.model.gpt import GptStage, replace_parameters, weights_dtype
 from swarm.model.opgraph import Operator, OpGraph, Value
 from swarm.model.traced.build import Traced
@@ -54,13 +55,13 @@ def run_graph(options: GraphOptions) -> None:
     if options.png is not None:
         _pyplot()  # said before the model is traced, not after
     with _quiet():
-        traced = bring(options).trace()
+        traced, own_cut = _traced(options)
     graph = traced.graph
     if options.calibrate:
         costs, assignment = timed(graph, options.stages)
     else:
         costs = arithmetic(graph)
-        assignment = in_a_row(graph, costs, options.stages)
+        assignment = own_cut or in_a_row(graph, costs, options.stages)
     plans = plan_stages(graph, assignment)
     if options.png is not None:
         draw(graph, assignment, options.png)
@@ -70,6 +71,16 @@ def run_graph(options: GraphOptions) -> None:
         print(json.dumps(as_json(traced, assignment, costs, plans)))
     elif options.png is None:
         print(render(traced, assignment, costs, plans))
+
+
+def _traced(options: GraphOptions) -> tuple[Traced, Sequence[int] | None]:
+    """The model, and the cut of a manifest that has one, unless another number of stages is asked for."""
+    if options.model.endswith(".toml"):
+        run = load_run(Path(options.model))
+        if run.brings_model:
+            model = brought(run)
+            return model.traced, model.assignment if options.stages in (1, run.S) else None
+    return bring(options).trace(), None
 
 
 def bring(options: GraphOptions) -> Brought:

@@ -56,6 +56,13 @@ _SAME_NUMBERS = frozenset(
 """Operators that hand on the numbers of their first argument."""
 
 
+WORTH = 0.2
+"""A cut that sends less may take this part longer to compute: people's lines are slow."""
+LINES_BPS = (4e5, 1e11)
+"""Between them a line is looked for that is as slow as that allows."""
+LOOKS = 9
+
+
 class Input(NamedTuple):
     """One input of the model, as it enters stage 0."""
 
@@ -347,10 +354,26 @@ def _usual_device() -> DeviceModel:
     return DeviceModel({"add": law, "other": law}, {"add": law, "other": law})
 
 
+def _found_cut(graph: OpGraph, stages: int) -> tuple[int, ...]:
+    """For devices that are all alike, and lines that nobody knows yet: of the cuts whose slowest stage takes
+    little longer than it has to, the one for the slowest lines."""
+    places = [Place(device=_usual_device())] * stages
+    best = split(graph, places)
+    enough_s = max(best.compute_s) * (1.0 + WORTH)
+    slow, fast = LINES_BPS
+    for _ in range(LOOKS if stages > 1 else 0):
+        bandwidth_bps = math.sqrt(slow * fast)
+        cut = split(graph, places, [Link(bandwidth_bps=bandwidth_bps)] * (stages - 1))
+        if max(cut.compute_s) > enough_s:
+            slow = bandwidth_bps
+        else:
+            fast, best = bandwidth_bps, cut
+    return best.assignment
+
+
 def _assignment(run: Run, spec: BroughtSpec, graph: OpGraph) -> tuple[int, ...]:
     if not spec.cut:
-        device, line = _usual_device(), Link(bandwidth_bps=1e9)
-        return split(graph, [Place(device=device)] * run.S, [line] * (run.S - 1)).assignment
+        return _found_cut(graph, run.S)
     assignment = read_cut(spec.cut, len(graph.operators))
     if assignment is None:
         raise SetupError(

@@ -109,6 +109,19 @@ def test_the_decoder_of_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "x int64" in graph(capsys, "--model", str(path), "--stages", "2")
 
 
+def test_a_manifest_with_a_model_of_its_own_shows_its_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'name = "own"\nseed = 1\nsteps = 2\n[model]\nkind = "code"\nsource = "tests.model.zoo:unet"\n'
+        'stages = 2\n[data]\nsource = "code"\ncode = "tests.model.zoo:none"\n'
+        "[batch]\nmicrobatch_size = 2\nmicrobatches_per_step = 2\n[optimizer]\nlr = 0.1\n"
+    )
+    shown = json.loads(graph(capsys, "--model", str(path), "--json"))
+    assert len(shown["stages"]) == 2
+
+
 # --- models that users bring --------------------------------------------------------------------------------
 
 
