@@ -145,7 +145,7 @@ class Trainer:
         """Train.
 
         Raises:
-            SetupError: the run cannot go on, with the reason (not admitted, diverged).
+            SetupError: the run cannot go on, with the reason (not admitted, diverged, samples that change).
         """
         watching = asyncio.create_task(self._watch())
         probing = asyncio.create_task(self._prober.run())
@@ -247,6 +247,9 @@ class Trainer:
             if self._refusals[mb] >= MOST_REFUSALS:
                 self._failure = SetupError(f"microbatch {mb} is refused again and again: {refused.text}")
             await asyncio.sleep(0.2)
+            self._todo.failed(mb)
+        except SetupError as wrong:
+            self._failure = wrong  # the samples of this trainer cannot be sent: another try changes nothing
             self._todo.failed(mb)
         except asyncio.CancelledError:
             self._todo.failed(mb)

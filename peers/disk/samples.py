@@ -2,12 +2,13 @@
 
 The function that the manifest names returns a sequence. It is gone through once when it is opened: all
 samples have the same form, their integers fit the vocabulary, and their digest is what the manifest pins.
+Each is compared again when it is used: a microbatch that is tried again has to be the same numbers.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from peers.disk.dataset import Dataset, Tokenizer, open_dataset
 from swarm.errors import SetupError
 from swarm.installed import call, first_line
 from swarm.run import Run, pin
+
+
+_DIGEST_BYTES = 16
 
 
 class Samples:
@@ -32,9 +36,12 @@ class Samples:
         self._forms: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
         self.tokenizer = Tokenizer()
         """For generic code: there is no text."""
+        self._digests = bytearray()
+        """Of each sample, one behind the other."""
         digest = hashlib.sha256()
         for index in range(len(self)):
-            for array in self._sample(index):
+            arrays = self._sample(index)
+            for array in arrays:
                 if array.dtype.kind in "iu" and array.size:
                     low, high = int(array.min()), int(array.max())
                     if low < 0 or high >= run.model.vocab_size:
@@ -42,8 +49,9 @@ class Samples:
                             f"sample {index} of {self._where} holds {low if low < 0 else high}: integers "
                             f"must be 0 to {run.model.vocab_size - 1} (model.vocab_size)"
                         )
-                digest.update(f"{array.dtype.str} {array.shape}\n".encode())
-                digest.update(array.tobytes())
+            for part in _told_apart_by(arrays):
+                digest.update(part)
+            self._digests += _digest(arrays)
         self.sha256 = digest.hexdigest()
         """Of all numbers, in order, with their forms."""
 
@@ -51,12 +59,26 @@ class Samples:
         return len(self._sequence)
 
     def batch(self, offsets: Sequence[int]) -> list[np.ndarray]:
-        """The samples of these numbers: an array for each input of the model, [B, ...]."""
-        return [np.stack(arrays) for arrays in zip(*map(self._sample, offsets), strict=True)]
+        """The samples of these numbers: an array for each input of the model, [B, ...].
+
+        Raises:
+            SetupError: one is not what it was when they were opened; names the sample.
+        """
+        return [np.stack(arrays) for arrays in zip(*map(self._same, offsets), strict=True)]
 
     def pinned(self, run: Run) -> Run:
         """`run` bound to these samples: the run to publish."""
         return pin(run, self.sha256, len(self))
+
+    def _same(self, index: int) -> list[np.ndarray]:
+        arrays = self._sample(index)
+        if _digest(arrays) != self._digests[index * _DIGEST_BYTES : (index + 1) * _DIGEST_BYTES]:
+            raise SetupError(
+                f"sample {index} of {self._where} holds other numbers than when it was opened: samples have "
+                "to be the same each time. What is random in one must follow from its number: use a "
+                "generator that the number seeds"
+            )
+        return arrays
 
     def _sample(self, index: int) -> list[np.ndarray]:
         """One sample, little-endian. Raises SetupError: it is not like the first."""
@@ -119,6 +141,20 @@ def open_data(
     for given in (*(files or ()), *([tokenizer] if tokenizer else [])):
         raise SetupError(f"the samples of the run are made by {run.data.code}: leave {given} out")
     return open_samples(run)
+
+
+def _told_apart_by(arrays: Sequence[np.ndarray]) -> Iterator[bytes]:
+    """All of a sample: its forms and numbers."""
+    for array in arrays:
+        yield f"{array.dtype.str} {array.shape}\n".encode()
+        yield array.tobytes()
+
+
+def _digest(arrays: Sequence[np.ndarray]) -> bytes:
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for part in _told_apart_by(arrays):
+        digest.update(part)
+    return digest.digest()
 
 
 def _told(forms: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> str:

@@ -61,6 +61,38 @@ def test_every_number_and_its_form_is_in_the_digest() -> None:
     assert Samples(run, [(image.astype(">f4"), 1)]).sha256 == Samples(run, [(image, 1)]).sha256
 
 
+class Augmented:
+    """A data set that adds noise: drawn anew each time, or of the sample's number."""
+
+    def __init__(self, seeded: bool) -> None:
+        self.seeded, self.drawn = seeded, np.random.default_rng(5)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, int]:
+        draw = np.random.default_rng(i) if self.seeded else self.drawn
+        return draw.random(6), i
+
+
+def test_samples_that_are_others_each_time_are_refused() -> None:
+    run = of("samples")
+    assert Samples(run, Augmented(seeded=True)).batch([3, 0])[1].tolist() == [3, 0]
+    fault = r"^sample 3 of \S+ holds other numbers than when it was opened: .* have to be the same each time"
+    with pytest.raises(SetupError, match=fault):
+        Samples(run, Augmented(seeded=False)).batch([3, 0])
+
+
+def test_each_sample_is_compared_with_itself() -> None:
+    image = np.zeros(6, np.float32)
+    held = [(image + i, i) for i in range(4)]
+    data = Samples(of("samples"), held)
+    held[2] = held[3]
+    assert data.batch([0, 1, 3])[1].tolist() == [0, 1, 3]
+    with pytest.raises(SetupError, match=r"^sample 2 of "):
+        data.batch([2])
+
+
 @pytest.mark.parametrize(
     ("code", "text"),
     [

@@ -190,6 +190,21 @@ async def test_a_trainer_that_is_not_admitted_ends_with_the_reason() -> None:
         s.tasks["trainer"] = asyncio.get_running_loop().create_task(asyncio.sleep(0))
 
 
+class Changing:
+    """Data whose samples are others than before."""
+
+    def batch(self, offsets: list[int]) -> Any:
+        raise SetupError(f"sample {offsets[0]} holds other numbers")
+
+
+async def test_a_trainer_whose_samples_change_ends_with_the_reason() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        s.add_trainer("trainer", batches=Changing())
+        with pytest.raises(SetupError, match=r"^sample \d+ holds other numbers$"):
+            await asyncio.wait_for(s.tasks["trainer"], 20)
+        s.tasks["trainer"] = asyncio.get_running_loop().create_task(asyncio.sleep(0))
+
+
 async def test_only_announced_peers_of_the_stage_before_may_send_activations() -> None:
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
