@@ -89,6 +89,8 @@ class CatchUp:
         except (SwarmError, asyncio.TimeoutError):
             return False
         await core.apply(go)
+        if core.version <= go.t:
+            return False
         text = f"stage {self._stage}: step {go.t} taken with the gradient of peer {short(source)}"
         self._emit(events.Note(text=text))
         return True

@@ -30,6 +30,7 @@ class Applied:
     go: Go
     reduced: torch.Tensor
     held: Held
+    shared: Mapping[Stage, torch.Tensor]
 
 
 class News:
@@ -207,16 +208,18 @@ class StageCore:
         if step is None or step.held is None or step.reduced is None or go.t != self.version:
             return
         reduced, held, audited, shared = step.reduced, step.held, step.audited, step.shared
+        whole = reduced
+        if shared:
+            # Before anything is closed: it takes memory, and what fails can be tried again.
+            whole = await asyncio.to_thread(self.compute.complete, reduced, shared)
+            if step.over or self.steps.get(go.t) is not step or go.t != self.version:
+                return
         # From here on nothing may enter the step; its graphs see weights that are about to change.
         step.close()
         await step.stopped()
 
-
-        def apply() -> None:
-            self.compute.apply(go.t, self.compute.complete(reduced, shared), go.total_sqnorm)
-
-        await self.device.run(Rank.STEP, go.t, apply)
-        self.applied = Applied(go, reduced, held)
+        await self.device.run(Rank.STEP, go.t, self.compute.apply, go.t, whole, go.total_sqnorm)
+        self.applied = Applied(go, reduced, held, shared)
         self.goes = {t: known for t, known in self.goes.items() if t > go.t - GOES_KEPT}
         self.goes[go.t] = go
         if audited is not None:

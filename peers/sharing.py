@@ -9,6 +9,7 @@ of a stage is the sum (`swarm.policy.rounds`), so it does not matter who is aske
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
 from dataclasses import replace
 
@@ -18,19 +19,22 @@ from peers.core import StageCore
 from peers.ports import Directory, Transport
 from peers.steps import OpenStep
 from peers.sync import fetch_vector
-from swarm.errors import NotReady, SwarmError
+from swarm.errors import NotReady, PeerFault, SwarmError
 from swarm.ids import PeerId, Stage
+from swarm.policy.bans import Bans
 from swarm.policy.rounds import Held
 
 RETRY_S = 0.1
 """Who is asked holds the request while its own reduce runs, so this is for those who are not there."""
+ASKED_AT_ONCE = 4
+"""Members of another stage that are asked, one after the other, before a pause."""
 
 
 class Sharing:
     """Completes the summed gradient of a member's steps."""
 
-    def __init__(self, core: StageCore, transport: Transport, directory: Directory) -> None:
-        self._core, self._transport, self._directory = core, transport, directory
+    def __init__(self, core: StageCore, transport: Transport, directory: Directory, bans: Bans) -> None:
+        self._core, self._transport, self._directory, self._bans = core, transport, directory, bans
 
     async def hold(self, step: OpenStep, reduced: torch.Tensor, held: Held) -> None:
         """`reduced` is the stage's sum: hold it, once what other stages found of shared weights is here.
@@ -42,29 +46,44 @@ class Sharing:
         step.reduced = reduced
         step.reduced_there.set()
         if compute.shares:
-            parts = await asyncio.gather(*(self._part(step, other) for other in compute.shares))
-            step.shared = dict(zip(compute.shares, parts, strict=True))
-            whole = await asyncio.to_thread(compute.complete, reduced, step.shared)
-            held = replace(held, sqnorm=await asyncio.to_thread(compute.sqnorm, whole))
+            step.completing = True
+            try:
+                await asyncio.gather(*(self._part(step, other) for other in compute.shares))
+                whole = await asyncio.to_thread(compute.complete, reduced, step.shared)
+                held = replace(held, sqnorm=await asyncio.to_thread(compute.sqnorm, whole))
+            finally:
+                step.completing = False
         if not step.over:
             step.held = held
 
-    async def _part(self, step: OpenStep, other: Stage) -> torch.Tensor:
+    async def _part(self, step: OpenStep, other: Stage) -> None:
+        """Put what `other` found into the step: from one of its members, or from a mate whom they told."""
         core = self._core
         numel = core.compute.shared_numel(other)
-        while not step.over:
-            for peer in self._members(other):
+        while not step.over and other not in step.shared:
+            members, mates = self._serving(other), self._serving(core.stage)
+            asks = [(peer, core.stage, -1) for peer in members[:ASKED_AT_ONCE]]
+            asks += [(peer, -1, other) for peer in mates[:ASKED_AT_ONCE]]
+            for peer, shared_with, shared_of in asks:
                 try:
                     part, _ = await fetch_vector(
-                        core, self._transport, peer, step.t, numel, shared_with=core.stage
-                    )
+                        core, self._transport, peer, step.t, numel,
+                        shared_with=shared_with, shared_of=shared_of,
+                    )  # fmt: skip
+                except PeerFault as fault:
+                    self._bans.failed(peer, now=time.monotonic(), silent=fault.silent)
                 except SwarmError:
-                    continue
-                return part
+                    pass
+                else:
+                    step.shared[other] = part
+                    return
             await asyncio.sleep(RETRY_S)
-        raise NotReady(f"step {step.t} ended before all that it shares was here", version=core.version)
+        if step.over:
+            raise NotReady(f"step {step.t} ended before all that it shares was here", version=core.version)
 
-    def _members(self, stage: Stage) -> list[PeerId]:
-        """Each of us begins with another of them."""
-        serving = [r.peer for r in self._directory.at(stage) if r.state in ("serving", "leaving")]
-        return sorted(serving, key=lambda peer: zlib.crc32(f"{self._core.me} {peer}".encode()))
+    def _serving(self, stage: Stage) -> list[PeerId]:
+        """Other peers of a stage. Each of us begins with another of them."""
+        now, me = time.monotonic(), self._core.me
+        found = [r.peer for r in self._directory.at(stage) if r.state in ("serving", "leaving")]
+        awake = [peer for peer in found if peer != me and not self._bans.resting(peer, now=now)]
+        return sorted(awake, key=lambda peer: zlib.crc32(f"{me} {peer}".encode()))

@@ -159,7 +159,7 @@ class StagePeer:
             obey=self._obey, bandwidth=lambda: self.all_reduce.bandwidth_bps,
             since_s=settings.joined_at,
         )  # fmt: skip
-        self._sharing = Sharing(self.core, transport, directory)
+        self._sharing = Sharing(self.core, transport, directory, self.router.bans)
         self._catchup = CatchUp(
             self.core, transport, directory, self.shelf, self.router.bans, self._sharing, emit
         )
@@ -477,6 +477,8 @@ class StagePeer:
         running = step.work.get("reduce")
         if step.reducing != round_name or running is None or running.done():
             return False
+        if step.completing:
+            return True  # all that is missing are other stages' parts, which no mate's sum has
         now = time.monotonic()
         step.adopt_told_s = step.adopt_told_s or now
         return now < finishes_until_s(step.reduce_began_s, step.adopt_told_s)
@@ -502,6 +504,10 @@ class StagePeer:
             assert error is not None
             if isinstance(error, SetupError):
                 self._failure = error  # the run diverged: nothing that this peer does can help
+                self._leaving.set()
+            elif isinstance(error, torch.AcceleratorError):
+                # Nothing works on that device any more in this process.
+                self._failure = SetupError(f"the device of stage {self.stage} failed: {str(error)[:300]}")
                 self._leaving.set()
             elif isinstance(error, SwarmError):
                 self._emit(events.Note(text=f"stage {self.stage}: {error.text}"))
@@ -535,23 +541,22 @@ class StagePeer:
             total = core.compute.sum(step.t)
             return None, total.cpu() if total.is_cuda else total
 
-        why, total = await core.device.run(Rank.STEP, step.t, freeze)
-        if total is None:
-            step.failed_round = plan.round
-            self._emit(
-                events.RoundVoid(stage=self.stage, t=step.t, why=f"this peer does not take part: {why}")
-            )
-            return
         try:
+            why, total = await core.device.run(Rank.STEP, step.t, freeze)
+            if total is None:
+                raise RoundVoid(f"this peer does not take part: {why}")
             reduced, held = await self.all_reduce.run(plan, step.t, total)
+            if not step.over and step.held is None and step.ledger.frozen_for == plan.round:
+                step.audited = audit(plan, m, 0)
+                await self._sharing.hold(step, reduced, held)
+                fault_point("prepared")
         except RoundVoid as void:
             step.failed_round = plan.round
             self._emit(events.RoundVoid(stage=self.stage, t=step.t, why=void.text))
-            return
-        if not step.over and step.held is None and step.ledger.frozen_for == plan.round:
-            step.audited = audit(plan, m, 0)
-            await self._sharing.hold(step, reduced, held)
-            fault_point("prepared")
+        except Exception:
+            # No memory, perhaps. Said, or the coordinator would wait for this round for ever.
+            step.failed_round = plan.round
+            raise
 
     async def _thaw(self, step: OpenStep) -> None:
         """Open the sum again, once nobody can be handed a mixture of before and after."""

@@ -355,6 +355,8 @@ class StateServer:
         check_run(wanted.run, self._core.run.id)
         if wanted.shared_with >= 0:
             return await self._shared(wanted)
+        if wanted.shared_of >= 0:
+            return self._was_given(wanted)
         core, step = self._core, self._core.steps.get(wanted.t)
         if (
             step is not None
@@ -367,7 +369,7 @@ class StateServer:
             vector, held, total = core.applied.reduced, core.applied.held, core.applied.go.total_sqnorm
         else:
             raise NotReady(f"no reduced gradient of step {wanted.t} is held here", version=core.version)
-        return self._chunk(wanted, vector, held, total)
+        return _slice(wanted, vector, held, total)
 
     async def _shared(self, wanted: FetchVector) -> Answer:
         """Of this stage's own sum what another stage shares. Held back while it is being averaged."""
@@ -380,23 +382,40 @@ class StateServer:
             reduced = core.applied.reduced
         else:
             raise NotReady(f"the gradient of step {wanted.t} is not added up here", version=core.version)
-        part = core.compute.shared_part(reduced, wanted.shared_with)
-        return self._chunk(wanted, part, Held("", 0.0, ""), -1.0)
+        compute, other = core.compute, wanted.shared_with
+        total = compute.shared_numel(other)
+        _check_range(wanted.start, wanted.numel, total, VECTOR_ELEMENTS)
+        part = compute.shared_part(reduced, other, wanted.start, wanted.start + wanted.numel)
+        return _chunk(part, total, Held("", 0.0, ""), -1.0)
 
-    @staticmethod
-    def _chunk(wanted: FetchVector, vector: torch.Tensor, held: Held, total: float) -> Answer:
-        _check_range(wanted.start, wanted.numel, vector.numel(), VECTOR_ELEMENTS)
-        meta, body = encode(vector[wanted.start : wanted.start + wanted.numel], "none")
-        chunk = VectorChunk(
-            crc=checksum(body), total_numel=vector.numel(), tensors=(meta,), round=held.round,
-            sqnorm=held.sqnorm, digest=held.digest, total_sqnorm=total,
-        )  # fmt: skip
-        return Answer(pack(chunk), body)
+    def _was_given(self, wanted: FetchVector) -> Answer:
+        """For a mate that reaches nobody of the other stage."""
+        core, step = self._core, self._core.steps.get(wanted.t)
+        found = step.shared.get(wanted.shared_of) if step is not None else None
+        if found is None and core.applied is not None and core.applied.go.t == wanted.t:
+            found = core.applied.shared.get(wanted.shared_of)
+        if found is None:
+            raise NotReady(f"nothing of stage {wanted.shared_of} is here yet", version=core.version)
+        return _slice(wanted, found, Held("", 0.0, ""), -1.0)
 
 
 def chunks_of(numel: int) -> list[tuple[int, int]]:
     """(first element, elements) of each chunk of a flat tensor."""
     return [(start, min(CHUNK_ELEMENTS, numel - start)) for start in range(0, numel, CHUNK_ELEMENTS)]
+
+
+def _slice(wanted: FetchVector, vector: torch.Tensor, held: Held, total: float) -> Answer:
+    _check_range(wanted.start, wanted.numel, vector.numel(), VECTOR_ELEMENTS)
+    return _chunk(vector[wanted.start : wanted.start + wanted.numel], vector.numel(), held, total)
+
+
+def _chunk(part: torch.Tensor, numel: int, held: Held, total: float) -> Answer:
+    meta, body = encode(part, "none")
+    chunk = VectorChunk(
+        crc=checksum(body), total_numel=numel, tensors=(meta,), round=held.round,
+        sqnorm=held.sqnorm, digest=held.digest, total_sqnorm=total,
+    )  # fmt: skip
+    return Answer(pack(chunk), body)
 
 
 def _check_range(start: int, numel: int, total: int, most: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,8 +53,10 @@ class OpenStep:
     reduced: torch.Tensor | None = None
     """The stage's summed gradient with each microbatch in it once, flat."""
     reduced_there: asyncio.Event = field(default_factory=asyncio.Event)
-    shared: Mapping[Stage, torch.Tensor] = field(default_factory=dict)
+    shared: dict[Stage, torch.Tensor] = field(default_factory=dict)
     """Of weights that other stages hold as well: what those found."""
+    completing: bool = False
+    """The stage's sum is here, and other stages' parts of it are on their way."""
     held: Held | None = None
     """What is said of it, once all is here that taking the step needs."""
     audited: Audit | None = None

@@ -55,6 +55,7 @@ async def fetch_vector(
     *,
     round_name: str = "",
     shared_with: Stage = -1,
+    shared_of: Stage = -1,
 ) -> tuple[torch.Tensor, VectorChunk]:
     """The summed gradient of step `t` from a peer, chunk by chunk, and what was said of it.
 
@@ -67,8 +68,9 @@ async def fetch_vector(
     for start in range(0, numel, CHUNK_ELEMENTS):
         size = min(CHUNK_ELEMENTS, numel - start)
         wanted = FetchVector(
-            run=core.run.id, t=t, round=round_name, shared_with=shared_with, start=start, numel=size
-        )
+            run=core.run.id, t=t, round=round_name, shared_with=shared_with, shared_of=shared_of,
+            start=start, numel=size,
+        )  # fmt: skip
         most = size * vector.element_size()
         answer = await transport.call(source, "held", pack(wanted), max_answer_bytes=most, deadline_s=CALL_S)
         chunk = unpack_answer(source, answer.header, VectorChunk)

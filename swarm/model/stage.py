@@ -362,21 +362,31 @@ class StageCompute:
         for done in [s for s in self._sums if s <= t]:
             self.drop_sum(done)
 
-    def shared_part(self, reduced: torch.Tensor, other: Stage) -> torch.Tensor:
-        """What `other` needs of this stage's settled sum: 1-D, in the order of `shares[other]`.
+    def shared_part(
+        self, reduced: torch.Tensor, other: Stage, start: int = 0, end: int | None = None
+    ) -> torch.Tensor:
+        """What `other` needs of this stage's settled sum: 1-D, in the order of `shares[other]`; of that the
+        numbers from `start` to `end`, and no others are copied.
 
         Raises:
             Refused: that stage holds nothing of what this one does.
         """
+        end, at = self.shared_numel(other) if end is None else end, 0
+        parts: list[torch.Tensor] = []
+        for name in self.shares[other]:
+            span = self._layout.terms[name]
+            first, last = max(start - at, 0), min(end - at, span.end - span.start)
+            if first < last:
+                parts.append(reduced[span.start + first : span.start + last])
+            at += span.end - span.start
+        return torch.cat(parts)
+
+    def shared_numel(self, other: Stage) -> int:
+        """Numbers in `shared_part`, of either; raises as that."""
         names = self.shares.get(other)
         if not names:
             raise Refused(f"stage {other} shares no weights with stage {self.stage}")
-        spans = [self._layout.terms[name] for name in names]
-        return torch.cat([reduced[span.start : span.end] for span in spans])
-
-    def shared_numel(self, other: Stage) -> int:
-        """Numbers in `shared_part`, of either."""
-        return sum(self._layout.terms[name].shape.numel() for name in self.shares[other])
+        return sum(self._layout.terms[name].shape.numel() for name in names)
 
     def complete(self, reduced: torch.Tensor, shared: Mapping[Stage, torch.Tensor]) -> torch.Tensor:
         """This stage's settled sum with what the other stages found of the weights that they share with it.
@@ -438,7 +448,8 @@ class StageCompute:
             vectors.append(self._statistics)
         if canonical or self.device.type == "cpu":
             return _sha256(*vectors)
-        return device_digest(torch.cat(vectors) if len(vectors) > 1 else vectors[0])
+        digests = [device_digest(vector) for vector in vectors]
+        return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
 
     def state(self) -> dict[str, torch.Tensor]:
         """All that version `self.version` is made of: flat vectors, copied to the CPU.
@@ -647,8 +658,14 @@ class StageCompute:
                 leaves.append(value.requires_grad_(torch.is_grad_enabled()))
                 value = value.to(entry.dtype)
             values.append(value)
-        with self._autocast():
-            made, statistics = body.compute(module, values, mb)
+        try:
+            with self._autocast():
+                made, statistics = body.compute(module, values, mb)
+        except (IndexError, RuntimeError) as error:
+            # A whole number from another peer that nothing said the bounds of.
+            if isinstance(error, IndexError) or "index" in str(error):
+                raise Refused(f"stage {self.stage} cannot look up what came for {mb}: {error}") from error
+            raise
         if self.last:
             return Computed(leaves, [made[0]], {}, statistics)
         graded = [made[number].to(_dtype(what)) for number, what in enumerate(body.gives) if what.graded]
@@ -735,11 +752,17 @@ class StageCompute:
                 raise SumLost(f"the sum of step {t} that {mb} belongs to is gone", t=t)
             result = pending.result()
             limit = largest_term(self.run.M)
-            fits = torch.stack(norms).max().item() <= limit
-            if not fits and not all(term.abs().max().item() <= limit for term in terms.values()):
-                raise Refused(
-                    f"the gradient of the weights of stage {self.stage} for {mb} is beyond {limit:g}"
-                )
+            if not torch.stack(norms).max().item() <= limit:
+                beyond = [name for name, term in terms.items() if not term.abs().max().item() <= limit]
+                if any(name in computed.statistics for name in beyond):
+                    raise Refused(
+                        f"{beyond[0]} of stage {self.stage} for {mb} is beyond {limit:g}, the most that is "
+                        "added up exactly: give the model smaller inputs, or a norm before this one"
+                    )
+                if beyond:
+                    raise Refused(
+                        f"the gradient of the weights of stage {self.stage} for {mb} is beyond {limit:g}"
+                    )
             try:
                 for name, term in terms.items():
                     add_exact(self._place_of(t, name), term)

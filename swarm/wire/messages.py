@@ -285,12 +285,14 @@ class FetchVector(msgspec.Struct, frozen=True, kw_only=True):
     """Elements of the reduced gradient of step `t`; `round` empty: whichever there is.
 
     `shared_with`: of the weights only that this stage shares with that one; -1: all.
+    `shared_of`: instead, what that stage gave to this one.
     """
 
     run: str
     t: int
     round: str = ""
     shared_with: int = -1
+    shared_of: int = -1
     start: int = 0
     numel: int = 0
 

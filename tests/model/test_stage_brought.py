@@ -136,6 +136,9 @@ def test_what_is_shared_is_asked_of_those_who_share_it_and_checked() -> None:
     with pytest.raises(Refused, match=r"stage 2 gave \[3\] numbers of torch.float64; due was"):
         first.complete(own, {other: torch.zeros(3, dtype=torch.float64)})
     assert first.shared_numel(other) == last.shared_numel(0) == 984
+    whole = torch.arange(first.numel, dtype=torch.float64)
+    parts = [first.shared_part(whole, other, start, min(start + 100, 984)) for start in range(0, 984, 100)]
+    assert torch.equal(torch.cat(parts), first.shared_part(whole, other)) and len(parts[-1]) == 84
 
 
 def test_the_statistics_of_batch_norms_are_averaged_over_a_step_and_part_of_the_state() -> None:
@@ -187,3 +190,28 @@ def test_an_undo_takes_away_the_very_bits_statistics_included(name: str, dtype: 
     assert all(stage.saved_bytes() > 0 for stage in chain.stages)
     for stage in chain.stages:
         stage.rehearse()
+
+
+def test_a_statistic_that_is_too_large_is_named() -> None:
+    one = whole("resnet101")
+    run = brought_run("resnet101", next(random_cuts(one.traced.graph, 1, seed=2)), dtype="float32")
+    stage = StageCompute(run, 0)
+    name = next(iter(stage._layout.statistics))
+    computed = stage._compute(Microbatch(0, 0), 0, stage._enter(sample_of(run)))
+    computed.statistics[name].fill_(1e6)
+    stage.begin(0)
+    ones = [torch.ones_like(output) for output in computed.outputs]
+    with pytest.raises(Refused, match=rf"{name} of stage 0 for \(0, 0\) is beyond 131072, the most that"):
+        stage._backward(Microbatch(0, 0), 0, computed, ones, add=True, answers=None).result()
+    assert not stage.sum(0).any()
+
+
+def test_a_whole_number_that_cannot_be_looked_up_is_refused() -> None:
+    chain = tied()
+    stage = chain.stages[0]
+    beyond = stage._enter(sample_of(chain.run))
+    for value in beyond.values:
+        if value is not None and value.dtype == torch.int64:
+            value.fill_(1000)
+    with pytest.raises(Refused, match=r"stage 0 cannot look up what came for \(0, 0\): index out of range"):
+        stage._compute(Microbatch(0, 0), 0, beyond)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from swarm.model.boundary import shared_parameters
 from swarm.model.brought import brought
 from swarm.model.reference import SingleProcess
+from swarm.model.stage import StageCompute
 from swarm.run import BatchSpec, BroughtSpec, CodecSpec, DataSpec, OptimizerSpec, Run
 from tests.peers.loops import Swarm, quick, swarm
 
@@ -125,4 +127,38 @@ async def test_a_member_that_missed_a_step_takes_what_is_shared_from_who_has_it(
         await built.until(lambda: built.peers["s2p0"].core.version >= 2)
         built.network.resume("s2p1")
         await built.until_finished()
+        check(built, one_process(run, data), tolerance=0.0)
+
+
+async def test_who_reaches_nobody_of_the_other_stage_takes_what_a_mate_was_told() -> None:
+    run = gpt2_run()
+    data = Text(run)
+    async with swarm(run, batches=data) as built:
+        await built.until_serving()
+        built.network.partition(["s2p1"], ["s0p0", "s0p1"])
+        built.add_trainer("t")
+        await built.until_finished()
+        check(built, one_process(run, data), tolerance=0.0)
+
+
+async def test_a_member_that_has_no_memory_for_its_result_says_so_and_the_round_is_run_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = gpt2_run()
+    data = Text(run)
+    complete, broken = StageCompute.complete, []
+
+    def without_memory(self: StageCompute, reduced: torch.Tensor, shared: Any) -> torch.Tensor:
+        if self.stage == 2 and len(broken) < 3:
+            broken.append(1)
+            raise MemoryError("no memory")
+        return complete(self, reduced, shared)
+
+    monkeypatch.setattr(StageCompute, "complete", without_memory)
+    async with swarm(run, replicas=1, batches=data) as built:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)  # it tells of a bug
+        await built.until_serving()
+        built.add_trainer("t")
+        await built.until_finished()
+        assert broken
         check(built, one_process(run, data), tolerance=0.0)
