@@ -125,6 +125,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _host_part(host: str) -> str:
+    if "%" in host:
+        raise SetupError(f"{host!r} has a scope (%...), which p2pd does not understand: leave it out")
     try:
         version = ipaddress.ip_address(host.strip("[]")).version
     except ValueError:

@@ -213,7 +213,7 @@ async def _ask(transport: NetTransport, peer: PeerId, question: bytes) -> Reache
     try:
         answer = await transport.call(peer, METHOD, question, deadline_s=ASK_S)
         found = unpack_answer(peer, answer.header, Reached)
-        ipaddress.ip_address(found.host)
+        plain_ip(found.host)
     except SwarmError as error:
         return error.text
     except ValueError:
@@ -256,7 +256,10 @@ def _relay_of(address: str) -> str:
 
 
 def is_relay(address: str) -> bool:
-    """Whether this names a peer and where to dial it. p2pd ends with a panic on anything else."""
+    """Whether this names a peer and where to dial it. p2pd ends with a panic on anything else.
+
+    For Python `fe80::1%anything` is an address too, whatever follows the `%`; for p2pd it is none.
+    """
     try:
         place, peer = split_peer_id(address)
     except SetupError:
@@ -264,9 +267,16 @@ def is_relay(address: str) -> bool:
     match place.split("/"):
         case ["", "ip4" | "ip6" as kind, host, "tcp", port] if port.isascii() and port.isdigit():
             with contextlib.suppress(ValueError):
-                version = ipaddress.ip_address(host).version
+                version = plain_ip(host).version
                 return kind == f"ip{version}" and 0 < int(port) < 65536 and public_key_of(peer) is not None
     return False
+
+
+def plain_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """The IP address, if that is all it is; else ValueError: Python's may have any text after a `%`."""
+    if "%" in host:
+        raise ValueError(f"{host!r} has a scope")
+    return ipaddress.ip_address(host)
 
 
 def is_public(address: str) -> bool:

@@ -243,6 +243,8 @@ def test_addresses_are_read_as_people_write_them() -> None:
     for wrong in ("1.2.3.4", "1.2.3.4:0", "1.2.3.4:x", ":5", ""):
         with pytest.raises(SetupError, match="is not an address: write host:port or /ip4/"):
             to_multiaddr(wrong)
+    with pytest.raises(SetupError, match=r"^'\[fe80::1%a\\x1b\]' has a scope \(%...\), which p2pd does not"):
+        to_multiaddr("[fe80::1%a\x1b]:5")
     with pytest.raises(SetupError, match="has port 0: name the port that others can dial"):
         to_multiaddr("/ip4/1.2.3.4/tcp/0")
     assert split_peer_id("/ip4/1.2.3.4/tcp/5/p2p/12D3") == ("/ip4/1.2.3.4/tcp/5", "12D3")

@@ -23,6 +23,7 @@ from peers.net.reach import (
     is_relay,
     settled,
 )
+from peers.ports import Answer, Request
 from swarm.errors import Busy, Refused, SetupError
 from swarm.wire.messages import pack, unpack
 
@@ -66,6 +67,8 @@ def test_a_relayed_address_is_written_as_go_reads_it() -> None:
         (f"/dns4/example.org/tcp/4001/p2p/{A}", False, False),
         ("/ip4/44.1.2.3/tcp/4001", False, False),
         (f"{RELAY},-x", False, False),
+        (f"/ip6/2600::1%a,b\x1b[2J/tcp/1/p2p/{A}", False, False),
+        (f"/ip6/fe80::1%eth0/tcp/1/p2p/{A}", False, False),
     ],
 )
 def test_what_may_be_told_to_p2pd_as_a_relay(address: str, relay: bool, public: bool) -> None:
@@ -178,6 +181,17 @@ async def test_a_peer_that_knows_no_such_question_tells_nothing(public: Node) ->
     found = await find_reach(DaemonOptions(), public.addresses)
     assert found.kind == "unknown" and "no such method: 'reach'" in found.why
     assert in_words(found).startswith("not known whether others can dial this machine: ")
+
+
+@pytest.mark.net
+async def test_what_p2pd_could_not_read_is_announced_on_nobodys_word(public: Node) -> None:
+    async def lie(request: Request) -> Answer:
+        return Answer(pack(answer("2600::1%a,b\x1b[2J", reached=True)))
+
+    public.transport.serve("reach", lie)
+    found = await find_reach(DaemonOptions(), public.addresses)
+    assert (found.kind, found.host) == ("unknown", "")
+    assert found.why == f"peer {public.peer_id[-6:]} saw us at no address"
 
 
 @pytest.mark.net
