@@ -233,6 +233,9 @@ class NetTransport:
                     return
                 if await self._control.is_direct(peer):
                     link = await self._open(peer)
+                    if self._links.get(peer) is not relayed or self._closed:
+                        link.fail(PeerGone(peer, "another link was opened meanwhile"))
+                        return
                     self._links[peer] = link
                     self._bypassed.add(relayed)
                     relayed.closed.add_done_callback(lambda _: self._bypassed.discard(relayed))

@@ -9,6 +9,7 @@ import socket
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -494,6 +495,36 @@ async def test_calls_leave_the_relay_when_a_direct_way_is_found_and_those_under_
     await until(lambda: callee.links == (0, 1))
     assert (await caller.call(callee.peer_id, "echo", b"still")).header == b"still"
     assert relay.dials == [callee.peer_id] * 2 and not gone
+
+
+async def test_a_link_that_calls_have_opened_anew_is_not_lost_to_the_direct_one(
+    relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peers.net.transport.PUNCH_LOOKS_S", [0.01] * 500)
+    caller, callee = await relay.add(), await relay.add()
+    callee.serve("echo", lambda request: asyncio.sleep(0, Answer(request.header)))
+    caller.learn(callee.peer_id, [f"/ip4/44.1.2.3/tcp/1/p2p/{caller.peer_id}/p2p-circuit"])
+    await caller.call(callee.peer_id, "echo", b"relayed")
+    opening, go_on, open_stream = asyncio.Event(), asyncio.Event(), caller._control.open_stream
+
+    async def slow_once(*args: Any) -> Any:
+        if not opening.is_set():
+            opening.set()
+            await go_on.wait()
+        return await open_stream(*args)
+
+    monkeypatch.setattr(caller._control, "open_stream", slow_once)
+    relay.direct.add(callee.peer_id)
+    await opening.wait()
+    relay.sever(callee.peer_id)
+    await until(lambda: caller.links == (0, 0))
+    await caller.call(callee.peer_id, "echo", b"again")
+    kept = caller._links[callee.peer_id]
+    go_on.set()
+    await until(lambda: relay.dials == [callee.peer_id] * 3 and not caller._straightening)
+    assert caller._links == {callee.peer_id: kept}
+    await until(lambda: callee.links == (0, 1))
+    assert (await caller.call(callee.peer_id, "echo", b"still")).header == b"still"
 
 
 async def test_a_peer_that_is_called_directly_is_dialled_once(
