@@ -19,7 +19,6 @@ from swarm.errors import SetupError
 from swarm.installed import call, first_line
 from swarm.run import Run, pin
 
-
 _DIGEST_BYTES = 16
 
 
