@@ -321,7 +321,7 @@ class Node:
         from peers.net.reach import MOST_TOLD, relaying
 
         known = dict.fromkeys([*self._relays(), *daemon.options.relays])
-        relays = await relaying(self.transport, list(known)[: 2 * MOST_TOLD])
+        relays = await relaying(self.transport, self.control, list(known)[: 2 * MOST_TOLD])
         if relays and daemon.alive:
             logger.warning("no relay has us any more: others are tried")
             daemon.options = dataclasses.replace(daemon.options, relays=relays)

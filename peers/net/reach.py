@@ -179,22 +179,41 @@ async def find_reach(options: DaemonOptions, join: Sequence[str], *, hidden: boo
         found = conclude(answers, refusals, join, port=_port(target), asked_from=_port(asker))
         if found.kind == "open" and not hidden:
             return found
-        return replace(found, relays=await relaying(transport, found.relays))
+        return replace(found, relays=await relaying(transport, control, found.relays))
 
 
-async def relaying(transport: NetTransport, addresses: Iterable[str]) -> tuple[str, ...]:
-    """Those addresses whose peers answer now that they relay for others, at most `MOST_RELAYS`."""
+async def relaying(
+    transport: NetTransport, control: DaemonControl, addresses: Iterable[str]
+) -> tuple[str, ...]:
+    """Where peers answer now that they relay for others: one address of each, at most `MOST_RELAYS`.
+
+    Of a peer's addresses that one, which leads to it: p2pd is to be told of none that is dead.
+    """
     question = pack(AskReach(peer=transport.peer_id, port=0))
-
-    async def ask(address: str) -> bool:
+    places: dict[PeerId, list[str]] = {}
+    for address in filter(is_relay, addresses):
         place, peer = split_peer_id(address)
-        transport.learn(peer, [place])
-        answer = await _ask(transport, peer, question)
-        return isinstance(answer, Reached) and answer.relay
+        places.setdefault(peer, []).append(place)
 
-    asked = list(filter(is_relay, addresses))
-    answers = await asyncio.gather(*map(ask, asked))
-    return tuple(address for address, yes in zip(asked, answers, strict=True) if yes)[:MOST_RELAYS]
+    async def ask(peer: PeerId) -> str:
+        transport.learn(peer, places[peer])
+        answer = await _ask(transport, peer, question)
+        if not isinstance(answer, Reached) or not answer.relay:
+            return ""
+        try:
+            ends = set(_dialled(await control.connections(peer)))
+        except ControlError:
+            return ""
+        return next((f"{at}/p2p/{peer}" for at in places[peer] if ends.issuperset(_dialled([at]))), "")
+
+    answers = await asyncio.gather(*map(ask, places))
+    return tuple(filter(None, answers))[:MOST_RELAYS]
+
+
+def _dialled(ends: Iterable[str]) -> list[tuple[object, int]]:
+    """IP addresses, however they are written, and ports."""
+    places = [place for end in ends for place in tcp_places([end])]
+    return [(ipaddress.ip_address(host), port) for host, port in places]
 
 
 async def _listening(stack: contextlib.AsyncExitStack, options: DaemonOptions) -> Daemon:

@@ -21,6 +21,7 @@ from peers.net.reach import (
     in_words,
     is_public,
     is_relay,
+    relaying,
     settled,
 )
 from peers.ports import Answer, Request
@@ -192,6 +193,15 @@ async def test_what_p2pd_could_not_read_is_announced_on_nobodys_word(public: Nod
     found = await find_reach(DaemonOptions(), public.addresses)
     assert (found.kind, found.host) == ("unknown", "")
     assert found.why == f"peer {public.peer_id[-6:]} saw us at no address"
+
+
+@pytest.mark.net
+async def test_an_address_that_lives_vouches_for_no_other_of_its_peer(public: Node) -> None:
+    dead = f"/ip4/127.0.0.1/tcp/1/p2p/{public.peer_id}"
+    async with Node() as asker:
+        for told in ([dead, *public.addresses], [*public.addresses, dead], [*public.addresses] * 2):
+            assert await relaying(asker.transport, asker.control, told) == public.addresses
+        assert await relaying(asker.transport, asker.control, [dead]) == ()  # although it is connected
 
 
 @pytest.mark.net
