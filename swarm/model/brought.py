@@ -119,7 +119,7 @@ def brought(run: Run) -> Model:
     assignment = _assignment(run, spec, graph)
     plans = plan_stages(graph, assignment)
     inputs = _inputs(run, built.traced)
-    _check_cut(run, graph, plans)
+    _check_cut(run, built.traced, plans)
     return Model(traced=built.traced, assignment=assignment, plans=plans, inputs=inputs)
 
 
@@ -388,7 +388,8 @@ def _assignment(run: Run, spec: BroughtSpec, graph: OpGraph) -> tuple[int, ...]:
     return assignment
 
 
-def _check_cut(run: Run, graph: OpGraph, plans: Sequence[StagePlan]) -> None:
+def _check_cut(run: Run, traced: Traced, plans: Sequence[StagePlan]) -> None:
+    graph = traced.graph
     makers = {output: op for op in graph.operators for output in op.outputs}
     for plan in plans:
         if not plan.parameters:
@@ -405,15 +406,40 @@ def _check_cut(run: Run, graph: OpGraph, plans: Sequence[StagePlan]) -> None:
                     f"{_maker(makers.get(value.name), value)} goes from stage {plan.stage} to the next: "
                     f"{error.text}. Cut elsewhere (model.cut), or change the model there"
                 ) from None
-    shared = shared_parameters(plans)
-    exact = run.exact_sums or run.dtype == "float64"
-    if shared and not (exact and run.codec.reduce == "none"):
-        name, stages = next(iter(shared.items()))
+    for name, stages in (*shared_parameters(plans).items(), *_shared_statistics(traced, plans).items()):
         told = " and ".join(map(str, stages))
-        raise SetupError(
-            f"{name} is in stages {told}, where it has to stay the same: their sums of its gradient must "
-            'be exact. Set exact_sums = true and codec.reduce = "none", or cut so that one stage has it'
+        if change := _must_change(run):
+            raise SetupError(
+                f"{name} is in stages {told}, where it has to stay the same: {change}, or cut so that one "
+                "stage has it"
+            )
+
+
+def _shared_statistics(traced: Traced, plans: Sequence[StagePlan]) -> dict[str, tuple[int, ...]]:
+    """Batch norms' buffers that several stages tell of, and which."""
+    tellers: dict[str, list[int]] = {}
+    for plan in plans:
+        names = {told.buffer for index in plan.operators for told in traced.statistics.get(index, ())}
+        for name in sorted(names):
+            tellers.setdefault(name, []).append(plan.stage)
+    return {name: tuple(stages) for name, stages in tellers.items() if len(stages) > 1}
+
+
+def _must_change(run: Run) -> str:
+    """Why copies that several stages have of a weight would drift apart, and what to do; "" if not."""
+    if not ((run.exact_sums or run.dtype == "float64") and run.codec.reduce == "none"):
+        return 'their sums of its gradient must be exact. Set exact_sums = true and codec.reduce = "none"'
+    if run.depends_on_routes:
+        return (
+            "with codec.adaptive a sum that is computed again is another, and a copy would miss it. Leave "
+            "codec.adaptive out"
         )
+    if run.optimizer.name == "adamw8bit":
+        return (
+            "adamw8bit rounds 256 numbers together, and each stage has others beside it. Set optimizer.name "
+            '= "adamw"'
+        )
+    return ""
 
 
 def _maker(op: Operator | None, value: Value) -> str:

@@ -98,6 +98,21 @@ class Classifier(nn.Module):
         return functional.cross_entropy(self.b(functional.relu(self.a(image * mask))), label)
 
 
+class NormedTwice(nn.Module):
+    """One batch norm, without weights, behind each of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.b(self.norm(self.a(x)))).square().mean()
+
+
+def normed_twice() -> Any:
+    return NormedTwice(), (torch.ones(3, 4),)
+
+
 def classifier() -> Any:
     return Classifier(), (torch.ones(2, 6), torch.ones(2, 6, dtype=torch.bool), _rows(2))
 

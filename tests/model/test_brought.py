@@ -245,6 +245,24 @@ def test_a_weight_of_several_stages_needs_exact_sums() -> None:
             brought(other)
 
 
+def test_statistics_of_several_stages_need_exact_sums_and_equal_steps() -> None:
+    run = of("normed_twice", data=SAMPLES)
+    graph = brought(run).traced.graph
+    first = next(op.index for op in graph.operators if "batch_norm" in op.target)
+    run = changed(run, cut=write_cut([int(op.index > first) for op in graph.operators]))
+    assert brought(run).shared == {}, "its norm has no weights"
+    eight_bits = replace(run, optimizer=replace(run.optimizer, name="adamw8bit"))
+    for other, change in (
+        (replace(run, exact_sums=False), "Set exact_sums = true"),
+        (replace(run, codec=replace(EXACT, adaptive=("bf16",))), r"Leave codec\.adaptive out"),
+        (eight_bits, r"Set optimizer\.name = \"adamw\""),
+    ):
+        with pytest.raises(
+            SetupError, match=rf"^norm\.running_mean is in stages 0 and 1, .* {change}.*, or cut"
+        ):
+            brought(other)
+
+
 def test_a_config_of_transformers_is_pinned_with_its_version() -> None:
     transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
     sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 256, "n_positions": 16}
