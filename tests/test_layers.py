@@ -45,6 +45,7 @@ MAY_IMPORT = {
     "peers.net": (
         *BASE,
         *SHARED,
+        "swarm.policy.claims",
         "hivemind",
         "cryptography",
         "google.protobuf",

@@ -32,6 +32,7 @@ from peers.net.transport import NetTransport
 from peers.ports import Answer, Request
 from swarm.errors import Busy, Refused, SetupError, SwarmError, short
 from swarm.ids import PeerId
+from swarm.policy.claims import clean
 from swarm.wire.messages import pack, unpack, unpack_answer
 
 METHOD = "reach"
@@ -44,6 +45,8 @@ MOST_ASKED = 4
 MOST_AT_ONCE = 4
 MOST_TOLD = 8
 """Possible relays."""
+WHY_CHARS = 300
+"""Of what a stranger says that is shown."""
 MOST_PER_HOST = 100
 """Questions of one host that are answered in a minute: a machine with eight devices starts eight peers."""
 
@@ -174,7 +177,7 @@ async def find_reach(options: DaemonOptions, join: Sequence[str], *, hidden: boo
         for peer, ends in direct.items():
             transport.learn(peer, ends)
         asked = await asyncio.gather(*(_ask(transport, peer, question) for peer in direct))
-        answers = [answer for answer in asked if isinstance(answer, Reached)]
+        answers = _of_kind(target, [answer for answer in asked if isinstance(answer, Reached)])
         refusals = [answer for answer in asked if isinstance(answer, str)]
         found = conclude(answers, refusals, join, port=_port(target), asked_from=_port(asker))
         if found.kind == "open" and not hidden:
@@ -223,6 +226,12 @@ async def _listening(stack: contextlib.AsyncExitStack, options: DaemonOptions) -
     return daemon
 
 
+def _of_kind(daemon: Daemon, answers: list[Reached]) -> list[Reached]:
+    """Those that see us at an address of the kind that we listen on (IPv4 or IPv6), if any does."""
+    version = 6 if daemon.addresses[0].startswith("/ip6/") else 4
+    return [a for a in answers if ipaddress.ip_address(a.host).version == version] or answers
+
+
 def _port(daemon: Daemon) -> int:
     return tcp_places(daemon.addresses[:1])[0][1]
 
@@ -232,12 +241,14 @@ async def _ask(transport: NetTransport, peer: PeerId, question: bytes) -> Reache
     try:
         answer = await transport.call(peer, METHOD, question, deadline_s=ASK_S)
         found = unpack_answer(peer, answer.header, Reached)
-        plain_ip(found.host)
+        host = str(plain_ip(found.host))
     except SwarmError as error:
-        return error.text
+        return clean(error.text, WHY_CHARS)
     except ValueError:
         return f"peer {short(peer)} saw us at no address"
-    return found
+    return msgspec.structs.replace(
+        found, host=host, why=clean(found.why, WHY_CHARS), relays=found.relays[:MOST_TOLD]
+    )
 
 
 def conclude(
@@ -262,11 +273,16 @@ def conclude(
         punchable = False
     elif len(told) > 1 or told[0].port == asked_from:
         punchable = True
-    for answer in told:
-        if answer.reached:
-            return Finding(kind="open", host=answer.host, port=port, punchable=punchable, relays=relays)
-    seen_at, why = told[0].host, told[0].why
-    return Finding(kind="closed", host=seen_at, port=port, punchable=punchable, relays=relays, why=why)
+    # Whoever joins dials what we announce: one liar among many is not to send them all to somebody else.
+    named = Counter(answer.host for answer in told).most_common(2)
+    host = named[0][0]
+    if len(named) > 1 and named[0][1] == named[1][1]:
+        why = f"it is seen at {host} and at {named[1][0]}, by as many"
+    elif any(answer.reached for answer in told if answer.host == host):
+        return Finding(kind="open", host=host, port=port, punchable=punchable, relays=relays)
+    else:
+        why = next(answer.why for answer in told if answer.host == host)
+    return Finding(kind="closed", host=host, port=port, punchable=punchable, relays=relays, why=why)
 
 
 def _relay_of(address: str) -> str:

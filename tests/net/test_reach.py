@@ -16,6 +16,7 @@ from peers.net.reach import (
     AskReach,
     Finding,
     Reached,
+    _ask,
     conclude,
     find_reach,
     in_words,
@@ -94,6 +95,16 @@ def test_one_that_got_through_is_enough_and_nobody_to_ask_is_unknown() -> None:
     assert (found.kind, found.why, found.relays) == ("closed", "no connection", JOIN)
     assert concluded([], ["too busy"]) == Finding(kind="unknown", port=31337, relays=JOIN, why="too busy")
     assert conclude([], [], [], port=1, asked_from=2).why == "there is nobody to ask"
+
+
+def test_one_liar_among_several_has_no_strangers_address_announced() -> None:
+    liar = answer("44.6.6.6", reached=True)
+    found = concluded([liar, answer(why="closed"), answer(reached=True)])
+    assert (found.kind, found.host) == ("open", "44.9.9.9")
+    found = concluded([liar, answer(why="closed"), answer(why="closed")])
+    assert (found.kind, found.host, found.why) == ("closed", "44.9.9.9", "closed")
+    found = concluded([liar, answer(reached=True)])
+    assert (found.kind, found.why) == ("closed", "it is seen at 44.6.6.6 and at 44.9.9.9, by as many")
 
 
 def test_a_neighbour_in_the_local_network_does_not_speak_for_the_world() -> None:
@@ -193,6 +204,23 @@ async def test_what_p2pd_could_not_read_is_announced_on_nobodys_word(public: Nod
     found = await find_reach(DaemonOptions(), public.addresses)
     assert (found.kind, found.host) == ("unknown", "")
     assert found.why == f"peer {public.peer_id[-6:]} saw us at no address"
+
+
+@pytest.mark.net
+async def test_words_of_a_stranger_are_cut_and_steer_no_terminal(public: Node) -> None:
+    said: list[Reached | Refused] = [answer(why="\x1b[2J" + "x" * 999), Refused("\x1b[2Jgo away")]
+
+    async def talk(request: Request) -> Answer:
+        words = said.pop(0)
+        if isinstance(words, Refused):
+            raise words
+        return Answer(pack(words))
+
+    public.transport.serve("reach", talk)
+    async with Node(join=public.addresses) as asker:
+        long, refusal = [await _ask(asker.transport, public.peer_id, b"") for _ in range(2)]
+    assert isinstance(long, Reached) and long.why == "?[2J" + "x" * 295 + "…"
+    assert refusal == "?[2Jgo away"
 
 
 @pytest.mark.net
