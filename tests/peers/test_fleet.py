@@ -72,7 +72,9 @@ def children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PROGRAMS = {
-    "works": "import signal\nprint('working', flush=True)\ntry:\n    signal.pause()\n"
+    # Who was started in the background of a shell has inherited that SIGINT is ignored.
+    "works": "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "print('working', flush=True)\ntry:\n    signal.pause()\n"
     "except KeyboardInterrupt:\n    print('left')",
     "refuses": "raise SystemExit(3)",
     "dies": "import os; os.kill(os.getpid(), 9)",
