@@ -167,7 +167,7 @@ class Node:
             )
             self._started.append("transport")
             await self.transport.start()
-            dial_back = DialBack(lambda: self.control, self._relays, self._is_relay)
+            dial_back = DialBack(lambda: self.control, self._relays, self._is_relay, lambda: self.addresses)
             self.transport.serve(METHOD, dial_back.serve)
             self.directory = NetDirectory(
                 await self._attach(AttachedP2P, daemon),

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -103,10 +104,12 @@ class DialBack:
         control: Callable[[], DaemonControl],
         relays: Callable[[], Iterable[str]],
         is_relay: Callable[[], bool],
+        own: Callable[[], Iterable[str]],
     ) -> None:
-        """`relays`: addresses of peers that may relay; `is_relay`: whether we do."""
-        self._control, self._relays, self._is_relay = control, relays, is_relay
+        """`relays`: addresses of peers that may relay; `is_relay`: whether we do; `own`: our addresses."""
+        self._control, self._relays, self._is_relay, self._own = control, relays, is_relay, own
         self._room = asyncio.Semaphore(MOST_AT_ONCE)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._asked: Counter[str] = Counter()
         self._minute = 0
 
@@ -124,7 +127,12 @@ class DialBack:
 
     async def _dial_back(self, ask: AskReach, host: str) -> str:
         """Why it cannot be reached; nothing if it can."""
-        async with self._room:
+        if not ipaddress.ip_address(host).is_global and any(map(is_public, self._own())):
+            # A router or docker's proxy may stand there for who asks, and its ports are nobody's business.
+            raise Refused(f"I see you at {host}, which is no address of the internet: that tells nothing")
+        # One at a time for each host: ports that swallow packets take 3 s each, and would take all the room.
+        turn = self._turns.setdefault(host, asyncio.Lock())
+        async with turn, self._room:
             if ask.peer in await self._control().connected():
                 raise Refused("that peer is connected to me already: ask for one that is not")
             kind = "ip6" if ":" in host else "ip4"

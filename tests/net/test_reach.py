@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
 
 from peers.net import reach as reach_module
-from peers.net.control import _raw_addresses
+from peers.net.control import ControlError, _raw_addresses
 from peers.net.daemon import Daemon, DaemonOptions, with_peer_id, without_peer_id
 from peers.net.identity import Identity
 from peers.net.node import Node
 from peers.net.reach import (
     AskReach,
+    DialBack,
     Finding,
     Reached,
     _ask,
@@ -134,6 +137,58 @@ def test_relays_are_those_to_join_at_and_those_told_of_if_p2pd_can_read_them() -
         [answer(relays=("rubbish", *told))], [], (f"{RELAY}/p2p-circuit/p2p/{B}",), port=1, asked_from=2
     )
     assert found.relays == (RELAY, *told)
+
+
+# -- dialling back -----------------------------------------------------------------------------------------
+
+
+class Dials:
+    """What a `DialBack` uses of p2pd's control: who asks is named after its host, and nobody answers."""
+
+    def __init__(self) -> None:
+        self.under_way: list[str] = []
+        self.answer = asyncio.Event()
+
+    async def connections(self, peer: str) -> list[str]:
+        return [f"/ip4/{peer}/tcp/5"]
+
+    async def connected(self) -> set[str]:
+        return set()
+
+    async def connect(self, peer: str, addresses: Sequence[str], timeout_s: float) -> None:
+        self.under_way += addresses
+        await self.answer.wait()
+        self.under_way.remove(addresses[0])
+        raise ControlError("no connection within 3 s")
+
+
+def dial_back(dials: Dials, *own: str) -> Callable[[str], Awaitable[Answer]]:
+    """Asks from a host."""
+    server = DialBack(lambda: dials, list, lambda: False, lambda: own)  # type: ignore[arg-type,return-value]
+    header = pack(AskReach(peer=B, port=9))
+    return lambda host: server.serve(SimpleNamespace(header=header, peer=host))  # type: ignore[arg-type]
+
+
+async def test_one_host_takes_one_place_of_those_that_dial_back() -> None:
+    dials = Dials()
+    ask = dial_back(dials)
+    asked = [asyncio.ensure_future(ask(host)) for host in ("44.6.6.6",) * 20 + ("44.1.1.1", "44.2.2.2")]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert dials.under_way == [f"/ip4/{host}/tcp/9" for host in ("44.6.6.6", "44.1.1.1", "44.2.2.2")]
+    dials.answer.set()
+    answers = [unpack((await answered).header, Reached) for answered in asked]
+    assert {found.why for found in answers} == {"no connection within 3 s"} and not dials.under_way
+
+
+async def test_who_is_of_the_internet_dials_back_into_no_local_network() -> None:
+    dials = Dials()
+    dials.answer.set()
+    for host in ("172.17.0.1", "127.0.0.1", "10.0.0.1"):
+        with pytest.raises(Refused, match=f"^I see you at {host}, which is no address of the internet"):
+            await dial_back(dials, f"/ip4/10.0.0.9/tcp/1/p2p/{A}", RELAY)(host)
+        await dial_back(dials, f"/ip4/10.0.0.9/tcp/1/p2p/{A}")(host)
+    await dial_back(dials, RELAY)("44.1.1.1")
 
 
 # -- with p2pd ---------------------------------------------------------------------------------------------
