@@ -100,22 +100,30 @@ def said(events: Sequence[Event], kind: type[Event]) -> list[str]:
     return [event.words() for event in events if isinstance(event, kind)]
 
 
+async def until_working(capfd: pytest.CaptureFixture[str], count: int) -> None:
+    """Before that a Ctrl-C meets an interpreter that is starting."""
+    out = ""
+    while out.count("working") < count:
+        await asyncio.sleep(0.01)
+        out += capfd.readouterr().out
+
+
 async def test_one_ctrl_c_ends_all_of_them(children: None, capfd: pytest.CaptureFixture[str]) -> None:
     events: list[Event] = []
     running, task = await run("works,works", events, "on works#2 has process id")
-    out = ""
-    while out.count("working") < 2:
-        await asyncio.sleep(0.01)
-        out += capfd.readouterr().out
+    await until_working(capfd, 2)
     await running.leave()
     assert await task == 0
     assert sorted(capfd.readouterr().out.splitlines()) == ["[works#2] left", "[works] left"]
     assert not said(events, Trouble)
 
 
-async def test_one_that_dies_is_started_again_and_takes_no_other_along(children: None) -> None:
+async def test_one_that_dies_is_started_again_and_takes_no_other_along(
+    children: None, capfd: pytest.CaptureFixture[str]
+) -> None:
     events: list[Event] = []
     running, task = await run("works,dies", events, "on dies died (signal 9): it is started again in 0 s")
+    await until_working(capfd, 1)
     while len([words for words in said(events, Note) if "on dies has" in words]) < 3:
         await asyncio.sleep(0.01)
     assert len([words for words in said(events, Note) if "on works has" in words]) == 1
@@ -123,9 +131,12 @@ async def test_one_that_dies_is_started_again_and_takes_no_other_along(children:
     assert await task == 0
 
 
-async def test_one_that_asks_its_owner_for_something_is_not_started_again(children: None) -> None:
+async def test_one_that_asks_its_owner_for_something_is_not_started_again(
+    children: None, capfd: pytest.CaptureFixture[str]
+) -> None:
     events: list[Event] = []
     running, task = await run("works,refuses", events, "on refuses ended with exit code 3; the others go on")
+    await until_working(capfd, 1)
     await running.leave()
     assert await task == 3
 
