@@ -369,7 +369,7 @@ class FrameLink(asyncio.BufferedProtocol):
                 frame = self._urgent.popleft()
                 self.sent_bytes += len(frame)
                 if self.pacer is not None:
-                    self.pacer.take(len(frame), now=self._loop.time())
+                    self.pacer.took(len(frame), now=self._loop.time())
                 transport.write(frame)
             elif self._bulk:
                 most = self._may_send()

@@ -27,7 +27,7 @@ def test_in_any_ten_seconds_no_more_is_sent_than_the_limit(limit_bps: float, lin
         sent.append((now, pacer.turn_bytes))
         turns[link] += 1
         if len(sent) % 10 == 0:
-            pacer.take(64, now=now)  # a control message
+            pacer.took(64, now=now)  # a control message
             sent.append((now, 64))
         wait_s = pacer.take(pacer.turn_bytes, now=now)
         due[link] = now + wait_s + 0.005 * (len(sent) % 3 > 0)
@@ -43,6 +43,23 @@ def test_who_was_idle_does_not_make_up_for_it() -> None:
     pacer.take(1, now=0.0)
     waits = [pacer.take(pacer.turn_bytes, now=100.0) for _ in range(10)]
     assert waits[0] == 0.0 and waits[-1] == pytest.approx(9 * TURN_S - 0.1, abs=0.01)
+
+
+def test_frames_that_do_not_wait_leave_bodies_half_of_the_line() -> None:
+    pacer = Pacer(1e6)
+    for _ in range(1000):
+        pacer.took(5000, now=0.0)
+    assert 0.85 < pacer.take(pacer.turn_bytes, now=0.0) <= 1.0, "seconds: what came at once is not forgotten"
+    due = dict.fromkeys(range(3), 0.0)
+    turns = 0
+    for now in (tick / 100 for tick in range(6000)):
+        for _ in range(50):  # 20 Mbit/s of answers
+            pacer.took(500, now=now)
+        for link in due:
+            if due[link] <= now:
+                due[link] = now + pacer.take(pacer.turn_bytes, now=now)
+                turns += 1
+    assert 8 * turns * pacer.turn_bytes >= 0.45 * 1e6 * 60.0
 
 
 async def test_a_body_takes_its_time_and_a_control_message_passes_it(relay: Relay) -> None:
