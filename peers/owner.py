@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 from typing import Literal, Protocol, TypeAlias
 
+NO_ROOM = "no room"
+"""Who pauses a peer that its device has no room for."""
+
 Doing: TypeAlias = Literal["starting", "serving", "pausing", "paused", "leaving"]
 
 
@@ -23,8 +26,8 @@ class Stoppable(Protocol):
 class Owner:
     """The wish, and how far it is carried out.
 
-    There may be several reasons to pause at once, each by its name (`by hand`, `busy`); the device is used
-    again when none is left.
+    There may be several reasons to pause at once, each by its name (`by hand`, `busy`, `NO_ROOM`); the device
+    is used again when none is left.
     """
 
     def __init__(self) -> None:
@@ -58,12 +61,10 @@ class Owner:
             self.doing = "leaving" if self.left else "pausing"
         self._change()
 
-    def resume(self, by: str | None = None) -> None:
-        """Take back what `by` said; None: whatever anybody said."""
-        if by is None:
-            self._reasons.clear()
-        else:
-            self._reasons.pop(by, None)
+    def resume(self, *by: str) -> None:
+        """Take back what those said; none named: whatever anybody said."""
+        for name in by or tuple(self._reasons):
+            self._reasons.pop(name, None)
         self._change()
 
     def leave(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from peers.events import Emit, Note, Trouble
-from peers.owner import Owner
+from peers.owner import NO_ROOM, Owner
 from swarm.errors import SetupError
 from swarm.policy.busy import BusyGate, Use
 
@@ -50,7 +50,7 @@ async def watch(
         if paused:
             owner.pause(BY, verdict.why)
         else:
-            owner.resume(BY)
+            owner.resume(BY, NO_ROOM)  # what others had is free again, so it is worth another try
     owner.resume(BY)  # nobody would end that pause any more
 
 

@@ -12,10 +12,12 @@ import gc
 import time
 from collections.abc import Awaitable, Callable
 
+import torch
+
 from peers.device import release_cached
 from peers.disk.shelf import Shelf
 from peers.events import Emit, Paused, Trouble
-from peers.owner import Owner
+from peers.owner import NO_ROOM, Owner
 from peers.ports import Answer, Directory, Request, Transport
 from peers.stage import ANNOUNCE_S, StagePeer, StageSettings
 from peers.state_server import Snapshot, StateDesk
@@ -114,9 +116,16 @@ async def serve(
     place meanwhile. Returns when the owner had it leave.
     """
     kept: Snapshot | None = None
-    alone = False
+    resumes = alone = False
+
+    def stays_paused(why: str) -> None:
+        # Another program has the memory now. What this peer has done so far is not lost for that.
+        emit(Trouble(text=f"this peer cannot resume: {why}. It stays paused: swarm resume tries again"))
+        owner.pause(NO_ROOM, "the device has no room")
+
     while True:
         if owner.paused:
+            resumes = True
             place = hold(stage, kept)
             await place.begin()
             gc.collect()  # tensors that only a circle of references holds are on the device all the same
@@ -135,23 +144,27 @@ async def serve(
         try:
             peer = await build(stage, kept)
         except SetupError as error:
-            if kept is None:
+            if not resumes:
                 raise
-            # Another program has the memory now. What it has done so far is not lost for that.
-            text = f"this peer cannot resume: {error.text}. It stays paused: swarm resume tries again"
-            emit(Trouble(text=text))
-            owner.pause("no room", "the device has no room")
+            stays_paused(error.text)
             continue
-        kept = None
+        kept, full = None, ""
         owner.serves(peer)
         try:
             await peer.run()
+        except torch.OutOfMemoryError as error:
+            if not resumes or peer.has_joined:
+                raise
+            full = f"stage {stage} does not fit on {device} now: {error}"
         finally:
             owner.serves(None)
-        if peer.moving_to is not None:
-            stage = peer.moving_to
+        if full:
+            kept = peer.kept
+            stays_paused(full)
+        elif peer.moving_to is not None:
+            stage, resumes = peer.moving_to, False
         elif peer.paused:
-            kept, alone = peer.kept, peer.alone
+            kept, resumes, alone = peer.kept, True, peer.alone
         else:
             return
         del peer  # it holds the transport's methods, and they its tensors

@@ -256,8 +256,12 @@ class Peer(Networked):
         self._emit(Note(text=f"stage {stage} is taken: it is among the slowest"))
         return stage
 
-    def _build(self, run: Run, stage: Stage, device: str) -> StageCompute:
-        """Raises SetupError: it does not fit; before anything is fetched."""
+    def _build(self, run: Run, stage: Stage, device: str) -> tuple[StageCompute, int]:
+        """The stage, and how many microbatches it admits.
+
+        Raises:
+            SetupError: it does not fit; before anything is fetched.
+        """
         import torch
 
         from peers.device import limit_memory
@@ -268,7 +272,8 @@ class Peer(Networked):
         needs_of(run, stage).check(options.max_vram)
         limit_memory(device, options.max_vram)
         try:
-            return StageCompute(run, stage, device, recompute=options.recompute)
+            compute = StageCompute(run, stage, device, recompute=options.recompute)
+            return compute, self._admits(run, compute, device)
         except torch.OutOfMemoryError as error:
             raise SetupError(f"stage {stage} does not fit on {device} now: {error}") from None
 
@@ -312,8 +317,7 @@ class Peer(Networked):
             )  # fmt: skip
 
         async def build(stage: Stage, kept: Snapshot | None) -> StagePeer:
-            compute = await asyncio.to_thread(self._build, run, stage, device)
-            max_inflight = await asyncio.to_thread(self._admits, run, compute, device)
+            compute, max_inflight = await asyncio.to_thread(self._build, run, stage, device)
             peer = StagePeer(
                 run, stage, compute, node.transport, node.directory, settings(max_inflight), emit, kept=kept
             )

@@ -181,6 +181,8 @@ class StagePeer:
         """The stage that this device serves next, once `run` has returned."""
         self.paused = False
         """`run` returned, or is about to, for a pause: the place is kept."""
+        self.has_joined = False
+        """It has, or had, the weights of its stage."""
         self.kept = kept
         """The state for the time after a pause, in host memory; None while the device has it."""
         self.alone = False
@@ -378,7 +380,7 @@ class StagePeer:
         await core.open_steps()
         self._first_version = core.version
         self.kept = None
-        core.joined = True
+        self.has_joined = core.joined = True
         await core.refresh_digest()
         await core.open_steps()
 

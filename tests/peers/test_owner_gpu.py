@@ -12,7 +12,7 @@ import pytest
 
 from peers import owner_gpu
 from peers.events import Event, Note, Trouble
-from peers.owner import Owner
+from peers.owner import NO_ROOM, Owner
 from peers.owner_gpu import Nvml, nvml_of, watch
 from swarm.errors import SetupError
 from swarm.policy.busy import BusyGate, Use
@@ -134,9 +134,10 @@ async def test_it_pauses_and_resumes_and_leaves_a_pause_by_hand_alone(
     await until(lambda: owner.paused)
     assert owner.why == "other programs have 4096 MiB more than usual, and 90% of the time"
     owner.pause("by hand", "swarm pause")
+    owner.pause(NO_ROOM, "the device has no room")
     reader.uses = [quiet]
     await until(lambda: len(events) == 2)
-    assert owner.paused and owner.why == "swarm pause"
+    assert owner.paused and owner.why == "swarm pause", "what the device had no room for is tried again"
     assert [type(event) for event in events] == [Note, Note]
     watching.cancel()
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from peers.owner_memory import MOST_INFLIGHT, Needs, needs_of
+from peers.roles import Peer, PeerOptions
 from swarm.errors import SetupError
 from swarm.model.stage import StageCompute
 from swarm.run import Run, demo_run
@@ -60,3 +62,16 @@ def test_as_many_microbatches_are_admitted_as_fit() -> None:
     assert needs.inflight(1000 * MIB, 200 * MIB) == 5
     assert needs.inflight(60 * MIB, 200 * MIB) == 3, "others have the rest of the device"
     assert needs.inflight(0, 120 * MIB) == 1
+
+
+@pytest.mark.parametrize("method", ["__init__", "saved_bytes"])
+def test_a_device_that_another_program_fills_is_a_clear_error(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(StageCompute, method, out_of_memory)
+    peer = Peer(PeerOptions(run="5a"), emit=lambda _: None)
+    with pytest.raises(SetupError, match="stage 1 does not fit on cpu now: CUDA out of memory"):
+        peer._build(demo_run(stages=2), 1, "cpu")

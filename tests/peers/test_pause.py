@@ -6,6 +6,7 @@ import asyncio
 import gc
 import random
 import weakref
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -302,27 +303,64 @@ async def test_a_peer_that_is_moving_ends_up_where_it_went_or_where_it_was() -> 
         assert counts == [version] * run.M
 
 
+def does_not_fit(*_: object, **__: object) -> StageCompute:
+    raise SetupError("stage 1 does not fit on cuda:0 now")
+
+
+def out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("where", ["build", "load"])
+@pytest.mark.parametrize("served", [True, False], ids=["served", "never joined"])
 async def test_a_device_that_is_full_at_the_end_of_a_pause_keeps_the_state(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, where: str, served: bool
 ) -> None:
-    async with swarm() as s:
-        await s.until_serving()
-        await pause(s, "s1p0")
-
-        def full(*_: object) -> StageCompute:
-            raise SetupError("stage 1 does not fit on cuda:0 now")
-
+    run = counting_run(stages=2, steps=10, microbatches_per_step=8)
+    async with swarm(run) as s:
+        trainer = s.add_trainer("trainer")
+        await s.until_version(2)
+        name = "s1p0"
+        if served:
+            version = (await pause(s, name)).version
+        else:
+            name, version = "late", -1
+            s.on_call("chunk", lambda *_: s.owners[name].pause("by hand", "swarm pause"), by=name)
+            s.add_peer(name, 1)
+            await s.until(lambda: s.owners[name].doing == "paused")
+        trainer.leave()
+        await s.until(lambda: s.tasks["trainer"].done())
         with monkeypatch.context() as patched:
-            patched.setattr(loops, "StageCompute", full)
-            s.owners["s1p0"].resume()
+            if where == "build":
+                patched.setattr(loops, "StageCompute", does_not_fit)
+            else:
+                patched.setattr(StageCompute, "load_state", out_of_memory)
+            s.owners[name].resume()
             await s.until(lambda: len(s.seen(Paused)) == 2)
-        assert s.seen(Paused)[1].version == 0 and s.owners["s1p0"].why == "the device has no room"
-        assert any("It stays paused: swarm resume tries again" in event.text for event in s.seen(Trouble))
-        await resume(s, "s1p0")
-        s.add_trainer("trainer")
+        assert s.seen(Paused)[1].version == version and s.owners[name].why == "the device has no room"
+        assert s.network.records[name].state == "paused"
+        (trouble,) = (event.text for event in s.seen(Trouble) if "cannot resume" in event.text)
+        assert trouble.startswith("this peer cannot resume: stage 1 does not fit on c")
+        assert trouble.endswith(". It stays paused: swarm resume tries again")
+        await resume(s, name)
+        s.add_trainer("another")
         await s.until_finished()
         s.assert_each_counted_once()
-        assert not s.seen(StateFetched)
+        assert served == (not s.seen(StateFetched))
+
+
+async def test_what_is_not_a_resume_ends_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = counting_run(stages=2, steps=10, microbatches_per_step=8)
+    async with swarm(run) as s:
+        s.add_trainer("trainer")
+        await s.until_version(2)
+        monkeypatch.setattr(StageCompute, "load_state", out_of_memory)
+        s.add_peer("late", 1)
+        await s.until(lambda: s.tasks["late"].done())
+        assert isinstance(s.tasks["late"].exception(), torch.OutOfMemoryError)
+        assert not s.owners["late"].paused
+        with suppress(torch.OutOfMemoryError):
+            await s.tasks.pop("late")
 
 
 # --- leaving, dying -----------------------------------------------------------------------------------------
