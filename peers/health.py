@@ -137,7 +137,9 @@ def listen(path: Path, what: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.is_socket():
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            gone = contextlib.suppress(ConnectionRefusedError, FileNotFoundError)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, gone:
+                probe.settimeout(ANSWER_S)
                 probe.connect(str(path))
                 raise SetupError(f"{what} {path}: another program answers there; give each its own socket")
             path.unlink(missing_ok=True)  # of one that was killed

@@ -148,32 +148,36 @@ async def run_wish(do: Literal["pause", "resume"], options: WishOptions) -> None
         SetupError: there is none, or one does not answer.
     """
     found: dict[Path, Said] = {}
+    trouble: list[str] = []  # one that hangs must not keep the others from what their owner wants
     for path in _sockets():
         if options.pid is not None and path.stem != str(options.pid):
             continue
         try:
             found[path] = await ask(path, Wish(do="look"), LOOK_S)
-        except OSError:
+        except (ConnectionRefusedError, FileNotFoundError):
             path.unlink(missing_ok=True)  # it was killed
+        except OSError as error:
+            trouble.append(f"the peer with pid {path.stem} cannot be asked: {error.strerror or error}")
+        except SetupError as error:
+            trouble.append(error.text)
     meant = [path for path, said in found.items() if _is_meant(said, options)]
-    if not meant:
+    if not meant and not trouble:
         there = "; ".join(said.line() for said in found.values()) or "none runs"
         raise SetupError(f"no peer of yours on this machine is meant by that: {there}")
     answers = await asyncio.gather(
         *(ask(path, Wish(do=do), DONE_S + LOOK_S) for path in meant), return_exceptions=True
     )
-    trouble = ""
     for path, answer in zip(meant, answers, strict=True):
         if isinstance(answer, Said):
             print(answer.line(), flush=True)
         elif isinstance(answer, SetupError):
-            trouble = answer.text
+            trouble.append(answer.text)
         elif isinstance(answer, OSError):
-            trouble = f"the peer with pid {path.stem} ended meanwhile"
+            trouble.append(f"the peer with pid {path.stem} ended meanwhile")
         else:
             raise answer
     if trouble:
-        raise SetupError(trouble)
+        raise SetupError("; ".join(trouble))
 
 
 def _is_meant(said: Said, options: WishOptions) -> bool:

@@ -116,6 +116,29 @@ async def test_one_that_hangs_or_is_no_peer_is_named(monkeypatch: pytest.MonkeyP
         await server.wait_closed()
 
 
+async def test_one_that_hangs_keeps_no_other_from_its_pause(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(owner_socket, "LOOK_S", 0.2)
+    control_folder().mkdir()
+    hung, crowded = control_folder() / "0.sock", control_folder() / "00.sock"
+    with socket.socket(socket.AF_UNIX) as accepts_only, socket.socket(socket.AF_UNIX) as full:
+        for listener, path, room in ((accepts_only, hung, 8), (full, crowded, 0)):
+            listener.bind(str(path))
+            listener.listen(room)
+        with socket.socket(socket.AF_UNIX) as waiting:
+            waiting.connect(str(crowded))  # there is no room for the next one
+            async with peer() as owner:
+                with pytest.raises(SetupError) as error:
+                    await run_wish("pause", WishOptions())
+                assert owner.paused
+    first, second = error.value.text.split("; ")
+    assert first == "the peer with pid 0 does not answer within 0.2 s: it hangs"
+    assert second.startswith("the peer with pid 00 cannot be asked: ")
+    assert capsys.readouterr().out.endswith(": paused\n")
+    assert hung.exists() and crowded.exists(), "their programs live"
+
+
 async def test_what_is_no_wish_is_not_obeyed() -> None:
     async with peer() as owner:
         (path,) = control_folder().iterdir()
