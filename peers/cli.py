@@ -781,7 +781,7 @@ def _common(parser: argparse.ArgumentParser, *, events: bool = True) -> None:
             metavar="SOCKET",
             help="answer `swarm health SOCKET`, on a unix socket made there",
         )
-        parser.add_argument("--die-with-parent", action="store_true", help=argparse.SUPPRESS)
+        parser.add_argument("--die-with-parent", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error comes from")
 
 
@@ -870,17 +870,17 @@ def _seconds(text: str) -> float:
 
 
 RATES = {"kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}
-LEAST_RATE_BPS = 256e3
-"""Below that a peer would be taken for dead by whom it answers."""
 
 
 def _rate(text: str) -> float:
     """`20Mbit` -> bits a second."""
+    from peers.fleet import LEAST_BPS
+
     for unit, bps in RATES.items():
         with contextlib.suppress(ValueError):
             if text.endswith(unit):
                 rate_bps = float(text.removesuffix(unit)) * bps
-                if LEAST_RATE_BPS <= rate_bps <= 1e12:
+                if LEAST_BPS <= rate_bps <= 1e12:
                     return rate_bps
     words = "is not a rate of at least 256kbit a second, such as 800kbit, 20Mbit or 1Gbit"
     raise argparse.ArgumentTypeError(f"{text!r} {words}")
@@ -934,7 +934,10 @@ def _role(args: argparse.Namespace, module: str, role: str, emit: Emit) -> Role:
 
         if args.health is not None:
             raise SetupError("--health answers for one peer: with several devices start a program for each")
-        own = {"--device", "--identity", "--port", "--announce", "--metrics", "--max-upload"}
+        own = {
+            "--device", "--identity", "--port", "--announce", "--metrics", "--max-upload",
+            "--die-with-parent",
+        }  # fmt: skip
         return Fleet(
             FleetOptions(
                 device=args.device, words=without(args.words[1:], own), identity=args.identity,
@@ -960,7 +963,7 @@ def without(words: Sequence[str], names: Collection[str]) -> tuple[str, ...]:
             skips = False
         elif word in names:
             skips = True
-        elif word.partition("=")[0] not in names and word != "--die-with-parent":
+        elif word.partition("=")[0] not in names:
             left.append(word)
     return tuple(left)
 
@@ -1221,10 +1224,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return Exit.USAGE
     try:
-        if getattr(args, "die_with_parent", False):
+        if getattr(args, "die_with_parent", None) is not None:
             from peers.device import die_with_parent
 
-            die_with_parent()
+            die_with_parent(args.die_with_parent)
         return RUN[args.command](args)
     except SwarmError as error:
         if args.traceback:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -28,6 +29,8 @@ LONGEST_WAIT_S = 300.0
 DID_WELL_S = 600.0
 """Who ran so long is started again after the shortest wait."""
 MOST_LINE = 1 << 20
+LEAST_BPS = 256e3
+"""Of --max-upload. Below that a peer would be taken for dead by whom it answers."""
 OWN_EXITS = (0, 2, 3)
 """Exit codes of a peer that is not to be started again: done, or its owner has to change something."""
 
@@ -66,11 +69,16 @@ def arguments(options: FleetOptions, names: Sequence[str]) -> dict[str, list[str
     """Label -> the arguments of each peer. Ports count up from the one that is given.
 
     Raises:
-        SetupError: they cannot be told apart.
+        SetupError: they cannot be told apart, or their shares of --max-upload are too small.
     """
     if options.identity is not None and options.identity.is_file():
         raise SetupError(
             f"--identity {options.identity} is one key, and there are {len(names)} peers: name a folder"
+        )
+    least_bps = LEAST_BPS * len(names)
+    if options.max_upload is not None and options.max_upload < least_bps:
+        raise SetupError(
+            f"--max-upload is shared by {len(names)} peers: they need {least_bps / 1e3:.0f}kbit at least"
         )
     found: dict[str, list[str]] = {}
     seen: Counter[str] = Counter()
@@ -144,19 +152,19 @@ class Fleet:
                 if code:
                     text = f"the peer on {label} ended with exit code {code}; the others go on"
                     self._emit(Trouble(text=text))
-                return max(0, code)
+                return _code(code)
             wait_s = RESTART_S if time.monotonic() - began > DID_WELL_S else wait_s
             why = f"signal {-code}" if code < 0 else f"exit code {code}"
             text = f"the peer on {label} died ({why}): it is started again in {wait_s:.0f} s"
             self._emit(Trouble(text=f"{text}; the others go on"))
             if await happens(self._leaving, wait_s):
-                return 0
+                return _code(code)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     async def _once(self, label: str, words: Sequence[str]) -> int:
         # In a session of its own: the terminal's Ctrl-C is for us, who pass it on once.
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "peers.cli", "peer", *words, "--die-with-parent",
+            sys.executable, "-m", "peers.cli", "peer", *words, "--die-with-parent", str(os.getpid()),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, start_new_session=True,
             limit=MOST_LINE,
         )  # fmt: skip
@@ -174,6 +182,11 @@ class Fleet:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
+
+
+def _code(code: int) -> int:
+    """An exit code for the whole: 1 for a peer that a signal ended."""
+    return 1 if code < 0 else code
 
 
 def labelled(label: str, line: str) -> str:

@@ -139,3 +139,13 @@ def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
     code = "import os; from peers.device import die_with_parent; die_with_parent(os.getpid()); print('alive')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
+
+
+@pytest.mark.process
+def test_a_program_whose_parent_is_another_than_it_was_told_ends_at_once() -> None:
+    words = ["peer", "--run", "5a" * 16, "--join", "/ip4/127.0.0.1/tcp/1/p2p/12D3KooW"]
+    words += ["--die-with-parent", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "peers.cli", *words], capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")

@@ -36,6 +36,8 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("")
     with pytest.raises(SetupError, match="is one key, and there are 2 peers: name a folder"):
         arguments(FleetOptions(device="all", identity=tmp_path / "key"), ["cuda:0", "cuda:1"])
+    with pytest.raises(SetupError, match="is shared by 8 peers: they need 2048kbit at least"):
+        arguments(FleetOptions(device="all", max_upload=1e6), [f"cuda:{number}" for number in range(8)])
     with pytest.raises(SetupError, match="with several devices take HOST:PORT"):
         arguments(FleetOptions(device="all", announce=("/ip4/1.2.3.4/tcp/5",)), ["cuda:0", "cuda:1"])
 
@@ -77,6 +79,9 @@ PROGRAMS = {
     "print('working', flush=True)\ntry:\n    signal.pause()\n"
     "except KeyboardInterrupt:\n    print('left')",
     "refuses": "raise SystemExit(3)",
+    "fails": "raise SystemExit(4)",
+    "breaks": "import os, signal\nsignal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), 9))\n"
+    "print('ready', flush=True)\nsignal.pause()",
     "dies": "import os; os.kill(os.getpid(), 9)",
 }
 
@@ -128,7 +133,31 @@ async def test_one_that_dies_is_started_again_and_takes_no_other_along(
         await asyncio.sleep(0.01)
     assert len([words for words in said(events, Note) if "on works has" in words]) == 1
     await running.leave()
-    assert await task == 0
+    assert await task == 1, "what died had not ended well"
+
+
+async def test_one_that_waits_to_be_started_again_when_all_leave_had_not_ended_well(
+    children: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "RESTART_S", 300.0)
+    for device, code in (("dies", 1), ("fails", 4)):
+        events: list[Event] = []
+        running, task = await run(device, events, f"on {device} died")
+        await running.leave()
+        assert await task == code
+
+
+async def test_one_that_is_killed_while_it_leaves_did_not_end_well(
+    children: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    events: list[Event] = []
+    running, task = await run("works,breaks", events, "on breaks has process id")
+    out = ""
+    while not ("ready" in out and "working" in out):
+        await asyncio.sleep(0.01)
+        out += capfd.readouterr().out
+    await running.leave()
+    assert await task == 1
 
 
 async def test_one_that_asks_its_owner_for_something_is_not_started_again(

@@ -80,8 +80,9 @@ class Program:
             environment["SWARM_KILL_AT"] = kill_at
         # Forked from the main thread: the kernel's signal for `--die-with-parent` follows the forking thread.
         assert threading.current_thread() is threading.main_thread()
+        last = ["--log-format", "json", "--die-with-parent", str(os.getpid())]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "peers.cli", *arguments, "--log-format", "json", "--die-with-parent"],
+            [sys.executable, "-m", "peers.cli", *arguments, *last],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
