@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from swarm.errors import SetupError
+from swarm.errors import SetupError, printable
 
 MIN_FREE_BYTES = 1_500_000_000
 """A CPU peer's own overhead (below 600 MB with torch) and room for a small stage."""
@@ -257,7 +257,7 @@ def to_text(findings: Sequence[Finding]) -> str:
     lines.append(
         "This machine can be a peer." if not wrong else f"{wrong} to fix, then run swarm check again."
     )
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def to_json(findings: Sequence[Finding]) -> str:

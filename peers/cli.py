@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from swarm.codecs import KNOWN, parse_codec
-from swarm.errors import NotNow, PeerFault, Refused, SetupError, SwarmError
+from swarm.errors import NotNow, PeerFault, Refused, SetupError, SwarmError, printable
 
 if TYPE_CHECKING:
     from peers.events import Emit
@@ -1253,7 +1253,7 @@ def _say(args: argparse.Namespace, text: str) -> None:
         from peers.events import Emitter, Failed
 
         Emitter("json")(Failed(text=text))
-    print(f"swarm {args.command}: {text}", file=sys.stderr)
+    print(f"swarm {args.command}: {printable(text)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peers.events import Downloading, Event, Level, Note, StateFetched, StepDone, to_text
+from swarm.errors import printable
 
 LAST_EVENTS = 8
 """Lines of events on the screen; with the figures above them the display fits 24 lines."""
@@ -120,7 +121,7 @@ def _peers(peers: Sequence[int]) -> Text:
 
 def _line(event: Event, width: int) -> Text:
     stamp = time.strftime("%H:%M:%S", time.localtime(event.at))
-    words = " ".join(event.words().split())
+    words = printable(" ".join(event.words().split()))
     text = Text(f"  {stamp}  {words}", style=STYLE[event.level], no_wrap=True, overflow="ellipsis")
     text.truncate(width, overflow="ellipsis")
     return text

@@ -21,7 +21,7 @@ from typing import ClassVar, Literal, TextIO, TypeAlias
 
 import msgspec
 
-from swarm.errors import short
+from swarm.errors import printable, short
 
 LogFormat: TypeAlias = Literal["text", "json"]
 Level: TypeAlias = Literal["info", "warning", "error"]
@@ -479,7 +479,7 @@ def to_text(event: Event) -> str:
     """A log line: local time, a mark for trouble, the words."""
     clock = time.strftime("%H:%M:%S", time.localtime(event.at))
     mark = {"info": "", "warning": "! ", "error": "error: "}[event.level]
-    return f"{clock}  {mark}{event.words()}"
+    return f"{clock}  {mark}{printable(event.words())}"
 
 
 Emit: TypeAlias = Callable[[Event], None]

@@ -161,3 +161,8 @@ def from_wire(peer: str, fields: dict[str, Any]) -> SwarmError:
 def short(peer: str) -> str:
     """The end of a peer id, which is the part that differs, for log lines."""
     return peer[-6:]
+
+
+def printable(text: str) -> str:
+    """`text` for a terminal: its lines, without what a terminal would obey. It may be a stranger's."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)

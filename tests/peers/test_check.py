@@ -144,6 +144,11 @@ def test_the_text_says_how_many_to_fix() -> None:
     assert to_text(FINDINGS[:1]).endswith("\nThis machine can be a peer.")
 
 
+def test_what_a_terminal_would_obey_is_not_in_the_text() -> None:
+    finding = Finding(name="reach", ok=False, found="no\x1b[2J route", fix="call\r again")
+    assert "no?[2J route\n               -> call? again\n" in to_text([finding])
+
+
 async def test_json_is_one_object(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -224,6 +224,10 @@ def test_an_error_is_one_line_and_a_traceback_is_for_those_who_ask(
     monkeypatch.setattr(cli, "RUN", raising(SetupError("the port is taken: choose another")))
     assert main(["demo"]) == Exit.SETUP
     assert capsys.readouterr().err == "swarm demo: the port is taken: choose another\n"
+    monkeypatch.setattr(cli, "RUN", raising(Refused("go\x1b[2J away")))
+    assert main(["demo"]) == Exit.NETWORK
+    assert capsys.readouterr().err == "swarm demo: go?[2J away\n"
+    monkeypatch.setattr(cli, "RUN", raising(SetupError("the port is taken: choose another")))
     with pytest.raises(SetupError):
         main(["demo", "--traceback"])
 

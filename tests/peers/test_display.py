@@ -95,6 +95,10 @@ def test_the_screen_fits_its_width_and_24_lines(width: int) -> None:
     assert sum("line" in line for line in lines) == LAST_EVENTS
 
 
+def test_what_a_terminal_would_obey_is_not_on_the_screen() -> None:
+    assert "no?[2J route" in picture(after([Note(at=1030.0, text="no\x1b[2J route")]), 1075.0, 80)
+
+
 def test_a_stage_without_peers_is_named() -> None:
     assert "stage 1: none" in picture(after([step(0, peers=(1, 0, 1))]), 1000.0, 80)
 
