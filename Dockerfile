@@ -37,10 +37,10 @@ RUN pip install --no-deps --no-build-isolation --force-reinstall . \
 FROM base
 LABEL org.opencontainers.image.title="swarm" \
       org.opencontainers.image.description="Train one model on many unreliable machines, and lose nothing when they die"
-# /data is the one thing to keep: the identity and the cache.
+# /data is the one thing to keep: the identity and the cache. /join is where a volume can be put for --join-file.
 RUN groupadd --gid 10001 swarm \
     && useradd --uid 10001 --gid swarm --home-dir /data --no-create-home --shell /usr/sbin/nologin swarm \
-    && install --directory --owner swarm --group swarm --mode 0700 /data
+    && install --directory --owner swarm --group swarm --mode 0700 /data /join
 COPY --from=build /opt/swarm /opt/swarm
 COPY scripts/entrypoint /usr/local/bin/entrypoint
 ENV PATH=/opt/swarm/bin:$PATH HOME=/data SWARM_CACHE=/data/cache

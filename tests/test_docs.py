@@ -147,6 +147,8 @@ def test_compose_starts_what_there_is(tmp_path: Path) -> None:
         parses(of_image(words, tmp_path))
         named = {volume.split(":")[0] for volume in service["volumes"] if not volume.startswith("$")}
         assert named <= set(compose["volumes"])
+        keeps = [volume for volume in service["volumes"] if volume.startswith("bootstrap:")]
+        assert keeps == (["bootstrap:/data"] if name == "bootstrap" else []), "its private key is there"
         assert service["read_only"]
         assert service["cap_drop"] == ["ALL"]
         assert (name == "bootstrap") == ("depends_on" not in service)
