@@ -33,7 +33,7 @@ DOCKER = {
     "build": {"-t": 1, "--build-arg": 1},
     "run": {
         "-d": 0, "-v": 1, "-p": 1, "--name": 1, "--gpus": 1, "--stop-timeout": 1, "--restart": 1,
-        "--read-only": 0, "--tmpfs": 1, "--cap-drop": 1, "--security-opt": 1, "--network": 1,
+        "--read-only": 0, "--tmpfs": 1, "--cap-drop": 1, "--security-opt": 1, "--network": 1, "--pid": 1,
     },
     "logs": {"-f": 0}, "exec": {}, "stop": {"--time": 1}, "start": {}, "restart": {"--time": 1},
     "compose": {"--file": 1, "--build": 0, "--scale": 1, "--volumes": 0},
