@@ -30,7 +30,7 @@ from swarm.model.gpt import weights_dtype
 from swarm.model.opgraph import Operator, OpGraph, Value
 from swarm.model.split import Link, Place, split
 from swarm.model.traced.build import Traced
-from swarm.model.traced.calls import Ref, refs
+from swarm.model.traced.calls import Call, Ref, refs
 from swarm.run import BroughtSpec, Run, read_cut, write_cut
 from swarm.wire.meta import ITEM_BYTES, MAX_DIMS
 
@@ -77,6 +77,13 @@ class Input(NamedTuple):
     """In a run of tokens: it gets those after."""
 
 
+class Bounds(NamedTuple):
+    """What whole numbers may be: `least` to `below` - 1."""
+
+    least: int
+    below: int
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Model:
     """A brought model, ready to be computed stage by stage."""
@@ -88,6 +95,8 @@ class Model:
     plans: tuple[StagePlan, ...]
     inputs: tuple[Input, ...]
     """In the graph's order; all enter at stage 0."""
+    bounds: Mapping[str, Bounds]
+    """Of the whole numbers that stages make of others, where it is known."""
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:
@@ -120,7 +129,8 @@ def brought(run: Run) -> Model:
     plans = plan_stages(graph, assignment)
     inputs = _inputs(run, built.traced)
     _check_cut(run, built.traced, plans)
-    return Model(traced=built.traced, assignment=assignment, plans=plans, inputs=inputs)
+    bounds = _bounds(built.traced, inputs)
+    return Model(traced=built.traced, assignment=assignment, plans=plans, inputs=inputs, bounds=bounds)
 
 
 def pin_model(run: Run) -> Run:
@@ -490,24 +500,84 @@ def _limits(traced: Traced) -> dict[str, tuple[int, str]]:
         read = [ref.name for ref in refs(call.args)]
         if kind in _SAME_NUMBERS and read and read[0] in origin and _whole(values[op.outputs[0]].dtype):
             origin.update(dict.fromkeys(op.outputs, origin[read[0]]))
-        rows = _rows(kind, [values[name] for name in read if name in values])
-        if rows is not None and read[1] in origin:
-            name, where = origin[read[1]], f"operator {op.target} of {op.module or 'the model'}"
-            if rows < found.get(name, (math.inf, ""))[0]:
-                found[name] = (rows, where)
+        for looked_up in _lookups(kind, call, values):
+            if (name := origin.get(looked_up.name, "")) and looked_up.rows < found.get(name, (math.inf, ""))[
+                0
+            ]:
+                found[name] = (looked_up.rows, f"operator {op.target} of {op.module or 'the model'}")
     return found
 
 
-def _rows(kind: str, read: Sequence[Value]) -> int | None:
-    """Of an operator that looks up its second argument in its first: how many there are."""
-    if len(read) < 2 or not _whole(read[1].dtype):
-        return None
-    shape = read[0].shape
+_KEPT = _SAME_NUMBERS - {"slice", "select", "narrow", "pad", "constant_pad_nd"}
+"""Those that leave none out and add none."""
+
+
+def _bounds(traced: Traced, inputs: Sequence[Input]) -> dict[str, Bounds]:
+    """Of whole numbers: those of the input that they are, and of the tables that they are looked up in.
+
+    Part of a value may be looked up where the rest would not fit, so bounds go back through whole views only.
+    """
+    values, found = traced.graph.values, {one.name: Bounds(0, one.below) for one in inputs if one.below}
+
+    def bound(name: str, least: int, below: int) -> None:
+        known = found.get(name, Bounds(least, below))
+        found[name] = Bounds(max(least, known.least), min(below, known.below))
+
+    steps: list[tuple[str, str, str, Call]] = []
+    for op, call in zip(traced.graph.operators, traced.calls, strict=True):
+        kind = op.target.split(".")[1] if op.target.startswith("aten.") else ""
+        read, made = call.args[0] if call.args else None, op.outputs[0]
+        name = read.name if isinstance(read, Ref) and read.name in values else ""
+        if not name or values[name].dtype != values[made].dtype or not _whole(values[made].dtype):
+            name = ""  # another dtype may make other numbers of them
+        steps.append((kind, name, made, call))
+    for kind, read, made, _ in steps:
+        if kind in _SAME_NUMBERS - {"pad", "constant_pad_nd"} and read in found:
+            bound(made, *found[read])
+    for kind, read, made, call in reversed(steps):
+        for name, rows, least, ignored in _lookups(kind, call, values):
+            if ignored < rows:
+                bound(name, min(least, ignored), rows)
+        if kind in _KEPT and read and made in found:
+            bound(read, *found[made])
+    return found
+
+
+class _Lookup(NamedTuple):
+    name: str
+    """The value that holds the numbers of rows."""
+    rows: int
+    least: int
+    ignored: int
+    """A number that need not be a row's; 0 if there is none."""
+
+
+def _lookups(kind: str, call: Call, values: Mapping[str, Value]) -> Iterator[_Lookup]:
+    """What an operator looks up in tables of a known size."""
+    args = [values.get(arg.name) if isinstance(arg, Ref) else arg for arg in call.args]
+
+    def index(arg: Any, rows: int, least: int = 0, ignored: int = 0) -> Iterator[_Lookup]:
+        if isinstance(arg, Value) and _whole(arg.dtype):
+            yield _Lookup(arg.name, rows, least, ignored)
+
+    if len(args) < 2 or not isinstance(args[0], Value):
+        return
+    shape = args[0].shape
     if kind == "embedding":
-        return shape[0]
-    if kind.startswith(("cross_entropy_loss", "nll_loss")):
-        return shape[min(1, len(shape) - 1)]
-    return None
+        yield from index(args[1], shape[0])
+    elif kind.startswith(("cross_entropy_loss", "nll_loss")):
+        ignored = call.kwargs.get("ignore_index", args[4] if len(args) > 4 else -100)
+        yield from index(args[1], shape[min(1, len(shape) - 1)], 0, ignored)
+    elif kind in ("index_select", "gather") and len(args) > 2 and shape:
+        yield from index(args[2], shape[call.args[1]])
+    elif kind == "one_hot" and isinstance(args[1], int) and args[1] > 0:
+        yield from index(args[0], args[1])
+    elif kind == "index":
+        # A mask takes as many dimensions as it has.
+        indices = [values.get(arg.name) if isinstance(arg, Ref) else None for arg in call.args[1]]
+        if all(one is None or one.dtype in ("int32", "int64") for one in indices):
+            for size, one in zip(shape, indices, strict=False):
+                yield from index(one, size, -size)
 
 
 def _whole(dtype: str) -> bool:

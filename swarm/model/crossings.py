@@ -5,12 +5,15 @@ So nothing unexpected is ever received. Without torch, unless the model is a bro
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from swarm.data import token_dtype
 from swarm.ids import Stage
 from swarm.run import Run
 from swarm.wire.meta import TensorMeta, encoded_sizes
+
+if TYPE_CHECKING:
+    from swarm.model.opgraph import Value
 
 
 class Crossing(NamedTuple):
@@ -24,6 +27,8 @@ class Crossing(NamedTuple):
     """A gradient comes back for it; what has none travels as it is."""
     below: int = 0
     """Whole numbers: each is less; 0: nothing is known of them."""
+    least: int = 0
+    """Whole numbers with `below`: none is less."""
 
 
 def crossings(run: Run, stage: Stage) -> tuple[Crossing, ...]:
@@ -44,20 +49,18 @@ def crossings(run: Run, stage: Stage) -> tuple[Crossing, ...]:
 
 
 def _brought(run: Run, stage: Stage) -> tuple[Crossing, ...]:
-    from swarm.model.brought import brought, wire_dtype  # torch, and the model itself
+    from swarm.model.brought import Bounds, brought, wire_dtype  # torch, and the model itself
 
     model = brought(run)
-    entering = {taken.name: taken.below for taken in model.inputs}
-    return tuple(
-        Crossing(
-            value.name,
-            value.shape,
-            wire_dtype(run, value, entering=value.name in entering),
-            value.differentiable,
-            entering.get(value.name, 2 if value.dtype == "bool" else 0),
-        )
-        for value in model.plans[stage].inputs
-    )
+    entering = {taken.name for taken in model.inputs}
+
+    def crossing(value: Value) -> Crossing:
+        flags = Bounds(0, 2 if value.dtype == "bool" else 0)
+        least, below = model.bounds.get(value.name, flags)
+        dtype = wire_dtype(run, value, entering=value.name in entering)
+        return Crossing(value.name, value.shape, dtype, value.differentiable, below, least)
+
+    return tuple(map(crossing, model.plans[stage].inputs))
 
 
 def input_metas(run: Run, stage: Stage, codec: str = "") -> tuple[TensorMeta, ...]:

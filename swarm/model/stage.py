@@ -602,8 +602,12 @@ class StageCompute:
             expect_codec=allowed,
             name=what.name,
         )
-        if what.below and tensor.numel() and (largest := tensor.to(torch.int64).max().item()) >= what.below:
-            raise Refused(f"{what.name} hold {largest}; the vocabulary has {what.below}")
+        if what.below and tensor.numel():
+            low, high = (int(end) for end in tensor.to(torch.int64).aminmax())
+            if high >= what.below:
+                raise Refused(f"{what.name} hold {high}; the vocabulary has {what.below}")
+            if low < what.least:
+                raise Refused(f"{what.name} hold {low}; they are {what.least} or more")
         return tensor
 
     def _placed(self, passing: list[torch.Tensor]) -> Entered:

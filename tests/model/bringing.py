@@ -113,6 +113,25 @@ def normed_twice() -> Any:
     return NormedTwice(), (torch.ones(3, 4),)
 
 
+class Chosen(nn.Module):
+    """Tables looked up by number in several ways, the last by a number that the model makes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Embedding(50, 4), nn.Embedding(4, 7), nn.Linear(7, 7)
+        self.table = nn.Parameter(torch.rand(9, 7))
+
+    def forward(self, first: torch.Tensor, second: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        made = self.a(first)
+        best = made.argmax(-1)
+        x = self.head(self.b(best)) + self.table[second] + made.sum()
+        return functional.cross_entropy(x.flatten(0, 1), label.flatten())
+
+
+def chosen() -> Any:
+    return Chosen(), (_rows(2, 3), _rows(2, 3), _rows(2, 3))
+
+
 def classifier() -> Any:
     return Classifier(), (torch.ones(2, 6), torch.ones(2, 6, dtype=torch.bool), _rows(2))
 

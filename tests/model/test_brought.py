@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from swarm.errors import SetupError
+from swarm.errors import Refused, SetupError
 from swarm.model.brought import brought, model_inputs, pin_model
+from swarm.model.crossings import crossings
+from swarm.model.stage import StageCompute
 from swarm.run import BatchSpec, BroughtSpec, CodecSpec, DataSpec, Run, demo_run, write_cut
+from swarm.wire.codec import encode
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = "tests.model.bringing"
@@ -261,6 +264,28 @@ def test_statistics_of_several_stages_need_exact_sums_and_equal_steps() -> None:
             SetupError, match=rf"^norm\.running_mean is in stages 0 and 1, .* {change}.*, or cut"
         ):
             brought(other)
+
+
+def test_whole_numbers_that_cross_are_bounded_by_what_they_are_looked_up_in() -> None:
+    run = of("chosen", rows=2, data=SAMPLES)
+    model = brought(run)
+    assert [i.below for i in model.inputs] == [50, 9, 7]
+    graph = model.traced.graph
+    argmax = next(op for op in graph.operators if "argmax" in op.target)
+    label = next(op for op in graph.operators if "flatten" in op.target and "label" in op.inputs)
+    assert model.bounds[argmax.outputs[0]] == (0, 4)
+    assert model.bounds[label.outputs[0]] == (0, 7)
+    run = changed(run, cut=write_cut([int(op.index > argmax.index) for op in graph.operators]))
+    (best,) = (what for what in crossings(run, 1) if what.name == argmax.outputs[0])
+    assert (best.least, best.below, best.dtype) == (0, 4, "int64")
+    stage = StageCompute(run, 1)
+    for number, text in (
+        (-1, "hold -1; they are 0 or more"),
+        (10**9, "hold 1000000000; the vocabulary has 4"),
+    ):
+        sent = encode(torch.full(best.shape, number, dtype=torch.int64), "none")
+        with pytest.raises(Refused, match=text):
+            stage._decode(best, sent)
 
 
 def test_a_config_of_transformers_is_pinned_with_its_version() -> None:
