@@ -490,6 +490,20 @@ class Swarm(Processes):
                     found[event.stage, event.t].append((event.missing, event.duplicated))
         return found
 
+    def audited_weights(self) -> dict[str, torch.Tensor]:
+        """`weights`, once all have taken the last step; in no step was anything missing or counted twice."""
+        self.until_all_stepped()
+        weights = self.weights()
+        assert {audit for found in self.audits().values() for audit in found} == {(0, 0)}
+        return weights
+
+    def single_process(self, steps: int) -> SingleProcess:
+        """The same run in one process, so many steps on."""
+        single = SingleProcess(self.run, self.data.batch)
+        for t in range(steps):
+            single.step(t)
+        return single
+
     def weights(self) -> dict[str, torch.Tensor]:
         """The weights of all stages, as who joins would get them. For a run at rest."""
 

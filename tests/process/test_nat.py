@@ -13,7 +13,6 @@ import pytest
 
 from peers.events import Note, Started, Stepped
 from scripts.bench.netlab import HOME, Lab, Link, Nat, why_not
-from swarm.model.reference import SingleProcess
 from swarm.run import Run, counting_run
 from tests.process.swarm_processes import ROOT, Program, Swarm, farthest
 from tests.process.test_exact import tiny
@@ -92,13 +91,8 @@ def test_at_home_behind_routers_that_keep_ports_tensors_pass_no_server(tmp_path:
         swarm.leaves(trainer)
         steps = swarm.version() + 2
         swarm.train_to(steps)
-        swarm.until_all_stepped()
-        weights = swarm.weights()
-        assert {audit for found in swarm.audits().values() for audit in found} == {(0, 0)}
-    single = SingleProcess(swarm.run, swarm.data.batch)
-    for t in range(steps):
-        single.step(t)
-    assert farthest(weights, single) < 1e-9
+        weights = swarm.audited_weights()
+    assert farthest(weights, swarm.single_process(steps)) < 1e-9
 
 
 CHECK = """

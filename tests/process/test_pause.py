@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from peers.events import Paused, Serving, StateFetched
-from swarm.model.reference import SingleProcess
 from tests.process.swarm_processes import ROOT, Swarm
 from tests.process.test_exact import tiny
 
@@ -70,13 +69,8 @@ def test_a_run_with_pauses_equals_one_process_to_the_last_bit(tmp_path: Path) ->
 
         steps = swarm.version() + 1
         swarm.train_to(steps)
-        swarm.until_all_stepped()
-        weights = swarm.weights()
-        assert {audit for found in swarm.audits().values() for audit in found} == {(0, 0)}
-    single = SingleProcess(swarm.run, swarm.data.batch)
-    for t in range(steps):
-        single.step(t)
-    for name, weight in single.named_weights().items():
+        weights = swarm.audited_weights()
+    for name, weight in swarm.single_process(steps).named_weights().items():
         assert torch.equal(weights[name], weight), name
 
 

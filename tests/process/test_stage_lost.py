@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from peers.events import RolledBack, Serving, StageLost, StateFetched, StepDone
-from swarm.model.reference import SingleProcess
 from tests.process.swarm_processes import Swarm
 from tests.process.test_exact import farthest, tiny
 
@@ -59,10 +58,5 @@ def test_a_stage_that_was_killed_whole_comes_back_from_a_checkpoint_to_the_same_
         swarm.leaves(trainer)
         steps = max(event.t for event in trainer.heard(StepDone)) + 3
         swarm.train_to(steps)
-        swarm.until_all_stepped()
-        weights = swarm.weights()
-        assert {audit for found in swarm.audits().values() for audit in found} == {(0, 0)}
-    single = SingleProcess(swarm.run, swarm.data.batch)
-    for t in range(steps):
-        single.step(t)
-    assert farthest(weights, single) < 1e-9
+        weights = swarm.audited_weights()
+    assert farthest(weights, swarm.single_process(steps)) < 1e-9
