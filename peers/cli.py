@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from swarm.codecs import KNOWN, parse_codec
-from swarm.errors import NotNow, PeerFault, Refused, SetupError, SwarmError, printable
+from swarm.errors import DeviceHangs, NotNow, PeerFault, Refused, SetupError, SwarmError, printable
 
 if TYPE_CHECKING:
     from peers.events import Emit
@@ -1233,6 +1233,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.traceback:
             raise
         _say(args, error.text)
+        if isinstance(error, DeviceHangs):
+            # Python's end waits for CUDA, and CUDA for the device: the memory would stay taken.
+            sys.stdout.flush()
+            os._exit(exit_code(error))
         return exit_code(error)
     except KeyboardInterrupt:
         return Exit.STOPPED

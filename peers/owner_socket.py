@@ -28,7 +28,9 @@ from swarm.errors import SetupError, short
 LOOK_S = 5.0
 """An answer takes milliseconds."""
 DONE_S = 120.0
-"""For a pause or its end. --pause-within bounds handing over; the copy of a large state takes seconds."""
+"""For a pause or its end. --pause-within bounds handing over; the copy of a large state takes seconds, and a
+device that hangs is given up before."""
+LAST_WORDS_S = 1.0
 MOST_BYTES = 4096
 
 
@@ -75,12 +77,18 @@ async def heard(owner: Owner, said: Callable[[], Said]) -> AsyncIterator[None]:
         text = f"{folder} cannot be made: {error.strerror}; set SWARM_CACHE to a folder of yours"
         raise SetupError(text) from None
 
+    asked: set[asyncio.Task[None]] = set()
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        asked.add(task)
+        task.add_done_callback(asked.discard)
         with contextlib.suppress(ConnectionError, ValueError, msgspec.MsgspecError, asyncio.TimeoutError):
             wish = msgspec.json.decode(await within(reader.readline(), LOOK_S), type=Wish)
             if wish.do == "pause":
                 owner.pause("by hand", "swarm pause")
-                await _until(owner, lambda: not owner.paused or owner.doing == "paused")
+                await _until(owner, lambda: not owner.paused or owner.doing in ("paused", "leaving"))
             elif wish.do == "resume":
                 owner.resume()
                 await _until(owner, lambda: owner.paused or owner.doing not in ("paused", "pausing"))
@@ -96,6 +104,8 @@ async def heard(owner: Owner, said: Callable[[], Said]) -> AsyncIterator[None]:
     finally:
         server.close()
         path.unlink(missing_ok=True)
+        if asked:  # a peer that ends instead of pausing still says why
+            await asyncio.wait(asked, timeout=LAST_WORDS_S)
 
 
 async def _until(owner: Owner, done: Callable[[], bool]) -> None:

@@ -22,7 +22,7 @@ from peers.ports import Answer, Directory, Request, Transport
 from peers.stage import ANNOUNCE_S, StagePeer, StageSettings
 from peers.state_server import Snapshot, StateDesk
 from peers.waiting import happens
-from swarm.errors import Leaving, SetupError
+from swarm.errors import DeviceHangs, Leaving, SetupError
 from swarm.ids import Era, Stage
 from swarm.records import PeerRecord
 from swarm.run import Run
@@ -114,6 +114,9 @@ async def serve(
 
     `build` makes what serves a stage, from the state of before a pause if there is one; `hold` what keeps its
     place meanwhile. Returns when the owner had it leave.
+
+    Raises:
+        DeviceHangs: also instead of a pause. The owner is told.
     """
     kept: Snapshot | None = None
     resumes = alone = False
@@ -156,6 +159,9 @@ async def serve(
             if not resumes or peer.has_joined:
                 raise
             full = f"stage {stage} does not fit on {device} now: {error}"
+        except DeviceHangs as error:
+            owner.does("leaving", error.text)
+            raise
         finally:
             owner.serves(None)
         if full:

@@ -42,10 +42,10 @@ from peers.sharing import Sharing
 from peers.state_server import Snapshot, StateServer
 from peers.steps import OpenStep, audit
 from peers.sync import fetch_gradient
-from peers.waiting import happens
+from peers.waiting import happens, unless
 from peers.whereabouts import Whereabouts
 from peers.work import WorkDesk
-from swarm.errors import PeerFault, Refused, SetupError, SwarmError
+from swarm.errors import DeviceHangs, PeerFault, Refused, SetupError, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage, Standing
 from swarm.model.stage import StageCompute, SumLost
 from swarm.plan.advice import Advice
@@ -82,6 +82,8 @@ BOUNDARY_S = 10.0
 HUNG_S = 600.0
 HUNG_TIMES = 20.0
 """A job of the device that takes so many times the longest one before it, and `HUNG_S`, will never end."""
+OWNER_S, OWNER_TIMES, OWNER_MOST_S = 30.0, 2.0, 90.0
+"""The same once the peer leaves or pauses, and the most of it: what waits then is the owner."""
 MOST_WORDS = 400
 MOST_ASKED = 16
 """Peers that a joiner asks how far they are, its mates first."""
@@ -114,6 +116,13 @@ class StageSettings:
     joined_at: float = field(default_factory=time.time)
     place: Place | None = None
     """Where it is on the internet, if that was measured already."""
+
+
+def longest_job_s(before_s: float, *, leaves: bool) -> float:
+    """How long a job of a device may take whose longest one took `before_s`."""
+    if leaves:
+        return min(OWNER_MOST_S, max(OWNER_S, OWNER_TIMES * before_s))
+    return max(HUNG_S, HUNG_TIMES * before_s)
 
 
 class StagePeer:
@@ -194,15 +203,22 @@ class StagePeer:
     # -- life -------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Join, serve, and return after `leave`."""
+        """Join, serve, and return after `leave`.
+
+        Raises:
+            DeviceHangs: what it leaves behind is lost to this process.
+        """
         self.core.device.start()
+        watch = asyncio.create_task(self._watch_device())
         loops: list[asyncio.Task[object]] = []
         try:
             await self._announce()
             self._spawn(self._rehearse())
             leaving = asyncio.create_task(self._leaving.wait())
             loops = [asyncio.create_task(self._join()), leaving]
-            await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([*loops, watch], return_when=asyncio.FIRST_COMPLETED)
+            if watch.done():
+                watch.result()
             if not loops[0].done():
                 return  # a download may take hours, and what it waits for may never come
             loops.pop(0).result()
@@ -216,32 +232,19 @@ class StagePeer:
             )  # fmt: skip
             often = [
                 self.council.run(), self._prober.run(), self._lines.run(), self._announce_often(),
-                self._bring_back_often(), self._watch_device(),
+                self._bring_back_often(),
             ]  # fmt: skip
             if self._run.rebalance_every_s:
                 often.append(self._rebalance_often())
             loops += [asyncio.create_task(loop) for loop in often]
-            done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([*loops, watch], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # a bug in a loop ends the peer, with its traceback
             self._state = "leaving"
             await self._announce()
             if self._failure is not None:
                 raise self._failure
-            within_s = self._settings.pause_within_s if self.paused else self._settings.leave_within_s
-            until = time.monotonic() + within_s
-            await asyncio.gather(self.desk.drain(limit_s=within_s / 2), self._look_for_a_mate())
-            await self._handover.give_all(limit_s=until - time.monotonic())
-            await self._leave_the_version(until)
-            await self.council.farewell()
-            self._emit(
-                events.Contributed(
-                    microbatches=self.core.computed, steps=max(0, self.core.version - self._first_version)
-                )
-            )
-            stays = self.paused or self.moving_to is not None  # the process does, and its thread
-            if self._saver is not None and not stays:
-                await self._saver.close(until - time.monotonic())
+            await unless(watch, self._leave_well())
         finally:
             joined, self.core.joined = self.core.joined, False
             self._state = "left"  # a brief that still comes must not start what nobody would end
@@ -250,13 +253,41 @@ class StagePeer:
             self.desk.stop()
             await self.council.close()
             await asyncio.gather(*loops, *self._tasks, return_exceptions=True)
-            if self.paused and joined and self.moving_to is None:
-                self.kept = await self._states.snapshot()
-            if not self.paused:
-                await self._directory.withdraw()
-            self.core.close()
-            if self.paused or self.moving_to is not None:
-                self.core.free()
+            try:
+                if not self.core.device.hung:
+                    await unless(watch, self._end_device(keep=joined))
+            finally:
+                watch.cancel()
+                hung = self.core.device.hung
+                if hung or not self.paused:
+                    await self._directory.withdraw()
+                self.core.close()
+                if not hung and (self.paused or self.moving_to is not None):
+                    self.core.free()
+
+    async def _leave_well(self) -> None:
+        """What was promised to others is done, or handed to them."""
+        within_s = self._settings.pause_within_s if self.paused else self._settings.leave_within_s
+        until = time.monotonic() + within_s
+        await asyncio.gather(self.desk.drain(limit_s=within_s / 2), self._look_for_a_mate())
+        await self._handover.give_all(limit_s=until - time.monotonic())
+        await self._leave_the_version(until)
+        await self.council.farewell()
+        self._emit(
+            events.Contributed(
+                microbatches=self.core.computed, steps=max(0, self.core.version - self._first_version)
+            )
+        )
+        stays = self.paused or self.moving_to is not None  # the process does, and its thread
+        if self._saver is not None and not stays:
+            await self._saver.close(until - time.monotonic())
+
+    async def _end_device(self, *, keep: bool) -> None:
+        """Wait for the running job, so that `close` need not; before a pause the state is kept."""
+        if self.paused and keep and self.moving_to is None:
+            self.kept = await self._states.snapshot()
+        else:
+            await self.core.device.run(Rank.STEP, 0, lambda: None)
 
     async def _leave_the_version(self, until: float) -> None:
         """Wait until a mate that stays has our weights: two that leave after a step would take them along."""
@@ -684,21 +715,30 @@ class StagePeer:
         """End this peer if its device hangs: it still says that it lives, so that its mates wait for it.
 
         Raises:
-            SetupError: a job will never end.
+            DeviceHangs: a job will never end, or not soon enough for who wants to leave or pause.
         """
         device = self.core.device
-        job, looks = None, 0
+        seen, looks = None, 0
         while True:
             await asyncio.sleep(LOOK_S)
             # Looks are counted, not seconds: in those that this process was stopped the job was, too.
-            job, looks = device.running, looks + 1 if device.running == job else 0
-            if job is not None and looks * LOOK_S > max(HUNG_S, HUNG_TIMES * device.longest_s):
-                device.hung = True
-                raise SetupError(
-                    f"the device has worked on one job for {looks * LOOK_S:.0f} s, on the longest one before "
-                    f"for {device.longest_s:.1f} s. This peer ends, so that others do its work. Look after "
-                    "the device (nvidia-smi, dmesg), then start it again"
+            now = (device.running, self._leaving.is_set())
+            seen, looks = now, looks + 1 if now == seen else 0
+            job, leaves = now
+            if job is None or looks * LOOK_S <= longest_job_s(device.longest_s, leaves=leaves):
+                continue
+            device.hung = True
+            ends = "This peer ends, so that others do its work"
+            if self.paused:
+                ends = (
+                    "It cannot pause: this process ends, and its memory is free. The state of its stage is "
+                    "given up; others have it, or a checkpoint"
                 )
+            raise DeviceHangs(
+                f"the device has worked on one job for {looks * LOOK_S:.0f} s, on the longest one before "
+                f"for {device.longest_s:.1f} s. {ends}. Look after the device (nvidia-smi, dmesg), then "
+                "start it again"
+            )
 
     async def _rebalance_often(self) -> None:
         """Decide who moves, as everybody does from the same records; go if it is this peer."""

@@ -38,3 +38,15 @@ async def happens(event: asyncio.Event, limit_s: float) -> bool:
         finally:
             waiter.cancel()
     return event.is_set()
+
+
+async def unless(watch: asyncio.Future[None], awaitable: Awaitable[T]) -> T:
+    """The result of `awaitable`, which is cancelled if `watch` ends first: with its error."""
+    task = asyncio.ensure_future(awaitable)
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            watch.result()
+        return await task
+    finally:
+        task.cancel()

@@ -2,6 +2,7 @@
 
     SwarmError
     ├── SetupError        the user must change something; the text says what
+    │   └── DeviceHangs   a job of the device never ends: nor does what waits for it
     ├── PeerFault         that peer misbehaved: let it rest, go elsewhere
     │   ├── PeerGone      cannot be reached, or the connection broke
     │   ├── PeerSilent    connected, but no sign of life in time
@@ -42,6 +43,10 @@ class SetupError(SwarmError):
     """The user has to change something before this can work."""
 
     code = "setup"
+
+
+class DeviceHangs(SetupError):
+    """A job of this device will never end. Nor will anything else that waits for the device."""
 
 
 class PeerFault(SwarmError):

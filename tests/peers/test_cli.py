@@ -232,6 +232,26 @@ def test_an_error_is_one_line_and_a_traceback_is_for_those_who_ask(
         main(["demo", "--traceback"])
 
 
+def test_a_process_whose_device_hangs_ends_without_waiting_for_its_threads() -> None:
+    code = """
+import threading
+from peers import cli
+from swarm.errors import DeviceHangs
+
+def run(args):
+    threading.Thread(target=threading.Event().wait).start()
+    print("hello")
+    raise DeviceHangs("the device hangs")
+
+cli.RUN = {"demo": run}
+cli.main(["demo"])
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (
+        Exit.SETUP, "hello\n", "swarm demo: the device hangs\n",
+    )  # fmt: skip
+
+
 def test_a_bug_says_that_it_is_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from peers import stage
 from peers.device_thread import Rank
-from swarm.errors import SetupError
+from peers.owner_socket import DONE_S
+from swarm.errors import DeviceHangs, SetupError
 from swarm.run import counting_run
 from tests.peers.loops import Swarm, quick, swarm
 
@@ -28,7 +30,7 @@ async def ends(s: Swarm, name: str, serving: asyncio.Task[None]) -> None:
 async def test_a_peer_whose_device_hangs_ends_and_others_do_its_work(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage, "HUNG_S", 1.0)
+    monkeypatch.setattr(stage, "HUNG_S", 4.0)  # a busy machine may take a second for a first job
     async with swarm(counting_run(stages=2, steps=6, microbatches_per_step=8)) as s:
         await s.until_serving()
         hanging: list[asyncio.Future[bool]] = []
@@ -53,3 +55,90 @@ async def test_long_jobs_are_no_hung_device(monkeypatch: pytest.MonkeyPatch) -> 
         for _ in range(4):
             await device.run(Rank.STEP, 0, threading.Event().wait, 0.5)
         assert not s.tasks["s0p0"].done()
+
+
+class Hang:
+    """What a device does that will never answer; `go` lets its thread end with the test."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.begun = threading.Event()
+
+    def __call__(self, *_: object) -> None:
+        self.begun.set()
+        self.go.wait(60.0)
+
+
+@pytest.fixture
+def hang() -> Iterator[Hang]:
+    hang = Hang()
+    yield hang
+    hang.go.set()
+
+
+@pytest.mark.parametrize("where", ["a microbatch", "the copy of its state"])
+async def test_a_pause_ends_a_peer_whose_device_hangs_and_its_owner_hears_why(
+    where: str, hang: Hang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "OWNER_S", 0.5)
+    async with swarm(counting_run(stages=2, steps=8, microbatches_per_step=8)) as s:
+        s.add_trainer("trainer")
+        await s.until_version(1)
+        name = "s1p0"
+        peer, owner, serving = s.peers[name], s.owners[name], s.tasks.pop(name)
+        if where == "a microbatch":
+            job = asyncio.ensure_future(peer.core.device.run(Rank.STEP, 0, hang))
+            await s.until(hang.begun.is_set)
+        else:
+            monkeypatch.setattr(peer.core.compute, "state", hang)
+        s.tasks[name] = asyncio.create_task(asyncio.sleep(60.0))  # s.peers[name] counts as live until then
+        owner.pause("by hand", "swarm pause")
+        with pytest.raises(DeviceHangs, match="It cannot pause: this process ends, and its memory is free"):
+            await serving
+        assert hang.begun.is_set() and owner.paused and owner.doing == "leaving"
+        assert "The state of its stage is given up; others have it, or a checkpoint" in owner.words
+        assert s.network.records[name].state == "left"
+        s.network.fail(name)
+        await s.until_finished()
+        s.assert_each_counted_once()
+        if where == "a microbatch":
+            job.cancel()
+
+
+async def test_a_pause_of_a_peer_whose_device_hangs_while_it_joins_ends_it_too(
+    hang: Hang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "OWNER_S", 0.5)
+    async with swarm(counting_run(stages=1, steps=8, microbatches_per_step=8)) as s:
+        s.add_trainer("trainer")
+        await s.until_version(1)
+        peer = s.add_peer("late", 0)
+        monkeypatch.setattr(peer.core.compute, "load_state", hang)
+        await s.until(hang.begun.is_set)
+        s.owners["late"].pause("by hand", "swarm pause")
+        with pytest.raises(DeviceHangs, match="It cannot pause"):
+            await s.tasks.pop("late")
+        del s.peers["late"]
+        await s.until_finished()
+        s.assert_each_counted_once()
+
+
+async def test_who_leaves_waits_for_no_device_that_hangs(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "OWNER_S", 0.5)
+    async with swarm(counting_run(stages=1, steps=1)) as s:
+        await s.until_serving()
+        job = asyncio.ensure_future(s.peers["s0p0"].core.device.run(Rank.STEP, 0, hang))
+        await s.until(hang.begun.is_set)
+        s.owners["s0p0"].leave()
+        with pytest.raises(DeviceHangs, match="This peer ends, so that others do its work"):
+            await s.tasks.pop("s0p0")
+        job.cancel()
+        del s.peers["s0p0"]
+
+
+def test_the_owner_waits_for_a_slow_job_but_not_for_long() -> None:
+    assert stage.longest_job_s(1.0, leaves=False) == stage.HUNG_S
+    assert stage.longest_job_s(100.0, leaves=False) == 2000.0
+    assert stage.longest_job_s(1.0, leaves=True) == 30.0
+    assert stage.longest_job_s(40.0, leaves=True) == 80.0
+    assert stage.longest_job_s(100.0, leaves=True) == 90.0 < DONE_S

@@ -158,3 +158,25 @@ async def test_a_folder_that_cannot_be_made_is_a_clear_error(cache: Path) -> Non
     with pytest.raises(SetupError, match="cannot be made: File exists; set SWARM_CACHE"):
         async with peer():
             pass
+
+
+async def test_a_peer_that_ends_instead_of_pausing_still_says_why(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    owner = Owner()
+
+    def said() -> Said:
+        return Said(
+            pid=os.getpid(), peer="12D3abcdef", device="cuda:0", identity="", doing=owner.doing,
+            words=owner.words,
+        )  # fmt: skip
+
+    async with heard(owner, said):
+        asking = asyncio.create_task(run_wish("pause", WishOptions()))
+        while not owner.paused:
+            await asyncio.sleep(0.01)
+        owner.does("leaving", "the device hangs. It cannot pause: this process ends")
+    assert not list(control_folder().iterdir())
+    await asking
+    line = f"peer abcdef on cuda:0, pid {os.getpid()}: the device hangs. It cannot pause: this process ends\n"
+    assert capsys.readouterr().out == line
