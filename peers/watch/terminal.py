@@ -30,6 +30,8 @@ MOST_ALERTS = 4
 MOST_HAPPENINGS = 4
 LEAST_PEERS = 3
 """Rows that other parts leave for peers."""
+GAP = 2
+"""Between columns."""
 LINES_EVERY_S = 10.0
 """Off a terminal a line about the steps comes this often."""
 
@@ -37,18 +39,23 @@ LINES_EVERY_S = 10.0
 def render(health: SwarmHealth, *, width: int = 80, height: int = 24) -> RenderableType:
     """The screen, of at most `height` lines."""
     top = [_title(health, width), _steps(health, width), _loss(health, width)]
-    top += _alerts(health.alerts, MOST_ALERTS)
+    top += _alerts(health.alerts, max(2, min(MOST_ALERTS, height // 6)))
     there = sum(1 for _ in health.peers)
     room = height - len(top) - 2  # an empty line before each table
     least = min(LEAST_PEERS, there) + 1
-    stages = _fitting(len(health.stages), max(1, min(room // 3, room - 2 - least)))
-    middle = [_stages(health, stages), *_more(len(health.stages) - stages, "stage")]
-    room -= stages + len(middle)
-    said = min(len(health.happenings), MOST_HAPPENINGS, max(0, room - least))
-    peers = _fitting(there, room - said - 1)
+    stages = _fitting(len(health.stages), min(room // 3, room - 2 - least))
+    both = stages > 0
+    if not both:  # the stages' table tells more
+        stages = _fitting(len(health.stages), room)
+    if stages <= 0:
+        return Group(*top[:height])
+    middle = [_stages(health, stages, width), *_more(len(health.stages) - stages, "stage")]
+    room -= stages + len(middle) - (not both)
+    said = min(len(health.happenings), MOST_HAPPENINGS, max(0, room - (least if both else 0)))
+    peers = _fitting(there, room - said - 1) if both else 0
     low: list[RenderableType] = []
     if peers > 0:
-        low = [Text(), _peers(health, peers), *_more(there - peers, "peer")]
+        low = [Text(), _peers(health, peers, width), *_more(there - peers, "peer")]
     events = health.happenings[len(health.happenings) - said :]
     return Group(*top, Text(), *middle, *low, *(_happening(line.at, line.text, width) for line in events))
 
@@ -104,48 +111,59 @@ def _alerts(alerts: Sequence[Alert], most: int) -> list[Text]:
     return lines
 
 
-def _table(*columns: str) -> Table:
-    """A column's name starts with `<` if it is aligned to the left."""
-    table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in columns:
-        table.add_column(
-            name.lstrip("<"),
-            justify="left" if name.startswith("<") else "right",
-            no_wrap=True,
-            overflow="ellipsis",
-        )
+def _table(
+    rows: Sequence[tuple[str, Sequence[str | Text]]],
+    width: int,
+    columns: Sequence[str],
+    first_out: Sequence[str],
+) -> Table:
+    """Rows are a style and their cells. A column's name starts with `<` if it is aligned to the left. Where
+    not all columns fit, those of `first_out` are left out, one after the other."""
+    names = [name.lstrip("<") for name in columns]
+    widths = {name: max([len(name), *(len(cells[i]) for _, cells in rows)]) for i, name in enumerate(names)}
+    for name in first_out:
+        if sum(widths.values()) + GAP * (len(widths) - 1) <= width:
+            break
+        del widths[name]
+    table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
+    shown = [i for i, name in enumerate(names) if name in widths]
+    for i in shown:
+        justify = "left" if columns[i].startswith("<") else "right"
+        table.add_column(names[i], justify=justify, no_wrap=True, overflow="ellipsis")
+    for style, cells in rows:
+        table.add_row(*(cells[i] for i in shown), style=style)
     return table
 
 
-def _stages(health: SwarmHealth, rows: int) -> Table:
-    table = _table("stage", "peers", "load", "version", "work/s", "<slowest", "<fastest")
+def _stages(health: SwarmHealth, most: int, width: int) -> Table:
     # Where not all fit, those with the fewest peers are of interest.
-    chosen = sorted(health.stages, key=lambda stage: (stage.serving, stage.stage))[:rows]
+    chosen = sorted(health.stages, key=lambda stage: (stage.serving, stage.stage))[:most]
+    rows = []
     for stage in sorted(chosen, key=lambda stage: stage.stage):
         peers = str(stage.serving) + (f"+{stage.joining}" if stage.joining else "")
-        table.add_row(
+        style = "bold red" if not stage.serving else "yellow" if stage.serving < min(2, stage.most) else ""
+        cells = (
             str(stage.stage), peers, f"{stage.load:.1f}", str(stage.version), f"{stage.speed:.2f}",
             _speed_of(stage, stage.slowest), _speed_of(stage, stage.fastest),
-            style="bold red" if not stage.serving else "yellow" if stage.serving < min(2, stage.most) else "",
         )  # fmt: skip
-    return table
+        rows.append((style, cells))
+    columns = ("stage", "peers", "load", "version", "work/s", "<slowest", "<fastest")
+    return _table(rows, width, columns, first_out=("fastest", "slowest", "load", "work/s", "version"))
 
 
 def _speed_of(stage: StageHealth, name: str | None) -> str:
     return "".join(f"{short(peer.peer)} {peer.speed:.2f}" for peer in stage.peers if peer.peer == name)
 
 
-def _peers(health: SwarmHealth, rows: int) -> Table:
-    table = _table(
-        "stage", "<peer", "<device", "work/s", "in flight", "queue", "up", "computed", "<last"
-    )  # fmt: skip
+def _peers(health: SwarmHealth, most: int, width: int) -> Table:
     # Where not all fit, those with something to look at come first.
     everybody = list(health.peers)
-    chosen = sorted(everybody, key=lambda peer: not _odd(peer))[:rows] if rows < len(everybody) else everybody
+    chosen = sorted(everybody, key=lambda peer: not _odd(peer))[:most] if most < len(everybody) else everybody
+    rows = []
     for peer in sorted(chosen, key=lambda peer: (peer.stage == NO_STAGE, peer.stage, peer.peer)):
         device = Text(peer.device)
         device.truncate(9, overflow="ellipsis")
-        table.add_row(
+        cells = (
             "–" if peer.stage == NO_STAGE else str(peer.stage),
             short(peer.peer),
             device,
@@ -155,9 +173,12 @@ def _peers(health: SwarmHealth, rows: int) -> Table:
             "–" if peer.up_s is None else clock(peer.up_s),
             f"{peer.computed:,}",
             _last(peer),
-            style="red" if peer.why else "yellow" if _odd(peer) else "",
         )
-    return table
+        rows.append(("red" if peer.why else "yellow" if _odd(peer) else "", cells))
+    columns = ("stage", "<peer", "<device", "work/s", "in flight", "queue", "up", "computed", "<last")
+    return _table(
+        rows, width, columns, first_out=("queue", "in flight", "device", "up", "computed", "work/s")
+    )
 
 
 def _odd(peer: PeerHealth) -> bool:

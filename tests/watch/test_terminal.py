@@ -67,8 +67,29 @@ def test_an_empty_run_is_drawn_too() -> None:
     assert lines[3] == " ! stage 0 has no peer: the run waits until one joins"
 
 
-@pytest.mark.parametrize("height", [12, 16, 24, 50])
-@pytest.mark.parametrize("width", [40, 80, 200])
+SMALL = """\
+demo  {id:.23}…  13:47:04
+ step  12/40  4,096 tokens/s  0:56 left
+ loss  4.900 → 3.800  ██▇▆▆▅▄▃▃▂▁▁
+ ! stage 2 has one peer left
+ ! and 4 alerts more
+
+stage  peers  load  version  work/s
+    0      2   1.2       12    4.00
+    1      2   1.2       12    2.25
+    2      1   1.2       40    2.00"""
+
+
+def test_a_small_terminal_has_fewer_columns_and_the_stages_only() -> None:
+    observer, at = troubled()
+    health = observer.health(now=at)
+    assert "\n".join(drawn(health, 40, 10)) == SMALL.format(id=RUN.id)
+    narrow = drawn(health, 40, 24)
+    assert "stage  peer    work/s  last" in narrow and "    2  peer-f    2.00  no answer" in narrow
+
+
+@pytest.mark.parametrize("height", [5, 8, 10, 12, 13, 14, 16, 24, 50])
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
 def test_it_fits_whatever_the_size_and_however_many_peers(width: int, height: int) -> None:
     observer, at = troubled()
     for health in (observer.health(now=at), crowd(), Observer(RUN).health(now=START)):
