@@ -21,6 +21,9 @@ from swarm.run import Run, check_id
 Listen: TypeAlias = tuple[str, int]
 """Host and port."""
 
+MOST_WAIT_S = 10.0
+"""Between two looks of a replay: a night in which nobody recorded is not sat through."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DashboardOptions:
@@ -111,9 +114,11 @@ async def _replay(options: DashboardOptions) -> None:
         before: float | None = None
         for look in looks:
             if before is not None:
-                await asyncio.sleep(max(0.0, look.at - before) / options.speed)
+                await asyncio.sleep(min(max(0.0, look.at - before) / options.speed, MOST_WAIT_S))
             before = look.at
             board.take(look)
+        if before is None:
+            raise SetupError(f"{options.replay} holds nothing yet but its run: no look at it was recorded")
         if stays:
             await asyncio.Event().wait()  # the last picture stays until somebody stops us
 

@@ -1,16 +1,18 @@
 """Looks on disk, a line of JSON each, to be played again: what was recorded gives the same pictures.
 
-The first line is `{"manifest": …}`, the terms of the run; every other one a `Look`. A full file becomes
-`FILE.1`, in the place of an older one, and a new file begins with who is there: either can be played.
+The first line is `{"manifest": …, "format": 1}`, the terms of the run; every other one a `Look`. A full file
+becomes `FILE.1`, in the place of an older one, and a new file begins with who is there: either can be played.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 import msgspec
 
@@ -27,8 +29,13 @@ MOST_BYTES = 1 << 30
 """Of a file: three days of six peers (3.6 kB/s, measured), ten hours of 500 (30 kB/s, reckoned)."""
 
 
-class _Head(msgspec.Struct, forbid_unknown_fields=True):
+FORMAT = 1
+"""Of what this version writes, and the only one that it reads."""
+
+
+class _Head(msgspec.Struct):
     manifest: str
+    format: int = FORMAT
 
 
 class Recorder:
@@ -38,7 +45,7 @@ class Recorder:
         """A file that is there already is continued, if it is of the same run. `most_bytes`: of one file.
 
         Raises:
-            SetupError: it is not, or it cannot be written.
+            SetupError: it is not, it cannot be written, or another program writes it.
         """
         self._path, self._most_bytes = path, most_bytes
         self._head = msgspec.json.encode(_Head(run.to_toml()))
@@ -52,10 +59,10 @@ class Recorder:
                     raise SetupError(
                         f"{path} holds the history of run {known.id}, not of {run.id}: record to another file"
                     )
+                self._file = _mine(path)
                 _mend(path)
-                self._file = path.open("ab")
             else:
-                self._file = path.open("wb")
+                self._file = _mine(path)
                 self._write(self._head)
         except OSError as error:
             raise SetupError(f"cannot record to {path}: {error.strerror or error}") from None
@@ -80,7 +87,7 @@ class Recorder:
         try:
             self._file.close()
             self._path.replace(self._path.with_name(f"{self._path.name}.1"))
-            self._file = self._path.open("wb")
+            self._file = _mine(self._path)
         except OSError as error:
             raise SetupError(f"cannot record to {self._path}: {error.strerror or error}") from None
         self._write(self._head)
@@ -108,6 +115,19 @@ class Recorder:
         self._close()
 
 
+def _mine(path: Path) -> BinaryIO:
+    """The file to append to, locked while it is open: two who write would tear each other's lines."""
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise SetupError(
+            f"{path} is being recorded to by another dashboard: record to another file, or stop that one"
+        ) from None
+    return file
+
+
 def _mend(path: Path) -> None:
     """Cut off a last line that was not written to its end."""
     with path.open("rb+") as file:
@@ -122,8 +142,8 @@ def read(path: Path) -> tuple[Run, Iterator[Look]]:
     it says can be shown.
 
     Raises:
-        SetupError: it cannot be read, or is no history; while iterating, too, with the line's number. A last
-            line that was not written to its end is left out.
+        SetupError: it cannot be read, is no history, or another version's; while iterating, too, with the
+            line's number. A last line that was not written to its end is left out.
     """
     try:
         with path.open("rb") as file:
@@ -131,10 +151,21 @@ def read(path: Path) -> tuple[Run, Iterator[Look]]:
     except OSError as error:
         raise SetupError(f"cannot read {path}: {error.strerror or error}") from None
     try:
-        run = parse_run(msgspec.json.decode(first, type=_Head).manifest)
+        head = msgspec.json.decode(first, type=_Head)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise SetupError(
             f"{path} is no history that --record wrote: its first line holds no manifest"
+        ) from None
+    if head.format != FORMAT:
+        raise SetupError(
+            f"{path} was recorded by another version of swarm, in format {head.format}; this one plays "
+            f"format {FORMAT}: play it with the version that recorded it"
+        )
+    try:
+        run = parse_run(head.manifest)
+    except SetupError as error:
+        raise SetupError(
+            f"{path} cannot be played, perhaps since another version of swarm recorded it: {error.text}"
         ) from None
 
     def looks() -> Iterator[Look]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import urllib.request
 from pathlib import Path
 
@@ -22,9 +23,7 @@ LOOKS = [
     Look(at=START, records=(record("peer-a", 0), record("peer-b", 1))),
     Look(at=START + 1),
     *(
-        Look(
-            at=START + 2 * v, statuses=(status("peer-a", 0, v, to=("peer-b",)),), silent={"peer-b": "ü €"}
-        )
+        Look(at=START + 2 * v, statuses=(status("peer-a", 0, v, to=("peer-b",)),), silent={"peer-b": "ü €"})
         for v in range(1, 6)
     ),
     Look(at=START + 30, gone=("peer-b",), refused={"a record with a wrong signature": 2}),
@@ -116,6 +115,35 @@ def test_a_file_that_is_no_history_is_said(tmp_path: Path, text: str) -> None:
         read(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"format": 2, "more": 1}, "in format 2; this one plays format 1: play it with the version that"),
+        (
+            {"manifest": RUN.to_toml().replace("format = 1", "format = 99")},
+            "another version of swarm recorded it: format = 99 .* must be one of",
+        ),
+    ],
+)
+def test_the_history_of_another_version_is_said(tmp_path: Path, change: dict[str, object], text: str) -> None:
+    path = tmp_path / "history.jsonl"
+    recorded(path)
+    first, rest = path.read_bytes().split(b"\n", 1)
+    path.write_bytes(msgspec.json.encode({**msgspec.json.decode(first), **change}) + b"\n" + rest)
+    with pytest.raises(SetupError, match=rf"history.jsonl .*{text}"):
+        read(path)
+
+
+def test_two_do_not_record_to_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    with Recorder(path, RUN, most_bytes=1) as record:
+        for look in LOOKS:  # each begins a new file
+            record(look)
+            with pytest.raises(SetupError, match=r"history.jsonl is being recorded to by another dashboard"):
+                Recorder(path, RUN)
+    recorded(path)
+
+
 def test_a_line_that_is_no_look_is_named(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     recorded(path)
@@ -164,6 +192,22 @@ async def test_a_replay_prints_lines_and_ends(tmp_path: Path, capsys: pytest.Cap
     said = capsys.readouterr().out
     assert "peer peer-b of stage 1 is lost" in said
     assert "! 2 records refused: a record with a wrong signature" in said
+
+
+async def test_a_replay_of_nothing_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    recorded(path, [])
+    with pytest.raises(SetupError, match=r"history.jsonl holds nothing yet but its run"):
+        await run_dashboard(DashboardOptions(replay=path))
+
+
+async def test_a_gap_in_the_history_is_not_sat_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "history.jsonl"
+    recorded(path, [LOOKS[0], dataclasses.replace(LOOKS[-1], at=START + 1e6)])
+    monkeypatch.setattr("peers.watch.dashboard.MOST_WAIT_S", 0.01)
+    await run_dashboard(DashboardOptions(replay=path))
 
 
 async def test_with_metrics_the_last_picture_stays(
