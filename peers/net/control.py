@@ -152,6 +152,16 @@ class DaemonControl:
         )
         return [str(Multiaddr(raw)) for info in response.peers if info.id == wanted for raw in info.addrs]
 
+    async def relayed(self) -> set[PeerId]:
+        """Whom p2pd is connected to through relays only."""
+        response = await self.ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
+        ends = [
+            (PeerID(info.id).to_base58(), CIRCUIT in str(Multiaddr(raw)))
+            for info in response.peers
+            for raw in info.addrs
+        ]
+        return {peer for peer, hidden in ends if hidden} - {peer for peer, hidden in ends if not hidden}
+
     async def is_direct(self, peer: PeerId) -> bool:
         """Whether a connection to a peer passes no relay."""
         return any(CIRCUIT not in address for address in await self.connections(peer))

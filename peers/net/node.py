@@ -45,6 +45,11 @@ STABLE_S = 20.0
 """A p2pd that ran for so long did well: the next death is the first of a row again."""
 RELAY_S = 15.0
 """How long a relay may take to accept us: one does so in 0.2 s, at most two are used."""
+OBSERVERS = 4
+"""Public peers that have to see us at one address before libp2p believes it, and lets holes be punched."""
+NOTICE_S = 1.0
+"""Until it does, besides twice the time that connecting took: they tell it within two round trips more, and
+it looks 0.25, 0.75, 1.75, 3.75 … s after its start."""
 RELAYLESS_S = 30.0
 """Without a relay for so long, others are tried. p2pd tries those that it has again and again."""
 MOST_RELAYED = 2
@@ -301,14 +306,32 @@ class Node:
                 unanswered = 0
 
     async def _look_around(self) -> None:
-        """Where p2pd listens. If nobody can dial us, wait until a relay takes us, but not for ever."""
+        """Where p2pd listens. If nobody can dial us, wait until a relay takes us, but not for ever.
+
+        Where holes can be punched, wait until p2pd is ready for it too.
+        """
         assert self.daemon is not None
-        end = asyncio.get_running_loop().time() + RELAY_S
+        relays, clock = self.daemon.options.relays, asyncio.get_running_loop().time
+        began = clock()
+        end = began + RELAY_S
+        punches = len(relays) >= OBSERVERS
+        ready = end if punches else began
         while True:
             _, self._listening = await self.control.identify()
-            if self.addresses or not self.daemon.options.relays or asyncio.get_running_loop().time() > end:
-                return
+            if (
+                ready == end
+                and {split_peer_id(relay)[1] for relay in relays} <= await self.control.connected()
+            ):
+                ready = clock() + 2 * (clock() - began) + NOTICE_S
+            if clock() > end or (clock() >= ready and (self.addresses or not relays)):
+                break
             await asyncio.sleep(0.1)
+        if punches:
+            # A hole is punched when a relayed connection is made, then or never. p2pd has made some by
+            # itself, for its table of peers, before it could. No call uses them yet.
+            for peer in await self.control.relayed():
+                with contextlib.suppress(SwarmError):  # it is gone already
+                    await self.control.disconnect(peer)
 
     def _move(self, listening: tuple[str, ...]) -> None:
         """Relays come and go: announce ourselves where we are now."""

@@ -1,0 +1,188 @@
+"""Peers at home in a lab with userspace NATs: real p2pds, each in its own network."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
+
+import pytest
+
+from peers.net import node as node_module
+from peers.net.daemon import DaemonOptions
+from peers.net.node import Node
+from peers.net.reach import settled
+from peers.ports import Answer, Request
+from scripts.bench.netlab import Lab, Link, Nat, why_not
+from swarm.errors import PeerFault, SetupError
+from swarm.records import PeerRecord
+
+pytestmark = [
+    pytest.mark.net,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(why_not()), reason=f"a network lab {why_not()}"),
+]
+
+T = TypeVar("T")
+RUN = "f" * 32
+LIMIT_S = 60.0
+"""For anything to happen."""
+
+
+class Hosts:
+    """An event loop in each host of a lab: what runs there dials from there."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self._loops: dict[str, asyncio.AbstractEventLoop] = {}
+        self._threads: list[threading.Thread] = []
+        self._nodes: list[tuple[str, Node]] = []
+        for host in lab.hosts:
+            loop = self._loops[host] = asyncio.new_event_loop()
+            thread = threading.Thread(target=self._live, args=(host, loop))
+            thread.start()
+            self._threads.append(thread)
+
+    def _live(self, host: str, loop: asyncio.AbstractEventLoop) -> None:
+        with self.lab.inside(host):
+            loop.run_forever()
+        loop.close()
+
+    def at(self, host: str, what: Coroutine[Any, Any, T]) -> T:
+        """Run it there."""
+        return asyncio.run_coroutine_threadsafe(what, self._loops[host]).result(LIMIT_S)
+
+    def server(self, host: str, *join: Node, **options: Any) -> Node:
+        """A public peer that relays."""
+        ip = self.lab.ip(host)
+        return self._node(
+            host, DaemonOptions(host=ip, reachable=True, **({"be_relay": True} | options)), join
+        )
+
+    def home(self, host: str, *join: Node) -> Node:
+        """A peer that finds out how it can be reached; it answers `echo`."""
+        addresses = [node.addresses[0] for node in join]
+        options, _ = self.at(host, settled(DaemonOptions(host=self.lab.inner_ip(host)), addresses, "auto"))
+        node = self._node(host, options, join)
+        node.transport.serve("echo", echo)
+        return node
+
+    def _node(self, host: str, options: DaemonOptions, join: Sequence[Node]) -> Node:
+        async def enter() -> Node:
+            return await Node(
+                options=options, run_id=RUN, join=[node.addresses[0] for node in join]
+            ).__aenter__()
+
+        node = self.at(host, enter())
+        self._nodes.append((host, node))
+        return node
+
+    def close(self) -> None:
+        """End everything."""
+        for host, node in reversed(self._nodes):
+            self.at(host, node.close())
+        for loop in self._loops.values():
+            loop.call_soon_threadsafe(loop.stop)
+        for thread in self._threads:
+            thread.join()
+
+
+@contextlib.contextmanager
+def a_lab(servers: int, homes: int) -> Iterator[Hosts]:
+    names = [f"home {i}" for i in range(homes)]
+    nats = {name: Nat() for name in names}
+    with Lab([f"server {i}" for i in range(servers)] + names, nats=nats, link=Link(delay_s=0.01)) as lab:
+        hosts = Hosts(lab)
+        try:
+            yield hosts
+        finally:
+            hosts.close()
+
+
+async def echo(request: Request) -> Answer:
+    return Answer(request.header)
+
+
+async def until(condition: Callable[[], Coroutine[Any, Any, bool]]) -> None:
+    async def wait() -> None:
+        while not await condition():
+            await asyncio.sleep(0.1)
+
+    await asyncio.wait_for(wait(), LIMIT_S)
+
+
+def test_a_hole_is_punched_although_p2pd_met_the_others_before_it_could() -> None:
+    """One of four relays is far: until it answers, no observed address is believed, nor any hole punched."""
+    with a_lab(servers=4, homes=2) as hosts:
+        servers = [hosts.server("server 0")]
+        servers += [hosts.server(f"server {i}", servers[0]) for i in (1, 2, 3)]
+        callee = hosts.home("home 0", *servers)
+        hosts.lab.set_link("home 1", "server 3", Link(delay_s=0.25))
+        caller = hosts.home("home 1", *servers)
+        assert caller.daemon is not None and len(caller.daemon.options.relays) == 4
+
+        async def call() -> None:
+            caller.transport.learn(callee.peer_id, callee.addresses)
+            await caller.transport.call(callee.peer_id, "echo", b"")
+            await until(lambda: caller.control.is_direct(callee.peer_id))
+
+        hosts.at("home 1", call())
+
+
+def test_who_loses_its_relay_takes_another_and_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "PROBE_EVERY_S", 0.2)
+    monkeypatch.setattr(node_module, "RELAYLESS_S", 1.0)
+    with a_lab(servers=2, homes=2) as hosts:
+        first = hosts.server("server 0")
+        other = hosts.server("server 1", first)
+        callee = hosts.home("home 0", first)
+        asker = hosts.home("home 1", first, other)
+        assert callee.addresses and all(first.peer_id in address for address in callee.addresses)
+
+        async def meet() -> None:
+            callee.directory.watch([0])
+            await callee.directory.announce(record(callee))
+
+        async def call() -> bool:
+            with contextlib.suppress(PeerFault):
+                asker.transport.learn(callee.peer_id, callee.addresses)
+                answer = await asker.transport.call(callee.peer_id, "echo", b"hello", deadline_s=5.0)
+                return answer.header == b"hello"
+            return False
+
+        async def relayed_by(relay: Node) -> bool:
+            return bool(callee.addresses) and all(relay.peer_id in address for address in callee.addresses)
+
+        hosts.at("home 0", meet())
+        hosts.at("server 1", announced(other))
+        hosts.at("home 1", until(call))
+        hosts.at("home 0", until(lambda: met(callee, other)))
+        hosts.at("server 0", first.close())
+        hosts.at("home 0", until(lambda: relayed_by(other)))
+        hosts.at("home 1", until(call))
+
+
+def test_a_relay_takes_no_more_guests_than_it_has_places_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with a_lab(servers=1, homes=2) as hosts:
+        relay = hosts.server("server 0", relay_guests=1)
+        assert hosts.home("home 0", relay).addresses
+        monkeypatch.setattr(node_module, "RELAY_S", 2.0)
+        with pytest.raises(SetupError) as refused:
+            hosts.home("home 1", relay)
+        assert refused.value.text.startswith("nobody can dial this machine, and none of these peers relays")
+
+
+async def met(node: Node, other: Node) -> bool:
+    return any(other.peer_id in address for address in node.directory.met_addresses())
+
+
+async def announced(node: Node) -> None:
+    await node.directory.announce(record(node))
+
+
+def record(node: Node) -> PeerRecord:
+    return PeerRecord(
+        peer=node.peer_id, run=RUN, stage=0, state="serving", version=0, addresses=node.addresses
+    )
