@@ -83,6 +83,8 @@ class DaemonOptions:
     """Address to listen on; 0.0.0.0 for every address of this machine."""
     port: int = 0
     """TCP port; 0 lets the system choose one."""
+    any_port: bool = False
+    """`port` is nobody's wish: a p2pd that is started again may take another one."""
     announce: tuple[str, ...] = ()
     """Addresses under which others reach us, if p2pd cannot see them itself (port forwarding)."""
     reachable: bool | None = None

@@ -120,7 +120,6 @@ class Node:
         self._manifest_life_s = manifest_life_s
         self._reviving: asyncio.Task[None] | None = None
         self._probing: asyncio.Task[None] | None = None
-        self._wished_port = 0
         self._owner: asyncio.Task[object] | None = None
         self._fatal: SetupError | None = None
         self._p2p: AttachedP2P | None = None
@@ -151,7 +150,6 @@ class Node:
         from peers.net.reach import METHOD, DialBack
 
         daemon.on_death = self._daemon_died
-        self._wished_port = daemon.options.port
         await daemon.ready()
         self.control = DaemonControl(daemon.control_path)
         try:
@@ -257,10 +255,13 @@ class Node:
 
     async def _spawn_again(self, dead: Daemon) -> Daemon:
         """On the port that it had; on another one if that is taken and was nobody's wish."""
-        port = next((int(a.split("/tcp/")[1].split("/")[0]) for a in self._listening if "/tcp/" in a), 0)
-        for choice in [self._wished_port] if self._wished_port else [port, 0]:
+        options = dead.options
+        direct = [address for address in self._listening if "/tcp/" in address and CIRCUIT not in address]
+        had = [options.port] if options.port else [int(a.split("/tcp/")[1].split("/")[0]) for a in direct]
+        wished = bool(options.port) and not options.any_port
+        for choice in had if wished else [*had[:1], 0]:
             daemon = Daemon.spawn(
-                dataclasses.replace(dead.options, port=choice),
+                dataclasses.replace(options, port=choice, any_port=not wished),
                 identity_path=dead.identity_path,
                 identity=dead.identity,
             )
@@ -270,7 +271,7 @@ class Node:
                 await daemon.ready()
             except SetupError as error:
                 daemon.close_now()
-                if choice in (0, self._wished_port) or "already in use" not in error.text:
+                if wished or not choice or "already in use" not in error.text:
                     raise
             else:
                 return daemon

@@ -353,7 +353,14 @@ async def settled(
             f"nobody can dial this machine ({found.why or 'as --reach relay says'}), and no peer is known "
             f"that could relay for it: {what_to_do(found)}, or join at the address of one that can be dialled"
         )
-    private = replace(options, port=found.port, reachable=False, relays=found.relays, be_relay=False)
+    private = replace(
+        options,
+        port=found.port,
+        any_port=not options.port,  # nobody is told of it
+        reachable=False,
+        relays=found.relays,
+        be_relay=False,
+    )
     return private, in_words(found)
 
 

@@ -332,6 +332,29 @@ async def test_a_p2pd_whose_port_was_taken_comes_back_on_another_and_is_found_th
         assert [r.addresses for r in first.directory.peers()] == [moved]
 
 
+async def test_a_port_that_a_user_wished_is_kept_and_any_other_is_left_when_it_is_taken(
+    stack: contextlib.AsyncExitStack,
+) -> None:
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = DaemonOptions(port=port, any_port=True)  # as of a peer at home that was given no port
+    node = await start(stack, options=options)
+    dead = node.daemon
+    assert dead is not None
+    dead.close_now()
+    with contextlib.closing(socket.socket()) as squatter:
+        squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        squatter.bind(("127.0.0.1", port))
+        squatter.listen()
+        other = await node._spawn_again(dead)
+        assert f"/ip4/127.0.0.1/tcp/{port}" not in other.addresses
+        other.close_now()
+        dead.options = DaemonOptions(port=port)
+        with pytest.raises(SetupError, match=f"^port {port} is already in use"):
+            await node._spawn_again(dead)
+
+
 # -- entry points come and go ------------------------------------------------------------------------------
 
 
