@@ -128,6 +128,18 @@ def test_a_port_that_is_wrong_is_not_reported_twice(monkeypatch: pytest.MonkeyPa
     assert names == ["python", "torch", "device", "disk", "port", "clock"]
 
 
+def test_who_listens_for_this_machine_only_is_not_told_to_forward_a_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fine = Finding(name="p2pd", ok=True, found="starts")
+    monkeypatch.setattr(check, "check_p2pd", lambda *_: fine)
+    monkeypatch.setattr(check, "check_reach", lambda *_: pytest.fail("asked others to dial 127.0.0.1"))
+    found = check_all(CheckOptions(device="cpu", join=("192.0.2.7:1",)))
+    told = {finding.name: finding.found for finding in found}
+    assert told["reach"] == "not tried: give --host 0.0.0.0, since 127.0.0.1 is seen by this machine only"
+    assert "reach" not in {finding.name for finding in check_all(CheckOptions(device="cpu"))}
+
+
 FINDINGS = [
     Finding(name="python", ok=True, found="3.12.1"),
     Finding(name="port", ok=False, found="port 5 is taken", fix="take another"),
