@@ -25,7 +25,7 @@ from swarm.errors import PeerFault, SwarmError, short
 from swarm.ids import Era, PeerId, Stage, Standing
 from swarm.model.layout import empty_state, initial_state
 from swarm.policy.bans import Bans
-from swarm.policy.eras import newest_start, way_back
+from swarm.policy.eras import is_one_step, newest_start, way_back
 from swarm.wire.messages import Brief
 
 SHARED_S = 20.0
@@ -59,7 +59,7 @@ class CatchUp:
         core = self._core
         sources = [p for p in brief.sources if p != core.me]
         goal = Standing(brief.era, brief.version)
-        if goal.era == core.era and goal.version == core.version + 1 and core.version in core.steps:
+        if is_one_step(core.standing, goal) and core.version in core.steps:
             for source in sources:
                 if await self._one_step(source):
                     return True
@@ -70,7 +70,7 @@ class CatchUp:
     async def join(self, mates: Mapping[PeerId, Standing]) -> bool:
         """To where the mates are, perhaps only a step further. False if nobody gave what is lacking."""
         core = self._core
-        if max(mates.values()) == Standing(core.era, core.version + 1) and core.version in core.steps:
+        if is_one_step(core.standing, max(mates.values())) and core.version in core.steps:
             for mate, standing in mates.items():
                 if standing > core.standing and await self._one_step(mate):
                     return True

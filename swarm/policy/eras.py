@@ -48,6 +48,11 @@ def join_by(mine: Standing, mates: Collection[Standing], run: Standing) -> Join:
     return Join.SERVE if mates or run <= mine else Join.LOST
 
 
+def is_one_step(mine: Standing, goal: Standing) -> bool:
+    """Whether the gradient of one step brings a peer to `goal`; else it needs the whole state."""
+    return goal.era == mine.era and goal.version == mine.version + 1
+
+
 def may_leave(mine: Standing, staying: Collection[Standing]) -> bool:
     """Whether the stage keeps what this member has: two that leave after a step would take it with them."""
     return not staying or max(staying) >= mine

@@ -11,6 +11,7 @@ The protocol of steps, under random faults, with the real policies of `swarm.pol
     terms.py      the run, what its processes say to each other, who is announced
     peer.py       a stage peer, with counts of one-hot gradients instead of tensors
     council.py    its reports and briefs
+    paused.py     one whose owner wants the device
     probe.py      asking the silent
     trainer.py    a trainer without data
     check.py      the invariants, read off the weights

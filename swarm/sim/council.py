@@ -67,6 +67,10 @@ class News:
         self._speak()
 
 
+ABSENT = ("leaving", "left", "paused")
+"""Who says so coordinates nothing."""
+
+
 class Courier(Generic[M]):
     """At most one message in flight to each peer; what is posted meanwhile replaces what waits."""
 
@@ -152,7 +156,7 @@ class Council:
         now, me, peer = self._clock.now, self._me, self._peer
         found = [p for p in serving if p != me]
         for name, (_, seen) in self._members.items():
-            heard = now - seen < GONE_AFTER_S and peer.directory.state(name) not in ("leaving", "left")
+            heard = now - seen < GONE_AFTER_S and peer.directory.state(name) not in ABSENT
             if heard and name != me and name not in serving:
                 found.append(name)
         if peer.joined and not (self._peer.leaving and found):
@@ -187,7 +191,7 @@ class Council:
                 return
 
     def speak(self) -> None:
-        if self._silent or (not self._peer.joined and not self._peer.steps):
+        if self._silent or not self._peer.joined:
             return
         self._enter(self._peer.era)
         chief = self.coordinator(self._stage)

@@ -21,6 +21,7 @@ KINDS = (
     ("kill trainer", 3),
     ("storm", 3),
     ("lose stage", 2),
+    ("pause", 6),
 )
 """(kind, weight):
 
@@ -35,6 +36,7 @@ lose sum      a backward breaks half-way and takes the peer's sum with it
 kill trainer  and another one comes later
 storm         for a second half of all messages are lost, doubled or late
 lose stage    all peers of a stage die at once; others come from a checkpoint, or from nothing
+pause         the owner of a peer wants its device for a while, whoever else there is
 """
 
 _BAG = tuple(kind for kind, weight in KINDS for _ in range(weight))

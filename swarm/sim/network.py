@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import CoroutineType
 from typing import Any
 
-from swarm.errors import PeerGone, PeerSilent, SwarmError
+from swarm.errors import Leaving, PeerGone, PeerSilent, SwarmError
 from swarm.ids import PeerId
 from swarm.sim.clock import Clock, Future, Process
 from swarm.sim.dice import Dice
@@ -48,10 +48,11 @@ class Node(Process):
 
 
 class _Call:
-    __slots__ = ("callee", "caller", "method", "result")
+    __slots__ = ("callee", "caller", "method", "result", "taken_by")
 
     def __init__(self, caller: Node, callee: PeerId, method: str, result: Future[Any]) -> None:
         self.caller, self.callee, self.method, self.result = caller, callee, method, result
+        self.taken_by: Node | None = None
 
 
 class Network:
@@ -67,6 +68,17 @@ class Network:
 
     def add(self, node: Node) -> None:
         self.nodes[node.name] = node
+
+    def replace(self, node: Node) -> None:
+        """What has this address now ends, and `node` goes on in the same process: connections stay."""
+        before = self.nodes[node.name]
+        before.kill()
+        self.nodes[node.name] = node
+        for call in list(self._open):
+            if call.caller is before:
+                del self._open[call]
+            elif call.taken_by is before:
+                self._answer(call, node, Leaving("this peer pauses"))
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -90,7 +102,7 @@ class Network:
         self._open[call] = None
         if target.stopped:
             self.clock.after(SILENCE_S, None, self._check_stopped, call)
-        self._send(call, caller.name, callee, target, self._arrive, (call, question))
+        self._send(call, caller.name, callee, None, self._arrive, (call, question))
         return result
 
     def _send(
@@ -98,7 +110,7 @@ class Network:
         call: _Call,
         source: PeerId,
         destination: PeerId,
-        process: Process,
+        process: Process | None,
         arrive: Callable[[Any], None],
         message: Any,
     ) -> None:
@@ -125,6 +137,12 @@ class Network:
     def _arrive(self, message: tuple[_Call, Any]) -> None:
         call, question = message
         callee = self.nodes[call.callee]
+        if not callee.alive:
+            return
+        if callee.stopped:
+            callee.backlog.append((self._arrive, message))
+            return
+        call.taken_by = callee
         try:
             answer = callee.handlers[call.method](call.caller.name, question)
         except SwarmError as error:

@@ -37,6 +37,7 @@ from swarm.sim.clock import Clock, Future, Task
 from swarm.sim.council import GOES_KEPT, Council, News
 from swarm.sim.dice import Dice
 from swarm.sim.network import Network, Node
+from swarm.sim.paused import Snapshot
 from swarm.sim.probe import Prober
 from swarm.sim.terms import (
     Brief,
@@ -44,6 +45,7 @@ from swarm.sim.terms import (
     Entry,
     Hop,
     Part,
+    Shelf,
     Status,
     StepBrief,
     Terms,
@@ -70,13 +72,7 @@ HAND_LOOK_S = 0.05
 HAND_CALL_S = 20.0
 HAND_PAUSE_S = 1.5
 LEAVE_WITHIN_S = 20.0
-
-
-class Shelf:
-    """Checkpoints on disks that outlive their peers: stage -> version -> weights."""
-
-    def __init__(self, stages: int) -> None:
-        self.saved: list[dict[int, Weights]] = [{} for _ in range(stages)]
+PAUSE_WITHIN_S = 5.0
 
 
 class Rank(IntEnum):
@@ -176,7 +172,9 @@ class StagePeer(Node):
         *,
         compute_s: float,
         max_inflight: int,
+        kept: Snapshot | None = None,
     ) -> None:
+        """`kept`: of the pause that it comes back from."""
         super().__init__(clock, name)
         self.stage, self.terms, self._checks, self._shelf = stage, terms, checks, shelf
         self.network, self.directory, self._dice = network, directory, dice
@@ -194,6 +192,9 @@ class StagePeer(Node):
         self.joined = False
         self.leaving = False
         self.gone = False
+        self._kept = kept
+        self._then: Callable[[Snapshot | None], None] | None = None
+        """Pausing: what follows."""
         self.bandwidth_bps = dice.pick((0.0, 1e6, 1e7))
         self.since_s = clock.now + dice.pick((0.0, 0.0, 0.0, 0.0, -3600.0))
         """By its own clock, which may be an hour late."""
@@ -233,7 +234,6 @@ class StagePeer(Node):
             offer=self._serve_offer,
             take=self._serve_take,
         )
-        network.add(self)
 
     def call(self, to: PeerId, method: str, question: Any, deadline_s: float) -> Future[Any]:
         return self.network.call(self, to, method, question, deadline_s)
@@ -269,7 +269,15 @@ class StagePeer(Node):
 
     # -- life -------------------------------------------------------------------------------------
 
+    @property
+    def pausing(self) -> bool:
+        return self.alive and self._then is not None
+
     def start(self) -> None:
+        if self.name in self.network.nodes:
+            self.network.replace(self)
+        else:
+            self.network.add(self)
         self._announce("joining")
         self.spawn(self._live())
 
@@ -297,25 +305,48 @@ class StagePeer(Node):
             self.leaving = True
             self._move()
             self.say(lambda: "leaves")
-            self.spawn(self._leave())
+            self.spawn(self._leave(LEAVE_WITHIN_S))
 
-    async def _leave(self) -> None:
+    def pause(self, then: Callable[[Snapshot | None], None]) -> None:
+        """As `leave`, but the place and the state are kept; the owner does not wait for long."""
+        if not self.leaving:
+            self.leaving, self._then = True, then
+            self._move()
+            self.say(lambda: "pauses")
+            self.spawn(self._leave(PAUSE_WITHIN_S))
+
+    async def _leave(self, within_s: float) -> None:
         if self.joined:
             self._announce("leaving")
-            until = self.clock.now + LEAVE_WITHIN_S
-            while self._running_jobs and self.clock.now < until - LEAVE_WITHIN_S / 2:
+            until = self.clock.now + within_s
+            while self._running_jobs and self.clock.now < until - within_s / 2:
                 await self.sleep(0.1)
             await self._give_all(until)
             await self._leave_the_version(until)
             await self.council.farewell()
-        self.joined = False
+        joined, self.joined = self.joined, False
         self.gone = True
         for step in self.steps.values():
             step.close()
         self.council.close()
+        if self._then is not None:
+            if joined:
+                self._kept = await self.on_device(Rank.STEP, self.version, 0.02, self._keep)
+            self.say(lambda: "is paused")
+            self._then(self._kept)
+            return
         self._announce("left")
         self.network.kill(self.name, quietly=False)
         self.say(lambda: "has left")
+
+    def _keep(self) -> Snapshot:
+        return Snapshot(self.standing, self.weights, self.goes.get(self.version - 1))
+
+    async def _come_back(self, kept: Snapshot) -> None:
+        """To where it was before the pause; then it joins as anybody does."""
+        await self._load(kept.standing, kept.weights)
+        if kept.last_go is not None:
+            self.goes[kept.last_go.t] = kept.last_go
 
     async def _leave_the_version(self, until: float) -> None:
         while self.clock.now < until:
@@ -327,6 +358,8 @@ class StagePeer(Node):
 
     async def _join(self) -> None:
         lost_since: float | None = None
+        if self._kept is not None:
+            await self._come_back(self._kept)
         await self._resume()
         while not self.leaving:
             others = [
@@ -341,7 +374,9 @@ class StagePeer(Node):
             ]
             run = max(told.values(), default=Standing())
             by = eras.join_by(self.standing, [told[mate] for mate in mates], run)
-            if by is Join.SERVE or (by is Join.DOWNLOAD and await self._download(mates)):
+            if by is Join.SERVE:
+                break
+            if by is Join.DOWNLOAD and await self._catch_up_with({mate: told[mate] for mate in mates}):
                 break
             if by is Join.LOST:
                 lost_since = lost_since or self.clock.now
@@ -350,7 +385,7 @@ class StagePeer(Node):
                     break
             await self.sleep(RETRY_JOIN_S)
         self._open_steps()
-        self.joined = True
+        self._kept, self.joined = None, True
         self._hashed = self.version
         self._open_steps()
         self.say(lambda: f"serves stage {self.stage} from {self.standing}")
@@ -359,7 +394,7 @@ class StagePeer(Node):
         """Where nobody serves the run: start from what is saved of all stages."""
         until = self.clock.now + LOST_S
         while self.clock.now < until and not self.leaving:
-            if not any(self._shelf.saved):
+            if not any(self._saved().values()):
                 return
             serving = [
                 e.peer for e in self.directory.entries() if e.state == "serving" and e.peer != self.name
@@ -372,7 +407,7 @@ class StagePeer(Node):
             await self.sleep(RETRY_JOIN_S)
 
     def _saved(self) -> dict[Stage, set[int]]:
-        return {stage: set(self._shelf.saved[stage]) for stage in range(self.terms.stages)}
+        return {stage: set(self._shelf.of(stage)) for stage in range(self.terms.stages)}
 
     async def ask_status(self, peers: Sequence[PeerId]) -> dict[PeerId, Status]:
         asked = [(peer, self.call(peer, "status", None, ASK_S)) for peer in peers]
@@ -1030,13 +1065,20 @@ class StagePeer(Node):
     async def _catch_up_to(self, brief: Brief) -> bool:
         sources = [p for p in brief.sources if p != self.name]
         goal = Standing(brief.era, brief.version)
-        if goal.era == self.era and goal.version == self.version + 1 and self.version in self.steps:
+        if eras.is_one_step(self.standing, goal) and self.version in self.steps:
             for source in sources:
                 if await self._one_step(source):
                     return True
         if sources and await self._download(sources):
             return True
         return goal.era > self.era and goal.version == goal.era.start and await self._enter(goal.era)
+
+    async def _catch_up_with(self, mates: dict[PeerId, Standing]) -> bool:
+        if eras.is_one_step(self.standing, max(mates.values())) and self.version in self.steps:
+            for mate, standing in mates.items():
+                if standing > self.standing and await self._one_step(mate):
+                    return True
+        return await self._download(list(mates))
 
     async def _one_step(self, source: PeerId) -> bool:
         step = self.steps[self.version]
@@ -1104,7 +1146,7 @@ class StagePeer(Node):
 
     async def _get(self, goal: Standing) -> bool:
         await self.sleep(self._dice.between(0.05, 0.5))
-        found = self._shelf.saved[self.stage].get(goal.version)
+        found = self._shelf.of(self.stage).get(goal.version)
         if found is None and goal.version == 0:
             found = initial(self.stage)
         if found is None:

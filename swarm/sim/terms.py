@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from swarm.ids import Era, PeerId, Stage, Standing
 from swarm.policy.rounds import Go, Held, MemberStep, Plan, StageStep
 from swarm.sim.clock import Clock
+
+if TYPE_CHECKING:
+    from swarm.sim.check import Weights
 
 LIFE_S = 20.0
 """A record outlives its peer by at most this."""
@@ -142,6 +145,24 @@ class Vector(NamedTuple):
     reduced: tuple[int, ...]
     held: Held
     go: Go | None
+
+
+# --- disks -----------------------------------------------------------------------------------------------
+
+
+class Shelf:
+    """States that can be had of whoever serves nothing now."""
+
+    def __init__(self, stages: int) -> None:
+        self.saved: list[dict[int, Weights]] = [{} for _ in range(stages)]
+        """Checkpoints on disks that outlive their peers: stage -> version -> weights."""
+        self.pinned: dict[PeerId, tuple[Stage, Weights]] = {}
+        """What peers keep while they are paused."""
+
+    def of(self, stage: Stage) -> dict[int, Weights]:
+        """All states of `stage`, by version."""
+        pinned = {weights.version: weights for at, weights in self.pinned.values() if at == stage}
+        return pinned | self.saved[stage]
 
 
 # --- the directory ------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from swarm.ids import Stage
 from swarm.sim import faults
@@ -13,8 +14,9 @@ from swarm.sim.clock import Clock
 from swarm.sim.dice import Dice
 from swarm.sim.faults import Fault
 from swarm.sim.network import Lines, Network
-from swarm.sim.peer import Shelf, StagePeer
-from swarm.sim.terms import LIFE_S, Directory, Terms
+from swarm.sim.paused import PausedPeer, Snapshot
+from swarm.sim.peer import StagePeer
+from swarm.sim.terms import LIFE_S, Directory, Shelf, Terms
 from swarm.sim.trainer import Trainer
 
 FAULTS_WITHIN_S = 3.0
@@ -66,6 +68,8 @@ class World:
         self.checks = Checks(self.terms)
         self.shelf = Shelf(self.terms.stages)
         self.peers: list[StagePeer] = []
+        self.paused: list[PausedPeer] = []
+        """All that ever paused; those that live are paused now."""
         self.trainers: list[Trainer] = []
         self.injected: Counter[str] = Counter()
         self._points: dict[str, list[int]] = {}
@@ -88,12 +92,14 @@ class World:
         if self._trace is not None:
             self._trace(f"{self.clock.now:9.3f}  {text}")
 
-    def add_peer(self, stage: Stage) -> StagePeer:
+    def add_peer(self, stage: Stage, before: PausedPeer | None = None) -> StagePeer:
+        """`before`: who resumes so."""
         dice = self.dice
+        name, kept = (self._names[len(self.peers)], None) if before is None else (before.name, before.kept)
         peer = StagePeer(
-            self.clock, self._names[len(self.peers)], stage, self.terms, self.network, self.directory,
+            self.clock, name, stage, self.terms, self.network, self.directory,
             self.checks, self.shelf, dice, None if self._trace is None else self.say,
-            compute_s=dice.pick((0.005, 0.01, 0.04)), max_inflight=dice.pick((1, 2, 4)),
+            compute_s=dice.pick((0.005, 0.01, 0.04)), max_inflight=dice.pick((1, 2, 4)), kept=kept,
         )  # fmt: skip
         peer.at_point = self._at_point
         self.peers.append(peer)
@@ -120,17 +126,23 @@ class World:
 
     def _safe(self) -> list[StagePeer]:
         """Peers whose stage keeps somebody without them."""
-        there = Counter(p.stage for p in self.peers if p.alive and p.joined and not p.leaving)
+        there = self._staying()
         return [p for p in self.peers if p.alive and there[p.stage] > (p.joined and not p.leaving)]
+
+    def _staying(self) -> Counter[Stage]:
+        """How many serve each stage, and mean to."""
+        return Counter(p.stage for p in self.peers if p.alive and p.joined and not p.leaving)
 
     def _inject(self, fault: Fault) -> None:
         kind = fault.kind
         safe = self._safe()
         living = [p for p in self.peers if p.alive]
         if kind in ("kill", "cut power"):
-            if not safe:
+            there = self._staying()
+            mortal = [*safe, *(p for p in self.paused if p.alive and there[p.stage])]
+            if not mortal:
                 return
-            self._kill(safe[int(fault.who * len(safe))], quietly=kind == "cut power")
+            self._kill(mortal[int(fault.who * len(mortal))], quietly=kind == "cut power")
         elif kind == "kill at":
             self._points.setdefault(fault.point, []).append(fault.number)
             return  # counted when it happens
@@ -144,7 +156,7 @@ class World:
             self.network.stop(peer.name)
             self.clock.after(fault.lasts_s, None, self._go_on, peer)
         elif kind == "cut":
-            nodes = sorted(p.name for p in living) + [t.name for t in self.trainers if t.alive]
+            nodes = sorted(p.name for p in (*living, *self.paused) if p.alive) + [t.name for t in self.trainers if t.alive]
             if len(nodes) < 2:
                 return
             side = self.dice.shuffled(nodes)[: 1 + int(fault.who * (len(nodes) - 1))]
@@ -175,6 +187,13 @@ class World:
             self.say("*** a storm begins")
             self.network.lines = Lines(most_s=self._bad.most_s, lost=0.2, doubled=0.15, late=0.15)
             self.clock.after(min(1.0, fault.lasts_s), None, self._storm_ends)
+        elif kind == "pause":
+            there = [p for p in living if not p.leaving]
+            if not there:
+                return
+            peer = there[int(fault.who * len(there))]
+            self.say(f"*** the owner of {peer.name} wants its device for {fault.lasts_s:.1f} s")
+            peer.pause(partial(self._is_paused, peer, self.clock.now + fault.lasts_s))
         elif kind == "lose stage":
             stage = int(fault.who * self.terms.stages)
             self.say(f"*** all of stage {stage} die")
@@ -184,7 +203,19 @@ class World:
             self.clock.after(fault.lasts_s / 2, None, self._another_peer, stage)
         self.injected[kind] += 1
 
-    def _kill(self, peer: StagePeer, *, quietly: bool) -> None:
+    def _is_paused(self, peer: StagePeer, until_s: float, kept: Snapshot | None) -> None:
+        paused = PausedPeer(
+            self.clock, peer.name, peer.stage, kept, self.network, self.directory, self.shelf
+        )
+        self.paused.append(paused)
+        self.clock.after(max(0.0, until_s - self.clock.now), None, self._resume, paused)
+
+    def _resume(self, paused: PausedPeer) -> None:
+        if paused.alive:
+            self.say(f"*** {paused.name} resumes")
+            self.add_peer(paused.stage, paused)
+
+    def _kill(self, peer: StagePeer | PausedPeer, *, quietly: bool) -> None:
         self.say(f"*** {peer.name} of stage {peer.stage} dies{', and nobody is told' if quietly else ''}")
         self.network.kill(peer.name, quietly=quietly)
         self.directory.died(peer.name, forgotten_s=self.dice.between(0.5, LIFE_S))
@@ -238,6 +269,8 @@ class World:
     def finished(self) -> bool:
         """Every living peer holds the last version."""
         steps = self.terms.steps
+        if any(p.alive for p in self.paused) or any(p.pausing for p in self.peers):
+            return False
         for peer in self.peers:
             if peer.alive and not peer.leaving and peer.weights.version < steps:
                 return False

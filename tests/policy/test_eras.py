@@ -13,6 +13,7 @@ from swarm.policy.eras import (
     WayBack,
     check_standing,
     is_alone_ahead,
+    is_one_step,
     join_by,
     may_leave,
     newest_start,
@@ -35,6 +36,14 @@ def test_of_two_standings_the_later_era_holds_whatever_the_versions() -> None:
     assert Standing(Era(1, 6), 6) > Standing(Era(1, 4), 8)
     assert Standing(Era(1, 4), 5) > Standing(Era(1, 4), 4)
     assert Era(2, 4).next(8) == Era(3, 8)
+
+
+def test_one_gradient_brings_a_peer_a_step_further_in_its_own_era() -> None:
+    mine = Standing(Era(1, 4), 5)
+    assert is_one_step(mine, Standing(Era(1, 4), 6))
+    for far in (5, 7):
+        assert not is_one_step(mine, Standing(Era(1, 4), far))
+    assert not is_one_step(mine, Standing(Era(2, 4), 6))
 
 
 def test_only_a_long_way_back_is_worth_waiting() -> None:

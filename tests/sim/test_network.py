@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swarm.errors import Busy, PeerFault, PeerGone, PeerSilent, SwarmError
+from swarm.errors import Busy, Leaving, PeerFault, PeerGone, PeerSilent, SwarmError
 from swarm.sim.clock import MOST_AT_ONCE, Clock, Process
 from swarm.sim.dice import Dice
 from swarm.sim.network import SILENCE_S, Lines, Network, Node
@@ -210,6 +210,19 @@ def test_a_deadline_ends_a_call() -> None:
     seen = pair.call(deadline_s=2.0)
     pair.run(9.0)
     assert isinstance(seen[0], PeerSilent) and seen[1] == pytest.approx(2.0)
+
+
+def test_who_replaces_another_has_its_address_and_what_is_on_its_way() -> None:
+    pair = Pair()
+    pair.handler = lambda caller, question: pair.b.future()  # never answered
+    seen = pair.call()
+    pair.run(0.1)
+    on_its_way = pair.call(5)
+    after = Node(pair.clock, "b")
+    after.handlers["double"] = lambda caller, question: 2 * question
+    pair.network.replace(after)
+    pair.run(1.0)
+    assert isinstance(seen[0], Leaving) and on_its_way[0] == 10 and pair.asked == [4]
 
 
 def test_the_dice_are_the_same_everywhere() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
+
 from swarm.sim.check import Checks
 from swarm.sim.clock import Clock
 from swarm.sim.dice import Dice
 from swarm.sim.network import Lines, Network
-from swarm.sim.peer import Shelf, StagePeer
-from swarm.sim.terms import Directory, Terms
+from swarm.sim.paused import PausedPeer, Snapshot
+from swarm.sim.peer import StagePeer
+from swarm.sim.terms import Directory, Shelf, Terms
 from swarm.sim.trainer import Trainer
 
 
@@ -28,12 +31,16 @@ class Story:
         self.checks = Checks(self.terms)
         self.shelf = Shelf(self.terms.stages)
 
-    def add_peer(self, name: str, stage: int) -> StagePeer:
+    def make_peer(self, name: str, stage: int, kept: Snapshot | None = None) -> StagePeer:
         peer = StagePeer(
             self.clock, name, stage, self.terms, self.network, self.directory, self.checks, self.shelf,
-            self.dice, None, compute_s=0.01, max_inflight=4,
+            self.dice, None, compute_s=0.01, max_inflight=4, kept=kept,
         )  # fmt: skip
         self.peers[name] = peer
+        return peer
+
+    def add_peer(self, name: str, stage: int) -> StagePeer:
+        peer = self.make_peer(name, stage)
         peer.start()
         return peer
 
@@ -94,3 +101,32 @@ def test_a_trainer_alone_remembers_how_far_the_run_was() -> None:
     story.add_peer("c", 0)
     story.add_peer("d", 1)
     assert story.finishes(within_s=60.0)
+
+
+@pytest.mark.parametrize(("steps_away", "asked"), [(0, []), (1, ["held"]), (2, ["state"])])
+def test_who_resumes_takes_only_what_its_state_lacks(steps_away: int, asked: list[str]) -> None:
+    story = Story(Terms(stages=2, microbatches=2, steps=steps_away))
+    paused: list[PausedPeer] = []
+    story.add_peer("awake", 0)
+    peer = story.add_peer("paused", 0)
+    story.add_peer("other", 1)
+
+    def is_paused(kept: Snapshot | None) -> None:
+        network, directory, shelf = story.network, story.directory, story.shelf
+        paused.append(PausedPeer(story.clock, "paused", 0, kept, network, directory, shelf))
+
+    assert story.clock.run(until=lambda: peer.joined, limit_s=5.0)
+    peer.pause(is_paused)
+    assert story.clock.run(until=lambda: bool(paused), limit_s=10.0)
+    assert [at for at, _ in story.shelf.pinned.values()] == [0] and not peer.alive
+    if steps_away:
+        story.add_trainer()
+        story.until_version("awake", steps_away)
+    calls: list[str] = []
+    again = story.make_peer("paused", 0, kept=paused[0].kept)
+    call = again.call
+    again.call = lambda to, method, *rest: calls.append(method) or call(to, method, *rest)  # type: ignore
+    again.start()
+    assert story.clock.run(until=lambda: again.joined, limit_s=story.clock.now + 20.0)
+    assert again.version == steps_away and not story.shelf.pinned
+    assert [method for method in calls if method in ("held", "state")] == asked
