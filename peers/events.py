@@ -21,7 +21,7 @@ from typing import ClassVar, Literal, TextIO, TypeAlias
 
 import msgspec
 
-from swarm.errors import printable, short
+from swarm.errors import one_line, printable, short
 
 LogFormat: TypeAlias = Literal["text", "json"]
 Level: TypeAlias = Literal["info", "warning", "error"]
@@ -102,7 +102,7 @@ class PeerJoined(Event):
     device: str = ""
 
     def words(self) -> str:
-        where = f" on {self.device}" if self.device else ""
+        where = f" on {one_line(self.device)}" if self.device else ""
         return f"peer {short(self.peer)} joined stage {self.stage}{where}"
 
 

@@ -149,7 +149,7 @@ def from_wire(peer: str, fields: dict[str, Any]) -> SwarmError:
     version, retry = fields.get("version", 0), fields.get("retry_after_s", 0.05)
     if type(version) is not int or type(retry) not in (int, float) or not 0 <= retry <= 60:
         return BadAnswer(peer, f"answered {code!r} with impossible numbers")
-    text = text[:500]
+    text = one_line(text[:500])
     if cls is NotReady:
         return NotReady(text, version=version, retry_after_s=retry)
     if cls is Stale:
@@ -171,3 +171,8 @@ def short(peer: str) -> str:
 def printable(text: str) -> str:
     """`text` for a terminal: its lines, without what a terminal would obey. It may be a stranger's."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+
+def one_line(text: str) -> str:
+    """What a stranger said, as part of a line of ours: it must not look like another line of our log."""
+    return printable(text).replace("\n", " ")

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peers.events import JoinLine, Note, to_text
 from swarm.errors import Busy, Leaving, NotNow, NotReady, from_wire
 from swarm.wire import frames
 from swarm.wire.frames import FrameError, Kind
@@ -52,6 +53,15 @@ def test_a_peer_that_cannot_now_is_not_taken_for_a_faulty_one(kind: type[NotNow]
     _, packed = split(frames.pack_error(7, kind("later", retry_after_s=1.5).to_wire()))
     error = from_wire("peer", frames.unpack_error(packed))
     assert type(error) is kind and error.retry_after_s == 1.5
+
+
+def test_what_a_stranger_answers_looks_like_no_line_of_our_log() -> None:
+    answer = {"code": "refused", "text": "no\n12:00:00  error: the disk is full\r\x1b[2J"}
+    _, packed = split(frames.pack_error(7, answer))
+    error = from_wire("peer", frames.unpack_error(packed))
+    assert error.text == "no 12:00:00  error: the disk is full??[2J"
+    assert len(to_text(Note(text=f"stage 0: {error.text}")).splitlines()) == 1
+    assert len(to_text(JoinLine(line="swarm peer")).splitlines()) == 2, "our own keep theirs"
 
 
 def test_an_error_too_large_to_send_keeps_its_code() -> None:
