@@ -30,10 +30,11 @@ class LineGauge:
         if sent_bytes <= SMALL_BYTES and took_s > 0:
             self._round_trips_s.append(took_s)
 
-    def received(self, size_bytes: int, took_s: float) -> None:
-        """A body is complete, so long after the header that announced it."""
+    def received(self, size_bytes: int, all_bytes: int, took_s: float) -> None:
+        """A body of `size_bytes` is complete, so long after the header that announced it; the link brought
+        `all_bytes` meanwhile."""
         if size_bytes >= PROBE_BYTES:
-            self._rates_bps.append(min(MOST_BPS, 8 * size_bytes / took_s) if took_s > 0 else MOST_BPS)
+            self._rates_bps.append(min(MOST_BPS, 8 * all_bytes / took_s) if took_s > 0 else MOST_BPS)
 
     @property
     def line(self) -> Line:

@@ -5,7 +5,9 @@ bodies are parsed, and the buffer that a body belongs to, into which the kernel 
 bounded by the protocol itself (credit before ACCEPT, sizes after), so reading never has to pause and a
 heartbeat is never stuck behind a body that nobody takes.
 
-Writing has two queues: frames that carry no body go first, bodies go in chunks, round-robin over calls.
+Writing has two queues: frames that carry no body go first, then bodies in chunks, that with the least left
+before the others. So of bodies alike, such as microbatches, the first arrives while the last are still waiting,
+and the other end has something to do; if they shared the line, all would come late together.
 """
 
 from __future__ import annotations
@@ -212,7 +214,8 @@ class FrameLink(asyncio.BufferedProtocol):
         self._finished = False
         """The other end was told that nothing follows: what is said now is lost, as if it came too late."""
         self._urgent: deque[bytes] = deque()
-        self._bulk: deque[Outgoing] = deque()
+        self._bulk: list[Outgoing] = []
+        """Bodies of which something may be sent."""
         self._paused_since: float | None = None
         self._last_byte = self._loop.time()
         self._last_tick = self._last_byte
@@ -281,6 +284,16 @@ class FrameLink(asyncio.BufferedProtocol):
                 self._parse()
         except FrameError as error:
             self.fail(BadAnswer(self.peer, str(error)))
+
+    @property
+    def parsed_bytes(self) -> int:
+        """Received, and looked at."""
+        return self.received_bytes - (self._end - self._start)
+
+    def _gauge_body(self, size: int, since: float, received_before: int) -> None:
+        """A body is complete that was announced then. All that came meanwhile tells of the line: who waits
+        for others to be sent first has no slower one."""
+        self.gauge.received(size, self.received_bytes - received_before, self._last_byte - since)
 
     def _take(self, sink: Sink | EarlySink, count: int) -> None:
         sink.advance(count)
@@ -375,16 +388,15 @@ class FrameLink(asyncio.BufferedProtocol):
                 most = self._may_send()
                 if not most:
                     return
-                outgoing = self._bulk.popleft()
+                outgoing = self._first_body()
                 chunk = outgoing.take(most)
                 self.sent_bytes += frames.PREFIX_BYTES + chunk.nbytes
                 transport.write(frames.pack_prefix(Kind.BODY, outgoing.call, 0, chunk.nbytes))
                 transport.write(chunk)
-                if not outgoing.left:
-                    if outgoing.on_sent is not None:
-                        outgoing.on_sent()
-                elif outgoing.credit:
-                    self._bulk.append(outgoing)
+                if not outgoing.left or not outgoing.credit:
+                    self._bulk.remove(outgoing)
+                if not outgoing.left and outgoing.on_sent is not None:
+                    outgoing.on_sent()
             else:
                 if self._finishing and not self._finished and not transport.is_closing():
                     self._finished = True
@@ -392,13 +404,18 @@ class FrameLink(asyncio.BufferedProtocol):
                         transport.write_eof()
                 return
 
+    def _first_body(self) -> Outgoing:
+        """With the least left; of those, of the oldest call."""
+        return min(self._bulk, key=lambda outgoing: (outgoing.left, outgoing.call))
+
     def _may_send(self) -> int:
         """Bytes of a body; 0 if its turn is still to come."""
         pacer = self.pacer
         if pacer is None:
             return frames.CHUNK_BYTES
         if not self._turn_bytes and self._turn is None:
-            wanted = min(pacer.turn_bytes, frames.CHUNK_BYTES, self._bulk[0].left, self._bulk[0].credit)
+            first = self._first_body()
+            wanted = min(pacer.turn_bytes, frames.CHUNK_BYTES, first.left, first.credit)
             wait_s = pacer.take(wanted + frames.PREFIX_BYTES, now=self._loop.time())
             if wait_s > 0:
                 self._turn = self._loop.call_later(wait_s, self._turn_comes, wanted)
@@ -478,7 +495,9 @@ class FrameLink(asyncio.BufferedProtocol):
 class _Pending:
     """A call whose answer the caller waits for."""
 
-    __slots__ = ("future", "header", "heard", "max_answer_bytes", "outgoing", "since", "sink", "size")
+    __slots__ = (
+        "future", "header", "heard", "max_answer_bytes", "outgoing", "received_before", "since", "sink", "size",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -493,6 +512,8 @@ class _Pending:
         self.size, self.since, self.heard = size, since, False
         """Bytes of the call; when it was made, then when its answer began; whether the other end has said
         anything to it."""
+        self.received_before = 0
+        """What the link had received when the answer began."""
         self.sink: Sink | None = None
         self.header = b""
 
@@ -615,13 +636,14 @@ class CallerLink(FrameLink):
         if pending.outgoing is not None and pending.outgoing in self._bulk:
             self._bulk.remove(pending.outgoing)  # it is answered: the rest of the body is of no use
         pending.header, pending.size, pending.since = result.header, total, self._last_byte
+        pending.received_before = self.parsed_bytes
         pending.sink = Sink(result.body_sizes)
         self._finish_if_complete(call, pending)
 
     def _finish_if_complete(self, call: int, pending: _Pending) -> None:
         if pending.sink is not None and not pending.sink.left:
             del self._calls[call]
-            self.gauge.received(pending.size, self._last_byte - pending.since)
+            self._gauge_body(pending.size, pending.since, pending.received_before)
             if not pending.future.done():
                 pending.future.set_result(Answer(pending.header, pending.sink.buffers))
 
@@ -687,6 +709,7 @@ class ServedCall:
         """Why the body cannot be had any more."""
         self.waiter: asyncio.Future[None] | None = None
         self.announced_at = link.last_byte_at
+        self.received_before = link.parsed_bytes
         self.accepted_at = 0.0
         self._link = link
 
@@ -813,7 +836,7 @@ class CalleeLink(FrameLink):
         early = served.early
         accepted = served.sink is not None and not served.sink.left
         if accepted or (early is not None and early.received == early.announced):
-            self.gauge.received(served.total, self._last_byte - served.announced_at)
+            self._gauge_body(served.total, served.announced_at, served.received_before)
         if not accepted:
             return
         del self._receiving[self._sink_call]
