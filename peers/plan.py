@@ -34,6 +34,10 @@ from swarm.run import CodecSpec, Run, load_run
 RANDOM_LAYOUTS = 10
 """Of which the mean is what a random layout takes."""
 NAMES_SHOWN = 6
+HIDDEN = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.125, 0.09, 0.06, 0.0)
+"""How much of the slowest stage's time for a microbatch its transfer may take: AdaTopK tries these."""
+WORTH = 0.05
+"""Who compresses more than that must win more than this part of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +80,8 @@ class Answer:
     """How much of the network was measured, in words."""
     codecs: CodecSpec | None = None
     """What each boundary should send, if that was asked for: see `swarm.plan.ratios`."""
+    codecs_step_s: float | None = None
+    """What a step takes then."""
 
 
 async def run_plan(options: PlanOptions) -> None:
@@ -101,7 +107,8 @@ async def run_plan(options: PlanOptions) -> None:
         job = job_of(run)
         answer = plan(network, job, seed=options.seed, budget_s=options.budget)
     if options.keep is not None:
-        answer = replace(answer, codecs=plan_codecs(run, network, job, answer.plan.stage_of, options.keep))
+        codecs, step_s = plan_codecs(run, network, job, answer.plan.stage_of, options.keep)
+        answer = replace(answer, codecs=codecs, codecs_step_s=step_s)
     if options.json:
         print(json.dumps(as_json(answer, run, network)))
     else:
@@ -168,14 +175,18 @@ def plan(network: Network, job: Job, *, seed: int, budget_s: float) -> Answer:
 
 def plan_codecs(
     run: Run, network: Network, job: Job, stage_of: Sequence[Stage] | np.ndarray, least: float
-) -> CodecSpec:
-    """AdaTopK for a layout: what the computation of the slowest stage hides is not compressed.
+) -> tuple[CodecSpec, float]:
+    """AdaTopK for a layout: as little is compressed as costs nearly nothing of a step.
+
+    What takes no longer than the computation of the slowest stage hides behind it, but not in the first and
+    the last microbatches of a step, which wait for all stages and lines in turn. So less is allowed as long
+    as a step is predicted to gain by it.
 
     A boundary that is given another codec than the manifest has gets its gradients back in as few bits: they
     have the same line. `stage_of`: of each device, or `IDLE`.
 
     Returns:
-        `[codec]` of the manifest, with a list for each direction.
+        `[codec]` of the manifest, with a list for each direction; a step's seconds with it, as predicted.
 
     Raises:
         SetupError: a part that cannot be kept, or lists that are too long for a manifest.
@@ -193,8 +204,23 @@ def plan_codecs(
             run if same else replace(run, codec=CodecSpec.both_ways(codec)), boundary, codec
         )
 
-    forward = boundary_codecs(
-        boundary_bandwidths(network, stage_of, run.S), bytes_of, base, least=least, enough_s=max(compute_s)
+    bandwidths_bps = boundary_bandwidths(network, stage_of, run.S)
+
+    def step_s(forward: Sequence[str]) -> float:
+        sent = [bytes_of(boundary, codec) for boundary, codec in enumerate(forward)]
+        there, back = tuple(each[0] for each in sent), tuple(each[1] for each in sent)
+        crossing = replace(job, forward_bytes=there, backward_bytes=back)
+        return Overlap(network, crossing).predict(stage_of).total_s
+
+    tried = [
+        boundary_codecs(bandwidths_bps, bytes_of, base, least=least, enough_s=part * max(compute_s))
+        for part in HIDDEN
+    ]
+    takes_s = [step_s(forward) for forward in tried]
+    forward, found_s = next(
+        (each, each_s)
+        for each, each_s in zip(tried, takes_s, strict=True)
+        if each_s <= (1.0 + WORTH) * min(takes_s)
     )
     backward = tuple(
         run.codec.backward_at(boundary, "none") if codec == base[boundary] else _values(codec)
@@ -203,7 +229,7 @@ def plan_codecs(
     codecs = replace(run.codec, forward=forward, backward=backward)
     if forward:
         replace(run, codec=codecs)  # it must be a manifest that can be
-    return codecs
+    return codecs, found_s
 
 
 def _values(name: str) -> str:
@@ -234,6 +260,7 @@ def as_json(answer: Answer, run: Run, network: Network) -> dict[str, Any]:
         "cpu_s": answer.cpu_s,
         "codec_forward": answer.codecs and answer.codecs.forward,
         "codec_backward": answer.codecs and answer.codecs.backward,
+        "codec_step_s": answer.codecs_step_s,
     }
 
 
@@ -270,7 +297,10 @@ def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
         )
         lines.append(answer.measured)
     if answer.codecs and answer.codecs.forward:
-        lines.append("for these lines the manifest should say, in [codec]:")
+        lines.append(
+            f"with these codecs a step takes about {answer.codecs_step_s:.3g} s; the manifest then says, in "
+            "[codec]:"
+        )
         for way, codecs in (("forward", answer.codecs.forward), ("backward", answer.codecs.backward)):
             lines.append(f"  {way} = {json.dumps(codecs)}")
     lines.append("a device joins its stage with: swarm peer --stage N ...")

@@ -140,7 +140,7 @@ def adapted(base: Run, lines: Lines, sizes: Sizes, least: float) -> CodecSpec:
     between = [[lines.link_bps(a, b) or math.inf for b in range(base.S)] for a in range(base.S)]
     latency = np.full((base.S, base.S), lines.rtt_s / 2)
     network = Network(devices, tuple(f"stage {s}" for s in range(base.S)), latency, np.array(between))
-    return plan_codecs(base, network, job, layout, least)
+    return plan_codecs(base, network, job, layout, least)[0]
 
 
 # --- manifests ---

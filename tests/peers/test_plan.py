@@ -14,10 +14,11 @@ import pytest
 
 from peers.cli import Exit, main
 from peers.job import job_of
-from peers.plan import as_json, plan_codecs, plan_view, render
+from peers.plan import WORTH, as_json, plan_codecs, plan_view, render
 from swarm.errors import SetupError
 from swarm.plan.network import EXAMPLE as DEVICES
 from swarm.plan.network import Device, Network
+from swarm.plan.overlap import Overlap
 from swarm.policy.health import Look
 from swarm.records import PeerRecord
 from swarm.run import EXAMPLE as RUN
@@ -87,12 +88,30 @@ def test_only_what_crosses_a_slow_boundary_changes_in_either_direction() -> None
     devices = tuple(Device(f"d{i}", i, 1e12) for i in range(3))
     lines = np.array([[math.inf, 8e6, 8e6], [8e6, math.inf, math.inf], [8e6, math.inf, math.inf]])
     network = Network(devices, ("a", "b", "c"), np.zeros((3, 3)), lines)
-    found = plan_codecs(run, network, job_of(run), [0, 1, 2], 0.05)
+    found, _ = plan_codecs(run, network, job_of(run), [0, 1, 2], 0.05)
     assert (found.forward, found.backward) == (("topk:0.05+blockwise8", "none"), ("blockwise8", "none"))
     same = replace(run, codec=replace(found, adaptive=("bf16",)))
-    assert plan_codecs(same, network, job_of(run), [0, 1, 2], 0.01).adaptive == ("bf16",)
+    assert plan_codecs(same, network, job_of(run), [0, 1, 2], 0.01)[0].adaptive == ("bf16",)
     one = demo_run(stages=1)
-    assert plan_codecs(one, network, job_of(one), [0, 0, 0], 0.05).forward == ()
+    assert plan_codecs(one, network, job_of(one), [0, 0, 0], 0.05)[0].forward == ()
+
+
+def test_few_microbatches_wait_for_lines_that_many_hide() -> None:
+    """Each transfer takes half of what the devices compute: with many in flight that costs nothing."""
+    many = replace(demo_run(stages=3), codec=CodecSpec.both_ways("none"))
+    many = replace(many, batch=replace(many.batch, microbatches_per_step=256))
+    few = replace(many, batch=replace(many.batch, microbatches_per_step=4))
+    job = job_of(few)
+    bps = 8 * job.forward_bytes[0]  # one second a transfer
+    devices = tuple(Device(f"d{i}", i, 3 * max(job.forward_flops) / 2) for i in range(3))
+    network = Network(devices, ("a", "b", "c"), np.zeros((3, 3)), np.full((3, 3), bps))
+    hidden, hidden_s = plan_codecs(many, network, job_of(many), [0, 1, 2], 0.01)
+    assert hidden.forward == ("none", "none")
+    waits, waits_s = plan_codecs(few, network, job, [0, 1, 2], 0.01)
+    assert waits.forward == ("bf16", "bf16") or "blockwise8" in waits.forward[0]
+    as_it_is = Overlap(network, job).predict([0, 1, 2]).total_s
+    assert waits_s < as_it_is / (1 + WORTH)
+    assert hidden_s == pytest.approx(Overlap(network, job_of(many)).predict([0, 1, 2]).total_s, rel=1e-3)
 
 
 def test_without_a_budget_the_plan_is_a_function_of_the_seed(
