@@ -156,7 +156,8 @@ class World:
             self.network.stop(peer.name)
             self.clock.after(fault.lasts_s, None, self._go_on, peer)
         elif kind == "cut":
-            nodes = sorted(p.name for p in (*living, *self.paused) if p.alive) + [t.name for t in self.trainers if t.alive]
+            nodes = sorted(p.name for p in (*living, *self.paused) if p.alive)
+            nodes += [t.name for t in self.trainers if t.alive]
             if len(nodes) < 2:
                 return
             side = self.dice.shuffled(nodes)[: 1 + int(fault.who * (len(nodes) - 1))]
