@@ -344,7 +344,7 @@ class Node:
         """All of ours are gone. p2pd cannot be told of new ones: another one is started."""
         from peers.net.reach import MOST_TOLD, relaying
 
-        known = dict.fromkeys([*self._relays(), *daemon.options.relays])
+        known = dict.fromkeys([*daemon.options.relays, *self._join, *self._relays()])
         relays = await relaying(self.transport, self.control, list(known)[: 2 * MOST_TOLD])
         if relays and daemon.alive:
             logger.warning("no relay has us any more: others are tried")
@@ -356,11 +356,16 @@ class Node:
         return self.daemon.options.be_relay and self.daemon.options.reachable is True
 
     def _relays(self) -> list[str]:
-        """Addresses of peers that may relay for others: ours, if it is one, and some that we have met."""
+        """Public addresses of peers that may relay for others, one of each.
+
+        Ours, if it is one, then those that our user named; whom we have met comes last: identities are free.
+        """
+        from peers.net.reach import is_public, one_each
+
         assert self.daemon is not None
         own = self.addresses if self._is_relay() else ()
         met = self.directory.met_addresses() if "directory" in self._started else []
-        return [*own, *met, *self._join]
+        return one_each(filter(is_public, [*own, *self._join, *met]))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Literal, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -263,13 +264,10 @@ def conclude(
     answers: Sequence[Reached], refusals: Sequence[str], join: Sequence[str], *, port: int, asked_from: int
 ) -> Finding:
     """What to believe. `join`: addresses to join at; `asked_from`: the port that the questions left from."""
-    relays = tuple(
-        dict.fromkeys(
-            address
-            for address in [*map(_relay_of, join), *(relay for a in answers for relay in a.relays)]
-            if is_relay(address)
-        )
-    )[: MOST_ASKED * MOST_TOLD]
+    # In turns, so that none of them takes the places of what the others tell.
+    told_of = [relay for turn in zip_longest(*(a.relays for a in answers)) for relay in turn if relay]
+    named = filter(is_relay, map(_relay_of, join))
+    relays = tuple(dict.fromkeys([*named, *filter(is_public, told_of)]))[: MOST_ASKED * MOST_TOLD]
     # Who sees us at an address of a local network says nothing about the world, if anybody else does.
     told = [a for a in answers if ipaddress.ip_address(a.host).is_global] or list(answers)
     if not told:
@@ -282,10 +280,10 @@ def conclude(
     elif len(told) > 1 or told[0].port == asked_from:
         punchable = True
     # Whoever joins dials what we announce: one liar among many is not to send them all to somebody else.
-    named = Counter(answer.host for answer in told).most_common(2)
-    host = named[0][0]
-    if len(named) > 1 and named[0][1] == named[1][1]:
-        why = f"it is seen at {host} and at {named[1][0]}, by as many"
+    hosts = Counter(answer.host for answer in told).most_common(2)
+    host = hosts[0][0]
+    if len(hosts) > 1 and hosts[0][1] == hosts[1][1]:
+        why = f"it is seen at {host} and at {hosts[1][0]}, by as many"
     elif any(answer.reached for answer in told if answer.host == host):
         return Finding(kind="open", host=host, port=port, punchable=punchable, relays=relays)
     else:
@@ -313,6 +311,14 @@ def is_relay(address: str) -> bool:
                 version = plain_ip(host).version
                 return kind == f"ip{version}" and 0 < int(port) < 65536 and public_key_of(peer) is not None
     return False
+
+
+def one_each(addresses: Iterable[str]) -> list[str]:
+    """The first address of each peer. All of them end in a peer's id."""
+    first: dict[PeerId, str] = {}
+    for address in addresses:
+        first.setdefault(split_peer_id(address)[1], address)
+    return list(first.values())
 
 
 def plain_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:

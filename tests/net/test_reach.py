@@ -133,10 +133,17 @@ def test_a_router_that_shows_all_the_same_port_can_be_knocked_at(
 
 def test_relays_are_those_to_join_at_and_those_told_of_if_p2pd_can_read_them() -> None:
     told = tuple(f"/ip4/44.0.0.{i}/tcp/1/p2p/{A}" for i in range(9))
+    home = f"/ip4/192.168.1.2/tcp/1/p2p/{A}"
     found = conclude(
-        [answer(relays=("rubbish", *told))], [], (f"{RELAY}/p2p-circuit/p2p/{B}",), port=1, asked_from=2
+        [answer(relays=("rubbish", home, *told))], [], (f"{RELAY}/p2p-circuit/p2p/{B}",), port=1, asked_from=2
     )
     assert found.relays == (RELAY, *told)
+
+
+def test_who_tells_of_many_relays_does_not_crowd_out_those_that_others_tell_of() -> None:
+    many = tuple(f"/ip4/44.6.6.{i}/tcp/1/p2p/{A}" for i in range(8))
+    found = concluded([answer(relays=many), answer(relays=(f"/ip4/44.0.0.1/tcp/1/p2p/{B}",))])
+    assert found.relays == (*JOIN, many[0], f"/ip4/44.0.0.1/tcp/1/p2p/{B}", *many[1:])
 
 
 # -- dialling back -----------------------------------------------------------------------------------------
@@ -285,6 +292,33 @@ async def test_an_address_that_lives_vouches_for_no_other_of_its_peer(public: No
         for told in ([dead, *public.addresses], [*public.addresses, dead], [*public.addresses] * 2):
             assert await relaying(asker.transport, asker.control, told) == public.addresses
         assert await relaying(asker.transport, asker.control, [dead]) == ()  # although it is connected
+
+
+@pytest.mark.net
+async def test_free_identities_do_not_crowd_out_the_relays_that_a_user_named(
+    public: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Node(join=public.addresses) as node:
+        free = [Identity(bytes([i]) * 32).peer_id for i in range(20)]
+        strangers = [f"/ip4/44.6.6.{i}/tcp/{port}/p2p/{p}" for i, p in enumerate(free) for port in (1, 2)]
+        monkeypatch.setattr(
+            node.directory, "met_addresses", lambda: [f"/ip4/10.0.0.1/tcp/1/p2p/{A}", *strangers]
+        )
+        named = f"/ip4/44.1.1.1/tcp/1/p2p/{B}"
+        node._join = (named, *node._join)
+        assert node._relays() == [named, *strangers[::2]]
+
+        asked: list[str] = []
+
+        async def relaying(transport: object, control: object, addresses: Sequence[str]) -> tuple[str, ...]:
+            asked.extend(addresses)
+            return ()
+
+        monkeypatch.setattr(reach_module, "relaying", relaying)
+        assert node.daemon is not None
+        node.daemon.options = DaemonOptions(relays=(RELAY,))
+        await node._take_other_relays(node.daemon)
+        assert asked == [RELAY, named, *public.addresses, *strangers[:26:2]]
 
 
 @pytest.mark.net
