@@ -161,6 +161,13 @@ def test_grafana_asks_for_numbers_that_exist() -> None:
             asked = set(re.findall(r"\bswarm_[a-z0-9_]+", target["expr"]))
             assert asked and asked <= exported, (panel["title"], asked - exported)
             assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels
+            named = re.findall(r"by \((\w+)\)", target["expr"]) + re.findall(r"[{,](\w+)=", target["expr"])
+            assert set(named) <= labels, (panel["title"], named)
+            # What counts up is shown as a rate, nothing else is; the window has to hold two samples, however
+            # seldom Prometheus asks, which its own default of a minute does not do in a window of a minute.
+            counters = [name for name in asked if name.endswith("_total")]
+            rates = re.findall(r"rate\((\w+)\[\$__rate_interval\]\)", target["expr"])
+            assert rates == counters and target["expr"].count("rate(") == len(rates), panel["title"]
 
 
 def test_grafanas_panels_have_what_it_needs_and_do_not_overlap() -> None:
@@ -169,7 +176,12 @@ def test_grafanas_panels_have_what_it_needs_and_do_not_overlap() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in panels():
         assert panel["type"] in ("stat", "timeseries", "table") and panel["title"]
-        assert panel["datasource"]["uid"] == "${" + sources[0] + "}"
+        for part in (panel, *panel["targets"]):
+            assert part["datasource"] == {"type": "prometheus", "uid": "${" + sources[0] + "}"}
+        assert panel["fieldConfig"]["defaults"]["unit"] in ("short", "s", "Bps", "percentunit")
+        assert panel["type"] != "table" or all(
+            t["format"] == "table" and t["instant"] for t in panel["targets"]
+        )
         refs = [target["refId"] for target in panel["targets"]]
         assert len(set(refs)) == len(refs) > 0
         at = panel["gridPos"]
