@@ -281,6 +281,8 @@ class Observer:
             era = self._standing.era
             standing = Standing(era, statistics.median_high(seen.version for seen in voters))
         else:
+            if self._began is None:
+                self._standing = self._held()
             return
         self._find_loss([status for status in fresh if status.era == standing.era], standing.version)
         if self._began is None:
@@ -302,6 +304,15 @@ class Observer:
         self._stepped.append((now, standing.version))
         for key in sorted(self._digests, key=lambda key: key[1])[: -MOST_VERSIONS * self.run.S]:
             del self._digests[key]
+
+    def _held(self) -> Standing:
+        """Where the run stands still, as those have it who keep it while nobody serves."""
+        held = [
+            Standing(version=seen.version) if seen.status is None else seen.status.standing
+            for seen in self._peers.values()
+            if seen.state in ("paused", "keeping") and not seen.why
+        ]
+        return statistics.median_high(held) if held else Standing()
 
     def _find_loss(self, fresh: Sequence[PeerStatus], version: int) -> None:
         said: dict[int, list[float]] = {}

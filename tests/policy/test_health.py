@@ -120,6 +120,20 @@ def test_records_alone_say_where_the_run_is() -> None:
     assert Seen(record("a", 0, state="joining", version=9)).look().version == 0
 
 
+@pytest.mark.parametrize("era", [Era(), Era(number=1, start=8)])
+def test_where_nobody_serves_the_run_is_where_those_have_it_who_keep_it(era: Era) -> None:
+    away = [record(name, stage, state="paused", version=9) for name, stage in (("a", 0), ("b", 1))]
+    seen = Seen(*away, record("keeper", NO_STAGE, state="keeping", version=8))
+    assert seen.look().version == 9
+    health = seen.say(version=9, state="paused", era=era)
+    assert (health.version, health.went_back) == (9, era.number)
+    assert not any(one.doubts for one in health.peers)
+    # Who serves knows better, and is believed at once.
+    back = tuple(record(name, stage, since=START) for name, stage in (("a", 0), ("b", 1)))
+    told = tuple(status(r.peer, r.stage, version=7, since=START) for r in back)
+    assert seen.look(records=back, statuses=told).version == 7
+
+
 def test_a_record_of_a_version_that_cannot_be_says_nothing_and_is_doubted() -> None:
     for version in (2**47, RUN.steps + 1, -1):
         health = Seen(record("a", 0, version=version)).look()
