@@ -114,6 +114,11 @@ class Networked:
         return await self._node.peer_count()
 
 
+def to_hand_out(addresses: Sequence[str]) -> str:
+    """The first address that another machine can dial, or else one of this machine only."""
+    return next((a for a in addresses if not a.startswith(("/ip4/127.", "/ip6/::1/"))), addresses[0])
+
+
 class Bootstrap(Networked):
     """DHT entry point: publishes the manifest and keeps it published."""
 
@@ -138,7 +143,7 @@ class Bootstrap(Networked):
             await node.directory.publish_manifest(run.to_toml())
             self._node = node
             self._emit(started("bootstrap", node, run.id))
-            words = ["--run", run.id, "--join", node.addresses[0]]
+            words = ["--run", run.id, "--join", to_hand_out(node.addresses)]
             if options.join_file is not None:
                 write_join_file(options.join_file, words)
             self._emit(JoinLine(line=f"swarm peer {' '.join(words)}"))
