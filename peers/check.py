@@ -90,10 +90,11 @@ def check_torch() -> Finding:
 
 def check_device(wish: str, *, least_bytes: int = MIN_FREE_BYTES) -> Finding:
     """It exists and has memory to spare."""
-    from peers.device import choose_device, describe
+    from peers.device import choose_device, describe, lacks_gpu
 
     try:
         device = describe(choose_device(wish))
+        missing = lacks_gpu() if wish == "auto" else ""
     except SetupError as error:
         return Finding(name="device", ok=False, found=f"{wish}: not usable", fix=error.text)
     except (RuntimeError, ImportError) as error:  # the CUDA driver has many ways to be broken
@@ -101,6 +102,7 @@ def check_device(wish: str, *, least_bytes: int = MIN_FREE_BYTES) -> Finding:
             name="device", ok=False, found=str(error).splitlines()[0], fix="try --device cpu, then nvidia-smi"
         )
     words = f"{device.name} ({device.model}), {gb(device.free_bytes)} of {gb(device.total_bytes)} free"
+    words += f"; {missing}" if missing else ""
     if device.free_bytes < least_bytes:
         return Finding(
             name="device", ok=False, found=words, fix=f"free at least {gb(least_bytes)}: stop other programs"

@@ -15,6 +15,11 @@ from swarm.errors import SetupError
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 
+NO_GPU = (
+    "sees no GPU: is its driver there (nvidia-smi)? A container needs --gpus all, and its host the "
+    "nvidia-container-toolkit"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
@@ -48,12 +53,21 @@ def choose_device(wish: str = "auto") -> str:
             return "cpu"
         return f"cuda:{max(range(devices), key=lambda n: (torch.cuda.mem_get_info(n)[0], -n))}"
     if devices == 0:
-        reason = "has no CUDA" if torch.version.cuda is None else "sees no CUDA device (try nvidia-smi)"
+        reason = NO_GPU if torch.version.cuda else "has no CUDA"
         raise SetupError(f"--device {wish}: this torch ({torch.__version__}) {reason}; take --device cpu")
     index = int(number or 0)
     if index >= devices:
         raise SetupError(f"--device {wish}: this machine has cuda:0 to cuda:{devices - 1}")
     return f"cuda:{index}"
+
+
+def lacks_gpu() -> str:
+    """That this torch was made for GPUs and finds none, in words; empty if that is not so."""
+    import torch
+
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return ""
+    return f"this torch ({torch.__version__}) {NO_GPU}"
 
 
 def describe(name: str) -> Device:

@@ -22,7 +22,7 @@ from swarm.run import load_run
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PAGES = ("home.md", "join.md", "home.md", "public-run.md", "spot.md", "security.md", "troubleshooting.md")
+PAGES = ("home.md", "join.md", "public-run.md", "spot.md", "security.md", "troubleshooting.md")
 RUN = "0123456789abcdef" * 2
 ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
@@ -32,7 +32,7 @@ OTHERS = frozenset({"timedatectl", "sudo"})
 DOCKER = {
     "build": {"-t": 1, "--build-arg": 1},
     "run": {
-        "-d": 0, "-v": 1, "-p": 1, "--name": 1, "--gpus": 1, "--stop-timeout": 1, "--restart": 1,
+        "--rm": 0, "-d": 0, "-v": 1, "-p": 1, "--name": 1, "--gpus": 1, "--stop-timeout": 1, "--restart": 1,
         "--read-only": 0, "--tmpfs": 1, "--cap-drop": 1, "--security-opt": 1, "--network": 1, "--pid": 1,
     },
     "logs": {"-f": 0}, "exec": {}, "stop": {"--time": 1}, "start": {}, "restart": {"--time": 1},
@@ -174,7 +174,11 @@ def templates() -> list[str]:
     return found
 
 
-TEMPLATES = [*templates(), "the following arguments are required: …"]  # argparse's own
+FOREIGN = [
+    "the following arguments are required: …",  # argparse
+    "could not select device driver … with capabilities: [[gpu]]",  # Docker
+]
+TEMPLATES = [*templates(), *FOREIGN]
 
 
 def is_said(message: str) -> bool:

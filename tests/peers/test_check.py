@@ -58,9 +58,15 @@ def test_torch_that_computes_nonsense_is_found(monkeypatch: pytest.MonkeyPatch) 
     wrong(check.check_torch(), "wrong result", "remove .venv")
 
 
-def test_a_device_is_there_and_has_room() -> None:
+def test_a_device_is_there_and_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     good(check.check_device("cpu", least_bytes=1))
     wrong(check.check_device("cpu", least_bytes=10**15), "free", "free at least 1000000.0 GB")
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    found = check.check_device("auto", least_bytes=1)
+    good(found)
+    assert "; this torch (" in found.found and "sees no GPU: is its driver there" in found.found
+    assert "torch" not in check.check_device("cpu", least_bytes=1).found, "who asks for the CPU knows"
     wrong(check.check_device("abacus"), "abacus: not usable", "take auto, cpu, cuda")
 
 

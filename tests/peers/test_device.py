@@ -46,7 +46,11 @@ def test_auto_is_the_gpu_with_most_free_memory(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_gpu_that_is_not_there_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     without_cuda(monkeypatch)
-    with pytest.raises(SetupError, match="take --device cpu"):
+    monkeypatch.setattr("torch.version.cuda", None)
+    with pytest.raises(SetupError, match=r"this torch \(.*\) has no CUDA; take --device cpu"):
+        choose_device("cuda")
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    with pytest.raises(SetupError, match=r"sees no GPU: .*nvidia-smi.* --gpus all, .*; take --device cpu"):
         choose_device("cuda")
     with_cuda(monkeypatch, [10, 10])
     with pytest.raises(SetupError, match="cuda:0 to cuda:1"):
