@@ -16,6 +16,7 @@ from swarm.run import BatchSpec, DataSpec, ModelSpec, OptimizerSpec, Run
 from tests.process.swarm_processes import LIMIT_S, ROOT, Processes, eventually
 from tests.test_docs import ADDRESS, COMMANDS, FENCE
 from tests.test_docs import RUN as RUN_ID
+from tests.test_docs import blocks as blocks_of
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -103,6 +104,7 @@ def test_machines_are_planned_and_simulated(tmp_path: Path) -> None:
     blocks = FENCE.findall((ROOT / "README.md").read_text())
     (devices,) = [text for language, text in blocks if language == "toml" and "[[devices]]" in text]
     (tmp_path / "devices.toml").write_text(devices)
-    (tmp_path / "spot.csv").write_text("0,10\n60,7\n120,9\n")
+    (trace,) = blocks_of("spot.md", "csv")
+    (tmp_path / "spot.csv").write_text(trace)
     assert "stage 0" in reader.run([*reader.words("spot.md", "plan"), "--budget", "0.5"])
     reader.run([*reader.words("spot.md", "simulate"), "--hours", "0.002"])
