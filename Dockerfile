@@ -1,24 +1,24 @@
 # One file for CPU and CUDA; docs/join.md says how the image is used.
 #
 #   docker build -t swarm .
-#   docker build -t swarm:cuda --build-arg DEVICE=cuda .     # several GB; PyPI's torch brings CUDA with it
+#   docker build -t swarm:cuda --build-arg DEVICE=cuda .     # 5.6 GB; PyPI's torch brings CUDA with it
 FROM docker.io/library/python:3.11.14-slim-bookworm AS base
 
 FROM base AS build
 # cpu or cuda; parts of pyproject.toml that are wanted besides; where CPU-only builds of torch are, if not on PyPI.
 ARG DEVICE=cpu
-ARG EXTRAS=dashboard
+ARG EXTRAS=dashboard,owner
 ARG CPU_INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /build
 RUN python -m venv /opt/swarm
 ENV PATH=/opt/swarm/bin:$PATH
 COPY pyproject.toml constraints.txt ./
-# What it needs comes before its own code, whose changes then cost no download. Headers, and for a CPU other
-# makers' GPU kernels, are of no use to who runs it.
+# What it needs comes before its own code, whose changes then cost no download. Headers, and GPU kernels for what
+# this torch was not built for, are of no use to who runs it.
 RUN case "$DEVICE" in \
         cpu) sed -i 's/^torch==.*/&+cpu/' constraints.txt && index="${CPU_INDEX:+--extra-index-url=$CPU_INDEX}" ;; \
-        cuda) index="" ;; \
+        cuda) sed -i 's/^torch==/torch===/' constraints.txt && index="" ;; \
         *) echo "DEVICE is cpu or cuda, not '$DEVICE'" >&2; exit 1 ;; \
     esac \
     && mkdir swarm peers && touch README.md \
@@ -26,7 +26,9 @@ RUN case "$DEVICE" in \
     && pip install --constraint constraints.txt ${index:+"$index"} ".[$EXTRAS]" \
     && modules=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
     && rm -rf "$modules/torch/include" "$modules/torch/test" \
-    && if [ "$DEVICE" = cpu ]; then find "$modules/bitsandbytes" -name '*.so' ! -name '*_cpu*' -delete; fi
+    && built=$(python -c 'import torch; print("cuda" + torch.version.cuda.replace(".", "") if torch.version.cuda else "cpu")') \
+    && case "$built" in "$DEVICE"*) ;; *) echo "this torch is for $built, not for $DEVICE" >&2; exit 1 ;; esac \
+    && find "$modules/bitsandbytes" -name '*.so' ! -name '*_cpu*' ! -name "*_$built*" -delete
 COPY README.md ./
 COPY swarm swarm
 COPY peers peers

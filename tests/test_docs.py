@@ -12,10 +12,12 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from peers.cli import build_parser
 from swarm.run import load_run
@@ -132,6 +134,47 @@ def test_the_unit_of_systemd_starts_what_is_a_command() -> None:
     (patience,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
     (within,) = re.findall(r"--leave-within (\d+)", line)
     assert int(patience) > int(within)
+
+
+# --- the image ---
+
+
+@pytest.mark.parametrize(("device", "taken"), [("cpu", "2.13.0+cpu"), ("cuda", "2.13.0")])
+def test_the_image_takes_the_torch_of_its_device_and_no_other(
+    device: str, taken: str, tmp_path: Path
+) -> None:
+    """An index may have both builds, and `==2.13.0` takes either."""
+    pins = (ROOT / "constraints.txt").read_text()
+    (tmp_path / "constraints.txt").write_text(pins)
+    (edit,) = re.findall(rf"^ +{device}\) (sed -i '[^']*' constraints.txt)", dockerfile(), re.MULTILINE)
+    subprocess.run(edit, shell=True, check=True, cwd=tmp_path)
+    edited = (tmp_path / "constraints.txt").read_text()
+    assert len(edited.splitlines()) == len(pins.splitlines())
+    (pin,) = [Requirement(line) for line in edited.splitlines() if line.startswith("torch=")]
+    assert [version for version in ("2.13.0", "2.13.0+cpu") if version in pin.specifier] == [taken]
+
+
+@pytest.mark.parametrize(
+    ("device", "cuda", "ends"),
+    [("cpu", None, ""), ("cuda", "13.0", ""), ("cuda", None, "this torch is for cpu, not for cuda"),
+     ("cpu", "13.0", "this torch is for cuda130, not for cpu")],
+)  # fmt: skip
+def test_the_image_is_not_built_with_the_torch_of_another_device(
+    device: str, cuda: str | None, ends: str, tmp_path: Path
+) -> None:
+    (look,) = re.findall(r"&& (built=.*\n) +&& (case .* esac)", dockerfile())
+    (tmp_path / "torch.py").write_text(f"class version: cuda = {cuda!r}\n")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    script = look[0].rstrip("\\\n ") + "\n" + look[1]
+    done = subprocess.run(
+        ["sh", "-euc", script], capture_output=True, text=True,
+        env={"PATH": path, "DEVICE": device, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.strip()) == (1 if ends else 0, ends)
+
+
+def dockerfile() -> str:
+    return (ROOT / "Dockerfile").read_text()
 
 
 # --- compose ---

@@ -1,11 +1,14 @@
 """The image, built and run for real: what is in it, joining, health, leaving, and what its volume keeps.
 
 Its store, some 5 GB, is removed at the end. SWARM_CONTAINER_STORE=DIR keeps it there, for the next time.
+SWARM_CONTAINER_DEVICE=cuda does all of it with the image for GPUs: 20 GB, and half an hour; no GPU is needed.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +17,7 @@ from typing import Any, TypeVar
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from peers.events import Contributed, Event, JoinLine, LeavingNow, Serving, Started, StepDone
 from swarm.run import counting_run
@@ -23,7 +27,10 @@ E = TypeVar("E", bound=Event)
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(2400)]
 
-IMAGE = "localhost/swarm:test"
+DEVICE = os.environ.get("SWARM_CONTAINER_DEVICE", "cpu")
+IMAGE = f"localhost/swarm:test-{DEVICE}"
+MOST_BYTES = {"cpu": 2.5e9, "cuda": 6.5e9}
+KERNELS = {"cpu": "", "cuda": "libbitsandbytes_cuda130.so"}
 LIMIT_S = 240.0
 GRACE_S = 10
 """`docker stop` kills after this."""
@@ -41,7 +48,7 @@ def podman() -> Iterator[Podman]:
         code, said = podman.once(base_image(), "true")
         if code:
             pytest.skip(f"containers cannot be run here: {said.strip()}")
-        podman.build(IMAGE)
+        podman.build(IMAGE, "--build-arg", f"DEVICE={DEVICE}")
         try:
             yield podman
         finally:
@@ -62,18 +69,51 @@ def test_the_image_is_lean_and_its_user_is_nobody(podman: Podman) -> None:
     assert inside(podman, "id -u; id -g").split() == ["10001", "10001"]
     compilers = "gcc cc g++ c++ clang make ld as tcc rustc cargo go nvcc /opt/swarm/bin/pip"
     assert not inside(podman, f"for name in {compilers}; do command -v $name; done; true")
-    assert not inside(podman, "find / -xdev -name 'libbitsandbytes_cuda*' 2>/dev/null; true")
+    kernels = "find / -xdev -name 'libbitsandbytes_*' ! -name '*_cpu*' -printf '%f ' 2>/dev/null; true"
+    assert inside(podman, kernels) == KERNELS[DEVICE]
+    assert not inside(podman, "find /opt /root /data /tmp -xdev -name '*.whl' 2>/dev/null; true")
     assert not inside(podman, "find /opt /usr /etc -xdev -writable ! -type l 2>/dev/null; true")
     assert inside(podman, "touch /data/x && stat -c %a /data") == "700"
     about = podman.inspect(IMAGE)
     assert about["Config"]["User"] == "10001:10001"
     assert about["Config"]["Volumes"] == {"/data": {}}
     assert about["Healthcheck"]["Test"] == ["CMD", "swarm", "health", "/tmp/health.sock"]
-    assert about["Size"] < 2.5e9, f"{about['Size'] / 1e9:.2f} GB"
+    assert about["Size"] < MOST_BYTES[DEVICE], f"{about['Size'] / 1e9:.2f} GB"
     code, said = podman.once(IMAGE)
     assert code == 0
     assert "swarm COMMAND --help" in said
     assert podman.once(IMAGE, "manifest")[1].startswith("# A run:")
+
+
+def test_all_that_is_in_it_is_pinned(podman: Podman) -> None:
+    """So the image of tomorrow is this one."""
+    script = (
+        "import importlib.metadata as m, json; "
+        "print(json.dumps({d.metadata['Name']: d.version for d in m.distributions()}))"
+    )
+    code, said = podman.once(IMAGE, "-c", script, options=["--entrypoint", "/opt/swarm/bin/python"])
+    assert code == 0, said
+    lines = [line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    pins = [Requirement(line) for line in lines if line]
+    pinned = {(_normal(pin.name), str(pin.specifier).removeprefix("==")) for pin in pins}
+    there = {(_normal(name), version.removesuffix("+cpu")) for name, version in json.loads(said).items()}
+    assert {name for name, _ in there - pinned} == {"swarm"}
+    assert ("torch", "2.13.0") in there
+    assert any(name.startswith("nvidia-cu") for name, _ in there) == (DEVICE == "cuda")
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_without_a_gpu_it_says_what_to_do(podman: Podman) -> None:
+    code, said = podman.once(IMAGE, "check", "--device", "cuda")
+    lacks = {"cpu": "has no CUDA; take --device cpu", "cuda": "A container needs --gpus all"}
+    assert code != 0
+    assert lacks[DEVICE] in said
+    code, said = podman.once(IMAGE, "check")
+    assert code == 0, said
+    assert ("sees no GPU" in said) == (DEVICE == "cuda")
 
 
 def test_the_first_process_can_be_stopped_before_it_has_a_role(podman: Podman) -> None:
@@ -228,5 +268,19 @@ def test_the_swarm_of_compose_comes_up(podman: Podman) -> None:
         comes("dashboard", lambda: podman.code("exec", "dashboard", *check)[0] == 0)
         for name in ("peer0", "peer1", "keeper", "trainer"):
             assert podman.well(name), podman("logs", name)
+        ask = (
+            "import urllib.request as u; print(u.urlopen('http://127.0.0.1:8080/api/health').read().decode())"
+        )
+
+        def shown() -> bool:
+            """The page has all of them, and where the run is."""
+            health = json.loads(podman("exec", "dashboard", "python", "-c", ask))
+            serving = [stage["serving"] for stage in health["stages"]]
+            who = len(health["keepers"]), len(health["trainers"])
+            return serving == [1, 1] and who == (1, 1) and health["version"] > 0
+
+        comes("dashboard", shown)
     finally:
         podman.close()
+    assert not podman("ps", "--all", "--quiet").split()
+    assert not podman("volume", "ls", "--quiet").split()
