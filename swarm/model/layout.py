@@ -126,7 +126,7 @@ def empty_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
     return {name: torch.empty(n, dtype=kind, device="meta") for name, (n, kind) in vectors.items()}
 
 
-def initial_weights(run: Run, stage: Stage, layout: Layout, device: torch.device) -> torch.Tensor:
+def initial_weights(run: Run, layout: Layout, device: torch.device) -> torch.Tensor:
     """The vector of version 0, a function of the run alone."""
     weights = torch.empty(layout.numel, dtype=weights_dtype(run), device=device)
     own = brought(run).traced.parameters if run.brings_model else None
@@ -135,7 +135,7 @@ def initial_weights(run: Run, stage: Stage, layout: Layout, device: torch.device
     return weights
 
 
-def initial_statistics(run: Run, stage: Stage, layout: Layout, device: torch.device) -> torch.Tensor:
+def initial_statistics(run: Run, layout: Layout, device: torch.device) -> torch.Tensor:
     """Of batch norms, of version 0; of a stage that has none nothing."""
     vector = torch.empty(layout.statistics_numel, dtype=weights_dtype(run), device=device)
     for name, view in layout.statistics_views(vector):
@@ -146,11 +146,11 @@ def initial_statistics(run: Run, stage: Stage, layout: Layout, device: torch.dev
 def initial_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
     """`StageCompute.state()` of version 0, on the CPU: nothing is in the optimizer's vectors yet."""
     layout, cpu = stage_layout(run, stage), torch.device("cpu")
-    weights = initial_weights(run, stage, layout, cpu)
+    weights = initial_weights(run, layout, cpu)
     state = {name: torch.zeros_like(empty, device="cpu") for name, empty in empty_state(run, stage).items()}
     state |= {name: weights for name in state if name.startswith("weights")}
     if "statistics" in state:
-        state["statistics"] = initial_statistics(run, stage, layout, cpu)
+        state["statistics"] = initial_statistics(run, layout, cpu)
     return state
 
 

@@ -135,7 +135,7 @@ class StageCompute:
         """Other stage -> what it holds as well as this one: their sums of it are added up."""
         self._optimizer = FlatOptimizer(run.optimizer, end, decayed, self.dtype, self.device)
         # One vector and module a version held: version v lives in number v % len.
-        weights = initial_weights(run, stage, self._layout, self.device)
+        weights = initial_weights(run, self._layout, self.device)
         self._weights = [weights]
         if run.delayed_updates:
             self._weights.append(weights.clone())
@@ -151,7 +151,7 @@ class StageCompute:
         self._life = itertools.count()
         self._spare: list[torch.Tensor] = []
         self._saved_bytes = self._loads = 0
-        self._statistics = initial_statistics(run, stage, self._layout, self.device)
+        self._statistics = initial_statistics(run, self._layout, self.device)
         """Of batch norms: of the newest version only, since training does not read them."""
 
     # --- microbatches -----------------------------------------------------------------------------------
