@@ -65,7 +65,7 @@ class WorkDesk:
         self.answered = 0
         self._waiting = 0
         self._jobs: set[asyncio.Task[None]] = set()
-        most = int(max(map(body_bytes, self._takes)))
+        most = max(map(body_bytes, self._takes))
         transport.serve("work", self._serve_work, max_body_bytes=most)
         transport.serve("locate", self._serve_locate)
 
@@ -308,7 +308,7 @@ class WorkDesk:
 
         body = [buffer for output in fwd.outputs for buffer in output.buffers]
         peer, done, answer = await self._next.call(
-            work, body, max_answer_bytes=int(max(map(body_bytes, self._gradients))), check=check,
+            work, body, max_answer_bytes=max(map(body_bytes, self._gradients)), check=check,
             closed=lambda: self._pointless(step),
         )  # fmt: skip
         return peer, done, _split(done.tensors, answer.body)

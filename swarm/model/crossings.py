@@ -94,7 +94,7 @@ def allowed_gradients(run: Run, boundary: int) -> tuple[tuple[TensorMeta, ...], 
     )
 
 
-def crossing_bytes(run: Run, boundary: int, codec: str) -> tuple[float, float]:
+def crossing_bytes(run: Run, boundary: int, codec: str) -> tuple[int, int]:
     """(forward, backward) bytes of what has a gradient, of a microbatch over a boundary, as `codec`."""
     sent = input_metas(run, boundary + 1, codec)
     graded = [meta for meta, what in zip(sent, crossings(run, boundary + 1), strict=True) if what.graded]
@@ -102,6 +102,6 @@ def crossing_bytes(run: Run, boundary: int, codec: str) -> tuple[float, float]:
     return body_bytes(graded), body_bytes(back)
 
 
-def body_bytes(metas: tuple[TensorMeta, ...] | list[TensorMeta]) -> float:
+def body_bytes(metas: tuple[TensorMeta, ...] | list[TensorMeta]) -> int:
     """Of tensors on the wire."""
-    return float(sum(sum(encoded_sizes(meta)) for meta in metas))
+    return sum(sum(encoded_sizes(meta)) for meta in metas)
