@@ -205,15 +205,10 @@ class StageCore:
     async def apply(self, go: Go) -> None:
         """Take step `go.t` with the gradient that is held."""
         step = self.steps.get(go.t)
-        if step is None or step.held is None or step.reduced is None or go.t != self.version:
+        if step is None or step.held is None or go.t != self.version:
             return
-        reduced, held, audited, shared = step.reduced, step.held, step.audited, step.shared
-        whole = reduced
-        if shared:
-            # Before anything is closed: it takes memory, and what fails can be tried again.
-            whole = await asyncio.to_thread(self.compute.complete, reduced, shared)
-            if step.over or self.steps.get(go.t) is not step or go.t != self.version:
-                return
+        reduced, whole, held, audited, shared = step.reduced, step.whole, step.held, step.audited, step.shared
+        assert reduced is not None and whole is not None
         # From here on nothing may enter the step; its graphs see weights that are about to change.
         step.close()
         await step.stopped()

@@ -42,7 +42,7 @@ class Sharing:
         Raises:
             NotReady: the step ended meanwhile.
         """
-        compute = self._core.compute
+        compute, whole = self._core.compute, reduced
         step.reduced = reduced
         step.reduced_there.set()
         if compute.shares:
@@ -54,7 +54,7 @@ class Sharing:
             finally:
                 step.completing = False
         if not step.over:
-            step.held = held
+            step.whole, step.held = whole, held
 
     async def _part(self, step: OpenStep, other: Stage) -> None:
         """Put what `other` found into the step: from one of its members, or from a mate whom they told."""

@@ -55,6 +55,8 @@ class OpenStep:
     reduced_there: asyncio.Event = field(default_factory=asyncio.Event)
     shared: dict[Stage, torch.Tensor] = field(default_factory=dict)
     """Of weights that other stages hold as well: what those found."""
+    whole: torch.Tensor | None = None
+    """`reduced` with those: what the step is taken with."""
     completing: bool = False
     """The stage's sum is here, and other stages' parts of it are on their way."""
     held: Held | None = None
