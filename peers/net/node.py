@@ -155,6 +155,8 @@ class Node:
         try:
             await self._look_around()
             if not self.addresses:
+                daemon = await self._without_liars(daemon)
+            if not self.addresses:
                 raise SetupError(
                     "nobody can dial this machine, and none of these peers relays for it: "
                     f"{', '.join(daemon.options.relays)}. Forward its port and say so with --announce, or "
@@ -187,6 +189,21 @@ class Node:
             await self.directory.start()
         except ControlError as error:
             raise SetupError(f"p2pd fails right after its start: {error.text}") from None
+
+    async def _without_liars(self, daemon: Daemon) -> Daemon:
+        """Another p2pd, that is told only of relays that take us."""
+        from peers.net.control import DaemonControl
+        from peers.net.reach import those_that_take_us
+
+        relays = await those_that_take_us(daemon.options, daemon.options.relays)
+        if not relays:
+            return daemon
+        daemon.close_now()
+        daemon.options = dataclasses.replace(daemon.options, relays=relays)
+        self.daemon = await self._spawn_again(daemon)
+        self.control = DaemonControl(self.daemon.control_path)
+        await self._look_around()
+        return self.daemon
 
     async def _attach(self, kind: type[AttachedP2P], daemon: Daemon) -> AttachedP2P:
         self._p2p = await kind.attach(daemon.control_path, daemon.directory / "client.sock")
@@ -342,10 +359,16 @@ class Node:
 
     async def _take_other_relays(self, daemon: Daemon) -> None:
         """All of ours are gone. p2pd cannot be told of new ones: another one is started."""
-        from peers.net.reach import MOST_TOLD, relaying
+        from peers.net.control import ControlError
+        from peers.net.reach import MOST_TOLD, relaying, those_that_take_us
 
         known = dict.fromkeys([*daemon.options.relays, *self._join, *self._relays()])
         relays = await relaying(self.transport, self.control, list(known)[: 2 * MOST_TOLD])
+        try:
+            relays = await those_that_take_us(daemon.options, relays)
+        except (SetupError, ControlError) as error:
+            logger.warning("no other relays could be tried: %s", error.text)
+            return
         if relays and daemon.alive:
             logger.warning("no relay has us any more: others are tried")
             daemon.options = dataclasses.replace(daemon.options, relays=relays)

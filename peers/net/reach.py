@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import compress, zip_longest
 from typing import Literal, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -382,6 +382,13 @@ async def some_relay_takes_us(options: DaemonOptions, relays: Sequence[str]) -> 
                 return True
             await asyncio.sleep(0.1)
     return False
+
+
+async def those_that_take_us(options: DaemonOptions, relays: Sequence[str]) -> tuple[str, ...]:
+    """The relays that let others reach us, each tried alone: p2pd waits at all for one that does not."""
+    alone = replace(options, port=0)
+    took = await asyncio.gather(*(some_relay_takes_us(alone, [relay]) for relay in relays))
+    return tuple(compress(relays, took))
 
 
 def in_words(found: Finding) -> str:

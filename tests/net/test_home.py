@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from peers.net import node as node_module
+from peers.net import reach as reach_module
 from peers.net.daemon import DaemonOptions
 from peers.net.node import Node
 from peers.net.reach import settled
@@ -57,19 +58,20 @@ class Hosts:
     def server(self, host: str, *join: Node, **options: Any) -> Node:
         """A public peer that relays."""
         ip = self.lab.ip(host)
-        return self._node(
-            host, DaemonOptions(host=ip, reachable=True, **({"be_relay": True} | options)), join
-        )
+        return self.node(host, DaemonOptions(host=ip, reachable=True, **({"be_relay": True} | options)), join)
+
+    def options(self, host: str, *join: Node) -> DaemonOptions:
+        """What a peer finds out of how it can be reached."""
+        addresses = [node.addresses[0] for node in join]
+        return self.at(host, settled(DaemonOptions(host=self.lab.inner_ip(host)), addresses, "auto"))[0]
 
     def home(self, host: str, *join: Node) -> Node:
         """A peer that finds out how it can be reached; it answers `echo`."""
-        addresses = [node.addresses[0] for node in join]
-        options, _ = self.at(host, settled(DaemonOptions(host=self.lab.inner_ip(host)), addresses, "auto"))
-        node = self._node(host, options, join)
+        node = self.node(host, self.options(host, *join), join)
         node.transport.serve("echo", echo)
         return node
 
-    def _node(self, host: str, options: DaemonOptions, join: Sequence[Node]) -> Node:
+    def node(self, host: str, options: DaemonOptions, join: Sequence[Node]) -> Node:
         async def enter() -> Node:
             return await Node(
                 options=options, run_id=RUN, join=[node.addresses[0] for node in join]
@@ -169,9 +171,24 @@ def test_a_relay_takes_no_more_guests_than_it_has_places_for(monkeypatch: pytest
         relay = hosts.server("server 0", relay_guests=1)
         assert hosts.home("home 0", relay).addresses
         monkeypatch.setattr(node_module, "RELAY_S", 2.0)
+        monkeypatch.setattr(reach_module, "RESERVE_S", 2.0)
         with pytest.raises(SetupError) as refused:
             hosts.home("home 1", relay)
         assert refused.value.text.startswith("nobody can dial this machine, and none of these peers relays")
+
+
+def test_a_relay_that_lets_nobody_in_keeps_nobody_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says that it relays, and then is dead to p2pd, which takes a place nowhere for three minutes."""
+    monkeypatch.setattr(node_module, "RELAY_S", 4.0)
+    monkeypatch.setattr(reach_module, "RESERVE_S", 4.0)
+    with a_lab(servers=2, homes=1) as hosts:
+        honest, liar = hosts.server("server 0"), hosts.server("server 1")
+        options = hosts.options("home 0", honest, liar)
+        assert len(options.relays) == 2
+        hosts.lab.cut("home 0", "server 1")
+        home = hosts.node("home 0", options, [honest])
+        assert home.addresses and all(honest.peer_id in address for address in home.addresses)
+        assert home.daemon is not None and home.daemon.options.relays == honest.addresses
 
 
 async def met(node: Node, other: Node) -> bool:

@@ -358,6 +358,7 @@ async def test_where_nobody_relays_a_hidden_peer_says_so(
     public: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("peers.net.node.RELAY_S", 0.5)
+    monkeypatch.setattr(reach_module, "RESERVE_S", 0.5)
     options = DaemonOptions(host="0.0.0.0", reachable=False, relays=public.addresses)
     with pytest.raises(SetupError) as refused:
         async with Node(options=options, join=public.addresses):
