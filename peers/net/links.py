@@ -6,8 +6,8 @@ bounded by the protocol itself (credit before ACCEPT, sizes after), so reading n
 heartbeat is never stuck behind a body that nobody takes.
 
 Writing has two queues: frames that carry no body go first, then bodies in chunks, that with the least left
-before the others. So of bodies alike, such as microbatches, the first arrives while the last are still waiting,
-and the other end has something to do; if they shared the line, all would come late together.
+before the others. So of bodies alike, such as microbatches, the first arrives while the last still wait, and
+the other end has something to do; if they shared the line, all would come late together.
 """
 
 from __future__ import annotations
@@ -496,7 +496,8 @@ class _Pending:
     """A call whose answer the caller waits for."""
 
     __slots__ = (
-        "future", "header", "heard", "max_answer_bytes", "outgoing", "received_before", "since", "sink", "size",
+        "future", "header", "heard", "max_answer_bytes", "outgoing", "received_before", "since", "sink",
+        "size",
     )  # fmt: skip
 
     def __init__(
