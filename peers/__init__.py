@@ -1,5 +1,6 @@
 """The programs: everything that touches the clock, sockets, disk, devices, processes and logs.
 
+__main__.py   `swarm`: cli.py, and Ctrl-C while it is imported
 cli.py        swarm demo | bootstrap | peer | train | status | check
 trainer.py    the loop: batch, route, call, loss, next
 stage.py      the loop: serve, accumulate, average, step, save

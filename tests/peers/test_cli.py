@@ -50,6 +50,20 @@ def parse(command: str, *more: str) -> argparse.Namespace:
     return build_parser().parse_args([command, *NEEDED.get(command, []), *more])
 
 
+class Interrupted:
+    """Ctrl-C, just when a module is looked for."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "peers.cli":
+            raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "peers.cli")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert importlib.import_module("peers.__main__").main() == Exit.STOPPED
+
+
 def help_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: str) -> str:
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stopped:

@@ -1,0 +1,19 @@
+"""`swarm`, and `python -m peers`. Ctrl-C while modules are still imported is an end like any other."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> int:
+    """Run one subcommand; returns the exit code."""
+    try:
+        from peers.cli import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        return 130  # `Exit.STOPPED`, which may not be there yet
+
+
+if __name__ == "__main__":
+    sys.exit(main())
