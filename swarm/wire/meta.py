@@ -106,13 +106,14 @@ def encoded_sizes(meta: TensorMeta) -> list[int]:
         raise Refused(f"unknown codec {meta.codec[:20]!r}; known are {KNOWN}")
     if len(meta.shape) > MAX_DIMS:
         raise Refused(f"a tensor of {len(meta.shape)} dimensions; at most {MAX_DIMS} are allowed")
-    numel = 1
+    numel = extent = 1
     for size in meta.shape:
         if not 0 <= size <= MAX_TENSOR_BYTES:
             raise Refused(f"impossible size {size} in the shape of a tensor")
         numel *= size  # bounded: at most 8 factors of 37 bits
-    if numel * item > MAX_TENSOR_BYTES:
-        raise Refused(f"a tensor of {numel * item} bytes; at most {MAX_TENSOR_BYTES} are allowed")
+        extent *= size or 1  # torch's strides overflow in an empty tensor too
+    if extent * item > MAX_TENSOR_BYTES:
+        raise Refused(f"a tensor of {extent * item} bytes; at most {MAX_TENSOR_BYTES} are allowed")
     carried = {"none": ITEM_BYTES, "bf16": _FLOATS, "blockwise8": _BLOCKWISE}[codec.values]
     if meta.dtype not in carried or (codec.keep_ppm < PPM and meta.dtype not in _FLOATS):
         raise Refused(f"codec {meta.codec} does not carry {meta.dtype}")

@@ -231,6 +231,7 @@ def test_what_is_not_expected_is_refused_by_name() -> None:
         (TensorMeta((-1,), "float32", "none"), "impossible size -1 in the shape of a tensor"),
         (TensorMeta((1 << 90,), "float32", "none"), "impossible size"),
         (TensorMeta((1 << 30,) * 8, "uint8", "none"), "a tensor of .* bytes; at most"),
+        (TensorMeta((0, 589, 5287, 34954, 84736055), "float32", "none"), "a tensor of .* bytes; at most"),
         (TensorMeta((1,), "int64", "bf16"), "codec bf16 does not carry int64"),
         (TensorMeta((1,), "uint8", "blockwise8"), "codec blockwise8 does not carry uint8"),
         (TensorMeta((1,), "float16", "blockwise8"), "codec blockwise8 does not carry float16"),
