@@ -53,10 +53,10 @@ def test_lines_are_those_of_hosts_and_in_the_mixed_case_one_boundary_is_slow() -
 def test_adatopk_compresses_where_devices_would_wait_and_equal_manifests_are_measured_once() -> None:
     options = slow_links.parse([])
     base = slow_links.base_run(options)
-    lines = [Lines(8.0, 0.0), Lines(100.0, 0.0), Lines(200.0, 0.0), MIXED]
+    lines = [Lines(8.0, 0.0), Lines(200.0, 0.1), Lines(500.0, 0.0), MIXED]
     runs = slow_links.manifests(base, lines, ["none", "bf16", "adatopk"], SIZES, 0.05)
     planned = [slow_links.words(run.codec, 2) for run in runs["adatopk"].values()]
-    assert planned == ["topk:0.196+blockwise8", "bf16", "none", "topk:0.477+blockwise8, none"]
+    assert planned == ["topk:0.0903+blockwise8", "bf16", "none", "topk:0.131+blockwise8, none"]
     assert runs["adatopk"][lines[1]] == runs["bf16"][lines[1]]
     assert runs["adatopk"][lines[2]] == runs["none"][lines[2]]
     for each, run in runs["adatopk"].items():
@@ -118,8 +118,8 @@ def test_ratios_are_of_one_round_and_of_the_same_lines() -> None:
     assert list(slow_links.markdown(rows)) == [
         "| Mbit/s | round trip, ms | none | adatopk | adatopk ÷ none | ÷ bf16 |",
         "|---|---|---|---|---|---|",
-        "| 8 | 0 | 20 (50 %) | 80 (50 %) topk:0.196+blockwise8 | 3.00 |  |",
-        "| mixed | 50 | 10 (50 %) | 10 (50 %) topk:0.477+blockwise8, none | 1.00 |  |",
+        "| 8 | 0 | 20 (50 %) | 80 (50 %) topk:0.0903+blockwise8 | 3.00 |  |",
+        "| mixed | 50 | 10 (50 %) | 10 (50 %) topk:0.131+blockwise8, none | 1.00 |  |",
     ]
 
 
@@ -185,7 +185,7 @@ def test_what_crosses_the_lines_is_what_the_formula_says_with_a_codec_for_each_b
     assert slow_links.main() == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     found = [(row["codec"], row["planned"]) for row in rows]
-    assert found == [("none", ""), ("adatopk", "topk:0.477+blockwise8, none")]
+    assert found == [("none", ""), ("adatopk", "topk:0.0903+blockwise8, none")]
     for row in rows:
         assert row["tokens_per_s"] > 0 and row["to_none"] > 0
         assert 0.0 < row["busy"] <= 1.0
