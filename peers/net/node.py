@@ -120,6 +120,10 @@ class Node:
         self._manifest_life_s = manifest_life_s
         self._reviving: asyncio.Task[None] | None = None
         self._probing: asyncio.Task[None] | None = None
+        self._unanswered = 0
+        """Looks at p2pd in a row that it did not answer."""
+        self._relayed_at_s = 0.0
+        """When we last had a relay, or needed none."""
         self._owner: asyncio.Task[object] | None = None
         self._fatal: SetupError | None = None
         self._p2p: AttachedP2P | None = None
@@ -296,32 +300,40 @@ class Node:
 
     async def _probe(self) -> None:
         """A p2pd that lives and answers nothing is as bad as a dead one, and its end is not announced."""
-        from peers.net.control import ControlError
-
-        unanswered, relayed_at = 0, asyncio.get_running_loop().time()
+        self._relayed_at_s = asyncio.get_running_loop().time()
         while True:
             await asyncio.sleep(PROBE_EVERY_S)
-            daemon, reviving = self.daemon, self._reviving
-            if daemon is None or not daemon.alive or (reviving is not None and not reviving.done()):
-                unanswered = 0
-                continue
             try:
-                _, listening = await self.control.identify()
-            except ControlError:
-                unanswered += 1
-            else:
-                unanswered = 0
-                now = asyncio.get_running_loop().time()
-                if not daemon.options.relays or any(CIRCUIT in address for address in listening):
-                    relayed_at = now
-                    self._move(listening)
-                elif now - relayed_at > RELAYLESS_S:
-                    relayed_at = now
-                    await self._take_other_relays(daemon)
-            if unanswered >= MOST_UNANSWERED:
+                await self._probe_once()
+            except (SwarmError, OSError) as error:
+                logger.warning("a look at p2pd failed: %s", error)
+            except Exception:  # the next look may do better; without any, nobody notices that p2pd hangs
+                logger.exception("a look at p2pd failed")
+
+    async def _probe_once(self) -> None:
+        from peers.net.control import ControlError
+
+        daemon, reviving = self.daemon, self._reviving
+        if daemon is None or not daemon.alive or (reviving is not None and not reviving.done()):
+            self._unanswered = 0
+            return
+        try:
+            _, listening = await self.control.identify()
+        except ControlError:
+            self._unanswered += 1
+            if self._unanswered >= MOST_UNANSWERED:
                 logger.error("p2pd (pid %s) does not answer any more: it is killed", daemon.pid)
                 daemon.kill()
-                unanswered = 0
+                self._unanswered = 0
+            return
+        self._unanswered = 0
+        now = asyncio.get_running_loop().time()
+        if not daemon.options.relays or any(CIRCUIT in address for address in listening):
+            self._relayed_at_s = now
+            self._move(listening)
+        elif now - self._relayed_at_s > RELAYLESS_S:
+            self._relayed_at_s = now
+            await self._take_other_relays(daemon)
 
     async def _look_around(self) -> None:
         """Where p2pd listens. If nobody can dial us, wait until a relay takes us, but not for ever.
@@ -359,15 +371,14 @@ class Node:
 
     async def _take_other_relays(self, daemon: Daemon) -> None:
         """All of ours are gone. p2pd cannot be told of new ones: another one is started."""
-        from peers.net.control import ControlError
         from peers.net.reach import MOST_TOLD, relaying, those_that_take_us
 
         known = dict.fromkeys([*daemon.options.relays, *self._join, *self._relays()])
-        relays = await relaying(self.transport, self.control, list(known)[: 2 * MOST_TOLD])
         try:
+            relays = await relaying(self.transport, self.control, list(known)[: 2 * MOST_TOLD])
             relays = await those_that_take_us(daemon.options, relays)
-        except (SetupError, ControlError) as error:
-            logger.warning("no other relays could be tried: %s", error.text)
+        except (SwarmError, OSError) as error:  # of what they start, as when files or memory are short
+            logger.warning("no other relays could be tried: %s", error)
             return
         if relays and daemon.alive:
             logger.warning("no relay has us any more: others are tried")

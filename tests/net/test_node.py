@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from peers.net import control as control_module
 from peers.net import directory as directory_module
 from peers.net import envelopes, holder, shards
 from peers.net import node as node_module
+from peers.net import reach as reach_module
 from peers.net._hivemind import DHTID, DHTNode, PeerID
 from peers.net.control import AttachedP2P, ControlError
 from peers.net.daemon import Daemon, DaemonOptions
@@ -353,6 +355,72 @@ async def test_a_port_that_a_user_wished_is_kept_and_any_other_is_left_when_it_i
         dead.options = DaemonOptions(port=port)
         with pytest.raises(SetupError, match=f"^port {port} is already in use"):
             await node._spawn_again(dead)
+
+
+# -- at home, behind a relay -------------------------------------------------------------------------------
+
+RELAYS = tuple(f"/ip4/44.0.0.{i}/tcp/1/p2p/{Identity(bytes([i]) * 32).peer_id}" for i in range(1, 5))
+RELAYED = f"{RELAYS[0]}/p2p-circuit"
+
+
+class Told:
+    """A p2pd, and its control: what it answers is set by the test."""
+
+    pid, peer_id, alive = 1, Identity(b"a" * 32).peer_id, True
+
+    def __init__(self, *relays: str) -> None:
+        self.options = DaemonOptions(relays=relays)
+        self.listening: tuple[str, ...] = ()
+        self.met: list[str] = []
+        self.looks = self.kills = 0
+
+    async def identify(self) -> tuple[str, tuple[str, ...]]:
+        self.looks += 1
+        return self.peer_id, self.listening
+
+    async def connected(self) -> set[str]:
+        return {relay.rpartition("/")[2] for relay in self.met}
+
+    async def relayed(self) -> list[str]:
+        return []
+
+    def kill(self) -> None:
+        self.kills += 1
+
+
+def at_home(told: Told) -> Node:
+    node = Node(daemon=told)  # type: ignore[arg-type]
+    node.control, node.transport = told, told  # type: ignore[assignment]
+    node.directory = SimpleNamespace(move=lambda addresses: None)  # type: ignore[assignment]
+    return node
+
+
+async def test_who_looks_after_p2pd_goes_on_when_files_are_short_or_a_look_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(node_module, "PROBE_EVERY_S", 0.0)
+    monkeypatch.setattr(node_module, "RELAYLESS_S", -1.0)
+    failures = [ValueError("a bug"), OSError(24, "Too many open files")]
+    told = Told(RELAYS[0])
+
+    async def relaying(transport: object, control: object, addresses: object) -> tuple[str, ...]:
+        if len(failures) == 2:
+            raise failures.pop(0)
+        return RELAYS[1:]
+
+    async def those_that_take_us(options: object, relays: tuple[str, ...]) -> tuple[str, ...]:
+        if failures:
+            raise failures.pop(0)
+        return relays
+
+    monkeypatch.setattr(reach_module, "relaying", relaying)
+    monkeypatch.setattr(reach_module, "those_that_take_us", those_that_take_us)
+    probing = asyncio.ensure_future(at_home(told)._probe())
+    await until(lambda: told.kills > 0 or probing.done())
+    assert not probing.done() and told.options.relays == RELAYS[1:]
+    probing.cancel()
+    assert "a look at p2pd failed" in caplog.text
+    assert "no other relays could be tried: [Errno 24] Too many open files" in caplog.text
 
 
 # -- entry points come and go ------------------------------------------------------------------------------
