@@ -19,9 +19,11 @@ _BODIES = 15
 class LineGauge:
     """Looks at one line."""
 
-    __slots__ = ("_rates_bps", "_round_trips_s")
+    __slots__ = ("_rates_bps", "_round_trips_s", "brought_bytes")
 
     def __init__(self) -> None:
+        self.brought_bytes = 0
+        """All that came: calls of the peer and its answers to ours share the line."""
         self._round_trips_s: deque[float] = deque(maxlen=_ROUND_TRIPS)
         self._rates_bps: deque[float] = deque(maxlen=_BODIES)
 
@@ -31,7 +33,7 @@ class LineGauge:
             self._round_trips_s.append(took_s)
 
     def received(self, size_bytes: int, all_bytes: int, took_s: float) -> None:
-        """A body of `size_bytes` is complete, so long after the header that announced it; the link brought
+        """A body of `size_bytes` is complete, so long after the header that announced it; the line brought
         `all_bytes` meanwhile."""
         if size_bytes >= PROBE_BYTES:
             self._rates_bps.append(min(MOST_BPS, 8 * all_bytes / took_s) if took_s > 0 else MOST_BPS)

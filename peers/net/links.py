@@ -5,9 +5,11 @@ bodies are parsed, and the buffer that a body belongs to, into which the kernel 
 bounded by the protocol itself (credit before ACCEPT, sizes after), so reading never has to pause and a
 heartbeat is never stuck behind a body that nobody takes.
 
-Writing has two queues: frames that carry no body go first, then bodies in chunks, that with the least left
-before the others. So of bodies alike, such as microbatches, the first arrives while the last still wait, and
-the other end has something to do; if they shared the line, all would come late together.
+Writing has two queues: frames that carry no body go first, then bodies in chunks, one body after the other:
+that first which would be through first if the link had only it to send. So of bodies alike, such as
+microbatches, the first arrives while the last still wait, and the other end has something to do; if they
+shared the line, all would come late together. A small body passes large ones, and each lets about as many
+bytes pass as it has.
 """
 
 from __future__ import annotations
@@ -137,13 +139,15 @@ class EarlySink:
 class Outgoing:
     """A body on its way out."""
 
-    __slots__ = ("_index", "_offset", "buffers", "call", "credit", "left", "on_sent")
+    __slots__ = ("_index", "_offset", "buffers", "call", "credit", "due", "left", "on_sent")
 
     def __init__(
         self, call: int, buffers: Sequence[memoryview], credit: int, on_sent: Callable[[], None] | None = None
     ) -> None:
         self.call, self.buffers, self.credit, self.on_sent = call, buffers, credit, on_sent
         self.left = sum(buffer.nbytes for buffer in buffers)
+        self.due: int | None = None
+        """Bytes of the link after which it would be through, were it alone; None: not queued yet."""
         self._index, self._offset = 0, 0
 
     def take(self, most: int = frames.CHUNK_BYTES) -> memoryview:
@@ -276,6 +280,7 @@ class FrameLink(asyncio.BufferedProtocol):
             return
         self._last_byte = self._loop.time()
         self.received_bytes += nbytes
+        self.gauge.brought_bytes += nbytes
         try:
             if self._direct and self._sink is not None:
                 self._take(self._sink, nbytes)
@@ -286,14 +291,14 @@ class FrameLink(asyncio.BufferedProtocol):
             self.fail(BadAnswer(self.peer, str(error)))
 
     @property
-    def parsed_bytes(self) -> int:
-        """Received, and looked at."""
-        return self.received_bytes - (self._end - self._start)
+    def brought_bytes(self) -> int:
+        """By all links with this peer, but for what is still to be looked at here."""
+        return self.gauge.brought_bytes - (self._end - self._start)
 
-    def _gauge_body(self, size: int, since: float, received_before: int) -> None:
+    def _gauge_body(self, size: int, since: float, brought_before: int) -> None:
         """A body is complete that was announced then. All that came meanwhile tells of the line: who waits
         for others to be sent first has no slower one."""
-        self.gauge.received(size, self.received_bytes - received_before, self._last_byte - since)
+        self.gauge.received(size, self.gauge.brought_bytes - brought_before, self._last_byte - since)
 
     def _take(self, sink: Sink | EarlySink, count: int) -> None:
         sink.advance(count)
@@ -370,6 +375,8 @@ class FrameLink(asyncio.BufferedProtocol):
 
     def _send_body(self, outgoing: Outgoing) -> None:
         if not self._over and not self._finished:
+            if outgoing.due is None:
+                outgoing.due = self.sent_bytes + outgoing.left
             self._bulk.append(outgoing)
             self._pump()
 
@@ -405,8 +412,8 @@ class FrameLink(asyncio.BufferedProtocol):
                 return
 
     def _first_body(self) -> Outgoing:
-        """With the least left; of those, of the oldest call."""
-        return min(self._bulk, key=lambda outgoing: (outgoing.left, outgoing.call))
+        """That is due first; of those, of the oldest call."""
+        return min(self._bulk, key=lambda outgoing: (outgoing.due, outgoing.call))
 
     def _may_send(self) -> int:
         """Bytes of a body; 0 if its turn is still to come."""
@@ -496,7 +503,7 @@ class _Pending:
     """A call whose answer the caller waits for."""
 
     __slots__ = (
-        "future", "header", "heard", "max_answer_bytes", "outgoing", "received_before", "since", "sink",
+        "future", "header", "heard", "max_answer_bytes", "outgoing", "brought_before", "since", "sink",
         "size",
     )  # fmt: skip
 
@@ -513,8 +520,8 @@ class _Pending:
         self.size, self.since, self.heard = size, since, False
         """Bytes of the call; when it was made, then when its answer began; whether the other end has said
         anything to it."""
-        self.received_before = 0
-        """What the link had received when the answer began."""
+        self.brought_before = 0
+        """What had come from this peer when the answer began."""
         self.sink: Sink | None = None
         self.header = b""
 
@@ -635,16 +642,17 @@ class CallerLink(FrameLink):
             self._send(frames.pack_prefix(Kind.ABORT, call))
             return
         if pending.outgoing is not None and pending.outgoing in self._bulk:
-            self._bulk.remove(pending.outgoing)  # it is answered: the rest of the body is of no use
+            self._bulk.remove(pending.outgoing)
+        pending.outgoing = None  # it is answered: the rest of the body is of no use, whatever is accepted now
         pending.header, pending.size, pending.since = result.header, total, self._last_byte
-        pending.received_before = self.parsed_bytes
+        pending.brought_before = self.brought_bytes
         pending.sink = Sink(result.body_sizes)
         self._finish_if_complete(call, pending)
 
     def _finish_if_complete(self, call: int, pending: _Pending) -> None:
         if pending.sink is not None and not pending.sink.left:
             del self._calls[call]
-            self._gauge_body(pending.size, pending.since, pending.received_before)
+            self._gauge_body(pending.size, pending.since, pending.brought_before)
             if not pending.future.done():
                 pending.future.set_result(Answer(pending.header, pending.sink.buffers))
 
@@ -710,7 +718,7 @@ class ServedCall:
         """Why the body cannot be had any more."""
         self.waiter: asyncio.Future[None] | None = None
         self.announced_at = link.last_byte_at
-        self.received_before = link.parsed_bytes
+        self.brought_before = link.brought_bytes
         self.accepted_at = 0.0
         self._link = link
 
@@ -837,7 +845,7 @@ class CalleeLink(FrameLink):
         early = served.early
         accepted = served.sink is not None and not served.sink.left
         if accepted or (early is not None and early.received == early.announced):
-            self._gauge_body(served.total, served.announced_at, served.received_before)
+            self._gauge_body(served.total, served.announced_at, served.brought_before)
         if not accepted:
             return
         del self._receiving[self._sink_call]

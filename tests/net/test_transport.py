@@ -18,6 +18,7 @@ import pytest_asyncio
 from peers.net import links
 from peers.net import transport as transport_module
 from peers.net.faults import Faults
+from peers.net.gauge import LineGauge
 from peers.net.transport import MAX_LINKS_PER_PEER, NetTransport
 from peers.ports import Answer, Request
 from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerGone, PeerSilent, Refused, Stale
@@ -56,6 +57,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def echo(request: Request) -> Answer:
     return Answer(request.header, await request.accept())
+
+
+async def take_all(request: Request) -> Answer:
+    await request.accept()
+    return Answer(b"")
 
 
 class Gate:
@@ -240,6 +246,52 @@ async def test_bodies_alike_come_one_after_the_other_and_small_ones_first(
     await asyncio.gather(*calls)
     assert list(came) == [b"small", b"0", b"1", b"2", b"3", b"4", b"5", b"first"]
     assert came[b"0"] < sum(sizes.values()) / 2, "others had to wait for it"
+
+
+async def test_all_that_a_peer_sends_tells_of_its_line(
+    relay: Relay, pair: tuple[NetTransport, NetTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its calls and its answers to ours share the line: a body that waits for both is no slow line."""
+    caller, callee = pair
+    told: list[int] = []
+    monkeypatch.setattr(LineGauge, "received", lambda _, size, brought, took_s: told.append(brought))
+    relay.bandwidth_bps = 8e7
+    body = [bytes(MIB // 2)]
+    callee.serve("take", take_all, max_body_bytes=MIB)
+    await asyncio.gather(*(caller.call(callee.peer_id, "take", b"", body) for _ in range(6)))
+    assert max(told) > 4 * MIB / 2
+    told.clear()
+    caller.serve("echo", echo, max_body_bytes=MIB)
+    await asyncio.gather(
+        *(caller.call(callee.peer_id, "take", b"", body) for _ in range(6)),
+        *(callee.call(caller.peer_id, "echo", b"", body, max_answer_bytes=MIB) for _ in range(6)),
+    )
+    assert max(told) > 7 * MIB / 2
+
+
+async def test_a_large_body_lets_no_endless_stream_of_small_ones_pass(
+    relay: Relay, pair: tuple[NetTransport, NetTransport]
+) -> None:
+    caller, callee = pair
+    relay.bandwidth_bps = 8e7
+    order: list[bytes] = []
+
+    async def take(request: Request) -> Answer:
+        await request.accept()
+        order.append(request.header)
+        return Answer(b"")
+
+    async def stream() -> None:
+        while b"large" not in order and len(order) < 400:
+            await caller.call(callee.peer_id, "take", b"small", [bytes(MIB // 4)])
+
+    callee.serve("take", take, max_body_bytes=MIB)
+    small = [asyncio.ensure_future(stream()) for _ in range(6)]
+    await until(lambda: len(order) > 6)
+    before = len(order)
+    await caller.call(callee.peer_id, "take", b"large", [bytes(MIB)])
+    assert order.index(b"large") - before < 24, "4 as large as it, those on their way, and some more"
+    await asyncio.gather(*small)
 
 
 # -- cancelled, late, lost ---------------------------------------------------------------------------------
