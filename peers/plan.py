@@ -212,10 +212,10 @@ def plan_codecs(
         crossing = replace(job, forward_bytes=there, backward_bytes=back)
         return Overlap(network, crossing).predict(stage_of).total_s
 
-    tried = [
+    tried = dict.fromkeys(
         boundary_codecs(bandwidths_bps, bytes_of, base, least=least, enough_s=part * max(compute_s))
         for part in HIDDEN
-    ]
+    )
     takes_s = [step_s(forward) for forward in tried]
     forward, found_s = next(
         (each, each_s)
