@@ -7,6 +7,7 @@ becomes `FILE.1`, in the place of an older one, and a new file begins with who i
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -63,6 +64,7 @@ class Recorder:
                 _mend(path)
             else:
                 self._file = _mine(path)
+            if not path.stat().st_size:
                 self._write(self._head)
         except OSError as error:
             raise SetupError(f"cannot record to {path}: {error.strerror or error}") from None
@@ -125,6 +127,10 @@ def _mine(path: Path) -> BinaryIO:
         raise SetupError(
             f"{path} is being recorded to by another dashboard: record to another file, or stop that one"
         ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOTSUP, errno.ENOLCK):  # some network disks have no locks
+            file.close()
+            raise
     return file
 
 

@@ -68,6 +68,14 @@ def test_a_file_is_continued_also_after_it_was_torn(tmp_path: Path) -> None:
     assert played(list(read(path)[1]))[-1] == played(LOOKS)[-1]
 
 
+def test_a_file_whose_head_alone_was_torn_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    recorded(path, [])
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    recorded(path)
+    assert played(list(read(path)[1]))[-1] == played(LOOKS)[-1]
+
+
 def test_a_file_that_is_full_becomes_an_old_one_and_both_can_be_played(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     recorded(path, LOOKS[:2])  # and those who are there
