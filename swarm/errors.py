@@ -57,7 +57,7 @@ class PeerFault(SwarmError):
     """Nothing was heard of it: perhaps only the line is cut, and a sign of life ends its rest."""
 
     def __init__(self, peer: str, text: str) -> None:
-        super().__init__(f"peer {short(peer)}: {text}")
+        super().__init__(f"peer {short(peer)}: {one_line(text)}")
         self.peer = peer
 
 
@@ -135,6 +135,9 @@ class Refused(SwarmError):
     """The request is not acceptable: unknown method, wrong run, wrong shape, too large, not finite."""
 
     code = "refused"
+
+    def __init__(self, text: str) -> None:
+        super().__init__(one_line(text))  # it quotes what was asked
 
 
 _WIRE = {cls.code: cls for cls in (NotNow, Busy, Leaving, NotReady, Stale, Refused)}

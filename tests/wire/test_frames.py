@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.events import JoinLine, Note, to_text
-from swarm.errors import Busy, Leaving, NotNow, NotReady, from_wire
+from swarm.errors import BadAnswer, Busy, Leaving, NotNow, NotReady, Refused, from_wire
 from swarm.wire import frames
 from swarm.wire.frames import FrameError, Kind
 
@@ -61,6 +61,9 @@ def test_what_a_stranger_answers_looks_like_no_line_of_our_log() -> None:
     error = from_wire("peer", frames.unpack_error(packed))
     assert error.text == "no 12:00:00  error: the disk is full??[2J"
     assert len(to_text(Note(text=f"stage 0: {error.text}")).splitlines()) == 1
+    quoted = "b.0 came as 'x\n12:00:00  error: GPU lost'"
+    assert BadAnswer("peer", quoted).text == f"peer peer: {quoted}".replace("\n", " ")
+    assert Refused(quoted).text == quoted.replace("\n", " ")
     assert len(to_text(JoinLine(line="swarm peer")).splitlines()) == 2, "our own keep theirs"
 
 
