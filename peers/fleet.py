@@ -164,7 +164,7 @@ class Fleet:
     async def _once(self, label: str, words: Sequence[str]) -> int:
         # In a session of its own: the terminal's Ctrl-C is for us, who pass it on once.
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "peers.cli", "peer", *words, "--die-with-parent", str(os.getpid()),
+            sys.executable, "-m", "peers", "peer", *words, "--die-with-parent", str(os.getpid()),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, start_new_session=True,
             limit=MOST_LINE,
         )  # fmt: skip

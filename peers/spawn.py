@@ -39,7 +39,7 @@ class Child:
     ) -> Child:
         """Start `swarm ARGUMENTS`; `hear` is called with each of its events."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "peers.cli", *arguments, "--log-format", "json",
+            sys.executable, "-m", "peers", *arguments, "--log-format", "json",
             "--die-with-parent", str(os.getpid()),
             stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
