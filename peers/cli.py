@@ -16,6 +16,7 @@ import ipaddress
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
@@ -1007,7 +1008,10 @@ def _run_role(args: argparse.Namespace) -> int:
                 async with answering(args.health, lambda: pulse.health, role.connected):
                     return await role.run()
 
-        return _with_signals(run, role.leave, on_leave=lambda: emit(LeavingNow(role=args.command)))
+        return _with_signals(
+            run, role.leave,
+            on_leave=lambda: emit(LeavingNow(role=args.command)), on_hang=lambda error: _say_hang(args, error),
+        )  # fmt: skip
 
 
 def _run_demo(args: argparse.Namespace) -> int:
@@ -1118,10 +1122,12 @@ def _with_signals(
     leave: Callable[[], Coroutine[Any, Any, None]] | None,
     *,
     on_leave: Callable[[], None] = lambda: None,
+    on_hang: Callable[[DeviceHangs], None] = lambda _: None,
 ) -> int:
     """Run to the end. First SIGINT or SIGTERM: `leave()`, or cancel without one. Second: cancel at once.
 
-    An int that `run` returns is the exit code. Leaving in good order exits with 0.
+    An int that `run` returns is the exit code. Leaving in good order exits with 0. After a second signal, and
+    when the device hangs, the process ends here.
     """
 
     async def main() -> int:
@@ -1155,7 +1161,13 @@ def _with_signals(
         except asyncio.CancelledError:
             if not stopped and farewell is not None and farewell.done() and not farewell.cancelled():
                 farewell.result()  # raises what went wrong
+            if stopped and leave is not None:
+                _end_now(Exit.STOPPED)
             return Exit.STOPPED
+        except DeviceHangs as error:
+            with contextlib.suppress(OSError):  # nobody reads it: the memory matters more
+                on_hang(error)
+            _end_now(exit_code(error))
         finally:
             if farewell is not None:
                 farewell.cancel()
@@ -1169,6 +1181,15 @@ def _with_signals(
     import uvloop
 
     return uvloop.run(main())
+
+
+def _end_now(code: Exit) -> NoReturn:
+    """End the process, and wait for nothing: a loop's end waits for its threads, Python's for CUDA too, and
+    CUDA for the device. One that hangs would keep the process, and its memory, for ever."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code)
 
 
 RUN: dict[str, Callable[[argparse.Namespace], int]] = {
@@ -1233,10 +1254,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.traceback:
             raise
         _say(args, error.text)
-        if isinstance(error, DeviceHangs):
-            # Python's end waits for CUDA, and CUDA for the device: the memory would stay taken.
-            sys.stdout.flush()
-            os._exit(exit_code(error))
         return exit_code(error)
     except KeyboardInterrupt:
         return Exit.STOPPED
@@ -1262,3 +1279,10 @@ def _say(args: argparse.Namespace, text: str) -> None:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def _say_hang(args: argparse.Namespace, error: DeviceHangs) -> None:
+    if args.traceback:
+        traceback.print_exception(error)
+    else:
+        _say(args, error.text)

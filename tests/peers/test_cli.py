@@ -246,24 +246,55 @@ def test_an_error_is_one_line_and_a_traceback_is_for_those_who_ask(
         main(["demo", "--traceback"])
 
 
-def test_a_process_whose_device_hangs_ends_without_waiting_for_its_threads() -> None:
-    code = """
-import threading
+STUCK = """
+import asyncio, os, signal, sys, threading
 from peers import cli
 from swarm.errors import DeviceHangs
 
-def run(args):
-    threading.Thread(target=threading.Event().wait).start()
-    print("hello")
-    raise DeviceHangs("the device hangs")
+class Stuck:
+    def __init__(self):
+        self.left = asyncio.Event()
 
-cli.RUN = {"demo": run}
-cli.main(["demo"])
+    async def run(self):
+        # A loop's end waits for the one, Python's for the other.
+        asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+        threading.Thread(target=threading.Event().wait).start()
+        print("hello")
+        if os.environ["ENDS_BY"] == "hang":
+            raise DeviceHangs("the device hangs")
+        os.kill(os.getpid(), signal.SIGINT)
+        await self.left.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    async def leave(self):
+        self.left.set()
+
+cli._role = lambda *_: Stuck()
+sys.exit(cli.main(sys.argv[1:]))
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (
-        Exit.SETUP, "hello\n", "swarm demo: the device hangs\n",
+
+
+def ended(by: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", STUCK, "peer", *NEEDED["peer"], *words]
+    env = {**os.environ, "ENDS_BY": by}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=False)
+
+
+def test_a_process_whose_device_hangs_ends_without_waiting_for_its_threads() -> None:
+    done = ended("hang")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        Exit.SETUP, "hello\n", "swarm peer: the device hangs\n",
     )  # fmt: skip
+    done = ended("hang", "--traceback")
+    assert (done.returncode, done.stdout) == (Exit.SETUP, "hello\n")
+    assert done.stderr.startswith("Traceback") and "DeviceHangs: the device hangs" in done.stderr
+
+
+def test_a_second_signal_ends_a_process_whose_threads_are_stuck() -> None:
+    done = ended("signals")
+    assert (done.returncode, done.stderr) == (Exit.STOPPED, "")
+    assert done.stdout.startswith("hello\n")
 
 
 def test_a_bug_says_that_it_is_one(
@@ -402,10 +433,12 @@ def test_under_nohup_the_end_of_the_terminal_is_not_for_us() -> None:
     assert work.said == ["finished"]
 
 
-def test_the_second_signal_stops_at_once() -> None:
+def test_the_second_signal_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     work = Work(stubborn=True)
+    ended: list[int] = []
+    monkeypatch.setattr(cli, "_end_now", ended.append)
     assert cli._with_signals(work.run, work.leave) == Exit.STOPPED
-    assert work.said == []
+    assert work.said == [] and ended == [Exit.STOPPED]
 
 
 def test_a_farewell_that_fails_does_not_leave_the_process_running() -> None:
