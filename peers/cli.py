@@ -1009,9 +1009,11 @@ def _run_role(args: argparse.Namespace) -> int:
                     return await role.run()
 
         return _with_signals(
-            run, role.leave,
-            on_leave=lambda: emit(LeavingNow(role=args.command)), on_hang=lambda error: _say_hang(args, error),
-        )  # fmt: skip
+            run,
+            role.leave,
+            on_leave=lambda: emit(LeavingNow(role=args.command)),
+            on_hang=lambda error: _say_hang(args, error),
+        )
 
 
 def _run_demo(args: argparse.Namespace) -> int:
