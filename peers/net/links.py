@@ -503,7 +503,7 @@ class _Pending:
     """A call whose answer the caller waits for."""
 
     __slots__ = (
-        "future", "header", "heard", "max_answer_bytes", "outgoing", "brought_before", "since", "sink",
+        "brought_before", "future", "header", "heard", "max_answer_bytes", "outgoing", "since", "sink",
         "size",
     )  # fmt: skip
 
