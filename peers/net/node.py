@@ -45,8 +45,12 @@ STABLE_S = 20.0
 """A p2pd that ran for so long did well: the next death is the first of a row again."""
 RELAY_S = 15.0
 """How long a relay may take to accept us: one does so in 0.2 s, at most two are used."""
+REVIVAL_RELAY_S = 5.0
+"""The same when p2pd was started again: calls wait 10 s for that. A relay that comes later is announced."""
 OBSERVERS = 4
 """Public peers that have to see us at one address before libp2p believes it, and lets holes be punched."""
+OBSERVERS_S = 4.0
+"""Once a relay took us, we wait so long for the others to be connected: one of them may be gone."""
 NOTICE_S = 1.0
 """Until it does, besides twice the time that connecting took: they tell it within two round trips more, and
 it looks 0.25, 0.75, 1.75, 3.75 … s after its start."""
@@ -157,7 +161,7 @@ class Node:
         await daemon.ready()
         self.control = DaemonControl(daemon.control_path)
         try:
-            await self._look_around()
+            await self._look_around(RELAY_S)
             if not self.addresses:
                 daemon = await self._without_liars(daemon)
             if not self.addresses:
@@ -206,7 +210,7 @@ class Node:
         daemon.options = dataclasses.replace(daemon.options, relays=relays)
         self.daemon = await self._spawn_again(daemon)
         self.control = DaemonControl(self.daemon.control_path)
-        await self._look_around()
+        await self._look_around(RELAY_S)
         return self.daemon
 
     async def _attach(self, kind: type[AttachedP2P], daemon: Daemon) -> AttachedP2P:
@@ -266,7 +270,7 @@ class Node:
         dead.close_now()  # if it did not start, its identity is still locked
         daemon = self.daemon = await self._spawn_again(dead)
         self.control = DaemonControl(daemon.control_path)
-        await self._look_around()
+        await self._look_around(REVIVAL_RELAY_S)
         await self.transport.daemon_is_back(self.control, daemon.directory / "streams.sock")
         await self.directory.daemon_is_back(
             await self._attach(AttachedP2P, daemon),
@@ -335,24 +339,24 @@ class Node:
             self._relayed_at_s = now
             await self._take_other_relays(daemon)
 
-    async def _look_around(self) -> None:
-        """Where p2pd listens. If nobody can dial us, wait until a relay takes us, but not for ever.
+    async def _look_around(self, relay_s: float) -> None:
+        """Where p2pd listens. If nobody can dial us, wait until a relay takes us, but at most `relay_s`.
 
         Where holes can be punched, wait until p2pd is ready for it too.
         """
         assert self.daemon is not None
         relays, clock = self.daemon.options.relays, asyncio.get_running_loop().time
         began = clock()
-        end = began + RELAY_S
+        end = began + relay_s
         punches = len(relays) >= OBSERVERS
+        unmet = {split_peer_id(relay)[1] for relay in relays} if punches else set()
         ready = end if punches else began
         while True:
             _, self._listening = await self.control.identify()
-            if (
-                ready == end
-                and {split_peer_id(relay)[1] for relay in relays} <= await self.control.connected()
-            ):
-                ready = clock() + 2 * (clock() - began) + NOTICE_S
+            if unmet and unmet <= await self.control.connected():
+                unmet, ready = set(), clock() + 2 * (clock() - began) + NOTICE_S
+            elif unmet and self.addresses:
+                ready = min(ready, clock() + OBSERVERS_S)
             if clock() > end or (clock() >= ready and (self.addresses or not relays)):
                 break
             await asyncio.sleep(0.1)

@@ -423,6 +423,49 @@ async def test_who_looks_after_p2pd_goes_on_when_files_are_short_or_a_look_fails
     assert "no other relays could be tried: [Errno 24] Too many open files" in caplog.text
 
 
+async def test_a_public_peer_that_is_gone_is_not_waited_for_when_a_relay_has_us(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_module, "OBSERVERS_S", 0.0)
+    told = Told(*RELAYS)
+    told.listening, told.met = (RELAYED,), list(RELAYS[1:])
+    node = at_home(told)
+    await asyncio.wait_for(node._look_around(3600.0), 15.0)
+    assert node.addresses == (f"{RELAYED}/p2p/{told.peer_id}",)
+
+
+async def test_public_peers_that_are_slow_are_waited_for_so_that_holes_can_be_punched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_module, "OBSERVERS_S", 3600.0)
+    monkeypatch.setattr(node_module, "NOTICE_S", 0.0)
+    told = Told(*RELAYS)
+    told.listening, told.met = (RELAYED,), list(RELAYS[1:])
+    looking = asyncio.ensure_future(at_home(told)._look_around(3600.0))
+    await until(lambda: told.looks >= 4 or looking.done())
+    assert not looking.done()
+    told.met = list(RELAYS)
+    await asyncio.wait_for(looking, 15.0)
+
+
+async def test_calls_go_on_when_p2pd_is_back_although_no_relay_is(
+    stack: contextlib.AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, "RELAY_S", 3600.0)
+    monkeypatch.setattr(node_module, "REVIVAL_RELAY_S", 0.2)
+    first = await start(stack)
+    first.transport.serve("echo", echo)
+    other = await start(stack, first)
+    assert other.daemon is not None
+    other.daemon.options = DaemonOptions(reachable=False, relays=first.addresses)  # it relays for nobody
+    other.transport.learn(first.peer_id, first.addresses)
+    dead = other.p2pd_pid
+    os.kill(dead, signal.SIGKILL)
+    await until(lambda: other.alive and other.directory.online and other.p2pd_pid != dead)
+    assert (await other.transport.call(first.peer_id, "echo", b"")).header.decode() == other.peer_id
+    assert not other.addresses
+
+
 # -- entry points come and go ------------------------------------------------------------------------------
 
 
