@@ -381,13 +381,18 @@ class Node:
         try:
             relays = await relaying(self.transport, self.control, list(known)[: 2 * MOST_TOLD])
             relays = await those_that_take_us(daemon.options, relays)
+            if not relays or not daemon.alive:
+                return
+            _, listening = await self.control.identify()
         except (SwarmError, OSError) as error:  # of what they start, as when files or memory are short
             logger.warning("no other relays could be tried: %s", error)
             return
-        if relays and daemon.alive:
-            logger.warning("no relay has us any more: others are tried")
-            daemon.options = dataclasses.replace(daemon.options, relays=relays)
-            daemon.kill()
+        if any(CIRCUIT in address for address in listening):
+            self._move(listening)  # one took us again while we tried others
+            return
+        logger.warning("no relay has us any more: others are tried")
+        daemon.options = dataclasses.replace(daemon.options, relays=relays)
+        daemon.kill()
 
     def _is_relay(self) -> bool:
         assert self.daemon is not None

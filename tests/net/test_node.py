@@ -423,6 +423,26 @@ async def test_who_looks_after_p2pd_goes_on_when_files_are_short_or_a_look_fails
     assert "no other relays could be tried: [Errno 24] Too many open files" in caplog.text
 
 
+async def test_a_p2pd_that_a_relay_took_again_while_others_were_tried_lives_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = Told(RELAYS[0])
+
+    async def relaying(transport: object, control: object, addresses: object) -> tuple[str, ...]:
+        return RELAYS[1:]
+
+    async def those_that_take_us(options: object, relays: tuple[str, ...]) -> tuple[str, ...]:
+        told.listening = (RELAYED,)
+        return relays
+
+    monkeypatch.setattr(reach_module, "relaying", relaying)
+    monkeypatch.setattr(reach_module, "those_that_take_us", those_that_take_us)
+    node = at_home(told)
+    await node._take_other_relays(told)  # type: ignore[arg-type]
+    assert told.kills == 0 and told.options.relays == RELAYS[:1]
+    assert node.addresses == (f"{RELAYED}/p2p/{told.peer_id}",)
+
+
 async def test_a_public_peer_that_is_gone_is_not_waited_for_when_a_relay_has_us(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
