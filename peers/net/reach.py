@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -36,6 +37,8 @@ from swarm.errors import Busy, Refused, SetupError, SwarmError, short
 from swarm.ids import PeerId
 from swarm.policy.claims import clean
 from swarm.wire.messages import pack, unpack, unpack_answer
+
+logger = logging.getLogger(__name__)
 
 METHOD = "reach"
 DIAL_BACK_S = 3.0
@@ -385,10 +388,17 @@ async def some_relay_takes_us(options: DaemonOptions, relays: Sequence[str]) -> 
 
 
 async def those_that_take_us(options: DaemonOptions, relays: Sequence[str]) -> tuple[str, ...]:
-    """The relays that let others reach us, each tried alone: p2pd waits at all for one that does not."""
+    """The relays that let others reach us, each tried alone: p2pd waits at all for one that does not.
+
+    One that cannot be tried counts as one that does not. When this ends, all trials and their p2pds have.
+    """
     alone = replace(options, port=0)
-    took = await asyncio.gather(*(some_relay_takes_us(alone, [relay]) for relay in relays))
-    return tuple(compress(relays, took))
+    trials = [some_relay_takes_us(alone, [relay]) for relay in relays]
+    took = await asyncio.gather(*trials, return_exceptions=True)
+    for relay, outcome in zip(relays, took, strict=True):
+        if isinstance(outcome, BaseException):
+            logger.warning("whether %s relays for us could not be tried: %r", relay, outcome)
+    return tuple(compress(relays, (outcome is True for outcome in took)))
 
 
 def in_words(found: Finding) -> str:

@@ -27,6 +27,7 @@ from peers.net.reach import (
     is_relay,
     relaying,
     settled,
+    those_that_take_us,
 )
 from peers.ports import Answer, Request
 from swarm.errors import Busy, Refused, SetupError
@@ -196,6 +197,46 @@ async def test_who_is_of_the_internet_dials_back_into_no_local_network() -> None
             await dial_back(dials, f"/ip4/10.0.0.9/tcp/1/p2p/{A}", RELAY)(host)
         await dial_back(dials, f"/ip4/10.0.0.9/tcp/1/p2p/{A}")(host)
     await dial_back(dials, RELAY)("44.1.1.1")
+
+
+# -- trials ------------------------------------------------------------------------------------------------
+
+
+async def test_a_relay_that_cannot_be_tried_ends_no_trial_of_another(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def trial(options: DaemonOptions, relays: Sequence[str]) -> bool:
+        if relays == [RELAY]:
+            raise OSError(24, "Too many open files")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return relays == ["takes us"]
+
+    monkeypatch.setattr(reach_module, "some_relay_takes_us", trial)
+    assert await those_that_take_us(DaemonOptions(), [RELAY, "takes us", "does not"]) == ("takes us",)
+    assert f"whether {RELAY} relays for us could not be tried: OSError(24, " in caplog.text
+
+
+async def test_who_stops_the_trials_of_relays_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way: list[str] = []
+
+    async def trial(options: DaemonOptions, relays: Sequence[str]) -> bool:
+        under_way.extend(relays)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            under_way.remove(relays[0])
+        return True
+
+    monkeypatch.setattr(reach_module, "some_relay_takes_us", trial)
+    trying = asyncio.ensure_future(those_that_take_us(DaemonOptions(), ["one", "other"]))
+    while len(under_way) < 2:
+        await asyncio.sleep(0)
+    trying.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await trying
+    assert not under_way
 
 
 # -- with p2pd ---------------------------------------------------------------------------------------------
