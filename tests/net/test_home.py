@@ -42,7 +42,7 @@ class Hosts:
         self._nodes: list[tuple[str, Node]] = []
         for host in lab.hosts:
             loop = self._loops[host] = asyncio.new_event_loop()
-            thread = threading.Thread(target=self._live, args=(host, loop))
+            thread = threading.Thread(target=self._live, args=(host, loop), daemon=True)
             thread.start()
             self._threads.append(thread)
 
@@ -82,13 +82,17 @@ class Hosts:
         return node
 
     def close(self) -> None:
-        """End everything."""
-        for host, node in reversed(self._nodes):
-            self.at(host, node.close())
+        """End everything, also when a node's end fails; what hangs is left to the end of the process."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._stop)
+            for host, node in self._nodes:  # the last one ends first
+                stack.callback(lambda host=host, node=node: self.at(host, node.close()))
+
+    def _stop(self) -> None:
         for loop in self._loops.values():
             loop.call_soon_threadsafe(loop.stop)
         for thread in self._threads:
-            thread.join()
+            thread.join(LIMIT_S)
 
 
 @contextlib.contextmanager
@@ -101,6 +105,33 @@ def a_lab(servers: int, homes: int) -> Iterator[Hosts]:
             yield hosts
         finally:
             hosts.close()
+
+
+class Ends:
+    """A lab of two hosts, and a node in it."""
+
+    hosts = ("one", "other")
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.ended = error, False
+
+    def inside(self, host: str) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    async def close(self) -> None:
+        self.ended = True
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_node_whose_end_fails_keeps_no_other_and_no_thread_alive() -> None:
+    hosts, nodes = Hosts(Ends()), [Ends(), Ends(OSError("p2pd is stuck"))]  # type: ignore[arg-type]
+    hosts._nodes = list(zip(Ends.hosts, nodes, strict=True))  # type: ignore[assignment]
+    with pytest.raises(OSError, match="p2pd is stuck"):
+        hosts.close()
+    assert all(node.ended for node in nodes)
+    assert not any(thread.is_alive() for thread in hosts._threads)
+    assert all(thread.daemon for thread in hosts._threads)
 
 
 async def echo(request: Request) -> Answer:
