@@ -43,8 +43,8 @@ class DeviceThread:
         """Of all jobs that ended."""
         self.running: int | None = None
         """Number of the running job."""
-        self.hung = False
-        """Somebody found that the running job will never end."""
+        self.abandoned = False
+        """Nobody waits for the running job: it will never end, or all is to end at once."""
         self._queued = 0
         self._queued_s = 0.0
         self._looked_at = self._changed_at = time.monotonic()
@@ -55,10 +55,10 @@ class DeviceThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish the running job, drop the others. One that hangs is left behind."""
+        """Finish the running job unless it is abandoned, drop the others."""
         if self._started:
             self._jobs.put((-1, 0, 0, None))
-            self._thread.join(0.0 if self.hung else None)
+            self._thread.join(0.0 if self.abandoned else None)
 
     def mean_queue(self) -> float:
         """Jobs that waited or ran, on average since this was last asked."""

@@ -205,6 +205,8 @@ class StagePeer:
     async def run(self) -> None:
         """Join, serve, and return after `leave`.
 
+        Cancelled, it waits for no job of the device.
+
         Raises:
             DeviceHangs: what it leaves behind is lost to this process.
         """
@@ -245,25 +247,41 @@ class StagePeer:
             if self._failure is not None:
                 raise self._failure
             await unless(watch, self._leave_well())
+        except asyncio.CancelledError:
+            self.core.device.abandoned = True
+            raise
         finally:
-            joined, self.core.joined = self.core.joined, False
-            self._state = "left"  # a brief that still comes must not start what nobody would end
-            for task in [*loops, *self._tasks]:
-                task.cancel()
-            self.desk.stop()
+            await self._end(watch, loops)
+
+    async def _end(self, watch: asyncio.Task[None], loops: Sequence[asyncio.Task[object]]) -> None:
+        """Stop all that is under way, then the device.
+
+        Raises:
+            DeviceHangs: it hung before, or does now.
+        """
+        device = self.core.device
+        joined, self.core.joined = self.core.joined, False
+        self._state = "left"  # a brief that still comes must not start what nobody would end
+        for task in [*loops, *self._tasks]:
+            task.cancel()
+        self.desk.stop()
+        try:
             await self.council.close()
             await asyncio.gather(*loops, *self._tasks, return_exceptions=True)
-            try:
-                if not self.core.device.hung:
-                    await unless(watch, self._end_device(keep=joined))
-            finally:
-                watch.cancel()
-                hung = self.core.device.hung
-                if hung or not self.paused:
-                    await self._directory.withdraw()
-                self.core.close()
-                if not hung and (self.paused or self.moving_to is not None):
-                    self.core.free()
+            if watch.done():
+                watch.result()  # perhaps nobody heard it yet
+            if not device.abandoned:
+                await unless(watch, self._end_device(keep=joined))
+        except asyncio.CancelledError:
+            device.abandoned = True
+            raise
+        finally:
+            watch.cancel()
+            if device.abandoned or not self.paused:
+                await self._directory.withdraw()
+            self.core.close()
+            if not device.abandoned and (self.paused or self.moving_to is not None):
+                self.core.free()
 
     async def _leave_well(self) -> None:
         """What was promised to others is done, or handed to them."""
@@ -727,7 +745,7 @@ class StagePeer:
             job, leaves = now
             if job is None or looks * LOOK_S <= longest_job_s(device.longest_s, leaves=leaves):
                 continue
-            device.hung = True
+            device.abandoned = True
             ends = "This peer ends, so that others do its work"
             if self.paused:
                 ends = (

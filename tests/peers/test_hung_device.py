@@ -136,6 +136,52 @@ async def test_who_leaves_waits_for_no_device_that_hangs(hang: Hang, monkeypatch
         del s.peers["s0p0"]
 
 
+@pytest.mark.parametrize("when", ["leaving", "left"])
+async def test_who_is_to_end_at_once_waits_for_no_job(
+    when: str, hang: Hang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second Ctrl-C. A join of the device's thread would stop the loop, and all further signals."""
+    async with swarm(counting_run(stages=1, steps=1)) as s:
+        await s.until_serving()
+        peer, serving = s.peers["s0p0"], s.tasks.pop("s0p0")
+        if when == "leaving":
+            monkeypatch.setattr(peer, "_leave_well", asyncio.Event().wait)
+        job = asyncio.ensure_future(peer.core.device.run(Rank.STEP, 0, hang))
+        await s.until(hang.begun.is_set)
+        s.tasks["s0p0"] = asyncio.create_task(asyncio.sleep(60.0))  # s.peers[name] counts as live until then
+        s.owners["s0p0"].leave()
+        await s.until(lambda: peer._state == when)
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+        assert peer.core.device.running is not None, "the job has not ended"
+        job.cancel()
+
+
+async def test_a_device_that_hangs_while_others_say_goodbye_is_told_as_well(
+    hang: Hang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing waits for the device just then; a pause would seem to have worked."""
+    monkeypatch.setattr(stage, "OWNER_S", 0.5)
+    async with swarm(counting_run(stages=1, steps=1)) as s:
+        await s.until_serving()
+        peer = s.peers["s0p0"]
+        device, close = peer.core.device, peer.council.close
+        jobs: list[asyncio.Future[None]] = []
+
+        async def slowly() -> None:
+            jobs.append(asyncio.ensure_future(device.run(Rank.STEP, 0, hang)))
+            await s.until(lambda: device.abandoned)
+            await close()
+
+        monkeypatch.setattr(peer.council, "close", slowly)
+        s.owners["s0p0"].pause("by hand", "swarm pause")
+        with pytest.raises(DeviceHangs, match="It cannot pause"):
+            await s.tasks.pop("s0p0")
+        jobs[0].cancel()
+        del s.peers["s0p0"]
+
+
 def test_the_owner_waits_for_a_slow_job_but_not_for_long() -> None:
     assert stage.longest_job_s(1.0, leaves=False) == stage.HUNG_S
     assert stage.longest_job_s(100.0, leaves=False) == 2000.0
