@@ -120,6 +120,7 @@ async def serve(
     """
     kept: Snapshot | None = None
     resumes = alone = False
+    longest_s = 0.0  # of the device's jobs in all its stages: who resumes a slow one is not taken for hung
 
     def stays_paused(why: str) -> None:
         # Another program has the memory now. What this peer has done so far is not lost for that.
@@ -152,6 +153,7 @@ async def serve(
             stays_paused(error.text)
             continue
         kept, full = None, ""
+        peer.core.device.longest_s = longest_s
         owner.serves(peer)
         try:
             await peer.run()
@@ -164,6 +166,7 @@ async def serve(
             raise
         finally:
             owner.serves(None)
+            longest_s = peer.core.device.longest_s
         if full:
             kept = peer.kept
             stays_paused(full)

@@ -118,9 +118,9 @@ class StageSettings:
     """Where it is on the internet, if that was measured already."""
 
 
-def longest_job_s(before_s: float, *, leaves: bool) -> float:
+def longest_job_s(before_s: float, *, owner_waits: bool) -> float:
     """How long a job of a device may take whose longest one took `before_s`."""
-    if leaves:
+    if owner_waits:
         return min(OWNER_MOST_S, max(OWNER_S, OWNER_TIMES * before_s))
     return max(HUNG_S, HUNG_TIMES * before_s)
 
@@ -176,6 +176,8 @@ class StagePeer:
         self._states = StateServer(self.core, transport, self.shelf)
         transport.serve("status", self._serve_status)
         self._leaving = asyncio.Event()
+        self._owner_waits = False
+        """It leaves or pauses by its owner's wish. Who moves has as much time as who serves."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._catching_up = False
         self._state = "joining"
@@ -318,11 +320,12 @@ class StagePeer:
 
     def leave(self) -> None:
         """Finish what is in flight, then end `run`. It goes before a pause that is under way."""
-        self.paused = False
+        self.paused, self._owner_waits = False, True
         self._stop()
 
     def pause(self) -> None:
         """As `leave`, but sooner, and the place and the state are kept. Nothing once it leaves or pauses."""
+        self._owner_waits = True
         if not self._leaving.is_set():
             self.paused = True
             self._stop()
@@ -740,10 +743,10 @@ class StagePeer:
         while True:
             await asyncio.sleep(LOOK_S)
             # Looks are counted, not seconds: in those that this process was stopped the job was, too.
-            now = (device.running, self._leaving.is_set())
+            now = (device.running, self._owner_waits)
             seen, looks = now, looks + 1 if now == seen else 0
-            job, leaves = now
-            if job is None or looks * LOOK_S <= longest_job_s(device.longest_s, leaves=leaves):
+            job, waits = now
+            if job is None or looks * LOOK_S <= longest_job_s(device.longest_s, owner_waits=waits):
                 continue
             device.abandoned = True
             ends = "This peer ends, so that others do its work"

@@ -175,16 +175,52 @@ async def test_a_device_that_hangs_while_others_say_goodbye_is_told_as_well(
             await close()
 
         monkeypatch.setattr(peer.council, "close", slowly)
-        s.owners["s0p0"].pause("by hand", "swarm pause")
+        owner, serving = s.owners["s0p0"], s.tasks.pop("s0p0")
+        s.tasks["s0p0"] = asyncio.create_task(asyncio.sleep(60.0))  # s.peers[name] counts as live until then
+        owner.pause("by hand", "swarm pause")
+        await s.until(lambda: serving.done() or owner.doing == "paused")
         with pytest.raises(DeviceHangs, match="It cannot pause"):
-            await s.tasks.pop("s0p0")
+            serving.result()
         jobs[0].cancel()
-        del s.peers["s0p0"]
+
+
+async def test_who_moves_has_time_until_its_owner_waits(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"LOOK_S": 0.1, "BOUNDARY_S": 0.0, "OWNER_S": 0.3, "OWNER_TIMES": 0.0, "HUNG_S": 2.0}
+    for name, limit in {**limits, "HUNG_TIMES": 0.0}.items():
+        monkeypatch.setattr(stage, name, limit)
+    async with swarm(counting_run(stages=2, steps=1)) as s:
+        await s.until_serving()
+        jobs: list[asyncio.Future[None]] = []
+        for name in ("s1p0", "s1p1"):
+            peer = s.peers[name]
+            monkeypatch.setattr(peer, "_leave_well", asyncio.Event().wait)
+            jobs.append(asyncio.ensure_future(peer.core.device.run(Rank.STEP, 0, hang)))
+            await peer._move(0)
+        s.owners["s1p1"].pause("by hand", "swarm pause")
+        with pytest.raises(DeviceHangs, match="on one job for 2 s"):
+            await s.tasks.pop("s1p0")
+        with pytest.raises(DeviceHangs, match="on one job for 0 s"):
+            await s.tasks.pop("s1p1")
+        for job in jobs:
+            job.cancel()
+        del s.peers["s1p0"], s.peers["s1p1"]
+
+
+async def test_what_the_longest_job_took_is_known_after_a_pause_as_well() -> None:
+    async with swarm(counting_run(stages=1, steps=1)) as s:
+        await s.until_serving()
+        first, owner = s.peers["s0p0"], s.owners["s0p0"]
+        first.core.device.longest_s = 40.0
+        owner.pause("by hand", "swarm pause")
+        await s.until(lambda: owner.doing == "paused")
+        owner.resume()
+        await s.until(lambda: s.peers.get("s0p0", first) is not first)
+        assert s.peers["s0p0"].core.device.longest_s >= 40.0
 
 
 def test_the_owner_waits_for_a_slow_job_but_not_for_long() -> None:
-    assert stage.longest_job_s(1.0, leaves=False) == stage.HUNG_S
-    assert stage.longest_job_s(100.0, leaves=False) == 2000.0
-    assert stage.longest_job_s(1.0, leaves=True) == 30.0
-    assert stage.longest_job_s(40.0, leaves=True) == 80.0
-    assert stage.longest_job_s(100.0, leaves=True) == 90.0 < DONE_S
+    assert stage.longest_job_s(1.0, owner_waits=False) == stage.HUNG_S
+    assert stage.longest_job_s(100.0, owner_waits=False) == 2000.0
+    assert stage.longest_job_s(1.0, owner_waits=True) == 30.0
+    assert stage.longest_job_s(40.0, owner_waits=True) == 80.0
+    assert stage.longest_job_s(100.0, owner_waits=True) == 90.0 < DONE_S
