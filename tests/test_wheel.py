@@ -47,7 +47,7 @@ def test_the_wheel_holds_every_module_of_both_packages(wheel: zipfile.ZipFile) -
 
 def test_the_wheel_has_the_command(wheel: zipfile.ZipFile) -> None:
     entry = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-    assert "swarm = peers.cli:main" in wheel.read(entry).decode()
+    assert "swarm = peers.__main__:main" in wheel.read(entry).decode()
 
 
 def pins() -> dict[str, list[str]]:

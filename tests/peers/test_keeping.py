@@ -312,12 +312,12 @@ async def test_a_version_ahead_of_the_run_is_not_even_asked_for(tmp_path: Path) 
 
 
 async def test_a_keeper_that_lies_about_how_far_the_run_is_moves_nothing(tmp_path: Path) -> None:
-    run = replace(RUN, steps=50)
+    run = replace(RUN, steps=10_000)
     async with swarm(run, replicas=1) as s:
         add_keeper(s, tmp_path / "liar", "liar")
         add_keeper(s, tmp_path / "kept")
         await s.until(lambda: {"liar", "keeper"} <= s.network.records.keys())
-        both = tuple(SavedStage(stage=stage, versions=(50,)) for stage in range(run.S))
+        both = tuple(SavedStage(stage=stage, versions=(run.steps,)) for stage in range(run.S))
         answers(s, "liar", "saved", lambda _: Answer(pack(Saved(stages=both))))
         s.add_trainer("trainer")
         calls = s.network.peers["liar"].transport.calls
