@@ -216,12 +216,9 @@ def plan_codecs(
         boundary_codecs(bandwidths_bps, bytes_of, base, least=least, enough_s=part * max(compute_s))
         for part in HIDDEN
     )
-    takes_s = [step_s(forward) for forward in tried]
-    forward, found_s = next(
-        (each, each_s)
-        for each, each_s in zip(tried, takes_s, strict=True)
-        if each_s <= (1.0 + WORTH) * min(takes_s)
-    )
+    takes_s = {forward: step_s(forward) for forward in tried}
+    enough_s = (1.0 + WORTH) * min(takes_s.values())
+    forward, found_s = next(found for found in takes_s.items() if found[1] <= enough_s)
     backward = tuple(
         run.codec.backward_at(boundary, "none") if codec == base[boundary] else _values(codec)
         for boundary, codec in enumerate(forward)

@@ -27,7 +27,7 @@ from typing import TypeVar
 
 import msgspec
 
-from swarm.errors import BadAnswer, Refused, one_line
+from swarm.errors import BadAnswer, Refused
 from swarm.ids import Era, PeerId, Stage, Standing
 from swarm.wire.meta import TensorMeta
 
@@ -491,7 +491,7 @@ def unpack(data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise Refused(f"malformed {kind.__name__} header: {one_line(str(error))}") from None
+        raise Refused(f"malformed {kind.__name__} header: {error}") from None
 
 
 def check_run(named: str, serves: str) -> None:
