@@ -1,8 +1,7 @@
 """The `swarm` command: arguments -> options -> a role, and errors -> one clear line and an exit code.
 
 The only module that knows all roles. A role is imported when its subcommand runs, so that `swarm --help`
-does not wait for torch. A role's options are a frozen dataclass in the role's own module; the names of its
-fields are the names of the arguments here (`_options`), checked by a test.
+does not wait for torch. What each can be told is a dataclass of `peers.options`.
 """
 
 from __future__ import annotations
@@ -12,22 +11,21 @@ import asyncio
 import contextlib
 import enum
 import importlib
-import ipaddress
+import inspect
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from swarm.codecs import KNOWN, parse_codec
+from peers import options
+from peers.options import add_options, options_from
 from swarm.errors import DeviceHangs, NotNow, PeerFault, Refused, SetupError, SwarmError, printable
 
 if TYPE_CHECKING:
     from peers.events import Emit
-
-T = TypeVar("T")
 
 
 class Exit(enum.IntEnum):
@@ -89,7 +87,39 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("graph", "a model as the operators it is made of, and cut into stages"),
 )
 
-JOINS = frozenset({"peer", "train", "keeper", "status", "dashboard"})
+OPTIONS: dict[str, type] = {
+    "manifest": options.ManifestOptions,
+    "bootstrap": options.BootstrapOptions,
+    "peer": options.PeerOptions,
+    "train": options.TrainOptions,
+    "keeper": options.KeeperOptions,
+    "pause": options.OwnerOptions,
+    "resume": options.OwnerOptions,
+    "health": options.HealthOptions,
+    "status": options.StatusOptions,
+    "dashboard": options.DashboardOptions,
+    "check": options.CheckOptions,
+    "demo": options.DemoOptions,
+    "export": options.ExportOptions,
+    "generate": options.GenerateOptions,
+    "eval": options.EvalOptions,
+    "plan": options.PlanOptions,
+    "simulate": options.SimulateOptions,
+    "graph": options.GraphOptions,
+}
+
+ROLES = {
+    "bootstrap": ("peers.programs.roles", "Bootstrap"),
+    "peer": ("peers.programs.roles", "Peer"),
+    "train": ("peers.programs.roles", "Train"),
+    "keeper": ("peers.programs.keeper", "Keeper"),
+}
+"""Subcommand -> module and class."""
+
+USAGE = {"manifest": "[FILE] [options]", "health": "SOCKET [options]", "generate": "[options] [PROMPT]"}
+"""Of those that are told something by its position."""
+
+JOINS = frozenset({"peer", "train", "keeper", "status", "dashboard", "export"})
 """Those that take `@FILE`, which a bootstrap wrote with --join-file."""
 
 ADDRESS = "/ip4/192.0.2.7/tcp/31337/p2p/12D3Koo..."
@@ -103,9 +133,68 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 class _Parser(argparse.ArgumentParser):
     """argparse with our exit code, and the fix in the message."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        for word in args or ():
+            if self.fromfile_prefix_chars and word.startswith("@") and not Path(word[1:]).is_file():
+                self.error(
+                    f"{word}: there is no file {word[1:]!r}; a bootstrap writes it with --join-file. Or type "
+                    "--run and --join, as the bootstrap printed them"
+                )
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message}\nSee: {self.prog} --help", file=sys.stderr)
         raise SystemExit(Exit.USAGE)
+
+
+EXAMPLES = {
+    "manifest": ("swarm manifest > run.toml", "swarm manifest run.toml"),
+    "bootstrap": (
+        "swarm bootstrap --manifest run.toml --host 0.0.0.0 --port 31337 --announce 192.0.2.7:31337",
+    ),
+    "peer": (f"swarm peer --run 5a7c... --join {ADDRESS}",),
+    "train": (f"swarm train --run 5a7c... --join {ADDRESS}",),
+    "keeper": (f"swarm keeper --run 5a7c... --dir ckpt --join {ADDRESS}",),
+    "pause": ("swarm pause", "swarm pause --identity peer.key"),
+    "resume": ("swarm resume", "swarm resume --identity peer.key"),
+    "health": ("swarm health peer.sock",),
+    "status": (f"swarm status --run 5a7c... --join {ADDRESS}",),
+    "dashboard": (
+        f"swarm dashboard --run 5a7c... --join {ADDRESS}",
+        f"swarm dashboard --run 5a7c... --join {ADDRESS} --web :8080",
+        "swarm dashboard --replay history.jsonl --speed 10",
+    ),
+    "check": (
+        "swarm check --port 31337 --device cuda",
+        f"swarm check --host 0.0.0.0 --port 31337 --join {ADDRESS}",
+    ),
+    "demo": ("swarm demo --stages 3 --peers 2 --preempt 2 --verify",),
+    "export": (
+        "swarm export --checkpoint-dir ckpt --out model.safetensors",
+        "swarm export --checkpoint-dir ckpt --hf folder",
+        "swarm export @join.txt --out model.safetensors",
+    ),
+    "generate": (
+        "swarm generate --model model.safetensors 'The import '",
+        "swarm generate --checkpoint-dir ckpt --tokens 500 'The import '",
+    ),
+    "eval": (
+        "swarm eval --model model.safetensors",
+        "swarm eval --model model.safetensors --data held-out.txt --samples 500 --json",
+    ),
+    "plan": (
+        "swarm plan --manifest run.toml --devices devices.toml --budget 10",
+        f"swarm plan --run 5a7c... --join {ADDRESS}",
+    ),
+    "simulate": (
+        "swarm simulate --manifest run.toml --devices devices.toml",
+        "swarm simulate --manifest run.toml --devices devices.toml --trace spot.json --plot x.png",
+    ),
+    "graph": (
+        "swarm graph --model my_package.models:build --stages 4",
+        "swarm graph --model hf:config.json --stages 3 --png model.png",
+    ),
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -126,812 +215,35 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", help=argparse.SUPPRESS, parser_class=_Parser
     )
-    add: dict[str, argparse.ArgumentParser] = {}
     for name, words in COMMANDS:
-        add[name] = commands.add_parser(
+        heading = "example:" if len(EXAMPLES[name]) == 1 else "examples:"
+        one = commands.add_parser(
             name,
             fromfile_prefix_chars="@" if name in JOINS else None,
             prog=f"swarm {name}",
             description=words[0].upper() + words[1:] + ("" if words.endswith("?") else "."),
             formatter_class=_Help,
-            usage=f"swarm {name} [options]",
+            usage=f"swarm {name} {USAGE.get(name, '[options]')}",
+            epilog="\n  ".join((heading, *EXAMPLES[name])),
             allow_abbrev=False,
         )
-    _manifest(add["manifest"])
-    _bootstrap(add["bootstrap"])
-    _peer(add["peer"])
-    _train(add["train"])
-    _wish(add["pause"])
-    _wish(add["resume"])
-    _health(add["health"])
-    _status(add["status"])
-    _dashboard(add["dashboard"])
-    _check(add["check"])
-    _demo(add["demo"])
-    _keeper(add["keeper"])
-    _export(add["export"])
-    _generate(add["generate"])
-    _eval(add["eval"])
-    _plan(add["plan"])
-    _simulate(add["simulate"])
-    _graph(add["graph"])
+        add_options(one, OPTIONS[name])
+        if name in ROLES:
+            add_options(one, options.ProcessOptions)
+        one.add_argument(
+            "--traceback", action="store_true", help="show where in the code an error comes from"
+        )
     return parser
-
-
-# --- arguments ---
-
-
-def _manifest(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "example:\n  swarm manifest > run.toml\n  swarm manifest run.toml"
-    parser.usage = "swarm manifest [FILE] [options]"
-    parser.add_argument(
-        "manifest",
-        type=Path,
-        nargs="?",
-        metavar="FILE",
-        help="check this one: print its canonical text; without FILE, print an example to edit",
-    )
-    _common(parser, events=False)
-
-
-def _bootstrap(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "example:\n  swarm bootstrap --manifest run.toml --host 0.0.0.0 --port 31337 "
-        "--announce 192.0.2.7:31337"
-    )
-    parser.add_argument(
-        "--manifest",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="the terms of the run (TOML): swarm manifest prints an example",
-    )
-    _data(parser)
-    parser.add_argument(
-        "--join",
-        action="append",
-        default=[],
-        metavar="ADDR",
-        help="another bootstrap of the same network; repeatable",
-    )
-    parser.add_argument(
-        "--join-file",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help="also write there what to join with, for others who read it: swarm peer @FILE",
-    )
-    _network(parser, identity=True)
-    _common(parser)
-
-
-def _peer(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = f"example (the bootstrap prints this line):\n  swarm peer --run 5a7c... --join {ADDRESS}"
-    _membership(parser)
-    parser.add_argument(
-        "--stage",
-        type=_stage,
-        default="auto",
-        metavar="auto|N",
-        help="default: the stage with the fewest peers",
-    )
-    parser.add_argument(
-        "--device",
-        default="auto",
-        metavar="auto|cpu|cuda[:N]|all",
-        help="default: CUDA if there is, else CPU; all, or cuda:0,cuda:2: a peer for each",
-    )
-    parser.add_argument(
-        "--recompute", action="store_true", help="keep only stage inputs and run forwards twice: less memory"
-    )
-    parser.add_argument(
-        "--threads", type=_at_least(1), default=None, metavar="N", help="torch threads (default: all cores)"
-    )
-    parser.add_argument(
-        "--max-inflight",
-        type=_auto_or(1),
-        default="auto",
-        metavar="auto|N",
-        help="microbatches admitted at once (default: by measured memory)",
-    )
-    parser.add_argument(
-        "--checkpoint-dir",
-        type=Path,
-        default=None,
-        metavar="DIR",
-        help="save checkpoints here, and resume from here",
-    )
-    parser.add_argument(
-        "--keep", type=_at_least(1), default=2, metavar="N", help="checkpoints to keep (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--leave-within",
-        type=_seconds,
-        default=25.0,
-        metavar="S",
-        help="seconds to finish and hand over in on Ctrl-C (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--pause-within",
-        type=_seconds,
-        default=5.0,
-        metavar="S",
-        help="the same when you pause it (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--pause-when-busy",
-        action="store_true",
-        help="pause while other programs want the GPU (needs nvidia-ml-py)",
-    )
-    parser.add_argument(
-        "--max-vram",
-        type=_memory,
-        default=None,
-        metavar="SIZE",
-        help="use no more of the device's memory than this, such as 6GiB (default: what is free)",
-    )
-    parser.add_argument(
-        "--max-upload",
-        type=_rate,
-        default=None,
-        metavar="RATE",
-        help="send no more than this, such as 20Mbit a second (default: no limit)",
-    )
-    _network(parser, identity=True)
-    _common(parser)
-
-
-def _train(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = f"example:\n  swarm train --run 5a7c... --join {ADDRESS}"
-    _membership(parser)
-    _data(parser)
-    parser.add_argument(
-        "--window",
-        type=_auto_or(1),
-        default="auto",
-        metavar="auto|N",
-        help="microbatches in flight (default: as many as raise throughput)",
-    )
-    parser.add_argument(
-        "--steps",
-        type=_at_least(1),
-        default=None,
-        metavar="N",
-        help="stop after this many steps (default: the run's)",
-    )
-    _network(parser, identity=True)
-    _common(parser)
-
-
-def _wish(parser: argparse.ArgumentParser) -> None:
-    name = parser.prog.split()[-1]
-    parser.epilog = f"example:\n  swarm {name}\n  swarm {name} --identity peer.key"
-    group = parser.add_argument_group("which peers (default: all that you run on this machine)")
-    group.add_argument(
-        "--identity", type=Path, default=None, metavar="FILE", help="the one that was started with this key"
-    )
-    group.add_argument("--pid", type=_at_least(1), default=None, metavar="N", help="the one of this process")
-    group.add_argument("--device", default=None, metavar="NAME", help="those on this device, such as cuda:1")
-    _common(parser, events=False)
-
-
-def _health(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "example:\n  swarm health peer.sock"
-    parser.usage = "swarm health SOCKET [options]"
-    parser.add_argument("socket", type=Path, metavar="SOCKET", help="what it was given as --health")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a line")
-    _common(parser, events=False)
-
-
-def _status(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = f"example:\n  swarm status --run 5a7c... --join {ADDRESS}"
-    _membership(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.add_argument(
-        "--no-calls", action="store_true", help="directory records only: do not ask the peers themselves"
-    )
-    _network(parser, identity=False)
-    _common(parser, events=False)
-
-
-def _dashboard(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        f"examples:\n  swarm dashboard --run 5a7c... --join {ADDRESS}\n"
-        f"  swarm dashboard --run 5a7c... --join {ADDRESS} --web :8080\n"
-        "  swarm dashboard --replay history.jsonl --speed 10"
-    )
-    _membership(parser, required=False)
-    group = parser.add_argument_group("faces, besides the terminal")
-    group.add_argument(
-        "--web",
-        type=_listen,
-        default=None,
-        metavar="[IP]:PORT",
-        help="a web page, and /api/health (default IP: 127.0.0.1, for this machine only)",
-    )
-    _metrics(group)
-    group = parser.add_argument_group("history")
-    group.add_argument(
-        "--record", type=Path, default=None, metavar="FILE", help="append all that is seen to a file"
-    )
-    group.add_argument(
-        "--record-max",
-        dest="record_max_bytes",
-        type=_gibibytes,
-        default=1 << 30,
-        metavar="GIB",
-        help="of that file; a full one becomes FILE.1, in the place of an older one (default: 1)",
-    )
-    group.add_argument(
-        "--replay", type=Path, default=None, metavar="FILE", help="show such a file instead of a run"
-    )
-    group.add_argument(
-        "--speed", type=_speed, default=1.0, metavar="X", help="of a replay: times as fast (default: 1)"
-    )
-    _network(parser, identity=False)
-    _common(parser, events=False)
-
-
-def _metrics(parser: argparse._ActionsContainer, *, dest: str = "metrics") -> None:
-    parser.add_argument(
-        "--metrics",
-        dest=dest,
-        type=_listen,
-        default=None,
-        metavar="[IP:]PORT",
-        help="numbers for Prometheus at /metrics (default IP: 127.0.0.1)",
-    )
-
-
-def _check(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "examples:\n  swarm check --port 31337 --device cuda\n"
-        f"  swarm check --host 0.0.0.0 --port 31337 --join {ADDRESS}"
-    )
-    parser.add_argument(
-        "--device", default="auto", metavar="auto|cpu|cuda[:N]", help="the device you will use"
-    )
-    parser.add_argument(
-        "--host", default="127.0.0.1", metavar="IP", help="address to listen on (default: %(default)s)"
-    )
-    parser.add_argument("--port", type=_port, default=0, metavar="N", help="port to listen on (default: any)")
-    parser.add_argument(
-        "--join",
-        action="append",
-        default=[],
-        metavar="ADDR",
-        help="a peer of the run that tries to dial this machine; several tell more of its router",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    _common(parser, events=False)
-
-
-def _demo(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "example:\n  swarm demo --stages 3 --peers 2 --preempt 2 --verify"
-    parser.add_argument(
-        "--stages", type=_at_least(1), default=None, metavar="N", help="stages of the model (default: 3)"
-    )
-    parser.add_argument(
-        "--peers",
-        type=_at_least(1),
-        default=2,
-        metavar="N",
-        help="peers of each stage (default: %(default)s)",
-    )
-    parser.add_argument("--steps", type=_at_least(1), default=None, metavar="N", help="optimizer steps")
-    parser.add_argument(
-        "--preempt",
-        type=_at_least(0),
-        default=1,
-        metavar="N",
-        help="peers to kill on the way (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--codec",
-        type=_codec,
-        metavar="NAME",
-        default=None,
-        help="how activations and gradients travel: none, bf16, blockwise8 (default), or the largest of them "
-        "only: topk:0.1, topk:0.1+blockwise8",
-    )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="text to train on; repeatable (default: the prose in Python's own documentation)",
-    )
-    parser.add_argument(
-        "--manifest",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help="train this run instead of the built-in one",
-    )
-    parser.add_argument(
-        "--seed", type=_at_least(0), default=None, metavar="N", help="of weights, data and kills"
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON object as the last line of stdout")
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="train the same in one process too, and compare every loss and weight",
-    )
-    _common(parser, events=False)
-
-
-def _keeper(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = f"example:\n  swarm keeper --run 5a7c... --dir ckpt --join {ADDRESS}"
-    _membership(parser)
-    parser.add_argument(
-        "--dir", type=Path, required=True, metavar="DIR", help="keep them here; also what swarm export reads"
-    )
-    parser.add_argument(
-        "--keep",
-        type=_at_least(1),
-        default=2,
-        metavar="N",
-        help="versions of each stage (default: %(default)s); the newest that all have always stays",
-    )
-    parser.add_argument(
-        "--stages",
-        type=_at_least(0),
-        nargs="+",
-        default=[],
-        metavar="N",
-        help="keep these only (default: all)",
-    )
-    _network(parser, identity=True)
-    _common(parser)
-
-
-def _export(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "examples:\n  swarm export --checkpoint-dir ckpt --out model.safetensors\n"
-        "  swarm export --checkpoint-dir ckpt --hf folder"
-    )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--checkpoint-dir",
-        type=Path,
-        default=None,
-        metavar="DIR",
-        help="with the checkpoints of all stages, such as a keeper's --dir",
-    )
-    source.add_argument(
-        "--model", type=Path, default=None, metavar="FILE", help="a file of --out, for --hf"
-    )
-    _which_checkpoint(parser)
-    place = parser.add_mutually_exclusive_group(required=True)
-    place.add_argument(
-        "--out",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help="a .safetensors file; what it is will stand in a .json beside it",
-    )
-    place.add_argument(
-        "--hf",
-        type=Path,
-        default=None,
-        metavar="DIR",
-        help="a new folder for transformers' from_pretrained; for runs of a model of transformers",
-    )
-    parser.add_argument(
-        "--tokenizer", type=Path, default=None, metavar="FILE", help="its JSON, to go into the folder of --hf"
-    )
-    _common(parser, events=False)
-
-
-def _generate(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "example:\n  swarm generate --model model.safetensors 'The import '\n"
-        "  swarm generate --checkpoint-dir ckpt --tokens 500 'The import '"
-    )
-    parser.usage = "swarm generate [options] [PROMPT]"
-    parser.add_argument(
-        "prompt", nargs="?", default="The ", metavar="PROMPT", help="what to continue (default: %(default)r)"
-    )
-    _weights(parser)
-    parser.add_argument(
-        "--tokens",
-        type=_at_least(1),
-        default=200,
-        metavar="N",
-        help="how many to write (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=_temperature,
-        default=0.8,
-        metavar="X",
-        help="0 = always the likeliest (default: 0.8)",
-    )
-    parser.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="default: %(default)s")
-    _common(parser, events=False)
-
-
-def _eval(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "example:\n  swarm eval --model model.safetensors\n"
-        "  swarm eval --model model.safetensors --data held-out.txt --samples 500 --json"
-    )
-    _weights(parser)
-    parser.add_argument(
-        "--data",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="any text files (default: the text of the training)",
-    )
-    parser.add_argument(
-        "--samples",
-        type=_at_least(1),
-        default=64,
-        metavar="N",
-        help="how many, spread evenly over the text (default: %(default)s)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    _common(parser, events=False)
-
-
-def _plan(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "examples:\n"
-        "  swarm plan --manifest run.toml --devices devices.toml --budget 10\n"
-        f"  swarm plan --run 5a7c... --join {ADDRESS}"
-    )
-    parser.add_argument("--manifest", type=Path, metavar="FILE", help="the terms of the run (TOML)")
-    parser.add_argument(
-        "--devices",
-        type=Path,
-        metavar="FILE",
-        help="the machines and what lies between them (TOML)",
-    )
-    _membership(parser, required=False)
-    parser.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="default: %(default)s")
-    parser.add_argument(
-        "--budget",
-        type=_seconds,
-        default=5.0,
-        metavar="S",
-        help="CPU seconds to search for (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--keep",
-        type=_part,
-        metavar="R",
-        help="also say which codecs slow boundaries should have: a top-k, with at least this part",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    _network(parser, identity=False)
-    _common(parser, events=False)
-
-
-def _simulate(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "examples:\n"
-        "  swarm simulate --manifest run.toml --devices devices.toml\n"
-        "  swarm simulate --manifest run.toml --devices devices.toml --trace spot.json --plot x.png"
-    )
-    parser.add_argument(
-        "--manifest", type=Path, required=True, metavar="FILE", help="the terms of the run (TOML)"
-    )
-    parser.add_argument(
-        "--devices", type=Path, required=True, metavar="FILE", help="the machines and their lines (TOML)"
-    )
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="how many of them are up when: lines of `seconds,count`, or JSON with metadata.gap_seconds and "
-        "data (default: all, for ever)",
-    )
-    parser.add_argument(
-        "--hours", type=_hours, default=1.0, metavar="H", help="of virtual time (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seed", type=_at_least(0), default=0, metavar="N", help="of all chance (default: %(default)s)"
-    )
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw it, too; needs matplotlib")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    _common(parser, events=False)
-
-
-def _graph(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "examples:\n"
-        "  swarm graph --model my_package.models:build --stages 4\n"
-        "  swarm graph --model hf:config.json --stages 3 --png model.png"
-    )
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="MODEL",
-        help="package.module:function of an installed package, hf:CONFIG.json of transformers, or a manifest "
-        "(.toml); a function gives (module, inputs), or (module, inputs, loss, targets)",
-    )
-    parser.add_argument("--stages", type=_at_least(1), default=1, metavar="S", help="default: %(default)s")
-    parser.add_argument(
-        "--rows", type=_at_least(1), default=2, metavar="N", help="samples, for hf: (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--length", type=_at_least(1), default=128, metavar="T", help="tokens, for hf: (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--calibrate",
-        action="store_true",
-        help="time this machine (some 20 s): costs are seconds, and the slowest stage is as fast as can be",
-    )
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw it; needs matplotlib")
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--dot", action="store_true", help="print it for Graphviz")
-    shown.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    _common(parser, events=False)
-
-
-def _weights(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the weights")
-    source = group.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--model", type=Path, default=None, metavar="FILE", help="a file that swarm export made"
-    )
-    source.add_argument(
-        "--checkpoint-dir",
-        type=Path,
-        default=None,
-        metavar="DIR",
-        help="or a folder with the checkpoints of all stages",
-    )
-    _which_checkpoint(group)
-    group.add_argument(
-        "--tokenizer", type=Path, default=None, metavar="FILE", help="tokenizer.json, if the run has one"
-    )
-    group.add_argument("--device", default="cpu", metavar="auto|cpu|cuda[:N]", help="default: %(default)s")
-
-
-def _which_checkpoint(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--run", type=_run_id, default=None, metavar="ID", help="which run (default: the only one there)"
-    )
-    parser.add_argument(
-        "--step",
-        type=_at_least(0),
-        default=None,
-        metavar="N",
-        help="which step (default: the newest that all stages have)",
-    )
-
-
-def _membership(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    group = parser.add_argument_group("the run")
-    group.add_argument(
-        "--run", required=required, type=_run_id, default=None, metavar="ID", help="run id, 32 hex digits"
-    )
-    group.add_argument(
-        "--join",
-        action="append",
-        required=required,
-        default=[],
-        metavar="ADDR",
-        help="a bootstrap or any peer of it; repeatable",
-    )
-
-
-def _data(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--data",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="text files, in the order that the manifest pins (default: Python's documentation)",
-    )
-    parser.add_argument(
-        "--tokenizer", type=Path, default=None, metavar="FILE", help="tokenizer.json, if the run has one"
-    )
-
-
-def _network(parser: argparse.ArgumentParser, *, identity: bool) -> None:
-    group = parser.add_argument_group("network")
-    group.add_argument(
-        "--host",
-        default="127.0.0.1",
-        metavar="IP",
-        help="listen here; 0.0.0.0 = for other machines (default: %(default)s)",
-    )
-    group.add_argument("--port", type=_port, default=0, metavar="N", help="default: any free port")
-    group.add_argument(
-        "--announce",
-        action="append",
-        default=[],
-        metavar="ADDR",
-        help="tell others this address (behind a router), HOST:PORT; repeatable",
-    )
-    if identity:
-        group.add_argument(
-            "--reach",
-            choices=("auto", "public", "relay"),
-            default="auto",
-            help="can others dial this machine? auto = ask those to join at; relay = no (default: auto)",
-        )
-        group.add_argument(
-            "--no-relay", action="store_true", help="carry no traffic of peers that cannot be dialled"
-        )
-        group.add_argument(
-            "--identity",
-            type=Path,
-            default=None,
-            metavar="FILE",
-            help="key file, made if missing (default: a new key)",
-        )
-
-
-def _common(parser: argparse.ArgumentParser, *, events: bool = True) -> None:
-    if events:
-        parser.add_argument(
-            "--log-format", choices=("text", "json"), default="text", help="events as words or as JSON lines"
-        )
-        _metrics(parser, dest="role_metrics")
-        parser.add_argument(
-            "--health",
-            type=Path,
-            default=None,
-            metavar="SOCKET",
-            help="answer `swarm health SOCKET`, on a unix socket made there",
-        )
-        parser.add_argument("--die-with-parent", type=int, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--traceback", action="store_true", help="show where in the code an error comes from")
-
-
-def _at_least(low: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or int(text) < low:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {low}")
-        return int(text)
-
-    return parse
-
-
-def _codec(text: str) -> str:
-    if parse_codec(text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a codec: {KNOWN}, such as topk:0.05")
-    return text
-
-
-def _auto_or(low: int) -> Callable[[str], int | str]:
-    number = _at_least(low)
-
-    def parse(text: str) -> int | str:
-        if text == "auto":
-            return text
-        try:
-            return number(text)
-        except argparse.ArgumentTypeError as error:
-            raise argparse.ArgumentTypeError(f"{error} (or auto)") from None
-
-    return parse
-
-
-_stage = _auto_or(0)
-
-
-def _port(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 1 to 65535, or 0 for any free one")
-    return int(text)
-
-
-def _listen(text: str) -> tuple[str, int]:
-    """`8080`, `:8080`, `0.0.0.0:8080`, `[::1]:8080` -> (host, port)."""
-    host, _, port = text.rpartition(":")
-    with contextlib.suppress(ValueError):
-        host = str(ipaddress.ip_address(host.strip("[]") or "127.0.0.1"))
-        return host, _port(port)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a place to listen at: 8080, :8080 or 0.0.0.0:8080")
-
-
-def _speed(text: str) -> float:
-    speed = _number(text, 1e6, "a speed: above 0, up to 1000000")
-    if not speed:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a speed: above 0, up to 1000000")
-    return speed
-
-
-def _gibibytes(text: str) -> int:
-    said = "GiB of a file: above 0, up to 1000000"
-    size_bytes = int(_number(text, 1e6, said) * 2**30)
-    if not size_bytes:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {said}")
-    return size_bytes
-
-
-def _temperature(text: str) -> float:
-    return _number(text, 100, "a temperature: 0 to 100")
-
-
-def _part(text: str) -> float:
-    part = _number(text, 1.0, "a part of all numbers: above 0, below 1, such as 0.01")
-    if not 0.0 < part < 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a part of all numbers: above 0, below 1")
-    return part
-
-
-def _hours(text: str) -> float:
-    hours = _number(text, 10_000.0, "a number of hours: above 0, up to 10000")
-    if not hours:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hours: above 0, up to 10000")
-    return hours
-
-
-def _seconds(text: str) -> float:
-    return _number(text, 86_400, "a number of seconds, 0 to 86400")
-
-
-RATES = {"kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}
-
-
-def _rate(text: str) -> float:
-    """`20Mbit` -> bits a second."""
-    from peers.fleet import LEAST_BPS
-
-    for unit, bps in RATES.items():
-        with contextlib.suppress(ValueError):
-            if text.endswith(unit):
-                rate_bps = float(text.removesuffix(unit)) * bps
-                if LEAST_BPS <= rate_bps <= 1e12:
-                    return rate_bps
-    words = "is not a rate of at least 256kbit a second, such as 800kbit, 20Mbit or 1Gbit"
-    raise argparse.ArgumentTypeError(f"{text!r} {words}")
-
-
-def _memory(text: str) -> int:
-    """`6GiB` -> bytes."""
-    for unit, size in {"MiB": 1 << 20, "GiB": 1 << 30}.items():
-        with contextlib.suppress(ValueError):
-            if text.endswith(unit) and 1 <= (number := float(text.removesuffix(unit))) <= 1e6:
-                return int(number * size)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a size of memory: 800MiB or 6GiB")
-
-
-def _number(text: str, most: float, wanted: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 <= (value := float(text)) <= most:
-            return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
-
-
-def _run_id(text: str) -> str:
-    if len(text) != 32 or not set(text) <= set("0123456789abcdef"):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a run id (32 hex digits); the bootstrap prints it in the line to join with"
-        )
-    return text
 
 
 # --- from arguments to roles ---
 
-NOT_OPTIONS = frozenset(
-    {"command", "version", "traceback", "log_format", "role_metrics", "health", "die_with_parent", "words"}
-)
-"""Arguments that this module deals with itself."""
 
-
-def options(cls: Callable[..., T], args: argparse.Namespace) -> T:
-    """The role's frozen options from the arguments of the same names; repeated ones become tuples."""
-    fields = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in vars(args).items()
-        if name not in NOT_OPTIONS
-    }
-    return cls(**fields)
-
-
-def _role(args: argparse.Namespace, module: str, role: str, emit: Emit) -> Role:
+def _role(args: argparse.Namespace, emit: Emit) -> Role:
+    """Raises SetupError: this machine does not have what an option names."""
+    given = options_from(OPTIONS[args.command], args)
     if args.command == "peer" and _is_several(args.device):
-        from peers.fleet import Fleet, FleetOptions
+        from peers.programs.fleet import Fleet, FleetOptions
 
         if args.health is not None:
             raise SetupError("--health answers for one peer: with several devices start a program for each")
@@ -942,13 +254,13 @@ def _role(args: argparse.Namespace, module: str, role: str, emit: Emit) -> Role:
         return Fleet(
             FleetOptions(
                 device=args.device, words=without(args.words[1:], own), identity=args.identity,
-                port=args.port, announce=tuple(args.announce), metrics=args.role_metrics,
+                port=args.port, announce=tuple(args.announce), metrics=args.metrics,
                 max_upload=args.max_upload,
             ),
             emit=emit,
         )  # fmt: skip
-    loaded = importlib.import_module(module)
-    return getattr(loaded, role)(options(getattr(loaded, role + "Options"), args), emit=emit)
+    module, role = ROLES[args.command]
+    return getattr(importlib.import_module(module), role)(given, emit=emit)
 
 
 def _is_several(device: str) -> bool:
@@ -969,17 +281,8 @@ def without(words: Sequence[str], names: Collection[str]) -> tuple[str, ...]:
     return tuple(left)
 
 
-ROLES = {
-    "bootstrap": ("peers.roles", "Bootstrap"),
-    "peer": ("peers.roles", "Peer"),
-    "train": ("peers.roles", "Train"),
-    "keeper": ("peers.keeper", "Keeper"),
-}
-"""Subcommand -> module and class; the options are the class `<name>Options` of the same module."""
-
-
 def _run_role(args: argparse.Namespace) -> int:
-    from peers.events import Emitter, LeavingNow, Note, said_in_logs
+    from peers.events import Emitter, Note, StopNow, said_in_logs
 
     emit: Emit = Emitter(args.log_format)
     if args.command != "bootstrap":
@@ -988,21 +291,21 @@ def _run_role(args: argparse.Namespace) -> int:
         tune_malloc()  # before torch starts threads
     several = args.command == "peer" and _is_several(args.device)
     with contextlib.ExitStack() as stack:
-        if args.role_metrics is not None and not several:
-            from peers.metrics import RoleMetrics, served
+        if args.metrics is not None and not several:
+            from peers.watch.metrics import RoleMetrics, served
 
             emit = metrics = RoleMetrics(args.command, emit)
-            place = stack.enter_context(served(args.role_metrics, metrics.registry))
+            place = stack.enter_context(served(args.metrics, metrics.registry))
             emit(Note(text=f"metrics at {place}"))
         stack.enter_context(said_in_logs(emit))
         if args.health is None:
-            role = _role(args, *ROLES[args.command], emit)
+            role = _role(args, emit)
             run = role.run
         else:
-            from peers.health import Pulse, answering
+            from peers.owner.health_socket import Pulse, answering
 
             emit = pulse = Pulse(args.command, emit)
-            role = _role(args, *ROLES[args.command], emit)
+            role = _role(args, emit)
 
             async def run() -> int | None:
                 async with answering(args.health, lambda: pulse.health, role.connected):
@@ -1011,26 +314,20 @@ def _run_role(args: argparse.Namespace) -> int:
         return _with_signals(
             run,
             role.leave,
-            on_leave=lambda: emit(LeavingNow(role=args.command)),
+            on_leave=lambda: emit(StopNow(role=args.command)),
             on_hang=lambda error: _say_hang(args, error),
         )
 
 
-def _run_demo(args: argparse.Namespace) -> int:
-    demo = importlib.import_module("peers.demo")
-    chosen = options(demo.DemoOptions, args)
-    return _with_signals(lambda: demo.run_demo(chosen), None)
-
-
 def _run_manifest(args: argparse.Namespace) -> int:
-    from swarm.run import EXAMPLE, BroughtSpec, load_run, parameter_count
+    from swarm.manifest import EXAMPLE, CustomModelSpec, load_run, parameter_count
 
     if args.manifest is None:
         print(EXAMPLE, end="")
         return Exit.OK
     run = load_run(args.manifest)
     print(run.to_toml(), end="")
-    if isinstance(run.model, BroughtSpec):
+    if isinstance(run.model, CustomModelSpec):
         words = run.model.source or "a model of transformers"
         open_ends = [] if run.model.pinned else ["the model"]
     else:
@@ -1044,79 +341,41 @@ def _run_manifest(args: argparse.Namespace) -> int:
     return Exit.OK
 
 
-def _run_check(args: argparse.Namespace) -> int:
-    from peers.check import CheckOptions, run_check
-
-    return Exit.OK if asyncio.run(run_check(options(CheckOptions, args))) else Exit.CHECK
-
-
-def _run_wish(args: argparse.Namespace) -> int:
-    from peers.owner_socket import WishOptions, run_wish
-
-    return _with_signals(lambda: run_wish(args.command, options(WishOptions, args)), None)
-
-
 def _run_health(args: argparse.Namespace) -> int:
-    from peers.health import HealthOptions, run_health
+    from peers.owner.health_socket import run_health
 
     try:
-        return Exit.OK if asyncio.run(run_health(options(HealthOptions, args))) else Exit.FAILED
+        return Exit.OK if asyncio.run(run_health(options_from(options.HealthOptions, args))) else Exit.FAILED
     except SetupError as error:
         _say(args, error.text)
         return Exit.FAILED  # what Docker's HEALTHCHECK takes for ill
 
 
-def _run_status(args: argparse.Namespace) -> int:
-    from peers.status import StatusOptions, run_status
+def _run_owner(args: argparse.Namespace) -> int:
+    from peers.owner.control_socket import run_wish
 
-    return _with_signals(lambda: run_status(options(StatusOptions, args)), None)
-
-
-def _run_dashboard(args: argparse.Namespace) -> int:
-    from peers.watch.dashboard import DashboardOptions, run_dashboard
-
-    return _with_signals(lambda: run_dashboard(options(DashboardOptions, args)), None)
+    return _with_signals(lambda: run_wish(args.command, options_from(options.OwnerOptions, args)), None)
 
 
-def _run_generate(args: argparse.Namespace) -> int:
-    from peers.generate import GenerateOptions, run_generate
+def _program(
+    module: str, function: str, *, failed: Exit = Exit.FAILED
+) -> Callable[[argparse.Namespace], int]:
+    """A command that is a function of its options, perhaps a coroutine. `failed`: what False ends with."""
 
-    run_generate(options(GenerateOptions, args))
-    return Exit.OK
+    def run(args: argparse.Namespace) -> int:
+        given = options_from(OPTIONS[args.command], args)
+        called = getattr(importlib.import_module(module), function)
+        if not inspect.iscoroutinefunction(called):
+            called(given)
+            return Exit.OK
 
+        async def coroutine() -> int | None:
+            result = await called(given)
+            return result if type(result) is int else failed if result is False else Exit.OK
 
-def _run_export(args: argparse.Namespace) -> int:
-    from peers.export import ExportOptions, run_export
+        return _with_signals(coroutine, None)
 
-    run_export(options(ExportOptions, args))
-    return Exit.OK
-
-
-def _run_eval(args: argparse.Namespace) -> int:
-    from peers.evaluate import EvalOptions, run_eval
-
-    run_eval(options(EvalOptions, args))
-    return Exit.OK
-
-
-def _run_plan(args: argparse.Namespace) -> int:
-    from peers.plan import PlanOptions, run_plan
-
-    return _with_signals(lambda: run_plan(options(PlanOptions, args)), None)
-
-
-def _run_simulate(args: argparse.Namespace) -> int:
-    from peers.simulate import SimulateOptions, run_simulate
-
-    run_simulate(options(SimulateOptions, args))
-    return Exit.OK
-
-
-def _run_graph(args: argparse.Namespace) -> int:
-    from peers.graph import GraphOptions, run_graph
-
-    run_graph(options(GraphOptions, args))
-    return Exit.OK
+    return run
 
 
 def _with_signals(
@@ -1135,7 +394,7 @@ def _with_signals(
     async def main() -> int:
         loop = asyncio.get_running_loop()
         work = asyncio.ensure_future(run())
-        farewell: asyncio.Future[None] | None = None
+        say_leaving: asyncio.Future[None] | None = None
         stopped = False
 
         def hang_up(done: asyncio.Future[None]) -> None:
@@ -1144,11 +403,11 @@ def _with_signals(
                 work.cancel()
 
         def stop() -> None:
-            nonlocal farewell, stopped
-            if leave is not None and farewell is None:
+            nonlocal say_leaving, stopped
+            if leave is not None and say_leaving is None:
                 on_leave()
-                farewell = asyncio.ensure_future(leave())
-                farewell.add_done_callback(hang_up)
+                say_leaving = asyncio.ensure_future(leave())
+                say_leaving.add_done_callback(hang_up)
                 return
             stopped = True
             work.cancel()
@@ -1161,8 +420,8 @@ def _with_signals(
         try:
             result = await work
         except asyncio.CancelledError:
-            if not stopped and farewell is not None and farewell.done() and not farewell.cancelled():
-                farewell.result()  # raises what went wrong
+            if not stopped and say_leaving is not None and say_leaving.done() and not say_leaving.cancelled():
+                say_leaving.result()  # raises what went wrong
             if stopped and leave is not None:
                 _end_now(Exit.STOPPED)
             return Exit.STOPPED
@@ -1171,9 +430,9 @@ def _with_signals(
                 on_hang(error)
             _end_now(exit_code(error))
         finally:
-            if farewell is not None:
-                farewell.cancel()
-                await asyncio.gather(farewell, return_exceptions=True)
+            if say_leaving is not None:
+                say_leaving.cancel()
+                await asyncio.gather(say_leaving, return_exceptions=True)
             for signum in numbers:
                 loop.remove_signal_handler(signum)
                 # Torch takes a while to end a process that is done: an impatient user must not make it fail.
@@ -1196,23 +455,20 @@ def _end_now(code: Exit) -> NoReturn:
 
 RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "manifest": _run_manifest,
-    "bootstrap": _run_role,
-    "peer": _run_role,
-    "train": _run_role,
-    "pause": _run_wish,
-    "resume": _run_wish,
+    **dict.fromkeys(ROLES, _run_role),
+    "pause": _run_owner,
+    "resume": _run_owner,
     "health": _run_health,
-    "status": _run_status,
-    "dashboard": _run_dashboard,
-    "check": _run_check,
-    "demo": _run_demo,
-    "generate": _run_generate,
-    "keeper": _run_role,
-    "export": _run_export,
-    "eval": _run_eval,
-    "plan": _run_plan,
-    "simulate": _run_simulate,
-    "graph": _run_graph,
+    "status": _program("peers.programs.status", "run_status"),
+    "dashboard": _program("peers.watch.dashboard", "run_dashboard"),
+    "check": _program("peers.programs.check", "run_check", failed=Exit.CHECK),
+    "demo": _program("peers.programs.demo", "run_demo"),
+    "export": _program("peers.programs.export", "run_export"),
+    "generate": _program("peers.programs.generate", "run_generate"),
+    "eval": _program("peers.programs.evaluate", "run_eval"),
+    "plan": _program("peers.programs.plan", "run_plan"),
+    "simulate": _program("peers.programs.simulate", "run_simulate"),
+    "graph": _program("peers.programs.graph", "run_graph"),
 }
 
 
@@ -1238,10 +494,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.version:
         from importlib.metadata import PackageNotFoundError, version
 
+        from swarm.wire.version import PROTOCOL_VERSION
+
         try:
-            print(f"swarm {version('swarm')}")
+            print(f"swarm {version('swarm')}, protocol {PROTOCOL_VERSION}")
         except PackageNotFoundError:
-            print("swarm, run from its folder without being installed")
+            print(f"swarm, run from its folder without being installed, protocol {PROTOCOL_VERSION}")
         return Exit.OK
     if args.command is None:
         parser.print_help()
@@ -1279,12 +537,12 @@ def _say(args: argparse.Namespace, text: str) -> None:
     print(f"swarm {args.command}: {printable(text)}", file=sys.stderr)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 def _say_hang(args: argparse.Namespace, error: DeviceHangs) -> None:
     if args.traceback:
         traceback.print_exception(error)
     else:
         _say(args, error.text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

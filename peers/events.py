@@ -21,6 +21,7 @@ from typing import ClassVar, Literal, TextIO, TypeAlias
 
 import msgspec
 
+from peers.clock import unix_s
 from swarm.errors import one_line, printable, short
 
 LogFormat: TypeAlias = Literal["text", "json"]
@@ -45,7 +46,7 @@ class Event:
 
     level: ClassVar[Level] = "info"
 
-    at: float = field(default_factory=time.time, compare=False)
+    at: float = field(default_factory=unix_s, compare=False)
     """Unix seconds, for people to read; nothing is computed from it."""
 
     def words(self) -> str:
@@ -161,7 +162,7 @@ class StepDone(Event):
     def words(self) -> str:
         loss = "no loss of its own" if self.loss is None else f"loss {self.loss:.4f}"
         peers = f", peers per stage {' '.join(map(str, self.peers))}" if self.peers else ""
-        done = f"step {self.t} done ({self.t + 1}/{self.steps})"
+        done = f"step {self.t} done, {max(0, self.steps - self.t - 1)} to go"
         return f"{done}: {loss}, {self.tokens_per_s:,.0f} tokens/s{peers}"
 
 
@@ -174,7 +175,7 @@ class Stepped(Event):
     microbatches: int
     """Those of the step that were in this peer's own sum."""
     missing: int | None = None
-    """Microbatches in no ledger of the round that was applied; None: its result came from a mate."""
+    """Microbatches in no ledger of the round that was applied; None: its result came from a replica."""
     duplicated: int | None = None
     """Microbatches in more than one ledger of that round."""
 
@@ -209,7 +210,7 @@ class Undone(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundVoid(Event):
+class RoundAborted(Event):
     """An all-reduce of this stage was not whole; nothing was applied."""
 
     level: ClassVar[Level] = "warning"
@@ -279,7 +280,7 @@ class StageLost(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandedOver(Event):
-    """A peer that leaves gave its sum to a mate: nothing of it is run again."""
+    """A peer that leaves gave its sum to a replica: nothing of it is run again."""
 
     stage: int
     t: int
@@ -364,7 +365,7 @@ class RolledBack(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeavingNow(Event):
+class StopNow(Event):
     """This process was asked to stop and finishes what it has."""
 
     role: str
@@ -445,8 +446,8 @@ class Failed(Event):
 
 EVENTS: tuple[type[Event], ...] = (
     Started, JoinLine, Serving, PeerJoined, PeerLeft, PeerLost, Killed, StepDone, Stepped, Replayed, Undone,
-    RoundVoid, StateFetched, Downloading, StageLost, HandedOver, Moved, Paused, Checkpointed, Kept,
-    RolledBack, LeavingNow, Contributed, Sample, Note, Trouble, Logged, Failed,
+    RoundAborted, StateFetched, Downloading, StageLost, HandedOver, Moved, Paused, Checkpointed, Kept,
+    RolledBack, StopNow, Contributed, Sample, Note, Trouble, Logged, Failed,
 )  # fmt: skip
 
 

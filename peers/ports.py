@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from enum import IntEnum
+from types import TracebackType
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from swarm.ids import PeerId, Stage
 from swarm.records import PeerRecord
 from swarm.wire.buffers import Buffer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ Handler: TypeAlias = Callable[[Request], Awaitable[Answer]]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class NetworkPath:
     """What the line between this peer and another can do; 0 = not measured."""
 
     rtt_s: float = 0.0
@@ -68,7 +73,7 @@ class Transport(Protocol):
         ...
 
     @property
-    def lines(self) -> Mapping[PeerId, Line]:
+    def lines(self) -> Mapping[PeerId, NetworkPath]:
         """What is known of the lines to others, from what passed over them."""
         ...
 
@@ -98,7 +103,7 @@ class Transport(Protocol):
 
 
 class Directory(Protocol):
-    """Who serves what, from the DHT; verified records only.
+    """Which peer serves which stage, from the DHT; verified records only.
 
     Those of the stages that are watched are a few seconds old, however many peers there are. The others are,
     too, in a run of hundreds; in a larger one they are as old as `lag_s` says.
@@ -133,7 +138,7 @@ class Directory(Protocol):
         ...
 
     async def survey(self) -> Sequence[PeerRecord]:
-        """Ask the DHT now for all stages. For who joins or looks: in a large run it takes seconds."""
+        """Ask the DHT now for all stages. For newcomers and monitors: in a large run it takes seconds."""
         ...
 
     async def announce(self, record: PeerRecord) -> None:
@@ -142,4 +147,83 @@ class Directory(Protocol):
 
     async def withdraw(self) -> None:
         """Replace our record by one that says `left`."""
+        ...
+
+
+class Rank(IntEnum):
+    """Which job goes first. Backwards free memory, so they go before forwards; digests can wait."""
+
+    STEP = 0
+    BACKWARD = 1
+    FORWARD = 2
+    IDLE = 3
+
+
+class Books:
+    """What sums and ledgers are changed under: a lock that knows its holder."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._holder = threading.get_ident()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._holder = 0
+        self._lock.release()
+
+    def check(self) -> None:
+        """A ledger is about to change: a bug of ours if the caller does not hold the books."""
+        assert self._holder == threading.get_ident(), "a ledger changes outside of a job that holds the books"
+
+
+class Device(Protocol):
+    """What computes for one stage. Jobs begin by rank, then by step, then in order of arrival.
+
+    A job of rank `STEP` runs alone: it may change weights, and sees all at rest. The others run several at
+    once and change no weights. A sum, and what its ledger says is in it (`done`, `inherited`, `frozen_for`),
+    changes only in a job that holds the `books`: one of rank `STEP`, which is given them, or one that takes
+    them. What is being computed (`in_progress`) is the event loop's.
+    """
+
+    books: Books
+    workers: int
+    """Jobs that run at once."""
+    busy_s: float
+    """Seconds of work done, of all workers on average."""
+    longest_s: float
+    """Of all jobs that ended."""
+    abandoned: bool
+    """Nobody waits for the running jobs: one will never end, or all is to end at once."""
+
+    failure: Exception | None
+    """A job failed in a way that nothing works on this device any more, in this process."""
+
+    @property
+    def running(self) -> int | None:
+        """Number of the job that has run longest."""
+        ...
+
+    def start(self) -> None:
+        """Run jobs from now on, those that wait already first."""
+        ...
+
+    def stop(self) -> None:
+        """Finish the running jobs unless they are abandoned, drop the others."""
+        ...
+
+    def mean_queue(self) -> float:
+        """Jobs that waited or ran, on average since this was last asked."""
+        ...
+
+    def elapsed_s(self) -> float:
+        """For a job itself: how long it has run. In virtual time, how long it runs in all."""
+        ...
+
+    async def run(self, rank: Rank, t: int, job: Callable[..., T], *args: Any) -> T:
+        """The result of `job(*args)`, of step `t`."""
         ...

@@ -7,7 +7,6 @@ number of them may run at once, and each may die at any time; the ledgers keep t
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,25 +17,26 @@ from typing import Protocol
 import numpy as np
 
 from peers import events
-from peers.faultpoints import fault_point
+from peers.clock import now_s
+from peers.fault_points import fault_point
+from peers.liveness_probe import Prober
 from peers.ports import Directory, Transport
-from peers.probe import Prober
 from peers.waiting import happens
 from swarm.data import sample_offsets, trainer_order
 from swarm.errors import BadAnswer, Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError
-from swarm.ids import Era, Microbatch, PeerId, Stage, Standing
-from swarm.model.crossings import input_metas
-from swarm.policy.bans import Bans
-from swarm.policy.eras import check_standing
-from swarm.policy.ledger import from_bytes
-from swarm.policy.patience import Patience
+from swarm.ids import Generation, Microbatch, PeerId, Position, Stage
+from swarm.manifest import Run
+from swarm.model.stage_io import input_metas
+from swarm.policy.backoff import Backoff
+from swarm.policy.link_latency import LinkLatency
 from swarm.policy.router import NoPeerForStage, Pace, Router
-from swarm.policy.ways import Ways
+from swarm.policy.timeouts import AdaptiveTimeout
 from swarm.policy.window import Window
-from swarm.policy.worklist import Work as Item
-from swarm.policy.worklist import WorkList
+from swarm.protocol.ledger import check_bitmap
+from swarm.protocol.rollback import check_position
+from swarm.protocol.worklist import Work as Item
+from swarm.protocol.worklist import WorkList
 from swarm.records import PeerRecord
-from swarm.run import Run
 from swarm.wire.buffers import Buffer
 from swarm.wire.messages import Watch, Watched, Work, WorkDone, pack, unpack_answer
 
@@ -49,12 +49,12 @@ STALE_S = 0.1
 BACK_AFTER_S = 6.0
 """The run is where it is said to be, if that has been earlier than we knew for so long: all who held more are
 dead, and others came back from older checkpoints. One peer that lags behind has caught up by then."""
-MOST_REFUSALS = 3
+MAX_REFUSALS = 3
 """A microbatch that so many attempts refuse stops the trainer: the run diverged, or we are not admitted."""
 
 
 class Batches(Protocol):
-    """The run's data, as `peers.disk.dataset` opens it."""
+    """The run's data, as `peers.storage.dataset` opens it."""
 
     def batch(self, offsets: list[int]) -> np.ndarray | list[np.ndarray]:
         """Tokens [B, T+1] in the run's narrow dtype; of samples that code makes an array for each input."""
@@ -79,7 +79,7 @@ def entering(run: Run, rows: np.ndarray | list[np.ndarray]) -> list[Buffer]:
     """
     if isinstance(rows, np.ndarray) and not run.brings_model:
         return [np.ascontiguousarray(rows).data.cast("B")]
-    from swarm.model.brought import model_inputs
+    from swarm.model.custom import model_inputs
     from swarm.wire.codec import encode
 
     return [buffer for tensor in model_inputs(run, rows) for buffer in encode(tensor, "none").buffers]
@@ -100,22 +100,24 @@ class Trainer:
         self._run, self._batches, self._emit = run, batches, emit
         self._transport, self._directory, self._settings = transport, directory, settings
         me = transport.peer_id
-        self._router = Router(Bans(probed=True))
-        self._prober = Prober(run.id, transport, directory, self._router.bans)
-        self.patience = Patience()
+        self._router = Router(Backoff(probed=True))
+        self._prober = Prober(run.id, transport, directory, self._router.backoff)
+        self.patience = AdaptiveTimeout()
         self._seen: dict[Stage, Sequence[PeerRecord]] = {}
-        self._ways = Ways()
+        self._ways = LinkLatency()
         self._pace = Pace()
         self._todo = WorkList(lambda t: trainer_order(run.id, t, me, run.M), run.M)
         self._window = Window(
             start=settings.window or 2 * run.S, largest=settings.window or 1024, fixed=bool(settings.window)
         )
-        self._era = Era()
+        self._generation = Generation()
         self._served: set[int] = set()
         """Stages that somebody serves; said once when nobody does any more."""
         self._version = 0
         self._full = False
         """As many microbatches of open steps are in flight as the window allows."""
+        self._held_by_all = -1
+        """The version that every stage has: until it is the last one, some stage may be lost and need us."""
         self._behind_since: float | None = None
         self._told = False
         """The version was heard from a peer."""
@@ -130,7 +132,7 @@ class Trainer:
         """Of every microbatch that this trainer got an answer for."""
         self.step_losses: dict[int, float] = {}
         """Mean loss of each step over exactly its M microbatches, from the last stage's ledgers."""
-        self._step_began = time.monotonic()
+        self._step_began = now_s()
 
     @property
     def replayed(self) -> int:
@@ -150,7 +152,7 @@ class Trainer:
         watching = asyncio.create_task(self._watch())
         probing = asyncio.create_task(self._prober.run())
         try:
-            while self._version < self._last_step and not self._leaving:
+            while self._held_by_all < self._last_step and not self._leaving:
                 if self._failure is not None:
                     raise self._failure
                 for task in (watching, probing):
@@ -158,6 +160,8 @@ class Trainer:
                         task.result()
                 self._start_work()
                 await self._wait_for_change()
+            if self._told and not self.losses and not self._leaving:
+                self._emit(events.Note(text=self._nothing_to_do()))
         finally:
             watching.cancel()
             probing.cancel()
@@ -165,13 +169,21 @@ class Trainer:
                 task.cancel()
             await asyncio.gather(watching, probing, *self._running, return_exceptions=True)
 
+    def _nothing_to_do(self) -> str:
+        if self._last_step < self._run.steps:
+            return (
+                f"the run has taken {self._version} steps, so --steps {self._last_step} is reached: it "
+                "counts the run's steps from its beginning, not this trainer's"
+            )
+        return f"the run has taken all of its {self._run.steps} steps"
+
     def leave(self) -> None:
         """Start nothing more and end `run`. What is in flight counts all the same, at the peers."""
         self._leaving = True
         self._changed.set()
 
     async def _wait_for_change(self) -> None:
-        now = time.monotonic()
+        now = now_s()
         # With a full window whatever becomes due has to wait for an answer, which wakes us.
         due = None if self._full else self._todo.next_wakeup(now=now)
         wait_s = IDLE_S if due is None else min(IDLE_S, max(0.01, due - now))
@@ -196,9 +208,9 @@ class Trainer:
             item = None
             self._full = sum(t <= newest_open for t in self._running.values()) >= self._window.size
             if not self._full:
-                item = self._todo.next(newest_open, now=time.monotonic())
+                item = self._todo.next(newest_open, now=now_s())
             if item is None and len(self._running) < self._window.size:
-                item = self._todo.next(newest, now=time.monotonic())
+                item = self._todo.next(newest, now=now_s())
             if item is None:
                 break
             again[item.microbatch.t] += item.replay
@@ -220,16 +232,16 @@ class Trainer:
     async def _microbatch(self, item: Item) -> None:
         """One microbatch through one random pipeline."""
         mb, peer = item.microbatch, None
-        began = time.monotonic()
+        began = now_s()
         try:
             route = self._route(mb.t)
             peer = route[0]
             done = await self._call(peer, route, item)
         except NoPeerForStage as nobody:
             self._todo.failed(mb)
-            await asyncio.sleep(min(0.5, max(0.05, nobody.retry_at - time.monotonic())))
+            await asyncio.sleep(min(0.5, max(0.05, nobody.retry_at - now_s())))
         except PeerFault as fault:
-            self._router.failed(fault.peer, now=time.monotonic(), silent=fault.silent)
+            self._router.failed(fault.peer, now=now_s(), silent=fault.silent)
             self._emit(events.PeerLost(peer=fault.peer, stage=0, why=fault.text))
             self._attempts[mb] = self._attempts.get(mb, 0) + 1
             self._todo.failed(mb)
@@ -239,12 +251,12 @@ class Trainer:
             await asyncio.sleep(later.retry_after_s)
             self._todo.failed(mb)
         except Stale:
-            # One peer's word that the step is over is no proof: the conductor's picture will show it.
+            # One peer's word that the step is over is no proof: the run coordinator's picture will show it.
             await asyncio.sleep(STALE_S)
             self._todo.failed(mb)
         except Refused as refused:
             self._refusals[mb] = self._refusals.get(mb, 0) + 1
-            if self._refusals[mb] >= MOST_REFUSALS:
+            if self._refusals[mb] >= MAX_REFUSALS:
                 self._failure = SetupError(f"microbatch {mb} is refused again and again: {refused.text}")
             await asyncio.sleep(0.2)
             self._todo.failed(mb)
@@ -256,29 +268,29 @@ class Trainer:
             raise
         else:
             self.losses[mb] = done.loss
-            self._todo.finished(mb, now=time.monotonic())
-            self._window.answered(now=time.monotonic())
-            self._pace.answered(now=time.monotonic())
-            self.patience.answered(time.monotonic() - began)
-            took_s = time.monotonic() - began
+            self._todo.finished(mb, now=now_s())
+            self._window.answered(now=now_s())
+            self._pace.answered(now=now_s())
+            self.patience.answered(now_s() - began)
+            took_s = now_s() - began
             hops = done.hops[: self._run.S]
             for hop in hops:
                 if 0 <= hop.stage < self._run.S and 0 <= hop.own_s <= took_s:
                     self._router.answered(hop.stage, hop.peer, hop.own_s, hop.work_s)
             for here, there in pairwise(hops):
-                if 0 < there.way_s <= took_s:
-                    self._ways.took(here.peer, there.peer, there.way_s)
+                if 0 < there.latency_s <= took_s:
+                    self._ways.took(here.peer, there.peer, there.latency_s)
             self._refusals.pop(mb, None)
 
     def _route(self, t: int) -> list[PeerId]:
         """One peer of each stage; stages behind the first may be empty for now, their callers wait."""
         ahead = self._run.M if self._run.delayed_updates else 0
         horizon_s = self._pace.horizon_s(self._todo.unstarted(t) + ahead)
-        route = [self._router.route(0, now=time.monotonic(), horizon_s=horizon_s).peer]
+        route = [self._router.route(0, now=now_s(), horizon_s=horizon_s).peer]
         for stage in range(1, self._run.S):
-            way_s = partial(self._ways.expected_s, route[-1])
+            latency_s = partial(self._ways.expected_s, route[-1])
             try:
-                found = self._router.route(stage, now=time.monotonic(), horizon_s=horizon_s, way_s=way_s)
+                found = self._router.route(stage, now=now_s(), horizon_s=horizon_s, latency_s=latency_s)
             except NoPeerForStage:
                 break
             route.append(found.peer)
@@ -320,13 +332,17 @@ class Trainer:
             self._window.set_largest(room)
 
     async def _watch(self) -> None:
-        """Follow the conductor's picture of the run, through any peer of stage 0."""
+        """Follow the run coordinator's picture of the run, through any peer of stage 0."""
         seen = -1
         last: PeerId | None = None
         while True:
             try:
-                now, bans = time.monotonic(), self._router.bans
-                peers = [p for p in self._router.peers(0) if not bans.resting(p, now=now)]
+                now, backoff = now_s(), self._router.backoff
+                # Those that join have nothing to tell, but should know that there is a trainer.
+                peers = self._router.peers(0) or [
+                    r.peer for r in self._directory.at(0) if r.state == "joining"
+                ]
+                peers = [p for p in peers if not backoff.in_backoff(p, now=now)]
                 if not peers:
                     await self._directory.refresh({0})
                     self._refresh_peers()
@@ -341,7 +357,7 @@ class Trainer:
                 seen = watched.revision
                 self._learn(peer, watched)
             except PeerFault as fault:
-                self._router.failed(fault.peer, now=time.monotonic(), silent=fault.silent)
+                self._router.failed(fault.peer, now=now_s(), silent=fault.silent)
                 last = None
             except SwarmError:
                 last = None
@@ -349,46 +365,48 @@ class Trainer:
             await asyncio.sleep(0.02)  # progress need not be followed more closely
 
     def _learn(self, peer: PeerId, watched: Watched) -> None:
-        brief, now = watched.brief, time.monotonic()
+        directive, now = watched.directive, now_s()
         try:
-            check_standing(watched.era, watched.version, self._run, what="news")
+            check_position(watched.generation, watched.version, self._run, what="news")
         except Refused as refused:
             raise BadAnswer(peer, refused.text) from None
-        for t, loss in brief.losses:
+        for t, loss in directive.losses:
             if 0 <= t < self._run.steps:
                 self.step_losses.setdefault(t, loss)
-        if Standing(watched.era, watched.version) >= Standing(self._era, self._version):
+        if Position(watched.generation, watched.version) >= Position(self._generation, self._version):
             self._behind_since = None
         elif self._behind_since is None:
             self._behind_since = now
         believed = self._behind_since is not None and now - self._behind_since > BACK_AFTER_S
-        if watched.era < self._era and not believed:
+        if watched.generation < self._generation and not believed:
             return  # a peer that has not heard of it yet
-        if watched.era > self._era or believed:
-            self._go_back(watched.era, watched.version)
+        if watched.generation > self._generation or believed:
+            self._go_back(watched.generation, watched.version)
         if not self._told:  # what was done before we came is not ours to tell
             self._version, self._step_began = watched.version, now
             self._todo.stepped(watched.version)
         self._set_version(watched.version)
         self._told = True
-        if brief.era != self._era:
+        if directive.generation != self._generation:
             return
-        for news in brief.lacking:
+        self._held_by_all = directive.held_by_all
+        for news in directive.lacking:
             if len(news.by_stage) == self._run.S and self._version <= news.t < self._run.steps:
                 try:
-                    by_stage = [from_bytes(bitmap, self._run.M) for bitmap in news.by_stage]
-                except ValueError as error:
-                    raise BadAnswer(peer, str(error)) from None
-                self._todo.lacking(news.t, by_stage, now=now)
+                    for bitmap in news.by_stage:
+                        check_bitmap(bitmap, self._run.M)
+                except Refused as refused:
+                    raise BadAnswer(peer, refused.text) from None
+                self._todo.lacking(news.t, news.by_stage, now=now)
         self._changed.set()
 
-    def _go_back(self, era: Era, version: int) -> None:
+    def _go_back(self, generation: Generation, version: int) -> None:
         """A stage lost all its members: the run goes on from an earlier version."""
-        self._era, self._behind_since = era, None
+        self._generation, self._behind_since = generation, None
         if not self._told or version >= self._version:
             return
         self._emit(events.RolledBack(stage=-1, step=version))
-        self._version, self._step_began = version, time.monotonic()
+        self._version, self._step_began = version, now_s()
         self._todo.went_back(version)
         self._attempts.clear()
         self._window.paused()
@@ -397,7 +415,7 @@ class Trainer:
         """The swarm took steps: say so, and forget what belongs to them."""
         if version <= self._version:
             return
-        now = time.monotonic()
+        now = now_s()
         taken = version - self._version
         rate = taken * self._run.tokens_per_step / max(1e-6, now - self._step_began)
         counts = tuple(len(self._router.peers(stage)) for stage in range(self._run.S))

@@ -4,8 +4,12 @@ comes in the same tick as the result, and a loop that was cancelled once would r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
+
+from peers.clock import is_virtual
 
 T = TypeVar("T")
 
@@ -50,3 +54,34 @@ async def unless(watch: asyncio.Future[None], awaitable: Awaitable[T]) -> T:
         return await task
     finally:
         task.cancel()
+
+
+async def in_daemon_thread(work: Callable[[], T], *, name: str) -> T:
+    """The result of `work()`, run in a thread of its own.
+
+    Unlike those of `asyncio.to_thread`, the thread keeps no process alive: a disk may hang for ever.
+    """
+    loop = asyncio.get_running_loop()
+    if is_virtual():
+        return await loop.run_in_executor(None, work)
+    result: asyncio.Future[T] = loop.create_future()
+
+    def deliver(value: T | None, error: BaseException | None) -> None:
+        if result.cancelled():
+            return
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(value)  # type: ignore[arg-type]
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = work()
+        except BaseException as raised:  # noqa: BLE001  the caller gets it
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(deliver, value, error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await result

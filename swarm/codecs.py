@@ -12,10 +12,11 @@ codec, and a whole number of millionths, so that how many numbers are kept is ne
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 VALUES = ("none", "bf16", "blockwise8")
-"""How numbers look on the wire: codecs by themselves, and of the values that a top-k keeps."""
+"""How numbers look on the wire: codecs by themselves, and for the values that a top-k keeps."""
 
 PPM = 1_000_000
 KNOWN = f"{', '.join(VALUES)}, topk:R, {', '.join(f'topk:R+{values}' for values in VALUES[1:])}"
@@ -24,17 +25,21 @@ KNOWN = f"{', '.join(VALUES)}, topk:R, {', '.join(f'topk:R+{values}' for values 
 _TOPK = re.compile(rf"topk:0\.([0-9]{{0,5}}[1-9])(?:\+({'|'.join(VALUES[1:])}))?")
 
 
+Bytes: TypeAlias = tuple[float, float]
+"""Of one microbatch at one boundary, as they are on the wire: (activations, their gradient)."""
+
+
 class Codec(NamedTuple):
-    """What a codec's name says."""
+    """Numbers that travel, of each million; `PPM`: all, and their places are not sent."""
 
     keep_ppm: int
-    """Of a million numbers so many travel; `PPM`: all, and nothing is said of where they are."""
+    """How the values are encoded, one of `VALUES`."""
     values: str
     """How they look, one of `VALUES`."""
 
     @property
     def name(self) -> str:
-        """The name that `parse_codec` reads as this codec."""
+        """The codec that `name` stands for; None if there is none."""
         if self.keep_ppm == PPM:
             return self.values
         part = f"topk:0.{self.keep_ppm:06d}".rstrip("0")
@@ -61,3 +66,24 @@ def topk(ratio: float, values: str = "none") -> str:
     if not 1 <= keep_ppm < PPM or values not in VALUES:
         raise ValueError(f"no codec keeps {ratio} of the numbers as {values}")
     return Codec(keep_ppm, values).name
+
+
+def choose_codec(
+    allowed: Sequence[str], bandwidth_bps: float, enough_s: float, bytes_of: Callable[[str], Bytes]
+) -> str:
+    """What to send over one line, of what a manifest with `codec.adaptive` allows; that of the manifest
+    first.
+
+    The manifest's own where that takes no longer than `enough_s` (what the computation hides), or nothing is
+    known of the line (0 bit/s). Else of those that take no longer that with the most bytes; if there is none,
+    that with the fewest.
+    """
+
+    def seconds(codec: str) -> float:
+        return 8 * max(bytes_of(codec)) / bandwidth_bps
+
+    if bandwidth_bps <= 0 or seconds(allowed[0]) <= enough_s:
+        return allowed[0]
+    ordered = sorted(allowed, key=lambda codec: (sum(bytes_of(codec)), codec))
+    fast_enough = [codec for codec in ordered if seconds(codec) <= enough_s]
+    return fast_enough[-1] if fast_enough else ordered[0]

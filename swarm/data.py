@@ -1,7 +1,7 @@
 """Which samples a microbatch holds, and in which order a trainer walks the microbatches of a step.
 
 Both are drawn from SHAKE-256 of their names, so they are the same in every process, on every machine and in
-every version of Python and numpy, and knowing (t, m) is enough: no stream has to be wound forward.
+every version of Python and numpy, and (t, m) is enough to know them: no stream has to be wound forward.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Literal
 
 from swarm.errors import SetupError
 from swarm.ids import PeerId
-from swarm.run import Run
+from swarm.manifest import Run
 
 
 def sample_offsets(run: Run, t: int, m: int) -> list[int]:
     """Where the samples of microbatch (t, m) start in the array of tokens.
 
-    A sample is `sequence_length + 1` tokens from there on, all inside the array; or, of samples that code
-    makes, the one of that number. They are drawn independently and uniformly (to one part in 2^16 even for
-    2^48 tokens).
+    A sample is `sequence_length + 1` tokens from there on, all inside the array; or, if code makes the
+    samples, the one with that number. They are drawn independently and uniformly (to one part in 2^16 even
+    for 2^48 tokens).
 
     Returns:
         `microbatch_size` offsets.
 
     Raises:
-        SetupError: the run is not pinned, so nobody knows how many tokens there are.
+        SetupError: the run is not pinned, so the number of tokens is not known.
     """
     data = run.data
     starts = data.tokens if data.source == "code" else data.tokens - data.sequence_length

@@ -3,7 +3,7 @@
     SwarmError
     ├── SetupError        the user must change something; the text says what
     │   └── DeviceHangs   a job of the device never ends: nor does what waits for it
-    ├── PeerFault         that peer misbehaved: let it rest, go elsewhere
+    ├── PeerFault         that peer misbehaved: back off, go elsewhere
     │   ├── PeerGone      cannot be reached, or the connection broke
     │   ├── PeerSilent    connected, but no sign of life in time
     │   └── BadAnswer     it answered nonsense (wrong shape, not finite, malformed)
@@ -13,6 +13,7 @@
     │   └── Leaving       it is draining: ask another
     ├── Stale             it is already past that step; carries its version
     └── Refused           what we sent is not acceptable (and would not be elsewhere)
+        └── OtherVersion  the peer's program speaks another version of the protocol
 
 Errors of the last four kinds travel as answers: `to_wire` and `from_wire` keep their fields.
 """
@@ -40,21 +41,21 @@ class SwarmError(Exception):
 
 
 class SetupError(SwarmError):
-    """The user has to change something before this can work."""
+    """The user has to change something; the text says what."""
 
     code = "setup"
 
 
 class DeviceHangs(SetupError):
-    """A job of this device will never end. Nor will anything else that waits for the device."""
+    """A job of this device will never end, nor will anything else that waits for the device."""
 
 
 class PeerFault(SwarmError):
-    """`peer` did something wrong. Nothing of ours is lost: call another one."""
+    """`peer` did something wrong. Nothing here is lost: call another one."""
 
     code = "fault"
     silent: ClassVar[bool] = True
-    """Nothing was heard of it: perhaps only the line is cut, and a sign of life ends its rest."""
+    """Nothing was heard of it: perhaps only the line is cut, and a sign of life ends its backoff."""
 
     def __init__(self, peer: str, text: str) -> None:
         super().__init__(f"peer {short(peer)}: {one_line(text)}")
@@ -62,7 +63,7 @@ class PeerFault(SwarmError):
 
 
 class PeerGone(PeerFault):
-    """The connection cannot be made or broke."""
+    """The connection cannot be made, or it broke."""
 
     code = "gone"
 
@@ -137,10 +138,23 @@ class Refused(SwarmError):
     code = "refused"
 
     def __init__(self, text: str) -> None:
-        super().__init__(one_line(text))  # it quotes what was asked
+        super().__init__(one_line(text))  # it quotes the request
 
 
-_WIRE = {cls.code: cls for cls in (NotNow, Busy, Leaving, NotReady, Stale, Refused)}
+class OtherVersion(Refused):
+    """The answering peer speaks `version` of the protocol, which is not this one's."""
+
+    code = "other-version"
+
+    def __init__(self, text: str, *, version: int) -> None:
+        super().__init__(text)
+        self.version = version
+
+    def _numbers(self) -> dict[str, Any]:
+        return {"version": self.version}
+
+
+_WIRE = {cls.code: cls for cls in (NotNow, Busy, Leaving, NotReady, Stale, Refused, OtherVersion)}
 
 
 def from_wire(peer: str, fields: dict[str, Any]) -> SwarmError:
@@ -157,6 +171,8 @@ def from_wire(peer: str, fields: dict[str, Any]) -> SwarmError:
         return NotReady(text, version=version, retry_after_s=retry)
     if cls is Stale:
         return Stale(text, version=version)
+    if cls is OtherVersion:
+        return OtherVersion(text, version=version)
     if cls is Busy:
         return Busy(text, retry_after_s=retry)
     if cls is Leaving:
@@ -172,10 +188,10 @@ def short(peer: str) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` for a terminal: its lines, without what a terminal would obey. It may be a stranger's."""
+    """`text` for a terminal: its lines, without control characters. It may come from a stranger."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
 def one_line(text: str) -> str:
-    """What a stranger said, as part of a line of ours: it must not look like another line of our log."""
+    """A stranger's text as part of a log line: it must not look like another line of the log."""
     return printable(text).replace("\n", " ")

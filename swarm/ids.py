@@ -12,7 +12,7 @@ Stage: TypeAlias = int
 
 
 class Microbatch(NamedTuple):
-    """Microbatch `m` of step `t`: what it holds is a pure function of the manifest."""
+    """Microbatch `m` of step `t`: its samples are a pure function of the manifest."""
 
     t: int
     m: int
@@ -21,22 +21,23 @@ class Microbatch(NamedTuple):
         return f"({self.t}, {self.m})"
 
 
-class Era(NamedTuple):
-    """How often a run went back, and to which version the last time; see `swarm.policy.eras`.
+class Generation(NamedTuple):
+    """The number of rollbacks of a run, and the version that the last one restored; see
+    `swarm.protocol.rollback`.
 
-    Ordered: the greater one holds.
+    Ordered: the greater one is valid.
     """
 
     number: int = 0
     start: int = 0
 
-    def next(self, start: int) -> Era:
-        """The era that goes back to `start`."""
-        return Era(self.number + 1, start)
+    def next(self, start: int) -> Generation:
+        """The next generation, which starts at version `start`."""
+        return Generation(self.number + 1, start)
 
 
-class Standing(NamedTuple):
+class Position(NamedTuple):
     """How far a peer, a stage or the run is. Ordered: of two, the greater one is where all are going."""
 
-    era: Era = Era()
+    generation: Generation = Generation()
     version: int = 0

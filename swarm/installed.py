@@ -1,8 +1,7 @@
-"""Code that a manifest names, `package.module:function`: it is installed here by this machine's user, never
-fetched.
+"""Code that a manifest names, `package.module:function`: installed by this machine's user, never fetched.
 
-A manifest may be a stranger's. Python's own modules (`os:abort`) are not for it; whatever else is
-installed is trusted by whoever installed it.
+A manifest may be a stranger's, so it cannot name Python's own modules (`os:abort`); all else that is
+installed here is trusted by the user who installed it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import hashlib
 import importlib
 import inspect
 import sys
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +18,8 @@ from swarm.errors import SetupError
 
 
 def call(spec: str, what: str) -> Any:
-    """What the function returns, called without arguments. `what` it makes, for messages.
+    """Call the function without arguments and return its result. `what`: the word for the result, for
+    messages.
 
     Raises:
         SetupError: there is no such function here, or it fails.
@@ -58,18 +57,15 @@ def import_module(spec: str, what: str) -> ModuleType:
         ) from error
 
 
-def version_of(module: ModuleType) -> str:
-    """`name version` of the distribution that installed the source of `module`; `sha256 …` of the source if
-    none did: it lies in a folder of its user's own, or is installed to be edited."""
-    file = Path(module.__file__ or "").resolve()
-    for name in sorted(set(metadata.packages_distributions().get(module.__name__.partition(".")[0], ()))):
-        distribution = metadata.distribution(name)
-        for known in distribution.files or ():
-            if known.name == file.name and Path(str(distribution.locate_file(known))).resolve() == file:
-                return f"{name} {distribution.version}"
-    return f"sha256 {hashlib.sha256(file.read_bytes()).hexdigest()}"
+def source_digest(module: ModuleType) -> str:
+    """`sha256 …` of the module's source: the same whether the file is installed, editable or copied.
+
+    A distribution's name and version would differ between a program that is started in the package's own
+    folder, and imports the file there, and one that imports the installed copy.
+    """
+    return f"sha256 {hashlib.sha256(Path(module.__file__ or '').read_bytes()).hexdigest()}"
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, for a sentence of ours."""
+    """The first line of an error's text, to be quoted in a message."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

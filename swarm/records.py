@@ -12,40 +12,34 @@ MAX_RECORD_BYTES = 1000
 """hivemind's DHT slows down with larger values (and breaks with many of 12 kB under one key)."""
 
 State = Literal["choosing", "joining", "serving", "leaving", "left", "keeping", "paused"]
-"""`paused`: its owner wants the device. It keeps its stage and its state, and takes part in nothing."""
+"""`paused`: its owner needs the device. The peer keeps its stage and its state, and takes part in nothing."""
 
 NO_STAGE: Stage = -1
 """The stage of a keeper, whose state is always `keeping`, and of a newcomer that is `choosing` one."""
 
 
 class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One peer's announcement. Signed by the peer it speaks of (I8)."""
+    """One peer's announcement of itself, which it signs (I8)."""
 
     peer: PeerId
     run: str
     stage: Stage
     state: State
     version: int
-    """Weight version it serves."""
+    """Version of the weights that it serves."""
     speed: float = 0.0
     """Microbatches per second of its device, measured; 0 = not measured yet."""
     load: float = 0.0
-    """Microbatches that waited for its device or were on it, on average over the last report."""
+    """Microbatches that waited for its device or were on it, on average since its last record."""
     movable: bool = True
-    """False: whoever runs it chose its stage."""
+    """False: its owner chose its stage."""
     state_bytes: int = 0
-    """Of weights and optimizer: what somebody who moves to its stage has to download."""
+    """Size of weights and optimizer: what a peer that moves to its stage has to download."""
     bandwidth_bps: float = 0.0
     """Measured upload, bits per second; 0 = not measured."""
     max_inflight: int = 1
     device: str = "cpu"
     addresses: tuple[str, ...] = ()
     """libp2p multiaddresses to dial it at."""
-    place: tuple[int, ...] = ()
-    """Where it is on the internet, as `swarm.plan.places` has it; empty: not known yet."""
-    widest_bps: float = 0.0
-    """Bandwidth of the best of its lines; 0 = not measured."""
-    in_flight_bytes: float = 0.0
-    """Bandwidth × round trip, of the line where that is most: far lines get no more under way at once."""
     since: float = 0.0
-    """Unix time at which it joined, by its own clock; 0 = not said. Who came first coordinates."""
+    """Unix time at which it joined, by its own clock; 0 = not said. The first to join coordinates."""

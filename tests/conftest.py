@@ -17,16 +17,19 @@ settings.register_profile("more", settings.get_profile("swarm"), max_examples=20
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "swarm"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rewrite", action="store_true", help="write the transcripts of tests/protocol/scenarios anew"
+    )
+
+
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tokens that tests cache do not land in the home of whoever runs them."""
-    before = os.environ.get("SWARM_CACHE")
-    os.environ["SWARM_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-    yield
-    if before is None:
-        del os.environ["SWARM_CACHE"]
-    else:
-        os.environ["SWARM_CACHE"] = before
+def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tokens that tests cache, and results of their runs, do not land in the home of the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SWARM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("SWARM_RESULTS", str(tmp_path_factory.mktemp("results")))
+        yield
 
 
 @pytest.fixture(scope="module")

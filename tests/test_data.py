@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from swarm.data import sample_offsets, token_dtype, trainer_order
 from swarm.errors import SetupError
-from swarm.run import Run, counting_run, demo_run, pin
+from swarm.manifest import Run, audit_run, demo_run, pin
 
 PINNED = pin(demo_run(), "ab" * 32, 500_000)
 
 
 def test_the_samples_of_a_microbatch_never_change_between_machines_and_versions() -> None:
     # Numbers written down: a change of this stream changes every run that was ever published.
-    assert sample_offsets(counting_run(), 0, 0) == [3531]
-    assert sample_offsets(counting_run(), 0, 1) == [936]
-    assert sample_offsets(counting_run(), 1, 0) == [1320]
+    assert sample_offsets(audit_run(), 0, 0) == [3531]
+    assert sample_offsets(audit_run(), 0, 1) == [936]
+    assert sample_offsets(audit_run(), 1, 0) == [1320]
     assert trainer_order("run", 3, "alice", 8) == [0, 2, 1, 5, 6, 7, 4, 3]
 
 

@@ -1,4 +1,5 @@
-"""The pages of docs/: commands that work, messages that are really said, links that lead somewhere.
+"""The README and docs/: commands that work, messages that are really said, links that lead somewhere, pages
+made from data that are up to date.
 
 Every command of a page is read: options, files of this repository, arguments of the image. Those of `swarm`
 are also run, by tests/process/test_docs_run.py.
@@ -8,23 +9,47 @@ from __future__ import annotations
 
 import ast
 import itertools
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from peers.cli import build_parser
-from swarm.run import load_run
+from peers.cli import JOINS, build_parser
+from scripts.bench import loss_curve, tables
+from swarm.manifest import (
+    PRESETS,
+    AdmissionSpec,
+    BatchSpec,
+    CodecSpec,
+    CustomModelSpec,
+    DataSpec,
+    ModelSpec,
+    OptimizerSpec,
+    Run,
+    example_run,
+    load_run,
+    parse_run,
+    tomllib,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PAGES = ("home.md", "join.md", "public-run.md", "spot.md", "security.md", "troubleshooting.md")
+PAGES = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("home", "join", "public-run", "spot", "security", "troubleshooting")),
+    *(f"docs/{name}.md" for name in ("manifest", "own-model", "planning", "watching")),
+)
+"""Those with commands."""
+JOIN_FILE = "@join.txt"
 RUN = "0123456789abcdef" * 2
 ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
@@ -45,7 +70,7 @@ DOCKER = {
 
 def blocks(page: str, language: str) -> list[str]:
     """The fenced blocks of a page in one language."""
-    return [text for name, text in FENCE.findall((DOCS / page).read_text()) if name == language]
+    return [text for name, text in FENCE.findall((ROOT / page).read_text()) if name == language]
 
 
 def commands(page: str) -> list[list[str]]:
@@ -61,9 +86,20 @@ def commands(page: str) -> list[list[str]]:
 COMMANDS = [(page, words) for page in PAGES for words in commands(page)]
 
 
+def named(value: str | list[str]) -> str:
+    """A parameter in a test's name."""
+    return value if isinstance(value, str) else " ".join(value)[:60]
+
+
 def parses(words: list[str]) -> None:
-    """The words after `swarm` are a command line of ours."""
-    assert build_parser().parse_args(words).command == words[0]
+    """The words after `swarm` are a command line of ours. A join file is taken to be there."""
+    joining = ["--run", RUN, "--join", ADDRESS]
+    if any(word in (JOIN_FILE, "@/join.txt") for word in words):
+        assert words[0] in JOINS, f"swarm {words[0]} reads no join file"
+    filled: list[str] = []
+    for word in words:
+        filled += joining if word in (JOIN_FILE, "@/join.txt") else [word]
+    assert build_parser().parse_args(filled).command == words[0]
 
 
 def after_options(words: list[str], takes: dict[str, int]) -> list[str]:
@@ -92,16 +128,23 @@ def of_image(words: list[str], tmp_path: Path) -> list[str]:
 
 def test_every_page_has_commands_and_is_linked_from_the_readme() -> None:
     assert {page for page, _ in COMMANDS} == set(PAGES)
+    assert {page for page in MARKDOWN if blocks(page, "sh")} == set(PAGES)
     readme = (ROOT / "README.md").read_text()
-    for page in PAGES:
-        assert f"docs/{page}" in readme
+    for page in PAGES[1:]:
+        assert f"({page})" in readme
 
 
-@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda value: " ".join(value)[:60])
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+
+
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=named)
 def test_a_command_of_a_page_is_one(page: str, words: list[str], tmp_path: Path) -> None:
     program, *rest = words
     if program == ".venv/bin/swarm":
         parses(rest)
+    elif program in ("scripts/demo", "scripts/dashboard.py"):
+        parses([Path(program).stem, *rest])
     elif program == "docker":
         verb, *rest = rest
         rest = after_options(rest, DOCKER[verb])
@@ -128,7 +171,7 @@ def test_a_command_of_a_page_is_one(page: str, words: list[str], tmp_path: Path)
 
 
 def test_the_unit_of_systemd_starts_what_is_a_command() -> None:
-    (unit,) = blocks("spot.md", "ini")
+    (unit,) = blocks("docs/spot.md", "ini")
     (line,) = re.findall(r"^ExecStart=\S+ (.*)$", unit, re.MULTILINE)
     parses(shlex.split(line.replace("RUN_ID", RUN).replace("ADDRESS", ADDRESS)))
     (patience,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
@@ -254,13 +297,146 @@ def test_a_symptom_that_nobody_says_would_be_noticed() -> None:
 
 # --- links ---
 
+MARKDOWN = tuple(
+    str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+)
 
-@pytest.mark.parametrize("page", PAGES)
+
+def links(page: str) -> list[str]:
+    """Where a page's links and pictures lead, but for other hosts."""
+    text = re.sub(FENCE, "", (ROOT / page).read_text())
+    return [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+
+
+@pytest.mark.parametrize("page", MARKDOWN)
 def test_links_lead_somewhere(page: str) -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", (DOCS / page).read_text()):
+    for target in links(page):
         name, _, anchor = target.partition("#")
-        path = DOCS / (name or page)
+        path = (ROOT / page).parent / name if name else ROOT / page
         assert path.is_file(), target
-        headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
-        anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
-        assert not anchor or anchor in anchors, target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert anchor in anchors, target
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    reached, new = set(), ["README.md"]
+    while new:
+        page = new.pop()
+        if page in reached:
+            continue
+        reached.add(page)
+        for target in links(page):
+            path = os.path.normpath(Path(page).parent / target.partition("#")[0])
+            if path.endswith(".md"):
+                new.append(path)
+    assert reached >= set(MARKDOWN)
+
+
+# --- the manifest ---
+
+
+def explained(heading: str) -> dict[str, str]:
+    """Key -> default, as a section of docs/manifest.md has them."""
+    page = (DOCS / "manifest.md").read_text()
+    section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^\| `(\w+)` \| (?:`([^|]*)`)? ?\| [^|]+ \|$", section, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("spec", "heading", "more"),
+    [
+        (Run, "The run", set()),
+        (ModelSpec, "[model]", {"preset"}),
+        (CustomModelSpec, "[model] of your own", set()),
+        (DataSpec, "[data]", set()),
+        (BatchSpec, "[batch]", set()),
+        (OptimizerSpec, "[optimizer]", set()),
+        (CodecSpec, "[codec]", set()),
+        (AdmissionSpec, "[admission]", set()),
+    ],
+)
+def test_every_key_of_the_manifest_is_explained_with_its_default(
+    spec: Any, heading: str, more: set[str]
+) -> None:
+    keys = {item.name: item for item in fields(spec) if item.metadata.get("rule")}
+    told = explained(heading)
+    assert set(told) == set(keys) | more
+    for name, item in keys.items():
+        default = "" if item.default is MISSING else item.default
+        written = tomllib.loads(f"x = {told[name]}")["x"] if told[name] else ""
+        assert written == (list(default) if isinstance(default, tuple) else default), name
+
+
+def test_every_preset_is_listed_with_its_sizes() -> None:
+    page = (DOCS / "manifest.md").read_text()
+    for name, sizes in PRESETS.items():
+        assert f"| `{name}` | " + " | ".join(str(size) for size in sizes.values()) + " |" in page
+
+
+def test_the_written_out_example_is_the_example() -> None:
+    (text,) = blocks("docs/manifest.md", "toml")
+    assert parse_run(text) == example_run()
+
+
+# --- pages that are made ---
+
+
+def test_the_benchmarks_pages_are_made_of_their_data() -> None:
+    for path, text in tables.pages().items():
+        assert path.read_text() == text, f"{path.name} is out of date: run scripts/bench/tables.py"
+
+
+def test_the_picture_is_drawn_from_its_data() -> None:
+    found = json.loads(loss_curve.DATA.read_text())
+    assert loss_curve.PICTURE.read_text() == loss_curve.draw(found)
+    assert found["swarm"] == found["one_process"]
+    assert len(found["kills"]) == 3
+    assert (found["missing"], found["counted_twice"]) == (0, 0)
+
+
+# --- the architecture ---
+
+ARCHITECTURE = (DOCS / "architecture.md").read_text()
+OUR_FILE = re.compile(r"(?:swarm|peers)/[\w/]*?\w+\.py")
+
+
+def test_the_tree_is_that_of_the_docstrings() -> None:
+    """If not: `python scripts/tree.py` writes it."""
+    assert (
+        subprocess.run([sys.executable, ROOT / "scripts" / "tree.py", "--check"], check=False).returncode == 0
+    )
+
+
+def walks() -> dict[str, str]:
+    """Heading -> text of each walk."""
+    parts = re.split(r"^### (.*)$", ARCHITECTURE.partition("\n## The tree\n")[0], flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize("heading", walks())
+def test_a_walk_has_at_most_six_files_and_all_are_there(heading: str) -> None:
+    steps = re.findall(r"^\d\. (.*(?:\n   .*)*)", walks()[heading], re.MULTILINE)
+    files = [name for step in steps for name in OUR_FILE.findall(step)]
+    assert 3 <= len(set(files)) <= 6
+    for name in OUR_FILE.findall(walks()[heading]):
+        assert (ROOT / name).is_file(), name
+
+
+def test_there_are_five_questions_and_three_walks() -> None:
+    assert len(walks()) == 8
+
+
+# --- the words ---
+
+OLD_WORDS = re.compile(
+    r"\b(councils?|conductors?|eras?|briefs?|mates?|handovers?|farewells?|whoever|somebody|way back)\b", re.I
+)
+"""Private words that gave way to those of the glossary, and vague actors."""
+
+
+@pytest.mark.parametrize("page", MARKDOWN)
+def test_a_page_has_plain_words_only(page: str) -> None:
+    text = re.sub(r"`[^`]*`", "", re.sub(FENCE, "", (ROOT / page).read_text()))
+    assert not OLD_WORDS.findall(text)

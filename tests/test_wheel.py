@@ -42,7 +42,7 @@ def test_the_wheel_holds_every_module_of_both_packages(wheel: zipfile.ZipFile) -
         for path in (ROOT / package).rglob("*.py")
     }
     assert inside == tree
-    assert {"swarm/run.py", "peers/cli.py"} <= inside
+    assert {"swarm/manifest.py", "peers/cli.py"} <= inside
 
 
 def test_the_wheel_has_the_command(wheel: zipfile.ZipFile) -> None:

@@ -101,6 +101,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID  # noqa: E402
 from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client  # noqa: E402
 from hivemind.proto import dht_pb2  # noqa: E402
 from hivemind.utils.multiaddr import Multiaddr  # noqa: E402
+from hivemind.utils.timed_storage import get_dht_time  # noqa: E402
 
 p2pd_pb2: Any = importlib.import_module("hivemind.proto.p2pd_pb2")
 """p2pd's protobuf messages; generated, without types."""
@@ -192,6 +193,7 @@ __all__ = [
     "TaskKeeper",
     "create_task",
     "dht_pb2",
+    "get_dht_time",
     "p2pd_pb2",
     "use_protocol",
 ]

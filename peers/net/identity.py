@@ -1,4 +1,4 @@
-"""Who a peer is: an Ed25519 key in the file format that p2pd reads. The peer id *is* the public key.
+"""A peer's identity: an Ed25519 key in the file format that p2pd reads. The peer id *is* the public key.
 
 File: libp2p's protobuf `PrivateKey{type = Ed25519, data = seed + public key}`, 68 bytes.
 Peer id: base58 of an identity multihash of protobuf `PublicKey{type = Ed25519, data = public key}`.

@@ -11,29 +11,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import logging
+import os
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from peers.net.daemon import (
+from peers.net.connection_state import LinkTimings
+from peers.net.fault_injection import Faults
+from peers.net.identity import Identity
+from peers.net.p2pd import (
     CIRCUIT,
     Daemon,
     DaemonOptions,
+    shortage,
     split_peer_id,
     to_multiaddr,
     with_peer_id,
 )
-from peers.net.faults import Faults
-from peers.net.identity import Identity
-from swarm.errors import SetupError, SwarmError
+from swarm.errors import OtherVersion, Refused, SetupError, SwarmError
 from swarm.ids import PeerId
+from swarm.wire.version import PROTOCOL_VERSION, differ
 
 if TYPE_CHECKING:  # hivemind is imported while p2pd starts
-    from peers.net.control import AttachedP2P, DaemonControl
     from peers.net.directory import NetDirectory
+    from peers.net.p2pd_control import AttachedP2P, DaemonControl
     from peers.net.transport import NetTransport
 
 logger = logging.getLogger(__name__)
@@ -56,11 +61,18 @@ NOTICE_S = 1.0
 it looks 0.25, 0.75, 1.75, 3.75 … s after its start."""
 RELAYLESS_S = 30.0
 """Without a relay for so long, others are tried. p2pd tries those that it has again and again."""
-MOST_RELAYED = 2
+MAX_RELAYED = 2
 """Relayed addresses that we announce: each makes our record 100 bytes longer."""
+VERSION_METHOD = "version"
+"""That no peer serves: it is refused for that, or before that for its version."""
+VERSION_S = 3.0
 PROBE_EVERY_S = 5.0
-MOST_UNANSWERED = 4
+MAX_UNANSWERED = 4
 """A p2pd that answers none of so many probes in a row hangs, and is killed. 40 s, a machine may be busy."""
+
+
+_KILLED = "See that nothing kills it (memory, antivirus), and start this program again"
+_SHORT = "Mend that, and start this program again"
 
 
 class Deaths:
@@ -98,7 +110,7 @@ class Node:
         join: Sequence[str] = (),
         run_id: str | None = None,
         daemon: Daemon | None = None,
-        silence_s: float | None = None,
+        timings: LinkTimings | None = None,
         refresh_s: float | None = None,
         faults: Faults | None = None,
         on_death: Callable[[], None] | None = None,
@@ -117,7 +129,7 @@ class Node:
         self._identity_path = identity_path
         self._join = tuple(join)
         self._run_id = run_id
-        self._silence_s, self._refresh_s, self._faults = silence_s, refresh_s, faults
+        self._timings, self._refresh_s, self._faults = timings or LinkTimings(), refresh_s, faults
         self._on_death = on_death
         self._deaths = Deaths(revivals)
         self._revives = revivals > 0
@@ -152,10 +164,10 @@ class Node:
 
     async def _start(self, daemon: Daemon) -> None:
         # p2pd needs 0.15 s to start; importing hivemind's client takes 0.1 s of them.
-        from peers.net import links, transport
-        from peers.net.control import AttachedP2P, ControlError, DaemonControl
+        from peers.net import transport
         from peers.net.directory import MANIFEST_LIFE_S, REFRESH_S, NetDirectory
-        from peers.net.reach import METHOD, DialBack
+        from peers.net.nat import METHOD, DialBack
+        from peers.net.p2pd_control import AttachedP2P, ControlError, DaemonControl
 
         daemon.on_death = self._daemon_died
         await daemon.ready()
@@ -175,7 +187,7 @@ class Node:
                 self.control,
                 daemon.peer_id,
                 daemon.directory / "streams.sock",
-                silence_s=self._silence_s or links.SILENCE_S,
+                timings=self._timings,
                 faults=self._faults,
             )
             self._started.append("transport")
@@ -195,13 +207,32 @@ class Node:
             )
             self._started.append("directory")
             await self.directory.start()
+            await self._compare_versions()
         except ControlError as error:
             raise SetupError(f"p2pd fails right after its start: {error.text}") from None
 
+    async def _compare_versions(self) -> None:
+        """Call those that we joined at. Their transports refuse a caller of another version of the protocol.
+
+        Raises:
+            SetupError: most of those that answered did.
+        """
+        asked = (
+            self.transport.call(peer, VERSION_METHOD, b"", deadline_s=VERSION_S)
+            for peer in self.directory.joined_at
+        )
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        others = [answer for answer in answers if isinstance(answer, OtherVersion)]
+        same = [answer for answer in answers if isinstance(answer, Refused) and answer not in others]
+        if len(others) > len(same):
+            raise SetupError(
+                differ("this program", PROTOCOL_VERSION, "the swarm that it joins", others[0].version)
+            )
+
     async def _without_liars(self, daemon: Daemon) -> Daemon:
         """Another p2pd, that is told only of relays that take us."""
-        from peers.net.control import DaemonControl
-        from peers.net.reach import those_that_take_us
+        from peers.net.nat import those_that_take_us
+        from peers.net.p2pd_control import DaemonControl
 
         relays = await those_that_take_us(daemon.options, daemon.options.relays)
         if not relays:
@@ -228,7 +259,7 @@ class Node:
 
     async def _revive(self) -> None:
         """Put a new p2pd in the place of the dead one; again, with pauses, if it dies too."""
-        why = "it ended again and again"
+        why, advice = "it ended again and again", _KILLED
         clock = asyncio.get_running_loop().time
         while (pause_s := self._deaths.pause_s(now=clock())) is not None:
             await asyncio.sleep(pause_s)
@@ -236,7 +267,9 @@ class Node:
             try:
                 await self._replace_daemon()
             except (SwarmError, OSError) as error:
-                why = error.text if isinstance(error, SwarmError) else str(error)
+                short = shortage(error) if isinstance(error, OSError) else ""
+                why = error.text if isinstance(error, SwarmError) else short or str(error)
+                advice = _SHORT if short or os.strerror(errno.EMFILE) in why else _KILLED
                 logger.warning("an attempt to start p2pd again failed: %s", why)
             except Exception as bug:  # the attempts are few, and the last one ends us loudly
                 why = f"{type(bug).__name__}: {bug}"
@@ -244,9 +277,9 @@ class Node:
             if self.alive and self.directory.online:
                 logger.warning("p2pd was started again (pid %s)", self.p2pd_pid)
                 return
-        self._give_up(why)
+        self._give_up(why, advice)
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, why: str, advice: str) -> None:
         logger.error("p2pd could not be started again: %s", why)
         self.transport.daemon_died(for_good=True)
         if self._on_death is not None:
@@ -254,13 +287,13 @@ class Node:
         elif self._owner is not None:
             self._fatal = SetupError(
                 f"p2pd, which connects this process to the others, could not be started again: {why}. "
-                "See that nothing kills it (memory, antivirus), and start this program again"
+                f"{advice}"
             )
             self._owner.cancel()
 
     async def _replace_daemon(self) -> None:
         """A new p2pd, of the same identity and on the same port, for the dead one."""
-        from peers.net.control import AttachedP2P, DaemonControl
+        from peers.net.p2pd_control import AttachedP2P, DaemonControl
 
         dead = self.daemon
         assert dead is not None
@@ -280,22 +313,21 @@ class Node:
 
     async def _spawn_again(self, dead: Daemon) -> Daemon:
         """On the port that it had; on another one if that is taken and was nobody's wish."""
-        options = dead.options
+        options, self.daemon = dead.options, dead
         direct = [address for address in self._listening if "/tcp/" in address and CIRCUIT not in address]
         had = [options.port] if options.port else [int(a.split("/tcp/")[1].split("/")[0]) for a in direct]
         wished = bool(options.port) and not options.any_port
         for choice in had if wished else [*had[:1], 0]:
-            daemon = Daemon.spawn(
-                dataclasses.replace(options, port=choice, any_port=not wished),
-                identity_path=dead.identity_path,
-                identity=dead.identity,
-            )
-            self.daemon = daemon
-            daemon.on_death = self._daemon_died
             try:
+                daemon = self.daemon = Daemon.spawn(
+                    dataclasses.replace(options, port=choice, any_port=not wished),
+                    identity_path=dead.identity_path,
+                    identity=dead.identity,
+                )
+                daemon.on_death = self._daemon_died
                 await daemon.ready()
             except SetupError as error:
-                daemon.close_now()
+                self.daemon.close_now()
                 if wished or not choice or "already in use" not in error.text:
                     raise
             else:
@@ -315,7 +347,7 @@ class Node:
                 logger.exception("a look at p2pd failed")
 
     async def _probe_once(self) -> None:
-        from peers.net.control import ControlError
+        from peers.net.p2pd_control import ControlError, ShortOfFiles
 
         daemon, reviving = self.daemon, self._reviving
         if daemon is None or not daemon.alive or (reviving is not None and not reviving.done()):
@@ -323,9 +355,12 @@ class Node:
             return
         try:
             _, listening = await self.control.identify()
+        except ShortOfFiles as error:
+            logger.warning("cannot look at p2pd: %s", error.text)
+            return
         except ControlError:
             self._unanswered += 1
-            if self._unanswered >= MOST_UNANSWERED:
+            if self._unanswered >= MAX_UNANSWERED:
                 logger.error("p2pd (pid %s) does not answer any more: it is killed", daemon.pid)
                 daemon.kill()
                 self._unanswered = 0
@@ -375,11 +410,11 @@ class Node:
 
     async def _take_other_relays(self, daemon: Daemon) -> None:
         """All of ours are gone. p2pd cannot be told of new ones: another one is started."""
-        from peers.net.reach import MOST_TOLD, relaying, those_that_take_us
+        from peers.net.nat import MAX_TOLD, relaying, those_that_take_us
 
         known = dict.fromkeys([*daemon.options.relays, *self._join, *self._relays()])
         try:
-            relays = await relaying(self.transport, self.control, list(known)[: 2 * MOST_TOLD])
+            relays = await relaying(self.transport, self.control, list(known)[: 2 * MAX_TOLD])
             relays = await those_that_take_us(daemon.options, relays)
             if not relays or not daemon.alive:
                 return
@@ -403,11 +438,11 @@ class Node:
 
         Ours, if it is one, then those that our user named; whom we have met comes last: identities are free.
         """
-        from peers.net.reach import is_public, one_each
+        from peers.net.nat import is_public, one_each
 
         assert self.daemon is not None
         own = self.addresses if self._is_relay() else ()
-        met = self.directory.met_addresses() if "directory" in self._started else []
+        met = self.directory.storage.met_addresses() if "directory" in self._started else []
         return one_each(filter(is_public, [*own, *self._join, *met]))
 
     async def __aexit__(
@@ -462,7 +497,7 @@ class Node:
         assert self.daemon is not None
         if self.daemon.options.relays:
             relayed = [address for address in self._listening if CIRCUIT in address]
-            return with_peer_id(sorted(relayed)[:MOST_RELAYED], self.peer_id)
+            return with_peer_id(sorted(relayed)[:MAX_RELAYED], self.peer_id)
         announced = tuple(to_multiaddr(address) for address in self.daemon.options.announce)
         return with_peer_id(announced or self._listening, self.peer_id)
 

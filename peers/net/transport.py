@@ -13,13 +13,15 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from peers.net.control import ControlError, DaemonControl, check_response, stream_peer
-from peers.net.daemon import CIRCUIT
-from peers.net.faults import Faults
-from peers.net.gauge import LineGauge
-from peers.net.links import SILENCE_S, CalleeLink, CallerLink, ServedCall, flat
-from peers.net.pacer import Pacer
-from peers.ports import Answer, Buffer, Handler, Line
+from peers.net.bandwidth import BandwidthEstimator
+from peers.net.body_buffers import flat
+from peers.net.connection import DEFAULT_TIMINGS, ClientConnection, ServedCall, ServerConnection
+from peers.net.connection_state import LinkTimings
+from peers.net.fault_injection import Faults
+from peers.net.p2pd import CIRCUIT
+from peers.net.p2pd_control import ControlError, DaemonControl, check_response, stream_peer
+from peers.net.rate_limit import RateLimiter
+from peers.ports import Answer, Buffer, Handler, NetworkPath
 from peers.waiting import happens, within
 from swarm.errors import (
     BadAnswer,
@@ -75,7 +77,7 @@ class NetTransport:
         peer_id: PeerId,
         streams_path: Path,
         *,
-        silence_s: float = SILENCE_S,
+        timings: LinkTimings = DEFAULT_TIMINGS,
         dial_s: float = DIAL_S,
         faults: Faults | None = None,
     ) -> None:
@@ -83,27 +85,27 @@ class NetTransport:
         self.calls: Counter[str] = Counter()
         """How often each method of ours was called."""
         self._control, self._streams_path = control, streams_path
-        self._silence_s, self._dial_s, self._faults = silence_s, dial_s, faults
+        self._timings, self._dial_s, self._faults = timings, dial_s, faults
         self._methods: dict[str, tuple[Handler, int]] = {}
         self._addresses: dict[PeerId, tuple[str, ...]] = {}
-        self._links: dict[PeerId, CallerLink] = {}
-        self._dials: dict[PeerId, asyncio.Task[CallerLink]] = {}
-        self._callers: dict[PeerId, list[CalleeLink]] = defaultdict(list)
-        self._incoming: set[CalleeLink] = set()
+        self._links: dict[PeerId, ClientConnection] = {}
+        self._dials: dict[PeerId, asyncio.Task[ClientConnection]] = {}
+        self._callers: dict[PeerId, list[ServerConnection]] = defaultdict(list)
+        self._incoming: set[ServerConnection] = set()
         self._handlers: set[asyncio.Task[None]] = set()
         self._handling: Counter[PeerId] = Counter()
         self._locals: set[asyncio.Task[Answer]] = set()
         self._hanging_up: set[asyncio.Task[None]] = set()
         self._straightening: set[asyncio.Task[None]] = set()
-        self._bypassed: set[CallerLink] = set()
+        self._bypassed: set[ClientConnection] = set()
         """Relayed streams that finish what was begun on them."""
         self._server: asyncio.AbstractServer | None = None
         self._sent: Counter[PeerId] = Counter()
         self.on_gone: Callable[[PeerId], None] | None = None
         """Told when the last stream that a peer had opened to us ended: it died, or left."""
         self._received: Counter[PeerId] = Counter()
-        self._gauges: dict[PeerId, LineGauge] = {}
-        self._pacer: Pacer | None = None
+        self._estimators: dict[PeerId, BandwidthEstimator] = {}
+        self._limiter: RateLimiter | None = None
         self._logged: dict[PeerId, float] = {}
         self._closed: str = ""
         self._back = asyncio.Event()
@@ -162,9 +164,9 @@ class NetTransport:
 
     def limit_upload(self, most_bps: float) -> None:
         """Send no more than so many bits a second, over all links from now on."""
-        self._pacer = Pacer(most_bps)
+        self._limiter = RateLimiter(most_bps)
         for link in [*self._links.values(), *self._incoming]:
-            link.pacer = self._pacer
+            link.state.limiter = self._limiter
 
     # -- calling --------------------------------------------------------------------------------
 
@@ -199,11 +201,11 @@ class NetTransport:
         self, peer: PeerId, method: str, header: bytes, body: Sequence[memoryview], max_answer_bytes: int
     ) -> Answer:
         link = self._links.get(peer)
-        if link is None or not link.usable:
+        if link is None or not link.state.usable:
             link = await self._dial(peer)
         return await link.call(method, header, body, max_answer_bytes)
 
-    async def _dial(self, peer: PeerId) -> CallerLink:
+    async def _dial(self, peer: PeerId) -> ClientConnection:
         """A new link; concurrent calls share the attempt."""
         if not await happens(self._back, REVIVAL_S) or self._closed:
             raise PeerGone(peer, f"cannot be reached: {self._closed}")
@@ -214,7 +216,7 @@ class NetTransport:
             dial.add_done_callback(lambda done: self._dialled(peer, done))
         return await asyncio.shield(dial)
 
-    def _dialled(self, peer: PeerId, dial: asyncio.Task[CallerLink]) -> None:
+    def _dialled(self, peer: PeerId, dial: asyncio.Task[ClientConnection]) -> None:
         del self._dials[peer]
         if not dial.cancelled() and dial.exception() is None and not self._closed:
             self._links[peer] = dial.result()
@@ -223,7 +225,7 @@ class NetTransport:
                 self._straightening.add(task)
                 task.add_done_callback(self._straightening.discard)
 
-    async def _straighten(self, relayed: CallerLink) -> None:
+    async def _straighten(self, relayed: ClientConnection) -> None:
         """Leave the relay when libp2p has punched a hole: a stream stays on the way it was opened on."""
         peer = relayed.peer
         with contextlib.suppress(ControlError, PeerFault):
@@ -239,13 +241,13 @@ class NetTransport:
                     self._links[peer] = link
                     self._bypassed.add(relayed)
                     relayed.closed.add_done_callback(lambda _: self._bypassed.discard(relayed))
-                    while relayed.pending:
+                    while relayed.state.pending:
                         await asyncio.sleep(pause_s)
                     relayed.fail(PeerGone(peer, "a direct way was found"))
                     return
 
-    async def _open(self, peer: PeerId) -> CallerLink:
-        link: CallerLink | None = None
+    async def _open(self, peer: PeerId) -> ClientConnection:
+        link: ClientConnection | None = None
         try:
             addresses = self._addresses.get(peer, ())
             deadline = asyncio.get_running_loop().time() + self._dial_s
@@ -254,10 +256,10 @@ class NetTransport:
             hidden = any(CIRCUIT in address for address in addresses)
             relayed = hidden and not await self._control.is_direct(peer)
             link = await self._control.open_stream(
-                lambda request: CallerLink(peer, request, self._silence_s), peer, PROTOCOL
+                lambda request: ClientConnection(peer, request, self._timings), peer, PROTOCOL
             )
             assert link is not None
-            link.gauge, link.pacer = self._gauge(peer), self._pacer
+            link.state.estimator, link.state.limiter = self._estimator_of(peer), self._limiter
             link.relayed = relayed
             left = max(0.0, deadline - asyncio.get_running_loop().time())
             check_response(await within(link.opened, left))
@@ -280,12 +282,12 @@ class NetTransport:
             link.fail(fault)
         raise fault
 
-    def _drop(self, link: CallerLink) -> None:
-        self._sent[link.peer] += link.sent_bytes
-        self._received[link.peer] += link.received_bytes
+    def _drop(self, link: ClientConnection) -> None:
+        self._sent[link.peer] += link.state.sent_bytes
+        self._received[link.peer] += link.state.received_bytes
         if self._links.get(link.peer) is link:
             del self._links[link.peer]
-        if isinstance(link.lost_because, PeerSilent):
+        if isinstance(link.state.lost_because, PeerSilent):
             self._hang_up(link.peer)
 
     def _hang_up(self, peer: PeerId) -> None:
@@ -356,37 +358,37 @@ class NetTransport:
             return None, Refused(f"a body of {body_bytes} bytes; {method!r} takes {limit}")
         return handler, Refused("")
 
-    def _make_callee(self) -> CalleeLink:
-        link = CalleeLink(self._introduced, self._called, self._silence_s)
-        link.pacer = self._pacer
+    def _make_callee(self) -> ServerConnection:
+        link = ServerConnection(self._introduced, self._called, self._timings)
+        link.state.limiter = self._limiter
         self._incoming.add(link)
         link.closed.add_done_callback(lambda _: self._caller_left(link))
         return link
 
-    def _introduced(self, link: CalleeLink, message: bytes) -> None:
-        """p2pd says who opened the stream."""
-        link.peer = stream_peer(message)
-        link.gauge = self._gauge(link.peer)
-        links = self._callers[link.peer]
+    def _introduced(self, link: ServerConnection, message: bytes) -> tuple[PeerId, BandwidthEstimator]:
+        """p2pd names the peer that opened the stream."""
+        peer = stream_peer(message)
+        links = self._callers[peer]
         links.append(link)
         if len(links) > MAX_LINKS_PER_PEER:
-            links[0].fail(PeerGone(link.peer, "opened another stream"))
+            links[0].fail(PeerGone(peer, "opened another stream"))
         if self._closed or len(self._incoming) > MAX_LINKS:
-            link.fail(PeerGone(link.peer, self._closed or "too many streams are open"))
+            link.state.fail(PeerGone(peer, self._closed or "too many streams are open"))
+        return peer, self._estimator_of(peer)
 
-    def _caller_left(self, link: CalleeLink) -> None:
+    def _caller_left(self, link: ServerConnection) -> None:
         self._incoming.discard(link)
         links = self._callers.get(link.peer, [])
         if link in links:
             links.remove(link)
-            self._sent[link.peer] += link.sent_bytes
-            self._received[link.peer] += link.received_bytes
+            self._sent[link.peer] += link.state.sent_bytes
+            self._received[link.peer] += link.state.received_bytes
         if not links:
             self._callers.pop(link.peer, None)
             if self.on_gone is not None and not self._closed:
                 self.on_gone(link.peer)
-        if isinstance(link.lost_because, BadAnswer):
-            self._log_abuse(link.peer, link.lost_because.text)
+        if isinstance(link.state.lost_because, BadAnswer):
+            self._log_abuse(link.peer, link.state.lost_because.text)
 
     def _log_abuse(self, peer: PeerId, text: str) -> None:
         """Once a minute for each peer, so that a stranger cannot fill the log."""
@@ -398,16 +400,14 @@ class NetTransport:
         self._logged[peer] = now
         logger.warning("closed a stream that broke the protocol: %s", text)
 
-    def _called(self, link: CalleeLink, call: int, header: frames.CallHeader) -> SwarmError | None:
+    def _called(self, link: ServerConnection, served: ServedCall) -> SwarmError | None:
         """A CALL arrived: start its handler, or say why not."""
-        self.calls[header.method] += 1
-        handler, refusal = self._find(header.method, sum(header.body_sizes))
+        self.calls[served.method] += 1
+        handler, refusal = self._find(served.method, sum(served.body_sizes))
         if handler is None:
             return refusal
         if self._handling[link.peer] >= MAX_HANDLERS_PER_PEER:
             return Busy(f"{MAX_HANDLERS_PER_PEER} calls of yours are being worked on")
-        served = ServedCall(link, call, header)
-        link.start(served)
         self._handling[link.peer] += 1
         task = asyncio.get_running_loop().create_task(self._serve(link, served, handler))
         self._handlers.add(task)
@@ -422,7 +422,7 @@ class NetTransport:
         if not task.cancelled() and task.exception() is not None:
             logger.error("bug while answering a call", exc_info=task.exception())
 
-    async def _serve(self, link: CalleeLink, served: ServedCall, handler: Handler) -> None:
+    async def _serve(self, link: ServerConnection, served: ServedCall, handler: Handler) -> None:
         """Run the handler and send what becomes of it. Goes on when the caller is gone: the work counts."""
         fault = self._faults.next_for(served.method) if self._faults is not None else None
         try:
@@ -460,26 +460,26 @@ class NetTransport:
     def _count(self, past: Counter[PeerId], attribute: str) -> Counter[PeerId]:
         total = Counter(past)
         for link in [*self._links.values(), *self._bypassed, *self._incoming]:
-            total[link.peer] += getattr(link, attribute)
+            total[link.peer] += getattr(link.state, attribute)
         return total
 
-    def _gauge(self, peer: PeerId) -> LineGauge:
+    def _estimator_of(self, peer: PeerId) -> BandwidthEstimator:
         """The one that looks at the line to `peer`; of too many the oldest is forgotten."""
-        gauge = self._gauges.setdefault(peer, LineGauge())
-        if len(self._gauges) > MAX_LINKS:
-            del self._gauges[next(iter(self._gauges))]
-        return gauge
+        estimator = self._estimators.setdefault(peer, BandwidthEstimator())
+        if len(self._estimators) > MAX_LINKS:
+            del self._estimators[next(iter(self._estimators))]
+        return estimator
 
     @property
-    def lines(self) -> dict[PeerId, Line]:
+    def lines(self) -> dict[PeerId, NetworkPath]:
         """What is known of the lines to others."""
-        lines = {peer: gauge.line for peer, gauge in self._gauges.items()}
-        if self._pacer is None:
+        lines = {peer: estimator.line for peer, estimator in self._estimators.items()}
+        if self._limiter is None:
             return lines
         # Measured is what comes; what goes is no wider than its limit, and who plans should know.
-        most_bps = self._pacer.limit_bps
+        most_bps = self._limiter.limit_bps
         return {
-            peer: Line(rtt_s=line.rtt_s, bandwidth_bps=min(line.bandwidth_bps, most_bps))
+            peer: NetworkPath(rtt_s=line.rtt_s, bandwidth_bps=min(line.bandwidth_bps, most_bps))
             for peer, line in lines.items()
         }
 

@@ -1,1 +1,1 @@
-"""The dashboard's faces: renderings of `swarm.policy.health.SwarmHealth`, and what puts them up."""
+"""The dashboard's faces: renderings of `swarm.monitoring.health.SwarmHealth`, and what puts them up."""

@@ -7,42 +7,21 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias
 
+from peers.options import DashboardOptions
 from peers.watch import history
 from peers.watch.terminal import Screen
 from swarm.errors import SetupError
-from swarm.policy.health import Look, SwarmHealth
-from swarm.policy.observer import Observer
-from swarm.run import Run, check_id
+from swarm.manifest import Run, check_id
+from swarm.monitoring.aggregator import Aggregator
+from swarm.monitoring.health import Observation, SwarmHealth
 
 Listen: TypeAlias = tuple[str, int]
 """Host and port."""
 
-MOST_WAIT_S = 10.0
+MAX_WAIT_S = 10.0
 """Between two looks of a replay: a night in which nobody recorded is not sat through."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DashboardOptions:
-    """What to look at, and where to show it."""
-
-    run: str | None = None
-    """Run id; None with `replay`."""
-    join: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    port: int = 0
-    announce: tuple[str, ...] = ()
-    web: Listen | None = None
-    metrics: Listen | None = None
-    record: Path | None = None
-    record_max_bytes: int = history.MOST_BYTES
-    """Of that file, and of the one that was full before it."""
-    replay: Path | None = None
-    speed: float = 1.0
-    """Of a replay: seconds of history in a second."""
 
 
 class Board:
@@ -50,11 +29,11 @@ class Board:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._observer = Observer(run)
+        self._observer = Aggregator(run)
         self.health = self._observer.health(now=time.time())
         self.faces: list[Callable[[SwarmHealth], None]] = []
 
-    def take(self, look: Look) -> None:
+    def take(self, look: Observation) -> None:
         """Add a look, and show what is known now."""
         self._observer.observe(look)
         self.health = self._observer.health(now=look.at)
@@ -81,21 +60,21 @@ async def run_dashboard(options: DashboardOptions) -> None:
 
 
 async def _watch(options: DashboardOptions, run_id: str) -> None:
-    from peers.monitor import Monitor
-    from peers.net.daemon import DaemonOptions
     from peers.net.node import Node
+    from peers.net.p2pd import DaemonOptions
+    from peers.watch.monitor import Monitor
 
     daemon = DaemonOptions(host=options.host, port=options.port, announce=options.announce)
     async with contextlib.AsyncExitStack() as stack:
         node = await stack.enter_async_context(Node(options=daemon, join=options.join, run_id=run_id))
         board = Board(check_id(await node.directory.fetch_manifest(run_id), run_id))
-        record: Callable[[Look], None] | None = None
+        record: Callable[[Observation], None] | None = None
         if options.record is not None:
             record = stack.enter_context(
                 history.Recorder(options.record, board.run, most_bytes=options.record_max_bytes)
             )
 
-        def take(look: Look) -> None:
+        def take(look: Observation) -> None:
             if record is not None:
                 record(look)
             board.take(look)
@@ -114,7 +93,7 @@ async def _replay(options: DashboardOptions) -> None:
         before: float | None = None
         for look in looks:
             if before is not None:
-                await asyncio.sleep(min(max(0.0, look.at - before) / options.speed, MOST_WAIT_S))
+                await asyncio.sleep(min(max(0.0, look.at - before) / options.speed, MAX_WAIT_S))
             before = look.at
             board.take(look)
         if before is None:
@@ -131,7 +110,7 @@ async def _faces(options: DashboardOptions, board: Board) -> AsyncIterator[bool]
             address = await stack.enter_async_context(_web(options.web, board))
             print(f"the dashboard is at {address}", flush=True)
         if options.metrics is not None:
-            from peers.metrics import served
+            from peers.watch.metrics import served
             from peers.watch.prometheus import registry_of
 
             place = stack.enter_context(served(options.metrics, registry_of(lambda: board.health)))

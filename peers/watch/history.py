@@ -1,7 +1,8 @@
 """Looks on disk, a line of JSON each, to be played again: what was recorded gives the same pictures.
 
-The first line is `{"manifest": …, "format": 1}`, the terms of the run; every other one a `Look`. A full file
-becomes `FILE.1`, in the place of an older one, and a new file begins with who is there: either can be played.
+The first line is `{"manifest": …, "format": 1}`, the terms of the run; every other one a `Observation`. A
+full file becomes `FILE.1`, in the place of an older one, and a new file begins with who is there: either can
+be played.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from typing import BinaryIO
 
 import msgspec
 
+from peers.options import HISTORY_BYTES
 from swarm.errors import Refused, SetupError
 from swarm.ids import PeerId
-from swarm.policy import claims
-from swarm.policy.health import Look
+from swarm.manifest import Run, parse_run
+from swarm.monitoring import validation
+from swarm.monitoring.health import Observation
 from swarm.records import PeerRecord
-from swarm.run import Run, parse_run
 
-MOST_LINE_BYTES = 64 << 20
+MAX_LINE_BYTES = 64 << 20
 """A look at everybody at once, of 10 000 peers with 64 links each."""
-MOST_BYTES = 1 << 30
+MAX_BYTES = HISTORY_BYTES
 """Of a file: three days of six peers (3.6 kB/s, measured), ten hours of 500 (30 kB/s, reckoned)."""
 
 
@@ -42,7 +44,7 @@ class _Head(msgspec.Struct):
 class Recorder:
     """Appends looks to a file. Use with `with`."""
 
-    def __init__(self, path: Path, run: Run, *, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, path: Path, run: Run, *, most_bytes: int = MAX_BYTES) -> None:
         """A file that is there already is continued, if it is of the same run. `most_bytes`: of one file.
 
         Raises:
@@ -69,21 +71,27 @@ class Recorder:
         except OSError as error:
             raise SetupError(f"cannot record to {path}: {error.strerror or error}") from None
 
-    def __call__(self, look: Look) -> None:
+    def __call__(self, observation: Observation) -> None:
         """Write it, unless nothing was new.
 
         Raises:
             SetupError: it cannot be written, such as to a full disk.
         """
-        if look.records or look.gone or look.statuses or look.silent or look.refused is not None:
-            line = msgspec.json.encode(look)
+        if (
+            observation.records
+            or observation.gone
+            or observation.statuses
+            or observation.silent
+            or observation.refused is not None
+        ):
+            line = msgspec.json.encode(observation)
             if self._file.tell() + len(line) > self._most_bytes:
-                self._begin_anew(look.at)
+                self._begin_anew(observation.at)
             self._write(line)
-        self._records.update((record.peer, record) for record in look.records)
-        for peer in look.gone:
+        self._records.update((record.peer, record) for record in observation.records)
+        for peer in observation.gone:
             self._records.pop(peer, None)
-        self._refused = look.refused if look.refused is not None else self._refused
+        self._refused = observation.refused if observation.refused is not None else self._refused
 
     def _begin_anew(self, at: float) -> None:
         try:
@@ -93,7 +101,7 @@ class Recorder:
         except OSError as error:
             raise SetupError(f"cannot record to {self._path}: {error.strerror or error}") from None
         self._write(self._head)
-        there = Look(at=at, records=tuple(self._records.values()), refused=self._refused)
+        there = Observation(at=at, records=tuple(self._records.values()), refused=self._refused)
         self._write(msgspec.json.encode(there))
 
     def _write(self, line: bytes) -> None:
@@ -143,7 +151,7 @@ def _mend(path: Path) -> None:
         file.truncate(size)
 
 
-def read(path: Path) -> tuple[Run, Iterator[Look]]:
+def read(path: Path) -> tuple[Run, Iterator[Observation]]:
     """The run of a history, and its looks in their order, read as they are asked for. Whoever wrote it, what
     it says can be shown.
 
@@ -153,7 +161,7 @@ def read(path: Path) -> tuple[Run, Iterator[Look]]:
     """
     try:
         with path.open("rb") as file:
-            first = file.readline(MOST_LINE_BYTES)
+            first = file.readline(MAX_LINE_BYTES)
     except OSError as error:
         raise SetupError(f"cannot read {path}: {error.strerror or error}") from None
     try:
@@ -174,19 +182,21 @@ def read(path: Path) -> tuple[Run, Iterator[Look]]:
             f"{path} cannot be played, perhaps since another version of swarm recorded it: {error.text}"
         ) from None
 
-    def looks() -> Iterator[Look]:
+    def looks() -> Iterator[Observation]:
         with path.open("rb") as file:
-            file.readline(MOST_LINE_BYTES)
-            for number, line in enumerate(iter(lambda: file.readline(MOST_LINE_BYTES), b""), start=2):
+            file.readline(MAX_LINE_BYTES)
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=2):
                 if not line.endswith(b"\n"):
-                    if len(line) < MOST_LINE_BYTES:
+                    if len(line) < MAX_LINE_BYTES:
                         return
-                    most = f"{MOST_LINE_BYTES >> 20} MiB"
+                    most = f"{MAX_LINE_BYTES >> 20} MiB"
                     raise SetupError(f"{path}, line {number} is no look: it is longer than {most}")
                 try:
-                    look = claims.tidy_look(msgspec.json.decode(line, type=Look), run)
+                    observation = validation.tidy_observation(
+                        msgspec.json.decode(line, type=Observation), run
+                    )
                 except (msgspec.MsgspecError, UnicodeDecodeError, Refused) as error:
                     raise SetupError(f"{path}, line {number} is no look: {error}") from None
-                yield look
+                yield observation
 
     return run, looks()

@@ -8,20 +8,20 @@ from typing import Any
 
 from nicegui import ui
 
-from peers.display import clock
 from peers.watch import topology
+from peers.watch.display import clock
 from peers.watch.parts import Lines, Plot, Stats, Table, div, head
 from swarm.errors import short
-from swarm.policy.health import Contribution, PeerHealth, SwarmHealth
+from swarm.monitoring.health import Contribution, PeerHealth, SwarmHealth
 from swarm.records import NO_STAGE
 
 REFRESH_S = 2.0
 MANY = 100
 """Peers, from which on the picture and tables of them are sent less often: of 500 they have 300 kB."""
-MOST_WORKERS = 500
+MAX_WORKERS = 500
 """Rows of the table of contributions, the largest; a peer's page has its own, `/api/health` all."""
 MANY_EVERY = 4
-MOST_SHOWN = 60
+MAX_SHOWN = 60
 """Lines of the timeline on the page."""
 
 
@@ -30,7 +30,7 @@ def _stamp(at: float) -> str:
 
 
 def _state(peer: PeerHealth) -> str:
-    return "no answer" if peer.why else "doubted" if peer.doubts else peer.state
+    return "no answer" if peer.why else "doubted" if peer.inconsistencies else peer.state
 
 
 def _percent(share: float | None) -> str:
@@ -98,9 +98,9 @@ class WholeRun:
             self._picture.set_content(topology.svg(health))
             self._peers.show([_peer_row(peer) for peer in health.peers])
         if len(health.contributions) < MANY or self._ticks % MANY_EVERY == 0:
-            self._work.show([_work_row(row) for row in health.contributions[:MOST_WORKERS]])
+            self._work.show([_work_row(row) for row in health.contributions[:MAX_WORKERS]])
         self._ticks += 1
-        self._timeline.show([f"{_stamp(h.at)}  {h.text}" for h in reversed(health.happenings[-MOST_SHOWN:])])
+        self._timeline.show([f"{_stamp(h.at)}  {h.text}" for h in reversed(health.happenings[-MAX_SHOWN:])])
         self._moves.show([health.rebalance] if health.rebalance else [])
 
     def _show_alerts(self, health: SwarmHealth) -> None:
@@ -205,4 +205,4 @@ def _about(peer: PeerHealth) -> list[str]:
         f"{audit.undone} undone in time",
     ]
     lines += [f"does not answer: {peer.why}"] if peer.why else []
-    return lines + [f"doubted: {doubt}" for doubt in peer.doubts]
+    return lines + [f"doubted: {doubt}" for doubt in peer.inconsistencies]

@@ -1,4 +1,4 @@
-"""The dashboard for Prometheus: a picture of a run in, its numbers out. Names as in `peers.metrics`."""
+"""The dashboard for Prometheus: a picture of a run in, its numbers out. Names as in `peers.watch.metrics`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from swarm.policy.health import LEVELS, PeerHealth, SwarmHealth
+from swarm.monitoring.health import LEVELS, PeerHealth, SwarmHealth
 
 
 def registry_of(health: Callable[[], SwarmHealth]) -> CollectorRegistry:
@@ -88,7 +88,7 @@ GAUGES: dict[str, tuple[Callable[[PeerHealth], float | None], str]] = {
     "inflight_microbatches": (lambda peer: peer.inflight, "That it has taken and not answered yet."),
     "busy_ratio": (lambda peer: peer.busy, "Share of the time in which its device worked."),
     "start_timestamp_seconds": (lambda peer: peer.since or None, "Unix time at which it joined, as it says."),
-    "doubts": (lambda peer: len(peer.doubts), "Things that it says and cannot be true."),
+    "doubts": (lambda peer: len(peer.inconsistencies), "Things that it says and cannot be true."),
 }
 COUNTERS: dict[str, tuple[Callable[[PeerHealth], float], str]] = {
     "computed_microbatches": (lambda peer: peer.computed, "That it computed."),

@@ -18,17 +18,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from peers.display import clock, sparkline
 from peers.events import count
+from peers.watch.display import clock, sparkline
 from swarm.errors import short
-from swarm.policy.alerts import SLOW
-from swarm.policy.health import Alert, PeerHealth, StageHealth, SwarmHealth
+from swarm.monitoring.alerts import SLOW
+from swarm.monitoring.health import Alert, PeerHealth, StageHealth, SwarmHealth
 from swarm.records import NO_STAGE
 
 STYLES = {"error": "bold red", "warning": "yellow", "info": "dim"}
-MOST_ALERTS = 4
-MOST_HAPPENINGS = 4
-LEAST_PEERS = 3
+MAX_ALERTS = 4
+MAX_HAPPENINGS = 4
+MIN_PEERS = 3
 """Rows that other parts leave for peers."""
 GAP = 2
 """Between columns."""
@@ -39,10 +39,10 @@ LINES_EVERY_S = 10.0
 def render(health: SwarmHealth, *, width: int = 80, height: int = 24) -> RenderableType:
     """The screen, of at most `height` lines."""
     top = [_title(health, width), _steps(health, width), _loss(health, width)]
-    top += _alerts(health.alerts, max(2, min(MOST_ALERTS, height // 6)))
+    top += _alerts(health.alerts, max(2, min(MAX_ALERTS, height // 6)))
     there = sum(1 for _ in health.peers)
     room = height - len(top) - 2  # an empty line before each table
-    least = min(LEAST_PEERS, there) + 1
+    least = min(MIN_PEERS, there) + 1
     stages = _fitting(len(health.stages), min(room // 3, room - 2 - least))
     both = stages > 0
     if not both:  # the stages' table tells more
@@ -51,7 +51,7 @@ def render(health: SwarmHealth, *, width: int = 80, height: int = 24) -> Rendera
         return Group(*top[:height])
     middle = [_stages(health, stages, width), *_more(len(health.stages) - stages, "stage")]
     room -= stages + len(middle) - (not both)
-    said = min(len(health.happenings), MOST_HAPPENINGS, max(0, room - (least if both else 0)))
+    said = min(len(health.happenings), MAX_HAPPENINGS, max(0, room - (least if both else 0)))
     peers = _fitting(there, room - said - 1) if both else 0
     low: list[RenderableType] = []
     if peers > 0:
@@ -141,7 +141,13 @@ def _stages(health: SwarmHealth, most: int, width: int) -> Table:
     rows = []
     for stage in sorted(chosen, key=lambda stage: stage.stage):
         peers = str(stage.serving) + (f"+{stage.joining}" if stage.joining else "")
-        style = "bold red" if not stage.serving else "yellow" if stage.serving < min(2, stage.most) else ""
+        style = (
+            "bold red"
+            if not stage.serving
+            else "yellow"
+            if stage.serving < min(2, stage.most_serving)
+            else ""
+        )
         cells = (
             str(stage.stage), peers, f"{stage.load:.1f}", str(stage.version), f"{stage.speed:.2f}",
             _speed_of(stage, stage.slowest), _speed_of(stage, stage.fastest),
@@ -182,13 +188,13 @@ def _peers(health: SwarmHealth, most: int, width: int) -> Table:
 
 
 def _odd(peer: PeerHealth) -> bool:
-    return bool(peer.why or peer.doubts or peer.slower >= SLOW)
+    return bool(peer.why or peer.inconsistencies or peer.slower >= SLOW)
 
 
 def _last(peer: PeerHealth) -> str:
     if peer.why:
         return "no answer"
-    if peer.doubts:
+    if peer.inconsistencies:
         return "doubted"
     return peer.last if peer.state == "serving" and peer.last else peer.state
 

@@ -13,14 +13,14 @@ from urllib.parse import quote
 from peers.events import count
 from swarm.errors import short
 from swarm.ids import PeerId
-from swarm.policy.alerts import SLOW
-from swarm.policy.health import PeerHealth, SwarmHealth
+from swarm.monitoring.alerts import SLOW
+from swarm.monitoring.health import PeerHealth, SwarmHealth
 
 HEIGHT = 340.0
 TOP = 44.0
 """For the names of the columns."""
 COLUMN = 120.0
-MOST_LINES = 400
+MAX_LINES = 400
 """Routes that are drawn, the busiest: more would be a grey surface."""
 LABELLED = 6
 """Peers of a column, up to which each has its name beside it."""
@@ -99,7 +99,7 @@ def _dot(member: PeerHealth | PeerId, x: float, y: float, radius: float, labelle
         peer, kind = member.peer, _kind(member)
         about = [f"{member.peer}", f"{member.state}, version {member.version}, {member.device}"]
         about += [f"does not answer: {member.why}"] if member.why else []
-        title = "\n".join([*about, *member.doubts])
+        title = "\n".join([*about, *member.inconsistencies])
     label = f'<text x="{x:.1f}" y="{y + radius + 11:.1f}">{escape(short(peer))}</text>' if labelled else ""
     name = escape(peer)
     return (
@@ -112,7 +112,7 @@ def _kind(peer: PeerHealth) -> str:
     """The CSS class: one of ours, never a stranger's word."""
     if peer.why:
         return "silent"
-    if peer.doubts or peer.slower >= SLOW:
+    if peer.inconsistencies or peer.slower >= SLOW:
         return "odd"
     return peer.state if peer.state in ("joining", "leaving", "keeping", "paused") else "serving"
 
@@ -120,9 +120,9 @@ def _kind(peer: PeerHealth) -> str:
 def _lines(health: SwarmHealth, at: dict[PeerId, tuple[float, float]]) -> list[str]:
     drawn = [r for r in health.routes if r.source in at and r.target in at and r.source != r.target]
     busiest = max((route.bps for route in drawn), default=1.0)
-    widest = WIDEST * min(1.0, math.sqrt(FEW / max(1, min(len(drawn), MOST_LINES))))
+    widest = WIDEST * min(1.0, math.sqrt(FEW / max(1, min(len(drawn), MAX_LINES))))
     lines = []
-    for route in drawn[:MOST_LINES]:
+    for route in drawn[:MAX_LINES]:
         (x1, y1), (x2, y2) = at[route.source], at[route.target]
         thick = max(0.6, widest * math.sqrt(route.bps / busiest))
         words = f"{short(route.source)} – {short(route.target)}: {route.bps / 1e6:.2f} Mbit/s"

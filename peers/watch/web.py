@@ -15,10 +15,10 @@ import uvicorn
 from fastapi import FastAPI, Response
 from nicegui import ui
 
-from peers.status import to_json
+from peers.programs.status import to_json
 from peers.watch.pages import OnePeer, WholeRun
 from swarm.errors import SetupError
-from swarm.policy.health import SwarmHealth
+from swarm.monitoring.health import SwarmHealth
 
 CLOSE_S = 3
 """For open connections, at the end."""

@@ -47,8 +47,8 @@ from peers import events
 from peers.cli import COMMANDS, Exit
 from scripts.bench.netlab import Lab, Link, why_not
 from swarm.ids import Stage
+from swarm.manifest import CodecSpec, Run, demo_run
 from swarm.model.reference import SingleProcess
-from swarm.run import CodecSpec, Run, demo_run
 from tests.process.swarm_processes import Program, Swarm, farthest
 
 STALL_S = 240.0
@@ -812,7 +812,7 @@ def row(chaos: Chaos, difference: float, *, in_lab: bool) -> dict[str, Any]:
     cells = {(stage, t) for stage in range(run.S) for t in range(chaos.steps)}
     replayed = sum(e.count for p in swarm.programs for e in p.heard(events.Replayed))
     undone = sum(e.count for p in swarm.programs for e in p.heard(events.Undone))
-    void = sum(len(p.heard(events.RoundVoid)) for p in swarm.programs)
+    void = sum(len(p.heard(events.RoundAborted)) for p in swarm.programs)
     handed = sum(e.microbatches for p in swarm.programs for e in p.heard(events.HandedOver))
     rolled = sum(len(p.heard(events.RolledBack)) for p in swarm.programs)
     steps = chaos.ended_version - chaos.began_version
@@ -881,7 +881,7 @@ def table(found: dict[str, Any]) -> str:
         f"{found['faults']} faults, {found['survived']} survived; {found['steps']} steps",
         f"weights differ from a single process by {found['weights_differ']:.1e} (limit {TOLERANCE:.0e})",
         f"{found['cells']} sums of a stage and step: {len(found['wrong_audits'])} wrong, "
-        f"{found['cells_without_audit']} taken from a mate whose ledger died with it",
+        f"{found['cells_without_audit']} taken from a replica whose ledger died with it",
         f"{found['replayed_percent']} % of the work run again, {found['undone']} duplicates undone, "
         f"{found['handed_over']} microbatches handed over, {found['void_rounds']} void rounds",
         f"{found['chaos_s']} s under faults, {found['undisturbed_s']} s undisturbed: "

@@ -1,6 +1,6 @@
 """What codecs between stages cost the training: the loss after as many steps as without any.
 
-    python scripts/bench/codecs_loss.py                     # what the README shows; half an hour on one core
+    python scripts/bench/codecs_loss.py                     # the published table; half an hour on one core
     python scripts/bench/codecs_loss.py --codec none topk:0.05+blockwise8,none --seed 1 --steps 30
 
 The demo's model, cut into three stages, in one process (`SingleProcess`), which arrives at what every swarm
@@ -29,7 +29,7 @@ from harness import machine, report
 
 from swarm.codecs import KNOWN, parse_codec
 from swarm.errors import SetupError
-from swarm.run import CodecSpec, Run, demo_run
+from swarm.manifest import CodecSpec, Run, demo_run
 
 COLUMNS = ("codec", "times_smaller", "loss", "above_none", "from", "to")
 CODECS = (
@@ -65,14 +65,14 @@ def codec_run(names: str, *, seed: int, steps: int, microbatches: int) -> Run:
 
 def crossing(run: Run) -> float:
     """Bytes of one microbatch over all boundaries, both ways."""
-    from swarm.model.crossings import crossing_bytes
+    from swarm.model.stage_io import boundary_bytes
 
-    return sum(sum(crossing_bytes(run, b, run.codec.forward_at(b))) for b in range(run.S - 1))
+    return sum(sum(boundary_bytes(run, b, run.codec.forward_at(b))) for b in range(run.S - 1))
 
 
 def final_loss(run: Run, last: int) -> float:
     """Train in this process; the mean loss of the last steps."""
-    from peers.disk.dataset import open_dataset
+    from peers.storage.dataset import open_dataset
     from swarm.model.reference import SingleProcess
 
     data = open_dataset(run)

@@ -15,14 +15,16 @@ import random
 import time
 from typing import Any
 
+from peers.net import dht_storage, record_reader
 from peers.net import directory as net
-from peers.net import envelopes, shards
+from peers.net import sharding as shards
+from peers.net import signed_records as envelopes
 from peers.net._hivemind import dht_pb2
-from peers.net.holder import Entry, Found, RecordCheck, answer, ask, read_question, record_ids
-from peers.net.holder import _answer_decoder as decoder
+from peers.net.dht_protocol import Entry, Found, RecordCheck, answer, ask, read_question, record_ids
+from peers.net.dht_protocol import _answer_decoder as decoder
 from peers.net.identity import Identity
-from peers.net.survey import stretch
-from peers.net.table import Table
+from peers.net.lookup import stretch
+from peers.net.record_table import Table
 from swarm.records import PeerRecord
 
 RUN = "f" * 32
@@ -119,23 +121,23 @@ def directory(peers: int, stages: int) -> dict[str, Any]:
     renew_s = net.RENEW_S * times
     said = {shards.level_for(members): members}
     keys = len(list(shards.shards_to_read(0, said)))
-    due_s = net.REFRESH_S * (1 + (times - 1) * net._NEAR_STRETCH)
-    near_s = max(due_s, net.REFRESH_S * 3 * keys / net.NEAR_QUESTIONS)
+    due_s = net.REFRESH_S * (1 + (times - 1) * record_reader._NEAR_STRETCH)
+    near_s = max(due_s, net.REFRESH_S * 3 * keys / record_reader.NEAR_QUESTIONS)
     near = Stages(members, min(1.0, near_s / renew_s))
     near_bytes = sum(read_bytes(near, key) for key in near.held)
     # Of the others everything has changed since they were read, or as much as was renewed meanwhile.
     far_stages = stages - 3
     whole = Stages(members, 1.0)
     whole_bytes = sum(read_bytes(whole, key) for key in whole.held) * far_stages / 3
-    turn_s = net.REFRESH_S * far_stages * keys / net.FAR_QUESTIONS
+    turn_s = net.REFRESH_S * far_stages * keys / record_reader.FAR_QUESTIONS
     far_bytes = whole_bytes * min(1.0, turn_s / renew_s)
-    survey_s = max(turn_s, far_bytes / net.FAR_BYTES_PER_S)
+    survey_s = max(turn_s, far_bytes / record_reader.FAR_BYTES_PER_S)
     if survey_s > turn_s:
         far_bytes = whole_bytes * min(1.0, survey_s / renew_s)
-        survey_s = max(turn_s, far_bytes / net.FAR_BYTES_PER_S)
+        survey_s = max(turn_s, far_bytes / record_reader.FAR_BYTES_PER_S)
     one = next(iter(near.held.values()))[0]
-    copies = sum(4.0**-up for up in range(near.level + 1)) * net.REPLICAS
-    searches = 3 * keys / (net.SEARCH_EVERY_S * times) + far_stages * keys / net.FAR_SEARCH_EVERY_S
+    copies = sum(4.0**-up for up in range(near.level + 1)) * dht_storage.REPLICAS
+    searches = 3 * keys / (net.SEARCH_EVERY_S * times) + far_stages * keys / record_reader.FAR_SEARCH_EVERY_S
     per_s = {
         "renew": copies * store_bytes(one) / renew_s,
         "near": near_bytes / near_s,

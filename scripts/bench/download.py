@@ -27,13 +27,13 @@ import torch
 from harness import machine, report
 from netlab import Lab, Link
 
-from peers.download import download_state
-from peers.net.daemon import DaemonOptions
 from peers.net.node import Node
-from peers.state_server import StateDesk
-from swarm.run import counting_run
+from peers.net.p2pd import DaemonOptions
+from peers.transfer.client import download_state
+from peers.transfer.server import StateLeases
+from swarm.manifest import audit_run
 
-RUN = counting_run(stages=1)
+RUN = audit_run(stages=1)
 COLUMNS = ("sources", "state_mb", "seconds", "mbit_per_s", "least_s", "gave_mb", "killed")
 
 
@@ -54,7 +54,7 @@ class OneVersion:
 async def give(ip: str, size: int) -> None:
     """A source: says where it is, and serves until standard input ends."""
     async with Node(options=DaemonOptions(host=ip)) as node:
-        StateDesk(RUN.id, node.transport, {0: OneVersion(size)})
+        StateLeases(RUN.id, node.transport, {0: OneVersion(size)})
         print(json.dumps([node.peer_id, list(node.addresses)]), flush=True)
         await asyncio.to_thread(sys.stdin.read)
 

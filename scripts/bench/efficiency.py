@@ -1,6 +1,6 @@
 """How much of a machine a swarm on it uses: its tokens/s ÷ those of the best way to do without a swarm.
 
-    python scripts/bench/efficiency.py                      # what the README shows; about 20 minutes
+    python scripts/bench/efficiency.py                      # the published table; about 20 minutes
     python scripts/bench/efficiency.py --quick              # hidden 256, one step each; a minute
     python scripts/bench/efficiency.py --stages 4 --hidden 512 --steps 3
 
@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from harness import Clocks, Segment, Swarm, bench_run, machine, machine_busy_s, report
 
 from peers.device import die_with_parent, tune_malloc, usable_cores
-from swarm.run import Run, parse_run
+from swarm.manifest import Run, parse_run
 
 COLUMNS = (
     "stages", "replicas", "hidden", "dtype", "codec", "efficiency", "swarm_tokens_per_s",
@@ -53,7 +53,7 @@ def baseline_worker(manifest: str, threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
-    from peers.disk.dataset import open_dataset
+    from peers.storage.dataset import open_dataset
     from swarm.data import sample_offsets
     from swarm.ids import Microbatch
     from swarm.model.gpt import build_stage
@@ -155,11 +155,11 @@ def codec_s(run: Run) -> float:
     """Seconds that both ends of one boundary spend on encoding and decoding, for one microbatch."""
     import torch
 
-    from swarm.model.crossings import crossings
+    from swarm.model.stage_io import stage_inputs
     from swarm.wire.codec import decode, encode
 
     torch.set_num_threads(1)
-    x = torch.randn(crossings(run, 1)[0].shape).to(getattr(torch, run.dtype))
+    x = torch.randn(stage_inputs(run, 1)[0].shape).to(getattr(torch, run.dtype))
     both = 0.0
     sent = run.codec.forward_at(0)
     for codec in (sent, run.codec.backward_at(0, sent)):

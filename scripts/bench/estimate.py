@@ -33,16 +33,16 @@ from harness import machine, report
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from peers.calibrate import Calibration, clock_s
 from peers.device import tune_malloc
+from peers.programs.calibrate import Calibration, clock_s
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
-from swarm.model.cost import DeviceModel, fit
-from swarm.model.graph import Traced, trace
-from swarm.model.line import WireTerms
-from swarm.model.memory import Holding
-from swarm.model.pieces import Piece, cut
-from swarm.model.split import Link, Place, Split, SplitTerms, equal_flops, equal_layers, judge, split
+from swarm.model.graph.stage_module import StageModule, cut
+from swarm.model.graph.trace import Traced, trace
+from swarm.model.layout import Holding
+from swarm.partitioner.cost import DeviceModel, fit
+from swarm.partitioner.search import Link, Place, Split, SplitTerms, equal_flops, equal_layers, judge, split
+from swarm.partitioner.segments import WireTerms
 from tests.model.zoo import EncoderDecoder, Gpt2, Llama, ResNet, UNet
 
 STAGES = (2, 4, 8)
@@ -80,7 +80,7 @@ def unet() -> tuple[nn.Module, Sequence[torch.Tensor]]:
 
 
 def encoder_decoder() -> tuple[nn.Module, Sequence[torch.Tensor]]:
-    model = EncoderDecoder(vocab=4000, hidden=256, layers=4, heads=8)
+    model = EncoderDecoder(vocab=4000, hidden=256, encoders=4, decoders=4, heads=8)
     return model, (tokens(4, 160, 4000), tokens(4, 128, 4000), tokens(4, 128, 4000))
 
 
@@ -100,7 +100,7 @@ class Stage:
     model: str
     stages: int
     number: int
-    piece: Piece
+    piece: StageModule
     inputs: list[torch.Tensor]
     times: list[tuple[float, float]] = field(default_factory=list)
 

@@ -32,9 +32,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from swarm.ids import Microbatch
+from swarm.manifest import BatchSpec, CodecSpec, DataSpec, ModelSpec, OptimizerSpec, Run
 from swarm.model.gpt import replace_parameters, stage_skeleton
 from swarm.model.stage import StageCompute, sqnorm
-from swarm.run import BatchSpec, CodecSpec, DataSpec, ModelSpec, OptimizerSpec, Run
 from swarm.wire.codec import Encoded, Pending, encode
 
 MB = Microbatch(0, 0)

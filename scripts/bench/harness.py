@@ -23,15 +23,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import psutil
 
-from peers.disk.dataset import Dataset, open_dataset
 from peers.events import Event, Serving, Started, StepDone
-from peers.net.daemon import DaemonOptions
 from peers.net.node import Node
-from peers.spawn import Child, stop_all
+from peers.net.p2pd import DaemonOptions
+from peers.programs.processes import Child, stop_all
+from peers.storage import RESULTS_ENV
+from peers.storage.dataset import Dataset, open_dataset
 from peers.trainer import Trainer, TrainerSettings
 from peers.waiting import happens
 from swarm.ids import PeerId, Stage
-from swarm.run import BatchSpec, CodecSpec, DataSpec, ModelSpec, OptimizerSpec, Run
+from swarm.manifest import BatchSpec, CodecSpec, DataSpec, ModelSpec, OptimizerSpec, Run
 from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack_answer
 
 if TYPE_CHECKING:
@@ -280,7 +281,12 @@ class Swarm:
         spawned_at = time.monotonic()
         arguments = [*arguments, "--host", self._ip(name)]
         with self._on(name):  # whoever runs meanwhile in this thread opens no connections: p2pd does
-            child = await Child.spawn(arguments, hear, stdin=stdin.encode(), environment=self._environment)
+            child = await Child.spawn(
+                arguments,
+                hear,
+                stdin=stdin.encode(),
+                environment={RESULTS_ENV: "", **(self._environment or {})},
+            )
         role = Role(name, stage, child, spawned_at)
         self.roles.append(role)
         heard.append(role)

@@ -54,7 +54,7 @@ _NEEDS_CSUM = 0x01
 HOME = "192.168.1.2"
 """Where each host behind a NAT believes to be."""
 _TCP, _UDP = 6, 17
-_MOST_BURST = 64
+_MAX_BURST = 64
 """Packets taken from one host before the others have their turn."""
 _CLOSE_S = 10.0
 
@@ -512,7 +512,7 @@ class _Wire:
     def _take(self, source: int) -> None:
         """Read what a host sends, and decide when it arrives."""
         host, header = self.hosts[source], self._header
-        for _ in range(_MOST_BURST):
+        for _ in range(_MAX_BURST):
             try:
                 packet = os.read(host.tun, 70000)
             except BlockingIOError:

@@ -31,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from swarm.errors import SetupError
-from swarm.plan.cost import AdditiveTerms, additive_cost, additive_terms
 from swarm.plan.layouts import megatron_grid, random_grid
 from swarm.plan.network import Device, Job, Network
-from swarm.plan.overlap import Overlap
+from swarm.plan.objectives import AdditiveTerms, additive_cost, additive_terms
+from swarm.plan.overlapped import Overlap
 from swarm.plan.search import search_additive, search_overlapped
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from harness import machine, report
 
 from swarm.errors import SetupError
-from swarm.sim.throughput.fluid import Outcome, Rule, ours, papers, run_trace
-from swarm.sim.throughput.trace import Trace, read_trace
+from swarm.sim.fluid import Outcome, Rule, ours, papers, run_trace
+from swarm.sim.trace import Trace, read_trace
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"
 RULES: tuple[tuple[str, Rule | None, float], ...] = (

@@ -45,7 +45,7 @@ from peers import events
 from scripts.bench.chaos import ChaosSwarm, chaos_run, speaker
 from scripts.bench.netlab import Lab, Link, why_not
 from swarm.ids import Stage
-from swarm.run import Run
+from swarm.manifest import Run
 from tests.process.swarm_processes import Program
 
 KINDS = ("kill", "hang", "cut", "join", "move")
@@ -173,12 +173,12 @@ class _Telling:
 
 async def feed(host: str, run_id: str, join: Sequence[str], window: int) -> None:
     """Train until standard input ends."""
-    from peers.disk.dataset import open_dataset
     from peers.events import Emitter
-    from peers.net.daemon import DaemonOptions
     from peers.net.node import Node
+    from peers.net.p2pd import DaemonOptions
+    from peers.storage.dataset import open_dataset
     from peers.trainer import Trainer, TrainerSettings
-    from swarm.run import check_id
+    from swarm.manifest import check_id
 
     async with Node(options=DaemonOptions(host=host), join=join, run_id=run_id) as node:
         run = check_id(await node.directory.fetch_manifest(run_id), run_id)

@@ -3,7 +3,7 @@
     python scripts/bench/scale.py            # five minutes, one core
     python scripts/bench/scale.py --quick    # 100 and 1 000 peers
 
-`share` is the coarse simulation (`swarm/sim/throughput/fluid.py`): stage speeds and who moves, each decision
+`share` is the coarse simulation (`swarm/sim/fluid.py`): stage speeds and who moves, each decision
 by the real `rebalance` and each joiner's stage by the real `neediest`, but no microbatches. Of n peers, 20 %
 an hour die at random times and as many join, each two minutes after a death; moves and joins take 30 s of
 download. All begin at random stages, as peers that see nobody; who joins within the same 6 s sees none of the
@@ -47,10 +47,10 @@ from swarm.policy.rebalance import Moves, is_due, neediest, rebalance
 from swarm.policy.router import Router
 from swarm.records import PeerRecord
 from swarm.sim.dice import Dice
-from swarm.sim.throughput.engine import Simulation
-from swarm.sim.throughput.fluid import Fluid, ours
-from swarm.sim.throughput.report import Settings
-from swarm.sim.throughput.trainers import Trainers
+from swarm.sim.engine import Simulation
+from swarm.sim.fluid import Fluid, ours
+from swarm.sim.report import Settings
+from swarm.sim.trainers import Trainers
 
 STAGES = 32
 HOUR_S = 3600.0

@@ -1,6 +1,6 @@
 """What compression is worth on slow lines: tokens/s and utilisation of real swarms, by line and codec.
 
-    python scripts/bench/slow_links.py --rounds 1               # as root; what the README shows; 15 minutes
+    python scripts/bench/slow_links.py --rounds 1               # as root; the published table; 15 minutes
     python scripts/bench/slow_links.py --lines 8 50 100 200 500 mixed --rtt 0 50 100 200     # all; 45 minutes
     python scripts/bench/slow_links.py --lines mixed --rtt 50 --codec none adatopk --rounds 1     # a minute
 
@@ -46,13 +46,13 @@ import numpy as np
 from codecs_loss import codec_spec
 from harness import Segment, Swarm, bench_run, machine, report, role_names
 
-from peers.job import job_of
-from peers.plan import plan_codecs
+from peers.programs.descriptions import job_of
+from peers.programs.plan import plan_codecs
 from scripts.bench.netlab import Lab, Link, why_not
 from swarm.errors import SetupError
-from swarm.model.crossings import body_bytes, crossing_bytes, gradient_metas, input_metas
+from swarm.manifest import CodecSpec, Run
+from swarm.model.stage_io import body_bytes, boundary_bytes, gradient_metas, input_metas
 from swarm.plan.network import Device, Network
-from swarm.run import CodecSpec, Run
 
 COLUMNS = (
     "lines", "rtt_ms", "codec", "planned", "tokens_per_s", "busy", "to_none", "to_bf16", "wire",
@@ -187,7 +187,7 @@ def words(codec: CodecSpec, boundaries: int) -> str:
 
 def least_step_s(run: Run, lines: Lines, sizes: Sizes) -> float:
     """No step takes less: the devices and the lines of the stages, whichever has more to do."""
-    sent = [crossing_bytes(run, boundary, run.codec.forward_at(boundary)) for boundary in range(run.S - 1)]
+    sent = [boundary_bytes(run, boundary, run.codec.forward_at(boundary)) for boundary in range(run.S - 1)]
     worst = 2 * sizes.job_s
     for stage in range(run.S):
         own = (sent[stage][0] if stage < run.S - 1 else 0.0) + (sent[stage - 1][1] if stage else 0.0)
@@ -280,7 +280,7 @@ def rows_of(measured: Measured, runs: Mapping[str, Mapping[Lines, Run]]) -> list
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """For the README: a line for each of the lines, tokens/s (busy) by codec, and what AdaTopK is worth."""
+    """As Markdown: a line for each of the lines, tokens/s (busy) by codec, and what AdaTopK is worth."""
     codecs = list(dict.fromkeys(row["codec"] for row in rows))
     heads = [*codecs, f"{codecs[-1]} ÷ none", "÷ bf16"]
     yield f"| Mbit/s | round trip, ms | {' | '.join(heads)} |"

@@ -31,8 +31,8 @@ import numpy as np
 from harness import machine, report
 
 from swarm.plan.network import BACKWARD_FORWARDS, Device, Job, Network
-from swarm.sim.throughput.engine import simulate
-from swarm.sim.throughput.report import Settings
+from swarm.sim.engine import simulate
+from swarm.sim.report import Settings
 
 TOKENS = 512
 LINE_BPS = 500e6

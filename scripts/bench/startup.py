@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness import Role, Swarm, bench_run, machine, memory_of, p2pd_of, report
 
-from swarm.run import Run
+from swarm.manifest import Run
 
 COLUMNS = (
     "role", "announced_s", "first_step_s", "python_rss_mb", "python_pss_mb", "p2pd_rss_mb", "p2pd_pss_mb",

@@ -33,13 +33,13 @@ import numpy as np
 from harness import machine, report
 
 from peers.events import StepDone
-from peers.job import job_of
+from peers.programs.descriptions import job_of
 from scripts.bench.chaos import ChaosSwarm
 from scripts.bench.netlab import Lab, Link, why_not
+from swarm.manifest import Run, demo_run
 from swarm.plan.network import Device, Network
-from swarm.run import Run, demo_run
-from swarm.sim.throughput.engine import simulate
-from swarm.sim.throughput.report import Settings
+from swarm.sim.engine import simulate
+from swarm.sim.report import Settings
 
 COLUMNS = (
     "stages", "replicas", "mbit", "delay_ms", "window", "real_per_s", "simulated_per_s", "ratio", "within_15",
@@ -113,9 +113,7 @@ def simulated(case: Case, run: Run, *, job_s: float, steps: int) -> float:
     job = replace(job, forward_flops=flops)
     count = case.stages * case.replicas
     line_bps = PAYLOAD * case.mbit * 1e6
-    devices = tuple(
-        Device(f"d{i}", 0, 1.0, upload_bps=line_bps, download_bps=line_bps) for i in range(count)
-    )
+    devices = tuple(Device(f"d{i}", 0, 1.0, upload_bps=line_bps, download_bps=line_bps) for i in range(count))
     network = Network(devices, ("lab",), np.array([[case.delay_s]]), np.array([[np.inf]]))
     settings = Settings(window=case.window, rebalance_every_s=0.0, max_inflight=8)
     layout = [i // case.replicas for i in range(count)]

@@ -5,9 +5,9 @@
     python scripts/bench/wire.py --speed              # of the codecs alone, on one core; half a minute
 
 Counted by the peers themselves on their streams, in both directions: activations and labels forward,
-gradients back, and all that goes along with them (frames, headers, heartbeats, the reports and briefs of a
-step). The least is the payload alone: for blockwise8 a byte a number and a float32 scale a block of 256, for
-a top-k its values and its places by the formula, and the labels at a byte each. What libp2p adds below
+gradients back, and all that goes along with them (frames, headers, heartbeats, the reports and directives of
+a step). The least is the payload alone: for blockwise8 a byte a number and a float32 scale a block of 256,
+for a top-k its values and its places by the formula, and the labels at a byte each. What libp2p adds below
 (encryption, multiplexing, TCP) is its own and not counted.
 
 `activations` and `gradients` are what a boundary carried for each microbatch; 1 each is all that is needed.
@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness import Swarm, bench_run, machine, report
 
-from swarm.model.crossings import body_bytes, gradient_metas, input_metas
-from swarm.run import Run
+from swarm.manifest import Run
+from swarm.model.stage_io import body_bytes, gradient_metas, input_metas
 from swarm.wire.codec import encoded_sizes, places_of
 from swarm.wire.messages import PeerStatus
 

@@ -4,7 +4,7 @@
     python scripts/bench/worldwide.py --network my.json --case 3
 
 Case 4 of `../shared/data/networks/dtfm.json` (Yuan et al., NeurIPS 2022). The event simulation
-(`swarm/sim/throughput`) runs steps of a GPT of 1.3 B: 8 stages of 3 layers of width 2048, sequences of 2048
+(`swarm/sim`) runs steps of a GPT of 1.3 B: 8 stages of 3 layers of width 2048, sequences of 2048
 tokens, a sequence a microbatch, 512 of them a step, float16 between stages (8.4 MB), 0.65 GB of gradients a
 stage, devices that reach 40 Tflop/s.
 
@@ -32,12 +32,12 @@ from harness import machine, report
 from plan import network_of
 
 from swarm.errors import SetupError
-from swarm.plan.cost import additive_terms
 from swarm.plan.layouts import megatron_grid, random_grid
 from swarm.plan.network import Device, Job, Network
+from swarm.plan.objectives import additive_terms
 from swarm.plan.search import search_additive, search_overlapped
-from swarm.sim.throughput.engine import simulate
-from swarm.sim.throughput.report import Settings
+from swarm.sim.engine import simulate
+from swarm.sim.report import Settings
 
 DTFM = Path(__file__).resolve().parents[3] / "shared" / "data" / "networks" / "dtfm.json"
 STAGES, LAYERS, WIDTH, TOKENS = 8, 3, 2048, 2048

@@ -10,32 +10,35 @@ import torch
 from torch import nn
 
 from swarm.errors import SetupError
-from swarm.model.brought import model_inputs
+from swarm.manifest import Run
+from swarm.model.full_model import FullModel
 from swarm.model.gpt import boundary_dtype, replace_parameters, stage_skeleton, weights_dtype
-from swarm.model.whole import Whole
-from swarm.run import Run
+from swarm.model.graph.custom_model import model_inputs
+from swarm.model.same_bits import aligned, use_threads_of
 from swarm.wire.codec import round_trip
 
 
 def loss_of(
     run: Run, weights: Mapping[str, torch.Tensor], device: str | torch.device = "cpu"
 ) -> Callable[[Any], float]:
-    """What gives the mean loss of samples (any number, as the run's dataset has them) with these weights.
+    """A function that gives the mean loss of samples (any number, as the run's dataset has them) with these
+    weights.
 
-    A brought model is asked as it leaves the swarm (`swarm.model.whole`), the decoder as the run computes it.
+    A custom model is evaluated as it leaves the swarm (`swarm.model.full_model`), the decoder as the run
+    computes it.
 
     Raises:
         SetupError: weights are missing, have another shape, or are not of a model of this run.
     """
     if run.brings_model:
-        whole = Whole(run, weights, device=device)
+        whole = FullModel(run, weights, device=device)
         # Of tokens it is the run that knows which input gets which.
         return lambda rows: whole.loss(model_inputs(run, rows) if isinstance(rows, np.ndarray) else rows)
     return Evaluator(run, weights, device).loss
 
 
 class Evaluator:
-    """All stages of a decoder, chained, with the codecs of the boundaries between them and without dropout.
+    """All stages of a decoder in a row, with the codecs of the boundaries between them and without dropout.
 
     So its loss is the training's own, which includes what the codecs do to the activations.
     """
@@ -63,7 +66,7 @@ class Evaluator:
                     f"weights {name} have shape {list(tensor.shape)}; expected {list(empty.shape)}"
                 )
             used.add(name)
-            return tensor.to(device=self._device, dtype=weights_dtype(run))
+            return aligned(tensor.to(device=self._device, dtype=weights_dtype(run)))
 
         for stage in range(run.S):
             module = stage_skeleton(run, stage)
@@ -76,6 +79,7 @@ class Evaluator:
     def loss(self, rows: np.ndarray) -> float:
         """The mean loss, in nats a token, of samples [B, T + 1] of tokens."""
         run = self._run
+        use_threads_of(run)
         tokens = torch.from_numpy(rows.astype(np.int64)).to(self._device)
         x, labels = tokens[:, :-1], tokens[:, 1:]
         for number, stage in enumerate(self._stages):

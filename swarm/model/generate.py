@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from swarm.errors import SetupError
+from swarm.manifest import Run
 from swarm.model.gpt import replace_parameters, stage_skeleton, weights_dtype
-from swarm.run import Run
 
 
 @torch.no_grad()

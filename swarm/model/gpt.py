@@ -22,9 +22,9 @@ from torch import nn
 from torch.nn import functional
 
 from swarm.ids import Microbatch, Stage
-from swarm.model.counting import CountingStage
-from swarm.model.draws import Dropout, initial_normal
-from swarm.run import ModelSpec, Run
+from swarm.manifest import ModelSpec, Run
+from swarm.model.audit_model import AuditStage
+from swarm.model.seeded_random import Dropout, initial_normal
 
 NORM_EPS = 1e-5
 INIT_STD = 0.02
@@ -33,15 +33,17 @@ does not grow with depth."""
 
 
 def weights_dtype(run: Run) -> torch.dtype:
-    """Of weights, gradient sums and optimizer: float32, or float64 for proofs. bfloat16 is autocast."""
+    """The dtype of weights, gradient sums and optimizer: float32, or float64 for proofs. bfloat16 is
+    autocast.
+    """
     return torch.float64 if run.dtype == "float64" else torch.float32
 
 
 def boundary_dtype(run: Run) -> torch.dtype:
-    """Of the tensors between stages, before their codec: the run's own dtype.
+    """The dtype of the tensors between stages, before their codec: the run's own.
 
-    The residual stream of a bfloat16 run is float32 inside a stage (autocast), and rounded to bfloat16
-    where it leaves it: half the bytes with codec `none`, and an error a tenth of blockwise8's.
+    The residual stream of a bfloat16 run is float32 inside a stage (autocast), and rounded to bfloat16 where
+    it leaves it: half the bytes with codec `none`, and an error a tenth of blockwise8's.
     """
     return {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}[run.dtype]
 
@@ -55,17 +57,17 @@ def layer_flops(model: ModelSpec, sequence_length: int) -> tuple[float, float]:
 
 
 def layer_split(run: Run) -> list[range]:
-    """The layers of each stage: contiguous, at least one each, the dearest stage as cheap as possible.
+    """The layers of each stage: contiguous, at least one each, the most expensive stage as cheap as possible.
 
-    The last stage also has the head. The embedding is a lookup and counts nothing. Among equally good
-    splits the one with the least sum of squares, then the lexicographically first.
+    The last stage also has the head. The embedding is a lookup and counts nothing. Among equally good splits
+    the one with the least sum of squares, then the lexicographically first.
     """
     model = run.built_in
     if model.kind == "counting":
         return [range(stage, stage + 1) for stage in range(run.S)]
     block, head = layer_flops(model, run.data.sequence_length)
     L, S = model.layers, run.S
-    # best[i] = (dearest, squares, ends) of the cheapest way to give layers 0 … i-1 to the stages so far.
+    # best[i] = (largest, squares, ends) of the cheapest way to give layers 0 … i-1 to the stages so far.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(S):
         left = S - 1 - stage
@@ -82,30 +84,25 @@ def layer_split(run: Run) -> list[range]:
     return [range(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
 
 
-class _InPlaceOf(torch.autograd.Function):
-    """Gives `low` where a weight is wanted; its gradient goes straight into the weight's `.grad`."""
+class _LowPrecision(torch.autograd.Function):
+    """Gives `low` where a weight is wanted; its gradient is the weight's, in the weight's dtype."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-        ctx.weight = weight
+        ctx.dtype = weight.dtype
         return low.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (grad,) = grads
-        total = ctx.weight.grad
-        if total is None:
-            return grad.to(ctx.weight.dtype), None
-        total.add_(grad)
-        return None, None
+        return grad.to(ctx.dtype), None
 
 
 class Matrix(nn.Linear):
     """[.., a] -> [.., b] without bias. In a bfloat16 run a stage gives it `low`, its weight in bfloat16.
 
     Autocast would round the weight anew for every microbatch, and every microbatch in flight would hold a
-    copy: 3.6 GB and 7 % of the time for a layer of GPT-3. The gradient is added to the float32 sum without
-    a float32 copy of its own. The numbers are those of autocast (tested).
+    copy: 3.6 GB and 7 % of the time for a layer of GPT-3. The numbers are those of autocast (tested).
     """
 
     low: torch.Tensor | None = None
@@ -116,7 +113,7 @@ class Matrix(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.low is None:
             return functional.linear(input, self.weight)
-        return functional.linear(input, _InPlaceOf.apply(self.weight, self.low))
+        return functional.linear(input, _LowPrecision.apply(self.weight, self.low))
 
 
 class Block(nn.Module):
@@ -221,7 +218,7 @@ def stage_skeleton(run: Run, stage: Stage) -> nn.Module:
         raise ValueError(f"no stage {stage} in a run of {run.S}")
     with torch.device("meta"):
         if run.model.kind == "counting":
-            module = CountingStage(run.M, name=f"stage{stage}", last=stage == run.S - 1)
+            module = AuditStage(run.M, name=f"stage{stage}", last=stage == run.S - 1)
         else:
             module = GptStage(run, layer_split(run)[stage], first=stage == 0, last=stage == run.S - 1)
     return module

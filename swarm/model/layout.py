@@ -1,4 +1,4 @@
-"""What the state of a stage looks like, without any of its memory: for who keeps or reads states.
+"""The shape of a stage's state, without any of its memory: for readers and keepers of states.
 
 The weights of a stage are one vector: the decayed parameters (two or more dimensions) first, then the others,
 each in the module's order. The optimizer's vectors lie beside it.
@@ -7,20 +7,21 @@ each in the module's order. The optimizer's vectors lie beside it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from swarm.errors import Refused
 from swarm.ids import Stage
-from swarm.model.brought import brought
+from swarm.manifest import Run
+from swarm.model.custom import custom_model
 from swarm.model.gpt import initial_value, stage_skeleton, weights_dtype
 from swarm.model.optimizer import vector_layout
-from swarm.run import Run
 
 
 class Span(NamedTuple):
-    """Where a parameter lies in the flat vector."""
+    """Position of a parameter in the flat vector."""
 
     start: int
     end: int
@@ -28,19 +29,19 @@ class Span(NamedTuple):
 
 
 class Statistic(NamedTuple):
-    """A buffer of a batch norm: where it lies in the vector of them, and how fast it follows."""
+    """A buffer of a batch norm: its position in their vector, and its momentum."""
 
     span: Span
     momentum: float
 
 
 class Layout(NamedTuple):
-    """Of a stage's weights, and of a step's sum, in which statistics of batch norms lie behind theirs."""
+    """Layout of a stage's weights, and of a step's sum, in which batch norms' statistics follow them."""
 
     spans: dict[str, Span]
     """By full name, in their order."""
     decayed: int
-    """So many numbers of the vector decay: the first."""
+    """How many numbers of the vector decay: the first ones."""
     numel: int
     statistics: dict[str, Statistic]
     """By full name, in their order."""
@@ -62,7 +63,7 @@ class Layout(NamedTuple):
             yield name, flat[start:end].view(shape)
 
     def statistics_views(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Likewise, of the vector of statistics."""
+        """The statistics in their flat vector, likewise."""
         for name, ((start, end, shape), _) in self.statistics.items():
             yield name, flat[start:end].view(shape)
 
@@ -91,7 +92,7 @@ def stage_layout(run: Run, stage: Stage) -> Layout:
     if not run.brings_model:
         module = stage_skeleton(run, stage)
         return make_layout({name: parameter.shape for name, parameter in module.named_parameters()})
-    model = brought(run)
+    model = custom_model(run)
     traced, plan = model.traced, model.plans[stage]
     told = [told for index in plan.operators for told in traced.statistics.get(index, ())]
     return make_layout(
@@ -129,17 +130,17 @@ def empty_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
 def initial_weights(run: Run, layout: Layout, device: torch.device) -> torch.Tensor:
     """The vector of version 0, a function of the run alone."""
     weights = torch.empty(layout.numel, dtype=weights_dtype(run), device=device)
-    own = brought(run).traced.parameters if run.brings_model else None
+    own = custom_model(run).traced.parameters if run.brings_model else None
     for name, view in layout.views(weights):
         view.copy_(initial_value(run, name, view.shape) if own is None else own[name].detach())
     return weights
 
 
 def initial_statistics(run: Run, layout: Layout, device: torch.device) -> torch.Tensor:
-    """Of batch norms, of version 0; of a stage that has none nothing."""
+    """Statistics of batch norms of version 0; empty for a stage without any."""
     vector = torch.empty(layout.statistics_numel, dtype=weights_dtype(run), device=device)
     for name, view in layout.statistics_views(vector):
-        view.copy_(brought(run).traced.buffers[name])
+        view.copy_(custom_model(run).traced.buffers[name])
     return vector
 
 
@@ -174,3 +175,41 @@ def named_weights(
                 f"stage {stage} has [{numel}] of {dtype}"
             )
     return {**dict(layout.views(flat)), **dict(layout.statistics_views(told))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """What a peer holds for each number of its weights, besides them, and for how many microbatches."""
+
+    weight_copies: int = 1
+    """Versions of the weights: 2 with delayed updates."""
+    sum_bytes: float = 8.0
+    """Of the gradient sums: int64 where they are exact."""
+    moment_bytes: float = 8.0
+    """Of the optimizer: AdamW keeps two float32."""
+    gradients_at_once: bool = True
+    """Whether a backward has the gradients of all weights before it adds them (exact sums)."""
+    inflight: int = 1
+    """Microbatches between their forward and their backward at a time."""
+
+    def state_bytes(self, numel: int, number_bytes: int) -> float:
+        """Of a parameter with so many numbers of so many bytes."""
+        return numel * (self.weight_copies * number_bytes + self.sum_bytes + self.moment_bytes)
+
+
+def holding_of(run: Run, *, inflight: int = 1) -> Holding:
+    """What the peers of this run hold."""
+    number_bytes = 8 if run.dtype == "float64" else 4
+    copies = 2 if run.delayed_updates else 1
+    moments = {
+        "adamw": 2.0 * number_bytes,
+        "adamw8bit": 2.0,
+        "sgd": number_bytes * float(run.optimizer.momentum > 0),
+    }
+    return Holding(
+        weight_copies=copies,
+        sum_bytes=copies * (8.0 if run.adds_exactly else float(number_bytes)),
+        moment_bytes=moments[run.optimizer.name],
+        gradients_at_once=run.adds_exactly,
+        inflight=inflight,
+    )

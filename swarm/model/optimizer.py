@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from swarm.errors import SetupError
-from swarm.run import OptimizerSpec
+from swarm.manifest import OptimizerSpec
 
 _SLICE_CPU = 1 << 16
 """Elements: five float32 slices of this are 1.3 MB, less than an L2 cache of a server core."""

@@ -15,13 +15,14 @@ import torch
 from swarm.data import sample_offsets
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
-from swarm.model.brought import brought, model_inputs
-from swarm.model.chained import Chain, DecoderChain, PiecesChain
-from swarm.run import Run
+from swarm.manifest import Run
+from swarm.model.graph.custom_model import custom_model, model_inputs
+from swarm.model.reference_pipeline import Chain, DecoderChain, StageModuleChain
+from swarm.model.same_bits import use_threads_of
 
 
 class SingleProcess:
-    """All stages of a run, chained, with the codecs' round trips at the boundaries."""
+    """All stages of a run in a row, with the codecs' round trips at the boundaries."""
 
     def __init__(
         self,
@@ -62,13 +63,14 @@ class SingleProcess:
 
     def loss(self, mb: Microbatch, *, grad: bool = True) -> float:
         """The mean loss of a microbatch of the present step; `grad`: also add its gradient."""
+        use_threads_of(self.run)
         rows = self._batch(sample_offsets(self.run, mb.t, mb.m))
         if self.run.brings_model:
             rows = model_inputs(self.run, rows)
         return self.chain.loss(rows, mb, grad=grad)
 
     def step(self, t: int) -> list[float]:
-        """Do step `t`, the next one; the losses of its microbatches in order."""
+        """Do step `t`, the next one; return the losses of its microbatches in order."""
         assert t == self.version, "steps are done in order"
         run, spec = self.run, self.run.optimizer
         losses = [self.loss(Microbatch(t, m)) for m in range(run.M)]
@@ -100,5 +102,5 @@ class SingleProcess:
 def _chain_of(run: Run, device: torch.device) -> Chain:
     if not run.brings_model:
         return DecoderChain(run, device)
-    model = brought(run)
-    return PiecesChain(run, model.traced, model.assignment, device)
+    model = custom_model(run)
+    return StageModuleChain(run, model.traced, model.assignment, device)

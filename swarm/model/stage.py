@@ -1,16 +1,21 @@
 """What a stage peer computes: one stage's weights, the gradient sums of its steps, and the maths between.
 
-Synchronous, and used from one thread at a time. Everything that comes from another peer is checked before use
-(I7); what is asked for with weights that are not held is refused (I3).
+Synchronous. Everything that comes from another peer is checked before use (I7); what is asked for with
+weights that are not held is refused (I3).
 
-Memory is flat: the weights are ONE vector (the parameters are views of it), so is the gradient sum of a step
-(the parameters' `.grad` are views of it, so autograd adds in place and nothing is gathered), so are the
-optimizer's moments. The decayed parameters come first, then the others, each in the module's order.
+Several threads may compute at once: `forward`, `gradients`, `loss_gradients` and `digest` read weights and
+change nothing. What changes sums (`add`, `begin`, `drop_sum`, `subtract`, `add_to_sum`) is called by one
+thread at a time; what changes weights (`apply`, `load_state`, `free`) while nothing else is called.
+
+Memory is flat: the weights are ONE vector (the parameters are views of it), so is the gradient sum of a step,
+and so are the optimizer's moments. The decayed parameters come first, then the others, each in the module's
+order.
 
 With delayed updates step t is computed with version t - 1 while version t is being made, so two versions are
 held, in two vectors, and the sums of two steps may be alive at once.
 
-The same inputs give the same bits on the same kind of device, however often they are computed.
+The same inputs give the same bits on the same kind of device, however often they are computed, wherever they
+lie in memory and however many cores there are: see `swarm.model.same_bits`.
 
 A CUDA device is kept busy by launching ahead: `start_forward` and its like return before the device is done,
 and what they return is asked for its result when the next one is launched. All of it is on one stream.
@@ -20,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,13 +35,14 @@ from torch import nn
 
 from swarm.errors import NotReady, Refused, SetupError, Stale, SwarmError
 from swarm.ids import Microbatch, Stage
-from swarm.model.body import body_of
-from swarm.model.crossings import Crossing
-from swarm.model.exact import add_exact, largest_term, to_float
+from swarm.manifest import Run
+from swarm.model.fixed_point import add_exact, largest_term, to_float
 from swarm.model.gpt import Matrix, replace_parameters, weights_dtype
 from swarm.model.layout import initial_statistics, initial_weights, shared_terms, stage_layout
 from swarm.model.optimizer import FlatOptimizer
-from swarm.run import Run
+from swarm.model.same_bits import aligned, use_threads_of
+from swarm.model.stage_function import body_of
+from swarm.model.stage_io import StageInput
 from swarm.wire.buffers import Buffer
 from swarm.wire.codec import (
     Encoded,
@@ -50,7 +55,7 @@ from swarm.wire.codec import (
 )
 
 Wire: TypeAlias = tuple[TensorMeta, Sequence[Buffer]]
-"""A tensor as it came: its meta and its buffers. An `Encoded` is one."""
+"""A tensor as it arrived: its meta and its buffers. An `Encoded` is one."""
 
 _REDUCE_SLICE = 1 << 20
 """Elements whose squares are summed at once: a fixed number, since it decides the rounding."""
@@ -59,9 +64,9 @@ _REDUCE_ROW = 1 << 10
 
 
 class SumLost(SwarmError):
-    """A backward broke part-way: the sum of step `t` is void and was set to zero, with all it had.
+    """An addition failed part-way: the sum of step `t` was set to zero, with all that it had.
 
-    The microbatches that it held have to be computed again. The cause is chained.
+    The microbatches that it held have to be recomputed. The cause is chained.
     """
 
     code = "sum-lost"
@@ -72,12 +77,12 @@ class SumLost(SwarmError):
 
 
 class Entered(NamedTuple):
-    """A microbatch as a stage computes with it, entry by entry."""
+    """The inputs of a microbatch as a stage computes with them, entry by entry."""
 
     values: list[torch.Tensor | None]
     """On the device; None where nothing here reads it."""
     passing: list[torch.Tensor]
-    """On the host, where it has no gradient: for who only passes it."""
+    """On the host, the values without a gradient: for a stage that only passes them on."""
 
 
 class Computed(NamedTuple):
@@ -90,7 +95,7 @@ class Computed(NamedTuple):
     others: dict[int, torch.Tensor]
     """Output -> the tensor, of what was computed here and has no gradient."""
     statistics: dict[str, torch.Tensor]
-    """Buffer of a batch norm -> what this microbatch says of it."""
+    """Buffer of a batch norm -> this microbatch's statistic for it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -99,25 +104,46 @@ class Forward:
 
     mb: Microbatch
     version: int
-    """Of the weights that it was computed with."""
+    """The version of the weights that it was computed with."""
     inputs: list[Encoded]
-    """As they came: what `StageCompute.subtract` needs to undo it."""
+    """The inputs as they arrived: `StageCompute.subtract` needs them to retract it."""
     outputs: list[Encoded]
-    """For the next stage."""
+    """The inputs of the next stage."""
     graph: Computed | None = None
     """None when it is to be recomputed, or was used."""
     loads: int = 0
     """How many states had been loaded when it was computed."""
 
 
+@dataclass(eq=False, slots=True)
+class Gradients:
+    """The gradients of one microbatch's backward. In no sum yet: `StageCompute.add` does that."""
+
+    mb: Microbatch
+    answer: Pending[tuple[Encoded, ...]]
+    """The gradients of the inputs that have one, for the stage before."""
+    terms: dict[str, torch.Tensor]
+    """By the name of the weight, or of the statistic; empty if they were not asked for."""
+    norms: list[torch.Tensor]
+    """Of the terms, where they are added exactly."""
+    statistics: frozenset[str]
+    """The names of the terms that are no gradients."""
+    loads: int
+    """How many states had been loaded when it was computed."""
+    terms_wanted: bool = False
+    """Those of the weights were asked for."""
+    loss: float = 0.0
+    """Of the last stage."""
+
+
 class StageCompute:
-    """One stage's weights, sums and maths. Synchronous; used from one thread at a time."""
+    """One stage's weights, sums and maths. Synchronous; see above for threads."""
 
     def __init__(self, run: Run, stage: Stage, device: str = "cpu", *, recompute: bool = False) -> None:
-        """Weights of version 0, a function of the run alone.
+        """Hold weights of version 0, a function of the run alone.
 
-        `recompute`: keep only the input of a microbatch in flight and run its forward again in the
-        backward: a third more compute for a fraction of the memory.
+        `recompute`: keep only the input of a microbatch in flight and run its forward again in the backward:
+        a third more compute for a fraction of the memory.
 
         Raises:
             SetupError: this device cannot compute this run.
@@ -144,11 +170,7 @@ class StageCompute:
         self._low = [flat[:low].to(torch.bfloat16) for flat in self._weights]
         self._modules = [self._bind(self._body.module(), number) for number in range(len(self._weights))]
         self._parameters = [dict(module.named_parameters()) for module in self._modules]
-        self._grads_of: list[int | None] = [None] * len(self._modules)
         self._sums: dict[int, torch.Tensor] = {}
-        self._lives: dict[int, int] = {}
-        """Step -> number of its sum's present life: it changes when the sum is begun or lost."""
-        self._life = itertools.count()
         self._spare: list[torch.Tensor] = []
         self._saved_bytes = self._loads = 0
         self._statistics = initial_statistics(run, self._layout, self.device)
@@ -161,7 +183,7 @@ class StageCompute:
     ) -> Forward:
         """Compute a microbatch up to the hand-over to the next stage.
 
-        `inputs`: as `swarm.model.crossings` has them, such as [tokens [B, T+1]] for the decoder's first stage
+        `inputs`: as `swarm.model.stage_io` has them, such as [tokens [B, T+1]] for the decoder's first stage
         and [hidden [B, T, H], labels [B, T]] for its others; what has a gradient with the forward codec.
         `outputs` are those of the next stage. `grad=False`: no graph is kept, for a replay that only feeds a
         deeper stage; its backward would recompute. `codec`: of the outputs, one that `codec.adaptive` allows;
@@ -197,9 +219,7 @@ class StageCompute:
         the sum is not touched. May be called again for the same `fwd`: it recomputes.
 
         Raises:
-            Refused: `grads_out` are not what the run prescribes, or (without `add`) the result is not finite.
-            Stale: the weights it was computed with are gone.
-            SumLost: the backward broke, or its sum was dropped meanwhile; see there.
+            As `gradients` and `add`.
         """
         return self.start_backward(fwd, grads_out, add=add).result()
 
@@ -207,15 +227,25 @@ class StageCompute:
         self, fwd: Forward, grads_out: Sequence[Wire], *, add: bool
     ) -> Pending[tuple[Encoded, ...]]:
         """As `backward`, without waiting for the device. Added to the sum only if the result says so."""
+        found = self.gradients(fwd, grads_out, weights=add)
+        return Pending(lambda: self._finished(found, add=add))
+
+    def gradients(self, fwd: Forward, grads_out: Sequence[Wire], *, weights: bool) -> Gradients:
+        """The gradients of the inputs and, with `weights`, of the weights; does not wait for the device.
+
+        Raises:
+            Refused: `grads_out` are not what the run prescribes. Of the answer, if it is not finite.
+            Stale: the weights it was computed with are gone.
+        """
         if self._held_version(fwd.mb) != fwd.version or self._loads != fwd.loads:
             raise Stale(f"{fwd.mb} was computed with weights that are gone", version=self.version)
         grads = self._decode_grads(grads_out)
-        if not add and not self._gives_gradients:
-            return Pending(tuple)
+        if not weights and not self._gives_gradients:
+            return self._nothing(fwd.mb)
         graph, fwd.graph = fwd.graph, None
         if graph is None:
             graph = self._compute(fwd.mb, fwd.version, self._enter(fwd.inputs))
-        return self._backward(fwd.mb, fwd.version, graph, grads, add=add, answers=fwd.inputs)
+        return self._differentiate(fwd.mb, fwd.version, graph, grads, weights=weights, answers=fwd.inputs)
 
     def loss_backward(
         self, mb: Microbatch, inputs: Sequence[Wire], *, add: bool
@@ -225,9 +255,7 @@ class StageCompute:
         Inputs as in `forward`.
 
         Raises:
-            Refused: an input is not what the run prescribes, or the loss is not finite.
-            Stale, NotReady: the weights of that step are not held any more, or yet.
-            SumLost: the backward broke, or its sum was dropped meanwhile; see there.
+            As `loss_gradients` and `add`.
         """
         return self.start_loss_backward(mb, inputs, add=add).result()
 
@@ -235,21 +263,57 @@ class StageCompute:
         self, mb: Microbatch, inputs: Sequence[Wire], *, add: bool
     ) -> Pending[tuple[float, tuple[Encoded, ...]]]:
         """As `loss_backward`, without waiting for the device."""
+        found = self.loss_gradients(mb, inputs, weights=add)
+        return Pending(lambda: (found.loss, self._finished(found, add=add)))
+
+    def loss_gradients(self, mb: Microbatch, inputs: Sequence[Wire], *, weights: bool) -> Gradients:
+        """As `gradients`, of the last stage: its forward, loss and backward.
+
+        Raises:
+            Refused: an input is not what the run prescribes, or the loss is not finite.
+            Stale, NotReady: the weights of that step are not held any more, or yet.
+        """
         assert self.last, "only the last stage has a loss"
         version = self._held_version(mb)
         taken = [Encoded(meta, buffers) for meta, buffers in inputs]
-        wanted = add or self._gives_gradients
+        wanted = weights or self._gives_gradients
         with torch.set_grad_enabled(wanted):
             computed = self._compute(mb, version, self._enter(taken))
-        # This waits for the forward, also on CUDA, so that a bad loss leaves the sum as it was. It costs the
-        # device one launch, not the launches of the whole backward.
+        # This waits for the forward, also on CUDA. It costs the device one launch, not those of the backward.
         loss = computed.outputs[0].item()
         if not math.isfinite(loss):
             raise Refused(f"the loss of {mb} is not finite: {loss}")
         if not wanted:
-            return Pending(lambda: (loss, ()))
-        grads_in = self._backward(mb, version, computed, [None], add=add, answers=taken)
-        return Pending(lambda: (loss, grads_in.result()))
+            found = self._nothing(mb)
+        else:
+            found = self._differentiate(mb, version, computed, [None], weights=weights, answers=taken)
+        found.loss = loss
+        return found
+
+    def add(self, found: Gradients) -> None:
+        """Add the gradients of the weights to the sum of their step, which must have begun.
+
+        Raises:
+            Refused: they are beyond what is added exactly; the sum is as it was.
+            Stale: the weights they were computed with are gone.
+            NotReady: there is no sum of that step.
+            SumLost: it broke part-way; see there.
+        """
+        t = found.mb.t
+        if self._loads != found.loads:
+            raise Stale(f"{found.mb} was computed with weights that are gone", version=self.version)
+        total = self.sum(t)
+        self._check_terms(found)
+        try:
+            for name, term in found.terms.items():
+                start, end, _ = self._layout.terms[name]
+                if self.run.adds_exactly:
+                    add_exact(total[start:end], term)
+                else:
+                    total[start:end].add_(term.reshape(-1))
+        except BaseException as error:  # no memory, perhaps: some parameters have it and some do not
+            total.zero_()
+            raise SumLost(f"adding {found.mb} broke ({error}): the sum of step {t} is lost", t=t) from error
 
     def subtract(self, mb: Microbatch, inputs: Sequence[Wire], grads_out: Sequence[Wire]) -> None:
         """Take a microbatch out of the sum again: compute it once more and subtract.
@@ -269,7 +333,7 @@ class StageCompute:
         # Not in place: with codec none the gradient is the caller's memory.
         against = [grad.neg() for grad in given] or [torch.ones_like(computed.outputs[0]).neg()]
         computed = computed._replace(statistics={name: -told for name, told in computed.statistics.items()})
-        self._backward(mb, version, computed, against, add=True, answers=None).result()
+        self.add(self._differentiate(mb, version, computed, against, weights=True, answers=None))
 
     # --- the sums of steps ------------------------------------------------------------------------------
 
@@ -282,12 +346,13 @@ class StageCompute:
                 if self._spare
                 else torch.empty(self.numel, dtype=self.sum_dtype, device=self.device)
             )
-            self._sums[t], self._lives[t] = flat.zero_(), next(self._life)
+            self._sums[t] = flat.zero_()
 
     def sum(self, t: int) -> torch.Tensor:
         """The gradients of step `t` added up over microbatches (not divided by M): 1-D, the live vector.
 
-        Of `sum_dtype`: int64 where the run adds exactly, see `swarm.model.exact`; `settle` gives its value.
+        Of `sum_dtype`: int64 where the run adds exactly, see `swarm.model.fixed_point`; `settle` gives its
+        value.
 
         Raises:
             NotReady, Stale: there is no sum of that step.
@@ -302,7 +367,7 @@ class StageCompute:
         raise NotReady(f"step {t} has not begun at stage {self.stage}", version=self.version)
 
     def add_to_sum(self, t: int, other: torch.Tensor) -> None:
-        """Add another member's sum of step `t`, of `sum_dtype`, to this one's.
+        """Add another replica's sum of step `t`, of `sum_dtype`, to this one's.
 
         Raises:
             NotReady, Stale: there is no sum of that step.
@@ -316,13 +381,7 @@ class StageCompute:
     def drop_sum(self, t: int) -> None:
         """Forget the sum of step `t`, if there is one."""
         flat = self._sums.pop(t, None)
-        if flat is None:
-            return
-        del self._lives[t]
-        for number, bound in enumerate(self._grads_of):
-            if bound == t:
-                self._unbind_grads(number)
-        if not self._spare:  # one is enough: it is there for the next step's
+        if flat is not None and not self._spare:  # one is enough: it is there for the next step's
             self._spare.append(flat)
 
     def apply(self, t: int, reduced: torch.Tensor, total_sqnorm: float) -> None:
@@ -349,6 +408,7 @@ class StageCompute:
                 f"the gradient of step {t} is not finite: the run diverged; "
                 "start it again with a lower optimizer.lr"
             )
+        use_threads_of(self.run)
         spec, M = self.run.optimizer, self.run.M
         scale = 1.0 / M
         if spec.clip_norm:
@@ -495,14 +555,13 @@ class StageCompute:
 
     @property
     def state_bytes(self) -> int:
-        """Of `state`: what somebody who joins has to download."""
+        """Bytes of `state`: what a newcomer has to download."""
         return sum(vector.nbytes for vector in self._state_vectors(self.version).values())
 
     def free(self) -> None:
-        """Let go of every tensor: the device's memory is its owner's again. Nothing works after it."""
+        """Release every tensor: the device's memory is its owner's again. Nothing works after it."""
         self._weights, self._low, self._spare = [], [], []
-        self._modules, self._parameters, self._grads_of = [], [], []
-        self._sums, self._lives = {}, {}
+        self._modules, self._parameters, self._sums = [], [], {}
         self._optimizer.vectors = {}
         self._statistics = self._statistics[:0].clone()
 
@@ -518,13 +577,21 @@ class StageCompute:
             self._saved_bytes = self._measure()
         return self._saved_bytes
 
-    def rehearse(self) -> None:
-        """A forward of zeros, of which nothing is kept: whoever times it knows the speed.
+    def rehearse(self) -> str:
+        """32 hex digits of all that a made-up microbatch gives, forward and backward; nothing is kept.
 
-        No backward: where weights have copies of less precision it would add to the sum, whatever is asked.
+        With the weights of version 0, peers with the same digits compute alike: they are of one kind. The
+        time that it takes gives the speed.
         """
-        computed = self._compute(Microbatch(0, 0), self.version, self._zeros())
-        computed.outputs[0].flatten()[:1].sum().item()  # the device is done
+        entered = self._made_up()
+        computed = self._compute(Microbatch(0, 0), self.version, entered)
+        ones = [torch.ones_like(output) for output in computed.outputs]
+        grads, terms = self._autograd(self.version, computed, ones, weights=True)
+        given = [*computed.outputs, *computed.others.values(), *computed.statistics.values()]
+        given += [grad for grad in (*grads, *terms.values()) if grad is not None]
+        if self.device.type == "cpu":
+            return _sha256(*given)
+        return hashlib.sha256("".join(map(device_digest, given)).encode()).hexdigest()[:32]
 
     # --- inside -----------------------------------------------------------------------------------------
 
@@ -534,6 +601,21 @@ class StageCompute:
             torch.zeros(what.shape, dtype=_dtype(what), device=self.device if what.graded else "cpu")
             for what in self._body.takes
         ]
+        return self._placed(self._body.enter(taken))
+
+    def _made_up(self) -> Entered:
+        """A microbatch of numbers that are the same everywhere, as `_enter` gives it."""
+        generator = torch.Generator().manual_seed(1)
+        taken: list[torch.Tensor] = []
+        for what in self._body.takes:
+            dtype, device = _dtype(what), self.device if what.graded else torch.device("cpu")
+            if what.below:
+                made = torch.randint(what.least, what.below, what.shape, generator=generator)
+            elif dtype.is_floating_point:  # exact in every dtype, and spread like hidden states
+                made = torch.randint(-128, 128, what.shape, generator=generator) / 64
+            else:
+                made = torch.zeros(what.shape)
+            taken.append(made.to(device, dtype))
         return self._placed(self._body.enter(taken))
 
     def _bind(self, module: nn.Module, number: int) -> nn.Module:
@@ -578,20 +660,20 @@ class StageCompute:
 
     @property
     def _gives_gradients(self) -> bool:
-        """Whether the stage before is owed anything."""
+        """Whether the stage before expects gradients."""
         return any(what.graded for what in self._body.takes)
 
     def _enter(self, inputs: Sequence[Encoded]) -> Entered:
-        """What came, checked, as the body's entries."""
+        """The inputs that arrived, checked, as the stage function's entries."""
         takes = self._body.takes
         if len(inputs) != len(takes):
             raise Refused(f"{len(inputs)} tensors for stage {self.stage}; expected {len(takes)}")
-        # What passes is checked too: a wrong one should be refused where it enters.
+        # Values that only pass are checked too: a wrong one should be refused where it enters.
         return self._placed(
             self._body.enter([self._decode(what, came) for what, came in zip(takes, inputs, strict=True)])
         )
 
-    def _decode(self, what: Crossing, came: Encoded) -> torch.Tensor:
+    def _decode(self, what: StageInput, came: Encoded) -> torch.Tensor:
         """On the device, if it has a gradient, else on the host."""
         allowed = self.run.codec.allowed_at(self.stage - 1) if what.graded else "none"
         tensor = decode(
@@ -608,7 +690,7 @@ class StageCompute:
                 raise Refused(f"{what.name} hold {high}; the vocabulary has {what.below}")
             if low < what.least:
                 raise Refused(f"{what.name} hold {low}; they are {what.least} or more")
-        return tensor
+        return aligned(tensor)
 
     def _placed(self, passing: list[torch.Tensor]) -> Entered:
         values: list[torch.Tensor | None] = []
@@ -641,18 +723,23 @@ class StageCompute:
         if len(grads_out) != len(due):
             raise Refused(f"{len(grads_out)} gradients for stage {self.stage}; expected {len(due)}")
         return [
-            decode(
-                *grad,
-                device=self.device,
-                expect_shape=what.shape,
-                expect_dtype=_dtype(what),
-                expect_codec=[codec.backward_at(self.stage, sent) for sent in codec.allowed_at(self.stage)],
-                name="the gradient",
+            aligned(
+                decode(
+                    *grad,
+                    device=self.device,
+                    expect_shape=what.shape,
+                    expect_dtype=_dtype(what),
+                    expect_codec=[
+                        codec.backward_at(self.stage, sent) for sent in codec.allowed_at(self.stage)
+                    ],
+                    name="the gradient",
+                )
             )
             for what, grad in zip(due, grads_out, strict=True)
         ]
 
     def _compute(self, mb: Microbatch, version: int, entered: Entered) -> Computed:
+        use_threads_of(self.run)
         module, body = self._modules[version % len(self._modules)], self._body
         leaves: list[torch.Tensor] = []
         values: list[torch.Tensor | None] = []
@@ -666,12 +753,18 @@ class StageCompute:
             with self._autocast():
                 made, statistics = body.compute(module, values, mb)
         except (IndexError, RuntimeError) as error:
-            # A whole number from another peer that nothing said the bounds of.
+            # A whole number from another peer with unknown bounds.
             if isinstance(error, IndexError) or "index" in str(error):
                 raise Refused(f"stage {self.stage} cannot look up what came for {mb}: {error}") from error
             raise
         if self.last:
             return Computed(leaves, [made[0]], {}, statistics)
+        # What is sent again later must be what was sent now, whatever becomes of the weights meanwhile.
+        weights = {vector.untyped_storage().data_ptr() for vector in self._weights}
+        made = [
+            value if value is None or value.untyped_storage().data_ptr() not in weights else value.clone()
+            for value in made
+        ]
         graded = [made[number].to(_dtype(what)) for number, what in enumerate(body.gives) if what.graded]
         others = {
             number: made[number]
@@ -685,108 +778,83 @@ class StageCompute:
             return torch.autocast(self.device.type, dtype=torch.bfloat16)
         return contextlib.nullcontext()
 
-    def _backward(
+    def _nothing(self, mb: Microbatch) -> Gradients:
+        return Gradients(mb, Pending(tuple), {}, [], frozenset(), self._loads)
+
+    def _differentiate(
         self,
         mb: Microbatch,
         version: int,
         computed: Computed,
-        grads: Sequence[torch.Tensor | None],
-        *,
-        add: bool,
-        answers: Sequence[Encoded] | None,
-    ) -> Pending[tuple[Encoded, ...]]:
-        """Run autograd; the gradients of the inputs, encoded. `answers`: what came; None: nobody waits."""
-        # A cut may leave an output that no weight here has a part in.
-        roots = [(y, g) for y, g in zip(computed.outputs, grads, strict=True) if y.requires_grad]
-        outputs, grads = [y for y, _ in roots], [g for _, g in roots]
-        if not add:
-            assert answers is not None
-            back = torch.autograd.grad(outputs, computed.leaves, grads, allow_unused=True)
-            return self._encode_gradients(mb, computed.leaves, back, answers)
-        t = mb.t
-        self.sum(t)
-        if self.run.adds_exactly:
-            return self._backward_exact(mb, version, computed, outputs, grads, answers=answers)
-        life = self._lives[t]
-        self._bind_grads(version % len(self._modules), t)
-        try:
-            torch.autograd.backward(outputs, grads)
-            for name, told in computed.statistics.items():
-                self._place_of(t, name).add_(told.reshape(-1))
-            pending = self._answer(mb, computed.leaves, answers)
-        except BaseException as error:
-            raise self._lose_sum(mb, error) from error
-
-        def finish() -> tuple[Encoded, ...]:
-            if self._lives.get(t) != life:
-                raise SumLost(f"the sum of step {t} that {mb} was added to is lost", t=t)
-            try:
-                return pending.result()
-            except BaseException as error:
-                raise self._lose_sum(mb, error) from error
-
-        return Pending(finish)
-
-    def _backward_exact(
-        self,
-        mb: Microbatch,
-        version: int,
-        computed: Computed,
-        outputs: Sequence[torch.Tensor],
         grads_out: Sequence[torch.Tensor | None],
         *,
+        weights: bool,
         answers: Sequence[Encoded] | None,
-    ) -> Pending[tuple[Encoded, ...]]:
-        """As `_backward` with `add`; the sum is touched only once everything is known to be good."""
-        parameters = self._parameters[version % len(self._modules)]
-        t, life = mb.t, self._lives[mb.t]
-        try:
-            torch.autograd.backward(outputs, grads_out)
-            terms = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        finally:
-            for parameter in parameters.values():
-                parameter.grad = None
-        terms |= computed.statistics
+    ) -> Gradients:
+        """Run autograd. `answers`: the gradients that came; None: no caller waits for the gradients of the
+        inputs.
+        """
+        grads, terms = self._autograd(version, computed, grads_out, weights=weights)
+        if weights:
+            terms |= computed.statistics
         # Nothing in a vector is larger than its norm, found in half the time: as a rule that is enough.
-        norms = [torch.linalg.vector_norm(term) for term in terms.values()]
-        pending = self._answer(mb, computed.leaves, answers)
+        exact = self.run.adds_exactly
+        norms = [torch.linalg.vector_norm(term) for term in terms.values()] if exact else []
+        answer: Pending[tuple[Encoded, ...]] = Pending(tuple)
+        if answers is not None:
+            answer = self._encode_gradients(mb, computed.leaves, grads, answers)
+        told = frozenset(computed.statistics)
+        return Gradients(mb, answer, terms, norms, told, self._loads, terms_wanted=weights)
 
-        def finish() -> tuple[Encoded, ...]:
-            if self._lives.get(t) != life:
-                raise SumLost(f"the sum of step {t} that {mb} belongs to is gone", t=t)
-            result = pending.result()
-            limit = largest_term(self.run.M)
-            if not torch.stack(norms).max().item() <= limit:
-                beyond = [name for name, term in terms.items() if not term.abs().max().item() <= limit]
-                if any(name in computed.statistics for name in beyond):
-                    raise Refused(
-                        f"{beyond[0]} of stage {self.stage} for {mb} is beyond {limit:g}, the most that is "
-                        "added up exactly: give the model smaller inputs, or a norm before this one"
-                    )
-                if beyond:
-                    raise Refused(
-                        f"the gradient of the weights of stage {self.stage} for {mb} is beyond {limit:g}"
-                    )
-            try:
-                for name, term in terms.items():
-                    add_exact(self._place_of(t, name), term)
-            except BaseException as error:  # no memory, perhaps: some parameters have it and some do not
-                raise self._lose_sum(mb, error) from error
-            return result
+    def _autograd(
+        self,
+        version: int,
+        computed: Computed,
+        grads_out: Sequence[torch.Tensor | None],
+        *,
+        weights: bool,
+    ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
+        """(gradients of the leaves, by name those of the weights that have a part in it).
 
-        return Pending(finish)
+        `.grad` is not used: several microbatches are differentiated at once with the same parameters.
+        """
+        # A cut may leave an output that no weight here has a part in.
+        roots = [(y, g) for y, g in zip(computed.outputs, grads_out, strict=True) if y.requires_grad]
+        parameters = {
+            name: p for name, p in self._parameters[version % len(self._modules)].items() if p.requires_grad
+        }
+        wanted = [*computed.leaves, *(parameters.values() if weights else ())]
+        if not roots or not wanted:
+            return [None] * len(computed.leaves), {}
+        use_threads_of(self.run)
+        found = torch.autograd.grad([y for y, _ in roots], wanted, [g for _, g in roots], allow_unused=True)
+        count = len(computed.leaves)
+        terms = dict(zip(parameters, found[count:], strict=False))
+        return list(found[:count]), {name: term for name, term in terms.items() if term is not None}
 
-    def _place_of(self, t: int, name: str) -> torch.Tensor:
-        """Where a weight's gradient, or a statistic, lies in the sum of step `t`."""
-        start, end, _ = self._layout.terms[name]
-        return self._sums[t][start:end]
+    def _finished(self, found: Gradients, *, add: bool) -> tuple[Encoded, ...]:
+        """The answer to the stage before; with `add`, and if it is valid, the weights' gradients enter the
+        sum.
+        """
+        answer = found.answer.result()
+        if add:
+            self.add(found)
+        return answer
 
-    def _answer(
-        self, mb: Microbatch, leaves: Sequence[torch.Tensor], answers: Sequence[Encoded] | None
-    ) -> Pending[tuple[Encoded, ...]]:
-        if answers is None:
-            return Pending(tuple)
-        return self._encode_gradients(mb, leaves, [leaf.grad for leaf in leaves], answers)
+    def _check_terms(self, found: Gradients) -> None:
+        limit = largest_term(self.run.M)
+        if not found.norms or torch.stack(found.norms).max().item() <= limit:
+            return
+        beyond = [name for name, term in found.terms.items() if not term.abs().max().item() <= limit]
+        if any(name in found.statistics for name in beyond):
+            raise Refused(
+                f"{beyond[0]} of stage {self.stage} for {found.mb} is beyond {limit:g}, the most that is "
+                "added up exactly: give the model smaller inputs, or a norm before this one"
+            )
+        if beyond:
+            raise Refused(
+                f"the gradient of the weights of stage {self.stage} for {found.mb} is beyond {limit:g}"
+            )
 
     def _encode_gradients(
         self,
@@ -808,24 +876,6 @@ class StageCompute:
             for leaf, grad, came in zip(leaves, grads, graded, strict=True)
         ]
         return Pending(lambda: tuple(one.result() for one in pending))
-
-    def _lose_sum(self, mb: Microbatch, error: BaseException) -> SumLost:
-        """Set the sum of the step to zero, void whatever is still pending for it."""
-        self._sums[mb.t].zero_()
-        self._lives[mb.t] = next(self._life)
-        return SumLost(f"the backward of {mb} broke ({error}): the sum of step {mb.t} is lost", t=mb.t)
-
-    def _bind_grads(self, number: int, t: int) -> None:
-        """Make autograd of module `number` add to the sum of step `t`, in place."""
-        if self._grads_of[number] != t:
-            for name, view in self._layout.views(self._sums[t]):
-                self._parameters[number][name].grad = view
-            self._grads_of[number] = t
-
-    def _unbind_grads(self, number: int) -> None:
-        for parameter in self._parameters[number].values():
-            parameter.grad = None
-        self._grads_of[number] = None
 
     def _measure(self) -> int:
         seen: dict[int, int] = {}
@@ -861,14 +911,14 @@ def _form(part: torch.Tensor | None) -> str:
     return "nothing" if part is None else f"{list(part.shape)} numbers of {part.dtype}"
 
 
-def _dtype(what: Crossing) -> torch.dtype:
+def _dtype(what: StageInput) -> torch.dtype:
     return getattr(torch, what.dtype)
 
 
 def sqnorm(vector: torch.Tensor) -> float:
     """The sum of squares, in float64 whatever the dtype: a stage's share of `total_sqnorm`.
 
-    Members with the same bits get the same number on the same kind of device, however many threads they have.
+    Replicas with the same bits get the same number on the same kind of device, whatever their thread counts.
     """
     return float(sum(_sum_of_squares(part) for part in vector.split(_REDUCE_SLICE)))
 
@@ -891,7 +941,8 @@ def device_digest(vector: torch.Tensor) -> str:
 
     Finds accidents, not forgeries: a change of any one element changes both sums.
     """
-    words = vector.detach().contiguous().view(torch.int32)
+    flat = vector.detach().contiguous().view(-1)
+    words = flat.view({1: torch.int8, 2: torch.int16}.get(flat.element_size(), torch.int32))
     sums = [0, 0]
     for number, part in enumerate(words.split(_REDUCE_SLICE)):
         place = torch.arange(part.numel(), device=part.device, dtype=torch.int64) + number * _REDUCE_SLICE

@@ -1,1 +1,1 @@
-"""Where to put whom: which device serves which stage. Pure: no clock, and chance comes from a seed."""
+"""Which device serves which stage. Pure: no clock, and chance comes from a seed."""

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from swarm.plan.cost import AdditiveTerms, additive_cost
-from swarm.plan.grid import Grid
+from swarm.plan.additive_grid import Grid
+from swarm.plan.objectives import AdditiveTerms, additive_cost
 
 LAST_HEAT = 0.2
 """Of the first. 0.1 to 0.3 did alike on DT-FM's layouts (2026-11-22)."""
 
-MOST_PLACED = 256
+MAX_PLACED = 256
 """Clusters whose places are sought; the time grows with their square. More stay as they come."""
 
-MOST_CLUSTER_SWAPS = 300
+MAX_CLUSTER_SWAPS = 300
 """Of one clustering. 64 devices need fewer than 40; with 1024 it is a second."""
 
 
@@ -70,7 +70,7 @@ def clustered_grid(
     if bands:
         width = np.array([terms.transfer_s[np.ix_(c, c)].max() for c in clusters])
         clusters = clusters[np.argsort(width, kind="stable")]
-    elif rows > 1 and 2 < len(clusters) <= MOST_PLACED:
+    elif rows > 1 and 2 < len(clusters) <= MAX_PLACED:
         clusters = clusters[_coarse_places(terms, clusters, rows, b, rng)]
     blocks = clusters.reshape(rows, columns, a, b)
     return blocks.transpose(0, 2, 1, 3).reshape(terms.stages, replicas)
@@ -104,7 +104,7 @@ def even_clusters(near_NN: np.ndarray, size: int) -> np.ndarray:
         remote_N -= near_NN[:, members].sum(axis=1)
     to_NC = np.stack([near_NN[:, of_N == cluster].sum(axis=1) for cluster in range(count)], axis=1)
     every = np.arange(devices)
-    for _ in range(MOST_CLUSTER_SWAPS):
+    for _ in range(MAX_CLUSTER_SWAPS):
         there_NN = to_NC[:, of_N] - to_NC[every, of_N][:, None]
         change_NN = there_NN + there_NN.T - 2.0 * near_NN
         change_NN[of_N[:, None] == of_N] = 0.0

@@ -4,7 +4,7 @@ Distances are kept region by region, so ten thousand devices in ten cities cost 
 every pair differs, each device is a region of its own.
 
     devices.toml      read_devices(text) -> Network
-    a run's model     peers/job.py makes the Job
+    a run's model     peers/programs/descriptions.py makes the Job
 """
 
 from __future__ import annotations

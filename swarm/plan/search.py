@@ -15,12 +15,12 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from swarm.errors import SetupError
-from swarm.plan.cost import AdditiveCost, AdditiveTerms, additive_cost, additive_terms
-from swarm.plan.fence import cut_row, fenced_row
-from swarm.plan.grid import Grid
-from swarm.plan.layouts import MOST_PLACED, anneal, clustered_grid, random_grid, shapes
+from swarm.plan.additive_grid import Grid
+from swarm.plan.layouts import MAX_PLACED, anneal, clustered_grid, random_grid, shapes
 from swarm.plan.network import Job, Network
-from swarm.plan.overlap import IDLE, Overlap, StepTime
+from swarm.plan.objectives import AdditiveCost, AdditiveTerms, additive_cost, additive_terms
+from swarm.plan.op_fence import cut_row, fenced_row
+from swarm.plan.overlapped import IDLE, Overlap, StepTime
 
 POPULATION = 10
 NEWCOMERS = 0.3
@@ -31,11 +31,11 @@ BLURS = (0.05, 0.15, 0.3)
 """Of distances, for a new start to be another one; see `clustered_grid`."""
 HOPELESS = 1.5
 """A new start that costs so many times the best is not improved."""
-LEAST_HEAT, MOST_HEAT = 0.003, 0.03
+MIN_HEAT, MAX_HEAT = 0.003, 0.03
 """Of annealing, in parts of the best cost. Outside nothing was found on DT-FM's layouts (2026-11-22)."""
 HOT, HOTTER = 0.1, 10.0
 """One turn in ten starts anywhere, ten times as hot: optima of wild prices may resemble no start."""
-LEAST_STEPS, FIRST_STEPS, MORE_STEPS, MOST_STEPS = 200, 400, 40, 2500
+MIN_STEPS, FIRST_STEPS, MORE_STEPS, MAX_STEPS = 200, 400, 40, 2500
 """Of one annealing: the most are `FIRST_STEPS`, and `MORE_STEPS` more each turn. Long ones find more where
 every line differs, but take their time from the others: with 500 to 2500 from the beginning, and fewer
 newcomers, one jittered layout of DT-FM's was 2 to 5 % cheaper after 10 s, another 2 to 3 % dearer
@@ -44,7 +44,7 @@ WALK_STEPS = 1500
 """Proposals of one annealing of the overlapped objective."""
 MOVES = 0.4
 """Part of these that move one device; the others swap two."""
-MOST_CLUSTERED = 1024
+MAX_CLUSTERED = 1024
 """Devices up to which the overlapped search looks at clusters by distance, whose cost grows with N²."""
 
 
@@ -102,7 +102,7 @@ def search_additive(
     turns = 0
     while not over() and terms.stages * terms.replicas > 1:
         turns += 1
-        _evolve(terms, grid, members, rng, over, min(MOST_STEPS, FIRST_STEPS + MORE_STEPS * turns))
+        _evolve(terms, grid, members, rng, over, min(MAX_STEPS, FIRST_STEPS + MORE_STEPS * turns))
         members = _best_of(members)
     best = members[0]
     origin = f"clusters of {best.shape[0]} stages × {best.shape[1]} pipelines" + ", banded" * best.bands
@@ -130,7 +130,7 @@ def _evolve(
 ) -> None:
     """One turn: a member is annealed and takes its own place if better, or a new start joins."""
     best_s = members[0].total_s
-    heat_s = best_s * math.exp(rng.uniform(math.log(LEAST_HEAT), math.log(MOST_HEAT)))
+    heat_s = best_s * math.exp(rng.uniform(math.log(MIN_HEAT), math.log(MAX_HEAT)))
     hot = rng.random() < HOT
     if hot or rng.random() < NEWCOMERS:
         like = members[int(len(members) * rng.random() * rng.random())]
@@ -143,13 +143,13 @@ def _evolve(
         if not hot and start.total_s > HOPELESS * best_s:
             return
         grid.place(start.grid)
-        found = additive_cost(terms, anneal(grid, steps=LEAST_STEPS, heat_s=heat_s, rng=rng, stop=over))
+        found = additive_cost(terms, anneal(grid, steps=MIN_STEPS, heat_s=heat_s, rng=rng, stop=over))
         found = min(start, found, key=lambda c: c.total_s)
         if all(abs(found.total_s - member.total_s) > 1e-9 * best_s for member in members):
             members.append(_Member(found.total_s, found, like.shape, like.bands))
         return
     member = members[int(len(members) * rng.random() ** 2)]
-    steps = int(math.exp(rng.uniform(math.log(LEAST_STEPS), math.log(most_steps))))
+    steps = int(math.exp(rng.uniform(math.log(MIN_STEPS), math.log(most_steps))))
     grid.place(member.cost.grid)
     found = additive_cost(terms, anneal(grid, steps=steps, heat_s=heat_s, rng=rng, stop=over))
     if found.total_s < member.total_s:
@@ -208,7 +208,7 @@ def search_overlapped(
 
 
 def baselines(network: Network, job: Job, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
-    """What to compare with: index order (Megatron's), and a random one."""
+    """Layouts to compare with: index order (Megatron's), and a random one."""
     count = len(network)
     even = np.arange(count) * job.stages // count
     yield "megatron", even
@@ -233,7 +233,7 @@ def _starts(overlap: Overlap, rng: np.random.Generator) -> Iterator[tuple[str, n
             chosen = np.isin(row, swift[: job.stages * many])
             alone[row[chosen]] = np.arange(job.stages * many) // many
             yield f"the fastest {job.stages * many}", alone
-    if len(network) % job.stages == 0 and len(network) // job.stages > 1 and len(network) <= MOST_CLUSTERED:
+    if len(network) % job.stages == 0 and len(network) // job.stages > 1 and len(network) <= MAX_CLUSTERED:
         terms = additive_terms(
             network,
             stages=job.stages,
@@ -243,7 +243,7 @@ def _starts(overlap: Overlap, rng: np.random.Generator) -> Iterator[tuple[str, n
         for shape in shapes(terms.stages, terms.replicas):
             if shape[0] * shape[1] == 1:
                 continue
-            for bands in (False, True) if len(network) <= MOST_PLACED else (True,):
+            for bands in (False, True) if len(network) <= MAX_PLACED else (True,):
                 grid = clustered_grid(terms, shape, rng, bands=bands)
                 of_N = np.empty(len(network), dtype=np.int64)
                 for stage, row_D in enumerate(grid):

@@ -1,4 +1,4 @@
-"""Which checkpoint a keeper downloads next, and how far it believes that the run is. Pure."""
+"""Which checkpoint a keeper downloads next, and how far the run is by its estimate. Pure."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def newest_common(versions: Mapping[Stage, Collection[int]]) -> int | None:
 def next_download(
     have: Mapping[Stage, Collection[int]], offered: Mapping[Stage, Collection[int]]
 ) -> tuple[Stage, int] | None:
-    """The (stage, version) to fetch now; None: nothing that is offered is of use.
+    """The (stage, version) to download now; None: nothing that is offered is of use.
 
-    First what is missing of the newest version that all stages can be had at, since that is what a run goes
-    on from; then the newest of single stages, of which the others may come. What is older than what all
-    stages have here is of no use any more. The same stages are in `have` and `offered`.
+    First what is missing of the newest version that can be completed for all stages, because a run resumes
+    from that; then the newest of single stages, whose counterparts may follow. Versions older than the newest
+    complete one here are useless. `have` and `offered` have the same stages.
     """
-    held = newest_common(have)
-    floor = -1 if held is None else held
+    stored = newest_common(have)
+    floor = -1 if stored is None else stored
     reachable = newest_common({stage: {*have[stage], *offered[stage]} for stage in have})
     if reachable is not None and reachable > floor:
         return min((stage for stage in have if reachable not in have[stage]), default=-1), reachable
@@ -41,11 +41,12 @@ def next_download(
 
 
 def reached(records: Iterable[PeerRecord], claims: Mapping[Stage, Collection[int]]) -> int | None:
-    """The version that every stage says it has come to; None: no stage has a peer that says anything.
+    """The version that every stage has reached by its own records; None: no stage has a peer that says
+    anything.
 
-    Stages step together, so no checkpoint can be newer. A peer that lies about its step moves only the
-    number of its own stage up, and the smallest counts. `claims`: per stage, the versions that its own peers
-    say they saved, which may be newer than their records.
+    Stages step together, so no checkpoint can be newer. A peer that lies about its step raises only the
+    number of its own stage, and the smallest counts. `claims`: per stage, the versions that its own peers say
+    they saved, which may be newer than their records.
     """
     newest = {stage: max(versions) for stage, versions in claims.items() if versions}
     for record in records:

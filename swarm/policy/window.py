@@ -1,7 +1,7 @@
-"""How many microbatches a trainer keeps in flight: it grows while that raises throughput.
+"""The number of microbatches that a trainer keeps in flight: it grows while that raises throughput.
 
-Hill climbing on measured throughput. An epoch is three windows' worth of answers; after each, the
-window moves one notch in the direction that last helped, and turns round when it did not. Pure.
+Hill climbing on measured throughput. An epoch is three windows' worth of answers; after each, the window
+moves one notch in the direction that last helped, and turns round when it did not. Pure.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Window:
         self._began: float | None = None
 
     def set_largest(self, largest: int) -> None:
-        """The swarm got larger or smaller: no use in more in flight than it can hold."""
+        """Set the limit: more in flight than the swarm can hold is of no use."""
         self._largest = max(1, largest)
         self.size = min(self.size, self._largest)
 
     def answered(self, *, now: float) -> None:
-        """A microbatch came back. `now` in monotonic seconds."""
+        """Count a microbatch that came back at `now` (monotonic seconds)."""
         if self._fixed:
             return
         if self._began is None:
@@ -41,21 +41,23 @@ class Window:
         self._answers += 1
         if self._answers < 3 * self.size or now <= self._began:
             return
-        self._turn(self._answers / (now - self._began))
+        self._end_epoch(self._answers / (now - self._began))
         self._answers, self._began = 0, now
 
     def paused(self) -> None:
-        """A step ended or nobody could take work: the epoch measured waiting, not the window."""
+        """Restart the epoch: a step ended or no peer could take work, so it measured waiting, not the
+        window.
+        """
         self._answers, self._began = 0, None
 
     def refused(self) -> None:
-        """Everybody was busy: there is more in flight than the swarm can hold."""
+        """Shrink the window: all peers were busy, so more is in flight than the swarm can hold."""
         if not self._fixed:
             self.size = max(1, self.size - 1)
             self._growing = False
             self.paused()
 
-    def _turn(self, rate: float) -> None:
+    def _end_epoch(self, rate: float) -> None:
         if self._growing and rate < self._best_rate * GAIN:
             self._growing = False  # the last notch did not pay: take it back
             self.size = min(self._before, self._largest)

@@ -1,26 +1,21 @@
-"""Swarms in virtual time: one seed, no clock, no socket, exact replay.
+"""How fast a swarm is, in virtual time, with the policies of the live one.
 
-What any simulation needs:
+Beside the simulation of the classes that ship (`peers.sim`), which asks what is true whatever fails, this one
+asks how fast it goes. It is coarser: no messages are lost, reports take no time, an all-reduce is a formula.
 
-    dice.py       chance from a seed
-    clock.py      a heap of events; processes that die, stop and go on; coroutines that wait
-    network.py    calls over lines that lose, double, delay and reorder, and can be cut
-
-The protocol of steps, under random faults, with the real policies of `swarm.policy`:
-
-    terms.py      the run, what its processes say to each other, who is announced
-    peer.py       a stage peer, with counts of one-hot gradients instead of tensors
-    council.py    its reports and briefs
-    paused.py     one whose owner wants the device
-    probe.py      asking the silent
-    trainer.py    a trainer without data
-    check.py      the invariants, read off the weights
-    faults.py     what goes wrong
-    world.py      one swarm and one schedule of faults
-    __main__.py   ten thousand of them: `python -m swarm.sim --help`
-
-How fast a swarm is, with the same policies, is asked in `throughput/`: it shares the clock and the dice.
-
-The actors mirror those of `peers`, which cannot be imported from here: a change of the protocol there is made
-here too, and tried on ten thousand schedules.
+    dice.py      chance from a seed
+    clock.py     a heap of events
+    trace.py     who is up when
+    engine.py    one run, event by event: `simulate`
+    world.py     what its parts share, which are:
+      members.py     who comes, loads a state, serves and vanishes
+      placing.py     which stage a newcomer takes, and who moves
+      trainers.py    what is started, on which route, and run again
+      pipeline.py    a microbatch's way through devices
+      repair.py      what a death leaves behind
+      steps.py       sums, reduces, the barrier
+    actors.py    devices, microbatches under way, trainers: what the parts handle
+    lines.py     what crosses the network, and when it has arrived
+    report.py    what to assume, and what came of it
+    fluid.py     stage speeds only: who serves what, and who moves; days of a trace in a second
 """

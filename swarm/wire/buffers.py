@@ -1,4 +1,4 @@
-"""Raw bytes on their way, whoever owns them."""
+"""The type of raw bytes in transit."""
 
 from __future__ import annotations
 

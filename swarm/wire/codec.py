@@ -34,7 +34,7 @@ import torch
 from swarm.codecs import PPM, Codec, parse_codec
 from swarm.errors import Refused
 from swarm.wire.buffers import Buffer
-from swarm.wire.meta import BLOCK, ITEM_BYTES, MAX_DIMS, TensorMeta, encoded_sizes, kept_of
+from swarm.wire.tensor_meta import BLOCK, ITEM_BYTES, MAX_DIMS, TensorMeta, encoded_sizes, kept_of
 from swarm.wire.topk import largest, pack_places, unpack_places
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
@@ -62,7 +62,7 @@ class Pending(Generic[_T]):
         self._finish = finish
 
     def result(self) -> _T:
-        """Wait for the device, check, and give the result. To be called once."""
+        """Wait for the device, check, and return the result. To be called once."""
         return self._finish()
 
 
@@ -76,9 +76,9 @@ def encode(
 ) -> Encoded:
     """Turn a tensor of any device into bytes in host memory.
 
-    `name` is what messages call it. `places`: of another tensor of this shape, that came with a top-k that
-    keeps as many (`places_of`): a top-k keeps those, and not the largest. With codec `none` on the CPU
-    nothing is copied: the buffers see later changes of the tensor.
+    `name` is what messages call it. `places`: those of another tensor of this shape that came with a top-k of
+    the same part (`places_of`); a top-k then keeps these places instead of the largest. With codec `none` on
+    the CPU nothing is copied: the buffers see later changes of the tensor.
 
     Raises:
         Refused: a number that is not finite, or that is too large for the codec.
@@ -106,7 +106,7 @@ def start_encode(
 
     on_cuda = tensor.device.type == "cuda"
     extremes = None
-    # bitsandbytes' kernel finds its scales with comparisons, which skip NaN; ours pass it on.
+    # bitsandbytes' kernel finds its scales with comparisons, which skip NaN; this one passes it on.
     if limit is not None and tensor.numel() and (on_cuda or codec != "blockwise8"):
         extremes = torch.aminmax(tensor)
     if extremes is not None and not on_cuda:
@@ -212,16 +212,17 @@ def decode(
 
 
 def round_trip(tensor: torch.Tensor, codec: str, *, places: torch.Tensor | None = None) -> torch.Tensor:
-    """What the other side of a wire gets: `decode(encode(tensor))`, on the same device."""
+    """What the receiver gets: `decode(encode(tensor))`, on the same device."""
     meta, buffers = encode(tensor, codec, places=places)
     return decode(meta, buffers, device=tensor.device)
 
 
 def places_of(encoded: Encoded) -> torch.Tensor | None:
-    """Where the numbers that a top-k kept were: ascending, int64 on the CPU. None for codecs that keep all.
+    """The places of the numbers that a top-k kept: ascending, int64 on the CPU. None for codecs that keep
+    all.
 
     Raises:
-        Refused: no honest peer keeps those.
+        Refused: places that no honest peer sends.
     """
     if _codec_of(encoded.meta).keep_ppm == PPM:
         return None
@@ -254,7 +255,7 @@ def _range(tensor: torch.Tensor) -> tuple[float, float]:
 
 
 def _codec_of(meta: TensorMeta) -> Codec:
-    """Of a meta that `encoded_sizes` has accepted."""
+    """The codec of a meta that `encoded_sizes` has accepted."""
     codec = parse_codec(meta.codec)
     assert codec is not None
     return codec
@@ -274,7 +275,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def _largest(tensor: torch.Tensor, keep_ppm: int) -> torch.Tensor:
     """Ascending places (int64) in the flat tensor of what a top-k keeps, on its device.
 
-    Without waiting for CUDA: there a stable sort finds, of equal ones, the first too.
+    Does not wait for CUDA: there a stable sort also finds the first of equal numbers.
     """
     rows, keep = kept_of(tuple(tensor.shape), keep_ppm)
     flat = tensor.contiguous().view(-1)
@@ -322,11 +323,11 @@ def _code(device: torch.device) -> torch.Tensor:
 
 
 _SLICE = 1 << 16
-"""Numbers that are worked on at once: three float32 slices of this fit into an L2 cache of 1 MB."""
+"""Numbers per slice: three float32 slices of this fit into an L2 cache of 1 MB."""
 
 
 def _slices(numel: int) -> list[tuple[int, int, int]]:
-    """(start, end, numbers per row) of pieces of whole blocks, and of the shorter last block."""
+    """(start, end, numbers per row) of slices of whole blocks, and of the shorter last block."""
     whole = numel // BLOCK * BLOCK
     pieces = [(start, min(start + _SLICE, whole), BLOCK) for start in range(0, whole, _SLICE)]
     return pieces if whole == numel else [*pieces, (whole, numel, numel - whole)]
@@ -345,7 +346,7 @@ def _nearest() -> torch.Tensor:
 
 
 def _quantize(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """1-D floats on the CPU -> (uint8 of the same length, float32 scale a block).
+    """1-D floats on the CPU -> (uint8 of the same length, one float32 scale per block).
 
     A number that is not finite makes its scale not finite.
     """

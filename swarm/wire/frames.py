@@ -2,7 +2,9 @@
 
 A frame is a prefix of 16 bytes, a header and a body, each of stated and bounded length:
 
-    prefix = magic (2) | kind (1) | zero (1) | call (4) | header bytes (4) | body bytes (4)
+    prefix = magic (2) | kind (1) | version (1) | call (4) | header bytes (4) | body bytes (4)
+
+The version is that of the protocol. A caller of another one is told so with an ERROR of its own version.
 
 One stream carries the calls of one caller to one callee. Call ids count up from 1.
 
@@ -26,14 +28,17 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from swarm.wire.version import PROTOCOL_VERSION, differ
+
 MAGIC = 0x5357
 PREFIX_BYTES = 16
 CHUNK_BYTES = 256 * 1024
 """0.2 s at 10 Mbit/s; larger parts gain nothing on loopback, where a prefix costs 1 us."""
 WINDOW_BYTES = 1024 * 1024
-"""A stranger can make us hold this much for a call that we did not accept. Less stalls a fast long line."""
+"""Bytes that a stranger can make this process hold for a call that was not accepted. Less stalls a fast long
+line."""
 MAX_HEADER_BYTES = 64 * 1024
-"""Of what the caller of a method calls its header. The largest, a manifest, has 16 kB."""
+"""Size of a method's header at most. The largest, a manifest, has 16 kB."""
 MAX_BUFFERS = 1024
 MAX_METHOD_BYTES = 64
 MAX_PENDING = 256
@@ -48,6 +53,14 @@ _PREFIX = struct.Struct(">HBBIII")
 
 class FrameError(ValueError):
     """These bytes break the protocol; the text says how."""
+
+
+class OtherVersionError(FrameError):
+    """A frame of another version of the protocol."""
+
+    def __init__(self, version: int, call: int) -> None:
+        super().__init__(differ("it", version, "this program", PROTOCOL_VERSION))
+        self.version, self.call = version, call
 
 
 class Kind(enum.IntEnum):
@@ -86,20 +99,25 @@ _LIMITS = {
 }
 
 
-def pack_prefix(kind: Kind, call: int, header_bytes: int = 0, body_bytes: int = 0) -> bytes:
-    """16 bytes."""
-    return _PREFIX.pack(MAGIC, kind, 0, call, header_bytes, body_bytes)
+def pack_prefix(
+    kind: Kind, call: int, header_bytes: int = 0, body_bytes: int = 0, version: int = PROTOCOL_VERSION
+) -> bytes:
+    """The 16 bytes of a prefix."""
+    return _PREFIX.pack(MAGIC, kind, version, call, header_bytes, body_bytes)
 
 
 def unpack_prefix(data: bytes | bytearray | memoryview, offset: int = 0) -> Prefix:
     """The prefix at `offset`, checked.
 
     Raises:
+        OtherVersionError: a frame of another version of the protocol.
         FrameError: not a frame of ours, an unknown kind, or a length over its limit.
     """
-    magic, kind_number, zero, call, header_bytes, body_bytes = _PREFIX.unpack_from(data, offset)
-    if magic != MAGIC or zero != 0:
+    magic, kind_number, version, call, header_bytes, body_bytes = _PREFIX.unpack_from(data, offset)
+    if magic != MAGIC:
         raise FrameError(f"not a frame: it starts with {bytes(data[offset : offset + 4])!r}")
+    if version != PROTOCOL_VERSION:
+        raise OtherVersionError(version, call)
     try:
         kind = Kind(kind_number)
     except ValueError:
@@ -124,7 +142,7 @@ _Sizes = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_BUFFERS)]
 
 
 class CallHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Header of CALL."""
+    """The header of a CALL."""
 
     method: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_METHOD_BYTES)]
     header: Annotated[bytes, msgspec.Meta(max_length=MAX_HEADER_BYTES)]
@@ -133,7 +151,7 @@ class CallHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class ResultHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Header of RESULT."""
+    """The header of a RESULT."""
 
     header: Annotated[bytes, msgspec.Meta(max_length=MAX_HEADER_BYTES)]
     body_sizes: _Sizes = ()
@@ -146,7 +164,7 @@ _error_decoder = msgspec.msgpack.Decoder(dict[str, str | int | float])
 
 
 def _check_outgoing(header: bytes, body_sizes: Sequence[int]) -> None:
-    # What we send ourselves: a violation is a bug of the caller in this process.
+    # What this process sends itself: a violation is a bug of the caller.
     if len(header) > MAX_HEADER_BYTES:
         raise ValueError(f"a header of {len(header)} bytes; at most {MAX_HEADER_BYTES} are allowed")
     if len(body_sizes) > MAX_BUFFERS:
@@ -167,7 +185,7 @@ def pack_call(call: int, method: str, header: bytes, body_sizes: Sequence[int]) 
 
 
 def unpack_call(data: bytes | memoryview) -> CallHeader:
-    """Raises FrameError if this is not the header of a CALL."""
+    """The header of a CALL; raises FrameError if it is not one."""
     try:
         return _call_decoder.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -182,23 +200,23 @@ def pack_result(call: int, header: bytes, body_sizes: Sequence[int]) -> bytes:
 
 
 def unpack_result(data: bytes | memoryview) -> ResultHeader:
-    """Raises FrameError if this is not the header of a RESULT."""
+    """The header of a RESULT; raises FrameError if it is not one."""
     try:
         return _result_decoder.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise FrameError(f"RESULT with a malformed header: {error}") from None
 
 
-def pack_error(call: int, fields: dict[str, str | int | float]) -> bytes:
+def pack_error(call: int, fields: dict[str, str | int | float], version: int = PROTOCOL_VERSION) -> bytes:
     """A whole ERROR frame, from `SwarmError.to_wire()`. An error too large to send loses its text."""
     packed = _encoder.encode(fields)
     if len(packed) > MAX_ERROR_BYTES:
         packed = _encoder.encode({"code": str(fields.get("code"))[:40], "text": "(too long to send)"})
-    return pack_prefix(Kind.ERROR, call, len(packed)) + packed
+    return pack_prefix(Kind.ERROR, call, len(packed), version=version) + packed
 
 
 def unpack_error(data: bytes | memoryview) -> dict[str, str | int | float]:
-    """For `errors.from_wire`. Raises FrameError if this is not a flat map."""
+    """An error's fields, for `errors.from_wire`. Raises FrameError if this is not a flat map."""
     try:
         return _error_decoder.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -206,7 +224,7 @@ def unpack_error(data: bytes | memoryview) -> dict[str, str | int | float]:
 
 
 def pack_alive(newest_call: int, pending: Sequence[int]) -> bytes:
-    """A whole ALIVE frame: the newest call seen (0 = none yet) and those still being worked on."""
+    """A whole ALIVE frame: the newest call seen (0 = none yet) and those in progress."""
     return pack_prefix(Kind.ALIVE, newest_call, 4 * len(pending)) + struct.pack(f">{len(pending)}I", *pending)
 
 

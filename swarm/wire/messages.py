@@ -1,22 +1,22 @@
 """Headers of every call between peers: msgpack, schema-checked, bounded. Tensors follow as raw buffers.
 
-    work      trainer or stage s → stage s+1   Work + tensors      → WorkDone + gradient
-    locate    peer → next stage's peer         Locate              → Located
-    report    member → its coordinator         Report + losses     → Brief
-    brief     coordinator → member             Brief               → Ack
-    summary   coordinator → conductor          Summary             → RunBrief
-    run       conductor → coordinator          RunBrief            → Ack
-    watch     trainer → any stage-0 peer       Watch               → Watched (held until news)
-    part      member → owner of a part         Part + contribution → PartDone + reduced part
-    held      member → member                  FetchVector         → VectorChunk + elements
-    offer     leaving member → mate            OfferSum            → OfferedSum
-    give      leaving member → mate            GiveSum + elements  → Ack
-    take      leaving member → mate            TakeSum + losses    → Ack
-    state     joiner → member                  OpenState           → StateOpened
-    chunk     joiner → member                  FetchChunk          → VectorChunk + elements
-    close     joiner → member                  CloseState          → Ack
-    saved     anyone → peer, keeper            AskSaved            → Saved
-    status    anyone → peer                    AskStatus           → PeerStatus
+    work      trainer or stage s → stage s+1 Work + tensors         → WorkDone + gradient
+    locate    peer → next stage's peer       Locate                 → Located
+    report    replica → its coordinator      ReplicaReport + losses → Directive
+    directive coordinator → replica          Directive              → Ack
+    summary   coordinator → run coordinator  StageSummary           → RunStatus
+    run       run coordinator → coordinator  RunStatus              → Ack
+    watch     trainer → any stage-0 peer     Watch                  → Watched (held until a change)
+    part      replica → owner of a part      Part + contribution    → PartDone + reduced part
+    held      replica → replica              FetchVector            → VectorChunk + elements
+    offer     leaving peer → replica         OfferSum               → OfferedSum
+    give      leaving peer → replica         GiveSum + elements     → Ack
+    take      leaving peer → replica         TakeSum + losses       → Ack
+    state     newcomer → replica             OpenState              → StateOpened
+    chunk     newcomer → replica             FetchChunk             → VectorChunk + elements
+    close     newcomer → replica             CloseState             → Ack
+    saved     anyone → peer, keeper          AskSaved               → Saved
+    status    anyone → peer                  AskStatus              → PeerStatus
 
 Every request names the run by its hash, so that runs never mix.
 """
@@ -28,18 +28,21 @@ from typing import TypeVar
 import msgspec
 
 from swarm.errors import BadAnswer, Refused
-from swarm.ids import Era, PeerId, Stage, Standing
-from swarm.wire.meta import TensorMeta
+from swarm.ids import Generation, PeerId, Position, Stage
+from swarm.protocol.ledger import Bitmap
+from swarm.protocol.messages import RunStatus
+from swarm.protocol.rounds import Commit
+from swarm.wire.tensor_meta import TensorMeta
 
 MAX_HEADER_BYTES = 1 << 16
 """The framing's limit. The largest header is the plan of a reduce: 1 kB of ledger (8192 microbatches, the
-most that a manifest allows) for each of up to 50 members."""
+most that a manifest allows) for each of up to 50 replicas."""
 
 T = TypeVar("T")
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """Run microbatch `(t, m)` with weights of `version`; the route names later stages' suggested peers."""
+    """Run microbatch `(t, m)` with weights of `version`; the route names suggested peers of later stages."""
 
     run: str
     t: int
@@ -48,7 +51,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int = 0
     """Retries so far, at any level: from the first on, callees look for a peer that already has it."""
     deepest: Stage = -1
-    """Replay: stages before this one pass the microbatch on even if they have it."""
+    """For a recompute: stages before this one pass the microbatch on even if they have it."""
     route: tuple[PeerId, ...] = ()
     tensors: tuple[TensorMeta, ...] = ()
 
@@ -61,25 +64,25 @@ class Hop(msgspec.Struct, frozen=True, kw_only=True):
     own_s: float
     """From request to answer, without the calls behind it."""
     compute_s: float
-    """Of that, its device worked."""
-    way_s: float = 0.0
-    """On the line from its caller and back, as the caller says; 0 = not known."""
+    """The part of it in which its device worked."""
+    latency_s: float = 0.0
+    """Time on the line from its caller and back, as the caller measured it; 0 = not known."""
 
     @property
     def work_s(self) -> float:
-        """What its device worked, if that can be true: not more than the whole, and not nothing at all."""
+        """Its device's time, if that can be true: not more than `own_s`, and more than nothing."""
         return self.compute_s if 0.0 < self.compute_s <= self.own_s else self.own_s
 
 
-def with_way(hops: tuple[Hop, ...], took_s: float) -> tuple[Hop, ...]:
-    """What a caller passes on: of what its call took, what no peer spent was the line to the first.
+def with_latency(hops: tuple[Hop, ...], took_s: float) -> tuple[Hop, ...]:
+    """The hops that a caller passes on: the time of its call that no peer spent is the first hop's latency.
 
-    Of work that was done before only the answer was waited for: of that nothing is known.
+    If the work was already done, only the answer was waited for: then nothing is known.
     """
     if not hops:
         return hops
-    way_s = took_s - sum(hop.own_s for hop in hops) - sum(hop.way_s for hop in hops[1:])
-    first = msgspec.structs.replace(hops[0], way_s=way_s if 0.0 < way_s <= took_s else 0.0)
+    latency_s = took_s - sum(hop.own_s for hop in hops) - sum(hop.latency_s for hop in hops[1:])
+    first = msgspec.structs.replace(hops[0], latency_s=latency_s if 0.0 < latency_s <= took_s else 0.0)
     return (first, *hops[1:])
 
 
@@ -92,7 +95,7 @@ class WorkDone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Locate(msgspec.Struct, frozen=True, kw_only=True):
-    """Do you have `(t, m)`, or are you computing it?"""
+    """The question whether a peer has `(t, m)`, or is computing it."""
 
     run: str
     t: int
@@ -103,152 +106,18 @@ class Located(msgspec.Struct, frozen=True, kw_only=True):
     has: bool
 
 
-class HeldWire(msgspec.Struct, frozen=True, kw_only=True):
-    round: str
-    sqnorm: float
-    digest: str
-
-
-class GoWire(msgspec.Struct, frozen=True, kw_only=True):
-    t: int
-    total_sqnorm: float
-
-
-class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A member's ledger of one step."""
-
-    t: int
-    done: bytes
-    doing: bytes
-    frozen_for: str = ""
-    held: HeldWire | None = None
-    failed_round: str = ""
-    fixed: bytes = b""
-    """Of `done`, what cannot be undone: it was handed over by a member that left. Empty: nothing."""
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a coordinator needs to know of a member. State, not events.
-
-    The last stage adds a body: per step, the float64 losses of the microbatches in `done`, ascending.
-    """
-
-    run: str
-    stage: Stage
-    era: Era = Era()
-    version: int
-    digest: str = ""
-    """Of the weights of `version`; empty while it is being computed."""
-    kind: str = ""
-    """Kind of device: digests of different kinds are compared only where the run realigns."""
-    steps: tuple[StepReport, ...] = ()
-    goes: tuple[GoWire, ...] = ()
-    """The last that it took: whoever conducts next says the same."""
-    farewell: bool = False
-    """The last one: do not count on this member any more."""
-    bandwidth_bps: float = 0.0
-
-
-class PlanWire(msgspec.Struct, frozen=True, kw_only=True):
-    round: str
-    number: int
-    members: tuple[PeerId, ...]
-    ledgers: tuple[bytes, ...]
-    parts: tuple[int, ...]
-
-
-class AdoptWire(msgspec.Struct, frozen=True, kw_only=True):
-    round: str
-    sources: tuple[PeerId, ...]
-
-
-class StepBrief(msgspec.Struct, frozen=True, kw_only=True):
-    """What the stage does about step `t`. At most one of plan, adopt and undo is set."""
-
-    t: int
-    plan: PlanWire | None = None
-    adopt: AdoptWire | None = None
-    undo: bytes = b""
-    """Microbatches that this member subtracts."""
-
-
-class StepLacking(msgspec.Struct, frozen=True, kw_only=True):
-    """For trainers: per stage, the microbatches of step `t` that nobody has or computes."""
-
-    t: int
-    by_stage: tuple[bytes, ...]
-
-
-class RunBrief(msgspec.Struct, frozen=True, kw_only=True):
-    """The conductor's picture of the run."""
-
-    run: str = ""
-    era: Era = Era()
-    version: int = 0
-    lacking: tuple[StepLacking, ...] = ()
-    goes: tuple[GoWire, ...] = ()
-    """The newest, ascending. More than one: with delayed updates a stage may have to take two steps."""
-    losses: tuple[tuple[int, float], ...] = ()
-    """Mean loss of each of the last steps, over exactly M microbatches."""
-    conductor: PeerId = ""
-
-
-class Brief(msgspec.Struct, frozen=True, kw_only=True):
-    """What a coordinator publishes to a member of its stage."""
-
-    run: str
-    stage: Stage
-    coordinator: PeerId
-    number: int = 0
-    """Rises with each brief of this coordinator: a late one is told from a new one."""
-    era: Era = Era()
-    version: int
-    """Newest version in the stage: a member behind it catches up from `sources`."""
-    sources: tuple[PeerId, ...] = ()
-    """Empty: nobody in the stage has it yet, each gets it where it can."""
-    behind_s: int = 0
-    """For how long the stage has been unable to follow the run; who coordinates next goes on counting."""
-    digest: str = ""
-    """What most members of `version` hold; empty while unknown."""
-    steps: tuple[StepBrief, ...] = ()
-    goes: tuple[GoWire, ...] = ()
-    whole_run: RunBrief = RunBrief()
-
-
 class Ack(msgspec.Struct, frozen=True, kw_only=True):
     ok: bool = True
 
 
 class ProbeLine(msgspec.Struct, frozen=True, kw_only=True):
-    """Send my body back: how long that takes tells what our line can do."""
+    """A request to send the body back: how long that takes tells the bandwidth of the line."""
 
     run: str
-
-
-class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
-    t: int
-    lacking: bytes
-    unclaimed: bytes
-    ready: bool
-    sqnorm: float
-    loss: float | None = None
-    """Last stage, once covered: the mean over the M microbatches, added in their order."""
-
-
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A stage's state, from its coordinator to the conductor."""
-
-    run: str
-    stage: Stage
-    era: Era = Era()
-    version: int
-    members: int
-    steps: tuple[StepSummary, ...] = ()
-    goes: tuple[GoWire, ...] = ()
 
 
 class Watch(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer when the picture differs from revision `seen`, or after a second."""
+    """A request that is answered when the run's status differs from revision `seen`, or after a second."""
 
     run: str
     seen: int = -1
@@ -256,9 +125,9 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
 
 class Watched(msgspec.Struct, frozen=True, kw_only=True):
     revision: int
-    era: Era = Era()
+    generation: Generation = Generation()
     version: int
-    brief: RunBrief
+    directive: RunStatus
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -282,9 +151,9 @@ class PartDone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchVector(msgspec.Struct, frozen=True, kw_only=True):
-    """Elements of the reduced gradient of step `t`; `round` empty: whichever there is.
+    """A request for elements of the reduced gradient of step `t`; `round` empty: of any round.
 
-    `shared_with`: of the weights only that this stage shares with that one; -1: all.
+    `shared_with`: only the weights that this stage shares with that one; -1: all.
     `shared_of`: instead, what that stage gave to this one.
     """
 
@@ -305,25 +174,25 @@ class VectorChunk(msgspec.Struct, frozen=True, kw_only=True):
     sqnorm: float = 0.0
     digest: str = ""
     total_sqnorm: float = -1.0
-    """Of the go, once the step was applied; negative before."""
+    """The norm in the commit, once the step was applied; negative before."""
 
 
 class OfferSum(msgspec.Struct, frozen=True, kw_only=True):
-    """I leave: will you take my sum of step `t`, with these microbatches in it?"""
+    """An offer of a leaving peer's sum of step `t`, with these microbatches in it."""
 
     run: str
-    era: Era = Era()
+    generation: Generation = Generation()
     t: int
-    done: bytes
+    done: Bitmap
 
 
 class OfferedSum(msgspec.Struct, frozen=True, kw_only=True):
-    overlap: bytes
-    """What the mate has as well: to be undone before the sum is given."""
+    overlap: Bitmap
+    """Microbatches that the replica has as well: to be retracted before the sum is given."""
 
 
 class GiveSum(msgspec.Struct, frozen=True, kw_only=True):
-    """One chunk of a sum that is handed over."""
+    """One chunk of a sum in a handoff."""
 
     run: str
     t: int
@@ -334,17 +203,17 @@ class GiveSum(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TakeSum(msgspec.Struct, frozen=True, kw_only=True):
-    """All chunks were given: count these microbatches as yours. Body at the last stage: their losses."""
+    """The end of a handoff: count these microbatches as yours. Body at the last stage: their losses."""
 
     run: str
-    era: Era = Era()
+    generation: Generation = Generation()
     t: int
-    done: bytes
+    done: Bitmap
     digest: str
 
 
 class OpenState(msgspec.Struct, frozen=True, kw_only=True):
-    """Take a consistent snapshot of weights and optimizer for me.
+    """A request for a consistent snapshot of weights and optimizer.
 
     The answer's body: the SHA-256 of each chunk of each tensor, 32 bytes each, in order.
     """
@@ -365,9 +234,9 @@ class StateTensor(msgspec.Struct, frozen=True, kw_only=True):
 class StateOpened(msgspec.Struct, frozen=True, kw_only=True):
     lease: str
     version: int
-    era: Era = Era()
+    generation: Generation = Generation()
     weights_digest: str
-    last_go: GoWire | None
+    last_go: Commit | None
     tensors: tuple[StateTensor, ...]
 
 
@@ -380,14 +249,14 @@ class FetchChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CloseState(msgspec.Struct, frozen=True, kw_only=True):
-    """I have what I want of this lease."""
+    """The end of a snapshot's lease."""
 
     run: str
     lease: str
 
 
 class AskSaved(msgspec.Struct, frozen=True, kw_only=True):
-    """Which checkpoints can you give out?"""
+    """The question which checkpoints a peer can give out."""
 
     run: str
 
@@ -407,7 +276,7 @@ class AskStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
-    """Counted from the ledgers of the rounds that were applied, not from what should be."""
+    """Numbers counted from the ledgers of the rounds that were applied, not from what should be."""
 
     steps: int = 0
     missing: int = 0
@@ -417,7 +286,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What went to and came from one other peer, in bytes, frames and heartbeats included, and how fast."""
+    """Traffic with one other peer, in bytes, frames and heartbeats included, and its speed."""
 
     peer: PeerId
     bytes_in: int
@@ -433,7 +302,7 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     stage: Stage
     version: int
     state: str
-    era: Era = Era()
+    generation: Generation = Generation()
     device: str
     done: int
     """Microbatches of the current step in its sum."""
@@ -451,9 +320,9 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     bytes_in: int = 0
     bytes_out: int = 0
     links: tuple[LinkStatus, ...] = ()
-    """The busiest."""
+    """The busiest links."""
     rebalance: str = ""
-    """What it last decided about who moves, and why."""
+    """The last decision on which peers move, and why."""
     busy_s: float = 0.0
     """Seconds that its device worked."""
     taken: int = 0
@@ -461,27 +330,39 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     answered: int = 0
     """Microbatches that were answered, with a gradient if there is a stage before."""
     digest: str = ""
-    """Of the weights of `version`; empty while it is being computed."""
+    """Digest of the weights of `version`; empty while it is being computed."""
     kind: str = ""
-    """Kind of device: only those of one kind have to have the same digest."""
+    """Kind of device: only devices of one kind need to have the same digest."""
     trainers: tuple[PeerId, ...] = ()
-    """Who asked it for news of the run lately."""
+    """Trainers that asked it for the run's status lately."""
     loss_step: int = -1
-    """The step that `loss` is of."""
+    """The step that `loss` belongs to."""
 
     @property
-    def standing(self) -> Standing:
+    def position(self) -> Position:
         """How far that peer is."""
-        return Standing(self.era, self.version)
+        return Position(self.generation, self.version)
+
+
+def _encode(value: object) -> bytes:
+    if isinstance(value, Bitmap):
+        return value.packed()
+    raise NotImplementedError(f"a {type(value).__name__} does not travel")
+
+
+def _decode(kind: type, value: object) -> Bitmap:
+    if kind is Bitmap:
+        return Bitmap.unpacked(value)
+    raise NotImplementedError(f"a {kind.__name__} does not travel")
 
 
 def pack(message: msgspec.Struct) -> bytes:
     """The wire form of a header."""
-    return msgspec.msgpack.encode(message)
+    return msgspec.msgpack.encode(message, enc_hook=_encode)
 
 
 def unpack(data: bytes, kind: type[T]) -> T:
-    """A request's header.
+    """The header of a request.
 
     Raises:
         Refused: too large, malformed, or of another shape; the text names the field.
@@ -489,13 +370,13 @@ def unpack(data: bytes, kind: type[T]) -> T:
     if len(data) > MAX_HEADER_BYTES:
         raise Refused(f"the header has {len(data)} bytes; at most {MAX_HEADER_BYTES} are read")
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Refused(f"malformed {kind.__name__} header: {error}") from None
 
 
 def check_run(named: str, serves: str) -> None:
-    """Every request names its run.
+    """Check the run that a request names.
 
     Raises:
         Refused: it is for another one.
@@ -505,7 +386,7 @@ def check_run(named: str, serves: str) -> None:
 
 
 def unpack_answer(peer: PeerId, data: bytes, kind: type[T]) -> T:
-    """An answer's header.
+    """The header of an answer.
 
     Raises:
         BadAnswer: it is not a `kind`.

@@ -1,7 +1,7 @@
 """The largest numbers of a tensor, and where they were in few bits.
 
 **Which.** A tensor is looked at in rows of equal length, a function of its shape
-(`swarm.wire.meta.row_length`): as a rule one token's hidden vector. Of each row the same number of elements
+(`.tensor_meta.row_length`): as a rule one token's hidden vector. Of each row the same number of elements
 is kept, those largest in magnitude, of equal ones the first. By rows and not by tensor as in FusionLLM
 (Tang et al., 2024): what a token keeps then depends on no other token, neither of its future, which a
 causal model must not see, nor of another sample.
@@ -9,7 +9,7 @@ causal model must not see, nor of another sample.
 **Where.** k sorted places among n take log2(n choose k) bits at least. Written down by Elias and Fano's
 quasi-succinct code (Elias, 1974): the lowest `low` bits of each place as they are, the rest in unary, as a
 row of k ones among zeros: the i-th place, p, sets bit (p >> low) + i. Its size is a formula of n and k
-(`swarm.wire.meta.index_layout`), about half a bit a place above the least. Where so many are kept that
+(`swarm.wire.tensor_meta.index_layout`), about half a bit a place above the least. Where so many are kept that
 `low` would be 0, a bitmap of n bits is smaller, and is taken.
 
 Bits are packed with the highest first; the unary row, or the bitmap, is followed by `low` rows of k bits,
@@ -21,10 +21,10 @@ from __future__ import annotations
 import numpy as np
 
 from swarm.errors import Refused
-from swarm.wire.meta import index_layout
+from swarm.wire.tensor_meta import index_layout
 
 _SLICE = 1 << 16
-"""Numbers that are looked at at once: their magnitudes, twice, fit into an L2 cache of 1 MB."""
+"""Numbers per slice: their magnitudes, twice, fit into an L2 cache of 1 MB."""
 
 
 def largest(bits: np.ndarray, keep: int) -> np.ndarray:
@@ -57,7 +57,7 @@ def _largest(magnitudes: np.ndarray, keep: int) -> np.ndarray:
     found = np.flatnonzero(kept)
     if len(found) == rows * keep:
         return found
-    # Several are as large as the least that is kept: of those the first.
+    # Several equal the smallest that is kept: the first of them are taken.
     tied = np.flatnonzero(np.count_nonzero(kept, axis=1) > keep)
     above = magnitudes[tied] > least[tied]
     equal = magnitudes[tied] == least[tied]
@@ -67,7 +67,7 @@ def _largest(magnitudes: np.ndarray, keep: int) -> np.ndarray:
 
 
 def pack_places(places: np.ndarray, numel: int) -> bytes:
-    """Ascending places (int64, each once, below `numel`), as `index_layout` has them."""
+    """Encode ascending places (int64, each once, below `numel`) as `index_layout` describes."""
     layout = index_layout(numel, len(places))
     ones = np.zeros(layout.unary_bits, dtype=np.uint8)
     if layout.low == 0:
@@ -81,7 +81,8 @@ def pack_places(places: np.ndarray, numel: int) -> bytes:
 def unpack_places(packed: memoryview, numel: int, rows: int, keep: int, *, name: str) -> np.ndarray:
     """The places that were packed, int64 [rows * keep]: `keep` in each of `rows` equal parts of `numel`.
 
-    `packed` has the bytes that `index_layout` says. Memory is a few times that of the decoded places.
+    `packed` has the number of bytes that `index_layout` gives. Memory is a few times that of the decoded
+    places.
 
     Raises:
         Refused: not so many places in each row, or not in order.

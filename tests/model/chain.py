@@ -11,8 +11,8 @@ import torch
 
 from swarm.data import sample_offsets
 from swarm.ids import Microbatch
+from swarm.manifest import Run, demo_run
 from swarm.model.stage import Forward, StageCompute, sqnorm
-from swarm.run import Run, demo_run
 from swarm.wire.codec import Encoded, encode
 
 Answer: TypeAlias = tuple[Encoded, ...]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from swarm.model.cost import DeviceModel, Law
-from swarm.model.opgraph import Operator, OpGraph, Value
+from swarm.model.graph.ir import Operator, OpGraph, Value
+from swarm.partitioner.cost import DeviceModel, Law
 
 
 def device(speed: float = 1.0) -> DeviceModel:

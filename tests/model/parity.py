@@ -15,17 +15,17 @@ import torch
 from torch import nn
 
 from swarm.ids import Microbatch
-from swarm.model.autodiff import gradients
-from swarm.model.graph import Traced, trace
-from swarm.model.opgraph import OpGraph
-from swarm.model.pieces import cut
-from swarm.model.traced.capture import find_loss
+from swarm.model.graph.capture import find_loss
+from swarm.model.graph.ir import OpGraph
+from swarm.model.graph.remote_autodiff import gradients
+from swarm.model.graph.stage_module import cut
+from swarm.model.graph.trace import Traced, trace
 from tests.model import zoo
 
 MB = Microbatch(0, 0)
 
 
-class Whole(NamedTuple):
+class FullModel(NamedTuple):
     """A model, and what one process computes."""
 
     traced: Traced
@@ -34,16 +34,16 @@ class Whole(NamedTuple):
     gradients: dict[str, torch.Tensor]
 
 
-def compute(model: nn.Module, traced: Traced, inputs: dict[str, torch.Tensor]) -> Whole:
+def compute(model: nn.Module, traced: Traced, inputs: dict[str, torch.Tensor]) -> FullModel:
     model.zero_grad()
     loss = find_loss(model(**inputs))
     loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return Whole(traced, inputs, loss.detach(), found)
+    return FullModel(traced, inputs, loss.detach(), found)
 
 
 @cache
-def whole(name: str) -> Whole:
+def whole(name: str) -> FullModel:
     torch.manual_seed(0)
     model, sample = zoo.MODELS[name]()
     model = model.double().train()
@@ -79,7 +79,7 @@ def random_cuts(graph: OpGraph, count: int, seed: int) -> Iterator[list[int]]:
         yield assignment
 
 
-def check_parity(one: Whole, count: int) -> None:
+def check_parity(one: FullModel, count: int) -> None:
     for assignment in random_cuts(one.traced.graph, count, seed=1):
         pieces = cut(one.traced, assignment, seed=0)
         got = gradients(pieces, one.inputs, MB)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from swarm.errors import SetupError
-from swarm.model.boundary import plan_stages, shared_parameters
-from swarm.model.opgraph import Operator, OpGraph, Value
+from swarm.model.graph.ir import Operator, OpGraph, Value
+from swarm.model.graph.partition import plan_stages, shared_parameters
 
 
 def graph_of(

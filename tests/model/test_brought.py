@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from swarm.errors import Refused, SetupError
-from swarm.model.brought import brought, model_inputs, pin_model
-from swarm.model.crossings import crossings
+from swarm.manifest import BatchSpec, CodecSpec, CustomModelSpec, DataSpec, Run, demo_run, write_cut
+from swarm.model.graph.custom_model import custom_model, model_inputs, pin_model
 from swarm.model.stage import StageCompute
-from swarm.run import BatchSpec, BroughtSpec, CodecSpec, DataSpec, Run, demo_run, write_cut
+from swarm.model.stage_io import stage_inputs
 from swarm.wire.codec import encode
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -32,7 +32,7 @@ def of(
     """A run of a function of `bringing`."""
     return replace(
         demo_run(steps=20),
-        model=BroughtSpec(kind="code", source=f"{HERE}:{name}", stages=stages, **model),
+        model=CustomModelSpec(kind="code", source=f"{HERE}:{name}", stages=stages, **model),
         data=data or DataSpec(source="pydoc", sequence_length=length),
         batch=BatchSpec(microbatch_size=rows, microbatches_per_step=2),
         codec=EXACT,
@@ -51,11 +51,14 @@ def hf(**config: Any) -> Run:
 
 def test_a_model_is_the_same_in_every_process_and_its_manifest_pins_it() -> None:
     run = pin_model(of("bag"))
-    assert isinstance(run.model, BroughtSpec) and run.model.pinned
-    assert run.model.version.startswith("sha256 ") and run.model.cut == write_cut(brought(run).assignment)
+    assert isinstance(run.model, CustomModelSpec) and run.model.pinned
+    assert run.model.version.startswith("sha256 ") and run.model.cut == write_cut(
+        custom_model(run).assignment
+    )
     code = (
-        "import sys; from swarm.run import parse_run; from swarm.model.brought import brought, pin_model\n"
-        "run = parse_run(sys.stdin.read()); brought(run); print(pin_model(run).id)"
+        "import sys; from swarm.manifest import parse_run\n"
+        "from swarm.model.graph.custom_model import custom_model, pin_model\n"
+        "run = parse_run(sys.stdin.read()); custom_model(run); print(pin_model(run).id)"
     )
     made = subprocess.run(
         [sys.executable, "-c", code], input=run.to_toml(), capture_output=True, text=True, timeout=120,
@@ -67,8 +70,8 @@ def test_a_model_is_the_same_in_every_process_and_its_manifest_pins_it() -> None
 def test_every_number_in_the_code_is_in_the_digest_of_the_graph() -> None:
     names = ("bag", "twice", "thrice", "by_tensor_two", "by_tensor_three")
     models = [pin_model(of(name)).model for name in names]
-    assert len({model.graph for model in models if isinstance(model, BroughtSpec)}) == len(names)
-    assert len({model.weights for model in models if isinstance(model, BroughtSpec)}) == 1
+    assert len({model.graph for model in models if isinstance(model, CustomModelSpec)}) == len(names)
+    assert len({model.weights for model in models if isinstance(model, CustomModelSpec)}) == 1
 
 
 def test_building_follows_the_seed_and_leaves_torch_s_generator_alone() -> None:
@@ -80,12 +83,12 @@ def test_building_follows_the_seed_and_leaves_torch_s_generator_alone() -> None:
     from tests.model.bringing import Bag
 
     mine = dict(Bag().named_parameters())
-    for name, parameter in brought(one).traced.parameters.items():
+    for name, parameter in custom_model(one).traced.parameters.items():
         assert torch.equal(parameter, mine[name])
 
 
 def test_a_float64_run_has_the_same_weights_in_float64() -> None:
-    single, double = brought(of("bag")), brought(replace(of("bag"), dtype="float64"))
+    single, double = custom_model(of("bag")), custom_model(replace(of("bag"), dtype="float64"))
     for name, parameter in double.traced.parameters.items():
         assert parameter.dtype == torch.float64
         assert torch.equal(parameter, single.traced.parameters[name].double())
@@ -93,7 +96,7 @@ def test_a_float64_run_has_the_same_weights_in_float64() -> None:
 
 def test_the_graph_is_of_the_run_s_microbatch_and_labels_are_the_tokens_after() -> None:
     run = of("bag", rows=1, length=9)
-    model = brought(run)
+    model = custom_model(run)
     assert [(i.name, i.shape, i.dtype, i.below, i.shifted) for i in model.inputs] == [
         ("tokens", (1, 9), "uint8", 256, False),
         ("target", (1, 9), "uint8", 256, True),
@@ -106,8 +109,8 @@ def test_the_graph_is_of_the_run_s_microbatch_and_labels_are_the_tokens_after() 
 
 def test_a_given_cut_is_taken() -> None:
     run = of("bag")
-    count = len(brought(run).assignment)
-    model = brought(changed(run, cut=f"0*1 1*{count - 1}"))
+    count = len(custom_model(run).assignment)
+    model = custom_model(changed(run, cut=f"0*1 1*{count - 1}"))
     assert model.assignment == (0, *(1,) * (count - 1))
     assert [plan.stage for plan in model.plans] == [0, 1]
     assert model.shared == {}
@@ -119,7 +122,7 @@ def test_samples_of_code_become_the_inputs_of_the_model() -> None:
     entering = model_inputs(run, [image, mask, label])
     assert [t.dtype for t in entering] == [torch.float32, torch.uint8, torch.uint8]
     assert entering[2].tolist() == [0, 2, 1]
-    assert [i.below for i in brought(run).inputs] == [0, 2, 3]  # three classes, not 256
+    assert [i.below for i in custom_model(run).inputs] == [0, 2, 3]  # three classes, not 256
     assert model_inputs(replace(run, dtype="bfloat16"), [image, mask, label])[0].dtype == torch.bfloat16
 
 
@@ -179,10 +182,10 @@ PINNED: dict[str, tuple[dict[str, str], str]] = {
 def test_what_is_not_as_the_manifest_pins_it_is_refused(key: str) -> None:
     values, text = PINNED[key]
     run = of("bag")
-    n = len(brought(run).assignment)
+    n = len(custom_model(run).assignment)
     given = {k: v.replace("{n-1}", str(n - 1)).replace("{n}", str(n)) for k, v in values.items()}
     with pytest.raises(SetupError, match=text):
-        brought(changed(run, **given))
+        custom_model(changed(run, **given))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +224,7 @@ def test_what_is_not_as_the_manifest_pins_it_is_refused(key: str) -> None:
     ],
 )
 def test_models_that_no_swarm_can_train_are_refused(run: Run, text: str) -> None:
-    if isinstance(run.model, BroughtSpec) and run.model.kind == "hf":
+    if isinstance(run.model, CustomModelSpec) and run.model.kind == "hf":
         pytest.importorskip("transformers", reason="the extra [hf] is not installed")
     with pytest.raises(SetupError, match=text):
         pin_model(run)
@@ -229,31 +232,31 @@ def test_models_that_no_swarm_can_train_are_refused(run: Run, text: str) -> None
 
 def test_what_cannot_travel_is_named_with_the_operator_that_makes_it() -> None:
     run = of("waves", data=SAMPLES)
-    graph = brought(run).traced.graph
+    graph = custom_model(run).traced.graph
     made = next(op.index for op in graph.operators if "fft" in op.target)
     cut = write_cut([int(op.index > made) for op in graph.operators])
     text = r", which operator aten\.\S*fft\S* of the model makes, goes from stage 0 to the next: .* complex64"
     with pytest.raises(SetupError, match=text):
-        brought(changed(run, cut=cut))
+        custom_model(changed(run, cut=cut))
 
 
 def test_a_weight_of_several_stages_needs_exact_sums() -> None:
     run = of("gpt2", stages=3, length=10, vocab_size=41, data=replace(SAMPLES, code=f"{HERE}:tokens"))
-    shared = brought(run).shared
+    shared = custom_model(run).shared
     assert shared == {"tokens.weight": (0, 2)}
-    assert brought(replace(run, exact_sums=False, dtype="float64")).shared == shared
+    assert custom_model(replace(run, exact_sums=False, dtype="float64")).shared == shared
     text = r"^tokens\.weight is in stages 0 and 2, .* Set exact_sums = true and codec\.reduce = \"none\""
     for other in (replace(run, exact_sums=False), replace(run, codec=replace(EXACT, reduce="bf16"))):
         with pytest.raises(SetupError, match=text):
-            brought(other)
+            custom_model(other)
 
 
 def test_statistics_of_several_stages_need_exact_sums_and_equal_steps() -> None:
     run = of("normed_twice", data=SAMPLES)
-    graph = brought(run).traced.graph
+    graph = custom_model(run).traced.graph
     first = next(op.index for op in graph.operators if "batch_norm" in op.target)
     run = changed(run, cut=write_cut([int(op.index > first) for op in graph.operators]))
-    assert brought(run).shared == {}, "its norm has no weights"
+    assert custom_model(run).shared == {}, "its norm has no weights"
     eight_bits = replace(run, optimizer=replace(run.optimizer, name="adamw8bit"))
     for other, change in (
         (replace(run, exact_sums=False), "Set exact_sums = true"),
@@ -263,12 +266,12 @@ def test_statistics_of_several_stages_need_exact_sums_and_equal_steps() -> None:
         with pytest.raises(
             SetupError, match=rf"^norm\.running_mean is in stages 0 and 1, .* {change}.*, or cut"
         ):
-            brought(other)
+            custom_model(other)
 
 
 def test_whole_numbers_that_cross_are_bounded_by_what_they_are_looked_up_in() -> None:
     run = of("chosen", rows=2, data=SAMPLES)
-    model = brought(run)
+    model = custom_model(run)
     assert [i.below for i in model.inputs] == [50, 9, 7]
     graph = model.traced.graph
     argmax = next(op for op in graph.operators if "argmax" in op.target)
@@ -276,7 +279,7 @@ def test_whole_numbers_that_cross_are_bounded_by_what_they_are_looked_up_in() ->
     assert model.bounds[argmax.outputs[0]] == (0, 4)
     assert model.bounds[label.outputs[0]] == (0, 7)
     run = changed(run, cut=write_cut([int(op.index > argmax.index) for op in graph.operators]))
-    (best,) = (what for what in crossings(run, 1) if what.name == argmax.outputs[0])
+    (best,) = (what for what in stage_inputs(run, 1) if what.name == argmax.outputs[0])
     assert (best.least, best.below, best.dtype) == (0, 4, "int64")
     stage = StageCompute(run, 1)
     for number, text in (
@@ -292,8 +295,33 @@ def test_a_config_of_transformers_is_pinned_with_its_version() -> None:
     transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
     sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 256, "n_positions": 16}
     run = pin_model(changed(hf(model_type="gpt2", **sizes), stages=2))
-    assert isinstance(run.model, BroughtSpec)
+    assert isinstance(run.model, CustomModelSpec)
     assert run.model.version == f"transformers {transformers.__version__}"
-    assert [i.shifted for i in brought(run).inputs] == [False, False]  # it shifts labels itself
+    assert [i.shifted for i in custom_model(run).inputs] == [False, False]  # it shifts labels itself
     with pytest.raises(SetupError, match=r"of transformers 4\.0, here is transformers 5"):
-        brought(changed(run, version="transformers 4.0"))
+        custom_model(changed(run, version="transformers 4.0"))
+
+
+def test_the_pin_of_code_is_the_same_from_its_own_folder_and_from_an_installed_copy(tmp_path: Path) -> None:
+    """`swarm` and `python -m peers` differ in whether the folder in which they start can be imported from."""
+    source = "import torch\ndef build():\n    return torch.nn.Linear(2, 2), torch.zeros(1, 2)\n"
+    for place in (tmp_path / "own", tmp_path / "site"):
+        package = place / "my_package"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(source)
+    info = tmp_path / "site" / "my_package-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my_package\nVersion: 0.1\n")
+    (info / "RECORD").write_text("my_package/__init__.py,,\nmy_package-0.1.dist-info/METADATA,,\n")
+    code = (
+        "from swarm.installed import import_module, source_digest\n"
+        "print(source_digest(import_module('my_package:build', 'model')))"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(first), str(ROOT)])},
+        ).stdout
+        for first in (tmp_path / "own", tmp_path / "site")
+    }  # fmt: skip
+    assert len(said) == 1 and said.pop().startswith("sha256 ")

@@ -11,10 +11,10 @@ import torch
 
 from swarm.data import sample_offsets
 from swarm.ids import Microbatch
-from swarm.model.brought import brought, model_inputs
+from swarm.manifest import BatchSpec, CodecSpec, CustomModelSpec, DataSpec, OptimizerSpec, Run, write_cut
+from swarm.model.graph.custom_model import custom_model, model_inputs
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
-from swarm.run import BatchSpec, BroughtSpec, CodecSpec, DataSpec, OptimizerSpec, Run, write_cut
 from swarm.wire.codec import Encoded, encode
 from tests.model import zoo
 from tests.model.chain import Chain, farthest
@@ -26,11 +26,11 @@ def run_of(name: str, assignment: Sequence[int], **changes: Any) -> Run:
         "name": "brought",
         "seed": 0,
         "steps": 3,
-        "model": BroughtSpec(
+        "model": CustomModelSpec(
             kind="code",
             source=f"tests.model.zoo:{name}",
             stages=max(assignment, default=0) + 1,
-            vocab_size=7 if name == "resnet101" else 41,
+            vocab_size=7 if name == "resnet" else 41,
             cut=write_cut(assignment),
         ),
         "data": DataSpec(source="code", code=f"tests.model.zoo:{name}", sequence_length=1, tokens=1000),
@@ -43,7 +43,7 @@ def run_of(name: str, assignment: Sequence[int], **changes: Any) -> Run:
 
 def samples(run: Run, offsets: list[int]) -> list[np.ndarray]:
     """Others for each microbatch, in the shapes of the model's own sample."""
-    assert isinstance(run.model, BroughtSpec)
+    assert isinstance(run.model, CustomModelSpec)
     chance = np.random.default_rng(offsets[0])
     _, sample = zoo.MODELS[run.model.source.partition(":")[2]]()
     return [
@@ -55,7 +55,7 @@ def samples(run: Run, offsets: list[int]) -> list[np.ndarray]:
     ]  # fmt: skip
 
 
-class Brought(Chain):
+class CustomModel(Chain):
     """All stages of a brought model, and what stages that share a weight tell one another at the end."""
 
     def forward(self, mb: Microbatch) -> tuple[list[Any], list[Encoded]]:
@@ -83,7 +83,7 @@ class Brought(Chain):
 
 def cut_of(name: str, stages: int) -> Sequence[int]:
     """One that splits what is shared."""
-    graph = brought(run_of(name, [])).traced.graph
+    graph = custom_model(run_of(name, [])).traced.graph
     return [*random_cuts(graph, stages - 1, seed=1)][stages - 2]
 
 
@@ -96,7 +96,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "encoder_decoder",
         {"codec": CodecSpec(forward="topk:0.3+blockwise8", backward="blockwise8")},
     ),
-    "batch norm": ("resnet101", {"codec": CodecSpec(forward="blockwise8", backward="bf16")}),
+    "batch norm": ("resnet", {"codec": CodecSpec(forward="blockwise8", backward="bf16")}),
 }
 
 
@@ -104,8 +104,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_no_loss_no_weight_and_no_statistic_differs_by_a_bit(case: str) -> None:
     name, changes = CASES[case]
     run = run_of(name, cut_of(name, 3), **changes)
-    assert brought(run).shared or name != "gpt2"
-    chain = Brought(run)
+    assert custom_model(run).shared or name != "gpt2"
+    chain = CustomModel(run)
     single = SingleProcess(run, lambda offsets: samples(run, offsets))
     for t in range(run.steps):
         assert chain.step(t) == single.step(t)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from swarm.data import sample_offsets
-from swarm.model.chained import PiecesChain
-from swarm.model.graph import trace
+from swarm.manifest import Run
+from swarm.model.graph.trace import trace
 from swarm.model.reference import SingleProcess
-from swarm.run import Run
+from swarm.model.reference_pipeline import StageModuleChain
 from tests.model import zoo
 from tests.model.chain import tiny_run
 from tests.model.parity import random_cuts
@@ -80,7 +80,7 @@ def far(run: Run, name: str, cut: int) -> float:
     """The largest difference of any loss, weight or statistic after all steps, relative to its tensor."""
     traced = trace(model_of(name), inputs_of(name, [0]))
     assignment = [*random_cuts(traced.graph, cut + 1, seed=1)][cut]
-    chain = PiecesChain(run, traced, assignment, torch.device("cpu"))
+    chain = StageModuleChain(run, traced, assignment, torch.device("cpu"))
     single = SingleProcess(run, lambda offsets: inputs_of(name, offsets), chain=chain)
     plain = Plain(run, name)
     worst = 0.0
@@ -102,7 +102,7 @@ def far(run: Run, name: str, cut: int) -> float:
     [
         ("gpt2", {"lr": 1e-3, "clip_norm": 0.5}),
         ("llama", {"name": "sgd", "lr": 1e-3, "momentum": 0.9, "weight_decay": 0.0, "clip_norm": 0.0}),
-        pytest.param("resnet101", {"lr": 1e-3, "clip_norm": 0.5}, marks=pytest.mark.slow),
+        ("resnet", {"lr": 1e-3, "clip_norm": 0.5}),
     ],
 )
 def test_a_model_in_pieces_is_trained_as_by_plain_torch(name: str, optimizer: dict[str, Any]) -> None:

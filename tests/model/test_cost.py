@@ -8,18 +8,19 @@ import random
 import pytest
 import torch
 
-from peers.calibrate import Calibration, calls
+from peers.programs.calibrate import Calibration, calls
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
-from swarm.model.cost import DeviceModel, Law, Sample, fit
-from swarm.model.graph import Traced, trace
-from swarm.model.line import Facts, WireTerms
-from swarm.model.memory import Holding, Kept, MemoryLine, holding_of
-from swarm.model.opgraph import Value
-from swarm.model.pieces import cut
-from swarm.model.split import Place, judge
+from swarm.model.graph.ir import Value
+from swarm.model.graph.stage_module import cut
+from swarm.model.graph.trace import Traced, trace
+from swarm.model.layout import Holding, holding_of
 from swarm.model.stage import StageCompute
-from swarm.model.work import KINDS, Work, kind_of, operations, shared_memory, work, works
+from swarm.partitioner.cost import DeviceModel, Law, Sample, fit
+from swarm.partitioner.flops import KINDS, Work, kind_of, operations, shared_memory, work, works
+from swarm.partitioner.memory import Kept, MemoryLine
+from swarm.partitioner.search import Place, judge
+from swarm.partitioner.segments import Facts, WireTerms
 from tests.model import zoo
 from tests.model.chain import tiny_run
 from tests.model.graphs import Draft, device

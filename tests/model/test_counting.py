@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from swarm.ids import Microbatch
+from swarm.manifest import CodecSpec, Run, audit_run
 from swarm.model.gpt import build_stage
 from swarm.model.reference import SingleProcess
-from swarm.run import CodecSpec, Run, counting_run
 from tests.model.chain import Chain, batch_of, farthest
 
 
 @pytest.fixture(params=["none", "bf16", "blockwise8"])
 def run(request: pytest.FixtureRequest) -> Run:
     codec = request.param
-    return replace(counting_run(stages=3, steps=3), codec=CodecSpec(forward=codec, backward=codec))
+    return replace(audit_run(stages=3, steps=3), codec=CodecSpec(forward=codec, backward=codec))
 
 
 def weights(chain: Chain) -> list[list[float]]:
@@ -65,7 +65,7 @@ def test_the_single_process_counts_the_same(run: Run) -> None:
 
 
 def test_one_stage_is_enough() -> None:
-    run = counting_run(stages=1, steps=2)
+    run = audit_run(stages=1, steps=2)
     chain = Chain(run)
     chain.step(0)
     assert weights(chain) == [[-1 / run.M] * run.M]
@@ -73,4 +73,4 @@ def test_one_stage_is_enough() -> None:
 
 def test_the_audit_model_has_to_know_the_microbatch() -> None:
     with pytest.raises(ValueError, match="which microbatch"):
-        build_stage(counting_run(), 0)(torch.zeros(1, 8, dtype=torch.int64))
+        build_stage(audit_run(), 0)(torch.zeros(1, 8, dtype=torch.int64))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.model.exact import BITS, add_exact, largest_term, to_float
+from swarm.model.fixed_point import BITS, add_exact, largest_term, to_float
 
 
 def summed(terms: list[torch.Tensor]) -> torch.Tensor:

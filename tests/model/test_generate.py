@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from swarm.errors import SetupError
+from swarm.manifest import CustomModelSpec, audit_run
 from swarm.model.generate import generate
 from swarm.model.reference import SingleProcess
-from swarm.run import BroughtSpec, counting_run
 from tests.model.chain import Chain, batch_of, tiny_run
 
 RUN = tiny_run(dtype="float32", steps=40)
@@ -48,10 +48,10 @@ def test_what_cannot_be_generated_from_is_refused() -> None:
     with pytest.raises(SetupError, match=r"weights head.weight have shape \[2\]; expected \[256, 32\]"):
         generate(RUN, {**weights, "head.weight": torch.zeros(2)}, [1], 1)
     with pytest.raises(SetupError, match=r'model.kind = "counting" does not generate'):
-        generate(counting_run(), weights, [1], 1)
+        generate(audit_run(), weights, [1], 1)
 
 
 def test_a_model_of_transformers_is_generated_from_by_transformers() -> None:
-    model = BroughtSpec(kind="hf", config='{"model_type": "gpt2"}', stages=3)
+    model = CustomModelSpec(kind="hf", config='{"model_type": "gpt2"}', stages=3)
     with pytest.raises(SetupError, match=r"swarm export --hf DIR, and let transformers generate: AutoModel"):
         generate(replace(RUN, model=model), {}, [1], 5)

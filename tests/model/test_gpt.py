@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.ids import Microbatch
-from swarm.model.draws import Dropout, initial_normal, seed_of
+from swarm.manifest import PRESETS, ModelSpec, demo_run, parameter_count
 from swarm.model.gpt import build_stage, layer_flops, layer_split
-from swarm.run import PRESETS, ModelSpec, demo_run, parameter_count
+from swarm.model.seeded_random import Dropout, initial_normal, seed_of
 from tests.model.chain import tiny_run
 
 

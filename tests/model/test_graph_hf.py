@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swarm.model.graph import trace
+from swarm.model.graph.trace import trace
 from tests.model.parity import check_parity, compute
 
 transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")

@@ -12,12 +12,12 @@ from torch.nn import functional
 
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
-from swarm.model.autodiff import Gradients, gradients
-from swarm.model.boundary import shared_parameters
-from swarm.model.draws import Dropout
 from swarm.model.gpt import replace_parameters
-from swarm.model.graph import trace
-from swarm.model.pieces import Piece, cut
+from swarm.model.graph.partition import shared_parameters
+from swarm.model.graph.remote_autodiff import Gradients, gradients
+from swarm.model.graph.stage_module import StageModule, cut
+from swarm.model.graph.trace import trace
+from swarm.model.seeded_random import Dropout
 from tests.model import zoo
 from tests.model.parity import random_cuts, whole
 
@@ -152,9 +152,9 @@ def test_statistics_enter_when_the_step_is_taken_as_the_mean_over_its_microbatch
 
 
 def test_one_microbatch_of_one_step_gives_torchs_own_statistics() -> None:
-    one = whole("resnet101")
+    one = whole("resnet")
     torch.manual_seed(0)
-    model = zoo.resnet101()[0].double().train()
+    model = zoo.resnet()[0].double().train()
     pieces = cut(one.traced, next(random_cuts(one.traced.graph, 1, seed=3)), seed=0)
     means = gradients(pieces, one.inputs, MB).statistics
     model(**one.inputs)
@@ -198,7 +198,7 @@ def test_a_tied_weight_is_on_each_stage_that_reads_it_and_gradients_are_summed()
 # --- what the runtime does with a piece ---------------------------------------------------------------------
 
 
-def flat_copy(piece: Piece, values: Mapping[str, torch.Tensor]) -> tuple[Piece, torch.Tensor]:
+def flat_copy(piece: StageModule, values: Mapping[str, torch.Tensor]) -> tuple[StageModule, torch.Tensor]:
     """A deep copy whose parameters are views of one vector, as a stage makes it."""
     twin = copy.deepcopy(piece)
     flat = torch.cat([values[name].detach().flatten() for name, _ in twin.named_parameters()])
@@ -221,7 +221,7 @@ def test_a_piece_can_be_copied_and_its_weights_laid_in_one_vector() -> None:
 
 
 def test_names_of_parameters_are_the_models() -> None:
-    one = whole("resnet101")
+    one = whole("resnet")
     pieces = cut(one.traced, next(random_cuts(one.traced.graph, 1, seed=5)), seed=0)
     names = [name for piece in pieces for name, _ in piece.named_parameters()]
     assert sorted(names) == sorted(one.traced.parameters)

@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
-from swarm.model.autodiff import gradients
-from swarm.model.graph import trace
-from swarm.model.pieces import cut
-from swarm.model.traced.capture import Untraceable
+from swarm.model.graph.capture import Untraceable
+from swarm.model.graph.remote_autodiff import gradients
+from swarm.model.graph.stage_module import cut
+from swarm.model.graph.trace import trace
 from tests.model import zoo
 from tests.model.parity import check_parity, compute, random_cuts, whole
 
@@ -112,7 +112,7 @@ def test_by_torch_fx_too_a_loss_may_have_weights(monkeypatch: pytest.MonkeyPatch
     def refuse(*_: object, **__: object) -> None:
         raise Untraceable("not this time")
 
-    monkeypatch.setattr("swarm.model.traced.capture._export", refuse)
+    monkeypatch.setattr("swarm.model.graph.capture._export", refuse)
     model, target = Net(lambda net, x: net.linear(x)), torch.ones(3, 2)
     traced = trace(model, (X,), loss=Scored(), loss_args=(target,))
     assert traced.by == "torch.fx" and "loss.score.weight" in traced.graph.parameters

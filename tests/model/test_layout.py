@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from swarm.errors import Refused
+from swarm.manifest import OptimizerSpec, Run, audit_run, demo_run
 from swarm.model.layout import empty_state, initial_state, named_weights
 from swarm.model.stage import StageCompute
-from swarm.run import OptimizerSpec, Run, counting_run, demo_run
 
 SMALL = replace(demo_run(stages=2), model=replace(demo_run(stages=2).model, layers=2, hidden=32, heads=2))
 
@@ -23,7 +23,7 @@ SMALL = replace(demo_run(stages=2), model=replace(demo_run(stages=2).model, laye
         replace(SMALL, dtype="float64", model=replace(SMALL.model, norm="layernorm", positions="learned")),
         replace(SMALL, optimizer=OptimizerSpec(name="sgd", lr=0.1)),
         replace(SMALL, optimizer=OptimizerSpec(name="sgd", lr=0.1, momentum=0.9)),
-        counting_run(stages=2),
+        audit_run(stages=2),
     ],
 )
 def test_the_empty_and_the_initial_state_are_like_the_real_one(run: Run) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from swarm.model.opgraph import DTYPE_BYTES, Value
+from swarm.model.graph.ir import DTYPE_BYTES, Value
 
 
 def test_bytes_are_those_of_torch() -> None:

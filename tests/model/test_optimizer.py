@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from swarm.errors import SetupError
+from swarm.manifest import OptimizerSpec
 from swarm.model.optimizer import FlatOptimizer
-from swarm.run import OptimizerSpec
 
 CPU = torch.device("cpu")
 NUMEL, DECAYED = 200_000, 150_001

@@ -10,9 +10,9 @@ import torch
 
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
-from swarm.model.crossings import gradient_metas, input_metas
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
+from swarm.model.stage_io import gradient_metas, input_metas
 from swarm.wire.codec import Encoded
 from tests.model.chain import Chain, batch_of, farthest, tiny_run, tokens_of
 

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.errors import SetupError
-from swarm.model.boundary import plan_stages
-from swarm.model.graph import trace
-from swarm.model.line import Facts, WireTerms
-from swarm.model.memory import Holding
-from swarm.model.moves import Moves
-from swarm.model.opgraph import OpGraph
-from swarm.model.split import Link, Place, SplitTerms, equal_flops, equal_layers, judge, split
+from swarm.model.graph.ir import OpGraph
+from swarm.model.graph.partition import plan_stages
+from swarm.model.graph.trace import trace
+from swarm.model.layout import Holding
+from swarm.partitioner.local_search import Moves
+from swarm.partitioner.search import Link, Place, SplitTerms, equal_flops, equal_layers, judge, split
+from swarm.partitioner.segments import Facts, WireTerms
 from tests.model import zoo
 from tests.model.graphs import Draft, device, random_graph
 
@@ -40,7 +40,7 @@ def all_cuts(graph: OpGraph, stages: int) -> Iterator[list[int]]:
 
 def best_of_all(graph: OpGraph, places: Sequence[Place], links: Sequence[Link]) -> tuple[float, float]:
     return min(
-        (found.period_s, found.way_s)
+        (found.period_s, found.latency_s)
         for found in (judge(graph, cut, places, links) for cut in all_cuts(graph, len(places)))
     )
 
@@ -68,7 +68,7 @@ def test_what_a_cut_costs_by_hand() -> None:
     assert found.forward_bytes == (40.0,) and found.backward_bytes == (40.0,)
     assert found.transfer_s == (1.0,)  # both directions at once
     assert found.period_s == 10.0 and found.limit == "stage 0"
-    assert found.way_s == pytest.approx(20.0 + 1.0 + 1.0 + 2 * 0.5)
+    assert found.latency_s == pytest.approx(20.0 + 1.0 + 1.0 + 2 * 0.5)
 
 
 def test_what_skips_a_stage_is_carried_over_each_boundary() -> None:
@@ -116,14 +116,14 @@ def test_weights_that_two_stages_read_are_kept_on_few() -> None:
     assert found.assignment == (0, 0, 0, 1, 1)  # (0, 0, 1, 1, 1) has the same period
     apart = judge(graph, (0, 0, 1, 1, 1), [Place(device=device())] * 2, [Link(bandwidth_bps=1e6)])
     together = judge(graph, (0, 0, 0, 1, 1), [Place(device=device())] * 2, [Link(bandwidth_bps=1e6)])
-    assert apart.way_s - together.way_s == pytest.approx(16 * 4 / 1e6)
+    assert apart.latency_s - together.latency_s == pytest.approx(16 * 4 / 1e6)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_cut_of_a_chain_is_the_best_there_is(seed: int) -> None:
     graph, places, links = drawn(seed, 8, chain=True)
     found = split(graph, places, links)
-    assert (found.period_s, found.way_s) == pytest.approx(best_of_all(graph, places, links), rel=1e-9)
+    assert (found.period_s, found.latency_s) == pytest.approx(best_of_all(graph, places, links), rel=1e-9)
 
 
 def test_cuts_of_other_graphs_are_the_best_or_nearly() -> None:
@@ -157,8 +157,8 @@ def test_the_fast_cost_of_a_cut_is_the_slow_one(seed: int) -> None:
         graph, Facts(graph), WireTerms(), np.outer(speeds, largest),
         [link.bandwidth_bps for link in links], [link.latency_s for link in links], 0.0,
     )  # fmt: skip
-    period_s, way_s, _ = moves.cost(np.array(cut.assignment))
-    assert (period_s, way_s) == pytest.approx((cut.period_s, cut.way_s))
+    period_s, latency_s, _ = moves.cost(np.array(cut.assignment))
+    assert (period_s, latency_s) == pytest.approx((cut.period_s, cut.latency_s))
 
 
 def test_a_slow_line_is_cut_at_where_little_crosses() -> None:
@@ -230,7 +230,7 @@ def test_what_cannot_be_cut_is_said() -> None:
 
 
 MODELS = {
-    "resnet": lambda: (zoo.ResNet((1, 2, 2, 1), width=4, classes=7), zoo.resnet101()[1]),
+    "resnet": zoo.resnet,
     "gpt2": zoo.gpt2,
     "unet": zoo.unet,
     "llama": zoo.llama,

@@ -10,16 +10,16 @@ import torch
 
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
+from swarm.manifest import BatchSpec, CustomModelSpec, DataSpec, OptimizerSpec, Run
 from swarm.model.evaluate import loss_of
+from swarm.model.full_model import FullModel
 from swarm.model.reference import SingleProcess
-from swarm.model.whole import Whole
-from swarm.run import BatchSpec, BroughtSpec, DataSpec, OptimizerSpec, Run
 from tests.model import zoo
 
 pytest.importorskip("transformers", reason="the extra [hf] is not installed")
 
 
-def run_of(model: BroughtSpec, data: DataSpec) -> Run:
+def run_of(model: CustomModelSpec, data: DataSpec) -> Run:
     return Run(
         name="brought",
         seed=3,
@@ -37,7 +37,7 @@ def gpt2(dropout: float) -> Run:
         "model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 256, "n_positions": 8,
         "resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout,
     }  # fmt: skip
-    model = BroughtSpec(kind="hf", config=json.dumps(config), stages=1, vocab_size=256)
+    model = CustomModelSpec(kind="hf", config=json.dumps(config), stages=1, vocab_size=256)
     return run_of(model, DataSpec(source="pydoc", sequence_length=8, tokens=1000))
 
 
@@ -52,16 +52,16 @@ def test_of_a_language_model_the_loss_is_the_trainings_without_its_dropout() -> 
     weights = single.named_weights()
     assert loss_of(run, weights)(ROWS) == pytest.approx(trained, rel=1e-12)
     tokens = torch.from_numpy(ROWS[:, :-1])
-    dropping = Whole(gpt2(0.5), weights).loss([tokens, tokens])
+    dropping = FullModel(gpt2(0.5), weights).loss([tokens, tokens])
     assert dropping == pytest.approx(trained, rel=1e-12), "dropout is off"
     assert loss_of(run, weights)(ROWS[:1]) != pytest.approx(trained, rel=1e-3), "any number of samples"
 
 
 def test_a_batch_norm_uses_its_statistics_so_no_sample_depends_on_its_neighbours() -> None:
-    model = BroughtSpec(kind="code", source="tests.model.zoo:resnet101", stages=1, vocab_size=7)
-    run = run_of(model, DataSpec(source="code", code="tests.model.zoo:resnet101", sequence_length=1))
+    model = CustomModelSpec(kind="code", source="tests.model.zoo:resnet", stages=1, vocab_size=7)
+    run = run_of(model, DataSpec(source="code", code="tests.model.zoo:resnet", sequence_length=1))
     torch.manual_seed(run.seed)
-    own = zoo.resnet101()[0].double()
+    own = zoo.resnet()[0].double()
     images = torch.randn(4, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     labels = torch.tensor([1, 2, 3, 4])
     with torch.no_grad():
@@ -78,6 +78,6 @@ def test_a_batch_norm_uses_its_statistics_so_no_sample_depends_on_its_neighbours
 def test_weights_of_another_model_are_refused() -> None:
     run = gpt2(0.0)
     with pytest.raises(SetupError, match="weights that this model does not have: head"):
-        Whole(run, {"head": torch.zeros(2)})
+        FullModel(run, {"head": torch.zeros(2)})
     with pytest.raises(SetupError, match=r"weights transformer.ln_f.bias have shape \[2\]; expected \[8\]"):
-        Whole(run, {"transformer.ln_f.bias": torch.zeros(2)})
+        FullModel(run, {"transformer.ln_f.bias": torch.zeros(2)})

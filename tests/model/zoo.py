@@ -202,19 +202,19 @@ class UNet(nn.Module):
 class EncoderDecoder(nn.Module):
     """Vaswani et al. 2017: every block of the decoder looks at the last of the encoder; two inputs."""
 
-    def __init__(self, vocab: int, hidden: int, layers: int, heads: int) -> None:
+    def __init__(self, vocab: int, hidden: int, encoders: int, decoders: int, heads: int) -> None:
         super().__init__()
         self.source, self.target = nn.Embedding(vocab, hidden), nn.Embedding(vocab, hidden)
         self.encoder = nn.ModuleList(
             [
                 nn.TransformerEncoderLayer(hidden, heads, 2 * hidden, 0.0, batch_first=True)
-                for _ in range(layers)
+                for _ in range(encoders)
             ]
         )
         self.decoder = nn.ModuleList(
             [
                 nn.TransformerDecoderLayer(hidden, heads, 2 * hidden, 0.0, batch_first=True)
-                for _ in range(layers)
+                for _ in range(decoders)
             ]
         )
         self.head = nn.Linear(hidden, vocab)
@@ -247,17 +247,22 @@ def resnet101() -> tuple[nn.Module, Sample]:
     return ResNet((3, 4, 23, 3), width=4, classes=7), (_normal(3, 3, 32, 32), _tokens(3, 1, 7, 1)[:, 0])
 
 
+def resnet() -> tuple[nn.Module, Sample]:
+    """The same four groups of blocks, six blocks in all."""
+    return ResNet((1, 2, 2, 1), width=4, classes=7), (_normal(3, 3, 32, 32), _tokens(3, 1, 7, 1)[:, 0])
+
+
 def gpt2(dropout: float = 0.0) -> tuple[nn.Module, Sample]:
-    """Four layers."""
-    model = Gpt2(vocab=41, context=16, hidden=24, layers=4, heads=3, dropout=dropout)
+    """Two layers."""
+    model = Gpt2(vocab=41, context=16, hidden=24, layers=2, heads=3, dropout=dropout)
     return model, (_tokens(3, 10, 41, 1), _tokens(3, 10, 41, 2))
 
 
 def llama() -> tuple[nn.Module, Sample]:
-    """Four layers, two groups of two heads."""
+    """Two layers, two groups of two heads."""
     padding = torch.zeros((3, 10), dtype=torch.bool)
     padding[1, 7:] = True
-    model = Llama(vocab=41, hidden=32, layers=4, heads=4, groups=2)
+    model = Llama(vocab=41, hidden=32, layers=2, heads=4, groups=2)
     return model, (_tokens(3, 10, 41, 1), padding, _tokens(3, 10, 41, 2))
 
 
@@ -267,14 +272,19 @@ def unet() -> tuple[nn.Module, Sample]:
 
 
 def encoder_decoder() -> tuple[nn.Module, Sample]:
-    """Two layers each."""
+    """One layer, and two that look at it."""
     source = _tokens(3, 12, 41, 1)
     source[0, 9:] = 0
-    return EncoderDecoder(41, 16, 2, 2), (source, _tokens(3, 8, 41, 2), _tokens(3, 8, 41, 3))
+    return EncoderDecoder(41, 16, encoders=1, decoders=2, heads=2), (
+        source,
+        _tokens(3, 8, 41, 2),
+        _tokens(3, 8, 41, 3),
+    )
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "resnet101": resnet101,
+    "resnet": resnet,
     "gpt2": gpt2,
     "llama": llama,
     "unet": unet,

@@ -1,4 +1,8 @@
-"""The network is tested on both event loops: programs use uvloop where it is installed, asyncio elsewhere."""
+"""Event loops of the network's tests.
+
+Programs use uvloop where it is installed, asyncio elsewhere. What handles sockets is tested on both; what
+starts p2pd, which takes its time, on uvloop, and a few of them (`both_loops`) on both.
+"""
 
 from __future__ import annotations
 
@@ -12,4 +16,7 @@ import uvloop
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    factories = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    if item.get_closest_marker("net") is not None and item.get_closest_marker("both_loops") is None:
+        del factories["asyncio"]
+    return factories

@@ -15,56 +15,50 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import hivemind.dht.protocol as protocol_module
 import hivemind.utils.timed_storage as timed_storage
 
-from peers.net import directory as directory_module
-from peers.net import holder as holder_module
+from peers.net import dht_protocol
 from peers.net._hivemind import P2PContext, PeerID
-from peers.net.control import ControlError
 from peers.net.directory import NetDirectory
 from peers.net.identity import Identity
+from peers.net.p2pd_control import ControlError
+from peers.sim.loop import VirtualLoop
 from swarm.ids import PeerId
 
-BEGAN_S = 1.7e9
-"""Unix time at which virtual time begins."""
+_wrong_clock: contextvars.ContextVar[Clock | None] = contextvars.ContextVar("wrong_clock", default=None)
+"""Of the node that is at work."""
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Instead of waiting it moves its clock."""
+@dataclass
+class Clock:
+    """How far the clock of one machine is ahead of the others'."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.now_s = 0.0
-        select = self._selector.select  # type: ignore[attr-defined]
+    ahead_s: float = 0.0
 
-        def hurried(timeout_s: float | None = None) -> Any:
-            self.now_s += timeout_s or 0.0
-            return select(0)
 
-        self._selector.select = hurried  # type: ignore[attr-defined]
+class MachinesLoop(VirtualLoop):
+    """Virtual time on machines whose clocks differ."""
 
-    def time(self) -> float:
-        return self.now_s
+    def unix_s(self) -> float:
+        wrong = _wrong_clock.get()
+        return super().unix_s() + (wrong.ahead_s if wrong is not None else 0.0)
 
 
 @contextlib.contextmanager
-def virtual_time() -> Iterator[VirtualLoop]:
+def virtual_time() -> Iterator[MachinesLoop]:
     """A loop whose clock is that of the directory, of its protocol and of hivemind's storage as well."""
-    loop = VirtualLoop()
-    clock = SimpleNamespace(monotonic=lambda: loop.now_s, time=lambda: BEGAN_S + loop.now_s)
+    loop = MachinesLoop()
     with contextlib.ExitStack() as patches:
-        for module in (directory_module, holder_module):
-            patches.enter_context(patch.object(module, "time", clock))
-        for module in (timed_storage, protocol_module):
-            patches.enter_context(patch.object(module, "get_dht_time", clock.time))
+        for module in (timed_storage, protocol_module, dht_protocol):
+            patches.enter_context(patch.object(module, "get_dht_time", loop.unix_s))
         try:
             yield loop
         finally:
@@ -89,7 +83,11 @@ class MemoryP2P:
             raise ControlError("cannot be reached")
         await asyncio.sleep(0)
         context = P2PContext(handle_name=name, local_id=peer, remote_id=self.peer_id)
-        answer = await other.p2p.handlers[name](question, context)
+        mine = _wrong_clock.set(other.clock)
+        try:
+            answer = await other.p2p.handlers[name](question, context)
+        finally:
+            _wrong_clock.reset(mine)
         method = name.rpartition(".")[2]
         self._dht.calls[method] += 1
         self._dht.bytes[method] += question.ByteSize() + answer.ByteSize()
@@ -108,6 +106,7 @@ class MemoryNode:
     identity: Identity
     p2p: MemoryP2P
     directory: NetDirectory
+    clock: Clock
 
     @property
     def peer_id(self) -> PeerId:
@@ -124,16 +123,22 @@ class MemoryDht:
         self.bytes: Counter[str] = Counter()
 
     async def add(
-        self, number: int, *, run_id: str, join: MemoryNode | None = None, **options: Any
-    ) -> MemoryNode:
-        """A node of its own number, joined at another one."""
+        self, number: int, *, run_id: str, join: MemoryNode | Sequence[MemoryNode] = (), ahead_s: float = 0.0,
+        **options: Any,
+    ) -> MemoryNode:  # fmt: skip
+        """A node of its own number, joined at others, on a machine whose clock is that far ahead."""
         identity = Identity(number.to_bytes(32, "big"))
         p2p = MemoryP2P(self, identity.peer_id)
-        addresses = [f"/ip4/127.0.0.1/tcp/1/p2p/{join.peer_id}"] if join is not None else []
+        joined = [join] if isinstance(join, MemoryNode) else join
+        addresses = [f"/ip4/127.0.0.1/tcp/1/p2p/{other.peer_id}" for other in joined]
         control: Any = p2p
         directory = NetDirectory(control, control, identity, run_id, join=addresses, **options)
-        node = self.nodes[identity.peer_id] = MemoryNode(identity, p2p, directory)
-        await directory.start()
+        node = self.nodes[identity.peer_id] = MemoryNode(identity, p2p, directory, Clock(ahead_s))
+        mine = _wrong_clock.set(node.clock)
+        try:
+            await directory.start()
+        finally:
+            _wrong_clock.reset(mine)
         return node
 
     async def __aenter__(self) -> MemoryDht:

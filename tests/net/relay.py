@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from peers.net._hivemind import PeerID, p2pd_pb2
-from peers.net.control import ControlError
+from peers.net.connection_state import pack_varint
 from peers.net.identity import Identity
-from peers.net.links import pack_varint
+from peers.net.p2pd_control import ControlError
 from peers.net.transport import NetTransport
 from swarm.ids import PeerId
 from swarm.wire import frames
@@ -111,7 +111,7 @@ class Relay:
 
 
 class _Control:
-    """What a transport uses of `peers.net.control.DaemonControl`."""
+    """What a transport uses of `peers.net.p2pd_control.DaemonControl`."""
 
     def __init__(self, relay: Relay, peer: PeerId) -> None:
         self._relay, self._peer = relay, peer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from peers.net import daemon as daemon_module
-from peers.net.daemon import Daemon, DaemonOptions, probe_p2pd, split_peer_id, to_multiaddr
+from peers.net import p2pd as daemon_module
+from peers.net.p2pd import Daemon, DaemonOptions, probe_p2pd, split_peer_id, to_multiaddr
 from swarm.errors import SetupError
 
 pytestmark = pytest.mark.net
@@ -44,7 +43,7 @@ import signal, sys, time
 # Whoever runs the tests in the background, or under nohup, has them ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-from peers.net.daemon import Daemon, DaemonOptions
+from peers.net.p2pd import Daemon, DaemonOptions
 daemon = Daemon.spawn(DaemonOptions())
 daemon.wait_ready()
 print(daemon.pid, daemon._process.pid, daemon.directory, flush=True)
@@ -158,17 +157,21 @@ def test_a_daemon_that_was_never_waited_for_closes_as_well() -> None:
     assert not daemon.directory.exists()
 
 
-def test_a_port_in_use_is_named() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        ok, text = probe_p2pd("127.0.0.1", port)
-    assert not ok
-    assert text == (
-        f"port {port} is already in use on 127.0.0.1: "
-        "stop the program that uses it, or choose another port (0 picks a free one)"
-    )
+def test_a_port_in_use_is_named_also_when_another_p2pd_would_share_it() -> None:
+    first = Daemon.spawn(DaemonOptions())
+    try:
+        first.wait_ready()
+        port = int(first.addresses[0].split("/tcp/")[1])
+        for host in ("127.0.0.1", "0.0.0.0"):
+            ok, text = probe_p2pd(host, port)
+            assert not ok
+            assert text == (
+                f"port {port} is already in use on {host}: stop the program that uses it, or "
+                "choose another one with --port (--port 0 picks a free one)"
+            )
+    finally:
+        first.close_now()
+    assert probe_p2pd("127.0.0.1", port)[0]
 
 
 def test_an_address_of_another_machine_is_named() -> None:

@@ -13,14 +13,16 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from peers.net import envelopes, holder, shards
+from peers.net import dht_protocol as holder
+from peers.net import sharding as shards
+from peers.net import signed_records as envelopes
 from peers.net._hivemind import DHTID, PeerID
-from peers.net.holder import Entry, HolderProtocol
+from peers.net.dht_protocol import Entry, RecordProtocol
 from peers.net.identity import Identity
+from peers.net.lookup import Allowance
 from peers.net.node import Node
-from peers.net.survey import Allowance
+from swarm.manifest import example_run
 from swarm.records import PeerRecord
-from swarm.run import example_run
 
 pytestmark = pytest.mark.net
 
@@ -48,7 +50,7 @@ def crowd() -> dict[str, dict[str, Entry]]:
 
 def give(node: Node) -> None:
     """As if the crowd had stored its records there."""
-    storage = node.directory._node.protocol.storage  # type: ignore[union-attr]
+    storage = node.directory.storage.node.protocol.storage  # type: ignore[union-attr]
     for key, entries in crowd().items():
         for entry in entries.values():
             storage.store(DHTID.generate(source=key), entry.value, entry.expires, subkey=entry.subkey)
@@ -82,13 +84,13 @@ async def test_a_peer_reads_the_stages_that_it_works_with_and_the_rest_slowly(
     stack: contextlib.AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One of a thousand nodes is near few keys; one of two would be given all of them to keep.
-    monkeypatch.setattr(HolderProtocol, "_hand_on", lambda *_: None)
+    monkeypatch.setattr(RecordProtocol, "_hand_on", lambda *_: None)
     first = await start(stack, run_id=None)
     give(first)
     peer = await start(stack, first, refresh_s=60.0)
     directory = peer.directory
-    directory._stages = STAGES
-    directory._far = Allowance(20e3, 20e3)
+    directory.reader.stages = STAGES
+    directory.reader.far = Allowance(20e3, 20e3)
     directory.watch({2, 3, 4})
     await directory.refresh()
     assert LEVEL == 1, "a stage lies under several keys"
@@ -98,28 +100,28 @@ async def test_a_peer_reads_the_stages_that_it_works_with_and_the_rest_slowly(
     # The others come in within their allowance: so much a second, and what was saved up.
     began = time.monotonic()
     while time.monotonic() - began < 2.0:
-        await directory._read_some()
+        await directory.reader.read_some()
     far = sum(per_stage(peer).values()) - 3 * EACH
     size = len(next(iter(next(iter(crowd().values())).values())).value)
     assert 0 < far * size <= 20e3 * (time.monotonic() - began + 1)
     assert directory.lag_s > 2.0
 
     # What is known is not read again: a refresh of three stages costs their fingerprints.
-    before = directory.read_bytes
+    before = directory.reader.read_bytes
     await directory.refresh()
-    assert directory.read_bytes - before <= 3 * EACH * 8 + 10_000
+    assert directory.reader.read_bytes - before <= 3 * EACH * 8 + 10_000
 
     # With a larger allowance the picture is whole, and says so.
-    directory._far = Allowance(1e7, 1e7)
+    directory.reader.far = Allowance(1e7, 1e7)
     for _ in range(20):
-        await directory._read_some()
+        await directory.reader.read_some()
     assert sum(per_stage(peer).values()) == STAGES * EACH
     assert directory.lag_s < 60.0
 
-    directory._near = directory._far = Allowance(0.0, 0.0)
-    before = directory.read_bytes
-    await directory._read_some()
-    assert directory.read_bytes == before, "nothing is asked for that may not be answered"
+    directory.reader.near = directory.reader.far = Allowance(0.0, 0.0)
+    before = directory.reader.read_bytes
+    await directory.reader.read_some()
+    assert directory.reader.read_bytes == before, "nothing is asked for that may not be answered"
 
 
 async def test_a_flood_of_made_up_peers_hides_nobody_who_speaks_for_itself(
@@ -135,7 +137,7 @@ async def test_a_flood_of_made_up_peers_hides_nobody_who_speaks_for_itself(
         me = Identity((10**6 + number).to_bytes(32, "big"))
         record = PeerRecord(peer=me.peer_id, run=RUN, stage=3, state="serving", version=0)
         expires = time.time() + 500.0
-        answer = await flooding.directory._node.protocol.call_store(  # type: ignore[union-attr]
+        answer = await flooding.directory.storage.node.protocol.call_store(  # type: ignore[union-attr]
             peer_id, [DHTID.generate(source=key)], [envelopes.seal_record(record, expires, me)], expires,
             subkeys=[me.peer_id],
         )  # fmt: skip
@@ -147,7 +149,7 @@ async def test_a_flood_of_made_up_peers_hides_nobody_who_speaks_for_itself(
     mine = PeerRecord(peer=honest.peer_id, run=RUN, stage=3, state="serving", version=7)
     await honest.directory.announce(mine)
     await until(lambda: looking.directory.find(honest.peer_id) == mine)
-    told = first.directory._node.protocol.entries(DHTID.generate(source=key))  # type: ignore[union-attr]
+    told = first.directory.storage.node.protocol.entries(DHTID.generate(source=key))  # type: ignore[union-attr]
     assert told[0].subkey == honest.peer_id and len(told) == 100
 
 
@@ -155,7 +157,7 @@ async def test_a_survey_reads_everything_at_once(stack: contextlib.AsyncExitStac
     first = await start(stack, run_id=None)
     give(first)
     looking = await start(stack, first)
-    looking.directory._stages = STAGES
+    looking.directory.reader.stages = STAGES
     looking.directory.watch({0})
     records = await looking.directory.survey()
     assert Counter(record.stage for record in records) == dict.fromkeys(range(STAGES), EACH)
@@ -167,29 +169,29 @@ async def test_a_newcomer_to_a_large_stage_is_seen_at_once_and_one_that_moves_aw
 ) -> None:
     first = await start(stack, run_id=None)
     give(first)
-    mate, newcomer = await start(stack, first), await start(stack, first)
-    for node in (mate, newcomer):
-        node.directory._stages = STAGES
+    replica, newcomer = await start(stack, first), await start(stack, first)
+    for node in (replica, newcomer):
+        node.directory.reader.stages = STAGES
         node.directory.watch({2, 3, 4})
         await node.directory.refresh()
     mine = PeerRecord(peer=newcomer.peer_id, run=RUN, stage=3, state="serving", version=7)
     await newcomer.directory.announce(mine)
-    assert newcomer.directory._level == LEVEL, "spread as its mates are"
-    await until(lambda: mate.directory.find(newcomer.peer_id) == mine)
-    assert mine in mate.directory.at(3)
+    assert newcomer.directory._level == LEVEL, "spread as its replicas are"
+    await until(lambda: replica.directory.find(newcomer.peer_id) == mine)
+    assert mine in replica.directory.at(3)
     moved = msgspec.structs.replace(mine, stage=0)
     await newcomer.directory.announce(moved)
     # Nobody here reads stage 0 often; but it is not of stage 3 any more.
     await until(
-        lambda: not [r for r in mate.directory.at(3) if r.peer == newcomer.peer_id and r.state != "left"]
+        lambda: not [r for r in replica.directory.at(3) if r.peer == newcomer.peer_id and r.state != "left"]
     )
     home = DHTID.generate(source=envelopes.record_keys(mine, LEVEL)[0])
-    (told,) = [e for e in first.directory._node.protocol.entries(home) if e.subkey == newcomer.peer_id]  # type: ignore[union-attr]
+    (told,) = [e for e in first.directory.storage.node.protocol.entries(home) if e.subkey == newcomer.peer_id]  # type: ignore[union-attr]
     assert envelopes.open_record(told.value, told.subkey, told.expires).record.state == "left", (
         "told where it was"
     )
-    await mate.directory.refresh({0})
-    assert mate.directory.find(newcomer.peer_id) == moved
+    await replica.directory.refresh({0})
+    assert replica.directory.find(newcomer.peer_id) == moved
 
 
 async def test_a_node_that_joins_is_given_what_it_should_hold_in_pieces(
@@ -199,7 +201,7 @@ async def test_a_node_that_joins_is_given_what_it_should_hold_in_pieces(
     first = await start(stack, run_id=None)
     give(first)
     second = await start(stack, first, run_id=None)
-    held = second.directory._node.protocol  # type: ignore[union-attr]
+    held = second.directory.storage.node.protocol  # type: ignore[union-attr]
     whole = sum(map(len, crowd().values()))
     await until(lambda: sum(len(held.entries(key)) for key in list(held.storage.data)) == whole)  # type: ignore[attr-defined]
     assert not second.directory.check.rejected

@@ -13,11 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.net import envelopes, shards
+from peers.net import sharding as shards
+from peers.net import signed_records as envelopes
 from peers.net.identity import Identity
 from swarm.errors import Refused, SetupError
+from swarm.manifest import Run, example_run
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.run import Run, example_run
+from swarm.wire.version import PROTOCOL_VERSION
 
 ME, OTHER = Identity(bytes(32)), Identity(bytes(31) + b"\1")
 EXPIRES = 2_000_000_000.25
@@ -37,7 +39,8 @@ def signed(
 ) -> bytes:
     """An envelope that nobody checked before signing."""
     packed = record if isinstance(record, bytes) else envelopes._pack(record, level)
-    return msgspec.msgpack.encode([packed, expires, by.sign(envelopes._to_sign(run, expires, packed))])
+    signature = by.sign(envelopes._to_sign(run, expires, packed))
+    return msgspec.msgpack.encode([packed, expires, signature, PROTOCOL_VERSION])
 
 
 def test_a_record_comes_out_as_it_was_sealed() -> None:
@@ -79,6 +82,16 @@ def test_a_record_of_a_later_version_with_more_fields_is_read() -> None:
     fields = [*msgspec.msgpack.decode(envelopes._pack(record(), 0)), "blue"]
     later = signed(msgspec.msgpack.encode(fields))
     assert envelopes.open_record(later, ME.peer_id, EXPIRES).record == record()
+
+
+def test_a_record_of_another_version_of_the_protocol_is_refused_whatever_is_in_it() -> None:
+    for fields, spoken in (((b"new", EXPIRES, bytes(64), 2), 2), ((b"old", EXPIRES, bytes(64)), 0)):
+        with pytest.raises(Refused) as refusal:
+            envelopes.open_record(msgspec.msgpack.encode(fields), ME.peer_id, EXPIRES)
+        assert refusal.value.text == (
+            f"the peer of a record speaks version {spoken} of the swarm's protocol, "
+            "this one version 1: update the older program"
+        )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import asyncio
 import functools
 import time
 from collections.abc import Mapping
-from types import SimpleNamespace
 
 import pytest
 from hivemind.dht.routing import RoutingTable
@@ -16,9 +15,11 @@ from hivemind.dht.storage import DHTLocalStorage
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.net import envelopes, holder, shards
+from peers.net import dht_protocol as holder
+from peers.net import sharding as shards
+from peers.net import signed_records as envelopes
 from peers.net._hivemind import DHTID, P2PContext, PeerID, dht_pb2
-from peers.net.holder import Entry, Found, HolderProtocol, RecordCheck, answer, ask, read_question
+from peers.net.dht_protocol import Entry, Found, RecordCheck, RecordProtocol, answer, ask, read_question
 from peers.net.identity import Identity
 from swarm.errors import Refused
 from swarm.records import PeerRecord
@@ -115,9 +116,9 @@ def test_a_question_beyond_its_bounds_is_refused(data: bytes) -> None:
 # -- keeping -----------------------------------------------------------------------------------------------
 
 
-def node(check: RecordCheck | None = None) -> HolderProtocol:
+def node(check: RecordCheck | None = None) -> RecordProtocol:
     """A protocol that is asked by calling it."""
-    protocol = HolderProtocol(_initialized_with_create=True)
+    protocol = RecordProtocol(_initialized_with_create=True)
     protocol.storage, protocol.node_info = DHTLocalStorage(), dht_pb2.NodeInfo()
     protocol.record_validator = check or RecordCheck()
     return protocol
@@ -128,7 +129,7 @@ def context(sender: int) -> P2PContext:
     return P2PContext(handle_name="", local_id=peer, remote_id=peer)
 
 
-async def store(at: HolderProtocol, *entries: Entry, sender: int, key: str = STAGE_0) -> list[bool]:
+async def store(at: RecordProtocol, *entries: Entry, sender: int, key: str = STAGE_0) -> list[bool]:
     request = dht_pb2.StoreRequest(
         keys=[DHTID.generate(source=key).to_bytes()] * len(entries),
         subkeys=[at.serializer.dumps(one.subkey) for one in entries],
@@ -139,7 +140,7 @@ async def store(at: HolderProtocol, *entries: Entry, sender: int, key: str = STA
     return list((await at.rpc_store(request, context(sender))).store_ok)
 
 
-def kept(at: HolderProtocol, key: str = STAGE_0) -> list[str]:
+def kept(at: RecordProtocol, key: str = STAGE_0) -> list[str]:
     return [one.subkey for one in at.entries(DHTID.generate(source=key))]
 
 
@@ -163,8 +164,7 @@ async def test_of_a_flood_through_one_node_no_record_keeps_out_who_speaks_for_it
 async def test_what_has_expired_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     at = node()
     assert await store(at, entry(1), entry(2, 0, 5.0), sender=99) == [True, True]
-    clock = SimpleNamespace(time=lambda: soon() + 1.0, monotonic=time.monotonic)
-    monkeypatch.setattr(holder, "time", clock)
+    monkeypatch.setattr(holder, "unix_s", lambda: soon() + 1.0)
     assert kept(at) == [entry(2, 0, 5.0).subkey]
 
 

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import pytest
 
+from peers.net import nat as reach_module
 from peers.net import node as node_module
-from peers.net import reach as reach_module
-from peers.net.daemon import DaemonOptions
+from peers.net.nat import settled
 from peers.net.node import Node
-from peers.net.reach import settled
+from peers.net.p2pd import DaemonOptions
 from peers.ports import Answer, Request
 from scripts.bench.netlab import Lab, Link, Nat, why_not
 from swarm.errors import PeerFault, SetupError
@@ -223,7 +223,7 @@ def test_a_relay_that_lets_nobody_in_keeps_nobody_from_the_others(monkeypatch: p
 
 
 async def met(node: Node, other: Node) -> bool:
-    return any(other.peer_id in address for address in node.directory.met_addresses())
+    return any(other.peer_id in address for address in node.directory.storage.met_addresses())
 
 
 async def announced(node: Node) -> None:

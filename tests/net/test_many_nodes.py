@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from peers.net import shards
+from peers.net import sharding as shards
 from peers.net._hivemind import DHTNode
 from peers.net.directory import NetDirectory
 from swarm.records import PeerRecord
@@ -24,7 +24,7 @@ async def joined(dht: MemoryDht, count: int, stages: int) -> list[MemoryNode]:
     nodes = [first, *[await dht.add(number, run_id=RUN, join=first) for number in range(1, count)]]
     for number, node in enumerate(nodes):
         stage = number % stages
-        node.directory._stages = stages
+        node.directory.reader.stages = stages
         node.directory.watch({near for near in (stage - 1, stage, stage + 1) if 0 <= near < stages})
         await node.directory.announce(record(node, stage))
     return nodes
@@ -56,7 +56,7 @@ def test_everybody_finds_its_stages_at_the_nodes_near_their_keys(monkeypatch: py
                     assert counts(node.directory) == dict.fromkeys(range(4), 5)
                     assert node.directory._level == 1
                     assert node.directory.lag_s < 20.0
-                tables = [node.directory._node.protocol.routing_table for node in nodes]  # type: ignore[union-attr]
+                tables = [node.directory.storage.node.protocol.routing_table for node in nodes]  # type: ignore[union-attr]
                 known = [len(table.get_nearest_neighbors(table.node_id, 99)) for table in tables]
                 assert min(known) < len(nodes) - 5, "routing tables alone would not do"
                 # Steady work: questions are few, and what comes is what was renewed.
@@ -87,14 +87,14 @@ def test_in_a_run_of_thousands_records_live_longer_and_what_is_far_is_read_in_tu
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Sixteen nodes that take themselves for four thousand: all times are twenty times as long."""
-    monkeypatch.setattr("peers.net.survey.USUAL", 0.5)
+    monkeypatch.setattr("peers.net.lookup.USUAL", 0.5)
     with virtual_time() as loop:
 
         async def run() -> None:
             async with MemoryDht() as dht:
                 nodes = await joined(dht, 16, 8)
                 await asyncio.sleep(200.0)
-                stretches = {node.directory._stretch for node in nodes}
+                stretches = {node.directory.reader.stretch for node in nodes}
                 assert stretches == {20.0}
                 for node in nodes:
                     assert counts(node.directory) == dict.fromkeys(range(8), 2)
@@ -107,6 +107,6 @@ def test_in_a_run_of_thousands_records_live_longer_and_what_is_far_is_read_in_tu
                 await asyncio.sleep(15.0)
                 for number, node in enumerate(nodes):
                     if number % 8 in (4, 5, 6):
-                        assert node.directory.find(newcomer.peer_id) is not None, "its mates see it soon"
+                        assert node.directory.find(newcomer.peer_id) is not None, "its replicas see it soon"
 
         loop.run_until_complete(run())

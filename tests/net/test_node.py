@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
+import resource
 import signal
 import socket
 import subprocess
@@ -20,21 +22,25 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from peers.net import control as control_module
+from peers.net import dht_protocol as holder
 from peers.net import directory as directory_module
-from peers.net import envelopes, holder, shards
+from peers.net import nat as reach_module
 from peers.net import node as node_module
-from peers.net import reach as reach_module
+from peers.net import p2pd_control as control_module
+from peers.net import sharding as shards
+from peers.net import signed_records as envelopes
 from peers.net._hivemind import DHTID, DHTNode, PeerID
-from peers.net.control import AttachedP2P, ControlError
-from peers.net.daemon import Daemon, DaemonOptions
+from peers.net.connection_state import LinkTimings
 from peers.net.identity import Identity
 from peers.net.node import LONGEST_PAUSE_S, STABLE_S, Deaths, Node, own_address
-from peers.net.table import Table
+from peers.net.p2pd import Daemon, DaemonOptions
+from peers.net.p2pd_control import AttachedP2P, ControlError
+from peers.net.record_table import Table
 from peers.ports import Answer, Request
-from swarm.errors import PeerGone, PeerSilent, Refused, SetupError
+from swarm.errors import OtherVersion, PeerGone, PeerSilent, Refused, SetupError
+from swarm.manifest import example_run
 from swarm.records import PeerRecord
-from swarm.run import example_run
+from swarm.wire.version import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.net
 
@@ -81,7 +87,7 @@ def watching(node: Node) -> Node:
 def forget(node: Node) -> None:
     """It knows no record but its own."""
     directory = node.directory
-    directory._table = Table(node.peer_id)
+    directory._table = directory.reader._table = Table(node.peer_id)
     directory._set_own(directory._own)
 
 
@@ -92,6 +98,7 @@ async def echo(request: Request) -> Answer:
 # -- life --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.both_loops
 async def test_peers_find_and_call_each_other_and_see_one_leave(stack: contextlib.AsyncExitStack) -> None:
     first = await start(stack, run_id=None)
     nodes = await asyncio.gather(*(start(stack, first) for _ in range(3)))
@@ -193,6 +200,7 @@ async def test_a_peer_that_is_killed_is_gone_at_once(stack: contextlib.AsyncExit
         await other.peer_count()
 
 
+@pytest.mark.both_loops
 async def test_a_p2pd_that_died_is_replaced_and_its_peer_is_found_as_before(
     stack: contextlib.AsyncExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -213,6 +221,30 @@ async def test_a_p2pd_that_died_is_replaced_and_its_peer_is_found_as_before(
     assert (await other.transport.call(other.peer_id, "echo", b"")).header.decode() == other.peer_id
 
 
+async def test_our_own_lack_of_file_descriptors_is_not_laid_on_p2pd() -> None:
+    words = r"this process has no free file descriptors \(3 are allowed\): raise the limit \(ulimit -n\)"
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with pytest.raises(SetupError) as end:
+        async with Node(revivals=2) as node:
+            assert node.p2pd_pid is not None
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+            try:
+                with pytest.raises(ControlError, match=f"^{words}$"):
+                    await node.control.identify()
+                for _ in range(2 * node_module.MAX_UNANSWERED):
+                    await node._probe_once()
+                assert node.alive, "p2pd is not killed for what we are short of"
+                os.kill(node.p2pd_pid, signal.SIGKILL)
+                await asyncio.sleep(30.0)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert re.fullmatch(
+        "p2pd, which connects this process to the others, could not be started again: "
+        f"{words}\\. Mend that, and start this program again",
+        end.value.text,
+    )
+
+
 async def test_a_p2pd_that_cannot_be_replaced_is_reported(
     stack: contextlib.AsyncExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -222,7 +254,7 @@ async def test_a_p2pd_that_cannot_be_replaced_is_reported(
     def refuse() -> Path:
         raise SetupError("hivemind was removed")
 
-    monkeypatch.setattr("peers.net.daemon.p2pd_path", refuse)
+    monkeypatch.setattr("peers.net.p2pd.p2pd_path", refuse)
     os.kill(node.p2pd_pid, signal.SIGKILL)
     await until(lambda: deaths == [1])
     assert "p2pd could not be started again: hivemind was removed" in caplog.text
@@ -238,7 +270,7 @@ async def test_who_entered_a_node_whose_p2pd_cannot_be_replaced_leaves_it_with_t
 
     with pytest.raises(SetupError) as caught:
         async with Node(run_id=RUN, revivals=3) as node:
-            monkeypatch.setattr("peers.net.daemon.p2pd_path", refuse)
+            monkeypatch.setattr("peers.net.p2pd.p2pd_path", refuse)
             os.kill(node.p2pd_pid, signal.SIGKILL)
             await asyncio.get_running_loop().create_future()
     assert caught.value.text.startswith("p2pd, which connects this process to the others, could not be")
@@ -515,13 +547,13 @@ async def test_a_fresh_nodes_first_look_does_not_depend_on_one_holder_that_misse
     other = await start(stack, first)
     await other.directory.announce(record(other))
     for _ in range(8):  # each asks in an order of its own
-        first.directory._node.protocol.storage.clear()  # as if it had been away when it was stored
+        first.directory.storage.node.protocol.storage.clear()  # as if it had been away when it was stored
         daemon = Daemon.spawn(DaemonOptions())
         async with Node(run_id=RUN, join=[other.addresses[0]], daemon=daemon, refresh_s=60.0) as fresh:
             watching(fresh)
             await until(lambda node=fresh: node.directory.neighbours == 2)
             forget(fresh)
-            fresh.directory._refreshed = False
+            fresh.directory.reader.refreshed = False
             assert [r.peer for r in await fresh.directory.refresh()] == [other.peer_id]
 
 
@@ -582,15 +614,15 @@ async def test_two_halves_that_forgot_each_other_become_one_network_again(
     for half, others in (halves, halves[::-1]):
         gone = {node.peer_id for node in others}
         for node in half:
-            table = node.directory._node.protocol.routing_table
+            table = node.directory.storage.node.protocol.routing_table
             for uid in [uid for uid, peer in table.uid_to_peer_id.items() if str(peer) in gone]:
                 del table[uid]
             forget(node)
-            node.directory._node.protocol.storage.clear()
+            node.directory.storage.node.protocol.storage.clear()
     ids = {node.peer_id for node in nodes}
     await until(lambda: all({r.peer for r in node.directory.peers()} == ids for node in nodes))
     for node in nodes:
-        known = {str(peer) for peer in node.directory._node.protocol.routing_table.peer_id_to_uid}
+        known = {str(peer) for peer in node.directory.storage.node.protocol.routing_table.peer_id_to_uid}
         assert known >= ids - {node.peer_id}
 
 
@@ -624,7 +656,7 @@ async def test_a_node_that_lost_everybody_it_could_join_at_finds_those_it_met(
     os.kill(dead, signal.SIGKILL)
     # As after a long cut: the record is over, and the routing table is empty.
     await until(lambda: two.alive and two.directory.online and two.p2pd_pid != dead)
-    table = two.directory._node.protocol.routing_table
+    table = two.directory.storage.node.protocol.routing_table
     for uid in list(table.uid_to_peer_id):
         del table[uid]
     forget(two)
@@ -632,7 +664,7 @@ async def test_a_node_that_lost_everybody_it_could_join_at_finds_those_it_met(
 
 
 async def test_a_peer_whose_p2pd_is_stopped_is_silent(stack: contextlib.AsyncExitStack) -> None:
-    first = await start(stack, silence_s=1.5)
+    first = await start(stack, timings=LinkTimings(silence_s=1.5))
     other = await start(stack, first)
     other.transport.serve("echo", echo, max_body_bytes=64 * MIB)
     first.transport.learn(other.peer_id, other.addresses)
@@ -703,12 +735,18 @@ async def test_a_peer_that_speaks_no_dht_is_not_joined(stack: contextlib.AsyncEx
     daemon.close_now()
 
 
-def test_a_wrong_clock_is_explained() -> None:
-    text = "local time must be within 3 seconds  of others(local: 1.0, peer: 9.0)"
-    assert directory_module._explain_validation(text) == (
-        f"this machine's clock is wrong, or that of the peer to join at is ({text}): set it (NTP)"
+async def test_a_swarm_of_another_version_is_not_joined(stack: contextlib.AsyncExitStack) -> None:
+    async def of_later(request: Request) -> Answer:
+        raise OtherVersion("update", version=7)
+
+    first = await start(stack)
+    first.transport.serve(node_module.VERSION_METHOD, of_later)
+    with pytest.raises(SetupError) as refusal:
+        await start(stack, join=[first.addresses[0]])
+    assert refusal.value.text == (
+        "this program speaks version 1 of the swarm's protocol, the swarm that it joins version 7: "
+        "update the older program"
     )
-    assert directory_module._explain_validation("something") == "cannot join: something"
 
 
 # -- strangers in the DHT ----------------------------------------------------------------------------------
@@ -776,7 +814,7 @@ async def test_the_records_are_the_same_object_until_one_changes_or_runs_out(
     await second.directory.withdraw()
     assert [r.peer for r in second.directory.peers()] == [first.peer_id]
     later = time.time() + 3600.0
-    monkeypatch.setattr("peers.net.directory.time.time", lambda: later)
+    monkeypatch.setattr("peers.net.directory.unix_s", lambda: later)
     assert second.directory.peers() == []
 
 
@@ -787,7 +825,7 @@ async def test_a_strangers_records_are_not_stored(stack: contextlib.AsyncExitSta
     own = PeerRecord(peer=me.peer_id, run=RUN, stage=0, state="serving", version=0)
     about_victim = record(victim)
     forged = msgspec.msgpack.encode(
-        [envelopes._pack(about_victim, 0), soon, me.sign(b"not what it should be")]
+        [envelopes._pack(about_victim, 0), soon, me.sign(b"not what it should be"), PROTOCOL_VERSION]
     )
     good = envelopes.seal_record(own, soon, me)
     wrong: list[tuple[str, str, object, bytes, float]] = [
@@ -807,7 +845,7 @@ async def test_a_strangers_records_are_not_stored(stack: contextlib.AsyncExitSta
         before = sum(count for text, count in rejected.items() if reason in text)
         assert not await stranger.store(victim, key, subkey, value, expires), reason
         assert sum(count for text, count in rejected.items() if reason in text) > before, (reason, rejected)
-    assert len(victim.directory._node.protocol.storage) == 0
+    assert len(victim.directory.storage.node.protocol.storage) == 0
     # His own record, about himself, is as good as anybody's.
     assert await stranger.store(victim, home(me.peer_id), me.peer_id, good, soon)
     assert [r.peer for r in await victim.directory.refresh()] == [me.peer_id]
@@ -844,7 +882,7 @@ async def test_what_a_strangers_node_answers_is_verified(stack: contextlib.Async
     stranger = await Stranger.join(victim)
     me, soon = stranger.identity, time.time() + 20.0
     about_victim = msgspec.structs.replace(record(victim), state="left")
-    forged = msgspec.msgpack.encode([envelopes._pack(about_victim, 0), soon, me.sign(b"")])
+    forged = msgspec.msgpack.encode([envelopes._pack(about_victim, 0), soon, me.sign(b""), PROTOCOL_VERSION])
     own = PeerRecord(peer=me.peer_id, run=RUN, stage=0, state="serving", version=0)
     await until(lambda: victim.directory.neighbours == 1)
     # What he holds himself; an infinite expiration would make hivemind's own search stop at him.
@@ -862,7 +900,7 @@ async def test_what_a_strangers_node_answers_is_verified(stack: contextlib.Async
 async def test_a_swarm_that_lost_its_node_finds_it_again(stack: contextlib.AsyncExitStack) -> None:
     first = await start(stack, run_id=None)
     other = await start(stack, first)
-    table = other.directory._node.protocol.routing_table
+    table = other.directory.storage.node.protocol.routing_table
     for uid in list(table.uid_to_peer_id):
         del table[uid]
     assert other.directory.neighbours == 0

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from peers.net.pacer import TURN_S, Pacer
+from peers.net.rate_limit import TURN_S, RateLimiter
 from peers.ports import Answer, Request
 from tests.net.relay import Relay
 from tests.net.test_transport import echo, relay
@@ -18,18 +18,18 @@ __all__ = ["relay"]
 @pytest.mark.parametrize("links", [1, 7, 60])
 def test_in_any_ten_seconds_no_more_is_sent_than_the_limit(limit_bps: float, links: int) -> None:
     """Each link asks for its next turn when it had the last one; timers are up to 5 ms late."""
-    pacer = Pacer(limit_bps)
-    due = {link: pacer.take(pacer.turn_bytes, now=0.0) for link in range(links)}
+    limiter = RateLimiter(limit_bps)
+    due = {link: limiter.take(limiter.turn_bytes, now=0.0) for link in range(links)}
     turns = dict.fromkeys(range(links), 0)
     sent: list[tuple[float, int]] = []
     while (now := min(due.values())) < 30.0:
         link = min(due, key=lambda one: (due[one], one))
-        sent.append((now, pacer.turn_bytes))
+        sent.append((now, limiter.turn_bytes))
         turns[link] += 1
         if len(sent) % 10 == 0:
-            pacer.took(64, now=now)  # a control message
+            limiter.took(64, now=now)  # a control message
             sent.append((now, 64))
-        wait_s = pacer.take(pacer.turn_bytes, now=now)
+        wait_s = limiter.take(limiter.turn_bytes, now=now)
         due[link] = now + wait_s + 0.005 * (len(sent) % 3 > 0)
     for start in (0.0, 5.0, 12.3, 19.9):
         bits = 8 * sum(nbytes for at, nbytes in sent if start <= at < start + 10.0)
@@ -39,27 +39,29 @@ def test_in_any_ten_seconds_no_more_is_sent_than_the_limit(limit_bps: float, lin
 
 
 def test_who_was_idle_does_not_make_up_for_it() -> None:
-    pacer = Pacer(8e6)
-    pacer.take(1, now=0.0)
-    waits = [pacer.take(pacer.turn_bytes, now=100.0) for _ in range(10)]
+    limiter = RateLimiter(8e6)
+    limiter.take(1, now=0.0)
+    waits = [limiter.take(limiter.turn_bytes, now=100.0) for _ in range(10)]
     assert waits[0] == 0.0 and waits[-1] == pytest.approx(9 * TURN_S - 0.1, abs=0.01)
 
 
 def test_frames_that_do_not_wait_leave_bodies_half_of_the_line() -> None:
-    pacer = Pacer(1e6)
+    limiter = RateLimiter(1e6)
     for _ in range(1000):
-        pacer.took(5000, now=0.0)
-    assert 0.85 < pacer.take(pacer.turn_bytes, now=0.0) <= 1.0, "seconds: what came at once is not forgotten"
+        limiter.took(5000, now=0.0)
+    assert 0.85 < limiter.take(limiter.turn_bytes, now=0.0) <= 1.0, (
+        "seconds: what came at once is not forgotten"
+    )
     due = dict.fromkeys(range(3), 0.0)
     turns = 0
     for now in (tick / 100 for tick in range(6000)):
         for _ in range(50):  # 20 Mbit/s of answers
-            pacer.took(500, now=now)
+            limiter.took(500, now=now)
         for link in due:
             if due[link] <= now:
-                due[link] = now + pacer.take(pacer.turn_bytes, now=now)
+                due[link] = now + limiter.take(limiter.turn_bytes, now=now)
                 turns += 1
-    assert 8 * turns * pacer.turn_bytes >= 0.45 * 1e6 * 60.0
+    assert 8 * turns * limiter.turn_bytes >= 0.45 * 1e6 * 60.0
 
 
 async def test_a_body_takes_its_time_and_a_control_message_passes_it(relay: Relay) -> None:

@@ -9,12 +9,9 @@ from types import SimpleNamespace
 import pytest
 import pytest_asyncio
 
-from peers.net import reach as reach_module
-from peers.net.control import ControlError, _raw_addresses
-from peers.net.daemon import Daemon, DaemonOptions, with_peer_id, without_peer_id
+from peers.net import nat as reach_module
 from peers.net.identity import Identity
-from peers.net.node import Node
-from peers.net.reach import (
+from peers.net.nat import (
     AskReach,
     DialBack,
     Finding,
@@ -29,6 +26,9 @@ from peers.net.reach import (
     settled,
     those_that_take_us,
 )
+from peers.net.node import Node
+from peers.net.p2pd import Daemon, DaemonOptions, with_peer_id, without_peer_id
+from peers.net.p2pd_control import ControlError, _raw_addresses
 from peers.ports import Answer, Request
 from swarm.errors import Busy, Refused, SetupError
 from swarm.wire.messages import pack, unpack
@@ -285,7 +285,7 @@ async def test_a_dial_back_goes_to_who_is_meant_on_the_host_that_asks_and_not_to
         await neighbour.close()
         told = await ask(asker, public, B, port)
         assert not told.reached and told.why == f"127.0.0.1:{port}: Connection refused"
-        monkeypatch.setattr(reach_module, "MOST_PER_HOST", 0)
+        monkeypatch.setattr(reach_module, "MAX_PER_HOST", 0)
         with pytest.raises(Busy, match=r"^0 questions came from 127\.0\.0\.1 within a minute$"):
             await ask(asker, public, B, port)
 
@@ -343,7 +343,7 @@ async def test_free_identities_do_not_crowd_out_the_relays_that_a_user_named(
         free = [Identity(bytes([i]) * 32).peer_id for i in range(20)]
         strangers = [f"/ip4/44.6.6.{i}/tcp/{port}/p2p/{p}" for i, p in enumerate(free) for port in (1, 2)]
         monkeypatch.setattr(
-            node.directory, "met_addresses", lambda: [f"/ip4/10.0.0.1/tcp/1/p2p/{A}", *strangers]
+            node.directory.storage, "met_addresses", lambda: [f"/ip4/10.0.0.1/tcp/1/p2p/{A}", *strangers]
         )
         named = f"/ip4/44.1.1.1/tcp/1/p2p/{B}"
         node._join = (named, *node._join)

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from peers.net.shards import (
+from peers.net.sharding import (
     FULL,
-    MOST_LEVEL,
+    MAX_LEVEL,
     Shard,
     homes,
     level_for,
@@ -56,7 +56,7 @@ def test_a_level_that_few_claim_is_not_read_and_none_beyond_the_last() -> None:
     assert levels_to_read(Counter({0: 40, 3: 2})) == [0]
     assert levels_to_read(Counter({0: 30, 1: 12})) == [0, 1]
     assert levels_to_read(Counter({1: 0})) == [0]
-    assert levels_to_read(Counter({0: 10**6})) == list(range(MOST_LEVEL + 1))
+    assert levels_to_read(Counter({0: 10**6})) == list(range(MAX_LEVEL + 1))
 
 
 def test_a_stage_that_grows_and_shrinks_a_little_stays_on_its_level() -> None:
@@ -64,8 +64,8 @@ def test_a_stage_that_grows_and_shrinks_a_little_stays_on_its_level() -> None:
     assert level == 1
     assert all(level_for(members, level) == level for members in range(FULL // 2, 4 * FULL))
     assert level_for(FULL // 2 - 1, level) == 0
-    assert level_for(10**6) == MOST_LEVEL
-    assert level_for(0, MOST_LEVEL) == 0
+    assert level_for(10**6) == MAX_LEVEL
+    assert level_for(0, MAX_LEVEL) == 0
 
 
 def test_a_shard_is_split_into_four_and_a_sample_is_part_of_the_next() -> None:

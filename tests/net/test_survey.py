@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.net.survey import Allowance, Survey, stretch, whom_to_ask
+from peers.net.lookup import Allowance, Lookup, stretch, whom_to_ask
 
 
 def test_few_nodes_are_asked_and_other_ones_each_time() -> None:
@@ -57,8 +57,8 @@ def test_times_stretch_with_the_number_of_peers_between_two_bounds() -> None:
 Holders = dict[int, list[str]]
 
 
-def survey(holders: Holders, spare: Holders | None = None, answers: int = 1) -> Survey[int, str]:
-    return Survey(holders, spare or {}, random.Random(0), answers=answers)
+def survey(holders: Holders, spare: Holders | None = None, answers: int = 1) -> Lookup[int, str]:
+    return Lookup(holders, spare or {}, random.Random(0), answers=answers)
 
 
 def test_one_answer_for_each_key_is_enough() -> None:
@@ -124,7 +124,7 @@ def test_it_ends_with_an_answer_from_every_key_that_somebody_alive_holds(data: s
     some = st.lists(st.sampled_from(nodes), max_size=5)
     holders = data.draw(st.dictionaries(st.integers(0, 15), some, max_size=16))
     dead = data.draw(st.sets(st.sampled_from(nodes)))
-    look = Survey(holders, {}, random.Random(data.draw(st.integers(0, 9))), answers=2)
+    look = Lookup(holders, {}, random.Random(data.draw(st.integers(0, 9))), answers=2)
     answered: dict[int, set[str]] = {key: set() for key in holders}
     for _ in range(100):
         for node, keys in look.ask().items():

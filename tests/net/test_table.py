@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from peers.net import table as table_module
-from peers.net.envelopes import Announced
-from peers.net.table import Table
+from peers.net import record_table as table_module
+from peers.net.record_table import Table
+from peers.net.signed_records import Announced
 from swarm.records import PeerRecord
 
 KEY, OTHER_KEY = b"k" * 20, b"o" * 20
@@ -88,7 +88,7 @@ def test_how_many_are_on_each_level_is_known_by_stage() -> None:
 
 
 def test_strangers_do_not_fill_our_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_module, "MOST_KNOWN", 3)
+    monkeypatch.setattr(table_module, "MAX_KNOWN", 3)
     table = Table("me")
     assert [table.put(announced(f"p{number}", 10.0), [KEY]) for number in range(5)] == [True] * 3 + [
         False

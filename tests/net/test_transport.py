@@ -8,6 +8,7 @@ import os
 import socket
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,24 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from peers.net import links
+from peers.net import connection as links
 from peers.net import transport as transport_module
-from peers.net.faults import Faults
-from peers.net.gauge import LineGauge
+from peers.net.bandwidth import BandwidthEstimator
+from peers.net.connection_state import LinkTimings
+from peers.net.fault_injection import Faults
 from peers.net.transport import MAX_LINKS_PER_PEER, NetTransport
 from peers.ports import Answer, Request
-from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerGone, PeerSilent, Refused, Stale
+from swarm.errors import (
+    BadAnswer,
+    Busy,
+    Leaving,
+    NotReady,
+    OtherVersion,
+    PeerGone,
+    PeerSilent,
+    Refused,
+    Stale,
+)
 from swarm.wire import frames
 from swarm.wire.frames import Kind, pack_prefix
 from tests.net.relay import RawCallee, RawCaller, Relay
@@ -47,12 +59,9 @@ async def pair(relay: Relay) -> tuple[NetTransport, NetTransport]:
     return caller, callee
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heartbeats and limits twenty times as fast."""
-    monkeypatch.setattr(links, "ALIVE_EVERY_S", 0.05)
-    monkeypatch.setattr(links, "_TICK_S", 0.0125)
-    monkeypatch.setattr(links, "SEND_STALL_S", 0.5)
+QUICK = LinkTimings(tick_s=0.0125, alive_every_s=0.05, send_stall_s=0.5)
+"""Heartbeats and limits twenty times as fast."""
+IMPATIENT = replace(QUICK, silence_s=0.2)
 
 
 async def echo(request: Request) -> Answer:
@@ -68,11 +77,11 @@ class Gate:
     """A handler that waits to be let go."""
 
     def __init__(self) -> None:
-        self.entered, self.go, self.done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.entered, self.commit, self.done = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def __call__(self, request: Request) -> Answer:
         self.entered.set()
-        await self.go.wait()
+        await self.commit.wait()
         self.done.set()
         return Answer(b"done")
 
@@ -254,7 +263,7 @@ async def test_all_that_a_peer_sends_tells_of_its_line(
     """Its calls and its answers to ours share the line: a body that waits for both is no slow line."""
     caller, callee = pair
     told: list[int] = []
-    monkeypatch.setattr(LineGauge, "received", lambda _, size, brought, took_s: told.append(brought))
+    monkeypatch.setattr(BandwidthEstimator, "received", lambda _, size, brought, took_s: told.append(brought))
     relay.bandwidth_bps = 8e7
     body = [bytes(MIB // 2)]
     callee.serve("take", take_all, max_body_bytes=MIB)
@@ -308,7 +317,7 @@ async def test_a_cancelled_call_drops_the_answer_but_not_the_work(
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    gate.go.set()
+    gate.commit.set()
     await asyncio.wait_for(gate.done.wait(), 5)
     assert (await caller.call(callee.peer_id, "echo", b"on")).header == b"on"
 
@@ -346,12 +355,12 @@ async def test_a_deadline_ends_a_call_that_is_worked_on(pair: tuple[NetTransport
     await caller.call(callee.peer_id, "echo", b"")  # the dial is not in the deadline
     with pytest.raises(PeerSilent, match=r"no answer to 'gate' within 0\.3 s"):
         await caller.call(callee.peer_id, "gate", b"", deadline_s=0.3)
-    gate.go.set()
+    gate.commit.set()
     await gate.done.wait()
 
 
-async def test_slow_work_is_kept_alive_by_heartbeats(relay: Relay, quick: None) -> None:
-    caller, callee = await relay.add(silence_s=0.2), await relay.add()
+async def test_slow_work_is_kept_alive_by_heartbeats(relay: Relay) -> None:
+    caller, callee = await relay.add(timings=IMPATIENT), await relay.add(timings=QUICK)
 
     async def slow(request: Request) -> Answer:
         await asyncio.sleep(0.8)
@@ -361,8 +370,8 @@ async def test_slow_work_is_kept_alive_by_heartbeats(relay: Relay, quick: None) 
     assert (await caller.call(callee.peer_id, "slow", b"")).header == b"done"
 
 
-async def test_a_stopped_peer_is_silent_for_all_its_callers(relay: Relay, quick: None) -> None:
-    caller, callee = await relay.add(silence_s=0.2), await relay.add()
+async def test_a_stopped_peer_is_silent_for_all_its_callers(relay: Relay) -> None:
+    caller, callee = await relay.add(timings=IMPATIENT), await relay.add(timings=QUICK)
     gate = Gate()
     callee.serve("gate", gate)
     calls = [asyncio.ensure_future(caller.call(callee.peer_id, "gate", b"")) for _ in range(3)]
@@ -373,11 +382,11 @@ async def test_a_stopped_peer_is_silent_for_all_its_callers(relay: Relay, quick:
             await call
     assert caller.links == (0, 0)
     await until(lambda: relay.disconnects == [(caller.peer_id, callee.peer_id)])
-    gate.go.set()
+    gate.commit.set()
 
 
-async def test_sending_to_a_stopped_peer_ends_too(relay: Relay, quick: None) -> None:
-    caller, callee = await relay.add(silence_s=0.2), await relay.add()
+async def test_sending_to_a_stopped_peer_ends_too(relay: Relay) -> None:
+    caller, callee = await relay.add(timings=IMPATIENT), await relay.add(timings=QUICK)
     callee.serve("echo", echo, max_body_bytes=256 * MIB)
     await caller.call(callee.peer_id, "echo", b"")
     relay.freeze(callee.peer_id)
@@ -385,10 +394,8 @@ async def test_sending_to_a_stopped_peer_ends_too(relay: Relay, quick: None) -> 
         await caller.call(callee.peer_id, "echo", b"", [bytes(64 * MIB)])
 
 
-async def test_a_stopped_caller_does_not_hold_a_handler_that_waits_for_its_body(
-    relay: Relay, quick: None
-) -> None:
-    caller, callee = await relay.add(), await relay.add(silence_s=0.2)
+async def test_a_stopped_caller_does_not_hold_a_handler_that_waits_for_its_body(relay: Relay) -> None:
+    caller, callee = await relay.add(timings=QUICK), await relay.add(timings=IMPATIENT)
     seen: list[BaseException] = []
 
     async def take(request: Request) -> Answer:
@@ -408,8 +415,8 @@ async def test_a_stopped_caller_does_not_hold_a_handler_that_waits_for_its_body(
     call.cancel()
 
 
-async def test_an_answer_that_nobody_takes_does_not_stay(relay: Relay, quick: None) -> None:
-    caller, callee = await relay.add(), await relay.add()
+async def test_an_answer_that_nobody_takes_does_not_stay(relay: Relay) -> None:
+    caller, callee = await relay.add(timings=QUICK), await relay.add(timings=QUICK)
 
     async def large(request: Request) -> Answer:
         relay.freeze(caller.peer_id)
@@ -422,9 +429,9 @@ async def test_an_answer_that_nobody_takes_does_not_stay(relay: Relay, quick: No
     call.cancel()
 
 
-async def test_a_lost_answer_is_noticed_while_others_go_on(relay: Relay, quick: None) -> None:
+async def test_a_lost_answer_is_noticed_while_others_go_on(relay: Relay) -> None:
     faults = Faults()
-    caller, callee = await relay.add(), await relay.add(faults=faults)
+    caller, callee = await relay.add(timings=QUICK), await relay.add(faults=faults, timings=QUICK)
     gate = Gate()
     callee.serve("gate", gate)
     callee.serve("echo", echo)
@@ -434,7 +441,7 @@ async def test_a_lost_answer_is_noticed_while_others_go_on(relay: Relay, quick: 
     with pytest.raises(PeerSilent, match="the answer was lost"):
         await caller.call(callee.peer_id, "echo", b"2")
     assert not waiting.done()
-    gate.go.set()
+    gate.commit.set()
     assert (await waiting).header == b"done"
     assert callee.calls["echo"] == 2
 
@@ -465,7 +472,7 @@ async def test_a_broken_stream_fails_its_calls_at_once_and_the_next_one_dials(
     relay.sever(callee.peer_id)
     with pytest.raises(PeerGone, match="the connection broke"):
         await call
-    gate.go.set()
+    gate.commit.set()
     assert (await caller.call(callee.peer_id, "echo", b"again")).header == b"again"
     assert gate.done.is_set()
 
@@ -612,8 +619,8 @@ async def test_a_peer_that_is_called_directly_is_dialled_once(
     assert relay.dials == [callee.peer_id]
 
 
-async def test_a_long_pause_of_our_own_is_not_taken_for_the_peers_silence(relay: Relay, quick: None) -> None:
-    caller, callee = await relay.add(silence_s=0.2), await relay.add()
+async def test_a_long_pause_of_our_own_is_not_taken_for_the_peers_silence(relay: Relay) -> None:
+    caller, callee = await relay.add(timings=IMPATIENT), await relay.add(timings=QUICK)
     gate = Gate()
     callee.serve("gate", gate)
     call = asyncio.ensure_future(caller.call(callee.peer_id, "gate", b""))
@@ -621,7 +628,7 @@ async def test_a_long_pause_of_our_own_is_not_taken_for_the_peers_silence(relay:
     deadline = asyncio.get_running_loop().time() + 0.6
     while asyncio.get_running_loop().time() < deadline:  # the loop is busy: no await
         pass
-    gate.go.set()
+    gate.commit.set()
     assert (await call).header == b"done"
 
 
@@ -680,7 +687,7 @@ async def test_a_caller_that_breaks_the_protocol_is_cut_off_by_name_and_others_a
         again.writer.write(sent)
         await asyncio.wait_for(again.closed(), 5)
     assert caplog.text.count("closed a stream that broke the protocol") == 1
-    gate.go.set()
+    gate.commit.set()
     assert (await good).header == b"done"
     await stranger.close()
     await again.close()
@@ -705,7 +712,7 @@ async def test_a_body_in_single_bytes_costs_what_it_holds(
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert held < MIB
-    gate.go.set()
+    gate.commit.set()
     await stranger.close()
 
 
@@ -713,11 +720,11 @@ async def test_bodies_that_wait_to_be_accepted_are_bounded_together(
     relay: Relay, pair: tuple[NetTransport, NetTransport]
 ) -> None:
     _, callee = pair
-    go = asyncio.Event()
+    commit = asyncio.Event()
     outcomes: list[str] = []
 
     async def late(request: Request) -> Answer:
-        await go.wait()
+        await commit.wait()
         try:
             await request.accept()
         except Busy as error:
@@ -732,7 +739,7 @@ async def test_bodies_that_wait_to_be_accepted_are_bounded_together(
         stranger.writer.write(call_frame(call, "late", sizes=(MIB,)))
         stranger.writer.write(4 * body_frame(call, bytes(frames.CHUNK_BYTES)))
     await until(lambda: callee.received_bytes[stranger.peer] > 12 * MIB)
-    go.set()
+    commit.set()
     await until(lambda: len(outcomes) == 12)
     assert outcomes.count("accepted") == 8
     assert outcomes.count("too many bodies of yours are waiting to be accepted") == 4
@@ -758,13 +765,13 @@ async def test_thousands_of_unanswered_calls_are_refused_beyond_a_bound(
     other.writer.write(call_frame(1, "gate"))
     _, header = await other.frame()
     assert frames.unpack_error(header)["text"] == f"{frames.MAX_PENDING} calls of yours are being worked on"
-    gate.go.set()
+    gate.commit.set()
     await stranger.close()
     await other.close()
 
 
-async def test_a_body_that_never_comes_is_given_up(relay: Relay, quick: None) -> None:
-    callee = await relay.add(silence_s=0.2)
+async def test_a_body_that_never_comes_is_given_up(relay: Relay) -> None:
+    callee = await relay.add(timings=IMPATIENT)
     errors: list[str] = []
 
     async def take(request: Request) -> Answer:
@@ -826,6 +833,43 @@ async def test_any_bytes_end_in_an_orderly_close(
     await until(lambda: callee.links == (0, 0))
 
 
+async def test_a_caller_of_another_version_is_told_so_in_its_own(relay: Relay) -> None:
+    callee = await relay.add()
+    for version, code in ((200, "other-version"), (0, "refused")):
+        stranger = await RawCaller.open(relay.paths[callee.peer_id])
+        frame = bytearray(call_frame(7))
+        frame[3] = version
+        stranger.writer.write(bytes(frame) + call_frame(8))
+        prefix = await stranger.reader.readexactly(frames.PREFIX_BYTES)
+        assert prefix[3] == version
+        told = bytearray(prefix)
+        told[3] = frames.PROTOCOL_VERSION
+        header = frames.unpack_prefix(told)
+        assert (header.kind, header.call) == (Kind.ERROR, 7)
+        error = frames.unpack_error(await stranger.reader.readexactly(header.header_bytes))
+        assert (error["code"], error["text"]) == (
+            code,
+            "the peer that was called speaks version 1 of the swarm's protocol, "
+            f"its caller version {version}: update the older program",
+        )
+        assert await stranger.reader.read() == b"", "and nothing else is heard"
+        await stranger.close()
+
+
+async def test_a_callee_of_another_version_is_named(relay: Relay) -> None:
+    async def later(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        text = {"code": "other-version", "text": "too old", "version": 2}
+        writer.write(frames.pack_error(1, text))
+        await asyncio.get_running_loop().create_future()
+
+    caller = await relay.add()
+    peer = await RawCallee(later).listen(relay)
+    with pytest.raises(OtherVersion, match="too old") as refusal:
+        await caller.call(peer, "echo", b"")
+    assert refusal.value.version == 2
+
+
 # -- strangers who are called ------------------------------------------------------------------------------
 
 
@@ -879,11 +923,11 @@ async def test_an_answer_cut_short_is_no_answer(relay: Relay) -> None:
 
 
 async def test_answers_to_calls_given_up_are_skipped(relay: Relay) -> None:
-    go = asyncio.Event()
+    commit = asyncio.Event()
 
     async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(100)
-        await go.wait()
+        await commit.wait()
         writer.write(
             pack_prefix(Kind.ACCEPT, 1) + frames.pack_result(1, b"", [50]) + body_frame(1, bytes(50))
         )
@@ -896,7 +940,7 @@ async def test_answers_to_calls_given_up_are_skipped(relay: Relay) -> None:
         await caller.call(peer, "x", b"", max_answer_bytes=100, deadline_s=0.5)
     second = asyncio.ensure_future(caller.call(peer, "x", b""))
     await asyncio.sleep(0)
-    go.set()
+    commit.set()
     assert (await second).header == b"second"
 
 
@@ -926,11 +970,16 @@ class Ended(asyncio.Transport):
 
 async def test_what_is_said_after_the_end_is_dropped_without_a_traceback() -> None:
     """A call that comes while its callee closes is refused, on a stream that is half closed already."""
-    link = links.CalleeLink(lambda link, message: None, lambda link, call, header: Leaving("it closes"))
+    link = links.ServerConnection(
+        lambda link, message: ("caller", BandwidthEstimator()), lambda link, served: Leaving("it closes")
+    )
     transport = Ended()
     link.connection_made(transport)
-    link._opening = False
+    said = memoryview(b"\x01x" + frames.pack_call(1, "work", b"", []))
+    link.get_buffer(-1)[:2] = said[:2]
+    link.buffer_updated(2)
     link.finish()
     link.finish()
-    link._call(1, frames.CallHeader("work", b"", []))
+    link.get_buffer(-1)[: len(said) - 2] = said[2:]
+    link.buffer_updated(len(said) - 2)
     assert transport.ended == 1

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from peers.ports import Answer
-from peers.reduce import checksum
+from peers.stage.all_reduce import checksum
 from swarm.wire.messages import StateOpened, VectorChunk, pack, unpack
 
 

@@ -1,6 +1,6 @@
-"""A whole swarm in one event loop: real stage peers and trainers over the in-memory network.
+"""A whole swarm in one event loop: real stage peers and trainers over the in-memory network, in virtual time.
 
-Silences last 0.2 s instead of 3.5 s, and so should all that waits for them: see the fixture `quick`.
+Tests that use it are marked `virtual_time`; all that waits, waits as long as in earnest.
 """
 
 from __future__ import annotations
@@ -13,47 +13,36 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-import pytest
 import torch
 
-from peers import council, downstream, handover, paused, probe, stage, trainer
-from peers.device_thread import Rank
-from peers.events import Event, RoundVoid, Stepped
-from peers.owner import Owner
-from peers.paused import PausedPeer
-from peers.ports import Answer, Buffer
-from peers.stage import StagePeer, StageSettings
-from peers.state_server import Snapshot
-from peers.steps import OpenStep
+from peers.clock import now_s
+from peers.events import Event, RoundAborted, Stepped
+from peers.owner.commands import Owner
+from peers.ports import Answer, Buffer, Rank
+from peers.sim.device import SimDevice
+from peers.stage import pause as paused
+from peers.stage.open_step import OpenStep
+from peers.stage.pause import PausedPeer
+from peers.stage.server import StagePeer, StageSettings
 from peers.trainer import Trainer, TrainerSettings
+from peers.transfer.server import Snapshot
 from swarm.data import sample_offsets, token_dtype
+from swarm.manifest import Run, audit_run
 from swarm.model.stage import StageCompute
-from swarm.policy import bans, worklist
-from swarm.run import Run, counting_run
+from swarm.protocol.messages import Directive
+from swarm.protocol.replica import follow
+from swarm.sim.dice import Dice
 from swarm.wire.messages import pack, unpack
 from tests.peers.memory_net import MemoryNetwork, MemoryPeer
 
+JOB_S = 0.02
+"""What a forward or backward takes, on average."""
+
+LATENCY_S = 0.002
+"""One way, of each call."""
+
 E = TypeVar("E", bound=Event)
 A = TypeVar("A")
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits of the protocol shortened like the network's silences: nothing else changes."""
-    monkeypatch.setattr(council, "REFRESH_S", 0.15)
-    monkeypatch.setattr(council, "GONE_AFTER_S", 0.8)
-    monkeypatch.setattr(council, "GATHER_S", 0.02)
-    monkeypatch.setattr(council, "CALL_S", 0.6)
-    monkeypatch.setattr(downstream, "LOCATE_S", 0.2)
-    monkeypatch.setattr(trainer, "WATCH_S", 0.6)
-    monkeypatch.setattr(stage, "LOST_S", 1.2)
-    monkeypatch.setattr(handover, "PAUSE_S", 0.25)
-    monkeypatch.setattr(stage, "LOOK_S", 0.1)
-    monkeypatch.setattr(worklist, "REPLAY_AFTER_S", 0.1)
-    rests = {"first_s": 0.2, "longest_s": 2.0, "probed": False}
-    monkeypatch.setattr(bans.Bans.__init__, "__kwdefaults__", rests)
-    monkeypatch.setattr(probe, "PROBE_EVERY_S", 0.1)
-    monkeypatch.setattr(probe, "PROBE_S", 0.6)
 
 
 class Zeros:
@@ -74,6 +63,7 @@ class Swarm:
     run: Run
     network: MemoryNetwork
     batches: Any
+    dice: Dice = field(default_factory=lambda: Dice(1))
     peers: dict[str, StagePeer] = field(default_factory=dict)
     owners: dict[str, Owner] = field(default_factory=dict)
     trainers: dict[str, Trainer] = field(default_factory=dict)
@@ -89,6 +79,7 @@ class Swarm:
             peer = StagePeer(
                 self.run, stage, StageCompute(self.run, stage), end.transport, end.directory,
                 replace(StageSettings(max_inflight=8), **settings), self.events.append, kept=kept,
+                device=SimDevice(self.dice, JOB_S),
             )  # fmt: skip
             self.peers[name] = peer
             return peer
@@ -108,11 +99,13 @@ class Swarm:
         self.tasks[name] = asyncio.create_task(serving)
         return first[0]
 
-    def add_trainer(self, name: str, *, batches: object | None = None, window: int | None = 6) -> Trainer:
+    def add_trainer(
+        self, name: str, *, batches: object | None = None, window: int | None = 6, steps: int | None = None
+    ) -> Trainer:
         end = self.network.add(name)
         trainer = Trainer(
             self.run, batches or self.batches, end.transport, end.directory,
-            TrainerSettings(window=window), self.events.append,
+            TrainerSettings(window=window, steps=steps), self.events.append,
         )  # fmt: skip
         self.trainers[name] = trainer
         self.tasks[name] = asyncio.create_task(trainer.run())
@@ -157,7 +150,7 @@ class Swarm:
 
     # -- waiting ----------------------------------------------------------------------------------
 
-    async def until(self, condition: Callable[[], object], *, limit_s: float = 60.0) -> None:
+    async def until(self, condition: Callable[[], object], *, limit_s: float = 600.0) -> None:
         """Wait until `condition()` holds."""
         end = asyncio.get_running_loop().time() + limit_s
         while not condition():
@@ -165,18 +158,18 @@ class Swarm:
                 if task.done() and not task.cancelled() and task.exception() is not None:
                     raise AssertionError(f"{name} failed") from task.exception()
             assert asyncio.get_running_loop().time() < end, self.story()
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.02)
 
     async def until_serving(self) -> None:
         """Wait until every live peer has joined, and said so."""
         records = self.network.records
         await self.until(lambda: all(n in records and records[n].state == "serving" for n, _ in self.live()))
 
-    async def until_version(self, version: int, *, limit_s: float = 60.0) -> None:
+    async def until_version(self, version: int, *, limit_s: float = 600.0) -> None:
         """Wait until every live peer's weights are at `version`."""
         await self.until(lambda: all(p.core.version >= version for _, p in self.live()), limit_s=limit_s)
 
-    async def until_finished(self, *, limit_s: float = 60.0) -> None:
+    async def until_finished(self, *, limit_s: float = 600.0) -> None:
         """Wait until every live peer has taken all steps."""
         await self.until(lambda: self.finished, limit_s=limit_s)
 
@@ -255,15 +248,16 @@ class Swarm:
             for t, step in peer.core.steps.items():
                 ledger = step.ledger
                 lines.append(
-                    f"{name} v{peer.core.version} step {t}: done {ledger.done:b} doing {ledger.doing:b} "
-                    f"frozen {ledger.frozen_for} held {step.held and step.held.round} "
-                    f"failed {step.failed_round} chief {peer.council.coordinator(peer.stage)}"
+                    f"{name} v{peer.core.version} step {t}: done {ledger.done:b} "
+                    f"doing {ledger.in_progress:b} "
+                    f"frozen {ledger.frozen_for} {step.state.value} {step.prepared and step.prepared.round} "
+                    f"failed {step.failed_round} chief {peer.coordination.coordinator(peer.stage)}"
                 )
         return "\n".join(lines)
 
     def voids(self) -> list[str]:
         """Why rounds were void."""
-        return [event.why for event in self.seen(RoundVoid)]
+        return [event.why for event in self.seen(RoundAborted)]
 
 
 @dataclass(frozen=True)
@@ -289,18 +283,25 @@ class Stranger:
         return [memoryview(np.ascontiguousarray(batches.batch(sample_offsets(self.run, t, m)))).cast("B")]
 
 
+def obey(peer: StagePeer, directive: Directive) -> None:
+    """Have a peer do what a directive says, however old it is."""
+    local = peer.coordination._local()  # pyright: ignore[reportPrivateUsage]
+    for action in follow(peer.core.me, local, directive, now=now_s()):
+        peer._act(action)  # pyright: ignore[reportPrivateUsage]
+
+
 @asynccontextmanager
 async def swarm(
     run: Run | None = None,
     *,
     stages: int = 3,
     replicas: int = 2,
-    silence_s: float = 0.2,
+    silence_s: float = 3.5,
     batches: object | None = None,
 ) -> AsyncIterator[Swarm]:
     """A swarm of `stages` × `replicas`, named `s<stage>p<replica>`, without trainers."""
-    network = MemoryNetwork(silence_s=silence_s)
-    run = run or counting_run(stages=stages, steps=3, microbatches_per_step=8)
+    network = MemoryNetwork(silence_s=silence_s, latency_s=LATENCY_S)
+    run = run or audit_run(stages=stages, steps=3, microbatches_per_step=8)
     built = Swarm(run, network, batches or Zeros(run))
     network.on_deliver = built.delivered
     try:

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from peers.net.faults import Fault, Faults
-from peers.ports import Answer, Buffer, Handler, Line
+from peers.net.fault_injection import Fault, Faults
+from peers.ports import Answer, Buffer, Handler, NetworkPath
 from peers.waiting import within
 from swarm.errors import BadAnswer, PeerGone, PeerSilent, Refused, SetupError, SwarmError, from_wire
 from swarm.ids import PeerId, Stage
@@ -95,7 +95,7 @@ class MemoryTransport:
         """How often each method of this peer was called."""
         self.sent_bytes: Counter[PeerId] = Counter()
         self.received_bytes: Counter[PeerId] = Counter()
-        self.lines: dict[PeerId, Line] = {}
+        self.lines: dict[PeerId, NetworkPath] = {}
 
     def serve(self, method: str, handler: Handler, *, max_body_bytes: int = 0) -> None:
         self.handlers[method] = (handler, max_body_bytes)

@@ -12,34 +12,34 @@ import msgspec
 import pytest
 import torch
 
-from peers.downstream import NextStage
 from peers.ports import Answer, Buffer, Request
-from peers.reduce import AllReduce, RoundVoid
+from peers.stage.all_reduce import AllReduce, RoundAborted
+from peers.stage.next_stage import NextStage
 from swarm.errors import Refused, Stale
-from swarm.model.crossings import input_metas
-from swarm.policy.ledger import to_bytes
-from swarm.policy.rounds import Plan, round_id
+from swarm.manifest import audit_run
+from swarm.model.stage_io import input_metas
 from swarm.policy.router import Router
-from swarm.records import PeerRecord
-from swarm.run import counting_run
-from swarm.wire.messages import (
-    MAX_HEADER_BYTES,
-    GoWire,
-    Hop,
-    Report,
+from swarm.protocol.ledger import Bitmap
+from swarm.protocol.messages import (
+    ReplicaReport,
+    StageSummary,
     StepReport,
     StepSummary,
-    Summary,
+)
+from swarm.protocol.rounds import Commit, Plan, round_id
+from swarm.records import PeerRecord
+from swarm.wire.messages import (
+    MAX_HEADER_BYTES,
+    Hop,
     Work,
     WorkDone,
     pack,
     unpack,
 )
-from tests.peers.loops import Stranger, Swarm, quick, swarm
+from tests.peers.loops import Stranger, Swarm, obey, swarm
 from tests.peers.memory_net import MemoryNetwork
 
-__all__ = ["quick"]
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = pytest.mark.virtual_time
 
 LIAR = "z"
 """After all honest ids, so that it coordinates nothing."""
@@ -58,17 +58,19 @@ async def member(s: Swarm, stage: int) -> Stranger:
     return liar
 
 
-def report(s: Swarm, stage: int, **changes: object) -> Report:
-    nothing = to_bytes(0, s.run.M)
-    steps = (StepReport(t=0, done=nothing, doing=nothing),)
-    return msgspec.structs.replace(Report(run=s.run.id, stage=stage, version=0, steps=steps), **changes)
+def report(s: Swarm, stage: int, **changes: object) -> ReplicaReport:
+    nothing = Bitmap(0)
+    steps = (StepReport(t=0, done=nothing, in_progress=nothing),)
+    return msgspec.structs.replace(
+        ReplicaReport(run=s.run.id, stage=stage, version=0, steps=steps), **changes
+    )
 
 
-def summary(s: Swarm, stage: int, **changes: object) -> Summary:
-    nothing = to_bytes(0, s.run.M)
+def summary(s: Swarm, stage: int, **changes: object) -> StageSummary:
+    nothing = Bitmap(0)
     steps = (StepSummary(t=0, lacking=nothing, unclaimed=nothing, ready=False, sqnorm=0.0),)
     return msgspec.structs.replace(
-        Summary(run=s.run.id, stage=stage, version=0, members=1, steps=steps), **changes
+        StageSummary(run=s.run.id, stage=stage, version=0, members=1, steps=steps), **changes
     )
 
 
@@ -96,9 +98,9 @@ async def test_an_impossible_bandwidth_does_not_end_the_coordinator(bad: float) 
     [
         {"version": -(10**9)},
         {"version": 10**9},
-        {"steps": (StepSummary(t=0, lacking=b"", unclaimed=b"\xff" * 9, ready=False, sqnorm=0.0),)},
-        {"steps": (StepSummary(t=0, lacking=b"\0", unclaimed=b"\0", ready=True, sqnorm=math.nan),)},
-        {"goes": (GoWire(t=10**9, total_sqnorm=1.0),)},
+        {"steps": (StepSummary(t=0, unclaimed=Bitmap(1 << 70), ready=False, sqnorm=0.0),)},
+        {"steps": (StepSummary(t=0, lacking=Bitmap(0), ready=True, sqnorm=math.nan),)},
+        {"commits": (Commit(t=10**9, total_sqnorm=1.0),)},
     ],
 )
 async def test_an_impossible_summary_is_refused_and_the_conductor_goes_on(lie: dict[str, object]) -> None:
@@ -114,15 +116,15 @@ async def test_an_impossible_summary_is_refused_and_the_conductor_goes_on(lie: d
 @pytest.mark.parametrize("by", ["report", "summary"])
 async def test_a_go_for_a_step_that_nobody_can_have_prepared_is_forgotten(by: str) -> None:
     """It would hide every true one that comes after, for good, and travel from peer to peer."""
-    run = counting_run(stages=2, steps=3, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=3, microbatches_per_step=8)
     async with swarm(run) as s:
         await s.until_serving()
         liar = await member(s, 1)
-        go = GoWire(t=run.steps - 1, total_sqnorm=1.0)
+        commit = Commit(t=run.steps - 1, total_sqnorm=1.0)
         if by == "report":
-            await liar.send("s1p0", "report", report(s, 1, goes=(go,)), [b""])
+            await liar.send("s1p0", "report", report(s, 1, commits=(commit,)), [b""])
         else:
-            await liar.send("s0p0", "summary", summary(s, 1, goes=(go,)))
+            await liar.send("s0p0", "summary", summary(s, 1, commits=(commit,)))
         s.network.fail(LIAR)
         s.add_trainer("trainer")
         await finishes(s)
@@ -130,7 +132,7 @@ async def test_a_go_for_a_step_that_nobody_can_have_prepared_is_forgotten(by: st
 
 async def test_a_stage_that_claims_to_be_far_ahead_does_not_stop_the_conductor() -> None:
     """It looks at the steps that are open, not at all between its own and the one that is claimed."""
-    run = counting_run(stages=2, steps=10**9, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=10**9, microbatches_per_step=8)
     async with swarm(run) as s:
         await s.until_serving()
         liar = await member(s, 1)
@@ -146,7 +148,7 @@ async def test_a_reduce_is_void_whatever_a_member_answers() -> None:
         raise Stale("step 0 is over", version=7)
 
     network.add("z").transport.serve("part", stale, max_body_bytes=1000)
-    with pytest.raises(RoundVoid, match="step 0 is over"):
+    with pytest.raises(RoundAborted, match="step 0 is over"):
         await mine.run(plan, 0, torch.ones(6, dtype=torch.float64))
     await network.close()
 
@@ -184,7 +186,7 @@ async def test_a_time_that_cannot_be_true_draws_no_work_to_its_peer(own_s: float
 
 async def test_an_answer_that_would_not_fit_when_it_is_passed_on_is_not_taken() -> None:
     """Else the stage before would keep an answer that it can never give, and the step would never end."""
-    async with swarm(counting_run(stages=3, steps=2, microbatches_per_step=8), replicas=0) as s:
+    async with swarm(audit_run(stages=3, steps=2, microbatches_per_step=8), replicas=0) as s:
         for stage, name in enumerate(("s0p0", "s1" + "p" * 50, "s2p0")):
             s.add_peer(name, stage)
         await s.until_serving()
@@ -239,25 +241,25 @@ async def test_a_brief_that_comes_while_a_peer_ends_does_not_keep_it() -> None:
     """It would start an all-reduce whose other members end as well, and wait for them."""
     async with swarm(stages=1) as s:
         s.add_trainer("trainer", window=2)
-        mate, leaving, brief = s.peers["s0p0"], s.peers["s0p1"], None
-        close = leaving.council.close
+        replica, leaving, directive = s.peers["s0p0"], s.peers["s0p1"], None
+        close = leaving.coordination.close
 
         async def interrupted() -> None:
             """What the coordinator says once more, in the middle of the end."""
             await close()
-            assert brief is not None and brief.steps[0].plan is not None
+            assert directive is not None and directive.steps[0].plan is not None
             step = leaving.core.steps[0]
-            step.reducing = step.failed_round = ""
-            leaving._obey(brief)
+            step.failed_round = ""
+            obey(leaving, directive)
 
         def end(*_: str) -> None:
-            nonlocal brief
-            brief = mate.council.brief
+            nonlocal directive
+            directive = replica.coordination.directive
             for name in ("trainer", "s0p0", "s0p1"):
                 s.tasks[name].cancel()
 
-        leaving.council.close = interrupted  # type: ignore[method-assign]
+        leaving.coordination.close = interrupted  # type: ignore[method-assign]
         s.on_call("part", end)
-        await s.until(lambda: brief is not None)
+        await s.until(lambda: directive is not None)
         done, _ = await asyncio.wait(s.tasks.values(), timeout=15.0, return_when=asyncio.ALL_COMPLETED)
         assert len(done) == 3

@@ -9,30 +9,29 @@ import numpy as np
 import pytest
 import torch
 
-from swarm.model.boundary import shared_parameters
-from swarm.model.brought import brought
+from swarm.manifest import BatchSpec, CodecSpec, CustomModelSpec, DataSpec, OptimizerSpec, Run
+from swarm.model.graph.custom_model import custom_model
+from swarm.model.graph.partition import shared_parameters
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
-from swarm.run import BatchSpec, BroughtSpec, CodecSpec, DataSpec, OptimizerSpec, Run
-from tests.peers.loops import Swarm, quick, swarm
+from tests.peers.loops import Swarm, swarm
 
-__all__ = ["quick"]
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = pytest.mark.virtual_time
 
 SAMPLES = 64
 
 
 def gpt2_run(**changes: Any) -> Run:
-    """Four layers whose embedding is the head as well, on three stages."""
+    """Two layers whose embedding is the head as well, on three stages."""
     config = (
-        '{"model_type":"gpt2","vocab_size":256,"n_positions":16,"n_embd":16,"n_layer":4,"n_head":2,'
+        '{"model_type":"gpt2","vocab_size":256,"n_positions":16,"n_embd":16,"n_layer":2,"n_head":2,'
         '"resid_pdrop":0.1,"embd_pdrop":0.0,"attn_pdrop":0.0}'
     )
     terms: dict[str, Any] = {
         "name": "brought",
         "seed": 3,
         "steps": 3,
-        "model": BroughtSpec(kind="hf", config=config, stages=3),
+        "model": CustomModelSpec(kind="hf", config=config, stages=3),
         "data": DataSpec(source="pydoc", sequence_length=8, tokens=1000),
         "batch": BatchSpec(microbatch_size=2, microbatches_per_step=4),
         "optimizer": OptimizerSpec(lr=1e-2, clip_norm=0.5),
@@ -44,8 +43,8 @@ def gpt2_run(**changes: Any) -> Run:
 def resnet_run(**changes: Any) -> Run:
     """Batch norms on every stage."""
     return gpt2_run(
-        model=BroughtSpec(kind="code", source="tests.model.zoo:resnet101", stages=3, vocab_size=7),
-        data=DataSpec(source="code", code="tests.model.zoo:resnet101", sequence_length=1, tokens=SAMPLES),
+        model=CustomModelSpec(kind="code", source="tests.model.zoo:resnet", stages=3, vocab_size=7),
+        data=DataSpec(source="code", code="tests.model.zoo:resnet", sequence_length=1, tokens=SAMPLES),
         **changes,
     )
 
@@ -90,7 +89,7 @@ def check(built: Swarm, expected: dict[str, torch.Tensor], *, tolerance: float) 
 @pytest.mark.parametrize("delayed", [False, True])
 async def test_tied_weights_with_a_death_are_those_of_one_process(dtype: str, delayed: bool) -> None:
     run = gpt2_run(dtype=dtype, delayed_updates=delayed, codec=CodecSpec(forward="bf16", backward="none"))
-    assert "transformer.wte.weight" in shared_parameters(brought(run).plans)
+    assert "transformer.wte.weight" in shared_parameters(custom_model(run).plans)
     data = Text(run)
     async with swarm(run, batches=data) as built:
         await built.until_serving()
@@ -111,7 +110,7 @@ async def test_the_statistics_of_batch_norms_are_those_of_one_process_whoever_di
         await built.until_finished(limit_s=100.0)
         assert len(built.live()) == 5
         expected = one_process(run, data)
-        assert sum("running_mean" in name for name in expected) == 104
+        assert sum("running_mean" in name for name in expected) == 23
         check(built, expected, tolerance=0.0)
 
 

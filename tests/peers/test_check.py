@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from peers import check
-from peers.check import CheckOptions, Finding, check_all, run_check, to_json, to_text
 from peers.net.identity import Identity
 from peers.net.node import Node
+from peers.options import CheckOptions
+from peers.programs import check
+from peers.programs.check import Finding, check_all, run_check, to_json, to_text
 
 
 def wrong(finding: Finding, found: str, fix: str) -> None:

@@ -21,22 +21,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peers.disk import atomic, checkpoint
-from peers.disk.checkpoint import (
+from peers.storage import atomic_file, checkpoint
+from peers.storage.checkpoint import (
     check,
     found_steps,
     load,
     load_manifest,
     newest_common_step,
+    other_runs,
     save,
     saved_steps,
 )
+from peers.storage.checkpoint_store import CheckpointStore
 from swarm.errors import SetupError
-from swarm.run import check_id, counting_run
+from swarm.manifest import audit_run, check_id
 
 ROOT = Path(__file__).parents[2]
-RUN = counting_run(stages=2)
-OTHER = counting_run(stages=2, seed=2)
+RUN = audit_run(stages=2)
+OTHER = audit_run(stages=2, seed=2)
 TENSORS = {
     "weights": torch.arange(1000, dtype=torch.float32) / 7,
     "m": torch.linspace(-1, 1, 7, dtype=torch.float64),
@@ -216,7 +218,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(
     tmp_path: Path, fails_at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     marks = {"manifest": b"format = 1", "tensors": TENSORS["m"].numpy().tobytes(), "index": b'{\n "format"'}
-    original = atomic.write_all
+    original = atomic_file.write_all
 
     def full(file: BinaryIO, data: Any) -> None:
         if bytes(data).startswith(marks[fails_at]):
@@ -224,7 +226,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         original(file, data)
 
-    monkeypatch.setattr(atomic, "write_all", full)
+    monkeypatch.setattr(atomic_file, "write_all", full)
     with pytest.raises(
         SetupError,
         match=r"cannot save the checkpoint of stage 1, step 7 in .*: the disk is full \(\d+ MiB are free\)\. "
@@ -260,7 +262,7 @@ def test_failing_to_save_a_step_again_keeps_the_step(tmp_path: Path, monkeypatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(atomic, "write_whole", full)
+        patch.setattr(atomic_file, "write_whole", full)
         with pytest.raises(SetupError, match="the disk is full"):
             save(tmp_path, RUN, 0, 1, TENSORS, {})
     assert saved_steps(tmp_path, RUN, 0) == [1]
@@ -278,13 +280,14 @@ def test_a_peer_killed_while_it_saves_leaves_the_earlier_checkpoint_and_no_half_
 ) -> None:
     _save_all(tmp_path, 1)
     program = (
-        "import sys, torch; from peers.disk import atomic, checkpoint; from swarm.run import counting_run\n"
+        "import sys, torch; from peers.storage import atomic_file as atomic, checkpoint\n"
+        "from swarm.manifest import audit_run\n"
         "write = atomic.write_all\n"
         "def slow(file, data):\n"
         "    write(file, data)\n"
         "    if len(data) > 1000: print('writing', flush=True); sys.stdin.read()\n"
         "atomic.write_all = slow\n"
-        "checkpoint.save(sys.argv[1], counting_run(stages=2), 0, 2, {'weights': torch.ones(2**20)}, {})\n"
+        "checkpoint.save(sys.argv[1], audit_run(stages=2), 0, 2, {'weights': torch.ones(2**20)}, {})\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path)],
@@ -392,8 +395,8 @@ def test_a_file_that_was_found_whole_is_read_again_when_it_changes(tmp_path: Pat
     path = _file(tmp_path, 0, 1)
     read: list[Path] = []
     with pytest.MonkeyPatch.context() as patch:
-        verify = checkpoint.tensor_file.verify
-        patch.setattr(checkpoint.tensor_file, "verify", lambda *a: (read.append(a[0]), verify(*a)))
+        verify = checkpoint.safetensors_file.verify
+        patch.setattr(checkpoint.safetensors_file, "verify", lambda *a: (read.append(a[0]), verify(*a)))
         assert saved_steps(tmp_path, RUN, 0) == saved_steps(tmp_path, RUN, 0) == [1]
         assert read == [path]
         raw = bytearray(path.read_bytes())
@@ -461,3 +464,57 @@ def test_a_mate_that_prunes_the_same_folder_at_the_same_moment_is_no_trouble(
     monkeypatch.setattr(Path, "glob", too_late)
     _save_all(tmp_path, 4, keep=2)
     assert saved_steps(tmp_path, RUN, 0) == [4, 3]
+
+
+# --- what is passed over is said
+
+
+def test_each_damaged_file_that_is_passed_over_is_told_with_what_is_wrong(tmp_path: Path) -> None:
+    _save_all(tmp_path, 1, 2, 3)
+    short, torn = _file(tmp_path, 0, 3), _step(tmp_path, 2) / "stage-1.json"
+    os.truncate(short, 100)
+    torn.write_bytes(b'{"format": 1')
+    told: list[str] = []
+    assert newest_common_step(tmp_path, RUN, tell=told.append) == 1
+    assert len(told) == 2
+    assert str(short) in told[0] and "is damaged" in told[0] and "100 bytes" in told[0]
+    assert str(torn) in told[1] and "is damaged" in told[1]
+    told.clear()
+    assert saved_steps(tmp_path, RUN, 0, tell=told.append) == [2, 1]
+    assert len(told) == 1 and str(short) in told[0]
+
+
+def test_a_store_tells_of_a_damaged_file_once(tmp_path: Path) -> None:
+    _save_all(tmp_path, 1, 2)
+    os.truncate(_file(tmp_path, 0, 2), 100)
+    told: list[str] = []
+    store = CheckpointStore(RUN, 0, tmp_path, tell=told.append)
+    assert store.versions() == store.versions() == [1]
+    assert len(told) == 1 and "is damaged" in told[0]
+
+
+def test_the_other_runs_of_a_folder_are_known(tmp_path: Path) -> None:
+    assert other_runs(tmp_path / "nowhere", RUN) == []
+    _save_all(tmp_path, 1)
+    save(tmp_path, OTHER, 0, 1, TENSORS, {})
+    assert other_runs(tmp_path, RUN) == [OTHER.id]
+
+
+def test_a_folder_that_a_replica_removes_in_the_middle_of_a_save_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own save failed, say on a full disk, and it cleared away what looked like its own empty folder."""
+    original, left = atomic_file.replacing, [2]
+
+    def removed(folder: Path) -> Any:
+        if folder.name.startswith("step-") and left[0]:
+            left[0] -= 1
+            folder.rmdir()
+        return original(folder)
+
+    monkeypatch.setattr(atomic_file, "replacing", removed)
+    save(tmp_path, RUN, 0, 7, TENSORS, {})
+    assert left == [0] and saved_steps(tmp_path, RUN, 0) == [7]
+    left[0] = 100
+    with pytest.raises(SetupError, match="No such file or directory"):  # bounded: something else is wrong
+        save(tmp_path, RUN, 0, 8, TENSORS, {})

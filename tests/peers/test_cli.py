@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes.util
 import dataclasses
 import importlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -18,12 +20,13 @@ from typing import Any
 
 import pytest
 
-from peers import cli
-from peers.cli import COMMANDS, ROLES, Exit, build_parser, exit_code, main, options
+from peers import cli, options
+from peers.cli import COMMANDS, OPTIONS, ROLES, Exit, build_parser, exit_code, main
 from peers.events import Failed, parse_event
-from peers.roles import manifest
+from peers.options import options_from
+from peers.programs.roles import manifest
 from swarm.errors import Busy, PeerGone, Refused, SetupError, SwarmError
-from swarm.run import BroughtSpec, example_run
+from swarm.manifest import CustomModelSpec, example_run
 
 RUN = "0123456789abcdef" * 2
 JOIN = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -84,8 +87,10 @@ def test_the_help_fits_a_screen_and_names_every_command(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_command_has_an_example_that_parses(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("join.txt").write_text(f"--run\n{RUN}\n--join\n/ip4/192.0.2.7/tcp/1/p2p/12D3KooW\n")
     text = help_of(capsys, monkeypatch, name)
     examples = [line.strip() for line in text.splitlines() if line.startswith("  swarm ")]
     assert "example" in text
@@ -156,57 +161,103 @@ def test_a_wrong_argument_is_said_with_the_way_to_the_help(
     assert shown.rstrip().endswith("--help")
 
 
-def test_repeated_addresses_and_files_become_tuples() -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Everything:
-        fields: dict[str, Any]
-
-    def build(**fields: Any) -> Everything:
-        return Everything(fields)
-
-    got = options(build, parse("peer", "--join", "b", "--announce", "1.2.3.4:5", "--stage", "2")).fields
-    assert (got["join"], got["announce"], got["stage"], got["max_inflight"]) == (
-        (JOIN, "b"),
-        ("1.2.3.4:5",),
-        2,
-        "auto",
-    )
-    got = options(build, parse("train", "--data", "a", "b")).fields
-    assert got["data"] == (Path("a"), Path("b"))
-    assert not cli.NOT_OPTIONS & got.keys()
+def given(command: str, *more: str) -> Any:
+    return options_from(OPTIONS[command], parse(command, *more))
 
 
-def test_the_options_of_check_and_status_have_the_arguments_names() -> None:
-    from peers.check import CheckOptions
-    from peers.evaluate import EvalOptions
-    from peers.export import ExportOptions
-    from peers.generate import GenerateOptions
-    from peers.status import StatusOptions
+def test_repeated_addresses_and_files_become_tuples(tmp_path: Path) -> None:
+    got = given("peer", "--join", JOIN[:-1] + "M", "--announce", "1.2.3.4:5", "--stage", "2")
+    assert (got.join, got.announce) == ((JOIN, JOIN[:-1] + "M"), ("1.2.3.4:5",))
+    assert (got.stage, got.max_inflight) == (2, "auto")
+    files = tmp_path / "a", tmp_path / "b"
+    for file in files:
+        file.touch()
+    assert given("train", "--data", *map(str, files)).data == files
+    assert given("demo", "--data", str(files[0]), "--data", str(files[1])).data == files
 
-    assert options(CheckOptions, parse("check")) == CheckOptions()
-    assert options(GenerateOptions, parse("generate")) == GenerateOptions(checkpoint_dir=Path("ckpt"))
+
+def test_what_is_not_given_is_as_the_dataclass_has_it() -> None:
+    assert given("check") == options.CheckOptions()
+    assert given("generate") == options.GenerateOptions(checkpoint_dir=Path("ckpt"))
     model = Path("model.safetensors")
-    assert options(ExportOptions, parse("export")) == ExportOptions(checkpoint_dir=Path("ckpt"), out=model)
-    assert options(EvalOptions, parse("eval")) == EvalOptions(model=model)
-    assert options(EvalOptions, parse("eval", "--data", "a", "b")).data == (Path("a"), Path("b"))
-    from peers.watch.dashboard import DashboardOptions
-
-    assert options(DashboardOptions, parse("dashboard")) == DashboardOptions(run=RUN, join=(JOIN,))
+    assert given("export") == options.ExportOptions(checkpoint_dir=Path("ckpt"), out=model)
+    assert given("eval") == options.EvalOptions(model=model)
+    assert given("dashboard") == options.DashboardOptions(run=RUN, join=(JOIN,))
+    assert given("status") == options.StatusOptions(run=RUN, join=(JOIN,))
     for text in ("8080", ":8080", "127.0.0.1:8080"):
-        assert options(DashboardOptions, parse("dashboard", "--web", text)).web == ("127.0.0.1", 8080)
-    assert options(DashboardOptions, parse("dashboard", "--metrics", "[::1]:9")).metrics == ("::1", 9)
-    assert options(StatusOptions, parse("status")) == StatusOptions(run=RUN, join=(JOIN,))
+        assert given("dashboard", "--web", text).web == ("127.0.0.1", 8080)
+    assert given("dashboard", "--metrics", "[::1]:9").metrics == ("::1", 9)
 
 
-@pytest.mark.parametrize("command", ROLES)
-def test_the_options_of_each_role_have_the_arguments_names(command: str) -> None:
-    module, role = ROLES[command]
-    cls = getattr(importlib.import_module(module), role + "Options")
-    built = options(cls, parse(command))
-    assert dataclasses.is_dataclass(built)
-    field = dataclasses.fields(built)[0].name
+@pytest.mark.parametrize("command", NAMES)
+def test_options_are_frozen_and_every_argument_is_one(command: str) -> None:
+    built = given(command)
+    names = [field.name for field in dataclasses.fields(built)]
     with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(built, field, None)
+        setattr(built, names[0], None)
+    extra = set(vars(parse(command))) - set(names)
+    process = {field.name for field in dataclasses.fields(options.ProcessOptions)}
+    assert extra == {"command", "version", "traceback"} | (process if command in ROLES else set())
+
+
+BEFORE_TORCH = """
+import builtins, sys
+plain = builtins.__import__
+def watched(name, *rest, **more):
+    assert name.partition(".")[0] not in ("torch", "hivemind"), f"imports {name}"
+    return plain(name, *rest, **more)
+builtins.__import__ = watched
+from peers.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (
+            ["peer", "--run", RUN, "--join", "192.0.2.7:31337"],
+            Exit.SETUP,
+            "the id of the peer that listens there is missing. Write --join /ip4/192.0.2.7/tcp/31337/p2p/ID",
+        ),
+        (
+            ["status", "--run", RUN, "--join", "swarm.example.org:1"],
+            Exit.SETUP,
+            "Write --join /dns4/swarm.example.org/tcp/1/p2p/ID: that peer printed its ID in its first line",
+        ),
+        (
+            ["train", "--run", RUN, "--join", "foo"],
+            Exit.SETUP,
+            "--join 'foo' is not the address of a peer: it ends in /p2p/ and a peer id",
+        ),
+        (
+            ["train", *NEEDED["train"], "--data", "nowhere.txt"],
+            Exit.SETUP,
+            "--data nowhere.txt cannot be read: there is no such file",
+        ),
+        (
+            ["peer", *NEEDED["peer"], "--device", "cuda"],
+            Exit.SETUP,
+            "--device cuda: this machine has no CUDA",
+        ),
+        (
+            ["demo", "--stages", "99", "--peers", "99"],
+            Exit.SETUP,
+            "99 stages of 99 peers are 9803 processes with torch, on",
+        ),
+        (["demo", "--data", sys.executable], Exit.SETUP, "is not text: it has null bytes; give a text file"),
+        (["peer", "@nofile"], Exit.USAGE, "@nofile: there is no file 'nofile'; a bootstrap writes it with"),
+    ],
+)
+def test_what_is_known_to_be_wrong_is_said_before_torch_is_imported(
+    argv: list[str], code: Exit, said: str
+) -> None:
+    if "cuda" in argv and ctypes.util.find_library("cuda"):
+        pytest.skip("this machine has CUDA's driver")
+    command = [sys.executable, "-c", BEFORE_TORCH, *argv]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert said in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -347,7 +398,7 @@ def test_a_manifest_of_a_brought_model_tells_what_is_pinned_later(
 
 
 def test_a_peer_does_not_join_a_run_that_leaves_its_model_open() -> None:
-    model = BroughtSpec(kind="code", source="cats.models:build", stages=3)
+    model = CustomModelSpec(kind="code", source="cats.models:build", stages=3)
     run = dataclasses.replace(example_run(), model=model)
 
     class Directory:
@@ -363,13 +414,13 @@ def test_a_peer_does_not_join_a_run_that_leaves_its_model_open() -> None:
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("swarm")
+    assert re.match(r"swarm\b.*, protocol \d+$", capsys.readouterr().out)
 
 
 def test_check_prints_json_and_its_code_says_how_it_went(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from peers import check
+    from peers.programs import check
 
     bad = check.Finding(name="port", ok=False, found="taken", fix="another")
     monkeypatch.setattr(check, "check_all", lambda options: [bad])

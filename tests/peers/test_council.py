@@ -1,4 +1,4 @@
-"""Reports, briefs and summaries: who leads, and what nobody can talk a leader into."""
+"""Reports, directives and summaries: who leads, and what nobody can talk a leader into."""
 
 from __future__ import annotations
 
@@ -9,41 +9,36 @@ from typing import Any
 import msgspec
 import pytest
 
-from peers.council import MOST_WATCHERS
-from peers.roll import Roll
+from peers.clock import now_s
+from peers.stage.coordination import MAX_WATCHERS
+from peers.stage.membership import Membership
 from swarm.errors import NotNow, Refused
-from swarm.policy.rounds import Held
-from swarm.records import PeerRecord, State
-from swarm.run import counting_run
-from swarm.wire.messages import (
-    AskStatus,
-    Brief,
-    GoWire,
-    HeldWire,
-    PeerStatus,
-    PlanWire,
-    Report,
-    RunBrief,
-    StepBrief,
+from swarm.manifest import audit_run
+from swarm.protocol.ledger import Bitmap
+from swarm.protocol.messages import (
+    Directive,
+    ReplicaReport,
+    RunStatus,
+    StageSummary,
+    StepDirective,
     StepReport,
     StepSummary,
-    Summary,
-    Watch,
-    Watched,
 )
-from tests.peers.loops import Stranger, Swarm, quick, swarm
+from swarm.protocol.rounds import Commit, Plan, Prepared, round_id
+from swarm.records import PeerRecord, State
+from swarm.wire.messages import AskStatus, PeerStatus, Watch, Watched
+from tests.peers.loops import Stranger, Swarm, obey, swarm
 
-__all__ = ["quick"]
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = pytest.mark.virtual_time
 
-RUN = counting_run(stages=2, steps=3, microbatches_per_step=4)
-
-
-NOTHING = StepReport(t=0, done=b"\0", doing=b"\0")
+RUN = audit_run(stages=2, steps=3, microbatches_per_step=4)
 
 
-def held(sqnorm: float) -> HeldWire:
-    return HeldWire(round="r", sqnorm=sqnorm, digest="")
+NOTHING = StepReport(t=0)
+
+
+def held(sqnorm: float) -> Prepared:
+    return Prepared(round="r", sqnorm=sqnorm, digest="")
 
 
 def announced(s: Swarm, name: str, stage: int, state: State = "joining") -> Stranger:
@@ -53,26 +48,26 @@ def announced(s: Swarm, name: str, stage: int, state: State = "joining") -> Stra
     return stranger
 
 
-def report(**changes: Any) -> Report:
+def report(**changes: Any) -> ReplicaReport:
     """A good report of a member of stage 0 that has nothing, but for the changes."""
-    step = {"t": 0, "done": b"\0", "doing": b"\0"}
+    step = {"t": 0}
     step.update(changes.pop("step", {}))
     steps = changes.pop("steps", (StepReport(**step),))
-    return Report(**{"run": RUN.id, "stage": 0, "version": 0, "steps": steps, **changes})
+    return ReplicaReport(**{"run": RUN.id, "stage": 0, "version": 0, "steps": steps, **changes})
 
 
-def summary(**changes: Any) -> Summary:
+def summary(**changes: Any) -> StageSummary:
     """A good summary of stage 1, but for the changes."""
-    step = {"t": 0, "lacking": b"\x0f", "unclaimed": b"\x0f", "ready": False, "sqnorm": 0.0}
+    step = {"t": 0, "lacking": Bitmap(15), "unclaimed": Bitmap(15), "ready": False, "sqnorm": 0.0}
     step.update(changes.pop("step", {}))
     steps = changes.pop("steps", (StepSummary(**step),))
-    return Summary(**{"run": RUN.id, "stage": 1, "version": 0, "members": 1, "steps": steps, **changes})
+    return StageSummary(**{"run": RUN.id, "stage": 1, "version": 0, "members": 1, "steps": steps, **changes})
 
 
 def chief_of(s: Swarm, name: str) -> str:
-    """Who wrote the brief that a peer follows."""
-    brief = s.peers[name].council.brief
-    return "" if brief is None else brief.coordinator
+    """Who wrote the directive that a peer follows."""
+    directive = s.peers[name].coordination.directive
+    return "" if directive is None else directive.coordinator
 
 
 async def refusal(
@@ -89,20 +84,20 @@ async def refusal(
 async def test_the_live_member_with_the_smallest_id_leads_its_stage_and_that_of_stage_0_the_run() -> None:
     async with swarm(RUN, replicas=3) as s:
         await s.until_serving()
-        leaders = [[p.council.coordinator(number) for number in (0, 1)] for _, p in s.live()]
+        leaders = [[p.coordination.coordinator(number) for number in (0, 1)] for _, p in s.live()]
         assert leaders == [["s0p0", "s1p0"]] * 6
         s.kill("s1p0")
-        await s.until(lambda: s.peers["s1p2"].council.coordinator(1) == "s1p1")
-        await s.until(lambda: s.peers["s0p0"].council.whole_run.conductor == "s0p0")
+        await s.until(lambda: s.peers["s1p2"].coordination.coordinator(1) == "s1p1")
+        await s.until(lambda: s.peers["s0p0"].coordination.run_status.run_coordinator == "s0p0")
 
 
 async def test_a_peer_alone_leads_itself_and_an_empty_stage_is_led_by_nobody() -> None:
     async with swarm(RUN, replicas=0) as s:
         peer = s.add_peer("alone", 0)
-        assert peer.council.coordinator(0) is None, "it has not joined yet"
+        assert peer.coordination.coordinator(0) is None, "it has not joined yet"
         await s.until_serving()
-        assert peer.council.coordinator(0) == "alone"
-        assert peer.council.coordinator(1) is None
+        assert peer.coordination.coordinator(0) == "alone"
+        assert peer.coordination.coordinator(1) is None
 
 
 async def test_everybody_can_be_asked_how_it_is_doing() -> None:
@@ -131,29 +126,28 @@ async def test_everybody_can_be_asked_how_it_is_doing() -> None:
         ({"step": {"t": 3}}, "[3] are not open steps of a run of 3"),
         ({"step": {"t": -1}}, "[-1] are not open steps of a run of 3"),
         ({"steps": (NOTHING, NOTHING)}, "[0, 0] are not open steps of a run of 3"),
-        ({"step": {"done": b""}}, "a ledger of 4 microbatches has 1 bytes, not 0"),
-        ({"step": {"done": b"\x10"}}, "the ledger names a microbatch beyond 3"),
-        ({"step": {"doing": b"\x80"}}, "the ledger names a microbatch beyond 3"),
-        ({"step": {"doing": b"\0\0"}}, "a ledger of 4 microbatches has 1 bytes, not 2"),
+        ({"step": {"done": Bitmap(0x10)}}, "the ledger names a microbatch beyond 3"),
+        ({"step": {"in_progress": Bitmap(0x80)}}, "the ledger names a microbatch beyond 3"),
+        ({"step": {"inherited": Bitmap(1 << 999)}}, "the ledger names a microbatch beyond 3"),
         ({"step": {"held": held(float("nan"))}}, "an impossible squared norm, nan"),
         ({"step": {"held": held(-1.0)}}, "an impossible squared norm, -1.0"),
-        ({"goes": (GoWire(t=3, total_sqnorm=1.0),)}, "a go for step 3 of a run of 3 steps"),
-        ({"goes": (GoWire(t=-1, total_sqnorm=1.0),)}, "a go for step -1 of a run of 3 steps"),
-        ({"goes": (GoWire(t=0, total_sqnorm=float("nan")),)}, "an impossible squared norm, nan"),
+        ({"commits": (Commit(t=3, total_sqnorm=1.0),)}, "a go for step 3 of a run of 3 steps"),
+        ({"commits": (Commit(t=-1, total_sqnorm=1.0),)}, "a go for step -1 of a run of 3 steps"),
+        ({"commits": (Commit(t=0, total_sqnorm=float("nan")),)}, "an impossible squared norm, nan"),
     ],
 )  # fmt: skip
 async def test_a_report_that_cannot_be_true_is_refused(changes: dict[str, Any], text: str) -> None:
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
         assert await refusal(announced(s, "z", 0), "s0p0", "report", report(**changes)) == text
-        assert "z" not in s.peers["s0p0"].council._members
+        assert "z" not in s.peers["s0p0"].coordination.protocol._coordinator.members
 
 
 async def test_losses_that_do_not_fit_the_ledger_are_refused() -> None:
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
         liar = announced(s, "z", 1)
-        two = report(stage=1, step={"done": b"\3"})
+        two = report(stage=1, step={"done": Bitmap(3)})
         text = "losses of [9] bytes do not fit the ledgers: [16] were due"
         assert await refusal(liar, "s1p0", "report", two, [bytes(9)]) == text
         assert await refusal(liar, "s1p0", "report", two) == text.replace("[9]", "[]")
@@ -185,20 +179,25 @@ async def test_a_good_report_is_answered_with_the_brief_of_the_stage() -> None:
     async with swarm(RUN, replicas=2) as s:
         await s.until_serving()
         member = announced(s, "z", 0)
-        brief = await member.ask("s0p0", "report", report(), Brief)
-        assert (brief.coordinator, brief.stage, brief.version, brief.run) == ("s0p0", 0, 0, RUN.id)
-        again = await member.ask("s0p0", "report", report(), Brief)
-        assert again.number > brief.number
+        directive = await member.ask("s0p0", "report", report(), Directive)
+        assert (directive.coordinator, directive.stage, directive.version, directive.run) == (
+            "s0p0",
+            0,
+            0,
+            RUN.id,
+        )
+        again = await member.ask("s0p0", "report", report(), Directive)
+        assert again.number > directive.number
         await s.until(lambda: chief_of(s, "s0p1") == "s0p0")
-        told = await member.ask("s0p1", "report", report(), Brief)
+        told = await member.ask("s0p1", "report", report(), Directive)
         assert told.coordinator == "s0p0", "who does not lead passes on what it was told"
 
 
 async def test_a_member_that_goes_quiet_is_left_out() -> None:
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
-        await announced(s, "z", 0).ask("s0p0", "report", report(), Brief)
-        members = s.peers["s0p0"].council._members
+        await announced(s, "z", 0).ask("s0p0", "report", report(), Directive)
+        members = s.peers["s0p0"].coordination.protocol._coordinator.members
         assert "z" in members
         await s.until(lambda: "z" not in members)
 
@@ -206,26 +205,27 @@ async def test_a_member_that_goes_quiet_is_left_out() -> None:
 async def test_a_liar_that_claims_everything_holds_a_step_up_until_it_is_quiet_and_no_longer() -> None:
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
-        await announced(s, "z", 0).ask("s0p0", "report", report(step={"done": b"\x0f"}), Brief)
+        await announced(s, "z", 0).ask("s0p0", "report", report(step={"done": Bitmap(15)}), Directive)
         s.add_trainer("trainer")
         await s.until_finished()
         s.assert_each_counted_once()
 
 
-# --- briefs -------------------------------------------------------------------------------------------------
+# --- directives
+# -------------------------------------------------------------------------------------------------
 
 
 async def test_a_brief_for_another_stage_or_run_is_refused() -> None:
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
         stranger = s.add_stranger()
-        text = f"a brief for stage 1 of run '{RUN.id}'; this is stage 0"
-        brief = Brief(run=RUN.id, stage=1, coordinator="stranger", version=0)
-        assert await refusal(stranger, "s0p0", "brief", brief) == text
-        other = Brief(run="other", stage=0, coordinator="stranger", version=0)
+        text = f"a directive for stage 1 of run '{RUN.id}'; this is stage 0"
+        directive = Directive(run=RUN.id, stage=1, coordinator="stranger", version=0)
+        assert await refusal(stranger, "s0p0", "directive", directive) == text
+        other = Directive(run="other", stage=0, coordinator="stranger", version=0)
         assert (
-            await refusal(stranger, "s0p0", "brief", other)
-            == "a brief for stage 0 of run 'other'; this is stage 0"
+            await refusal(stranger, "s0p0", "directive", other)
+            == "a directive for stage 0 of run 'other'; this is stage 0"
         )
 
 
@@ -233,39 +233,44 @@ async def test_a_brief_for_another_stage_or_run_is_refused() -> None:
 async def test_nobody_but_the_coordinator_is_obeyed(coordinator: str) -> None:
     async with swarm(RUN) as s:
         await s.until_serving()
-        await s.until(lambda: s.peers["s0p1"].council.brief is not None)
-        s.step("s0p1").ledger.record(0)
-        lie = Brief(
+        await s.until(lambda: s.peers["s0p1"].coordination.directive is not None)
+        with s.peers["s0p1"].core.device.books:
+            s.step("s0p1").ledger.record(0)
+        lie = Directive(
             run=RUN.id, stage=0, coordinator=coordinator, version=0, number=10**6,
-            steps=(StepBrief(t=0, undo=b"\1"),),
+            steps=(StepDirective(t=0, undo=Bitmap(1)),),
         )  # fmt: skip
-        await s.add_stranger().send("s0p1", "brief", lie)
-        assert s.peers["s0p1"].council.brief.number < 10**6
+        await s.add_stranger().send("s0p1", "directive", lie)
+        assert s.peers["s0p1"].coordination.directive.number < 10**6
 
 
 async def test_a_brief_that_was_overtaken_is_not_obeyed() -> None:
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
         peer = s.peers["s0p0"]
-        await s.until(lambda: peer.council.brief is not None)
-        newest = peer.council.brief
-        heard: list[Brief] = []
-        peer.council._obey = heard.append
-        peer.council._hear(msgspec.structs.replace(newest, number=newest.number - 1))
-        assert heard == []
-        peer.council._hear(msgspec.structs.replace(newest, number=newest.number + 1))
-        assert len(heard) == 1
+        await s.until(lambda: peer.coordination.directive is not None)
+        newest = peer.coordination.directive
+        protocol = peer.coordination.protocol
+        protocol.directive_came(msgspec.structs.replace(newest, number=newest.number - 1), now=now_s())
+        assert protocol.directive is newest
+        protocol.directive_came(msgspec.structs.replace(newest, number=newest.number + 1), now=now_s())
+        assert protocol.directive.number == newest.number + 1
 
 
 async def test_a_plan_with_an_impossible_ledger_is_said_and_changes_nothing() -> None:
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
-        plan = PlanWire(round="r", number=0, members=("s0p0",), ledgers=(b"",), parts=(4,))
-        s.peers["s0p0"]._obey(
-            Brief(run=RUN.id, stage=0, coordinator="s0p0", version=0, steps=(StepBrief(t=0, plan=plan),))
+        members, ledgers = ("s0p0", "z"), (Bitmap(0), Bitmap(0x10))
+        name = round_id(RUN.id, 0, 0, 0, members, ledgers)
+        plan = Plan(round=name, number=0, members=members, ledgers=ledgers, parts=(4, 0))
+        obey(
+            s.peers["s0p0"],
+            Directive(
+                run=RUN.id, stage=0, coordinator="s0p0", version=0, steps=(StepDirective(t=0, plan=plan),)
+            ),
         )
-        said = "stage 0: a plan with an impossible ledger: a ledger of 4 microbatches has 1 bytes, not 0"
-        await s.until(lambda: said in [event.words() for event in s.events])
+        said = "this peer does not take part: a ledger names a microbatch beyond 3"
+        await s.until(lambda: said in s.voids())
         assert s.step("s0p0").ledger.frozen_for is None
 
 
@@ -280,11 +285,11 @@ async def test_a_plan_with_an_impossible_ledger_is_said_and_changes_nothing() ->
         ({"stage": -1}, f"a summary of stage -1 of run '{RUN.id}'"),
         ({"version": 4}, "a summary of version 4 of a run of 3 steps"),
         ({"step": {"t": 10**12}}, "[1000000000000] are not open steps of a run of 3"),
-        ({"step": {"unclaimed": b"\xff" * 99}}, "a ledger of 4 microbatches has 1 bytes, not 99"),
-        ({"step": {"lacking": b"\xff"}}, "the ledger names a microbatch beyond 3"),
+        ({"step": {"unclaimed": Bitmap(1 << 792)}}, "the ledger names a microbatch beyond 3"),
+        ({"step": {"lacking": Bitmap(0xFF)}}, "the ledger names a microbatch beyond 3"),
         ({"step": {"sqnorm": float("nan")}}, "an impossible squared norm, nan"),
-        ({"goes": (GoWire(t=99, total_sqnorm=1.0),)}, "a go for step 99 of a run of 3 steps"),
-        ({"goes": (GoWire(t=0, total_sqnorm=-1.0),)}, "an impossible squared norm, -1.0"),
+        ({"commits": (Commit(t=99, total_sqnorm=1.0),)}, "a go for step 99 of a run of 3 steps"),
+        ({"commits": (Commit(t=0, total_sqnorm=-1.0),)}, "an impossible squared norm, -1.0"),
     ],
 )
 async def test_a_summary_that_cannot_be_true_is_refused_and_the_conductor_lives(
@@ -308,14 +313,19 @@ async def test_only_announced_members_may_speak_for_a_stage() -> None:
 async def test_news_of_the_run_are_taken_from_the_conductor_only() -> None:
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
-        await s.until(lambda: s.peers["s1p0"].council.whole_run.conductor == "s0p0")
+        await s.until(lambda: s.peers["s1p0"].coordination.run_status.run_coordinator == "s0p0")
         stranger = s.add_stranger()
-        for conductor in ("stranger", "s0p0"):
-            lie = RunBrief(run=RUN.id, version=2, goes=(GoWire(t=0, total_sqnorm=0.0),), conductor=conductor)
+        for run_coordinator in ("stranger", "s0p0"):
+            lie = RunStatus(
+                run=RUN.id,
+                version=2,
+                commits=(Commit(t=0, total_sqnorm=0.0),),
+                run_coordinator=run_coordinator,
+            )
             await stranger.send("s1p0", "run", lie)
-            assert s.peers["s1p0"].council.whole_run.version == 0
+            assert s.peers["s1p0"].coordination.run_status.version == 0
         text = f"news of run 'other'; this peer serves {RUN.id}"
-        assert await refusal(stranger, "s1p0", "run", RunBrief(run="other")) == text
+        assert await refusal(stranger, "s1p0", "run", RunStatus(run="other")) == text
 
 
 async def test_whoever_watches_hears_at_once_of_what_is_new_and_in_a_while_of_nothing() -> None:
@@ -336,7 +346,7 @@ async def test_whoever_watches_hears_at_once_of_what_is_new_and_in_a_while_of_no
         await s.until_finished()
         last = await stranger.ask("s0p0", "watch", Watch(run=RUN.id, seen=seen), Watched)
         assert last.version == RUN.steps
-        assert last.brief.losses == tuple((t, -RUN.S * t / RUN.M) for t in range(RUN.steps))
+        assert last.directive.losses == tuple((t, -RUN.S * t / RUN.M) for t in range(RUN.steps))
 
 
 async def test_another_run_is_not_told_how_this_one_is_doing() -> None:
@@ -350,25 +360,29 @@ async def test_the_losses_of_a_step_come_from_the_ledgers_in_the_order_of_the_mi
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
         member, losses = announced(s, "z", 1), (0.5, 0.25)
-        two = report(stage=1, step={"done": b"\x0a"})
-        await member.ask("s1p0", "report", two, Brief, [struct.pack("<2d", *losses)])
-        assert s.peers["s1p0"].council._members["z"][1] == [[0.5, 0.25]]
+        two = report(stage=1, step={"done": Bitmap(0b1010)})
+        await member.ask("s1p0", "report", two, Directive, [struct.pack("<2d", *losses)])
+        assert s.peers["s1p0"].coordination.protocol._coordinator.members["z"].losses == [[0.5, 0.25]]
 
 
 async def test_a_stage_that_holds_a_step_whose_go_nobody_remembers_is_behind() -> None:
-    """Its mates took many steps while it slept, and died. Found by the simulation."""
-    run = counting_run(stages=2, steps=9, microbatches_per_step=4)
+    """Its replicas took many steps while it slept, and died. Found by the simulation."""
+    run = audit_run(stages=2, steps=9, microbatches_per_step=4)
     async with swarm(run, replicas=1) as s:
         await s.until_serving()
         s.kill("s0p0")
         sleeper = s.peers["s1p0"]
-        sleeper.core.steps[0].held = Held("r", 1.0, "")
-        for goes, behind in (((0,), False), ((3, 4, 5), True)):
-            told = tuple(GoWire(t=t, total_sqnorm=1.0) for t in goes)
-            sleeper.council._goes.clear()
-            sleeper.council._hear_run(RunBrief(run=run.id, version=6, goes=told, conductor="s0p0"))
-            sleeper.council._speak()
-            assert (sleeper.council._behind_since is not None) is behind
+        step, protocol = sleeper.core.steps[0], sleeper.coordination.protocol
+        step.promise("r", now=0.0)
+        step.prepare(Prepared("r", 1.0, ""))
+        for commits, behind in (((0,), False), ((3, 4, 5), True)):
+            told = tuple(Commit(t=t, total_sqnorm=1.0) for t in commits)
+            protocol._agreed.commits.clear()
+            status = RunStatus(run=run.id, version=6, commits=told, run_coordinator="s0p0")
+            protocol.run_status_came(status, now=now_s())
+            protocol.speak(now=now_s())
+            protocol.ready(now=now_s())
+            assert (protocol.stuck_s(now=now_s() + 1.0) > 0) is behind
 
 
 # --- the roll -----------------------------------------------------------------------------------------------
@@ -386,21 +400,22 @@ async def test_strangers_cannot_make_a_peer_ask_the_directory_for_ever() -> None
             return await refresh(stages)
 
         directory.refresh = counted  # type: ignore[method-assign]
-        roll = Roll(directory)
+        membership = Membership(directory)
         for _ in range(20):
             with pytest.raises(NotNow, match="peer nobody is not announced at stage 1"):
-                await roll.require("nobody", 1)
+                await membership.require("nobody", 1)
         assert asked == [{1}], "that stage only"
-        await roll.require("s1p0", 1)
+        await membership.require("s1p0", 1)
         assert asked == [{1}]
 
 
 async def test_a_peer_watches_its_stage_and_those_beside_it_and_who_coordinates_the_conductors() -> None:
-    run = counting_run(stages=3, steps=3, microbatches_per_step=4)
+    run = audit_run(stages=3, steps=3, microbatches_per_step=4)
     async with swarm(run) as s:
         await s.until_serving()
         watched = {name: s.network.peers[name].directory for name in ("s0p0", "s2p0", "s2p1")}
-        # Who came first in stage 2 speaks for it with the conductor. Before they see each other, both do.
+        # Who came first in stage 2 speaks for it with the run coordinator. Before they see each other, both
+        # do.
         wanted = {"s0p0": {0, 1}, "s2p0": {0, 1, 2}, "s2p1": {1, 2}}
         await s.until(lambda: {name: there.watched for name, there in watched.items()} == wanted)
 
@@ -429,10 +444,10 @@ async def test_who_watches_by_a_peer_and_which_weights_it_holds_are_in_its_statu
 async def test_those_who_watch_are_forgotten_and_never_many(monkeypatch: pytest.MonkeyPatch) -> None:
     async with swarm(RUN) as s:
         await s.until_serving()
-        council = s.peers["s0p0"].council
-        names = [f"stranger {i:02d}" for i in range(MOST_WATCHERS + 2)]
+        coordination = s.peers["s0p0"].coordination
+        names = [f"stranger {i:02d}" for i in range(MAX_WATCHERS + 2)]
         for name in names:
             await s.add_stranger(name).ask("s0p0", "watch", Watch(run=RUN.id), Watched)
-        assert council.trainers == tuple(sorted(names[2:]))
-        monkeypatch.setattr("peers.council.WATCHED_S", 0.0)
-        assert council.trainers == ()
+        assert coordination.trainers == tuple(sorted(names[2:]))
+        monkeypatch.setattr("peers.stage.coordination.WATCHED_S", 0.0)
+        assert coordination.trainers == ()

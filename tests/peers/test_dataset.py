@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
 import resource
@@ -23,11 +24,11 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.disk import atomic, dataset
-from peers.disk.dataset import open_dataset, open_tokenizer
+from peers.storage import atomic_file, dataset
+from peers.storage.dataset import open_dataset, open_tokenizer
 from swarm.data import sample_offsets
 from swarm.errors import SetupError
-from swarm.run import Run, demo_run
+from swarm.manifest import Run, demo_run
 
 ROOT = Path(__file__).parents[2]
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "text" / "tinyshakespeare.txt"
@@ -281,7 +282,7 @@ def test_a_cache_without_write_permission_is_an_error(text: Path, tmp_path: Path
     ],
 )
 def test_a_failed_write_says_why_and_what_to_do(tmp_path: Path, number: int, words: str) -> None:
-    error = atomic.trouble("cannot x", tmp_path, OSError(number, os.strerror(number)), "do that")
+    error = atomic_file.trouble("cannot x", tmp_path, OSError(number, os.strerror(number)), "do that")
     assert isinstance(error, SetupError)
     with pytest.raises(SetupError, match=rf"^cannot x in {tmp_path}: {words}$"):
         raise error
@@ -297,7 +298,7 @@ def test_a_full_disk_leaves_the_cache_as_it_was(
         file.write(memoryview(data)[: len(data) // 2])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(atomic, "write_all", full)
+    monkeypatch.setattr(atomic_file, "write_all", full)
     with pytest.raises(SetupError, match=r"cannot keep tokens in .*: the disk is full .* set SWARM_CACHE"):
         open_dataset(FILES, [path])
     assert list(cache.iterdir()) == []
@@ -321,7 +322,7 @@ def test_a_file_that_the_system_refuses_to_grow_is_an_error_and_is_removed(
 
 def test_what_a_killed_writer_left_is_swept_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from peers.disk import atomic\n"
+        "import sys; from pathlib import Path; from peers.storage import atomic_file as atomic\n"
         "with atomic.replacing(Path(sys.argv[1])) as (file, path):\n"
         "    print(path, flush=True); sys.stdin.read()\n"
     )
@@ -335,18 +336,18 @@ def test_what_a_killed_writer_left_is_swept_and_what_a_living_one_writes_is_not(
         assert child.stdout is not None
         left = Path(child.stdout.readline().strip())
         os.utime(left, (0, 0))
-        atomic.sweep(tmp_path)
+        atomic_file.sweep(tmp_path)
         assert left.exists()
         child.kill()
     assert left.exists()
-    atomic.sweep(tmp_path)
+    atomic_file.sweep(tmp_path)
     assert not left.exists()
 
 
 def test_a_young_temporary_file_is_left_alone(tmp_path: Path) -> None:
-    young = tmp_path / (atomic.TEMPORARY + "x")
+    young = tmp_path / (atomic_file.TEMPORARY + "x")
     young.touch()
-    atomic.sweep(tmp_path)
+    atomic_file.sweep(tmp_path)
     assert young.exists()
 
 
@@ -492,3 +493,18 @@ def test_offsets_outside_the_tokens_are_our_own_mistake(text: Path) -> None:
     for offset in (-1, data.tokens - 4):
         with pytest.raises(AssertionError, match="sample_offsets"):
             data.batch([offset])
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_long_reading_says_how_far_it_is(text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer whose files turn out to be others than the run's must not be silent until then."""
+    monkeypatch.setattr(sys, "stderr", out := Terminal())
+    text.write_text("some text\n" * 400_000)
+    with pytest.raises(SetupError, match="SHA-256"):
+        open_dataset(replace(FILES, data=replace(FILES.data, sha256="0" * 64, tokens=9)), [text])
+    assert "comparing the text with the cache [" in out.getvalue()
+    assert "reading the text into tokens [" in out.getvalue() and "of 4.0 MB" in out.getvalue()

@@ -12,27 +12,26 @@ import msgspec
 import pytest
 import torch
 
-from peers import council, download, state_server
-from peers.disk.shelf import Shelf
-from peers.download import Download, DownloadFailed, Offer, Partial, agreed, believed, download_state
 from peers.ports import Answer, Request
-from peers.stage import StagePeer
-from peers.state_server import HASH_BYTES, StateDesk
+from peers.stage.server import StagePeer
+from peers.storage.checkpoint_store import CheckpointStore
+from peers.transfer import client as download
+from peers.transfer import server as state_server
+from peers.transfer.client import Download, DownloadFailed, Offer, Partial, agreed, believed, download_state
+from peers.transfer.server import HASH_BYTES, StateLeases
 from swarm.errors import Busy, PeerFault
-from swarm.ids import Era
+from swarm.ids import Generation
+from swarm.manifest import audit_run
 from swarm.model.stage import StageCompute
-from swarm.policy import rounds
-from swarm.policy.rounds import Decision, Reduce
-from swarm.run import counting_run
+from swarm.protocol import coordinator, rounds
+from swarm.protocol.rounds import Commit, Decision, Reduce
 from swarm.wire.codec import TensorMeta
-from swarm.wire.messages import GoWire, StateOpened, StateTensor
+from swarm.wire.messages import StateOpened, StateTensor
 from tests.peers.lies import flip_a_bit, flip_a_bit_and_sign, offered, told
-from tests.peers.loops import quick, swarm
+from tests.peers.loops import swarm
 from tests.peers.memory_net import MemoryNetwork
 
-__all__ = ["quick"]
-
-RUN = counting_run(stages=1, steps=20, microbatches_per_step=40)
+RUN = audit_run(stages=1, steps=20, microbatches_per_step=40)
 LIKE = StageCompute(RUN, 0).state()
 CHUNKS = 14
 """Of the 40 weights, three in each."""
@@ -78,7 +77,7 @@ class Net(MemoryNetwork):
         self.chunks: Counter[str] = Counter()
 
     def give(self, name: str, saved: Saved) -> Saved:
-        StateDesk(RUN.id, self.add(name).transport, {0: saved})
+        StateLeases(RUN.id, self.add(name).transport, {0: saved})
         return saved
 
     def when(self, name: str, nth: int, act: Callable[[], None]) -> None:
@@ -188,7 +187,7 @@ async def test_our_own_id_is_no_source_and_nobody_is_asked_twice(net: Net) -> No
 
 
 async def test_of_many_sources_a_few_are_asked(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "MOST_SOURCES", 2)
+    monkeypatch.setattr(download, "MAX_SOURCES", 2)
     for name in "abc":
         net.give(name, Saved(4))
     assert set((await net.get("a", "b", "c")).sources) <= {"a", "b"}
@@ -390,12 +389,12 @@ async def test_a_saved_version_is_read_from_all_who_have_it(net: Net) -> None:
 
 
 async def test_a_pinned_version_is_given_out() -> None:
-    async with swarm(counting_run(stages=1, steps=3), stages=1, replicas=1) as s:
+    async with swarm(audit_run(stages=1, steps=3), stages=1, replicas=1) as s:
         s.add_trainer("trainer")
         await s.until_finished()
         peer = s.peers["s0p0"]
         pinned = {"weights": torch.full((s.run.M,), 0.5, dtype=torch.float64)}
-        peer.shelf.pin(2, pinned)
+        peer.store.pin(2, pinned)
         end = s.add_stranger().end
         like = peer.core.compute.state()
         got = await download_state(s.run, 0, like, end.transport, ["s0p0"], version=2)
@@ -405,10 +404,10 @@ async def test_a_pinned_version_is_given_out() -> None:
 
 
 def test_a_pinned_version_takes_the_place_of_the_one_before() -> None:
-    shelf = Shelf(RUN, 0, None)
-    shelf.pin(2, state(2))
-    shelf.pin(4, state(4))
-    assert shelf.versions() == [4]
+    store = CheckpointStore(RUN, 0, None)
+    store.pin(2, state(2))
+    store.pin(4, state(4))
+    assert store.versions() == [4]
 
 
 # --- liars --------------------------------------------------------------------------------------------------
@@ -449,10 +448,10 @@ NOT_ITS_OWN = "offers a state that is not stage 0's: "
         ("state", offered(version=-1), "offers version -1 of a run of 20 steps"),
         (
             "state",
-            offered(era=Era(1, 21)),
-            "offers version 4 of an impossible era: Era(number=1, start=21)",
+            offered(generation=Generation(1, 21)),
+            "offers version 4 of an impossible generation: Generation(number=1, start=21)",
         ),
-        ("state", offered(era=Era(-1, 0)), "offers version 4 of an impossible era"),
+        ("state", offered(generation=Generation(-1, 0)), "offers version 4 of an impossible generation"),
         ("state", offered(weights_digest="f" * 32), "the weights do not fit their digest"),
         ("state", lambda answer: Answer(b""), "malformed StateOpened header"),
         ("state", with_hashes(1 << 20), "an answer of 1048576 bytes; at most 448 fit"),
@@ -524,7 +523,7 @@ async def test_the_order_of_the_tensors_does_not_matter() -> None:
 
     network = MemoryNetwork()
     for name, order in {"a": ("weights", "momentum"), "b": ("momentum", "weights")}.items():
-        StateDesk(RUN.id, network.add(name).transport, {0: Ordered(*order)})
+        StateLeases(RUN.id, network.add(name).transport, {0: Ordered(*order)})
     me = network.add("me").transport
     got = await download_state(RUN, 0, like, me, ["a", "b"])
     assert all(torch.equal(got.tensors[name], values[name]) for name in values)
@@ -547,11 +546,11 @@ def offer(source: str, version: int, hashes: bytes = b"x", **said: Any) -> Offer
     [
         ([offer("a", 4), offer("b", 4), offer("c", 9)], ["a", "b"]),
         ([offer("a", 4), offer("b", 9)], ["b"]),
-        ([offer("a", 9), offer("b", 4, era=Era(1, 3))], ["b"]),
+        ([offer("a", 9), offer("b", 4, generation=Generation(1, 3))], ["b"]),
         ([offer("b", 4, b"y"), offer("a", 4), offer("c", 4, b"y")], ["b", "c"]),
         ([offer("b", 4, b"y"), offer("a", 4)], ["a"]),
         # The same bytes are the same state, whatever else is said of them.
-        ([offer("a", 4, era=Era(1, 3)), offer("b", 4), offer("c", 9)], ["a", "b"]),
+        ([offer("a", 4, generation=Generation(1, 3)), offer("b", 4), offer("c", 9)], ["a", "b"]),
     ],
 )
 def test_the_largest_group_is_believed(offers: list[Offer], expected: list[str]) -> None:
@@ -560,22 +559,22 @@ def test_the_largest_group_is_believed(offers: list[Offer], expected: list[str])
 
 
 def test_of_era_and_last_go_what_most_say_is_taken() -> None:
-    go, other = GoWire(t=3, total_sqnorm=1.0), GoWire(t=3, total_sqnorm=2.0)
+    commit, other = Commit(t=3, total_sqnorm=1.0), Commit(t=3, total_sqnorm=2.0)
     group = [
-        offer("a", 4, last_go=other, era=Era(7, 2)),
-        offer("b", 4, last_go=go),
-        offer("c", 4, last_go=go),
+        offer("a", 4, last_go=other, generation=Generation(7, 2)),
+        offer("b", 4, last_go=commit),
+        offer("c", 4, last_go=commit),
     ]
-    assert (agreed(group).era, agreed(group).last_go) == (Era(), go)
-    # Nobody's "not known" outvotes what somebody knows; a later era is told by the next brief.
-    group = [offer("a", 4), offer("b", 4, last_go=go, era=Era(1, 2))]
-    assert (agreed(group).era, agreed(group).last_go) == (Era(), go)
+    assert (agreed(group).generation, agreed(group).last_go) == (Generation(), commit)
+    # Nobody's "not known" outvotes what somebody knows; a later generation is told by the next directive.
+    group = [offer("a", 4), offer("b", 4, last_go=commit, generation=Generation(1, 2))]
+    assert (agreed(group).generation, agreed(group).last_go) == (Generation(), commit)
 
 
 # --- in a swarm ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("name", ["joiner", "z"])
 async def test_a_joiner_that_comes_in_the_middle_of_a_reduce_neither_blocks_nor_breaks_it(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -589,8 +588,8 @@ async def test_a_joiner_that_comes_in_the_middle_of_a_reduce_neither_blocks_nor_
             plans.add(decision.plan.members)
         return decision
 
-    monkeypatch.setattr(council, "decide", decide)
-    async with swarm(counting_run(stages=2, steps=6), stages=2, replicas=3) as s:
+    monkeypatch.setattr(coordinator, "decide", decide)
+    async with swarm(audit_run(stages=2, steps=6), stages=2, replicas=3) as s:
         joined = asyncio.Event()
 
         def held_back(peer: StagePeer) -> None:

@@ -21,13 +21,13 @@ from peers.events import (
     Failed,
     JoinLine,
     Killed,
-    LeavingNow,
     Note,
     PeerLost,
     Replayed,
-    RoundVoid,
+    RoundAborted,
     Sample,
     StepDone,
+    StopNow,
     Trouble,
     count,
     kind,
@@ -127,13 +127,13 @@ def test_words_are_sentences() -> None:
     assert Replayed(t=7, count=1).words() == "step 7: 1 microbatch run again"
     assert Replayed(t=7, count=3).words() == "step 7: 3 microbatches run again"
     assert StepDone(t=9, steps=40, loss=2.5, tokens_per_s=12345.6, peers=(2, 1)).words() == (
-        "step 9 done (10/40): loss 2.5000, 12,346 tokens/s, peers per stage 2 1"
+        "step 9 done, 30 to go: loss 2.5000, 12,346 tokens/s, peers per stage 2 1"
     )
     assert "no loss of its own" in StepDone(t=9, steps=40, loss=None, tokens_per_s=0.0).words()
-    assert RoundVoid(stage=1, t=2, why="a part is missing").words() == (
+    assert RoundAborted(stage=1, t=2, why="a part is missing").words() == (
         "stage 1: a reduce of step 2 is void and starts again: a part is missing"
     )
-    assert "Ctrl-C again" in LeavingNow(role="peer").words()
+    assert "Ctrl-C again" in StopNow(role="peer").words()
     assert Contributed(microbatches=5, steps=1).words() == "contributed 5 microbatches in 1 step. Thank you"
     assert Sample(prompt="The", text=" end").words() == "the model continues 'The':\n end"
     assert JoinLine(line="swarm peer --run 5a").words() == "join with:\n    swarm peer --run 5a"

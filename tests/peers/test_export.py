@@ -17,19 +17,20 @@ import safetensors.torch
 import torch
 
 from peers.cli import Exit, main
-from peers.disk import atomic, checkpoint, model_file
-from peers.disk.dataset import Dataset, open_dataset
-from peers.evaluate import evaluate, open_text, spread
-from peers.export import ExportOptions, export, run_export
-from peers.weights import Weights, WeightsOptions, load_weights, model_shapes
+from peers.options import ExportOptions, WeightsOptions
+from peers.programs.evaluate import evaluate, open_text, spread
+from peers.programs.export import export, run_export
+from peers.storage import atomic_file, checkpoint, model_file
+from peers.storage.dataset import Dataset, open_dataset
+from peers.storage.weights import Weights, load_weights, model_shapes
 from swarm.data import sample_offsets
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
-from swarm.model.brought import build
+from swarm.manifest import BatchSpec, CodecSpec, CustomModelSpec, DataSpec, Run, audit_run, demo_run
 from swarm.model.evaluate import Evaluator
+from swarm.model.graph.custom_model import build
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
-from swarm.run import BatchSpec, BroughtSpec, CodecSpec, DataSpec, Run, counting_run, demo_run
 from tests.process.models import held_out_images
 
 SMALL = replace(
@@ -138,7 +139,7 @@ def test_a_damaged_checkpoint_is_not_exported_and_what_was_there_stays(
         export(tmp_path / "ckpt", run, None, model)
     assert model.read_bytes() == before
     assert load_weights(WeightsOptions(model=model)).step == 3
-    assert not list(tmp_path.glob(atomic.TEMPORARY + "*"))
+    assert not list(tmp_path.glob(atomic_file.TEMPORARY + "*"))
 
 
 def test_an_older_step_is_exported_where_it_is_asked_for_or_the_newest_is_damaged(
@@ -164,7 +165,7 @@ def test_a_full_disk_leaves_the_old_model(model: Path, run: Run, tmp_path: Path)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(atomic, "write_all", full)
+        patch.setattr(atomic_file, "write_all", full)
         with pytest.raises(SetupError, match=r"cannot write the model in .*: the disk is full.* --out"):
             export(tmp_path / "ckpt", run, None, model)
     assert model.read_bytes() == before
@@ -357,11 +358,11 @@ def test_what_does_not_fit_the_run_is_refused() -> None:
     with pytest.raises(SetupError, match=f"weights that run {run.id} does not have: more"):
         Evaluator(run, {**weights, "more": torch.zeros(2)})
     with pytest.raises(SetupError, match=r'model\.kind = "counting" has no loss of its own'):
-        Evaluator(counting_run(), {})
+        Evaluator(audit_run(), {})
 
 
 def test_samples_that_code_makes_have_a_loss_and_no_words() -> None:
-    model = BroughtSpec(kind="code", source="tests.process.models:resnet101", stages=3, vocab_size=4)
+    model = CustomModelSpec(kind="code", source="tests.process.models:resnet", stages=3, vocab_size=4)
     spec = DataSpec(source="code", code="tests.process.models:images", sequence_length=1)
     run = replace(SMALL, model=model, data=spec)
     other = open_text(run, (Path("tests.process.models:held_out_images"),), None)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from peers import fleet
 from peers.cli import without
 from peers.events import Event, Note, Trouble
-from peers.fleet import Fleet, FleetOptions, arguments, labelled, names_of
+from peers.programs import fleet
+from peers.programs.fleet import Fleet, FleetOptions, arguments, labelled, names_of
 from swarm.errors import SetupError
 
 

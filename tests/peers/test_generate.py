@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from peers.cli import Exit, main
-from peers.disk import checkpoint
-from peers.weights import WeightsOptions, find_run, load_weights
+from peers.options import WeightsOptions
+from peers.storage import checkpoint
+from peers.storage.weights import find_run, load_weights
 from swarm.errors import SetupError
+from swarm.manifest import Run, demo_run, pin
 from swarm.model.stage import StageCompute
-from swarm.run import Run, demo_run, pin
 
 RUN = pin(
     replace(demo_run(stages=2), model=replace(demo_run(stages=2).model, layers=2, hidden=32, heads=2)),

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from peers.cli import Exit, main
-from peers.graph import GraphOptions, in_a_row, run_graph
+from peers.options import GraphOptions
+from peers.programs.graph import in_a_row, run_graph
 from swarm.errors import SetupError
-from swarm.model.bring import from_code, from_hf
-from swarm.model.opgraph import Operator, OpGraph
+from swarm.model.graph.ir import Operator, OpGraph
+from swarm.model.graph.model_source import from_code, from_hf
 from tests.model.graphs import device
 
 UNET = "tests.model.zoo:unet"
@@ -57,7 +58,7 @@ def test_tied_weights_are_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_costs_are_seconds_of_a_timed_machine_and_its_stages_are_cut_by_them(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peers.calibrate.calibrate", device)  # a second for each number
+    monkeypatch.setattr("peers.programs.calibrate.calibrate", device)  # a second for each number
     told = json.loads(graph(capsys, "--model", UNET, "--stages", "2", "--calibrate", "--json"))
     seconds = [0.0, 0.0]
     for op in told["operators"]:
@@ -87,7 +88,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.M
     def absent(name: str) -> None:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr("peers.plotting.importlib.import_module", absent)
+    monkeypatch.setattr("peers.programs.plotting.importlib.import_module", absent)
     said = r"--png needs matplotlib: \.venv/bin/pip install -e '\.\[plot\]'; or give --dot to Graphviz"
     with pytest.raises(SetupError, match=said):
         run_graph(GraphOptions(model=UNET, png=Path("x.png")))
@@ -151,7 +152,7 @@ def test_a_config_without_transformers_says_what_to_install(monkeypatch: pytest.
     def absent(name: str) -> None:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr("swarm.model.bring.importlib.import_module", absent)
+    monkeypatch.setattr("swarm.model.graph.model_source.importlib.import_module", absent)
     with pytest.raises(SetupError, match=r"needs transformers: \.venv/bin/pip install -e '\.\[hf\]'"):
         from_hf({"model_type": "gpt2"}, rows=1, length=8)
 

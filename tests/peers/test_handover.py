@@ -1,4 +1,4 @@
-"""Who leaves hands its sum to a mate: nothing is run again, and nothing counts twice."""
+"""Who leaves hands its sum to a replica: nothing is run again, and nothing counts twice."""
 
 from __future__ import annotations
 
@@ -7,43 +7,42 @@ from collections.abc import Sequence
 
 import pytest
 
-from peers import handover
 from peers.events import HandedOver, StageLost, Stepped
 from peers.ports import Buffer
+from peers.stage import handoff
 from swarm.errors import NotNow, Refused
-from swarm.policy.ledger import to_bytes
-from swarm.run import Run, counting_run
+from swarm.manifest import Run, audit_run
+from swarm.protocol.ledger import Bitmap
 from swarm.wire.messages import GiveSum, OfferedSum, OfferSum, TakeSum
-from tests.peers.loops import Stranger, Swarm, quick, swarm
+from tests.peers.loops import Stranger, Swarm, swarm
 
-pytestmark = pytest.mark.usefixtures("quick")
-assert quick  # a fixture
+pytestmark = pytest.mark.virtual_time
 
 
 def a_run(**more: int) -> Run:
-    return counting_run(**{"stages": 3, "steps": 4, "microbatches_per_step": 40, **more})
+    return audit_run(**{"stages": 3, "steps": 4, "microbatches_per_step": 40, **more})
 
 
 async def half_a_step(built: Swarm, *, of: str, at_least: int = 2) -> None:
     """Stop training when a peer has some microbatches of step 0, and not all are done."""
     peer = built.peers[of]
-    mates = [mate for name, mate in built.live() if mate.stage == peer.stage and name != of]
+    replicas = [replica for name, replica in built.live() if replica.stage == peer.stage and name != of]
     room, peer.desk.max_inflight = peer.desk.max_inflight, 0
 
     def turn(*_: str) -> None:
-        """Its mates had some; now it gets all. With two in flight, all but two of them were answered."""
+        """Its replicas had some; now it gets all. With two in flight, all but two of them were answered."""
         peer.desk.max_inflight = room
-        for mate in mates:
-            mate.desk.max_inflight = 0
+        for replica in replicas:
+            replica.desk.max_inflight = 0
         built.on_call("work", lambda *_: trainer.leave(), to=of, nth=at_least + 2)
 
-    for mate in mates:
-        built.on_call("work", turn, to=mate.core.me, nth=2)
+    for replica in replicas:
+        built.on_call("work", turn, to=replica.core.me, nth=2)
     trainer = built.add_trainer("first", window=2)
     await built.tasks["first"]
-    built.orders.clear()  # of several mates one turned; another must not do it in what follows
-    for mate in mates:
-        mate.desk.max_inflight = room
+    built.orders.clear()  # of several replicas one turned; another must not do it in what follows
+    for replica in replicas:
+        replica.desk.max_inflight = room
     await built.until(lambda: not any(peer.desk.inflight for _, peer in built.live()))
 
 
@@ -60,8 +59,8 @@ async def test_a_sum_that_is_handed_over_is_not_run_again(stage: int) -> None:
         await built.until_serving()
         name = f"s{stage}p0"  # also the coordinator of its stage
         await half_a_step(built, of=name)
-        had, mates = built.done(name), built.done(f"s{stage}p1")
-        assert not had & mates
+        had, replicas = built.done(name), built.done(f"s{stage}p1")
+        assert not had & replicas
         await leaves(built, name)
         assert built.done(f"s{stage}p1") & had == had
         (told,) = built.seen(HandedOver)
@@ -146,7 +145,7 @@ async def test_peers_that_leave_and_come_in_the_midst_of_training_lose_nothing(s
         built.add_trainer("trainer", window=4)
         for turn in range(3):
             await built.until_next_step()
-            await built.until_serving()  # the one of the turn before: who leaves needs a mate
+            await built.until_serving()  # the one of the turn before: who leaves needs a replica
             await asyncio.sleep(0.003 * ((seed * 7 + turn * 3) % 10))
             stage = (seed + turn) % 2
             name = built.of_stage(stage)[seed % 2]
@@ -178,13 +177,13 @@ async def test_a_duplicate_of_what_was_handed_over_is_undone_where_that_can_be()
         await half_a_step(built, of="s0p2")
         had = built.done("s0p2")
         await leaves(built, "s0p2")
-        taker = next(n for n in ("s0p0", "s0p1") if built.step(n).ledger.fixed)
+        taker = next(n for n in ("s0p0", "s0p1") if built.step(n).ledger.inherited)
         other = "s0p1" if taker == "s0p0" else "s0p0"
-        assert built.step(taker).ledger.fixed == had
+        assert built.step(taker).ledger.inherited == had
         # A stale retry computes one of them at the other peer.
         m = had.bit_length() - 1
         client = built.add_stranger()
-        from swarm.model.crossings import input_metas
+        from swarm.model.stage_io import input_metas
         from swarm.wire.messages import Work
 
         work = Work(run=built.run.id, t=0, m=m, version=0, tensors=input_metas(built.run, 0))
@@ -211,7 +210,7 @@ async def a_taker(built: Swarm) -> Stranger:
 async def test_what_does_not_fit_is_refused_with_a_reason() -> None:
     async with swarm(a_run(stages=1), replicas=1) as built:
         liar, run = await a_taker(built), built.run
-        done = to_bytes(0b11, run.M)
+        done = Bitmap(0b11)
 
         async def refused(method: str, header: object, body: Sequence[Buffer], text: str) -> None:
             with pytest.raises((Refused, NotNow)) as error:
@@ -221,15 +220,14 @@ async def test_what_does_not_fit_is_refused_with_a_reason() -> None:
         offer = OfferSum(run=run.id, t=0, done=done)
         await refused("offer", OfferSum(run="0" * 32, t=0, done=done), [], "this peer serves run")
         await refused("offer", OfferSum(run=run.id, t=3, done=done), [], "step 3 is not open here")
-        await refused(
-            "offer", OfferSum(run=run.id, t=0, done=b"1"), [], "a ledger of 40 microbatches has 5 bytes"
-        )
+        beyond = "the ledger names a microbatch beyond 39"
+        await refused("offer", OfferSum(run=run.id, t=0, done=Bitmap(1 << 40)), [], beyond)
         give = GiveSum(run=run.id, t=0, start=0, numel=run.M, crc=0, tensors=())
         await refused("give", give, [b"x" * 8 * run.M], "are not a chunk that was offered")
         take = TakeSum(run=run.id, t=0, done=done, digest="0" * 32)
         await refused("take", take, [], "has not come as a whole")
         answer = await liar.ask("s0p0", "offer", offer, OfferedSum)
-        assert not any(answer.overlap)
+        assert not answer.overlap
         await refused("give", give, [b"x" * 8 * run.M], "tensors where one chunk was expected")
         await refused("take", take, [], "has not come as a whole")
         assert built.done("s0p0") == 0
@@ -240,7 +238,7 @@ async def test_a_stranger_hands_nothing_over() -> None:
     async with swarm(a_run(stages=1), replicas=1) as built:
         await built.until_serving()
         with pytest.raises(NotNow, match="is not announced at stage 0"):
-            offer = OfferSum(run=built.run.id, t=0, done=to_bytes(1, 40))
+            offer = OfferSum(run=built.run.id, t=0, done=Bitmap(1))
             await built.add_stranger().send("s0p0", "offer", offer)
 
 
@@ -248,10 +246,10 @@ async def test_a_stranger_hands_nothing_over() -> None:
 async def test_with_the_ledger_forgotten_the_count_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard of this file's tests: a taker that adds and forgets to write it down is found out."""
 
-    def add(self: handover.HandOver, step: object, aside: object, done: int, losses: object) -> None:
+    def add(self: handoff.Handoff, step: object, aside: object, done: int, losses: object) -> None:
         self._core.compute.add_to_sum(step.t, aside.vector)  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(handover.HandOver, "_add", add)
+    monkeypatch.setattr(handoff.Handoff, "_add", add)
     async with swarm(a_run(stages=2)) as built:
         await built.until_serving()
         await half_a_step(built, of="s1p0")
@@ -264,7 +262,7 @@ async def test_with_the_ledger_forgotten_the_count_is_wrong(monkeypatch: pytest.
 
 @pytest.mark.asyncio
 async def test_two_that_leave_in_one_moment_do_not_take_the_newest_version_along() -> None:
-    """The only mate that stays missed steps: it gets them before they are gone."""
+    """The only replica that stays missed steps: it gets them before they are gone."""
     run = a_run(steps=6)
     async with swarm(run, replicas=0) as built:
         for name, stage in (("a", 0), ("b", 0), ("c", 0), ("d", 1), ("e", 2)):
@@ -277,13 +275,13 @@ async def test_two_that_leave_in_one_moment_do_not_take_the_newest_version_along
         await built.until(lambda: all(built.peers[name].core.version == run.steps for name in "abde"))
         slow = built.peers["c"]
         assert slow.core.version < run.steps
-        slow._catching_up = True  # as when a download takes its time
+        slow._recovering = True  # as when a download takes its time
         built.network.resume("c")
         for name in "ab":
             built.peers[name].leave()
         gone = {built.tasks["a"], built.tasks["b"]}
         assert not (await asyncio.wait(gone, timeout=1.0))[0]
-        slow._catching_up = False
+        slow._recovering = False
         await asyncio.gather(*gone)
         assert slow.core.version == run.steps
         assert not built.seen(StageLost)

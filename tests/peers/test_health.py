@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from peers import events, health
+from peers import events
 from peers.cli import Exit, main
 from peers.events import Event, Logged, said_in_logs
-from peers.health import Health, Pulse, answering, ask, observe
+from peers.options import HealthOptions
+from peers.owner import health_socket as health
+from peers.owner.health_socket import Health, Pulse, answering, ask, observe
 from swarm.errors import SetupError, SwarmError
 
 PEER = "12D3KooWQmabcdef"
@@ -61,7 +63,7 @@ async def running(path: Path, *said: Event, connected: health.Connected = three)
             "peer abcdef: paused at stage 1 at version 12, connected to 3 peers",
         ),
         (
-            (STARTED, SERVING, events.RolledBack(stage=1, step=10), events.LeavingNow(role="peer")),
+            (STARTED, SERVING, events.RolledBack(stage=1, step=10), events.StopNow(role="peer")),
             "peer abcdef: leaving at version 10, connected to 3 peers",
         ),
     ],
@@ -162,8 +164,8 @@ def test_the_command_ends_with_what_docker_takes_for_ill(
 
 async def test_the_command_prints_a_line_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with running(tmp_path / "s", STARTED, SERVING):
-        assert await health.run_health(health.HealthOptions(socket=tmp_path / "s"))
-        assert await health.run_health(health.HealthOptions(socket=tmp_path / "s", json=True))
+        assert await health.run_health(HealthOptions(socket=tmp_path / "s"))
+        assert await health.run_health(HealthOptions(socket=tmp_path / "s", json=True))
     line, told = capsys.readouterr().out.splitlines()
     assert line == "peer abcdef: serving stage 1 at version 12, connected to 3 peers"
     assert json.loads(told) == {

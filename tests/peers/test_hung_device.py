@@ -1,22 +1,21 @@
-"""A device that hangs while its peer still talks: mates would wait for it for ever."""
+"""A device that hangs while its peer still talks: replicas would wait for it for ever."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator
 
 import pytest
 
-from peers import stage
-from peers.device_thread import Rank
-from peers.owner_socket import DONE_S
+from peers.clock import now_s
+from peers.owner.control_socket import DONE_S
+from peers.ports import Rank
+from peers.sim.device import SimDevice
+from peers.stage import server as stage
 from swarm.errors import DeviceHangs, SetupError
-from swarm.run import counting_run
-from tests.peers.loops import Swarm, quick, swarm
+from swarm.manifest import audit_run
+from tests.peers.loops import Swarm, swarm
 
-pytestmark = pytest.mark.usefixtures("quick")
-assert quick  # a fixture
+pytestmark = pytest.mark.virtual_time
 
 
 async def ends(s: Swarm, name: str, serving: asyncio.Task[None]) -> None:
@@ -26,76 +25,68 @@ async def ends(s: Swarm, name: str, serving: asyncio.Task[None]) -> None:
     s.network.fail(name)
 
 
+def device_of(s: Swarm, name: str) -> SimDevice:
+    device = s.peers[name].core.device
+    assert isinstance(device, SimDevice)
+    return device
+
+
+def hang(device: SimDevice) -> asyncio.Future[None]:
+    """A job that will never answer."""
+    device.hangs = True
+    return asyncio.ensure_future(device.run(Rank.STEP, 0, lambda: None))
+
+
 @pytest.mark.parametrize("name", ["s0p0", "s1p1"])
 async def test_a_peer_whose_device_hangs_ends_and_others_do_its_work(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage, "HUNG_S", 4.0)  # a busy machine may take a second for a first job
-    async with swarm(counting_run(stages=2, steps=6, microbatches_per_step=8)) as s:
+    monkeypatch.setattr(stage, "HUNG_S", 20.0)  # ten minutes of a swarm are many events
+    async with swarm(audit_run(stages=2, steps=6, microbatches_per_step=8)) as s:
         await s.until_serving()
-        hanging: list[asyncio.Future[bool]] = []
-        go = threading.Event()
-        job = s.peers[name].core.device.run(Rank.STEP, 0, go.wait, 60.0)
+        hanging: list[asyncio.Future[None]] = []
+        device = device_of(s, name)
         s.tasks[name] = asyncio.create_task(ends(s, name, s.tasks[name]))
-        s.on_call("work", lambda *_: hanging.append(asyncio.ensure_future(job)), to=name)
+        s.on_call("work", lambda *_: hanging.append(hang(device)), to=name)
         s.add_trainer("trainer")
-        await s.until_finished()
+        await s.until_finished(limit_s=2000.0)
         s.assert_each_counted_once()
         assert s.tasks[name].done() and name not in dict(s.live())
-        go.set()
         assert hanging[0].cancel()
 
 
-async def test_long_jobs_are_no_hung_device(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_jobs_are_no_hung_device() -> None:
     """As long as each ends: looks count from the start of a job."""
-    monkeypatch.setattr(stage, "HUNG_S", 1.0)
-    async with swarm(counting_run(stages=1, steps=1)) as s:
+    async with swarm(audit_run(stages=1, steps=1)) as s:
         await s.until_serving()
-        device = s.peers["s0p0"].core.device
+        device = device_of(s, "s0p0")
+        device.job_s = 390.0
+        began = now_s()
         for _ in range(4):
-            await device.run(Rank.STEP, 0, threading.Event().wait, 0.5)
+            await device.run(Rank.FORWARD, 0, lambda: None)
+        assert device.longest_s < stage.HUNG_S < now_s() - began
         assert not s.tasks["s0p0"].done()
-
-
-class Hang:
-    """What a device does that will never answer; `go` lets its thread end with the test."""
-
-    def __init__(self) -> None:
-        self.go = threading.Event()
-        self.begun = threading.Event()
-
-    def __call__(self, *_: object) -> None:
-        self.begun.set()
-        self.go.wait(60.0)
-
-
-@pytest.fixture
-def hang() -> Iterator[Hang]:
-    hang = Hang()
-    yield hang
-    hang.go.set()
 
 
 @pytest.mark.parametrize("where", ["a microbatch", "the copy of its state"])
 async def test_a_pause_ends_a_peer_whose_device_hangs_and_its_owner_hears_why(
-    where: str, hang: Hang, monkeypatch: pytest.MonkeyPatch
+    where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage, "OWNER_S", 0.5)
-    async with swarm(counting_run(stages=2, steps=8, microbatches_per_step=8)) as s:
+    async with swarm(audit_run(stages=2, steps=8, microbatches_per_step=8)) as s:
         s.add_trainer("trainer")
         await s.until_version(1)
         name = "s1p0"
+        device = device_of(s, name)
         peer, owner, serving = s.peers[name], s.owners[name], s.tasks.pop(name)
         if where == "a microbatch":
-            job = asyncio.ensure_future(peer.core.device.run(Rank.STEP, 0, hang))
-            await s.until(hang.begun.is_set)
+            job = hang(device)
         else:
-            monkeypatch.setattr(peer.core.compute, "state", hang)
-        s.tasks[name] = asyncio.create_task(asyncio.sleep(60.0))  # s.peers[name] counts as live until then
+            monkeypatch.setattr(peer.core.compute, "state", lambda: setattr(device, "hangs", True))
+        s.tasks[name] = asyncio.create_task(asyncio.sleep(600.0))  # s.peers[name] counts as live until then
         owner.pause("by hand", "swarm pause")
         with pytest.raises(DeviceHangs, match="It cannot pause: this process ends, and its memory is free"):
             await serving
-        assert hang.begun.is_set() and owner.paused and owner.doing == "leaving"
+        assert device.running is not None and owner.paused and owner.doing == "leaving"
         assert "The state of its stage is given up; others have it, or a checkpoint" in owner.words
         assert s.network.records[name].state == "left"
         s.network.fail(name)
@@ -106,15 +97,19 @@ async def test_a_pause_ends_a_peer_whose_device_hangs_and_its_owner_hears_why(
 
 
 async def test_a_pause_of_a_peer_whose_device_hangs_while_it_joins_ends_it_too(
-    hang: Hang, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stage, "OWNER_S", 0.5)
-    async with swarm(counting_run(stages=1, steps=8, microbatches_per_step=8)) as s:
+    async with swarm(audit_run(stages=1, steps=8, microbatches_per_step=8)) as s:
         s.add_trainer("trainer")
         await s.until_version(1)
         peer = s.add_peer("late", 0)
-        monkeypatch.setattr(peer.core.compute, "load_state", hang)
-        await s.until(hang.begun.is_set)
+        device = device_of(s, "late")
+
+        def load_state(*_: object) -> None:
+            device.hangs = True
+
+        monkeypatch.setattr(peer.core.compute, "load_state", load_state)
+        await s.until(lambda: device.hangs)
         s.owners["late"].pause("by hand", "swarm pause")
         with pytest.raises(DeviceHangs, match="It cannot pause"):
             await s.tasks.pop("late")
@@ -123,12 +118,10 @@ async def test_a_pause_of_a_peer_whose_device_hangs_while_it_joins_ends_it_too(
         s.assert_each_counted_once()
 
 
-async def test_who_leaves_waits_for_no_device_that_hangs(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage, "OWNER_S", 0.5)
-    async with swarm(counting_run(stages=1, steps=1)) as s:
+async def test_who_leaves_waits_for_no_device_that_hangs() -> None:
+    async with swarm(audit_run(stages=1, steps=1)) as s:
         await s.until_serving()
-        job = asyncio.ensure_future(s.peers["s0p0"].core.device.run(Rank.STEP, 0, hang))
-        await s.until(hang.begun.is_set)
+        job = hang(device_of(s, "s0p0"))
         s.owners["s0p0"].leave()
         with pytest.raises(DeviceHangs, match="This peer ends, so that others do its work"):
             await s.tasks.pop("s0p0")
@@ -137,18 +130,16 @@ async def test_who_leaves_waits_for_no_device_that_hangs(hang: Hang, monkeypatch
 
 
 @pytest.mark.parametrize("when", ["leaving", "left"])
-async def test_who_is_to_end_at_once_waits_for_no_job(
-    when: str, hang: Hang, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_is_to_end_at_once_waits_for_no_job(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second Ctrl-C. A join of the device's thread would stop the loop, and all further signals."""
-    async with swarm(counting_run(stages=1, steps=1)) as s:
+    async with swarm(audit_run(stages=1, steps=1)) as s:
         await s.until_serving()
         peer, serving = s.peers["s0p0"], s.tasks.pop("s0p0")
         if when == "leaving":
             monkeypatch.setattr(peer, "_leave_well", asyncio.Event().wait)
-        job = asyncio.ensure_future(peer.core.device.run(Rank.STEP, 0, hang))
-        await s.until(hang.begun.is_set)
-        s.tasks["s0p0"] = asyncio.create_task(asyncio.sleep(60.0))  # s.peers[name] counts as live until then
+        job = hang(device_of(s, "s0p0"))
+        await s.until(lambda: peer.core.device.running is not None)
+        s.tasks["s0p0"] = asyncio.create_task(asyncio.sleep(600.0))  # s.peers[name] counts as live until then
         s.owners["s0p0"].leave()
         await s.until(lambda: peer._state == when)
         serving.cancel()
@@ -159,24 +150,23 @@ async def test_who_is_to_end_at_once_waits_for_no_job(
 
 
 async def test_a_device_that_hangs_while_others_say_goodbye_is_told_as_well(
-    hang: Hang, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing waits for the device just then; a pause would seem to have worked."""
-    monkeypatch.setattr(stage, "OWNER_S", 0.5)
-    async with swarm(counting_run(stages=1, steps=1)) as s:
+    async with swarm(audit_run(stages=1, steps=1)) as s:
         await s.until_serving()
-        peer = s.peers["s0p0"]
-        device, close = peer.core.device, peer.council.close
+        peer, device = s.peers["s0p0"], device_of(s, "s0p0")
+        close = peer.coordination.close
         jobs: list[asyncio.Future[None]] = []
 
         async def slowly() -> None:
-            jobs.append(asyncio.ensure_future(device.run(Rank.STEP, 0, hang)))
+            jobs.append(hang(device))
             await s.until(lambda: device.abandoned)
             await close()
 
-        monkeypatch.setattr(peer.council, "close", slowly)
+        monkeypatch.setattr(peer.coordination, "close", slowly)
         owner, serving = s.owners["s0p0"], s.tasks.pop("s0p0")
-        s.tasks["s0p0"] = asyncio.create_task(asyncio.sleep(60.0))  # s.peers[name] counts as live until then
+        s.tasks["s0p0"] = asyncio.create_task(asyncio.sleep(600.0))  # s.peers[name] counts as live until then
         owner.pause("by hand", "swarm pause")
         await s.until(lambda: serving.done() or owner.doing == "paused")
         with pytest.raises(DeviceHangs, match="It cannot pause"):
@@ -184,30 +174,27 @@ async def test_a_device_that_hangs_while_others_say_goodbye_is_told_as_well(
         jobs[0].cancel()
 
 
-async def test_who_moves_has_time_until_its_owner_waits(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = {"LOOK_S": 0.1, "BOUNDARY_S": 0.0, "OWNER_S": 0.3, "OWNER_TIMES": 0.0, "HUNG_S": 2.0}
-    for name, limit in {**limits, "HUNG_TIMES": 0.0}.items():
-        monkeypatch.setattr(stage, name, limit)
-    async with swarm(counting_run(stages=2, steps=1)) as s:
+async def test_who_moves_has_time_until_its_owner_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with swarm(audit_run(stages=2, steps=1)) as s:
         await s.until_serving()
         jobs: list[asyncio.Future[None]] = []
         for name in ("s1p0", "s1p1"):
             peer = s.peers[name]
             monkeypatch.setattr(peer, "_leave_well", asyncio.Event().wait)
-            jobs.append(asyncio.ensure_future(peer.core.device.run(Rank.STEP, 0, hang)))
-            await peer._move(0)
+            jobs.append(hang(device_of(s, name)))
+            await peer.move(0, why="a test", going=set())
         s.owners["s1p1"].pause("by hand", "swarm pause")
-        with pytest.raises(DeviceHangs, match="on one job for 2 s"):
-            await s.tasks.pop("s1p0")
-        with pytest.raises(DeviceHangs, match="on one job for 0 s"):
+        with pytest.raises(DeviceHangs, match="on one job for 31 s"):
             await s.tasks.pop("s1p1")
+        with pytest.raises(DeviceHangs, match="on one job for 601 s"):
+            await s.tasks.pop("s1p0")
         for job in jobs:
             job.cancel()
         del s.peers["s1p0"], s.peers["s1p1"]
 
 
 async def test_what_the_longest_job_took_is_known_after_a_pause_as_well() -> None:
-    async with swarm(counting_run(stages=1, steps=1)) as s:
+    async with swarm(audit_run(stages=1, steps=1)) as s:
         await s.until_serving()
         first, owner = s.peers["s0p0"], s.owners["s0p0"]
         first.core.device.longest_s = 40.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peers.roles import to_hand_out
+from peers.programs.roles import to_hand_out
 
 HERE, HERE_6 = "/ip4/127.0.0.1/tcp/31337/p2p/x", "/ip6/::1/tcp/31337/p2p/x"
 THERE, NAMED = "/ip4/192.0.2.2/tcp/31337/p2p/x", "/dns4/bootstrap/tcp/31337/p2p/x"

@@ -16,39 +16,43 @@ import msgspec
 import pytest
 import torch
 
-from peers import keeping
-from peers import stage as stage_module
-from peers.disk import atomic, checkpoint
+from peers.clock import now_s
 from peers.events import Checkpointed, Kept, Note, Serving, StateFetched, Trouble
-from peers.keeping import Keeping, KeepingSettings
 from peers.ports import Answer, Request
-from peers.stage import Checkpoints
-from swarm.errors import SwarmError
+from peers.stage import server as stage_module
+from peers.stage.server import Checkpoints
+from peers.storage import atomic_file as atomic
+from peers.storage import checkpoint
+from peers.transfer import keeper as keeping
+from peers.transfer.keeper import CheckpointKeeper, KeepingSettings, collect
+from swarm.errors import SetupError, SwarmError
+from swarm.manifest import Run, audit_run
 from swarm.model.stage import StageCompute
 from swarm.records import NO_STAGE
-from swarm.run import Run, counting_run
 from swarm.wire.messages import AskStatus, PeerStatus, Saved, SavedStage, pack
 from tests.peers.lies import flip_a_bit
-from tests.peers.loops import Swarm, quick, swarm
+from tests.peers.loops import Swarm, swarm
 
-__all__ = ["quick"]
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = pytest.mark.virtual_time
 
-RUN = replace(counting_run(stages=2, steps=4, microbatches_per_step=4), checkpoint_every=2)
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "POLL_S", 0.05)
-    monkeypatch.setattr(keeping, "FULL_S", 0.2)
-    monkeypatch.setattr(keeping, "FIRST_REST_S", 0.05)
+RUN = replace(audit_run(stages=2, steps=4, microbatches_per_step=4), checkpoint_every=2)
 
 
-def add_keeper(s: Swarm, folder: Path, name: str = "keeper", **settings: Any) -> Keeping:
+def add_keeper(s: Swarm, folder: Path, name: str = "keeper", **settings: Any) -> CheckpointKeeper:
     end = s.network.add(name)
     chosen = replace(KeepingSettings(folder=folder), **settings)
-    keeper = Keeping(s.run, end.transport, end.directory, chosen, s.events.append)
+    keeper = CheckpointKeeper(s.run, end.transport, end.directory, chosen, s.events.append)
     s.tasks[name] = asyncio.create_task(keeper.run())
+    return keeper
+
+
+async def trained_with_keeper(s: Swarm, folder: Path) -> CheckpointKeeper:
+    """A keeper that was there since the start, once all steps are taken."""
+    keeper = add_keeper(s, folder)
+    await s.until_serving()
+    await s.until(lambda: s.network.records.get("keeper") is not None)
+    s.add_trainer("trainer")
+    await s.until_finished()
     return keeper
 
 
@@ -56,11 +60,7 @@ def add_keeper(s: Swarm, folder: Path, name: str = "keeper", **settings: Any) ->
 async def trained(folder: Path, run: Run = RUN, *, replicas: int = 1) -> AsyncIterator[Swarm]:
     """All steps taken, with a keeper in `folder` since the start."""
     async with swarm(run, replicas=replicas) as s:
-        add_keeper(s, folder)
-        await s.until_serving()
-        await s.until(lambda: s.network.records.get("keeper") is not None)
-        s.add_trainer("trainer")
-        await s.until_finished()
+        await trained_with_keeper(s, folder)
         yield s
 
 
@@ -131,15 +131,14 @@ async def test_disks_that_hold_one_stage_each_start_the_run_together(tmp_path: P
         s.assert_each_counted_once()
 
 
-async def test_a_run_that_starts_with_an_empty_keeper_waits_for_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stage_module, "LOST_S", 1000.0)
+async def test_a_run_that_starts_with_an_empty_keeper_waits_for_nothing(tmp_path: Path) -> None:
     async with swarm(RUN, replicas=0) as s:
         add_keeper(s, tmp_path)
         await s.until(lambda: s.network.records.get("keeper") is not None)
+        began = now_s()
         s.add_peer("p0", 0)
         await s.until_serving()
+        assert now_s() - began < 1.0 < stage_module.LOST_S
 
 
 async def test_a_second_keeper_copies_from_the_first_when_no_peer_is_left(tmp_path: Path) -> None:
@@ -196,6 +195,60 @@ async def test_a_keeper_that_leaves_says_so_and_what_it_kept_is_verified_when_it
         assert s.network.records["keeper"].state == "left"
 
 
+async def test_a_keeper_that_is_told_to_leave_at_the_end_fetches_the_last_version_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever trained presses Ctrl-C everywhere, a moment after the last step."""
+    run = replace(RUN, checkpoint_every=0)
+    monkeypatch.setattr(keeping, "POLL_S", 1000.0)
+    async with swarm(run, replicas=1) as s:
+        keeper = await trained_with_keeper(s, tmp_path)
+        keeper.leave()
+        await s.until(s.tasks["keeper"].done)
+        said = [event.text for event in s.seen(Note)]
+        text = "version 4 of stage 1 is fetched before this keeper leaves, within 25 s; again to leave now"
+        assert text in said
+        assert checkpoint.newest_common_step(tmp_path, run) == run.steps
+        assert not s.seen(Trouble)
+
+
+async def test_a_keeper_that_leaves_without_the_last_version_says_what_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = replace(RUN, checkpoint_every=0)
+    monkeypatch.setattr(keeping, "POLL_S", 1000.0)
+    async with swarm(run, replicas=1) as s:
+        keeper = await trained_with_keeper(s, tmp_path)
+
+        async def never(*_: object) -> bool:
+            await asyncio.sleep(1000.0)
+            return False
+
+        monkeypatch.setattr(keeper, "_fetch", never)
+        keeper.leave()
+        await s.until(s.tasks["keeper"].done)
+        assert [event.text for event in s.seen(Trouble)] == [
+            "this keeper leaves with nothing; version 4 is with the peers only. Start the keeper again "
+            "before they leave, or give them --checkpoint-dir"
+        ]
+
+
+async def test_the_last_version_is_collected_from_peers_without_a_disk(tmp_path: Path) -> None:
+    run = replace(RUN, checkpoint_every=0)
+    async with swarm(run, replicas=1) as s:
+        end = s.network.add("collector")
+        await s.until_serving()
+        with pytest.raises(SetupError) as none:
+            await collect(run, end.transport, end.directory, tmp_path, s.events.append, limit_s=0.0)
+        assert none.value.text.startswith(
+            "no version of all stages could be fetched (on offer: stage 0: none; stage 1: none). Peers offer"
+        )
+        s.add_trainer("trainer")
+        await s.until_finished()
+        assert await collect(run, end.transport, end.directory, tmp_path, s.events.append) == run.steps
+    assert_counted(tmp_path, range(run.S), run.steps, run)
+
+
 # --- the disk
 
 
@@ -217,7 +270,7 @@ async def test_a_full_disk_is_said_the_old_is_kept_and_the_new_is_tried_again(
         text = s.seen(Trouble)[0].text
         assert "cannot save the checkpoint of stage" in text and "the disk is full" in text
         assert "Make room or choose another --dir" in text
-        assert text.endswith("; what is kept stays, next try in 0 s")
+        assert text.endswith("; what is kept stays, next try in 60 s")
         assert checkpoint.newest_common_step(tmp_path, RUN) == 2
         assert not s.tasks["keeper"].done()
         full = False

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from peers.lines import AGAIN_S, FEW, LineProber
-from peers.ports import PROBE_BYTES, Line
+from peers.ports import PROBE_BYTES, NetworkPath
+from peers.stage.path_probe import AGAIN_S, FEW, PathProber
 from swarm.errors import Refused
 from swarm.records import PeerRecord
 from swarm.wire.messages import ProbeLine, pack
@@ -16,18 +16,18 @@ from tests.peers.memory_net import MemoryNetwork, MemoryPeer
 RUN = "run"
 
 
-async def prober(network: MemoryNetwork, name: str) -> tuple[LineProber, MemoryPeer]:
+async def prober(network: MemoryNetwork, name: str) -> tuple[PathProber, MemoryPeer]:
     end = network.add(name)
     await end.directory.announce(PeerRecord(peer=name, run=RUN, stage=0, state="serving", version=0))
-    return LineProber(RUN, end.transport, end.directory, random.Random(1)), end
+    return PathProber(RUN, end.transport, end.directory, random.Random(1)), end
 
 
 async def test_whose_line_is_known_is_not_probed() -> None:
     network = MemoryNetwork()
     (mine, end), *_ = [await prober(network, name) for name in ("me", "a", "b")]
-    end.transport.lines["a"] = Line(rtt_s=0.1, bandwidth_bps=1e6)
+    end.transport.lines["a"] = NetworkPath(rtt_s=0.1, bandwidth_bps=1e6)
     assert mine.choose(now=0.0) == "b"
-    end.transport.lines["a"] = Line(rtt_s=0.1)  # half of it is not enough
+    end.transport.lines["a"] = NetworkPath(rtt_s=0.1)  # half of it is not enough
     assert {mine.choose(now=0.0) for _ in range(40)} == {"a", "b"}
     network.fail("a")
     network.expire("a")
@@ -45,7 +45,7 @@ async def test_a_probe_goes_there_and_comes_back_once_small_and_once_large() -> 
 
 async def test_a_few_are_probed_and_again_after_long(monkeypatch: pytest.MonkeyPatch) -> None:
     network, now = MemoryNetwork(), [0.0]
-    monkeypatch.setattr("peers.lines.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("peers.stage.path_probe.now_s", lambda: now[0])
     (mine, _), *_ = [await prober(network, name) for name in ("me", *(f"p{i:02}" for i in range(FEW + 5)))]
     probed: list[str] = []
     while (peer := mine.choose(now=now[0])) is not None:

@@ -1,12 +1,13 @@
 """Whole swarms in memory, with faults: whatever happens, each microbatch counts once.
 
-The audit model's weights *are* the count (`swarm.model.counting`), in float64 and exactly.
+The audit model's weights *are* the count (`swarm.model.audit_model`), in float64 and exactly.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,34 +15,27 @@ import numpy as np
 import pytest
 import torch
 
-from peers import council, downstream, handover, reduce, stage, state_server, trainer
-from peers.events import PeerLost, Replayed, StateFetched, StepDone, Undone
+from peers.events import Note, PeerLost, Replayed, StateFetched, StepDone, Undone
+from peers.stage import all_reduce as reduce
+from peers.stage import handoff
+from peers.stage import next_stage as downstream
+from peers.stage import server as stage
+from peers.transfer import server as state_server
 from swarm.ids import Microbatch
+from swarm.manifest import audit_run
 from swarm.model.reference import SingleProcess
-from swarm.policy import rounds, worklist
-from swarm.policy.ledger import Claim, Ledger
-from swarm.policy.rounds import STAR_AFTER, Decision, MemberStep, Plan, Reduce
-from swarm.run import counting_run
+from swarm.protocol import coordinator, rounds
+from swarm.protocol.ledger import Claim, Ledger
+from swarm.protocol.rounds import STAR_AFTER, Decision, MemberStep, Plan, Reduce
 from tests.model.chain import batch_of, tiny_run
-from tests.peers.loops import Swarm, quick, swarm
+from tests.peers.loops import Swarm, swarm
 
-__all__ = ["quick"]
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = pytest.mark.virtual_time
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture
-def patient(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that stands still for a moment is no reason to do anything twice."""
-    monkeypatch.setattr(worklist, "REPLAY_AFTER_S", 5.0)
-    monkeypatch.setattr(worklist, "LOST_AFTER_S", 5.0)
-    monkeypatch.setattr(council, "GONE_AFTER_S", 10.0)
-    monkeypatch.setattr(council, "CALL_S", 5.0)
-    monkeypatch.setattr(trainer, "WATCH_S", 5.0)
 
 
 @pytest.fixture
@@ -59,10 +53,10 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of several chunks, though the audit model has 8 weights."""
     monkeypatch.setattr(reduce, "CHUNK_ELEMENTS", 2)
     monkeypatch.setattr(state_server, "CHUNK_ELEMENTS", 3)
-    monkeypatch.setattr(handover, "CHUNK_ELEMENTS", 3)
+    monkeypatch.setattr(handoff, "CHUNK_ELEMENTS", 3)
 
 
-async def finishes(s: Swarm, *, limit_s: float = 60.0) -> None:
+async def finishes(s: Swarm, *, limit_s: float = 600.0) -> None:
     await s.until_finished(limit_s=limit_s)
     s.assert_each_counted_once()
 
@@ -70,8 +64,8 @@ async def finishes(s: Swarm, *, limit_s: float = 60.0) -> None:
 # --- no faults ----------------------------------------------------------------------------------------------
 
 
-async def test_every_microbatch_counts_once_and_nothing_is_done_twice(patient: None) -> None:
-    async with swarm(silence_s=2.0) as s:
+async def test_every_microbatch_counts_once_and_nothing_is_done_twice() -> None:
+    async with swarm() as s:
         await s.until_serving()
         feeding = s.add_trainer("trainer")
         await finishes(s)
@@ -124,8 +118,22 @@ async def test_a_window_that_is_found_while_running_works_too() -> None:
         await finishes(s)
 
 
+async def test_a_trainer_whose_steps_are_taken_already_says_what_steps_count() -> None:
+    async with swarm() as s:
+        s.add_trainer("trainer")
+        await s.until_version(2)
+        late = s.add_trainer("late", steps=1)
+        await s.tasks["late"]
+        [said] = [note.text for note in s.seen(Note)]
+        assert not late.losses
+        assert re.fullmatch(
+            r"the run has taken \d+ steps, so --steps 1 is reached: it counts the run's .*", said
+        )
+        await finishes(s)
+
+
 async def test_peers_with_room_for_one_microbatch_say_busy_and_all_is_done_all_the_same() -> None:
-    run = counting_run(stages=2, steps=2, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=2, microbatches_per_step=8)
     async with swarm(run, replicas=0) as s:
         for number in range(2):
             for replica in range(2):
@@ -136,7 +144,7 @@ async def test_peers_with_room_for_one_microbatch_say_busy_and_all_is_done_all_t
 
 @pytest.mark.parametrize("killed", [None, "s0p0", "s1p0", "s2p0"])
 async def test_delayed_updates_count_each_once_too(killed: str | None) -> None:
-    run = replace(counting_run(stages=3, steps=5, microbatches_per_step=8), delayed_updates=True)
+    run = replace(audit_run(stages=3, steps=5, microbatches_per_step=8), delayed_updates=True)
     async with swarm(run) as s:
         s.add_trainer("trainer")
         if killed:
@@ -160,7 +168,7 @@ async def test_a_peer_that_is_killed_while_it_computes_is_replaced(name: str, nt
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 async def test_what_a_dead_peer_had_in_its_sum_is_run_again(number: int) -> None:
-    run = counting_run(stages=3, steps=3, microbatches_per_step=32)
+    run = audit_run(stages=3, steps=3, microbatches_per_step=32)
     killed: list[str] = []
 
     def strike(caller: str, callee: str) -> None:
@@ -188,7 +196,7 @@ async def test_all_but_one_members_of_every_stage_may_die_at_once() -> None:
 
 
 @pytest.mark.parametrize("side", ["caller", "callee"])
-@pytest.mark.parametrize("method", ["part", "brief", "report", "summary", "run", "held"])
+@pytest.mark.parametrize("method", ["part", "directive", "report", "summary", "run", "held"])
 async def test_a_peer_may_die_in_any_conversation_about_a_step(
     method: str, side: str, small_chunks: None
 ) -> None:
@@ -204,34 +212,34 @@ async def test_a_coordinator_that_dies_is_followed_by_the_next() -> None:
     async with swarm(replicas=3) as s:
         s.add_trainer("trainer")
 
-        def chief() -> str | None:
-            brief = s.peers["s1p2"].council.brief
-            return None if brief is None else brief.coordinator
+        def coordinator_peer() -> str | None:
+            directive = s.peers["s1p2"].coordination.directive
+            return None if directive is None else directive.coordinator
 
-        await s.until(lambda: chief() == "s1p0")
+        await s.until(lambda: coordinator_peer() == "s1p0")
         s.kill("s1p0")
-        await s.until(lambda: chief() == "s1p1")
+        await s.until(lambda: coordinator_peer() == "s1p1")
         await finishes(s)
 
 
 async def test_a_conductor_that_dies_with_the_go_is_followed_by_one_that_says_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    goes: list[rounds.Go] = []
+    commits: list[rounds.Commit] = []
     async with swarm() as s:
 
-        def conduct(*args: object) -> rounds.Go | None:
-            go = rounds.conduct(*args)  # type: ignore[arg-type]
-            if go is not None:
-                if not goes:
+        def decide_commit(*args: object) -> rounds.Commit | None:
+            commit = rounds.decide_commit(*args)  # type: ignore[arg-type]
+            if commit is not None:
+                if not commits:
                     asyncio.get_running_loop().call_soon(s.kill, "s0p0")
-                goes.append(go)
-            return go
+                commits.append(commit)
+            return commit
 
-        monkeypatch.setattr(council, "conduct", conduct)
+        monkeypatch.setattr(coordinator, "decide_commit", decide_commit)
         s.add_trainer("trainer")
         await finishes(s)
-        assert len({go for go in goes if go.t == 0}) == 1
+        assert len({commit for commit in commits if commit.t == 0}) == 1
         assert "s0p0" not in dict(s.live())
 
 
@@ -244,7 +252,7 @@ async def test_a_conductor_that_dies_after_telling_one_stage_is_followed_to_the_
 
 
 async def test_one_stage_after_another_loses_peers_and_gets_new_ones() -> None:
-    run = counting_run(stages=3, steps=6, microbatches_per_step=8)
+    run = audit_run(stages=3, steps=6, microbatches_per_step=8)
     async with swarm(run) as s:
         s.add_trainer("trainer")
         for t, number in enumerate((1, 0, 2)):
@@ -278,7 +286,7 @@ async def test_a_retry_at_the_peer_that_has_it_computes_nothing() -> None:
         assert [p.core.computed for _, p in s.live()] == [3 * s.run.M] * 3
 
 
-async def test_a_trainer_does_not_repeat_what_the_ledgers_say_is_done(patient: None) -> None:
+async def test_a_trainer_does_not_repeat_what_the_ledgers_say_is_done() -> None:
     async with swarm(silence_s=1.0) as s:
         await s.until_serving()
         s.network.drop_answer("s0p0", "work", 1)
@@ -288,7 +296,7 @@ async def test_a_trainer_does_not_repeat_what_the_ledgers_say_is_done(patient: N
         assert s.undone == 0
 
 
-async def test_a_duplicate_is_undone(patient: None, retries_do_not_ask: None) -> None:
+async def test_a_duplicate_is_undone(retries_do_not_ask: None) -> None:
     """The peer whose answer was lost has it, and so has the one that was called instead."""
     async with swarm() as s:
         await s.until_serving()
@@ -341,7 +349,7 @@ async def test_a_reduce_that_fails_anywhere_is_void_and_starts_again(
 
 @pytest.mark.parametrize(("patience_s", "fetches"), [(10.0, False), (0.01, True)])
 async def test_who_is_about_to_end_its_own_reduce_takes_no_result_from_a_mate(
-    patience_s: float, fetches: bool, monkeypatch: pytest.MonkeyPatch, patient: None
+    patience_s: float, fetches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rounds, "FINISHES_LEAST_S", patience_s)
     async with swarm(stages=1) as s:
@@ -373,7 +381,7 @@ async def test_two_members_that_cannot_reach_each_other_average_through_a_third(
             plans.append(decision.plan)
         return decision
 
-    monkeypatch.setattr(council, "decide", decide)
+    monkeypatch.setattr(coordinator, "decide", decide)
     async with swarm(stages=2, replicas=3) as s:
         await s.until_serving()
         s.network.partition({"s1p1"}, {"s1p2"})
@@ -424,7 +432,7 @@ async def test_a_coordinator_and_a_conductor_that_hang_are_left_out() -> None:
 
 async def test_coordinators_of_all_stages_that_hang_at_once_believe_those_who_went_on() -> None:
     """Nobody but their members can tell them how far the run is: the summaries are their own."""
-    run = counting_run(stages=2, steps=40, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=40, microbatches_per_step=8)
     async with swarm(run) as s:
         await s.until_serving()
         s.network.hang("s0p0")
@@ -441,7 +449,7 @@ async def test_coordinators_of_all_stages_that_hang_at_once_believe_those_who_we
 async def test_a_joiner_takes_the_state_of_a_mate_and_then_takes_part(
     number: int, small_chunks: None
 ) -> None:
-    run = counting_run(stages=3, steps=6, microbatches_per_step=8)
+    run = audit_run(stages=3, steps=6, microbatches_per_step=8)
     async with swarm(run) as s:
         s.add_trainer("trainer")
         await s.until_version(2)
@@ -452,7 +460,7 @@ async def test_a_joiner_takes_the_state_of_a_mate_and_then_takes_part(
 
 
 async def test_a_joiner_whose_source_dies_takes_another(small_chunks: None) -> None:
-    run = counting_run(stages=2, steps=3, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=3, microbatches_per_step=8)
     async with swarm(run, replicas=2) as s:
         s.add_trainer("trainer")
         await s.until_finished()  # so that no gradient would do instead of the state
@@ -463,7 +471,7 @@ async def test_a_joiner_whose_source_dies_takes_another(small_chunks: None) -> N
 
 
 async def test_a_joiner_that_is_lied_to_by_a_broken_line_asks_again(small_chunks: None) -> None:
-    run = counting_run(stages=2, steps=3, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=3, microbatches_per_step=8)
     async with swarm(run) as s:
         s.add_trainer("trainer")
         await s.until_finished()  # so that no gradient would do instead of the state
@@ -474,7 +482,7 @@ async def test_a_joiner_that_is_lied_to_by_a_broken_line_asks_again(small_chunks
 
 
 async def test_a_peer_that_leaves_takes_nothing_with_it() -> None:
-    run = counting_run(stages=3, steps=6, microbatches_per_step=8)
+    run = audit_run(stages=3, steps=6, microbatches_per_step=8)
     async with swarm(run) as s:
         s.add_trainer("trainer")
         await s.until(lambda: s.peers["s1p0"].core.computed >= 2)
@@ -517,20 +525,20 @@ async def disturb(s: Swarm, dice: random.Random, number: int) -> str:
     name = dice.choice(live)
     number_of = s.peers[name].stage
     if kind == "kill":
-        mates = stay(s, number_of) - {name}
-        if not mates:
+        replicas = stay(s, number_of) - {name}
+        if not replicas:
             return "nothing"
         s.kill(name)
     elif kind in ("leave", "move"):
-        mates = stay(s, number_of) - {name}
-        if not mates:
+        replicas = stay(s, number_of) - {name}
+        if not replicas:
             return "nothing"
         if kind == "move":
             s.peers[name].moving_to = (number_of + 1) % s.run.S
         s.peers[name].leave()
     elif kind == "lose":
-        for mate in s.of_stage(number_of):
-            s.kill(mate)
+        for replica in s.of_stage(number_of):
+            s.kill(replica)
         s.add_peer(f"s{number_of}back{number}", number_of)
         name = f"stage {number_of}"
     elif kind == "join":
@@ -550,7 +558,7 @@ async def disturb(s: Swarm, dice: random.Random, number: int) -> str:
             asyncio.get_running_loop().call_later(dice.random(), s.network.heal)
     else:
         method = dice.choice(
-            ["work", "part", "report", "brief", "summary", "run", "held", "offer", "give", "take"]
+            ["work", "part", "report", "directive", "summary", "run", "held", "offer", "give", "take"]
         )
         nth = dice.randint(1, 3)
         if kind == "drop":
@@ -566,7 +574,7 @@ async def disturb(s: Swarm, dice: random.Random, number: int) -> str:
 @pytest.mark.parametrize("seed", range(16))
 async def test_any_schedule_of_faults_leaves_each_counted_once(seed: int, small_chunks: None) -> None:
     dice = random.Random(seed)
-    run = replace(counting_run(stages=3, steps=4), delayed_updates=dice.random() < 0.3)
+    run = replace(audit_run(stages=3, steps=4), delayed_updates=dice.random() < 0.3)
     log: list[str] = []
     try:
         async with swarm(run, replicas=3) as s:
@@ -594,7 +602,7 @@ async def test_any_schedule_of_faults_leaves_each_counted_once(seed: int, small_
 
 
 def always_new(self: Ledger, m: int) -> Claim:
-    self.doing |= 1 << m
+    self.in_progress |= 1 << m
     return Claim.NEW
 
 
@@ -655,7 +663,7 @@ async def test_without_the_rounds_check_for_duplicates_the_count_is_wrong(
         await lost_answer_then_retry_to_another_peer(s)
         s.assert_each_counted_once()
         assert s.undone
-    monkeypatch.setattr(council, "decide", decide_blindly)
+    monkeypatch.setattr(coordinator, "decide", decide_blindly)
     monkeypatch.setattr(stage, "check_plan", lambda plan, **_: None)
     async with swarm() as s:
         await lost_answer_then_retry_to_another_peer(s)
@@ -668,7 +676,7 @@ async def test_without_the_rounds_check_for_duplicates_the_count_is_wrong(
 async def test_without_the_coordinators_check_alone_members_refuse_and_nothing_is_applied(
     monkeypatch: pytest.MonkeyPatch, retries_do_not_ask: None
 ) -> None:
-    monkeypatch.setattr(council, "decide", decide_blindly)
+    monkeypatch.setattr(coordinator, "decide", decide_blindly)
     async with swarm() as s:
         s.network.drop_answer("s1p0", "work", 1)
         s.add_trainer("trainer", window=1)

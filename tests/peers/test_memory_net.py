@@ -119,11 +119,11 @@ async def test_a_cut_link_silences_both_directions_until_healed(network: MemoryN
 
 
 async def test_a_cancelled_call_leaves_its_handler_working(network: MemoryNetwork) -> None:
-    started, go, finished = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    started, commit, finished = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def slow(request: Request) -> Answer:
         started.set()
-        await go.wait()
+        await commit.wait()
         finished.set()
         return Answer(b"")
 
@@ -131,10 +131,10 @@ async def test_a_cancelled_call_leaves_its_handler_working(network: MemoryNetwor
     call = asyncio.ensure_future(network.peers["a"].transport.call("b", "slow", b""))
     await started.wait()
     call.cancel()
-    go.set()
+    commit.set()
     await asyncio.wait_for(finished.wait(), 1)
     with pytest.raises(PeerSilent, match=r"no answer to 'slow' within 0\.01 s"):
-        go.clear()
+        commit.clear()
         await network.peers["a"].transport.call("b", "slow", b"", deadline_s=0.01)
 
 

@@ -11,13 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from peers import monitor
-from peers.monitor import Monitor
 from peers.ports import Answer, Request
-from swarm.policy.health import Look, PeerHealth, SwarmHealth
-from swarm.policy.observer import Observer
+from peers.status_query import ask_one
+from peers.watch import monitor
+from peers.watch.monitor import Monitor
+from swarm.errors import PeerGone
+from swarm.manifest import demo_run
+from swarm.monitoring.aggregator import Aggregator
+from swarm.monitoring.health import Observation, PeerHealth, SwarmHealth
 from swarm.records import PeerRecord
-from swarm.run import demo_run
 from swarm.wire.messages import Audit, PeerStatus, pack
 from tests.peers.memory_net import MemoryNetwork
 
@@ -41,9 +43,9 @@ class Scene:
     def __init__(self, network: MemoryNetwork) -> None:
         self.network = network
         self.asked: Counter[str] = Counter()
-        self.looks: list[Look] = []
+        self.looks: list[Observation] = []
         self.refused: dict[str, int] = {}
-        self._observer = Observer(RUN)
+        self._observer = Aggregator(RUN)
         self._news = asyncio.Event()
         self.watcher = network.add("watcher")
         self.waiting = self.most_waiting = 0
@@ -59,7 +61,7 @@ class Scene:
         peer.transport.serve("status", answer)
         await peer.directory.announce(record(name, stage))
 
-    def take(self, look: Look) -> None:
+    def take(self, look: Observation) -> None:
         self.looks.append(look)
         self._observer.observe(look)
         self._news.set()
@@ -137,15 +139,15 @@ async def test_of_many_peers_a_few_are_asked_per_look_and_all_have_their_turn(sc
         await scene.add(f"p{i:03d}", i % 2)
     async with scene.watched(peer_every_s=0.0):
         await scene.until(lambda: len(scene.asked) == 103)
-    assert max(len(look.statuses) for look in scene.looks) <= monitor.MOST_PER_LOOK
-    assert len(scene.looks) >= 103 // monitor.MOST_PER_LOOK
+    assert max(len(look.statuses) for look in scene.looks) <= monitor.MAX_PER_LOOK
+    assert len(scene.looks) >= 103 // monitor.MAX_PER_LOOK
     assert max(scene.asked.values()) <= 2
 
 
 async def test_those_that_hang_hold_nobody_up_and_are_few_at_a_time(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(monitor, "MOST_ASKED", 5)
+    monkeypatch.setattr(monitor, "MAX_ASKED", 5)
     for i in range(20):
         await scene.add(f"hung{i:02d}", 1)
         scene.network.hang(f"hung{i:02d}")
@@ -213,3 +215,42 @@ async def test_a_run_that_nobody_serves_is_looked_at_too() -> None:
         await scene.until(lambda: len(scene.looks) > 2)
     assert scene.health.alerts[0].text == "stage 0 has no peer: the run waits until one joins"
     await network.close()
+
+
+async def test_a_peer_that_is_just_joining_and_serves_nothing_yet_is_no_silent_one(scene: Scene) -> None:
+    newcomer = scene.network.add("peer-d")
+    joining = msgspec.structs.replace(record("peer-d", 1), state="joining")
+    await newcomer.directory.announce(joining)
+    async with scene.watched():
+        await scene.until(lambda: scene.asked["peer-a"] > 3)
+        assert (scene.peer("peer-d").state, scene.peer("peer-d").why) == ("joining", "")
+
+
+async def test_a_peer_that_cannot_be_reached_because_it_left_is_no_silent_one(scene: Scene) -> None:
+    """The directory tells it when it is asked again."""
+    watcher, late = scene.watcher, record("peer-d", 1)
+    assert await ask_one(
+        RUN, watcher.transport, late, deadline_s=0.5, directory=Told(watcher.directory, {late.peer: "left"})
+    ) is None  # fmt: skip
+    with pytest.raises(PeerGone):
+        await ask_one(
+            RUN, watcher.transport, late, deadline_s=0.5,
+            directory=Told(watcher.directory, {late.peer: "serving"}),
+        )  # fmt: skip
+
+
+class Told:
+    """A directory that learns what it is asked for by `refresh` only."""
+
+    def __init__(self, directory: Any, states: dict[str, Any]) -> None:
+        self._directory, self._states, self._asked = directory, states, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._directory, name)
+
+    async def refresh(self, stages: Any = None) -> None:
+        self._asked = True
+
+    def find(self, peer: str) -> PeerRecord | None:
+        state = self._states[peer] if self._asked else "serving"
+        return msgspec.structs.replace(record(peer, 1), state=state)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
-from peers import stage as stage_module
 from peers.events import Moved, Serving
+from peers.stage import server as stage_module
+from swarm.manifest import audit_run
 from swarm.policy.rebalance import Move, Moves, Stay
 from swarm.records import PeerRecord
-from swarm.run import counting_run
 from swarm.wire.messages import AskStatus, PeerStatus
-from tests.peers.loops import Swarm, quick, swarm
+from tests.peers.loops import Swarm, swarm
 
-pytestmark = pytest.mark.usefixtures("quick")
-assert quick  # a fixture
+pytestmark = pytest.mark.virtual_time
 
 
 @pytest.fixture
@@ -30,7 +30,6 @@ def one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
         return Moves((Move(there[-1], 0, 1, "stage 1 is slow"),))
 
     monkeypatch.setattr(stage_module, "rebalance", rule)
-    monkeypatch.setattr(stage_module, "BOUNDARY_S", 2.0)
 
 
 async def three_and_one(built: Swarm) -> None:
@@ -42,7 +41,7 @@ async def three_and_one(built: Swarm) -> None:
 
 @pytest.mark.asyncio
 async def test_a_peer_moves_in_the_midst_of_training_and_each_counts_once(one_goes: None) -> None:
-    run = replace(counting_run(stages=2, steps=400, microbatches_per_step=8), rebalance_every_s=1)
+    run = replace(audit_run(stages=2, steps=400, microbatches_per_step=8), rebalance_every_s=1)
     async with swarm(run, replicas=0) as built:
         await three_and_one(built)
         built.add_trainer("trainer")
@@ -62,7 +61,7 @@ async def test_a_peer_moves_in_the_midst_of_training_and_each_counts_once(one_go
 
 @pytest.mark.asyncio
 async def test_a_peer_whose_stage_was_chosen_stays(one_goes: None) -> None:
-    run = replace(counting_run(stages=2, steps=9, microbatches_per_step=4), rebalance_every_s=1)
+    run = replace(audit_run(stages=2, steps=9, microbatches_per_step=4), rebalance_every_s=1)
     async with swarm(run, replicas=0) as built:
         for name, stage in (("a", 0), ("b", 0), ("c", 0), ("d", 1)):
             built.add_peer(name, stage)
@@ -76,20 +75,20 @@ async def test_a_peer_whose_stage_was_chosen_stays(one_goes: None) -> None:
 
 @pytest.mark.asyncio
 async def test_the_last_member_stays_though_records_speak_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its mates died a moment ago; their records did not (I6)."""
+    """Its replicas died a moment ago; their records did not (I6)."""
     asked: list[int] = []
 
     def rule(records: Iterable[PeerRecord], **_: object) -> Moves:
         asked.append(sum(r.stage == 0 and r.state == "serving" for r in records))
         return Moves((Move("c", 0, 1, "stage 1 is slow"),))
 
-    run = replace(counting_run(stages=2, steps=9, microbatches_per_step=4), rebalance_every_s=1)
+    run = replace(audit_run(stages=2, steps=9, microbatches_per_step=4), rebalance_every_s=1)
     async with swarm(run, replicas=0) as built:
         await three_and_one(built)
         built.kill("a")
         built.kill("b")
         monkeypatch.setattr(stage_module, "rebalance", rule)
-        stays = "stage 1 is slow; it stays: no mate in stage 0 answers"
+        stays = "stage 1 is slow; it stays: no replica in stage 0 answers"
         await built.until(lambda: built.peers["c"]._decided == stays)  # pyright: ignore[reportPrivateUsage]
         assert asked[-1] == 3
         built.add_trainer("trainer")
@@ -105,12 +104,12 @@ async def test_who_goes_too_is_no_mate_to_rely_on(monkeypatch: pytest.MonkeyPatc
     def rule(records: Iterable[PeerRecord], **_: object) -> Moves:
         return Moves(tuple(Move(name, 0, 1, "stage 1 is slow") for name in "bc"))
 
-    run = replace(counting_run(stages=2, steps=9, microbatches_per_step=4), rebalance_every_s=1)
+    run = replace(audit_run(stages=2, steps=9, microbatches_per_step=4), rebalance_every_s=1)
     async with swarm(run, replicas=0) as built:
         await three_and_one(built)
         built.kill("a")
         monkeypatch.setattr(stage_module, "rebalance", rule)
-        stays = "stage 1 is slow; it stays: no mate in stage 0 answers"
+        stays = "stage 1 is slow; it stays: no replica in stage 0 answers"
         for name in "bc":
             await built.until(lambda name=name: built.peers[name]._decided == stays)  # pyright: ignore[reportPrivateUsage]
         assert not built.seen(Moved)
@@ -119,14 +118,28 @@ async def test_who_goes_too_is_no_mate_to_rely_on(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.asyncio
 async def test_of_two_that_would_leave_each_other_behind_neither_goes() -> None:
     """Each believes that it is the one to go, and asks the other at the same moment (I6)."""
-    run = counting_run(stages=2, steps=9, microbatches_per_step=4)
+    run = audit_run(stages=2, steps=9, microbatches_per_step=4)
     async with swarm(run, replicas=0) as built:
         await three_and_one(built)
         built.kill("a")
         for name in "bc":
-            built.peers[name]._going = True  # pyright: ignore[reportPrivateUsage]
+            built.peers[name].going = True  # pyright: ignore[reportPrivateUsage]
         for name in "bc":
             peer = built.peers[name]
             assert not await peer._has_a_mate(going=set())  # pyright: ignore[reportPrivateUsage]
-        built.peers["c"]._going = False  # pyright: ignore[reportPrivateUsage]
+        built.peers["c"].going = False  # pyright: ignore[reportPrivateUsage]
         assert await built.peers["b"]._has_a_mate(going=set())  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.asyncio
+async def test_a_peer_stays_whose_replicas_die_while_it_waits_for_the_step(one_goes: None) -> None:
+    async with swarm(audit_run(stages=2, steps=3, microbatches_per_step=2)) as built:
+        await built.until_serving()
+        mover = built.peers["s1p0"]
+        moving = asyncio.create_task(mover.move(0, why="a test", going=set()))
+        await built.until(lambda: built.seen(Moved))
+        built.kill("s1p1")
+        await moving
+        assert mover.moving_to is None and not mover.going
+        status = await built.add_stranger().ask("s1p0", "status", AskStatus(run=built.run.id), PeerStatus)
+        assert status.rebalance == "a test; it stays: no replica in stage 1 answers"

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from peers import owner_gpu
 from peers.events import Event, Note, Trouble
-from peers.owner import NO_ROOM, Owner
-from peers.owner_gpu import Nvml, nvml_of, watch
+from peers.owner import gpu_contention as owner_gpu
+from peers.owner.commands import NO_ROOM, Owner
+from peers.owner.gpu_contention import Nvml, nvml_of, watch
 from swarm.errors import SetupError
-from swarm.policy.busy import BusyGate, Use
+from swarm.policy.contention import ContentionDetector, Use
 
 GIB = 1 << 30
 ME = os.getpid()
@@ -129,7 +129,7 @@ async def test_it_pauses_and_resumes_and_leaves_a_pause_by_hand_alone(
     monkeypatch.setattr(owner_gpu, "LOOK_S", 0.0)
     quiet, game = Use(held_bytes=0, share=0.0), Use(held_bytes=4 * GIB, share=0.9)
     owner, events, reader = Owner(), list[Event](), Script(quiet, game)
-    gate = BusyGate(busy_after_s=3, free_after_s=10)
+    gate = ContentionDetector(contended_after_s=3, free_after_s=10)
     watching = asyncio.create_task(watch(owner, reader, gate, events.append, clock=lambda: reader.looks))
     await until(lambda: owner.paused)
     assert owner.why == "other programs have 4096 MiB more than usual, and 90% of the time"
@@ -148,7 +148,7 @@ async def test_a_driver_that_fails_for_good_ends_the_watch_and_its_pause(
     monkeypatch.setattr(owner_gpu, "LOOK_S", 0.0)
     game = Use(held_bytes=0, share=0.9)
     owner, events, reader = Owner(), list[Event](), Script(game, game, game, OSError("NVML says GPU is lost"))
-    gate = BusyGate(busy_after_s=1)
+    gate = ContentionDetector(contended_after_s=1)
     await watch(owner, reader, gate, events.append, clock=lambda: reader.looks)
     assert not owner.paused
     assert isinstance(events[-1], Trouble)

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from peers.owner_memory import MOST_INFLIGHT, Needs, needs_of
-from peers.roles import Peer, PeerOptions
+from peers.options import PeerOptions
+from peers.owner.memory_limit import MAX_INFLIGHT, Needs, needs_of
+from peers.programs.roles import Peer
 from swarm.errors import SetupError
+from swarm.manifest import Run, demo_run
 from swarm.model.stage import StageCompute
-from swarm.run import Run, demo_run
 from tests.model.chain import tiny_run
 
 MIB = 1 << 20
@@ -57,7 +58,7 @@ def test_what_does_not_fit_is_refused_with_numbers() -> None:
 
 def test_as_many_microbatches_are_admitted_as_fit() -> None:
     needs = Needs(stage=0, fixed=100 * MIB, microbatch=10 * MIB)
-    assert needs.inflight(1000 * MIB, None) == MOST_INFLIGHT
+    assert needs.inflight(1000 * MIB, None) == MAX_INFLIGHT
     assert needs.inflight(200 * MIB, None) == 10
     assert needs.inflight(1000 * MIB, 200 * MIB) == 5
     assert needs.inflight(60 * MIB, 200 * MIB) == 3, "others have the rest of the device"
@@ -72,6 +73,6 @@ def test_a_device_that_another_program_fills_is_a_clear_error(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(StageCompute, method, out_of_memory)
-    peer = Peer(PeerOptions(run="5a"), emit=lambda _: None)
+    peer = Peer(PeerOptions(run="5a", join=()), emit=lambda _: None)
     with pytest.raises(SetupError, match="stage 1 does not fit on cpu now: CUDA out of memory"):
         peer._build(demo_run(stages=2), 1, "cpu")

@@ -13,9 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from peers import owner_socket
-from peers.owner import Owner
-from peers.owner_socket import Said, Wish, WishOptions, ask, control_folder, heard, run_wish
+from peers.options import OwnerOptions
+from peers.owner import control_socket as owner_socket
+from peers.owner.commands import Owner
+from peers.owner.control_socket import OwnerCommand, Said, ask, control_folder, heard, run_wish
 from swarm.errors import SetupError
 
 
@@ -52,10 +53,10 @@ async def peer(device: str = "cpu", identity: str = "") -> AsyncIterator[Owner]:
 
 async def test_a_pause_is_answered_once_the_device_is_free(capsys: pytest.CaptureFixture[str]) -> None:
     async with peer() as owner:
-        await run_wish("pause", WishOptions())
+        await run_wish("pause", OwnerOptions())
         assert owner.paused and owner.doing == "paused" and owner.why == "swarm pause"
-        await run_wish("pause", WishOptions(pid=os.getpid()))
-        await run_wish("resume", WishOptions(device="cpu"))
+        await run_wish("pause", OwnerOptions(pid=os.getpid()))
+        await run_wish("resume", OwnerOptions(device="cpu"))
         assert not owner.paused and owner.doing == "serving"
     line = f"peer abcdef on cpu, pid {os.getpid()}: "
     assert capsys.readouterr().out.splitlines() == [line + "paused", line + "paused", line + "serving"]
@@ -73,25 +74,25 @@ async def test_only_this_user_can_open_the_socket_and_nothing_is_left_of_it(cach
 async def test_who_is_meant_is_told_by_key_device_or_process(tmp_path: Path) -> None:
     async with peer("cuda:1", str(tmp_path / "a.key")) as owner:
         for other in (
-            WishOptions(identity=tmp_path / "b.key"), WishOptions(device="cuda:0"), WishOptions(pid=1),
-            WishOptions(identity=tmp_path / "a.key", device="cpu"),
+            OwnerOptions(identity=tmp_path / "b.key"), OwnerOptions(device="cuda:0"), OwnerOptions(pid=1),
+            OwnerOptions(identity=tmp_path / "a.key", device="cpu"),
         ):  # fmt: skip
             with pytest.raises(SetupError, match="no peer of yours on this machine is meant by that"):
                 await run_wish("pause", other)
         assert not owner.paused
-        await run_wish("pause", WishOptions(identity=tmp_path / "a.key", device="cuda:1"))
+        await run_wish("pause", OwnerOptions(identity=tmp_path / "a.key", device="cuda:1"))
         assert owner.paused
 
 
 async def test_where_no_peer_runs_that_is_said_and_what_a_killed_one_left_goes_away() -> None:
     with pytest.raises(SetupError, match="is meant by that: none runs"):
-        await run_wish("pause", WishOptions())
+        await run_wish("pause", OwnerOptions())
     control_folder().mkdir()
     path = control_folder() / "99999999.sock"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
     with pytest.raises(SetupError, match="none runs"):
-        await run_wish("resume", WishOptions())
+        await run_wish("resume", OwnerOptions())
     assert not path.exists()
 
 
@@ -111,7 +112,7 @@ async def test_one_that_hangs_or_is_no_peer_is_named(monkeypatch: pytest.MonkeyP
     for handler, words in ((nothing, "pid 77 does not answer within"), (nonsense, "no peer of the swarm")):
         server = await asyncio.start_unix_server(handler, str(path))
         with pytest.raises(SetupError, match=words):
-            await run_wish("pause", WishOptions())
+            await run_wish("pause", OwnerOptions())
         server.close()
         await server.wait_closed()
 
@@ -130,7 +131,7 @@ async def test_one_that_hangs_keeps_no_other_from_its_pause(
             waiting.connect(str(crowded))  # there is no room for the next one
             async with peer() as owner:
                 with pytest.raises(SetupError) as error:
-                    await run_wish("pause", WishOptions())
+                    await run_wish("pause", OwnerOptions())
                 assert owner.paused
     first, second = error.value.text.split("; ")
     assert first == "the peer with pid 0 does not answer within 0.2 s: it hangs"
@@ -149,7 +150,7 @@ async def test_what_is_no_wish_is_not_obeyed() -> None:
                 assert await reader.read() == b""
             writer.close()
         assert not owner.paused
-        said = await ask(path, Wish(do="look"), 5.0)
+        said = await ask(path, OwnerCommand(do="look"), 5.0)
         assert msgspec.json.decode(msgspec.json.encode(said), type=Said) == said and said.doing == "starting"
 
 
@@ -172,7 +173,7 @@ async def test_a_peer_that_ends_instead_of_pausing_still_says_why(
         )  # fmt: skip
 
     async with heard(owner, said):
-        asking = asyncio.create_task(run_wish("pause", WishOptions()))
+        asking = asyncio.create_task(run_wish("pause", OwnerOptions()))
         while not owner.paused:
             await asyncio.sleep(0.01)
         owner.does("leaving", "the device hangs. It cannot pause: this process ends")

@@ -12,18 +12,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from peers.asking import ask_one
 from peers.events import HandedOver, Note, Paused, RolledBack, StateFetched, Stepped, Trouble
-from peers.paused import ABSENT
+from peers.stage.pause import ABSENT
+from peers.status_query import ask_one
 from swarm.errors import Leaving, SetupError
+from swarm.manifest import audit_run
 from swarm.model.stage import StageCompute
-from swarm.run import counting_run
 from tests.peers import loops
-from tests.peers.loops import Swarm, quick, swarm
-from tests.peers.test_loops import patient
+from tests.peers.loops import Swarm, swarm
 
-__all__ = ["patient", "quick"]
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = pytest.mark.virtual_time
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +46,7 @@ async def resume(s: Swarm, name: str) -> None:
 
 
 async def test_a_paused_peer_gets_no_work_and_keeps_its_place() -> None:
-    run = counting_run(stages=2, steps=14, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=14, microbatches_per_step=8)
     async with swarm(run) as s:
         await s.until_serving()
         s.add_trainer("trainer")
@@ -63,6 +61,7 @@ async def test_a_paused_peer_gets_no_work_and_keeps_its_place() -> None:
             await s.until_next_step()
         assert s.network.peers["s1p0"].transport.calls["work"] == calls
         status = await ask_one(run, s.network.peers["s0p0"].transport, record, deadline_s=5.0)
+        assert status is not None
         assert (status.state, status.stage, status.version) == ("paused", 1, said.version)
         assert status.rebalance == "paused: swarm pause"
         await resume(s, "s1p0")
@@ -81,7 +80,7 @@ async def test_who_calls_a_paused_peer_hears_that_it_is_paused() -> None:
 
 
 async def test_the_device_is_free_and_nothing_of_the_server_is_left() -> None:
-    run = counting_run(stages=2, steps=1000, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=1000, microbatches_per_step=8)
     async with swarm(run) as s:
         s.add_trainer("trainer")
         await s.until_version(2)
@@ -108,7 +107,7 @@ async def test_the_device_is_free_and_nothing_of_the_server_is_left() -> None:
 
 
 async def test_with_the_weights_that_the_run_still_has_nothing_is_downloaded() -> None:
-    run = counting_run(stages=2, steps=6, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=6, microbatches_per_step=8)
     async with swarm(run) as s:
         trainer = s.add_trainer("trainer")
         await s.until_version(2)
@@ -125,7 +124,7 @@ async def test_with_the_weights_that_the_run_still_has_nothing_is_downloaded() -
 
 @pytest.mark.parametrize("delayed", [False, True])
 async def test_a_step_later_the_gradient_of_that_step_is_enough(delayed: bool) -> None:
-    run = replace(counting_run(stages=2, steps=1, microbatches_per_step=8), delayed_updates=delayed)
+    run = replace(audit_run(stages=2, steps=1, microbatches_per_step=8), delayed_updates=delayed)
     async with swarm(run) as s:
         await s.until_serving()
         await pause(s, "s1p0")
@@ -139,7 +138,7 @@ async def test_a_step_later_the_gradient_of_that_step_is_enough(delayed: bool) -
 
 
 async def test_after_many_steps_the_state_is_downloaded() -> None:
-    run = counting_run(stages=2, steps=12, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=12, microbatches_per_step=8)
     async with swarm(run) as s:
         s.add_trainer("trainer")
         await s.until_version(1)
@@ -151,8 +150,8 @@ async def test_after_many_steps_the_state_is_downloaded() -> None:
         assert [event.stage for event in s.seen(StateFetched)] == [1]
 
 
-async def test_what_is_in_the_sum_is_handed_to_a_mate_and_not_run_again(patient: None) -> None:
-    run = counting_run(stages=1, steps=2, microbatches_per_step=64)
+async def test_what_is_in_the_sum_is_handed_to_a_mate_and_not_run_again() -> None:
+    run = audit_run(stages=1, steps=2, microbatches_per_step=64)
     async with swarm(run, silence_s=2.0) as s:
         await s.until_serving()
         s.add_trainer("trainer")
@@ -169,7 +168,7 @@ async def test_what_is_in_the_sum_is_handed_to_a_mate_and_not_run_again(patient:
 
 
 async def test_the_last_of_a_stage_pauses_too_says_so_and_nothing_is_lost() -> None:
-    run = counting_run(stages=2, steps=10, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=10, microbatches_per_step=8)
     async with swarm(run, replicas=1) as s:
         s.add_trainer("trainer")
         await s.until_version(3)
@@ -185,7 +184,7 @@ async def test_the_last_of_a_stage_pauses_too_says_so_and_nothing_is_lost() -> N
 
 
 async def test_who_comes_to_a_stage_that_is_paused_takes_the_state_from_the_paused_peer() -> None:
-    run = counting_run(stages=2, steps=10, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=10, microbatches_per_step=8)
     async with swarm(run, replicas=1) as s:
         s.add_trainer("trainer")
         await s.until_version(3)
@@ -222,7 +221,7 @@ async def test_pausing_twice_is_pausing_once_and_reasons_add_up() -> None:
 
 
 async def test_who_resumes_while_it_pauses_comes_back_at_once() -> None:
-    run = counting_run(stages=2, steps=20, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=20, microbatches_per_step=8)
     async with swarm(run) as s:
         s.add_trainer("trainer")
         await s.until_version(2)
@@ -237,7 +236,7 @@ async def test_who_resumes_while_it_pauses_comes_back_at_once() -> None:
 
 
 async def test_a_peer_pauses_while_it_joins_and_joins_afterwards() -> None:
-    run = counting_run(stages=2, steps=10, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=10, microbatches_per_step=8)
     async with swarm(run) as s:
         s.add_trainer("trainer")
         await s.until_version(2)
@@ -262,10 +261,10 @@ async def test_a_peer_pauses_before_it_has_done_anything() -> None:
         s.assert_each_counted_once()
 
 
-@pytest.mark.parametrize("method", ["work", "part", "offer", "give", "take", "brief", "report", "status"])
+@pytest.mark.parametrize("method", ["work", "part", "offer", "give", "take", "directive", "report", "status"])
 @pytest.mark.parametrize("nth", [1, 3])
 async def test_a_pause_may_come_in_any_conversation(method: str, nth: int) -> None:
-    run = counting_run(stages=2, steps=6, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=6, microbatches_per_step=8)
     async with swarm(run) as s:
         await s.until_serving()
         s.add_trainer("trainer")
@@ -281,18 +280,18 @@ async def test_a_pause_may_come_in_any_conversation(method: str, nth: int) -> No
 
 
 async def test_a_peer_that_is_moving_ends_up_where_it_went_or_where_it_was() -> None:
-    run = counting_run(stages=2, steps=1000, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=1000, microbatches_per_step=8)
     async with swarm(run, replicas=3) as s:
         s.add_trainer("trainer")
         await s.until_version(1)
-        moving = asyncio.create_task(s.peers["s1p0"]._move(0))
+        moving = asyncio.create_task(s.peers["s1p0"].move(0, why="a test", going=set()))
         await asyncio.sleep(0)
         await pause(s, "s1p0")
         assert s.network.records["s1p0"].stage == 1, "the pause came before the move: the place is kept"
         moving.cancel()
         await resume(s, "s1p0")
         first = s.peers["s1p0"]
-        await first._move(0)
+        await first.move(0, why="a test", going=set())
         s.owners["s1p0"].pause("by hand", "swarm pause")
         await s.until(lambda: s.owners["s1p0"].doing == "paused")
         assert s.network.records["s1p0"].stage == 0, "it had gone already"
@@ -316,7 +315,7 @@ def out_of_memory(*_: object) -> None:
 async def test_a_device_that_is_full_at_the_end_of_a_pause_keeps_the_state(
     monkeypatch: pytest.MonkeyPatch, where: str, served: bool
 ) -> None:
-    run = counting_run(stages=2, steps=10, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=10, microbatches_per_step=8)
     async with swarm(run) as s:
         trainer = s.add_trainer("trainer")
         await s.until_version(2)
@@ -350,7 +349,7 @@ async def test_a_device_that_is_full_at_the_end_of_a_pause_keeps_the_state(
 
 
 async def test_what_is_not_a_resume_ends_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = counting_run(stages=2, steps=10, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=10, microbatches_per_step=8)
     async with swarm(run) as s:
         s.add_trainer("trainer")
         await s.until_version(2)
@@ -399,7 +398,7 @@ async def test_who_leaves_cannot_be_paused_any_more() -> None:
 
 @pytest.mark.parametrize("while_", ["pausing", "paused"])
 async def test_a_peer_that_dies_in_its_pause_is_missed_by_nobody(while_: str) -> None:
-    run = counting_run(stages=2, steps=8, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=8, microbatches_per_step=8)
     async with swarm(run) as s:
         s.add_trainer("trainer")
         await s.until_version(1)
@@ -413,9 +412,7 @@ async def test_a_peer_that_dies_in_its_pause_is_missed_by_nobody(while_: str) ->
 @pytest.mark.parametrize("seed", range(4))
 async def test_pauses_and_deaths_at_random_moments_leave_each_counted_once(seed: int) -> None:
     rng = random.Random(seed)
-    run = replace(
-        counting_run(stages=2, steps=12, microbatches_per_step=16), delayed_updates=seed % 3 == 2
-    )
+    run = replace(audit_run(stages=2, steps=12, microbatches_per_step=16), delayed_updates=seed % 3 == 2)
     async with swarm(run, replicas=3) as s:
         s.add_trainer("one", window=4)
         s.add_trainer("two", window=4)

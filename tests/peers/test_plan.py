@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from peers.cli import Exit, main
-from peers.job import job_of
-from peers.plan import WORTH, as_json, plan_codecs, plan_view, render
+from peers.programs.descriptions import job_of
+from peers.programs.plan import WORTH, as_json, plan_codecs, plan_view, render
 from swarm.errors import SetupError
+from swarm.manifest import EXAMPLE as RUN
+from swarm.manifest import CodecSpec, demo_run, parse_run
+from swarm.monitoring.health import Observation
 from swarm.plan.network import EXAMPLE as DEVICES
 from swarm.plan.network import Device, Network
-from swarm.plan.overlap import Overlap
-from swarm.policy.health import Look
+from swarm.plan.overlapped import Overlap
 from swarm.records import PeerRecord
-from swarm.run import EXAMPLE as RUN
-from swarm.run import CodecSpec, demo_run, parse_run
 from swarm.wire.messages import Audit, LinkStatus, PeerStatus
 
 
@@ -164,9 +164,9 @@ def test_a_file_that_is_not_there_is_said(
 
 
 def test_the_audit_model_is_refused(files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    from swarm.run import counting_run
+    from swarm.manifest import audit_run
 
-    files[0].write_text(counting_run().to_toml())
+    files[0].write_text(audit_run().to_toml())
     assert planned(files) == Exit.SETUP
     assert 'model.kind = "counting": it computes nothing' in capsys.readouterr().err
 
@@ -193,8 +193,8 @@ def line(to: str, rtt_s: float, bandwidth_bps: float) -> LinkStatus:
     return LinkStatus(peer=to, bytes_in=1, bytes_out=1, rtt_s=rtt_s, bandwidth_bps=bandwidth_bps)
 
 
-def view_of(*peers: Peer) -> Look:
-    return Look(
+def view_of(*peers: Peer) -> Observation:
+    return Observation(
         at=10.0,
         records=tuple(record for record, _ in peers),
         statuses=tuple(said for _, said in peers if not isinstance(said, str)),

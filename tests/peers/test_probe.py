@@ -9,29 +9,24 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import pytest_asyncio
 
-from peers import probe
-from peers.probe import Prober
-from swarm.policy.bans import Bans
+from peers.liveness_probe import Prober
+from swarm.manifest import audit_run
+from swarm.policy.backoff import Backoff
 from swarm.records import PeerRecord
-from swarm.run import counting_run
 from tests.peers.loops import swarm
 from tests.peers.memory_net import MemoryNetwork
+
+pytestmark = pytest.mark.virtual_time
 
 RUN = "f" * 32
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(2000):
+    for _ in range(20_000):
         if condition():
             return
         await asyncio.sleep(0.005)
     raise AssertionError("never came true")
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "PROBE_EVERY_S", 0.01)
-    monkeypatch.setattr(probe, "PROBE_S", 0.05)
 
 
 @pytest_asyncio.fixture
@@ -45,9 +40,9 @@ async def network() -> AsyncIterator[MemoryNetwork]:
 
 
 @contextlib.asynccontextmanager
-async def probing(network: MemoryNetwork, bans: Bans) -> AsyncIterator[None]:
+async def probing(network: MemoryNetwork, backoff: Backoff) -> AsyncIterator[None]:
     me = network.peers["me"]
-    running = asyncio.create_task(Prober(RUN, me.transport, me.directory, bans).run())
+    running = asyncio.create_task(Prober(RUN, me.transport, me.directory, backoff).run())
     yield
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -56,34 +51,34 @@ async def probing(network: MemoryNetwork, bans: Bans) -> AsyncIterator[None]:
 
 
 async def test_a_stopped_peer_rests_until_it_continues(network: MemoryNetwork) -> None:
-    bans = Bans(first_s=0.001, probed=True)
+    backoff = Backoff(first_s=0.001, probed=True)
     network.hang("other")
-    bans.failed("other", now=0.0, silent=True)
+    backoff.failed("other", now=0.0, silent=True)
     asked = []
     network.on_deliver = lambda caller, callee, method: asked.append((caller, callee, method))
-    async with probing(network, bans):
+    async with probing(network, backoff):
         await asyncio.sleep(0.3)
-        assert bans.resting("other", now=1e9)
+        assert backoff.in_backoff("other", now=1e9)
         network.resume("other")
-        await until(lambda: not bans.resting("other", now=1e9))
+        await until(lambda: not backoff.in_backoff("other", now=1e9))
         assert set(asked) == {("me", "other", "locate")}, "a refusal (nothing serves it here) is an answer"
 
 
 async def test_nobody_is_asked_who_is_announced_no_more(network: MemoryNetwork) -> None:
-    bans = Bans(probed=True)
+    backoff = Backoff(probed=True)
     network.fail("other")
     network.expire("other")
-    bans.failed("other", now=0.0, silent=True)
-    async with probing(network, bans):
-        await until(lambda: not bans.silent())
+    backoff.failed("other", now=0.0, silent=True)
+    async with probing(network, backoff):
+        await until(lambda: not backoff.silent())
 
 
 async def test_after_a_cut_heals_the_peers_behind_it_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """With rests that only end by themselves they would be idle for up to 30 s."""
     monkeypatch.setattr(
-        Bans.__init__, "__kwdefaults__", {"first_s": 30.0, "longest_s": 30.0, "probed": False}
+        Backoff.__init__, "__kwdefaults__", {"first_s": 30.0, "longest_s": 30.0, "probed": False}
     )
-    async with swarm(counting_run(stages=3, steps=10_000, microbatches_per_step=8)) as s:
+    async with swarm(audit_run(stages=3, steps=10_000, microbatches_per_step=8)) as s:
         s.add_trainer("trainer")
         await s.until_version(1)
         cut = ["s0p1", "s1p1", "s2p1"]

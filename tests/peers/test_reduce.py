@@ -12,19 +12,22 @@ import msgspec
 import pytest
 import torch
 
-from peers import reduce
 from peers.ports import Answer, Request
-from peers.reduce import AllReduce, RoundVoid, checksum, read_part, vector_digest
-from peers.steps import OpenStep
+from peers.stage import all_reduce as reduce
+from peers.stage.all_reduce import AllReduce, RoundAborted, checksum, read_part, vector_digest
+from peers.stage.open_step import OpenStep
 from swarm.errors import BadAnswer, NotReady, Refused
+from swarm.manifest import audit_run
 from swarm.model.stage import sqnorm
-from swarm.policy.ledger import Ledger
-from swarm.policy.rounds import Held, Plan, round_id
-from swarm.run import counting_run
+from swarm.protocol.ledger import Bitmap, Ledger
+from swarm.protocol.messages import Directive, StepDirective
+from swarm.protocol.rounds import Plan, Prepared, round_id
 from swarm.wire.codec import TensorMeta, round_trip
-from swarm.wire.messages import Brief, Part, PartDone, PlanWire, StepBrief, pack
-from tests.peers.loops import swarm
+from swarm.wire.messages import Part, PartDone, pack
+from tests.peers.loops import obey, swarm
 from tests.peers.memory_net import MemoryNetwork
+
+pytestmark = pytest.mark.virtual_time
 
 NUMEL = 10
 
@@ -38,12 +41,12 @@ class Group:
     totals: dict[str, torch.Tensor]
     sides: dict[str, AllReduce] = field(default_factory=dict)
 
-    async def reduce(self, *names: str) -> list[tuple[torch.Tensor, Held] | BaseException]:
+    async def reduce(self, *names: str) -> list[tuple[torch.Tensor, Prepared] | BaseException]:
         """Run the round at `names` (all members unless given); results or errors."""
         runs = [self.sides[n].run(self.plan, 3, self.totals[n]) for n in names or self.plan.members]
         return await asyncio.gather(*runs, return_exceptions=True)
 
-    async def results(self) -> list[tuple[torch.Tensor, Held]]:
+    async def results(self) -> list[tuple[torch.Tensor, Prepared]]:
         found = await self.reduce()
         assert not [one for one in found if isinstance(one, BaseException)], found
         return found  # type: ignore[return-value]
@@ -56,7 +59,7 @@ class Group:
             run.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         (void,) = done.pop().result()
-        assert isinstance(void, RoundVoid)
+        assert isinstance(void, RoundAborted)
         return void.text
 
     def part(self, **changes: Any) -> Part:
@@ -92,16 +95,9 @@ def group(
     return built
 
 
-@pytest.fixture(autouse=True)
-def no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reduce, "START_WAIT_S", 0.1)
-    monkeypatch.setattr(reduce, "NOT_READY_RETRIES", 2)
-
-
 @pytest.fixture
-async def open_group(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Group]:
+async def open_group() -> AsyncIterator[Group]:
     """a waits in its round for b."""
-    monkeypatch.setattr(reduce, "NOT_READY_RETRIES", 1000)
     built = group()
     running = asyncio.create_task(built.reduce("a"))
     while not built.sides["a"]._rounds:
@@ -127,7 +123,7 @@ async def test_all_members_get_the_sum_of_all(
         expected += built.totals[name]
     for reduced, held in await built.results():
         assert torch.equal(reduced, expected)
-        assert held == Held("round", sqnorm(expected), vector_digest(expected))
+        assert held == Prepared("round", sqnorm(expected), vector_digest(expected))
 
 
 @pytest.mark.parametrize("codec", ["none", "bf16", "blockwise8", "topk:0.5", "topk:0.5+blockwise8"])
@@ -165,6 +161,7 @@ async def test_a_member_may_start_a_little_later_than_the_others() -> None:
 
 async def test_upload_is_measured_with_parts_of_a_fair_size() -> None:
     built = group((1 << 14, 1 << 14))
+    built.network.latency_s = 0.001
     await built.results()
     assert built.sides["a"].bandwidth_bps > 0
     small = group()
@@ -181,12 +178,12 @@ async def test_a_lost_or_broken_answer_voids_the_round_and_leaves_the_sums(fault
     before = {name: total.clone() for name, total in built.totals.items()}
     getattr(built.network, fault)("a", "part")
     found = await built.reduce()
-    assert any(isinstance(one, RoundVoid) for one in found)
+    assert any(isinstance(one, RoundAborted) for one in found)
     for name, total in built.totals.items():
         assert torch.equal(total, before[name])
     whole = sum(before.values())
     for one in found:  # who has a result has all of it
-        assert isinstance(one, RoundVoid) or torch.equal(one[0], whole)  # type: ignore[index]
+        assert isinstance(one, RoundAborted) or torch.equal(one[0], whole)  # type: ignore[index]
     assert all(not side._rounds for side in built.sides.values())
 
 
@@ -194,7 +191,7 @@ async def test_without_one_member_nobody_gets_a_result() -> None:
     built = group((4, 3, 3))
     built.network.fail("c")
     found = await built.reduce("a", "b")
-    assert [type(one) for one in found] == [RoundVoid, RoundVoid]
+    assert [type(one) for one in found] == [RoundAborted, RoundAborted]
     assert {str(one) for one in found} <= {"peer c: cannot be reached", "round 'round' is not open here"} | {
         str(one) for one in found if "is void" in str(one)
     }
@@ -203,7 +200,7 @@ async def test_without_one_member_nobody_gets_a_result() -> None:
 async def test_a_member_that_does_not_take_part_voids_the_round() -> None:
     built = group()
     (void,) = await built.reduce("a")
-    assert isinstance(void, RoundVoid)
+    assert isinstance(void, RoundAborted)
     assert void.text == "round 'round' is not open here"
 
 
@@ -321,13 +318,14 @@ def test_chunks_are_checked_as_answers_and_as_requests() -> None:
 
 async def test_a_sum_is_not_opened_again_before_its_reduce_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work that enters while a cancelled reduce still answers would be in one part and not in another."""
-    run = counting_run(stages=1, steps=1, microbatches_per_step=4)
+    run = audit_run(stages=1, steps=1, microbatches_per_step=4)
     ended: list[str | None] = []
     async with swarm(run, replicas=1) as s:
         await s.until_serving()
         peer, step = s.peers["s0p0"], s.step("s0p0")
-        for m in range(4):
-            step.ledger.record(m)
+        with peer.core.device.books:
+            for m in range(4):
+                step.ledger.record(m)
 
         async def reluctant(self: AllReduce, plan: Plan, t: int, total: torch.Tensor) -> None:
             try:
@@ -338,15 +336,17 @@ async def test_a_sum_is_not_opened_again_before_its_reduce_has_ended(monkeypatch
 
         monkeypatch.setattr(AllReduce, "run", reluctant)
         name = round_id(run.id, 0, 0, 0, ["s0p0"], [0b1111])
-        plan = PlanWire(round=name, number=0, members=("s0p0",), ledgers=(b"\x0f",), parts=(4,))
+        plan = Plan(round=name, number=0, members=("s0p0",), ledgers=(Bitmap(15),), parts=(4,))
 
-        def brief(**what: Any) -> Brief:
-            return Brief(run=run.id, stage=0, coordinator="s0p0", version=0, steps=(StepBrief(t=0, **what),))
+        def directive(**what: Any) -> Directive:
+            return Directive(
+                run=run.id, stage=0, coordinator="s0p0", version=0, steps=(StepDirective(t=0, **what),)
+            )
 
-        peer.council._speak = lambda: None  # type: ignore[method-assign]
-        peer._obey(brief(plan=plan))
+        peer.coordination._speak = lambda: None  # type: ignore[method-assign]
+        obey(peer, directive(plan=plan))
         await s.until(lambda: step.ledger.frozen_for == name)
-        peer._obey(brief())
+        obey(peer, directive())
         await s.until(lambda: step.ledger.frozen_for is None)
         assert ended == [name]
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from peers.disk.samples import Samples, open_data, open_samples
-from peers.pinning import pinned
+from peers.programs.manifest_pinning import pinned
+from peers.storage.samples import Samples, open_data, open_samples
 from peers.trainer import entering
 from swarm.data import sample_offsets
 from swarm.errors import SetupError
-from swarm.run import BatchSpec, BroughtSpec, DataSpec, Run, demo_run
+from swarm.manifest import BatchSpec, CustomModelSpec, DataSpec, Run, demo_run
 
 HERE = "tests.model.bringing"
 
@@ -20,7 +20,7 @@ HERE = "tests.model.bringing"
 def of(code: str) -> Run:
     return replace(
         demo_run(steps=20),
-        model=BroughtSpec(kind="code", source=f"{HERE}:classifier", stages=2),
+        model=CustomModelSpec(kind="code", source=f"{HERE}:classifier", stages=2),
         data=DataSpec(source="code", code=f"{HERE}:{code}", sequence_length=1),
         batch=BatchSpec(microbatch_size=3, microbatches_per_step=2),
     )

@@ -5,16 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from peers import saved
 from peers.ports import Answer, Request
-from peers.saved import ask_saved, check_saved, chosen
+from peers.transfer import catalog as saved
+from peers.transfer.catalog import ask_saved, check_saved, chosen
 from swarm.errors import BadAnswer, PeerFault, Refused
+from swarm.manifest import audit_run
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.run import counting_run
 from swarm.wire.messages import AskSaved, Saved, SavedStage, pack, unpack
 from tests.peers.memory_net import MemoryNetwork
 
-RUN = counting_run(stages=2, steps=40)
+RUN = audit_run(stages=2, steps=40)
 
 
 def serving(peer: str, stage: int, version: int = 0, **fields: object) -> PeerRecord:
@@ -103,7 +103,7 @@ async def test_what_cannot_be_is_refused_with_its_reason(record: PeerRecord, sai
 
 
 def test_few_are_asked_and_the_furthest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved, "MOST_ASKED", 2)
+    monkeypatch.setattr(saved, "MAX_ASKED", 2)
     records = [serving(f"p{i}", i % 2, version=i) for i in range(8)] + [keeper(f"k{i}") for i in range(5)]
     records += [serving("gone", 0, 99, state="left"), serving("new", 1, 99, state="joining")]
     asked = [record.peer for record in chosen(RUN, records, "p7")]

@@ -13,18 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from peers.disk import checkpoint
-from peers.disk.saver import Saver
 from peers.events import Checkpointed, Event, Note, Trouble
-from peers.stage import Checkpoints
+from peers.stage.server import Checkpoints
+from peers.storage import checkpoint
+from peers.storage.writer import CheckpointWriter
 from swarm.errors import SetupError
+from swarm.manifest import audit_run
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.run import counting_run
-from tests.peers.loops import quick, swarm
+from tests.peers.loops import swarm
 
-__all__ = ["quick"]
-
-RUN = counting_run(stages=2, steps=100)
+RUN = audit_run(stages=2, steps=100)
 
 
 def state(version: int) -> dict[str, torch.Tensor]:
@@ -37,7 +35,7 @@ class Disk:
     def __init__(self) -> None:
         self.began: list[int] = []
         self.at_once = self.most_at_once = 0
-        self.go = threading.Semaphore(0)
+        self.commit = threading.Semaphore(0)
         self.arrived = threading.Semaphore(0)
         self._save = checkpoint.save
         self._lock = threading.Lock()
@@ -48,7 +46,7 @@ class Disk:
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
         self.arrived.release()
-        assert self.go.acquire(timeout=20)
+        assert self.commit.acquire(timeout=20)
         try:
             return self._save(folder, run, stage, step, *rest, **named)
         finally:
@@ -65,11 +63,11 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     disk = Disk()
     monkeypatch.setattr(checkpoint, "save", disk.save)
     yield disk
-    disk.go.release(100)
+    disk.commit.release(100)
 
 
-def saver(folder: Path, emit: Callable[[Event], None]) -> Saver:
-    return Saver(folder, RUN, 1, keep=5, emit=emit)
+def saver(folder: Path, emit: Callable[[Event], None]) -> CheckpointWriter:
+    return CheckpointWriter(folder, RUN, 1, keep=5, emit=emit)
 
 
 async def test_what_is_saved_is_there_and_told(tmp_path: Path) -> None:
@@ -99,9 +97,9 @@ async def test_a_slow_disk_holds_up_nobody_and_saves_never_overlap(tmp_path: Pat
         "no checkpoint of version 30: the disk is slow, and version 40 is newer",
     ]
     assert not await one.close(0.0)
-    disk.go.release()
+    disk.commit.release()
     await disk.starts()
-    disk.go.release()
+    disk.commit.release()
     assert await one.close()
     assert (disk.began, disk.most_at_once) == ([10, 40], 1)
     assert [event.step for event in said if isinstance(event, Checkpointed)] == [10, 40]
@@ -128,7 +126,6 @@ async def test_what_cannot_be_saved_is_told_and_the_next_is_tried(
     assert not any(isinstance(event, Note) for event in said)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_after_a_bug_it_can_still_be_closed_and_saves_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,11 +157,10 @@ def test_a_disk_that_hangs_does_not_keep_the_program_alive(tmp_path: Path, disk:
     assert checkpoint.saved_steps(tmp_path, RUN, 1) == []
 
 
-@pytest.mark.usefixtures("quick")
 async def test_a_stage_takes_all_its_steps_while_its_disk_still_writes_the_first(
     tmp_path: Path, disk: Disk
 ) -> None:
-    run = replace(counting_run(stages=2, steps=5, microbatches_per_step=4), checkpoint_every=1)
+    run = replace(audit_run(stages=2, steps=5, microbatches_per_step=4), checkpoint_every=1)
     async with swarm(run, replicas=0) as s:
         slow = s.add_peer("slow", 0, checkpoints=Checkpoints(folder=tmp_path, keep=9))
         s.add_peer("other", 1)
@@ -174,7 +170,7 @@ async def test_a_stage_takes_all_its_steps_while_its_disk_still_writes_the_first
         await s.until(lambda: sum("all 5 steps" in note.text for note in s.seen(Note)) == 2)
         s.assert_each_counted_once()
         assert disk.began == [1]
-        disk.go.release(2)
+        disk.commit.release(2)
         slow.leave()  # what waits is written before it goes
         await s.until(s.tasks["slow"].done)
         assert disk.began == [1, 5]
@@ -183,9 +179,9 @@ async def test_a_stage_takes_all_its_steps_while_its_disk_still_writes_the_first
         assert torch.equal(tensors["weights"] * -run.M, torch.full((run.M,), 5.0, dtype=torch.float64))
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.virtual_time
 async def test_without_a_folder_the_newest_checkpoint_is_held_for_a_keeper_only() -> None:
-    run = replace(counting_run(stages=1, steps=5, microbatches_per_step=4), checkpoint_every=2)
+    run = replace(audit_run(stages=1, steps=5, microbatches_per_step=4), checkpoint_every=2)
     for kept in (False, True):
         async with swarm(run, replicas=1) as s:
             await s.until_serving()
@@ -195,9 +191,10 @@ async def test_without_a_folder_the_newest_checkpoint_is_held_for_a_keeper_only(
                 await end.directory.announce(record)
             s.add_trainer("trainer")
             await s.until_finished()
-            shelf = s.peers["s0p0"].shelf
+            store = s.peers["s0p0"].store
             await s.until(lambda s=s: [note for note in s.seen(Note) if "all 5 steps" in note.text])
-            assert shelf.versions() == ([5] if kept else [])
+            # The last version is given out as it is.
+            assert store.versions() == ([4] if kept else [])
             if kept:
-                counted = -shelf.load(5)["weights"] * run.M
-                assert torch.equal(counted, torch.full((run.M,), 5.0, dtype=torch.float64))
+                counted = -store.load(4)["weights"] * run.M
+                assert torch.equal(counted, torch.full((run.M,), 4.0, dtype=torch.float64))

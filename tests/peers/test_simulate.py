@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 
 from peers.cli import Exit, main
-from peers.job import job_of
-from peers.simulate import SimulateOptions, render, run_simulate, simulate_run
+from peers.options import SimulateOptions
+from peers.programs.descriptions import job_of
+from peers.programs.simulate import render, run_simulate, simulate_run
 from swarm.errors import SetupError
+from swarm.manifest import audit_run, demo_run
 from swarm.model.gpt import layer_flops
 from swarm.model.layout import stage_layout
 from swarm.plan.network import read_devices
-from swarm.run import counting_run, demo_run
-from swarm.sim.throughput.report import Moved
-from swarm.sim.throughput.trace import read_trace
+from swarm.sim.report import Moved
+from swarm.sim.trace import read_trace
 
 DEVICES = """\
 [defaults]
@@ -135,14 +136,14 @@ def test_a_file_that_is_not_there_or_no_text_is_said(
 
 def test_the_audit_model_computes_nothing_to_simulate() -> None:
     with pytest.raises(SetupError, match=r'model\.kind = "counting": it computes nothing'):
-        job_of(counting_run())
+        job_of(audit_run())
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> None:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr("peers.plotting.importlib.import_module", absent)
+    monkeypatch.setattr("peers.programs.plotting.importlib.import_module", absent)
     with pytest.raises(SetupError, match=r"--plot needs matplotlib: \.venv/bin/pip install -e '\.\[plot\]'"):
         run_simulate(SimulateOptions(manifest=Path(), devices=Path(), plot=Path("x.png")))
 

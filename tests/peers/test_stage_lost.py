@@ -8,17 +8,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from peers.disk.shelf import Shelf
+from peers.clock import now_s
 from peers.events import RolledBack, StageLost, Stepped, Trouble
-from peers.stage import Checkpoints
+from peers.stage.server import Checkpoints
+from peers.storage.checkpoint_store import CheckpointStore
 from swarm.errors import SetupError
-from swarm.policy import eras
-from swarm.run import counting_run
-from swarm.wire.messages import Brief
-from tests.peers.loops import Swarm, quick, swarm
+from swarm.manifest import audit_run
+from swarm.protocol import rollback as generations
+from swarm.protocol.messages import Directive
+from tests.peers.loops import Swarm, swarm
 
-pytestmark = pytest.mark.usefixtures("quick")
-assert quick  # a fixture
+pytestmark = pytest.mark.virtual_time
 
 
 def lose(built: Swarm, stage: int) -> None:
@@ -30,7 +30,7 @@ def lose(built: Swarm, stage: int) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("stage", [0, 1, 2])
 async def test_without_any_checkpoint_the_run_begins_again_by_itself(stage: int) -> None:
-    run = counting_run(stages=3, steps=6, microbatches_per_step=4)
+    run = audit_run(stages=3, steps=6, microbatches_per_step=4)
     async with swarm(run) as built:
         await built.until_serving()
         built.add_trainer("trainer")
@@ -48,7 +48,7 @@ async def test_without_any_checkpoint_the_run_begins_again_by_itself(stage: int)
 async def test_all_stages_go_back_to_the_newest_checkpoint_that_they_share(
     stage: int, tmp_path: Path
 ) -> None:
-    run = replace(counting_run(stages=3, steps=9, microbatches_per_step=4), checkpoint_every=2)
+    run = replace(audit_run(stages=3, steps=9, microbatches_per_step=4), checkpoint_every=2)
     async with swarm(run, replicas=0) as built:
         saves = Checkpoints(folder=tmp_path)
         for s in range(run.S):
@@ -67,8 +67,8 @@ async def test_all_stages_go_back_to_the_newest_checkpoint_that_they_share(
 
 @pytest.mark.asyncio
 async def test_two_that_come_at_once_settle_it(tmp_path: Path) -> None:
-    """They see different disks, so each would go back to another version: the greater era holds."""
-    run = replace(counting_run(stages=2, steps=8, microbatches_per_step=4), checkpoint_every=2)
+    """They see different disks, so each would go back to another version: the greater generation holds."""
+    run = replace(audit_run(stages=2, steps=8, microbatches_per_step=4), checkpoint_every=2)
     async with swarm(run, replicas=0) as built:
         saves = Checkpoints(folder=tmp_path)
         for s in range(run.S):
@@ -88,15 +88,15 @@ async def test_a_checkpoint_that_turns_out_damaged_is_gone_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stage 0 says that it has version 2, and cannot read it when all go back to it: then to an older one."""
-    run = replace(counting_run(stages=2, steps=40, microbatches_per_step=4), checkpoint_every=2)
-    honest = Shelf.load
+    run = replace(audit_run(stages=2, steps=40, microbatches_per_step=4), checkpoint_every=2)
+    honest = CheckpointStore.load
 
-    def load(self: Shelf, version: int) -> object:
+    def load(self: CheckpointStore, version: int) -> object:
         if self._stage == 0 and version:  # pyright: ignore[reportPrivateUsage]
             raise SetupError("the disk is scratched")
         return honest(self, version)
 
-    monkeypatch.setattr(Shelf, "load", load)
+    monkeypatch.setattr(CheckpointStore, "load", load)
     async with swarm(run, replicas=0) as built:
         saves = Checkpoints(folder=tmp_path, keep=9)
         for s in range(run.S):
@@ -116,8 +116,8 @@ async def test_a_checkpoint_that_turns_out_damaged_is_gone_behind(
 @pytest.mark.asyncio
 async def test_a_keeper_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Going back to the beginning would lose more than waiting: the disk comes a little later."""
-    monkeypatch.setattr(eras, "FAR_BACK_S", 30.0)
-    run = replace(counting_run(stages=2, steps=16, microbatches_per_step=4), checkpoint_every=2)
+    monkeypatch.setattr(generations, "FAR_BACK_S", 30.0)
+    run = replace(audit_run(stages=2, steps=16, microbatches_per_step=4), checkpoint_every=2)
     async with swarm(run, replicas=0) as built:
         saves = Checkpoints(folder=tmp_path, keep=9)
         built.add_peer("s0p0", 0, checkpoints=saves)
@@ -138,21 +138,21 @@ async def test_a_keeper_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: 
 @pytest.mark.asyncio
 async def test_who_takes_the_lead_of_a_lost_stage_goes_on_counting() -> None:
     """Else each newcomer with a smaller id would wait its own minute before the run goes far back."""
-    async with swarm(counting_run(stages=1, steps=3), replicas=1) as built:
+    async with swarm(audit_run(stages=1, steps=3), replicas=1) as built:
         await built.until_serving()
-        council = built.peers["s0p0"].council
-        brief = Brief(run=built.run.id, stage=0, coordinator="a", version=0, behind_s=50)
-        council._hear(brief)
-        assert 50 <= council._stuck_s() < 60
-        council._hear(msgspec.structs.replace(brief, number=1, behind_s=-(10**9)))
-        assert council._stuck_s() == 0
-        council._hear(msgspec.structs.replace(brief, number=2, behind_s=10**18))
-        assert council._stuck_s() < 3700
+        protocol, now = built.peers["s0p0"].coordination.protocol, now_s()
+        directive = Directive(run=built.run.id, stage=0, coordinator="a", version=0, behind_s=50)
+        protocol.directive_came(directive, now=now)
+        assert 50 <= protocol.stuck_s(now=now) < 60
+        protocol.directive_came(msgspec.structs.replace(directive, number=1, behind_s=-(10**9)), now=now)
+        assert protocol.stuck_s(now=now) == 0
+        protocol.directive_came(msgspec.structs.replace(directive, number=2, behind_s=10**18), now=now)
+        assert protocol.stuck_s(now=now) < 3700
 
 
 @pytest.mark.asyncio
 async def test_with_delayed_updates_it_goes_back_too(tmp_path: Path) -> None:
-    base = counting_run(stages=2, steps=8, microbatches_per_step=4)
+    base = audit_run(stages=2, steps=8, microbatches_per_step=4)
     run = replace(base, checkpoint_every=3, delayed_updates=True)
     async with swarm(run, replicas=0) as built:
         saves = Checkpoints(folder=tmp_path)
@@ -170,8 +170,8 @@ async def test_with_delayed_updates_it_goes_back_too(tmp_path: Path) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("stage", [0, 1])
 async def test_a_stage_that_was_only_asleep_follows_the_new_era_when_it_wakes(stage: int) -> None:
-    """Its members are ahead by version, and behind by era."""
-    run = counting_run(stages=2, steps=6, microbatches_per_step=4)
+    """Its members are ahead by version, and behind by generation."""
+    run = audit_run(stages=2, steps=6, microbatches_per_step=4)
     async with swarm(run, replicas=1) as built:
         await built.until_serving()
         built.add_trainer("trainer")
@@ -179,16 +179,16 @@ async def test_a_stage_that_was_only_asleep_follows_the_new_era_when_it_wakes(st
         built.network.hang(f"s{stage}p0")
         built.add_peer("late", stage)
         others = [built.peers["late"].core, built.peers[f"s{1 - stage}p0"].core]
-        await built.until(lambda: all(core.era.number == 1 for core in others), limit_s=30)
+        await built.until(lambda: all(core.generation.number == 1 for core in others), limit_s=30)
         built.network.resume(f"s{stage}p0")
         await built.until_finished(limit_s=60)
-        assert built.peers[f"s{stage}p0"].core.era.number >= 1
+        assert built.peers[f"s{stage}p0"].core.generation.number >= 1
         built.assert_each_counted_once()
 
 
 @pytest.mark.asyncio
 async def test_it_happens_again_and_again() -> None:
-    run = counting_run(stages=2, steps=5, microbatches_per_step=4)
+    run = audit_run(stages=2, steps=5, microbatches_per_step=4)
     async with swarm(run, replicas=1) as built:
         await built.until_serving()
         built.add_trainer("trainer")
@@ -199,4 +199,4 @@ async def test_it_happens_again_and_again() -> None:
             built.add_peer(f"late{turn}", stage)
         await built.until_finished(limit_s=90)
         built.assert_each_counted_once()
-        assert all(peer.core.era.number >= 1 for _, peer in built.live())
+        assert all(peer.core.generation.number >= 1 for _, peer in built.live())

@@ -9,15 +9,17 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 import pytest
 import torch
 
-from peers import state_server
-from peers.core import StageCore
-from peers.download import download_state
 from peers.ports import Answer
-from peers.state_server import Shelved, Snapshot, StateDesk, StateServer
+from peers.sim.device import SimDevice
+from peers.stage.state import StageCore
+from peers.transfer import server as state_server
+from peers.transfer.client import download_state
+from peers.transfer.server import Shelved, Snapshot, StateLeases, StateServer
 from swarm.errors import NotReady, Refused, SetupError, SwarmError
-from swarm.ids import Era, Stage
+from swarm.ids import Generation, Stage
+from swarm.manifest import audit_run
 from swarm.model.stage import StageCompute
-from swarm.run import counting_run
+from swarm.sim.dice import Dice
 from swarm.wire.messages import (
     AskSaved,
     CloseState,
@@ -31,7 +33,9 @@ from swarm.wire.messages import (
 )
 from tests.peers.memory_net import MemoryNetwork, MemoryTransport
 
-RUN = counting_run(stages=1, steps=9)
+pytestmark = pytest.mark.virtual_time
+
+RUN = audit_run(stages=1, steps=9)
 
 
 class Clock:
@@ -63,10 +67,12 @@ class SavedHere:
 class Source:
     """A peer that gives its state out, and those that ask for it."""
 
-    def __init__(self, shelf: Shelved | None = None) -> None:
+    def __init__(self, store: Shelved | None = None) -> None:
         self.network = MemoryNetwork()
-        self.core = StageCore(RUN, 0, "source", StageCompute(RUN, 0), lambda event: None)
-        self.server = StateServer(self.core, self.network.add("source").transport, shelf)
+        self.core = StageCore(
+            RUN, 0, "source", StageCompute(RUN, 0), lambda event: None, device=SimDevice(Dice(1), 0.01)
+        )
+        self.server = StateServer(self.core, self.network.add("source").transport, store)
         self.core.device.start()
         self.core.joined = True
 
@@ -123,13 +129,13 @@ async def saving() -> AsyncIterator[Source]:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(state_server, "time", made)
+    monkeypatch.setattr(state_server, "now_s", made.monotonic)
     return made
 
 
 async def half_read(source: Source) -> None:
     """As many copies as there may be, each opened by somebody else who has not read it to its end."""
-    for number in range(state_server.MOST_LEASES):
+    for number in range(state_server.MAX_LEASES):
         await source.read(await source.open(f"reader{number}"), f"reader{number}")
         source.step()
 
@@ -149,14 +155,14 @@ async def test_half_read_copies_are_kept_until_nobody_reads_them(source: Source,
     clock.now += state_server.QUIET_S - 0.1
     assert (await source.refusal()).text == OTHERS
     clock.now += 0.2
-    assert (await source.open()).version == state_server.MOST_LEASES
+    assert (await source.open()).version == state_server.MAX_LEASES
 
 
 async def test_a_reader_that_died_does_not_block_the_next_one(source: Source, clock: Clock) -> None:
     await half_read(source)
     assert (await source.refusal()).text == OTHERS
     source.server.desk.gone("reader0")
-    assert (await source.open()).version == state_server.MOST_LEASES
+    assert (await source.open()).version == state_server.MAX_LEASES
     # The place of the dead is taken; the other reader has kept its own.
     source.step()
     assert (await source.refusal("late")).text == OTHERS
@@ -182,11 +188,11 @@ async def test_a_reader_that_was_always_slow_is_not_taken_for_dead(source: Sourc
 
 async def test_who_closes_makes_room(source: Source, clock: Clock) -> None:
     await half_read(source)
-    for number in range(state_server.MOST_LEASES):
+    for number in range(state_server.MAX_LEASES):
         name = f"reader{number}"
         for lease in list(source.server.desk._leases):
             await source.call("close", CloseState(run=RUN.id, lease=lease), name)
-    assert (await source.open()).version == state_server.MOST_LEASES
+    assert (await source.open()).version == state_server.MAX_LEASES
 
 
 async def test_closing_what_is_not_open_changes_nothing(source: Source, clock: Clock) -> None:
@@ -215,16 +221,15 @@ async def test_a_copy_that_two_read_is_kept_until_both_have_it(source: Source, c
 
 
 async def test_a_copy_is_dropped_when_nobody_reads_it_any_more(
-    source: Source, monkeypatch: pytest.MonkeyPatch
+    source: Source,
 ) -> None:
-    monkeypatch.setattr(state_server, "LEASE_S", 0.2)
     opened = await source.open()
     leases = source.server.desk._leases
     assert len(leases) == 1
-    for _ in range(1000):
-        if not leases:
-            break
-        await asyncio.sleep(0.002)
+    await asyncio.sleep(state_server.LEASE_S)
+    assert leases, "somebody may still read it"
+    await asyncio.sleep(state_server.LEASE_S)
+    assert not leases
     with pytest.raises(Refused, match="no such download"):
         await source.read(opened)
 
@@ -269,7 +274,7 @@ async def test_saved_versions_are_told_and_given_out(saving: Source) -> None:
 
 async def test_of_many_saved_versions_the_newest_are_told() -> None:
     network = MemoryNetwork()
-    StateDesk(RUN.id, network.add("source").transport, {0: SavedHere(*range(100))})
+    StateLeases(RUN.id, network.add("source").transport, {0: SavedHere(*range(100))})
     answer = await network.add("asker").transport.call("source", "saved", pack(AskSaved(run=RUN.id)))
     assert unpack(answer.header, Saved) == Saved(
         stages=(SavedStage(stage=0, versions=tuple(range(36, 100))),)
@@ -278,9 +283,9 @@ async def test_of_many_saved_versions_the_newest_are_told() -> None:
 
 async def test_the_live_version_may_be_asked_for_by_its_number(saving: Source) -> None:
     saving.step()
-    saving.core.era = saving.core.era.next(1)
+    saving.core.generation = saving.core.generation.next(1)
     opened = await saving.open(version=1)
-    assert (opened.version, opened.era) == (1, saving.core.era)
+    assert (opened.version, opened.generation) == (1, saving.core.generation)
 
 
 async def test_a_copy_that_was_saved_or_made_before_the_run_went_back_is_not_the_newest(
@@ -291,9 +296,9 @@ async def test_a_copy_that_was_saved_or_made_before_the_run_went_back_is_not_the
     saving.step()
     saving.step()
     for _ in range(2):
-        saving.core.era = saving.core.era.next(2)
+        saving.core.generation = saving.core.generation.next(2)
         newest = await saving.open()
-        assert (newest.version, newest.era) == (2, saving.core.era)
+        assert (newest.version, newest.generation) == (2, saving.core.generation)
     assert await saving.open() == newest
     assert (await saving.open("keeper", version=2)).lease in (saved.lease, newest.lease)
 
@@ -302,18 +307,20 @@ async def test_a_live_version_that_is_passed_while_it_is_copied_is_not_given_out
     class Stepping:
         """Takes a step between the question and the copy."""
 
+        stage, last = 0, None
+
         def version(self, stage: Stage) -> int:
             return 4
 
         @property
-        def era(self) -> Era:
-            return Era()
+        def generation(self) -> Generation:
+            return Generation()
 
         async def snapshot(self) -> Snapshot:
             return Snapshot(version=5, tensors=StageCompute(RUN, 0).state())
 
     network = MemoryNetwork()
-    StateDesk(RUN.id, network.add("source").transport, {0: SavedHere()}, live=Stepping())
+    StateLeases(RUN.id, network.add("source").transport, {0: SavedHere()}, live=Stepping())
     asker = network.add("asker").transport
     with pytest.raises(Refused) as caught:
         await asker.call("source", "state", pack(OpenState(run=RUN.id, stage=0, version=4)))
@@ -370,7 +377,7 @@ async def test_copies_of_saved_versions_do_not_take_the_room_of_live_ones(
 async def test_a_keeper_gives_out_what_is_on_its_shelves() -> None:
     network = MemoryNetwork()
     shelves = {0: SavedHere(2, 4), 1: SavedHere()}
-    StateDesk(RUN.id, network.add("source").transport, shelves, most_saved=1)
+    StateLeases(RUN.id, network.add("source").transport, shelves, most_saved=1)
     asker = network.add("asker").transport
     like = StageCompute(RUN, 0).state()
     got = await download_state(RUN, 0, like, asker, ["source"])

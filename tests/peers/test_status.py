@@ -12,14 +12,15 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from peers.options import StatusOptions
 from peers.ports import Answer, Request
-from peers.status import StatusOptions, ask, picture, run_status, table, to_json
+from peers.programs.status import ask, join_line, picture, run_status, table, to_json
 from swarm.errors import Refused, SetupError
-from swarm.ids import Era
-from swarm.policy.claims import checked
-from swarm.policy.health import Look, SwarmHealth
+from swarm.ids import Generation
+from swarm.manifest import CodecSpec, demo_run
+from swarm.monitoring.health import Observation, SwarmHealth
+from swarm.monitoring.validation import checked
 from swarm.records import NO_STAGE, PeerRecord, State
-from swarm.run import CodecSpec, demo_run
 from swarm.wire.messages import AskStatus, Audit, PeerStatus, pack, unpack
 from tests.peers.memory_net import MemoryNetwork
 
@@ -99,16 +100,16 @@ stage  peer    state    version  step  in flight  microbatches/s    up  device
 def test_what_was_decided_about_moves_and_how_often_the_run_went_back_are_said() -> None:
     why = "stage 1 is 2.0× as loaded as stage 0\x1b[31m"
     told = [
-        msgspec.structs.replace(status(name, stage, version=v), era=era, rebalance=said)
-        for name, stage, v, era, said in (
-            ("peer-a", 0, 2, Era(1, 2), why),
-            ("peer-b", 0, 9, Era(), "all is well"),
-            ("peer-c", 1, 2, Era(1, 2), why),
+        msgspec.structs.replace(status(name, stage, version=v), generation=generation, rebalance=said)
+        for name, stage, v, generation, said in (
+            ("peer-a", 0, 2, Generation(1, 2), why),
+            ("peer-b", 0, 9, Generation(), "all is well"),
+            ("peer-c", 1, 2, Generation(1, 2), why),
         )
     ]
     records = [record(said.peer, said.stage) for said in told]
     statuses = [checked(said, known, RUN) for said, known in zip(told, records, strict=True)]
-    view = picture(RUN, Look(at=1090.0, records=tuple(records), statuses=tuple(statuses)))
+    view = picture(RUN, Observation(at=1090.0, records=tuple(records), statuses=tuple(statuses)))
     assert view.version == 2  # peer-b has not heard yet that the run went back
     said = drawn(view)
     assert "moves: stage 1 is 2.0× as loaded as stage 0?[31m" in said
@@ -171,8 +172,19 @@ async def test_records_alone_need_no_call_and_the_dead_stay_away() -> None:
     assert (shown.version, shown.loss, shown.stages[1].serving) == (3, None, 1)
 
 
+def test_the_address_of_a_peer_that_answers_is_shown_to_join_with() -> None:
+    home, far = "/ip4/127.0.0.1/tcp/1/p2p/b", "/ip4/192.0.2.7/tcp/1\x1b/p2p/b"
+    records = (
+        msgspec.structs.replace(record("a", 0), addresses=("/ip4/192.0.2.6/tcp/1/p2p/a",)),
+        msgspec.structs.replace(record("b", 1), addresses=(home, far)),
+    )
+    view = picture(RUN, Observation(at=0.0, records=records, silent={"a": "no answer"}))
+    assert join_line(view) == f"\njoin with: swarm peer --run {RUN.id} --join /ip4/192.0.2.7/tcp/1?/p2p/b"
+    assert join_line(picture(RUN, Observation(at=0.0, records=(record("a", 0),)))) == ""
+
+
 def test_a_run_without_peers_says_what_is_missing() -> None:
-    text = drawn(picture(RUN, Look(at=0.0, records=())))
+    text = drawn(picture(RUN, Observation(at=0.0, records=())))
     assert "step 0 of 40, 0 peers" in text
     assert "! stage 0 has no peer" in text
 
@@ -181,13 +193,13 @@ def test_a_run_whose_weights_depend_on_routes_says_so() -> None:
     run = replace(RUN, codec=CodecSpec(adaptive=("bf16",)))
     said = "codec.adaptive: each microbatch counts once, but the weights depend on the routes"
     for terms in (run, RUN):
-        view = picture(terms, Look(at=0.0, records=()))
+        view = picture(terms, Observation(at=0.0, records=()))
         assert (said in drawn(view)) == json.loads(to_json(view))["depends_on_routes"] == (terms is run)
 
 
 def test_a_count_that_is_wrong_is_shouted() -> None:
     bad = status("a", 0, audit=Audit(steps=3, missing=1, duplicated=2))
-    text = drawn(picture(RUN, Look(at=0.0, records=(record("a", 0),), statuses=(bad,))))
+    text = drawn(picture(RUN, Observation(at=0.0, records=(record("a", 0),), statuses=(bad,))))
     assert "1 microbatch missing from steps that were taken" in text
     assert "2 microbatches counted twice" in text
 

@@ -9,12 +9,13 @@ import msgspec
 import pytest
 import torch
 
-from peers import state_server, sync
 from peers.events import PeerLost, StateFetched
 from peers.ports import Answer, Request
-from peers.sync import fetch_gradient, fetch_weights
+from peers.transfer import gradient as sync
+from peers.transfer import server as state_server
+from peers.transfer.gradient import fetch_gradient, fetch_weights
 from swarm.errors import BadAnswer, NotReady, Refused, SetupError
-from swarm.run import counting_run
+from swarm.manifest import audit_run
 from swarm.wire.messages import (
     FetchChunk,
     FetchVector,
@@ -22,12 +23,11 @@ from swarm.wire.messages import (
     StateOpened,
 )
 from tests.peers.lies import flip_a_bit, flip_a_bit_and_sign, offered, told
-from tests.peers.loops import Stranger, Swarm, quick, swarm
+from tests.peers.loops import Stranger, Swarm, swarm
 
-__all__ = ["quick"]
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = pytest.mark.virtual_time
 
-RUN = counting_run(stages=2, steps=3, microbatches_per_step=8)
+RUN = audit_run(stages=2, steps=3, microbatches_per_step=8)
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ async def test_weights_that_do_not_fit_the_digest_that_was_told_are_not_served()
         tampered(s, "s1p0", "state", offered(weights_digest="f" * 32))
         joiner = s.add_peer("joiner", 1)
         await s.until(lambda: joiner.core.joined and joiner.core.version == RUN.steps)
-        # Whichever mate the joiner asked first: what it serves came from the honest one.
+        # Whichever replica the joiner asked first: what it serves came from the honest one.
         assert [event.source for event in s.seen(StateFetched)] == ["s1p1"]
         s.assert_each_counted_once()
 
@@ -169,9 +169,9 @@ async def test_the_gradient_of_the_last_step_comes_with_its_go() -> None:
     async with swarm(RUN, replicas=1) as s:
         stranger = await trained(s)
         core = s.peers["s1p0"].core
-        vector, held, go = await fetch_gradient(core, stranger.end.transport, "s1p0", 2, "")
+        vector, held, commit = await fetch_gradient(core, stranger.end.transport, "s1p0", 2, "")
         assert torch.equal(vector, core.applied.reduced)
-        assert (held, go) == (core.applied.held, core.applied.go)
+        assert (held, commit) == (core.applied.held, core.applied.commit)
 
 
 @pytest.mark.parametrize(

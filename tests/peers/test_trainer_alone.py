@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from peers import trainer
 from peers.events import RolledBack, StepDone
-from swarm.run import counting_run
-from tests.peers.loops import quick, swarm
+from swarm.manifest import audit_run
+from tests.peers.loops import swarm
 
-pytestmark = pytest.mark.usefixtures("quick")
-assert quick  # a fixture
+pytestmark = pytest.mark.virtual_time
 
 
-@pytest.mark.asyncio
-async def test_all_peers_die_and_others_begin_again_while_the_trainer_lives(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Nothing tells the newcomers of a later era: the trainer has to see that the run is where they are."""
-    monkeypatch.setattr(trainer, "BACK_AFTER_S", 1.0)
-    run = counting_run(stages=2, steps=6, microbatches_per_step=4)
+async def test_all_peers_die_and_others_begin_again_while_the_trainer_lives() -> None:
+    """Nothing tells the newcomers of a later generation: the trainer has to see that the run is where they
+    are."""
+    run = audit_run(stages=2, steps=6, microbatches_per_step=4)
     async with swarm(run, stages=2, replicas=1) as built:
         await built.until_serving()
         built.add_trainer("trainer")

@@ -12,21 +12,29 @@ import msgspec
 import pytest
 
 from peers.events import PeerLost
-from peers.ports import Answer, Line, Request
-from peers.work import WorkDesk
+from peers.ports import Answer, NetworkPath, Request
+from peers.stage.microbatches import MicrobatchServer
 from swarm.errors import Busy, Leaving, NotNow, NotReady, Refused, SetupError, Stale
-from swarm.model.crossings import input_metas
-from swarm.model.stage import StageCompute, SumLost
+from swarm.manifest import AdmissionSpec, CodecSpec, Run, audit_run
+from swarm.model.stage import Gradients, StageCompute, SumLost
+from swarm.model.stage_io import input_metas
+from swarm.protocol.ledger import Bitmap
+from swarm.protocol.messages import Directive, StepDirective
 from swarm.records import PeerRecord, State
-from swarm.run import AdmissionSpec, CodecSpec, Run, counting_run
 from swarm.wire.codec import TensorMeta, encode
-from swarm.wire.messages import Brief, Hop, Locate, Located, StepBrief, Work, WorkDone, pack
-from tests.peers.loops import Stranger, Swarm, quick, swarm
+from swarm.wire.messages import (
+    Hop,
+    Locate,
+    Located,
+    Work,
+    WorkDone,
+    pack,
+)
+from tests.peers.loops import Stranger, Swarm, obey, swarm
 
-__all__ = ["quick"]
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = pytest.mark.virtual_time
 
-RUN = counting_run(stages=2, steps=2, microbatches_per_step=4)
+RUN = audit_run(stages=2, steps=2, microbatches_per_step=4)
 
 
 def first(terms: Run, **changes: object) -> Work:
@@ -40,10 +48,10 @@ def second(**changes: object) -> Work:
     return msgspec.structs.replace(first(RUN, tensors=input_metas(RUN, 1)), **changes)
 
 
-def undo(bitmap: bytes) -> Brief:
+def undo(bitmap: int) -> Directive:
     """What the coordinator of stage 1 says when members have the same microbatch."""
-    steps = (StepBrief(t=0, undo=bitmap),)
-    return Brief(run=RUN.id, stage=1, coordinator="s1p0", version=0, steps=steps)
+    steps = (StepDirective(t=0, undo=Bitmap(bitmap)),)
+    return Directive(run=RUN.id, stage=1, coordinator="s1p0", version=0, steps=steps)
 
 
 def hidden(value: float = 0.0) -> list[Any]:
@@ -95,7 +103,7 @@ async def test_a_request_that_does_not_belong_here_is_refused_with_its_reason(
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
         assert await refusal(s.add_stranger(), "s0p0", first(RUN, **changes), [bytes(9)]) == text
-        assert s.step("s0p0").ledger.doing == 0
+        assert s.step("s0p0").ledger.in_progress == 0
 
 
 async def test_a_codec_that_the_manifest_does_not_allow_is_refused_with_those_that_it_does() -> None:
@@ -118,12 +126,12 @@ async def test_whatever_is_chosen_of_what_is_allowed_each_microbatch_counts_once
     run = replace(RUN, codec=CodecSpec(forward="none", backward="none", adaptive=("bf16", "topk:0.5")))
     sent: set[str | None] = set()
 
-    def choose(self: WorkDesk, work: Work) -> str:
+    def choose(self: MicrobatchServer, work: Work) -> str:
         allowed = run.codec.allowed_at(0)
         sent.add(allowed[work.m % len(allowed)])
         return allowed[work.m % len(allowed)]
 
-    monkeypatch.setattr(WorkDesk, "_codec_for", choose)
+    monkeypatch.setattr(MicrobatchServer, "_codec_for", choose)
     async with swarm(run) as s:
         s.add_trainer("trainer")
         s.on_call("work", lambda *_: s.kill("s1p0"), to="s1p0", nth=2)
@@ -137,17 +145,17 @@ async def test_a_slow_line_gets_what_is_smallest_and_a_fast_one_what_the_manifes
 ) -> None:
     run = replace(RUN, codec=CodecSpec(forward="none", backward="none", adaptive=("bf16",)))
     chosen: dict[str, set[str | None]] = {}
-    plain = WorkDesk._codec_for
+    plain = MicrobatchServer._codec_for
 
-    def choose(self: WorkDesk, work: Work) -> str | None:
+    def choose(self: MicrobatchServer, work: Work) -> str | None:
         chosen.setdefault(work.route[0], set()).add(plain(self, work))
         return plain(self, work)
 
-    monkeypatch.setattr(WorkDesk, "_codec_for", choose)
+    monkeypatch.setattr(MicrobatchServer, "_codec_for", choose)
     async with swarm(run) as s:
         for name in ("s0p0", "s0p1"):
             lines = s.network.peers[name].transport.lines
-            lines["s1p0"], lines["s1p1"] = Line(bandwidth_bps=1.0), Line(bandwidth_bps=1e12)
+            lines["s1p0"], lines["s1p1"] = NetworkPath(bandwidth_bps=1.0), NetworkPath(bandwidth_bps=1e12)
         s.add_trainer("trainer")
         await s.until_finished()
         s.assert_each_counted_once()
@@ -219,7 +227,7 @@ async def test_an_activation_that_is_not_finite_is_refused_and_counts_nothing(va
         sender = announced(s, "sender", 0, "joining")
         assert await refusal(sender, "s1p0", second(), hidden(value)) == "hidden is not finite"
         ledger = s.step("s1p0").ledger
-        assert (ledger.done, ledger.doing) == (0, 0)
+        assert (ledger.done, ledger.in_progress) == (0, 0)
         assert s.peers["s1p0"].desk.inflight == 0
         assert not s.peers["s1p0"].core.compute.sum(0).any()
 
@@ -259,7 +267,7 @@ async def test_a_peer_says_whether_it_has_a_microbatch() -> None:
 
 
 async def test_a_step_that_will_not_open_soon_is_not_waited_for() -> None:
-    run = counting_run(stages=1, steps=9, microbatches_per_step=4)
+    run = audit_run(stages=1, steps=9, microbatches_per_step=4)
     async with swarm(run, replicas=1) as s:
         await s.until_serving()
         with pytest.raises(NotReady, match="step 5 is not open; stage 0 is at version 0") as caught:
@@ -377,7 +385,7 @@ async def test_impossible_times_of_an_answer_do_not_reach_the_router() -> None:
         Hop(stage=stage, peer="s1z-liar", own_s=own_s, compute_s=0.0)
         for stage, own_s in ((1, -5.0), (9, 1.0))
     )
-    run = counting_run(stages=1, steps=2, microbatches_per_step=4)
+    run = audit_run(stages=1, steps=2, microbatches_per_step=4)
     async with swarm(run, replicas=1) as s:
         await s.until_serving()
         good = s.network.peers["s0p0"].transport.handlers["work"][0]
@@ -397,24 +405,21 @@ async def test_impossible_times_of_an_answer_do_not_reach_the_router() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-async def test_a_backward_that_breaks_takes_its_ledger_with_it_and_all_is_run_again(
+async def test_an_addition_that_breaks_takes_its_ledger_with_it_and_all_is_run_again(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, left = f"s{number}p0", 3
-    method = "loss_backward" if number == 1 else "backward"
-    whole = getattr(StageCompute, method)
+    name, left, whole = f"s{number}p0", 3, StageCompute.add
 
-    def breaks(self: StageCompute, *args: object, add: bool) -> object:
+    def breaks(self: StageCompute, found: Gradients) -> None:
         nonlocal left
-        answer = whole(self, *args, add=add)
-        if self.stage == number and add:
+        whole(self, found)
+        if self.stage == number:
             left -= 1
             if left == 0:
                 self.sum(0).zero_()
                 raise SumLost("out of memory", t=0)
-        return answer
 
-    monkeypatch.setattr(StageCompute, method, breaks)
+    monkeypatch.setattr(StageCompute, "add", breaks)
     async with swarm(RUN, replicas=1) as s:
         s.add_trainer("trainer", window=1)
         await s.until_finished()
@@ -437,10 +442,14 @@ async def test_an_undo_that_breaks_takes_the_ledger_with_it(monkeypatch: pytest.
 
         with monkeypatch.context() as patch:
             patch.setattr(StageCompute, "subtract", breaks)
-            brief = Brief(
-                run=RUN.id, stage=1, coordinator="s1p0", version=0, steps=(StepBrief(t=0, undo=b"\2"),)
+            directive = Directive(
+                run=RUN.id,
+                stage=1,
+                coordinator="s1p0",
+                version=0,
+                steps=(StepDirective(t=0, undo=Bitmap(2)),),
             )
-            peer._obey(brief)
+            obey(peer, directive)
             await s.until(lambda: s.done("s1p0") == 0 and not s.step("s1p0").kept)
         s.add_trainer("trainer")
         await s.until_finished()
@@ -452,11 +461,15 @@ async def test_an_impossible_undo_is_said_and_changes_nothing() -> None:
         await s.until_serving()
         sender = announced(s, "sender", 0, "joining")
         await sender.send("s1p0", "work", second(), hidden())
-        brief = Brief(
-            run=RUN.id, stage=1, coordinator="s1p0", version=0, steps=(StepBrief(t=0, undo=b"\1\1"),)
+        directive = Directive(
+            run=RUN.id,
+            stage=1,
+            coordinator="s1p0",
+            version=0,
+            steps=(StepDirective(t=0, undo=Bitmap(0x101)),),
         )
-        s.peers["s1p0"]._obey(brief)
-        said = "stage 1: an impossible undo: a ledger of 4 microbatches has 1 bytes, not 2"
+        obey(s.peers["s1p0"], directive)
+        said = "stage 1: an impossible undo: the ledger names a microbatch beyond 3"
         await s.until(lambda: said in [event.words() for event in s.events])
         assert s.done("s1p0") == 1
 
@@ -467,8 +480,15 @@ async def test_what_was_undone_is_computed_again_when_asked() -> None:
         sender = announced(s, "sender", 0, "joining")
         await sender.send("s1p0", "work", second(), hidden())
         peer, total = s.peers["s1p0"], encode(s.peers["s1p0"].core.compute.sum(0).clone(), "none")
-        peer._obey(
-            Brief(run=RUN.id, stage=1, coordinator="s1p0", version=0, steps=(StepBrief(t=0, undo=b"\1"),))
+        obey(
+            peer,
+            Directive(
+                run=RUN.id,
+                stage=1,
+                coordinator="s1p0",
+                version=0,
+                steps=(StepDirective(t=0, undo=Bitmap(1)),),
+            ),
         )
         await s.until(lambda: s.done("s1p0") == 0)
         assert not peer.core.compute.sum(0).any()

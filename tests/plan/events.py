@@ -4,7 +4,7 @@ Every microbatch is a walk: forward through one peer of each stage, backward the
 (backwards first, then the older microbatch). A transfer takes its turn at the sender's upload, at the line
 and at the receiver's download, each a queue of its own, and has arrived when the slowest of them is through,
 plus the latency. When a stage's last backward is done its members exchange their sums part by part over the
-same lines. The step ends when the conductor's word has reached everybody.
+same lines. The step ends when the run coordinator's word has reached everybody.
 """
 
 from __future__ import annotations
@@ -186,6 +186,6 @@ class Step:
         if self.ready < self.job.stages:
             return
         regions = [self.network.devices[i].region for members in self.members for i in members]
-        conductor = self.network.devices[self.members[0][0]].region
-        farthest = max(float(self.network.latency_s[conductor, region]) for region in regions)
+        run_coordinator = self.network.devices[self.members[0][0]].region
+        farthest = max(float(self.network.latency_s[run_coordinator, region]) for region in regions)
         self.ended_at = self.now + (2 * farthest if self.job.stages > 1 else 0.0)

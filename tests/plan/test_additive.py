@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.errors import SetupError
-from swarm.plan.cost import (
-    MOST_EXACT_STAGES,
+from swarm.plan.additive_grid import Grid, twins
+from swarm.plan.layouts import anneal, clustered_grid, even_clusters, megatron_grid, random_grid, shapes
+from swarm.plan.network import Device, Network
+from swarm.plan.objectives import (
+    MAX_EXACT_STAGES,
     AdditiveTerms,
     additive_cost,
     additive_terms,
     bottleneck_matching,
     shortest_open_path,
 )
-from swarm.plan.grid import Grid, twins
-from swarm.plan.layouts import anneal, clustered_grid, even_clusters, megatron_grid, random_grid, shapes
-from swarm.plan.network import Device, Network
 from swarm.plan.search import search_additive
 
 
@@ -128,7 +128,7 @@ def test_the_matching_has_the_smallest_largest_price(size: int, seed: int, ties:
 
 def test_a_path_of_many_nodes_is_as_short_as_on_a_line() -> None:
     rng = np.random.default_rng(3)
-    at = rng.permutation(MOST_EXACT_STAGES + 20).astype(float)
+    at = rng.permutation(MAX_EXACT_STAGES + 20).astype(float)
     total, order = shortest_open_path(np.abs(at[:, None] - at[None]))
     assert total == len(at) - 1
     assert sorted(order) == list(range(len(at)))

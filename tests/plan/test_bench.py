@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from swarm.errors import SetupError
-from swarm.plan.cost import additive_cost, additive_terms
+from swarm.plan.objectives import additive_cost, additive_terms
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "plan.py"
 DTFM = SCRIPT.parents[2].parent / "shared" / "data" / "networks" / "dtfm.json"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from swarm.errors import SetupError
-from swarm.plan.measured import NEAR_S, USUAL_BPS, Machine, Pair, estimate
+from swarm.plan.measured_network import DEFAULT_BPS, NEAR_S, Machine, Pair, estimate
 
 CITIES = 4
 RTT_S = [
@@ -117,7 +117,7 @@ def test_numbers_that_cannot_be_are_not_measured(lie: float) -> None:
 
 def test_where_nothing_is_measured_the_usual_is_assumed() -> None:
     net = estimate(machines(3), []).network
-    assert net.between(0, 1) == (NEAR_S / 2, USUAL_BPS)
+    assert net.between(0, 1) == (NEAR_S / 2, DEFAULT_BPS)
 
 
 def test_a_machine_that_has_not_measured_its_speed_is_like_the_others_and_someone_must_have() -> None:

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.errors import SetupError
-from swarm.plan.fence import cut_row, fence, fenced_row
 from swarm.plan.network import Device, Job, Network
-from swarm.plan.overlap import IDLE, Overlap
+from swarm.plan.op_fence import cut_row, fence, fenced_row
+from swarm.plan.overlapped import IDLE, Overlap
 from swarm.plan.search import balanced, repaired, search_overlapped
 from tests.plan.events import Step
 
@@ -86,7 +86,7 @@ def test_what_limits_a_step_is_named_and_agrees_with_the_events(net: Network, wo
     of = even(len(net), work.stages)
     said = Overlap(net, work).predict(of)
     assert said.limit.startswith(limit)
-    assert said.total_s == pytest.approx(said.way_s + said.busy_s + said.tail_s)
+    assert said.total_s == pytest.approx(said.first_s + said.busy_s + said.tail_s)
     # Which of many equal lines is met most often is chance, and more of it than the formula knows.
     rel = 0.15 if limit.startswith("the line") else 0.10
     assert said.total_s == pytest.approx(Step(net, work, of.tolist()).run(), rel=rel)
@@ -147,7 +147,8 @@ def test_the_prediction_does_not_know_what_devices_are_called(seed: int) -> None
     plain = network(12, regions=3)
     devices = [replace(d, flops_per_s=float(rng.uniform(0.5, 2) * 1e12)) for d in plain.devices]
     of = np.concatenate([np.arange(3), rng.integers(0, 3, 9)])
-    # The conductor, from whom the barrier is counted, is the first of stage 0: one region, one distance.
+    # The run coordinator, from whom the barrier is counted, is the first of stage 0: one region, one
+    # distance.
     latency = np.full((3, 3), 0.01)
     order = rng.permutation(12)
     one, two = (

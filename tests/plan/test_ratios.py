@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.codecs import PPM, parse_codec
+from swarm.codecs import PPM, choose_codec, parse_codec
 from swarm.errors import SetupError
+from swarm.manifest import CodecSpec
 from swarm.plan.network import Device, Network
-from swarm.plan.ratios import boundary_bandwidths, boundary_codecs, choose_codec
-from swarm.run import CodecSpec
-from swarm.wire.meta import TensorMeta, encoded_sizes
+from swarm.plan.topk_ratios import boundary_bandwidths, boundary_codecs
+from swarm.wire.tensor_meta import TensorMeta, encoded_sizes
 
 SHAPE = (4, 512, 512)
 MBPS = 1e6

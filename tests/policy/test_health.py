@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from swarm.errors import Refused
-from swarm.ids import Era
-from swarm.policy import alerts, claims
-from swarm.policy.health import Look, PeerHealth, Route, SwarmHealth
-from swarm.policy.observer import MOST_POINTS, MOST_WORKERS, Observer
+from swarm.ids import Generation
+from swarm.manifest import demo_run
+from swarm.monitoring import alerts, validation
+from swarm.monitoring.aggregator import MAX_POINTS, MAX_WORKERS, Aggregator
+from swarm.monitoring.health import Observation, PeerHealth, Route, SwarmHealth
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.run import demo_run
 from swarm.wire.messages import Audit, LinkStatus, PeerStatus
 
 RUN = demo_run(stages=2, steps=40)
@@ -43,15 +43,15 @@ class Seen:
     """An observer, and who there is: `version` makes all of them say that they are there."""
 
     def __init__(self, *records: PeerRecord) -> None:
-        self.observer = Observer(RUN)
+        self.aggregator = Aggregator(RUN)
         self.records = {r.peer: r for r in records or FOUR}
         self.now = START
         self.look(records=tuple(self.records.values()))
 
     def look(self, after_s: float = 1.0, **what: object) -> SwarmHealth:
         self.now += after_s
-        self.observer.observe(Look(at=self.now, **what))  # pyright: ignore[reportArgumentType]
-        return self.observer.health(now=self.now)
+        self.aggregator.observe(Observation(at=self.now, **what))  # pyright: ignore[reportArgumentType]
+        return self.aggregator.health(now=self.now)
 
     def say(self, after_s: float = 1.0, **more: object) -> SwarmHealth:
         """Everybody answers, with these fields."""
@@ -94,7 +94,7 @@ def test_the_run_is_where_most_say_it_is_and_a_liar_is_doubted() -> None:
     told = (*(status(n, s, version=6, loss=2.5, loss_step=5) for n, s in (("a", 0), ("b", 0), ("c", 1))), lie)
     health = seen.look(statuses=told)
     assert (health.version, health.loss) == (6, 2.5)
-    assert peer(health, "d").doubts == ("says it is at version 40, the run is at 6",)
+    assert peer(health, "d").inconsistencies == ("says it is at version 40, the run is at 6",)
     assert "peer d: says it is at version 40, the run is at 6" in texts(health)
 
 
@@ -103,7 +103,7 @@ def test_who_is_asked_a_moment_later_in_a_quick_run_is_not_doubted() -> None:
     for version in range(4, 12):
         seen.say(0.5, version=version)
     health = seen.look(statuses=(status("d", 1, version=30),))
-    assert (health.version, peer(health, "d").doubts) == (11, ())
+    assert (health.version, peer(health, "d").inconsistencies) == (11, ())
 
 
 def test_a_loss_belongs_to_its_step_and_one_voice_among_many_is_not_enough() -> None:
@@ -120,14 +120,14 @@ def test_records_alone_say_where_the_run_is() -> None:
     assert Seen(record("a", 0, state="joining", version=9)).look().version == 0
 
 
-@pytest.mark.parametrize("era", [Era(), Era(number=1, start=8)])
-def test_where_nobody_serves_the_run_is_where_those_have_it_who_keep_it(era: Era) -> None:
+@pytest.mark.parametrize("generation", [Generation(), Generation(number=1, start=8)])
+def test_where_nobody_serves_the_run_is_where_those_have_it_who_keep_it(generation: Generation) -> None:
     away = [record(name, stage, state="paused", version=9) for name, stage in (("a", 0), ("b", 1))]
     seen = Seen(*away, record("keeper", NO_STAGE, state="keeping", version=8))
     assert seen.look().version == 9
-    health = seen.say(version=9, state="paused", era=era)
-    assert (health.version, health.went_back) == (9, era.number)
-    assert not any(one.doubts for one in health.peers)
+    health = seen.say(version=9, state="paused", generation=generation)
+    assert (health.version, health.went_back) == (9, generation.number)
+    assert not any(one.inconsistencies for one in health.peers)
     # Who serves knows better, and is believed at once.
     back = tuple(record(name, stage, since=START) for name, stage in (("a", 0), ("b", 1)))
     told = tuple(status(r.peer, r.stage, version=7, since=START) for r in back)
@@ -138,7 +138,7 @@ def test_a_record_of_a_version_that_cannot_be_says_nothing_and_is_doubted() -> N
     for version in (2**47, RUN.steps + 1, -1):
         health = Seen(record("a", 0, version=version)).look()
         assert (health.version, health.stages[0].version, peer(health, "a").version) == (0, 0, 0)
-        assert peer(health, "a").doubts == (f"announces version {version} of a run of 40 steps",)
+        assert peer(health, "a").inconsistencies == (f"announces version {version} of a run of 40 steps",)
         assert not any("are done" in text for text in texts(health))
     seen = Seen(record("a", 0, version=2**47), record("b", 1))
     seen.say(version=4)
@@ -156,7 +156,7 @@ def test_an_answer_that_is_late_does_not_turn_the_run_back_but_an_era_does() -> 
     seen = Seen()
     assert seen.say(version=9).version == 9
     assert seen.say(version=8).version == 9
-    health = seen.say(version=4, era=Era(1, 4))
+    health = seen.say(version=4, generation=Generation(1, 4))
     assert (health.version, health.went_back) == (4, 1)
     assert ("went back", "a stage had lost all its peers: the run goes on from version 4") in happened(health)
     assert "a stage lost all its peers: the run went back to a checkpoint 1 time" in texts(health)
@@ -194,15 +194,15 @@ def test_a_run_that_is_done_says_so_and_asks_for_nothing() -> None:
 
 
 def test_plots_stay_small_and_keep_their_ends() -> None:
-    long = Observer(demo_run(steps=100_000))
+    long = Aggregator(demo_run(steps=100_000))
     records = (msgspec.structs.replace(record("a", 0), run=long.run.id),)
-    for version in range(1, 3 * MOST_POINTS):
+    for version in range(1, 3 * MAX_POINTS):
         told = status("a", 0, version=version, loss=float(version), loss_step=version - 1)
-        long.observe(Look(at=START + 10 * version, records=records, statuses=(told,)))
-    health = long.health(now=START + 30 * MOST_POINTS)
-    assert max(len(health.losses), len(health.pace)) <= MOST_POINTS
+        long.observe(Observation(at=START + 10 * version, records=records, statuses=(told,)))
+    health = long.health(now=START + 30 * MAX_POINTS)
+    assert max(len(health.losses), len(health.pace)) <= MAX_POINTS
     assert health.losses[0][0] < 10 and health.losses[-1] == (version, float(version))
-    assert health.pace[0][0] < START + 100 and health.pace[-1][0] > START + 29 * MOST_POINTS
+    assert health.pace[0][0] < START + 100 and health.pace[-1][0] > START + 29 * MAX_POINTS
 
 
 # --- who comes and goes -------------------------------------------------------------------------------------
@@ -234,6 +234,14 @@ def test_the_timeline_tells_who_joined_left_was_lost_moved_and_came_back() -> No
     ]
     assert [line.peer for line in health.happenings] == ["e", "c", "c", "c", "c", "b", "a", "d"]
     assert peer(health, "b").stage == moved.stage and peer(health, "b").last == "moved"
+
+
+def test_a_newcomer_that_serves_at_last_did_not_restart() -> None:
+    seen = Seen()
+    seen.look(records=(record("f", 1, state="joining", since=START),))
+    health = seen.look(records=(record("f", 1, since=START + 5),))
+    assert happened(health) == [("joined", "peer f of stage 1 joined")]
+    assert peer(health, "f").state == "serving"
 
 
 def test_a_pause_is_said_and_a_stage_that_waits_for_it_too() -> None:
@@ -282,7 +290,7 @@ def test_who_does_not_answer_does_not_serve_and_all_at_once_are_our_own_line() -
     assert (health.stages[1].serving, peer(health, "c").answered) == (1, False)
     assert "peer c does not answer: the connection broke" in texts(health)
     health = seen.look(silent=dict.fromkeys("abd", "no route"))
-    assert "nobody answers: is this machine cut off? a, b, c, d: no route" in texts(health)
+    assert "no peer answers: is this machine cut off? a, b, c, d: no route" in texts(health)
 
 
 def test_when_we_are_cut_off_no_stage_is_called_lost() -> None:
@@ -292,7 +300,7 @@ def test_when_we_are_cut_off_no_stage_is_called_lost() -> None:
     health = seen.look(silent={"b": "no route", "d": "no route"})
     assert (health.cut_off_s, [alert.level for alert in health.alerts]) == (2.0, ["error"])
     health = seen.gone("a", "b", "c", "d")
-    assert texts(health) == ["nobody answers: is this machine cut off? the last answer came 3.0 s ago"]
+    assert texts(health) == ["no peer answers: is this machine cut off? the last answer came 3.0 s ago"]
     assert "stage lost" not in [kind for kind, _ in happened(health)]
     seen.look(60.0, records=FOUR)
     health = seen.look(statuses=(status("a", 0),))
@@ -312,7 +320,7 @@ def test_of_hundreds_a_few_that_answer_nothing_for_seconds_are_enough_to_tell() 
 def test_many_alike_are_counted() -> None:
     seen = Seen(*(record(f"p{i:02d}", 0) for i in range(20)), record("q", 1))
     health = seen.look(silent={f"p{i:02d}": "it hangs" for i in range(9)})
-    assert sum("does not answer" in text for text in texts(health)) == alerts.MOST_ALIKE
+    assert sum("does not answer" in text for text in texts(health)) == alerts.MAX_ALIKE
     assert "and 4 more like the last one" in texts(health)
 
 
@@ -376,8 +384,8 @@ def test_a_count_that_is_wrong_is_the_worst_of_all() -> None:
     seen = Seen()
     health = seen.say(audit=Audit(steps=3, missing=1, duplicated=2), trainers=("t",))
     assert health.alerts[0].level == "error"
-    assert "peer a tells of 1 microbatch missing from steps that were taken: report this bug" in texts(health)
-    assert "peer a tells of 2 microbatches counted twice: report this bug" in texts(health)
+    assert "peer a reports 1 microbatch missing from steps that were taken: report this bug" in texts(health)
+    assert "peer a reports 2 microbatches counted twice: report this bug" in texts(health)
 
 
 def test_refused_records_are_told_with_the_reason() -> None:
@@ -389,9 +397,9 @@ def test_what_contradicts_itself_is_doubted() -> None:
     seen = Seen(record("a", 0, since=START + 3600), record("b", 0), record("c", 1))
     seen.say(30.0)
     health = seen.look(statuses=(status("b", 1, since=1.0), status("c", 1, computed=10**9)))
-    assert peer(health, "a").doubts == (f"its clock is {3600 - 32} s ahead",)
-    assert peer(health, "b").doubts == ("announces stage 0 and answers for stage 1",)
-    (doubt,) = peer(health, "c").doubts
+    assert peer(health, "a").inconsistencies == (f"its clock is {3600 - 32} s ahead",)
+    assert peer(health, "b").inconsistencies == ("announces stage 0 and answers for stage 1",)
+    (doubt,) = peer(health, "c").inconsistencies
     assert doubt == "says it computed 1000000000 microbatches, more than there were"
     assert "c" not in [row.peer for row in health.contributions]
 
@@ -415,13 +423,13 @@ def test_contributions_add_up_over_visits_and_stay_when_a_peer_goes() -> None:
 def test_the_table_of_contributions_is_bounded_and_keeps_who_is_here() -> None:
     seen = Seen(record("here", 0))
     seen.look(statuses=(status("here", 0, computed=1),))
-    for start in range(0, MOST_WORKERS + 500, 500):
+    for start in range(0, MAX_WORKERS + 500, 500):
         crowd = tuple(record(f"x{i}", 1) for i in range(start, start + 500))
         told = tuple(status(r.peer, 1, computed=9) for r in crowd)
         health = seen.look(
             records=crowd, statuses=told, gone=tuple(f"x{i}" for i in range(start - 500, start))
         )
-    assert 0.8 * MOST_WORKERS < len(health.contributions) <= MOST_WORKERS
+    assert 0.8 * MAX_WORKERS < len(health.contributions) <= MAX_WORKERS
     assert "here" in [row.peer for row in health.contributions]
 
 
@@ -458,8 +466,8 @@ def test_a_keeper_stands_apart() -> None:
 
 
 def test_texts_are_cut_and_steer_no_terminal() -> None:
-    assert claims.clean("a\x1b[31mb\u202ec\n\0") == "a?[31mb?c??"
-    assert claims.clean("x" * 100, 10) == "x" * 9 + "…"
+    assert validation.clean("a\x1b[31mb\u202ec\n\0") == "a?[31mb?c??"
+    assert validation.clean("x" * 100, 10) == "x" * 9 + "…"
 
 
 def test_a_record_is_made_fit_to_be_shown() -> None:
@@ -472,8 +480,8 @@ def test_a_record_is_made_fit_to_be_shown() -> None:
         bandwidth_bps=-1.0,
         since=-5.0,
     )
-    tame = claims.tidy(wild)
-    assert tame.device.isprintable() and len(tame.device) == claims.DEVICE_CHARS
+    tame = validation.tidy(wild)
+    assert tame.device.isprintable() and len(tame.device) == validation.DEVICE_CHARS
     assert (tame.speed, tame.load, tame.bandwidth_bps, tame.since) == (0.0, 0.0, 0.0, 0.0)
 
 
@@ -483,7 +491,7 @@ def test_a_record_is_made_fit_to_be_shown() -> None:
         ({"peer": "b"}, "a status in the name of 'b'"),
         ({"stage": 7}, "a status of stage 7 of a run of 2 stages"),
         ({"version": 41}, "a status of version 41 of a run of 40 steps"),
-        ({"era": Era(-1, 0)}, "an impossible era"),
+        ({"generation": Generation(-1, 0)}, "an impossible generation"),
         ({"done": 17}, "an impossible number: done 17"),
         ({"inflight": -1}, "an impossible number: inflight -1"),
         ({"computed": 1 << 60}, "an impossible number: computed"),
@@ -494,7 +502,7 @@ def test_a_record_is_made_fit_to_be_shown() -> None:
 )
 def test_an_answer_that_cannot_be_is_refused_with_what_is_wrong(lie: dict[str, object], text: str) -> None:
     with pytest.raises(Refused, match=text):
-        claims.checked(msgspec.structs.replace(status("a", 0), **lie), FOUR[0], RUN)
+        validation.checked(msgspec.structs.replace(status("a", 0), **lie), FOUR[0], RUN)
 
 
 def test_what_an_honest_answer_may_hold_is_kept_within_bounds() -> None:
@@ -504,12 +512,12 @@ def test_what_an_honest_answer_may_hold_is_kept_within_bounds() -> None:
         links=(link, msgspec.structs.replace(link, bytes_in=-1), *[link] * 99),
         trainers=("t",) * 99, digest="\x9b" * 999,
     )  # fmt: skip
-    tame = claims.checked(wild, FOUR[0], RUN)
+    tame = validation.checked(wild, FOUR[0], RUN)
     assert (tame.loss, tame.since, tame.busy_s) == (None, 0.0, 0.0)
-    assert tame.rebalance.isprintable() and len(tame.rebalance) == claims.WORDS_CHARS
-    assert len(tame.trainers) == claims.MOST_TRAINERS
-    assert len(tame.links) == claims.MOST_LINKS - 1
-    assert tame.digest.isprintable() and len(tame.digest) == claims.ID_CHARS
+    assert tame.rebalance.isprintable() and len(tame.rebalance) == validation.WORDS_CHARS
+    assert len(tame.trainers) == validation.MAX_TRAINERS
+    assert len(tame.links) == validation.MAX_LINKS - 1
+    assert tame.digest.isprintable() and len(tame.digest) == validation.ID_CHARS
 
 
 def test_no_mixture_of_truth_and_lies_breaks_the_picture() -> None:
@@ -519,7 +527,7 @@ def test_no_mixture_of_truth_and_lies_breaks_the_picture() -> None:
     for _ in range(300):
         stages = {name: rng.choice((NO_STAGE, 0, 1, 5)) for name in names if rng.random() < 0.8}
         records = tuple(
-            claims.tidy(
+            validation.tidy(
                 record(
                     name, stage, run=rng.choice((RUN.id, RUN.id, "other")),
                     version=rng.choice((-1, 3, 1 << 47)),
@@ -531,17 +539,24 @@ def test_no_mixture_of_truth_and_lies_breaks_the_picture() -> None:
         )  # fmt: skip
         told = [
             status(
-                name, rng.choice((NO_STAGE, 0, 1)), version=rng.randint(0, 40), era=Era(rng.randint(0, 2), 0),
-                computed=rng.choice((0, 5, 1 << 52)), since=rng.choice((0.0, START)), taken=rng.randint(0, 9),
-                digest=rng.choice(("", "aa", "bb")), loss=rng.choice((None, 1.0, -1e308)),
+                name,
+                rng.choice((NO_STAGE, 0, 1)),
+                version=rng.randint(0, 40),
+                generation=Generation(rng.randint(0, 2), 0),
+                computed=rng.choice((0, 5, 1 << 52)),
+                since=rng.choice((0.0, START)),
+                taken=rng.randint(0, 9),
+                digest=rng.choice(("", "aa", "bb")),
+                loss=rng.choice((None, 1.0, -1e308)),
                 links=tuple(
                     LinkStatus(peer=rng.choice((*names, "t")), bytes_in=rng.randint(0, 9), bytes_out=0)
                     for _ in range(3)
                 ),
-                trainers=rng.choice(((), ("t",))), speed=rng.choice((0.0, 1e-300, 1e6)),
+                trainers=rng.choice(((), ("t",))),
+                speed=rng.choice((0.0, 1e-300, 1e6)),
             )
             for name in names
-        ]  # fmt: skip
+        ]
         silent = {name: "hangs" for name in names if rng.random() < 0.1}
         health = seen.look(
             rng.choice((0.0, 1.0, 50.0)),

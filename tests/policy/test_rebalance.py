@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from swarm.errors import short
 from swarm.policy.rebalance import (
-    MOST_TIMES_MEDIAN,
-    REST_PERIODS,
+    COOLDOWN_PERIODS,
+    MAX_TIMES_MEDIAN,
     Move,
     Moves,
     Stay,
+    choose_stages,
     is_due,
     neediest,
     rebalance,
@@ -99,6 +99,16 @@ def test_a_small_gain_is_left_alone() -> None:
     assert not moves(*records)
 
 
+def test_a_stage_is_left_to_a_single_peer_only_for_a_quarter_more() -> None:
+    """The fast one of stage 0 would lift stage 1 from 4 to 4.8 or 5.2; stage 0 would hang on one peer."""
+    slow = [peer("c", 1, 2.0), peer("d", 1, 2.0)]
+    for speed, goes in ((0.8, False), (1.2, True)):
+        records = [peer("a", 0, 9.0, movable=False), peer("b", 0, speed), *slow]
+        assert bool(moves(*records)) == goes
+    # A third peer there makes no stage hang on one.
+    assert moves(peer("a", 0, 9.0), peer("b", 0, 0.8), peer("e", 0, 0.8), *slow)
+
+
 def test_two_equally_slow_stages_are_lifted_together() -> None:
     records = [*(peer(f"a{i}", 0, 2.0) for i in range(6)), peer("b", 1, 2.0), peer("c", 2, 2.0)]
     told = next(one for one in over_periods(*records, stages=3) if isinstance(one, Move))
@@ -144,13 +154,13 @@ def test_two_empty_stages_are_filled_together_and_then_all_is_levelled() -> None
         told = decided(*records, stages=4, now_s=NOW_S + i * PERIOD_S)
         assert after(told, *records, stages=4) == [2, 2, 2, 2]
         assert isinstance(told, Moves) and {move.to_stage for move in told.moves[:2]} == {2, 3}
-        assert "nobody serves stage 2, so the run stands still" in told.why
-        assert "stage 2 is" in told.moves[2].why or "stage 2 has nobody yet" in told.moves[2].why
+        assert "no peer serves stage 2, so the run stands still" in told.why
+        assert "stage 2 is" in told.moves[2].why or "stage 2 has no peer yet" in told.moves[2].why
 
 
 def test_stages_that_cannot_all_be_filled_wait_for_newcomers_and_cost_no_download() -> None:
     assert why(peer("a", 0, 5.0), peer("b", 0, 1.0), stages=4) == (
-        "nobody serves stage 1 or 2 or 3, and the others can give 1 only: the run waits for 2 newcomers"
+        "no peer serves stage 1 or 2 or 3, and the others can give 1 only: the run waits for 2 newcomers"
     )
 
 
@@ -205,7 +215,7 @@ def test_a_queue_elsewhere_speaks_against_the_speeds() -> None:
 def test_an_empty_stage_is_served_first_by_whoever_leaves_the_fastest_run_behind() -> None:
     records = [peer("a", 0, 5.0), peer("b", 0, 2.0), peer("c", 1, 3.0), peer("d", 1, 3.0)]
     told = next(one for one in over_periods(*records, stages=3) if isinstance(one, Move))
-    assert told.to_stage == 2 and "nobody serves stage 2, so the run stands still" in told.why
+    assert told.to_stage == 2 and "no peer serves stage 2, so the run stands still" in told.why
     # c or d leaves 7, 3 and 3 behind; but one of them is the anchor, and the other may sit out.
     named = [one.peer for one in over_periods(*records, stages=3) if isinstance(one, Move)]
     assert len(named) == 30 and sum(name in "cd" for name in named) >= 20
@@ -261,9 +271,22 @@ def test_a_newcomer_is_needed_where_nobody_is_and_else_where_it_is_slowest() -> 
     assert needy(*three, peer("liar", 1, math.inf), peer("gone", 1, 9.0, state="left")) == [1]
 
 
+def test_newcomers_of_one_instant_spread_over_the_stages_in_the_order_of_their_ids() -> None:
+    def chosen(*newcomers: str, there: Sequence[PeerRecord] = ()) -> dict[str, int]:
+        return choose_stages(there, newcomers, stages=3, now_s=NOW_S)
+
+    ten = chosen(*(f"new{i}" for i in range(10)))
+    assert sorted(ten.values()) == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert chosen("b", "c", "a", "b") == {"a": 0, "b": 1, "c": 2}
+    unequal = [peer("x", 0, 4.0), peer("y", 1, 1.0), peer("z", 2, 2.0)]
+    assert chosen("a", "b", there=unequal) == {"a": 1, "b": 2}
+    again = [*unequal, peer("a", 1, 9.0)]  # its record of before a restart
+    assert chosen("a", there=again) == {"a": 1}
+
+
 def test_nobody_serves() -> None:
-    assert why(peer("k", NO_STAGE, 0.0, state="keeping")) == "nobody serves any stage"
-    assert why() == "nobody serves any stage"
+    assert why(peer("k", NO_STAGE, 0.0, state="keeping")) == "no peer serves any stage"
+    assert why() == "no peer serves any stage"
 
 
 @pytest.mark.parametrize("wrong", [{"stages": 0}, {"period_s": 0.0}, {"now_s": math.nan}])
@@ -274,9 +297,9 @@ def test_impossible_questions_are_bugs(wrong: dict[str, float]) -> None:
 
 def test_a_peer_rests_two_periods() -> None:
     records = [*(peer(f"a{i}", 0, 2.0, load=1.0, since=NOW_S) for i in range(3)), peer("b", 1, 1.0)]
-    resting = [answer(*records, now_s=NOW_S + i) for i in range(int(REST_PERIODS * PERIOD_S))]
-    assert all(isinstance(one, Stay) for one in resting)
-    assert isinstance(answer(*records, now_s=NOW_S + REST_PERIODS * PERIOD_S), Move)
+    in_backoff = [answer(*records, now_s=NOW_S + i) for i in range(int(COOLDOWN_PERIODS * PERIOD_S))]
+    assert all(isinstance(one, Stay) for one in in_backoff)
+    assert isinstance(answer(*records, now_s=NOW_S + COOLDOWN_PERIODS * PERIOD_S), Move)
 
 
 def test_a_peer_that_hangs_does_not_count_as_the_second_one() -> None:
@@ -299,7 +322,7 @@ def test_one_liar_counts_for_no_more_than_32_and_holds_the_others_up_for_a_while
     told = over_periods(peer("liar", 0, 1e300), *here, peer("b", 1, 1.0, load=8.0), periods=40)
     named = [one.peer for one in told if isinstance(one, Move)]
     assert "liar" in named and 4 <= sum(name != "liar" for name in named) <= 16
-    assert f" of stage 0's {40 + MOST_TIMES_MEDIAN:.3g} " in next(
+    assert f" of stage 0's {40 + MAX_TIMES_MEDIAN:.3g} " in next(
         one.why for one in told if isinstance(one, Move)
     )
 
@@ -410,7 +433,7 @@ class Swarm:
         before = Counter(self.where.values())
         told = rebalance(self.records(), stages=self.stages, period_s=PERIOD_S, now_s=self.now_s)
         for move in told.moves if isinstance(told, Moves) else ():
-            rested = self.now_s - self.since[move.peer] >= REST_PERIODS * PERIOD_S
+            rested = self.now_s - self.since[move.peer] >= COOLDOWN_PERIODS * PERIOD_S
             assert rested or len(before) < self.stages
             self.where[move.peer], self.since[move.peer] = move.to_stage, self.now_s
             self.moved += 1
@@ -456,14 +479,14 @@ def ratios(count: int) -> list[float]:
 
 
 def test_it_comes_to_rest_near_the_best_assignment() -> None:
-    """Of 200 small swarms: median 0.970 of the best, 10 % below 0.895, 5 % below 0.886, the worst 0.776.
+    """Of 200 small swarms: median 0.955 of the best, 10 % below 0.852, 5 % below 0.807, the worst 0.672.
 
     0.8 is not reached where two peers would have to change places: the first half of a swap makes the run
-    slower, and no move may do that.
+    slower, and no move may do that; nor where a stage would be left to a single peer for less than 25 %.
     """
     found = ratios(200)
-    assert found[0] > 0.7
-    assert sum(ratio < 0.8 for ratio in found) <= 0.03 * len(found)
+    assert found[0] > 0.65
+    assert sum(ratio < 0.8 for ratio in found) <= 0.05 * len(found)
     assert found[len(found) // 2] > 0.95
 
 
@@ -493,57 +516,3 @@ def test_who_sees_the_others_late_decides_in_every_second_fourth_or_eighth_perio
     # Whoever decides more rarely does so together with those that decide more often: with the same anchors.
     assert set(decides(400.0)) < set(decides(212.0)) < set(decides(100.0))
     assert decides(math.inf) == decides(math.nan) == []
-
-
-# --- a planner that knows the ways --------------------------------------------------------------------------
-
-
-def planned(
-    step_s: Callable[[Mapping[str, int]], float], *records: PeerRecord, stages: int = 2
-) -> Moves | Stay:
-    return rebalance(records, stages=stages, period_s=PERIOD_S, now_s=NOW_S, step_s=step_s)
-
-
-def unlevel() -> list[PeerRecord]:
-    return [peer(f"a{i}", 0, 1.0) for i in range(8)] + [peer("b", 1, 1.0, load=9.0)]
-
-
-def test_a_planner_that_predicts_longer_steps_has_the_last_word() -> None:
-    assert isinstance(decided(*unlevel()), Moves)
-    told = planned(lambda changes: 5.0 + len(changes), *unlevel())
-    assert isinstance(told, Stay)
-    assert "but by the ways between them a step would take" in told.why and "instead of 5 s" in told.why
-
-
-def test_of_movers_that_are_alike_those_go_that_the_planner_would_send() -> None:
-    free = {move.peer for move in decided_moves(unlevel())}
-    others = sorted({record.peer for record in unlevel() if record.stage == 0} - free)
-
-    def step_s(changes: Mapping[str, int]) -> float:
-        return 50.0 - sum(1 + 9 * (peer in others) for peer in changes)
-
-    told = planned(step_s, *unlevel())
-    assert isinstance(told, Moves) and {move.peer for move in told.moves} & set(others)
-    assert len(told.moves) == len(free)
-    assert all(short(move.peer) in move.why for move in told.moves)
-
-
-def decided_moves(records: Sequence[PeerRecord]) -> Sequence[Move]:
-    told = decided(*records)
-    assert isinstance(told, Moves)
-    return told.moves
-
-
-def test_nobody_is_sent_to_two_stages() -> None:
-    records = [peer(f"a{i}", 0, 1.0) for i in range(9)]
-    records += [peer("b", 1, 1.0, load=9.0), peer("c", 2, 1.0, load=9.0)]
-    plain = decided(*records, stages=3)
-    assert isinstance(plain, Moves) and len(plain.moves) > 1
-    second = plain.moves[1].peer  # and of all the planner would rather have it move first
-
-    def step_s(changes: Mapping[str, int]) -> float:
-        return 50.0 - len(changes) - (second in changes)
-
-    told = planned(step_s, *records, stages=3)
-    assert isinstance(told, Moves)
-    assert len({move.peer for move in told.moves}) == len(told.moves)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.policy.bans import Bans
+from swarm.policy.backoff import Backoff
+from swarm.policy.fair_queue import DEFAULT_RESPONSE_S, RETRY_PERIODS, FairQueue
 from swarm.policy.router import PACE_FROM, NoPeerForStage, Pace, Router
-from swarm.policy.turns import GUESS_S, TRY_AGAIN, Turns
 
 FAST, SLOW = "fast", "slow"
 
@@ -41,7 +41,7 @@ def test_a_stage_that_nobody_announced_has_no_peer() -> None:
 def test_when_all_rest_the_error_says_when_the_first_rest_ends(router: Router) -> None:
     router.failed(FAST, now=1.0)
     router.failed(SLOW, now=1.5)
-    with pytest.raises(NoPeerForStage, match="no peer for stage 0: all of them are resting") as caught:
+    with pytest.raises(NoPeerForStage, match="no peer for stage 0: all of them are in backoff") as caught:
         router.route(0, now=1.6)
     assert caught.value.retry_at == 2.0
 
@@ -84,7 +84,7 @@ def test_the_first_peer_is_expected_to_need_the_guess() -> None:
     router = Router()
     router.set_peers(0, ["a"])
     route = router.route(0, now=0.0)
-    assert (route.expected_s, route.why) == (GUESS_S, "first try")
+    assert (route.expected_s, route.why) == (DEFAULT_RESPONSE_S, "first try")
 
 
 def test_a_newcomer_is_expected_to_be_as_fast_as_the_median(router: Router) -> None:
@@ -208,7 +208,7 @@ def test_a_peer_that_is_kept_out_is_tried_again_now_and_then() -> None:
         if router.route(0, now=now, horizon_s=0.0).peer == SLOW:
             tried.append(now)
     assert len(tried) >= 2
-    assert min(b - a for a, b in itertools.pairwise(tried)) >= TRY_AGAIN * 0.4
+    assert min(b - a for a, b in itertools.pairwise(tried)) >= RETRY_PERIODS * 0.4
     for _ in range(3):
         router.answered(0, SLOW, 0.01)
     assert SLOW in [router.route(0, now=now, horizon_s=0.0).peer for _ in range(3)], "it became fast"
@@ -273,7 +273,7 @@ OPERATIONS = st.one_of(
 def test_whatever_happens_somebody_is_chosen_who_may_be_if_there_is_one(
     operations: list[tuple[Any, ...]], probed: bool
 ) -> None:
-    router, now = Router(Bans(probed=probed)), 100.0
+    router, now = Router(Backoff(probed=probed)), 100.0
     there = set(NAMES)
     router.set_peers(0, there)
     for kind, *rest in operations:
@@ -285,11 +285,11 @@ def test_whatever_happens_somebody_is_chosen_who_may_be_if_there_is_one(
         elif kind == "failed":
             router.failed(rest[0], now=now, silent=rest[1])
         elif kind == "heard":
-            router.bans.heard(rest[0])
+            router.backoff.heard(rest[0])
         elif kind == "wait":
             now += rest[0]
         else:
-            usable = {p for p in there if p not in rest[0] and not router.bans.resting(p, now=now)}
+            usable = {p for p in there if p not in rest[0] and not router.backoff.in_backoff(p, now=now)}
             try:
                 assert router.route(0, now=now, exclude=rest[0], horizon_s=rest[1]).peer in usable
             except NoPeerForStage as nobody:
@@ -311,15 +311,15 @@ def test_the_cost_of_a_choice_does_not_grow_with_the_number_of_peers(monkeypatch
     looks = Counter[str]()
 
     def counted(name: str) -> None:
-        real = getattr(Turns, name)
+        real = getattr(FairQueue, name)
 
-        def call(self: Turns, *args: Any) -> Any:
+        def call(self: FairQueue, *args: Any) -> Any:
             looks[name] += 1
             return real(self, *args)
 
-        monkeypatch.setattr(Turns, name, call)
+        monkeypatch.setattr(FairQueue, name, call)
 
-    for name in ("_first", "_queue", "_take_out", "_keep_out", "_rest"):
+    for name in ("_first", "_queue", "_take_out", "_keep_out", "_put_in_backoff"):
         counted(name)
     router, peers = Router(), [f"p{i:04}" for i in range(4000)]
     router.set_peers(0, peers)

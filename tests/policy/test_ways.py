@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
-from swarm.policy import ways as module
+from swarm.policy import link_latency
+from swarm.policy.link_latency import LinkLatency
 from swarm.policy.router import Router
-from swarm.policy.ways import Ways
 
 CITIES = {"a0": "a", "a1": "a", "b0": "b", "b1": "b"}
 NEXT = {"a2": "a", "a3": "a", "b2": "b", "b3": "b"}
@@ -20,11 +20,11 @@ def far_s(here: str, there: str) -> float:
 
 
 def test_a_way_that_was_never_gone_is_as_short_as_can_be_so_that_it_is_tried() -> None:
-    assert Ways().expected_s("a", "b") == 0.0
+    assert LinkLatency().expected_s("a", "b") == 0.0
 
 
 def test_a_way_takes_what_it_usually_took_and_it_has_a_direction() -> None:
-    ways = Ways()
+    ways = LinkLatency()
     for took_s in (0.3, 0.1, 9.0, 0.2, 0.25):
         ways.took("a", "b", took_s)
     assert ways.expected_s("a", "b") == 0.25
@@ -32,8 +32,8 @@ def test_a_way_takes_what_it_usually_took_and_it_has_a_direction() -> None:
 
 
 def test_the_oldest_of_too_many_ways_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST", 3)
-    ways = Ways()
+    monkeypatch.setattr(link_latency, "MAX_PAIRS", 3)
+    ways = LinkLatency()
     for i in range(5):
         ways.took("a", f"b{i}", 1.0)
     assert [ways.expected_s("a", f"b{i}") for i in range(5)] == [0.0, 0.0, 1.0, 1.0, 1.0]
@@ -41,7 +41,7 @@ def test_the_oldest_of_too_many_ways_are_forgotten(monkeypatch: pytest.MonkeyPat
 
 def wired(speeds: dict[str, float]) -> tuple[Counter[str], Counter[bool]]:
     """A thousand microbatches through peers of two cities: who got how many, how many stayed in a city."""
-    router, ways = Router(), Ways()
+    router, ways = Router(), LinkLatency()
     for stage, there in enumerate((CITIES, NEXT)):
         router.set_peers(stage, there)
         for peer in there:
@@ -50,7 +50,7 @@ def wired(speeds: dict[str, float]) -> tuple[Counter[str], Counter[bool]]:
     got, stayed = Counter[str](), Counter[bool]()
     for _ in range(1000):
         here = router.route(0, now=0.0).peer
-        there = router.route(1, now=0.0, way_s=partial(ways.expected_s, here)).peer
+        there = router.route(1, now=0.0, latency_s=partial(ways.expected_s, here)).peer
         ways.took(here, there, far_s(here, there))
         got[there] += 1
         stayed[here[0] == there[0]] += 1
@@ -72,12 +72,12 @@ def test_where_a_city_has_too_few_for_its_work_only_what_is_too_much_goes_far() 
 
 
 def test_a_peer_that_is_far_from_all_gets_its_share_all_the_same() -> None:
-    router, ways = Router(), Ways()
+    router, ways = Router(), LinkLatency()
     router.set_peers(1, ["near", "far"])
     for peer in ("near", "far"):
         for _ in range(6):
             router.answered(1, peer, 0.1)
             ways.took("here", peer, 5.0 if peer == "far" else 0.01)
-    way_s = partial(ways.expected_s, "here")
-    got = Counter(router.route(1, now=0.0, way_s=way_s).peer for _ in range(1000))
+    latency_s = partial(ways.expected_s, "here")
+    got = Counter(router.route(1, now=0.0, latency_s=latency_s).peer for _ in range(1000))
     assert got["far"] >= 470

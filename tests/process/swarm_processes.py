@@ -20,27 +20,28 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import psutil
 import torch
 
-from peers.disk.dataset import Dataset
-from peers.disk.samples import Samples, open_data
-from peers.download import download_state
 from peers.events import Event, JoinLine, Logged, Serving, Started, StepDone, Stepped, parse_event
-from peers.net.daemon import DaemonOptions
 from peers.net.node import Node
-from peers.pinning import pinned
-from peers.sync import fetch_weights
+from peers.net.p2pd import DaemonOptions
+from peers.programs.manifest_pinning import pinned
+from peers.storage.dataset import Dataset
+from peers.storage.samples import Samples, open_data
+from peers.transfer.client import download_state
+from peers.transfer.gradient import fetch_weights
 from swarm.ids import Stage
+from swarm.manifest import Run
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
-from swarm.run import Run
 from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack_answer
+from tests.process.forkserver import ForkServer
 
 if TYPE_CHECKING:
     from scripts.bench.netlab import Lab
@@ -56,13 +57,38 @@ GONE_S = 30.0
 MARK = "SWARM_TEST_MARK"
 
 
+def executed(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    """`swarm ARGUMENTS` by a new Python."""
+    # Forked from the main thread: the kernel's signal for `--die-with-parent` follows the forking thread.
+    assert threading.current_thread() is threading.main_thread()
+    return subprocess.Popen(
+        [sys.executable, "-m", "peers.cli", *arguments, "--die-with-parent", str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # a Ctrl-C in the terminal is for pytest
+        env=environment,
+        cwd=ROOT,
+    )
+
+
 class Program:
     """`swarm ARGUMENTS` in a process of its own."""
 
     def __init__(
-        self, name: str, arguments: Sequence[str], *, mark: str, news: threading.Condition, kill_at: str = ""
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        mark: str,
+        news: threading.Condition,
+        kill_at: str = "",
+        job_s: float = 0.0,
+        server: ForkServer | None = None,
     ) -> None:
-        """`kill_at`: the fault point at which it kills itself, as in SWARM_KILL_AT."""
+        """`kill_at`: the fault point at which it kills itself, as SWARM_KILL_AT; `job_s`: SWARM_JOB_S."""
         self.name, self.kill_at = name, kill_at
         self.events: list[Event] = []
         self.other_lines: list[str] = []
@@ -74,24 +100,12 @@ class Program:
         self.host = ""
         """Where it is in the lab."""
         self._news = news
-        environment = {**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1"}
+        environment = {"SWARM_JOB_S": str(job_s), **os.environ, MARK: mark, "PYTHONUNBUFFERED": "1"}
         environment.pop("SWARM_KILL_AT", None)
         if kill_at:
             environment["SWARM_KILL_AT"] = kill_at
-        # Forked from the main thread: the kernel's signal for `--die-with-parent` follows the forking thread.
-        assert threading.current_thread() is threading.main_thread()
-        last = ["--log-format", "json", "--die-with-parent", str(os.getpid())]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "peers.cli", *arguments, *last],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # a Ctrl-C in the terminal is for pytest
-            env=environment,
-            cwd=ROOT,
-        )
+        words = [*arguments, "--log-format", "json"]
+        self._process = executed(words, environment) if server is None else server.start(words, environment)
         self._readers = [
             threading.Thread(target=self._read, args=(stream, take), daemon=True)
             for stream, take in (
@@ -230,19 +244,33 @@ def eventually(condition: Callable[[], bool], why: Callable[[], str], limit_s: f
         time.sleep(0.02)
 
 
-def family_of_mark(mark: str) -> Family:
-    """All live processes that carry the mark, whoever their parents are."""
+def family_of_mark(mark: str, programs: Sequence[Program] = ()) -> Family:
+    """All live processes that carry the mark, whoever their parents are.
+
+    The programs themselves are named: others read in a forked one the environment of its parent.
+    """
     wanted = f"{MARK}={mark}".encode()
+    named = {program.pid for program in programs if program.returncode is None}
+
+    def carries_it(process: psutil.Process) -> bool:
+        return wanted in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if wanted in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0") and _alive(process):
+            if (process.pid in named or carries_it(process)) and _alive(process):
                 found.append(process)
     return Family(found)
 
 
 class Processes:
     """Programs that are started together and leave nothing behind."""
+
+    fork_server: ClassVar[ForkServer | None] = None
+    """Forks the programs of all swarms outside a lab; without one each is a new Python."""
+
+    job_s: ClassVar[float] = 0.0
+    """What a forward takes at least, and a backward: a swarm that only goes on leaves the cores idle."""
 
     def __init__(self, lab: Lab | None = None) -> None:
         self.mark = secrets.token_hex(8)
@@ -256,7 +284,10 @@ class Processes:
         host = self.free_host()
         with self.lab.inside(host) if self.lab is not None else contextlib.nullcontext():
             words = [*arguments, *(["--host", self.lab.inner_ip(host)] if self.lab is not None else [])]
-            program = Program(name, words, mark=self.mark, news=self._news, kill_at=kill_at)
+            server = self.fork_server if self.lab is None else None
+            program = Program(
+                name, words, mark=self.mark, news=self._news, kill_at=kill_at, job_s=self.job_s, server=server
+            )
         program.host = host
         self.programs.append(program)
         return program
@@ -322,7 +353,7 @@ class Processes:
 
     def take_census(self) -> None:
         """Remember who is there, and with which files."""
-        self._census.append(family_of_mark(self.mark))
+        self._census.append(family_of_mark(self.mark, self.programs))
 
     def close(self) -> None:
         """End all programs, by SIGTERM if they let us.

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from peers.events import Serving, StateFetched, StepDone, Stepped
-from swarm.run import counting_run
+from swarm.manifest import audit_run
 from tests.process.swarm_processes import Family, Program, Swarm, eventually
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -16,6 +16,8 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(240)]
 
 class Running(Swarm):
     """A swarm that always trains. Each test takes something from it, and the next finds it whole again."""
+
+    job_s = 0.01
 
     def make_whole(self) -> None:
         """A bootstrap, two peers a stage, a trainer."""
@@ -39,7 +41,7 @@ class Running(Swarm):
 
 @pytest.fixture(scope="module")
 def module_swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    run = counting_run(stages=2, steps=1_000_000, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=1_000_000, microbatches_per_step=8)
     with Running(tmp_path_factory.mktemp("swarm"), run) as swarm:
         yield swarm
 

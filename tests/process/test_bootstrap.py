@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from peers.events import JoinLine, Serving, StateFetched, Stepped
-from swarm.run import counting_run
+from swarm.manifest import audit_run
 from tests.process.swarm_processes import Program, Swarm, eventually
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -30,7 +30,7 @@ class Bootstrapped(Swarm):
     """A swarm whose bootstrap has an identity file and a port of its own, as one on the internet has."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, counting_run(stages=2, steps=1_000_000, microbatches_per_step=8))
+        super().__init__(folder, audit_run(stages=2, steps=1_000_000, microbatches_per_step=8))
         port = free_port()
         self._words = [
             "--manifest",

@@ -19,8 +19,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from peers.events import Contributed, Event, JoinLine, LeavingNow, Serving, Started, StepDone
-from swarm.run import counting_run
+from peers.events import Contributed, Event, JoinLine, Serving, Started, StepDone, StopNow
+from swarm.manifest import audit_run
 from tests.process.podman import ROOT, Podman, base_image, remove
 
 E = TypeVar("E", bound=Event)
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(2400)]
 
 DEVICE = os.environ.get("SWARM_CONTAINER_DEVICE", "cpu")
 IMAGE = f"localhost/swarm:test-{DEVICE}"
-MOST_BYTES = {"cpu": 2.5e9, "cuda": 6.5e9}
+MAX_BYTES = {"cpu": 2.5e9, "cuda": 6.5e9}
 KERNELS = {"cpu": "", "cuda": "libbitsandbytes_cuda130.so"}
 LIMIT_S = 240.0
 GRACE_S = 10
@@ -78,7 +78,7 @@ def test_the_image_is_lean_and_its_user_is_nobody(podman: Podman) -> None:
     assert about["Config"]["User"] == "10001:10001"
     assert about["Config"]["Volumes"] == {"/data": {}}
     assert about["Healthcheck"]["Test"] == ["CMD", "swarm", "health", "/tmp/health.sock"]
-    assert about["Size"] < MOST_BYTES[DEVICE], f"{about['Size'] / 1e9:.2f} GB"
+    assert about["Size"] < MAX_BYTES[DEVICE], f"{about['Size'] / 1e9:.2f} GB"
     code, said = podman.once(IMAGE)
     assert code == 0
     assert "swarm COMMAND --help" in said
@@ -178,7 +178,7 @@ class Containers:
 @pytest.fixture
 def containers(podman: Podman, tmp_path: Path) -> Iterator[Containers]:
     manifest = tmp_path / "run.toml"
-    manifest.write_text(counting_run(stages=1, steps=1_000_000).to_toml())
+    manifest.write_text(audit_run(stages=1, steps=1_000_000).to_toml())
     manifest.chmod(0o644)
     try:
         yield Containers(podman, manifest)
@@ -200,7 +200,7 @@ def test_a_peer_joins_trains_leaves_when_told_and_comes_back_as_itself(container
     # It leaves in good order, and the others go on.
     containers.stop("second", GRACE_S)
     said = [type(event) for event in podman.events("second")]
-    assert said.index(LeavingNow) < said.index(Contributed)
+    assert said.index(StopNow) < said.index(Contributed)
     assert said.index(Contributed) == len(said) - 1
     containers.goes_on()
 

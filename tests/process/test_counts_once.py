@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm.run import counting_run
+from swarm.manifest import audit_run
 from tests.process.swarm_processes import Program, Swarm
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -17,7 +17,7 @@ def test_the_count_matrix_holds_ones_whatever_is_killed_where(tmp_path: Path) ->
 
     Afterwards each weight of each peer says how often its microbatch index counted in all steps.
     """
-    run = counting_run(stages=3, steps=100_000, microbatches_per_step=8)
+    run = audit_run(stages=3, steps=100_000, microbatches_per_step=8)
     with Swarm(tmp_path, run) as swarm:
         swarm.bootstrap()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from peers.events import Note
-from swarm.run import Run, counting_run
+from swarm.manifest import Run, audit_run
 from tests.process.swarm_processes import Swarm
 from tests.watch.browser import needs_browser, visit
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
 def small() -> Run:
     """Steps without arithmetic to speak of."""
-    return replace(counting_run(stages=3, steps=100_000, microbatches_per_step=16), checkpoint_every=0)
+    return replace(audit_run(stages=3, steps=100_000, microbatches_per_step=16), checkpoint_every=0)
 
 
 @contextmanager

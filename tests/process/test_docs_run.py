@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from peers.events import JoinLine, Kept, Serving
-from swarm.run import BatchSpec, DataSpec, ModelSpec, OptimizerSpec, Run
+from swarm.manifest import BatchSpec, DataSpec, ModelSpec, OptimizerSpec, Run
 from tests.process.swarm_processes import LIMIT_S, ROOT, Processes, eventually
-from tests.test_docs import ADDRESS, COMMANDS, FENCE
+from tests.test_docs import ADDRESS, COMMANDS, JOIN_FILE
 from tests.test_docs import RUN as RUN_ID
 from tests.test_docs import blocks as blocks_of
 
@@ -30,7 +30,10 @@ SMALL = Run(
     batch=BatchSpec(microbatch_size=2, microbatches_per_step=4),
     optimizer=OptimizerSpec(lr=1e-2, warmup_steps=1),
 )
-FILES = ("run.toml", "corpus.txt", "ckpt", "history.jsonl", "model.safetensors", "devices.toml", "spot.csv")
+FILES = frozenset(
+    {"run.toml", "corpus.txt", "join.txt", "ckpt", "history.jsonl", "model.safetensors", "devices.toml"}
+    | {"spot.csv"}
+)
 INSTEAD = {"0.0.0.0": "127.0.0.1", "31337": "0", ":8080": ":0", ":9090": ":0"}
 """What is this machine's only, and free."""
 
@@ -52,6 +55,8 @@ class Reader:
         return [self._here(instead.get(word, word)) for word in found]
 
     def _here(self, word: str) -> str:
+        if word == JOIN_FILE:
+            return f"@{self.folder / word[1:]}"
         return str(self.folder / word) if word in FILES or word.endswith(".key") else word
 
     def run(self, words: Sequence[str]) -> str:
@@ -64,26 +69,26 @@ class Reader:
 
 def test_a_public_run_is_started_joined_kept_watched_and_used(tmp_path: Path) -> None:
     reader, manifest, text = Reader(tmp_path), tmp_path / "run.toml", tmp_path / "corpus.txt"
-    manifest.write_text(reader.run(reader.words("public-run.md", "manifest", 0)))
-    assert "[admission]" in reader.run(reader.words("public-run.md", "manifest", 1))
+    manifest.write_text(reader.run(reader.words("docs/public-run.md", "manifest", 0)))
+    assert "[admission]" in reader.run(reader.words("docs/public-run.md", "manifest", 1))
     manifest.write_text(SMALL.to_toml())
     text.write_text("The quick brown fox jumps over the lazy dog. " * 400)
     history = tmp_path / "history.jsonl"
     with Processes() as programs:
-        bootstrap = programs.start("bootstrap", reader.words("public-run.md", "bootstrap"))
+        bootstrap = programs.start("bootstrap", reader.words("docs/public-run.md", "bootstrap"))
         reader.join = programs.hear(bootstrap, JoinLine).line.split()[2:]
-        for n, page in enumerate(("join.md", "spot.md")):
+        for n, page in enumerate(("docs/join.md", "docs/spot.md")):
             peer = programs.start(f"peer {n}", reader.words(page, "peer"))
             programs.hear(peer, Serving)
-        keeper = programs.start("keeper", reader.words("public-run.md", "keeper"))
-        trainer = programs.start("trainer", reader.words("public-run.md", "train"))
+        keeper = programs.start("keeper", reader.words("docs/public-run.md", "keeper"))
+        trainer = programs.start("trainer", reader.words("docs/public-run.md", "train"))
         programs.hear(keeper, Kept)
         trainer.signal(signal.SIGINT)
         assert trainer.wait() == 0
-        status = json.loads(reader.run(reader.words("public-run.md", "status")))
+        status = json.loads(reader.run(reader.words("docs/public-run.md", "status")))
         assert [stage["serving"] for stage in status["stages"]] == [1, 1]
         for nth in range(2):
-            words = reader.words("public-run.md", "dashboard", nth)
+            words = reader.words("docs/public-run.md", "dashboard", nth)
             command = [sys.executable, "-u", "-m", "peers.cli", *words]
             with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as dashboard:
                 assert dashboard.stdout is not None
@@ -93,18 +98,17 @@ def test_a_public_run_is_started_joined_kept_watched_and_used(tmp_path: Path) ->
                 dashboard.send_signal(signal.SIGINT)
                 assert ("the dashboard is at http://127.0.0.1:" in said) == (nth == 1), said
                 dashboard.stdout.read()
-    reader.run(reader.words("public-run.md", "export"))
-    assert reader.run(reader.words("public-run.md", "generate")).startswith("The import ")
-    assert "perplexity" in reader.run(reader.words("public-run.md", "eval"))
+    reader.run(reader.words("docs/public-run.md", "export"))
+    assert reader.run(reader.words("docs/public-run.md", "generate")).startswith("The import ")
+    assert "perplexity" in reader.run(reader.words("docs/public-run.md", "eval"))
 
 
 def test_machines_are_planned_and_simulated(tmp_path: Path) -> None:
     reader = Reader(tmp_path)
     (tmp_path / "run.toml").write_text(reader.run(["manifest"]))
-    blocks = FENCE.findall((ROOT / "README.md").read_text())
-    (devices,) = [text for language, text in blocks if language == "toml" and "[[devices]]" in text]
+    (devices,) = blocks_of("docs/planning.md", "toml")
     (tmp_path / "devices.toml").write_text(devices)
-    (trace,) = blocks_of("spot.md", "csv")
+    (trace,) = blocks_of("docs/spot.md", "csv")
     (tmp_path / "spot.csv").write_text(trace)
-    assert "stage 0" in reader.run([*reader.words("spot.md", "plan"), "--budget", "0.5"])
-    reader.run([*reader.words("spot.md", "simulate"), "--hours", "0.002"])
+    assert "stage 0" in reader.run([*reader.words("docs/spot.md", "plan"), "--budget", "0.5"])
+    reader.run([*reader.words("docs/spot.md", "simulate"), "--hours", "0.002"])

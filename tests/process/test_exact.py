@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from dataclasses import replace
@@ -9,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from peers.events import StepDone
+from peers.events import StepDone, Stepped
+from swarm.manifest import CodecSpec, Run, demo_run
 from swarm.model.reference import SingleProcess
-from swarm.run import CodecSpec, Run, demo_run
 from tests.process.swarm_processes import Swarm, farthest
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -87,3 +88,30 @@ def test_with_quantized_boundaries_every_loss_is_that_of_a_single_process(tmp_pa
             assert event.losses == pytest.approx(losses, abs=1e-3)
     assert whole > run.steps // 2  # a trainer may hear of a step before it has all of its answers
     assert farthest(weights, single) < 1e-3
+
+
+def test_peers_with_other_numbers_of_threads_and_cores_change_no_bit(tmp_path: Path) -> None:
+    """float32, width 512, where three threads in a product round otherwise than one: the difference is 0."""
+    base = tiny(dtype="float32", codec="blockwise8", steps=4)
+    run = replace(
+        base,
+        model=replace(base.model, layers=2, stages=2, hidden=512, heads=8, ffn_hidden=1024),
+        data=replace(base.data, sequence_length=64),
+        batch=replace(base.batch, microbatch_size=4, microbatches_per_step=6),
+    )
+    with Swarm(tmp_path, run) as swarm:
+        swarm.bootstrap()
+        many = [swarm.peer(stage, "--threads", str(2 + stage)) for stage in range(run.S)]
+        swarm.peers(2)
+        os.sched_setaffinity(many[0].pid, {min(os.sched_getaffinity(0))})
+        trainer = swarm.trainer("--window", "6")
+        swarm.ends(trainer)
+        told = trainer.heard(StepDone)
+        weights = swarm.weights()
+        took_part = [len(p.heard(Stepped)) for p in many]
+    single = SingleProcess(swarm.run, swarm.data.batch)
+    for event in told:
+        losses = single.step(event.t)
+        assert event.loss == sum(losses) / run.M
+    assert farthest(weights, single) == 0.0
+    assert all(took_part)

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from peers.events import Serving, Started, Trouble
-from swarm.run import counting_run
+from swarm.manifest import audit_run
 from tests.process.swarm_processes import Swarm
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
 def test_two_devices_are_two_peers_and_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWARM_CACHE", str(tmp_path))
-    run = counting_run(stages=1, steps=1_000_000, microbatches_per_step=8)
+    run = audit_run(stages=1, steps=1_000_000, microbatches_per_step=8)
     with Swarm(tmp_path, run) as swarm:
         swarm.bootstrap()
         keys = tmp_path / "keys"

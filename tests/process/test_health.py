@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from peers.events import JoinLine, Serving
-from swarm.run import counting_run
+from swarm.manifest import audit_run
 from tests.process.swarm_processes import ROOT, Swarm
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(120)]
@@ -24,7 +24,7 @@ def health(socket: Path) -> tuple[int, str]:
 
 def test_a_program_is_well_until_it_hangs(tmp_path: Path) -> None:
     join, socket = tmp_path / "join", tmp_path / "peer.sock"
-    with Swarm(tmp_path, counting_run(stages=1, steps=1_000_000)) as swarm:
+    with Swarm(tmp_path, audit_run(stages=1, steps=1_000_000)) as swarm:
         bootstrap = swarm.start_bootstrap("--join-file", str(join))
         line = swarm.hear(bootstrap, JoinLine).line
         assert line.split()[2:] == join.read_text().split()

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from peers.disk import checkpoint
-from peers.evaluate import spread
 from peers.events import Kept, Serving, Started
 from peers.net.node import Node
-from peers.saved import is_keeper
+from peers.programs.evaluate import spread
+from peers.storage import checkpoint
+from peers.transfer.catalog import is_keeper
 from swarm.ids import Microbatch
 from swarm.model.reference import SingleProcess
 from tests.process.swarm_processes import ROOT, Program, Swarm, eventually, farthest
@@ -68,6 +68,8 @@ def test_the_folder_of_a_keeper_is_the_run_when_everybody_is_dead(tmp_path: Path
         assert keeper.heard(Kept)[-1].words() == "keeps version 4 of stages 0 1 2"
         told = json.loads(command("status", *swarm.membership(), "--json"))
         assert [(k["peer"], k["version"]) for k in told["keepers"]] == [(keeper.peer_id, 4)]
+        fetched = tmp_path / "fetched.safetensors"
+        assert "step 4, " in command("export", *swarm.membership(), "--out", str(fetched))
         for program in list(swarm.programs):
             if program.returncode is None:
                 swarm.kill(program)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from peers.events import Contributed, LeavingNow, Serving, StageLost, StepDone
-from swarm.run import counting_run
+from peers.events import Contributed, Serving, StageLost, StepDone, StopNow
+from swarm.manifest import audit_run
 from tests.process.swarm_processes import ROOT, Swarm, family_of_mark
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -21,27 +21,28 @@ AT_ONCE_S = 5.0
 """Limit for what takes some 0.2 s. Far below any wait of the protocol that could be what ended it."""
 
 
+@pytest.mark.usefixtures("executed")
 def test_the_first_signal_leaves_in_good_order_and_the_second_at_once(tmp_path: Path) -> None:
-    run = counting_run(stages=2, steps=1_000_000, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=1_000_000, microbatches_per_step=8)
     with Swarm(tmp_path, run) as swarm:
         bootstrap = swarm.bootstrap()
         swarm.peers(1)
         (first,) = swarm.serving(0)
-        mate = swarm.peer(0)
-        swarm.hear(mate, Serving)
+        replica = swarm.peer(0)
+        swarm.hear(replica, Serving)
         trainer = swarm.trainer("--window", "6")
         swarm.until_version(2)
 
-        # Ctrl-C for a peer with a mate: it finishes what it has, and says what it did.
-        family = mate.family()
-        swarm.leaves(mate)
+        # Ctrl-C for a peer with a replica: it finishes what it has, and says what it did.
+        family = replica.family()
+        swarm.leaves(replica)
         family.assert_gone()
-        assert [type(event) for event in mate.events if isinstance(event, LeavingNow | Contributed)] == [
-            LeavingNow,
+        assert [type(event) for event in replica.events if isinstance(event, StopNow | Contributed)] == [
+            StopNow,
             Contributed,
         ]
-        assert mate.heard(Contributed)[0].steps >= 1
-        assert not mate.errors
+        assert replica.heard(Contributed)[0].steps >= 1
+        assert not replica.errors
         swarm.goes_on()
 
         # The next stage takes a minute for a microbatch: a second signal has to help.
@@ -55,7 +56,7 @@ def test_the_first_signal_leaves_in_good_order_and_the_second_at_once(tmp_path: 
             lambda: time.time() - trainer.heard(StepDone)[-1].at > 3.0, "the run does not stand still"
         )
         first.signal(signal.SIGTERM)
-        swarm.hear(first, LeavingNow)
+        swarm.hear(first, StopNow)
         with pytest.raises(AssertionError, match="does not end within 1 s"):
             first.wait(1.0)
         family, began = first.family(), time.monotonic()
@@ -71,13 +72,13 @@ def test_the_first_signal_leaves_in_good_order_and_the_second_at_once(tmp_path: 
             family = program.family()
             program.signal(number)
             swarm.ends(program)
-            assert program.heard(LeavingNow)
+            assert program.heard(StopNow)
             assert not program.errors
             family.assert_gone()
 
 
 def test_a_peer_that_waits_for_the_state_of_its_stage_leaves_too(tmp_path: Path) -> None:
-    run = counting_run(stages=2, steps=1_000_000, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=1_000_000, microbatches_per_step=8)
     with Swarm(tmp_path, run) as swarm:
         swarm.bootstrap()
         swarm.peers(1)
@@ -93,10 +94,10 @@ def test_a_peer_that_waits_for_the_state_of_its_stage_leaves_too(tmp_path: Path)
 CHILD = """
 import sys
 from pathlib import Path
-from swarm.run import counting_run
+from swarm.manifest import audit_run
 from tests.process.swarm_processes import Swarm
 
-swarm = Swarm(Path(sys.argv[1]), counting_run(stages=1, steps=1_000_000))
+swarm = Swarm(Path(sys.argv[1]), audit_run(stages=1, steps=1_000_000))
 print(swarm.mark, flush=True)
 swarm.bootstrap()
 swarm.peers(2)

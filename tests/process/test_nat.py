@@ -13,7 +13,7 @@ import pytest
 
 from peers.events import Note, Started, Stepped
 from scripts.bench.netlab import HOME, Lab, Link, Nat, why_not
-from swarm.run import Run, counting_run
+from swarm.manifest import Run, audit_run
 from tests.process.swarm_processes import ROOT, Program, Swarm, farthest
 from tests.process.test_exact import tiny
 
@@ -33,7 +33,7 @@ def a_lab(servers: Sequence[str], homes: dict[str, Nat]) -> Lab:
 
 
 def counting() -> Run:
-    return counting_run(stages=2, steps=1_000_000, microbatches_per_step=8)
+    return audit_run(stages=2, steps=1_000_000, microbatches_per_step=8)
 
 
 def is_at_home(program: Program) -> None:
@@ -97,7 +97,8 @@ def test_at_home_behind_routers_that_keep_ports_tensors_pass_no_server(tmp_path:
 
 CHECK = """
 import sys
-from peers.check import CheckOptions, check_reach, to_json
+from peers.programs.check import check_reach, to_json
+from peers.options import CheckOptions
 print(to_json([check_reach(CheckOptions(host="0.0.0.0", port=4001, join=tuple(sys.argv[1:])))]))
 """
 """One line of `swarm check --host 0.0.0.0 --port 4001 --join ... --json`; the others take longer."""

@@ -40,7 +40,7 @@ def test_a_run_with_pauses_equals_one_process_to_the_last_bit(tmp_path: Path) ->
         key = tmp_path / "peer.key"
         guest = swarm.peer(1, "--identity", str(key))
         swarm.hear(guest, Serving)
-        (mate,) = [program for program in swarm.serving(1) if program is not guest]
+        (replica,) = [program for program in swarm.serving(1) if program is not guest]
         trainer = swarm.trainer("--window", "6")
         swarm.until_version(2)
 
@@ -57,7 +57,7 @@ def test_a_run_with_pauses_equals_one_process_to_the_last_bit(tmp_path: Path) ->
         swarm.goes_on(2)
 
         # Now the guest is the only one left: what it has goes on from its memory.
-        swarm.leaves(mate)
+        swarm.leaves(replica)
         told = swarm_("pause", "--pid", str(guest.pid))
         assert "Nobody else serves stage 1: the run stands still" in told.stdout
         fetched = len(guest.heard(StateFetched))

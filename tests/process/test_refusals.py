@@ -12,11 +12,11 @@ import pytest
 
 from peers.cli import Exit
 from peers.events import Failed
-from peers.net import envelopes
-from peers.net.holder import Entry
+from peers.net import signed_records as envelopes
+from peers.net.dht_protocol import Entry
 from peers.net.identity import Identity
 from peers.net.node import Node
-from swarm.run import counting_run
+from swarm.manifest import audit_run
 from tests.process.swarm_processes import Program, Swarm
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -37,7 +37,7 @@ def test_every_refusal_is_one_line_with_its_exit_code(tmp_path: Path) -> None:
     mine, theirs = tmp_path / "mine.txt", tmp_path / "theirs.txt"
     mine.write_text("It was a dark and stormy night. " * 200)
     theirs.write_text("It was a dark and stormy light. " * 200)
-    run = counting_run(stages=1, steps=3)
+    run = audit_run(stages=1, steps=3)
     run = replace(run, data=replace(run.data, source="files", tokens=0))
     with Swarm(tmp_path, run, data=[mine]) as swarm, socket.create_server(("127.0.0.1", 0)) as taken:
         bootstrap = swarm.bootstrap()
@@ -73,7 +73,7 @@ def test_every_refusal_is_one_line_with_its_exit_code(tmp_path: Path) -> None:
         for program in port_in_use:
             assert said(program, Exit.SETUP) == (
                 f"port {port} is already in use on 127.0.0.1: stop the program that uses it, "
-                "or choose another port (0 picks a free one)"
+                "or choose another one with --port (--port 0 picks a free one)"
             )
         for program in no_route:
             text = said(program, Exit.SETUP)
@@ -99,14 +99,14 @@ def test_every_refusal_is_one_line_with_its_exit_code(tmp_path: Path) -> None:
 
 def test_a_manifest_that_does_not_fit_its_hash_is_not_believed(tmp_path: Path) -> None:
     """The only peer to join at offers another run's manifest under the id that was asked for."""
-    run = counting_run(stages=1, steps=3)
+    run = audit_run(stages=1, steps=3)
     with Swarm(tmp_path, run) as swarm:
         wanted = swarm.run.id
 
         async def lie(node: Node) -> str:
             owner, value = envelopes.seal_manifest(replace(swarm.run, seed=2).to_toml(), None)
             entry = Entry(owner, value, time.time() + 60)
-            await node.directory._store(envelopes.manifest_key(wanted), entry)
+            await node.directory.storage.store(envelopes.manifest_key(wanted), entry)
             joiner = swarm.start("train", ["train", "--run", wanted, "--join", node.addresses[0]])
             joiner.sentenced = True
             return await asyncio.to_thread(said, joiner, Exit.SETUP)

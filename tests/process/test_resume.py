@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from peers.disk import checkpoint
 from peers.events import Checkpointed, Note, Serving, StepDone, Trouble
+from peers.storage import checkpoint
 from swarm.model.reference import SingleProcess
 from tests.process.swarm_processes import Swarm
 from tests.process.test_exact import farthest, tiny

@@ -15,7 +15,7 @@ from scripts.bench.codecs_loss import codec_spec
 from scripts.bench.harness import Clocks, Segment, role_names
 from scripts.bench.netlab import Link, why_not
 from scripts.bench.slow_links import Found, Lines, Sizes
-from swarm.run import CodecSpec
+from swarm.manifest import CodecSpec
 from swarm.wire.messages import Audit, LinkStatus, PeerStatus
 
 SIZES = Sizes(stages=3, replicas=1, job_s=0.04, windows=(4, 8))

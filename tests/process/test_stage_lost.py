@@ -47,10 +47,12 @@ def test_a_stage_that_was_killed_whole_comes_back_from_a_checkpoint_to_the_same_
         start = swarm.hear(back, Serving).version
         assert start >= 5 and start % 5 == 0  # what all had on the disk when the stage died
         others = [program for stage in (0, 2) for program in swarm.serving(stage)]
-        for program in others:  # who hears of it after its mate went back takes the mate's state
+        for program in others:  # who hears of it after its replica went back takes the replica's state
             swarm.until(
-                lambda program=program: any(e.step == start for e in program.heard(RolledBack))
-                or any(e.version >= start for e in program.heard(StateFetched)),
+                lambda program=program: (
+                    any(e.step == start for e in program.heard(RolledBack))
+                    or any(e.version >= start for e in program.heard(StateFetched))
+                ),
                 f"{program.name} does not go back to version {start}",
             )
         seen = len(trainer.heard(StepDone))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from swarm.sim.throughput.fluid import Outcome, Rule, ours, papers, run_trace
-from swarm.sim.throughput.trace import Trace, read_trace
+from swarm.sim.fluid import Outcome, Rule, ours, papers, run_trace
+from swarm.sim.trace import Trace, read_trace
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"
 SHORT = Trace((0.0, 600.0, 1500.0, 2400.0, 3300.0), (16, 9, 14, 3, 12), 4200.0)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from swarm.policy.health import Look, SwarmHealth
-from swarm.policy.observer import Observer
+from swarm.manifest import Run, demo_run
+from swarm.monitoring.aggregator import Aggregator
+from swarm.monitoring.health import Observation, SwarmHealth
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.run import Run, demo_run
 from swarm.wire.messages import Audit, LinkStatus, PeerStatus
 
 RUN = demo_run(stages=3, steps=40)
@@ -32,13 +32,13 @@ def status(
     )  # fmt: skip
 
 
-def troubled() -> tuple[Observer, float]:
+def troubled() -> tuple[Aggregator, float]:
     """Three stages of two peers and a keeper; one died, one is slow, one lies. When, too."""
-    observer = Observer(RUN)
+    aggregator = Aggregator(RUN)
     records = [record(f"peer-{name}", i // 2) for i, name in enumerate("abcdef")]
     records += [record("keeper", NO_STAGE, speed=0.0)]
     refused = {"a record with a wrong signature": 2}
-    observer.observe(Look(at=START, records=tuple(records), refused=refused))
+    aggregator.observe(Observation(at=START, records=tuple(records), refused=refused))
     at = START
     for version in range(1, 13):
         at = START + 2.0 * version
@@ -52,22 +52,24 @@ def troubled() -> tuple[Observer, float]:
         silent = {"peer-f": "the connection broke"} if version > 6 else {}
         if not silent:
             told.append(status("peer-f", 2, version))
-        observer.observe(Look(at=at, statuses=tuple(told), silent=silent))
-    return observer, at
+        aggregator.observe(Observation(at=at, statuses=tuple(told), silent=silent))
+    return aggregator, at
 
 
 def crowd(peers: int = 500, stages: int = 8) -> SwarmHealth:
     """Many peers, with traffic between neighbours."""
     run = demo_run(stages=stages, steps=1000)
     names = [f"12D3KooW{i:044d}" for i in range(peers)]
-    observer = Observer(run)
-    observer.observe(
-        Look(at=START, records=tuple(record(name, i % stages, run=run) for i, name in enumerate(names)))
+    aggregator = Aggregator(run)
+    aggregator.observe(
+        Observation(
+            at=START, records=tuple(record(name, i % stages, run=run) for i, name in enumerate(names))
+        )
     )
     for version in (1, 2, 3):
         told = tuple(
             status(name, i % stages, version, to=tuple(names[(i + 1 + 8 * k) % peers] for k in range(3)))
             for i, name in enumerate(names)
         )
-        observer.observe(Look(at=START + 5.0 * version, statuses=told))
-    return observer.health(now=START + 15)
+        aggregator.observe(Observation(at=START + 5.0 * version, statuses=told))
+    return aggregator.health(now=START + 15)

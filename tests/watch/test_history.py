@@ -11,34 +11,37 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from peers.watch.dashboard import DashboardOptions, run_dashboard
+from peers.options import DashboardOptions
+from peers.watch.dashboard import run_dashboard
 from peers.watch.history import Recorder, read
 from swarm.errors import SetupError
-from swarm.policy.health import Look, SwarmHealth
-from swarm.policy.observer import Observer
-from swarm.run import demo_run
+from swarm.manifest import demo_run
+from swarm.monitoring.aggregator import Aggregator
+from swarm.monitoring.health import Observation, SwarmHealth
 from tests.watch.pictures import RUN, START, record, status
 
 LOOKS = [
-    Look(at=START, records=(record("peer-a", 0), record("peer-b", 1))),
-    Look(at=START + 1),
+    Observation(at=START, records=(record("peer-a", 0), record("peer-b", 1))),
+    Observation(at=START + 1),
     *(
-        Look(at=START + 2 * v, statuses=(status("peer-a", 0, v, to=("peer-b",)),), silent={"peer-b": "ü €"})
+        Observation(
+            at=START + 2 * v, statuses=(status("peer-a", 0, v, to=("peer-b",)),), silent={"peer-b": "ü €"}
+        )
         for v in range(1, 6)
     ),
-    Look(at=START + 30, gone=("peer-b",), refused={"a record with a wrong signature": 2}),
+    Observation(at=START + 30, gone=("peer-b",), refused={"a record with a wrong signature": 2}),
 ]
 
 
-def played(looks: list[Look]) -> list[SwarmHealth]:
-    observer, seen = Observer(RUN), []
+def played(looks: list[Observation]) -> list[SwarmHealth]:
+    aggregator, seen = Aggregator(RUN), []
     for look in looks:
-        observer.observe(look)
-        seen.append(observer.health(now=look.at))
+        aggregator.observe(look)
+        seen.append(aggregator.health(now=look.at))
     return seen
 
 
-def recorded(path: Path, looks: list[Look] = LOOKS) -> None:
+def recorded(path: Path, looks: list[Observation] = LOOKS) -> None:
     with Recorder(path, RUN) as record:
         for look in looks:
             record(look)
@@ -99,7 +102,7 @@ def test_a_file_that_is_full_becomes_an_old_one_and_both_can_be_played(tmp_path:
 def test_a_line_that_is_too_long_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "history.jsonl"
     recorded(path)
-    monkeypatch.setattr("peers.watch.history.MOST_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("peers.watch.history.MAX_LINE_BYTES", 1 << 20)
     with path.open("ab") as file:
         file.write(b" " * (1 << 20) + b"\n")
     with pytest.raises(SetupError, match=rf"line {len(LOOKS) + 1} is no look: it is longer than 1 MiB"):
@@ -167,16 +170,16 @@ def test_a_history_of_a_stranger_cannot_steer_the_terminal_nor_say_what_cannot_b
     wild = msgspec.structs.replace(record("peer-a", 0), device=evil, load=1e308, speed=-1.0)
     said = msgspec.structs.replace(status("peer-a", 0, 1), rebalance=evil, digest=evil, trainers=(evil,))
     looks = [
-        Look(at=START, records=(wild, record(evil, 0), record("peer-x", -7)), refused={evil: 1}),
-        Look(at=START + 1, statuses=(said, status("peer-a", 0, 10**6), status(evil, 0, 1))),
-        Look(at=START + 2, silent={"peer-a": evil, evil: evil}, gone=(evil,)),
+        Observation(at=START, records=(wild, record(evil, 0), record("peer-x", -7)), refused={evil: 1}),
+        Observation(at=START + 1, statuses=(said, status("peer-a", 0, 10**6), status(evil, 0, 1))),
+        Observation(at=START + 2, silent={"peer-a": evil, evil: evil}, gone=(evil,)),
     ]
     recorded(path, looks)
     last = played(list(read(path)[1]))[-1]
     assert [peer.peer for peer in last.peers] == ["peer-a"] and last.version == 3
     assert "\x1b" not in repr(last).replace("\\x1b", "\x1b")
-    recorded(path, [Look(at=1e300, records=(record("peer-a", 0),))])
-    with pytest.raises(SetupError, match=r"line 5 is no look: a look at an impossible time: 1e\+300"):
+    recorded(path, [Observation(at=1e300, records=(record("peer-a", 0),))])
+    with pytest.raises(SetupError, match=r"line 5 is no look: an observation at an impossible time: 1e\+300"):
         list(read(path)[1])
 
 
@@ -214,7 +217,7 @@ async def test_a_gap_in_the_history_is_not_sat_through(
 ) -> None:
     path = tmp_path / "history.jsonl"
     recorded(path, [LOOKS[0], dataclasses.replace(LOOKS[-1], at=START + 1e6)])
-    monkeypatch.setattr("peers.watch.dashboard.MOST_WAIT_S", 0.01)
+    monkeypatch.setattr("peers.watch.dashboard.MAX_WAIT_S", 0.01)
     await run_dashboard(DashboardOptions(replay=path))
 
 
@@ -263,4 +266,4 @@ async def test_half_of_the_arguments_are_refused_with_what_to_add(
 
 def test_looks_travel_as_json() -> None:
     for look in LOOKS:
-        assert msgspec.json.decode(msgspec.json.encode(look), type=Look) == look
+        assert msgspec.json.decode(msgspec.json.encode(look), type=Observation) == look

@@ -13,18 +13,18 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from peers import events
-from peers.metrics import RoleMetrics, served
+from peers.watch.metrics import RoleMetrics, served
 from peers.watch.prometheus import registry_of
 from swarm.errors import SetupError
-from swarm.policy.observer import Observer
+from swarm.monitoring.aggregator import Aggregator
 from tests.watch.pictures import RUN, START, crowd, troubled
 
 GRAFANA = json.loads((Path(__file__).parents[2] / "scripts" / "grafana.json").read_text())
 
 
 def run_registry() -> CollectorRegistry:
-    observer, at = troubled()
-    return registry_of(lambda: observer.health(now=at))
+    aggregator, at = troubled()
+    return registry_of(lambda: aggregator.health(now=at))
 
 
 def all_events() -> list[events.Event]:
@@ -35,7 +35,7 @@ def all_events() -> list[events.Event]:
         events.StepDone(t=4, steps=40, loss=2.5, tokens_per_s=1234.0),
         events.Replayed(t=4, count=2),
         events.Undone(stage=2, t=4, count=3),
-        events.RoundVoid(stage=2, t=4, why="x"),
+        events.RoundAborted(stage=2, t=4, why="x"),
         events.PeerLost(peer="q", stage=1, why="x"),
         events.StateFetched(stage=2, version=3, source="q", bytes=1000, seconds=1.0),
         events.Checkpointed(stage=2, step=4, path="x"),
@@ -76,13 +76,13 @@ def test_a_picture_is_told_in_numbers() -> None:
 
 
 def test_a_run_of_which_nothing_is_known_has_no_invented_numbers() -> None:
-    found = samples(registry_of(lambda: Observer(RUN).health(now=START)))
+    found = samples(registry_of(lambda: Aggregator(RUN).health(now=START)))
     assert not {"swarm_run_loss", "swarm_run_tokens_per_second"} & {name for name, _ in found}
 
 
 def test_what_strangers_write_stays_inside_its_label() -> None:
-    observer, at = troubled()
-    health = observer.health(now=at)
+    aggregator, at = troubled()
+    health = aggregator.health(now=at)
     evil = 'x"} 1\nswarm_run_version 99'
     object.__setattr__(health, "refused", {evil: 3})
     found = samples(registry_of(lambda: health))

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from peers.watch.terminal import Screen, render
-from swarm.policy.claims import tidy
-from swarm.policy.health import Look, SwarmHealth
-from swarm.policy.observer import Observer
+from swarm.monitoring.aggregator import Aggregator
+from swarm.monitoring.health import Observation, SwarmHealth
+from swarm.monitoring.validation import tidy
 from tests.watch.pictures import RUN, START, crowd, record, status, troubled
 
 pytestmark = pytest.mark.usefixtures("greenwich")
@@ -52,16 +52,16 @@ stage  peer    device  work/s  in flight  queue    up  computed  last
 
 
 def test_the_screen_of_a_run_in_trouble() -> None:
-    observer, at = troubled()
-    lines = drawn(observer.health(now=at))
+    aggregator, at = troubled()
+    lines = drawn(aggregator.health(now=at))
     assert "\n".join(lines) == GOLDEN.format(id=RUN.id)
 
 
 def test_an_empty_run_is_drawn_too() -> None:
-    observer = Observer(RUN)
-    assert "has no peer" not in "\n".join(drawn(observer.health(now=START))), "nobody has looked yet"
-    observer.observe(Look(at=START))
-    lines = drawn(observer.health(now=START))
+    aggregator = Aggregator(RUN)
+    assert "has no peer" not in "\n".join(drawn(aggregator.health(now=START))), "nobody has looked yet"
+    aggregator.observe(Observation(at=START))
+    lines = drawn(aggregator.health(now=START))
     assert lines[1].startswith(" step") and lines[1].endswith("0/40")
     assert lines[2] == " loss  –"
     assert lines[3] == " ! stage 0 has no peer: the run waits until one joins"
@@ -81,8 +81,8 @@ stage  peers  load  version  work/s
 
 
 def test_a_small_terminal_has_fewer_columns_and_the_stages_only() -> None:
-    observer, at = troubled()
-    health = observer.health(now=at)
+    aggregator, at = troubled()
+    health = aggregator.health(now=at)
     assert "\n".join(drawn(health, 40, 10)) == SMALL.format(id=RUN.id)
     narrow = drawn(health, 40, 24)
     assert "stage  peer    work/s  last" in narrow and "    2  peer-f    2.00  no answer" in narrow
@@ -91,26 +91,26 @@ def test_a_small_terminal_has_fewer_columns_and_the_stages_only() -> None:
 @pytest.mark.parametrize("height", [5, 8, 10, 12, 13, 14, 16, 24, 50])
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
 def test_it_fits_whatever_the_size_and_however_many_peers(width: int, height: int) -> None:
-    observer, at = troubled()
-    for health in (observer.health(now=at), crowd(), Observer(RUN).health(now=START)):
+    aggregator, at = troubled()
+    for health in (aggregator.health(now=at), crowd(), Aggregator(RUN).health(now=START)):
         lines = drawn(health, width, height)
         assert len(lines) <= height
         assert max(map(len, lines)) <= width
 
 
 def test_of_many_peers_those_with_something_to_look_at_come_first() -> None:
-    observer, at = troubled()
-    lines = drawn(observer.health(now=at), height=19)
+    aggregator, at = troubled()
+    lines = drawn(aggregator.health(now=at), height=19)
     shown = [line.split()[1] for line in lines if line.startswith("    ") and "cpu" in line]
     assert {"peer-c", "peer-e", "peer-f"} <= set(shown)
     assert any(line.strip().startswith("… ") and line.endswith("more peers") for line in lines)
 
 
 def test_what_strangers_write_steers_no_terminal() -> None:
-    observer = Observer(RUN)
+    aggregator = Aggregator(RUN)
     evil = msgspec.structs.replace(record("peer-x", 0), device="\x1b[2J\x1b]0;mine\x07[red]")
-    observer.observe(Look(at=START, records=(tidy(evil),)))
-    text = "\n".join(drawn(observer.health(now=START)))
+    aggregator.observe(Observation(at=START, records=(tidy(evil),)))
+    text = "\n".join(drawn(aggregator.health(now=START)))
     assert "\x1b" not in text and "\x07" not in text
     assert "?[2J?]0;" in text
 
@@ -129,10 +129,10 @@ def test_on_a_terminal_it_is_a_screen_that_is_given_back(monkeypatch: pytest.Mon
 
     reader = threading.Thread(target=drain)
     reader.start()
-    observer, at = troubled()
+    aggregator, at = troubled()
     with os.fdopen(theirs, "w") as stream, Screen(stream=stream) as screen:
         assert screen.live
-        screen(observer.health(now=at))
+        screen(aggregator.health(now=at))
     reader.join()
     os.close(ours)
     said = b"".join(read).decode()
@@ -142,19 +142,19 @@ def test_on_a_terminal_it_is_a_screen_that_is_given_back(monkeypatch: pytest.Mon
 
 def test_off_a_terminal_lines_tell_what_is_new_and_each_alert_once() -> None:
     out = io.StringIO()
-    observer = Observer(RUN)
+    aggregator = Aggregator(RUN)
     with Screen(stream=out) as screen:
         assert not screen.live
-        observer.observe(
-            Look(at=START, records=(record("peer-a", 0), record("peer-b", 1), record("peer-c", 2)))
+        aggregator.observe(
+            Observation(at=START, records=(record("peer-a", 0), record("peer-b", 1), record("peer-c", 2)))
         )
         for version in range(1, 9):
             told = tuple(status(f"peer-{n}", s, version) for s, n in enumerate("abc"))
             silent = {"peer-c": "it hangs"} if version > 4 else {}
-            observer.observe(
-                Look(at=START + 4 * version, statuses=told[:2] if silent else told, silent=silent)
+            aggregator.observe(
+                Observation(at=START + 4 * version, statuses=told[:2] if silent else told, silent=silent)
             )
-            screen(observer.health(now=START + 4 * version))
+            screen(aggregator.health(now=START + 4 * version))
     said = out.getvalue().splitlines()
     assert sum("step " in line for line in said) == 3
     assert [line.split("  ", 1)[1] for line in said if "step " not in line] == [

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from peers.watch import topology
-from swarm.policy.claims import tidy
-from swarm.policy.health import Look, SwarmHealth
-from swarm.policy.observer import Observer
+from swarm.monitoring.aggregator import Aggregator
+from swarm.monitoring.health import Observation, SwarmHealth
+from swarm.monitoring.validation import tidy
 from tests.watch.pictures import RUN, START, crowd, record, troubled
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -22,8 +22,8 @@ def drawn(health: SwarmHealth) -> ElementTree.Element:
 
 
 def test_peers_stand_in_the_column_of_their_stage_and_look_as_they_are() -> None:
-    observer, at = troubled()
-    picture = drawn(observer.health(now=at))
+    aggregator, at = troubled()
+    picture = drawn(aggregator.health(now=at))
     dots = {dot.get("data-peer"): dot for dot in picture.iter(f"{SVG}a")}
     x = {name: float(dot.find(f"{SVG}circle").get("cx")) for name, dot in dots.items()}
     assert x["trainer"] < x["peer-a"] == x["peer-b"] < x["peer-c"] == x["peer-d"] < x["peer-e"] < x["keeper"]
@@ -37,8 +37,8 @@ def test_peers_stand_in_the_column_of_their_stage_and_look_as_they_are() -> None
 
 
 def test_a_route_is_as_thick_as_its_traffic() -> None:
-    observer, at = troubled()
-    picture = drawn(observer.health(now=at))
+    aggregator, at = troubled()
+    picture = drawn(aggregator.health(now=at))
     lines = {line.find(f"{SVG}title").text.split(":")[0]: line for line in picture.iter(f"{SVG}line")}
     assert {"rainer – peer-a", "peer-a – peer-c", "peer-c – peer-e"} <= set(lines)
     assert lines["rainer – peer-a"].get("class") == "feed"
@@ -57,20 +57,20 @@ def test_everybody_is_inside_the_picture_and_nobody_on_top_of_another(peers: int
         assert r <= x <= width - r and r <= y <= height - r and r > 1
         at.add((x, y))
     assert len(at) == len(circles)
-    assert len(list(picture.iter(f"{SVG}line"))) <= topology.MOST_LINES
+    assert len(list(picture.iter(f"{SVG}line"))) <= topology.MAX_LINES
 
 
 def test_an_empty_run_is_drawn_too() -> None:
-    picture = drawn(Observer(RUN).health(now=START))
+    picture = drawn(Aggregator(RUN).health(now=START))
     assert [text.text for text in picture.iter(f"{SVG}text")][::2] == ["stage 0", "stage 1", "stage 2"]
 
 
 def test_what_strangers_write_stays_text() -> None:
     evil = '"><script>alert(1)</script>'
-    observer = Observer(RUN)
+    aggregator = Aggregator(RUN)
     wild = msgspec.structs.replace(record(f"peer{evil}", 0), device=evil)
-    observer.observe(Look(at=START, records=(tidy(wild),), silent={wild.peer: evil}))
-    text = topology.svg(observer.health(now=START))
+    aggregator.observe(Observation(at=START, records=(tidy(wild),), silent={wild.peer: evil}))
+    text = topology.svg(aggregator.health(now=START))
     assert "<script" not in text
-    (dot,) = drawn(observer.health(now=START)).iter(f"{SVG}a")
+    (dot,) = drawn(aggregator.health(now=START)).iter(f"{SVG}a")
     assert dot.get("data-peer") == wild.peer and evil in (dot.find(f"{SVG}title").text or "")

@@ -19,12 +19,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from peers.options import DashboardOptions
 from peers.watch import dashboard
-from peers.watch.dashboard import DashboardOptions, run_dashboard
+from peers.watch.dashboard import run_dashboard
 from peers.watch.history import Recorder
 from swarm.errors import SetupError
-from swarm.policy.health import Look
-from swarm.run import demo_run
+from swarm.manifest import demo_run
+from swarm.monitoring.health import Observation
 from tests.watch.browser import needs_browser, visit
 from tests.watch.pictures import RUN, START, record, status
 
@@ -67,11 +68,11 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with Recorder(path, RUN) as take:
         wild = msgspec.structs.replace(record("peer-w", 2), device=EVIL)
         peers = (record("peer-a", 0), record("peer-b", 0), record("peer-c", 1), wild)
-        take(Look(at=START, records=peers, refused={EVIL: 1}))
+        take(Observation(at=START, records=peers, refused={EVIL: 1}))
         for version in range(1, 8):
             told = [status("peer-a", 0, version, to=("peer-c", "trainer")), status("peer-c", 1, version)]
             told += [msgspec.structs.replace(status("peer-w", 2, version), rebalance=EVIL)]
-            take(Look(at=START + 2 * version, statuses=tuple(told), silent={"peer-b": EVIL}))
+            take(Observation(at=START + 2 * version, statuses=tuple(told), silent={"peer-b": EVIL}))
     with shown(path) as where:
         yield where
     assert sorted(p.name for p in path.parent.iterdir()) == ["history.jsonl"]  # nothing is left beside it
@@ -180,10 +181,10 @@ def test_500_peers_are_shown_and_found(tmp_path: Path) -> None:
     path, run = tmp_path / "history.jsonl", demo_run(stages=8, steps=100)
     names = [f"peer{i:04d}" for i in range(500)]
     with Recorder(path, run) as take:
-        take(Look(at=START, records=tuple(record(n, i % 8, run=run) for i, n in enumerate(names))))
+        take(Observation(at=START, records=tuple(record(n, i % 8, run=run) for i, n in enumerate(names))))
         for version in (1, 2, 3):
             told = (status(n, i % 8, version, to=(names[(i + 1) % 500],)) for i, n in enumerate(names))
-            take(Look(at=START + 5 * version, statuses=tuple(told)))
+            take(Observation(at=START + 5 * version, statuses=tuple(told)))
     with shown(path) as where, visit(where) as seen:
         page = seen.page
         page.wait_for_selector('[data-peer="peer0499"]')

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from swarm.codecs import VALUES
 from swarm.errors import Refused
 from swarm.wire.codec import Encoded, decode, dynamic_code, encode, round_trip
-from swarm.wire.meta import BLOCK, ITEM_BYTES, TensorMeta, encoded_sizes
+from swarm.wire.tensor_meta import BLOCK, ITEM_BYTES, TensorMeta, encoded_sizes
 
 CODECS = VALUES
 SPARSE = ("topk:0.01", "topk:0.3", "topk:0.05+bf16", "topk:0.999999+bf16", "topk:0.05+blockwise8")

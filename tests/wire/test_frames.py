@@ -84,8 +84,11 @@ def test_a_heartbeat_lists_as_many_calls_as_may_be_pending() -> None:
     ("frame", "text"),
     [
         (b"GET / HTTP/1.1\r\n", r"not a frame: it starts with b'GET '"),
-        (frames.pack_prefix(Kind.ABORT, 1)[:3] + b"\1" + bytes(12), "not a frame"),
-        (b"\x53\x57\x63\0" + bytes(12), "unknown kind of frame: 99"),
+        (
+            frames.pack_prefix(Kind.ABORT, 1, version=200),
+            "it speaks version 200 of the swarm's protocol, this program version 1: update the older program",
+        ),
+        (b"\x53\x57\x63\1" + bytes(12), "unknown kind of frame: 99"),
         (frames.pack_prefix(Kind.CALL, 1, 1 << 31), "CALL with a header of 2147483648 bytes; 1 to "),
         (frames.pack_prefix(Kind.CALL, 1, 0), "CALL with a header of 0 bytes"),
         (frames.pack_prefix(Kind.CALL, 1, 5, 1), "CALL with 1 bytes of body; at most 0"),

@@ -8,26 +8,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import BadAnswer, Refused
+from swarm.protocol.ledger import Bitmap
+from swarm.protocol.messages import (
+    Directive,
+    ReplicaReport,
+    StepDirective,
+    StepReport,
+)
+from swarm.protocol.rounds import Plan, Prepared
 from swarm.wire import messages
 from swarm.wire.codec import TensorMeta
 from swarm.wire.messages import (
     MAX_HEADER_BYTES,
-    Brief,
     FetchVector,
-    HeldWire,
     Hop,
     Locate,
     Part,
-    PlanWire,
-    Report,
-    StepBrief,
-    StepReport,
     Work,
     WorkDone,
     pack,
     unpack,
     unpack_answer,
-    with_way,
+    with_latency,
 )
 
 KINDS = [
@@ -49,13 +51,18 @@ def refused(data: bytes, kind: type[msgspec.Struct] = Work) -> str:
 
 
 def test_what_is_packed_comes_back() -> None:
-    report = Report(
-        run="r", stage=1, version=3, digest="d",
-        steps=(StepReport(t=3, done=b"\1", doing=b"\2", held=HeldWire(round="x", sqnorm=0.5, digest="y")),),
-    )  # fmt: skip
-    plan = PlanWire(round="x", number=1, members=("a",), ledgers=(b"\xff",), parts=(7,))
-    brief = Brief(run="r", stage=0, coordinator="a", version=3, steps=(StepBrief(t=3, plan=plan),))
-    for message in (WORK, report, brief, WorkDone(loss=0.25)):
+    report = ReplicaReport(
+        run="r",
+        stage=1,
+        version=3,
+        digest="d",
+        steps=(StepReport(t=3, done=Bitmap(1), in_progress=Bitmap(2), held=Prepared("x", 0.5, "y")),),
+    )
+    plan = Plan(round="x", number=1, members=("a",), ledgers=(Bitmap(255),), parts=(7,))
+    directive = Directive(
+        run="r", stage=0, coordinator="a", version=3, steps=(StepDirective(t=3, plan=plan),)
+    )
+    for message in (WORK, report, directive, WorkDone(loss=0.25)):
         assert unpack(pack(message), type(message)) == message
 
 
@@ -125,8 +132,8 @@ def test_nesting_without_end_is_refused() -> None:
     [
         ({"run": "r", "t": 1, "start": None}, FetchVector, "$.start"),
         (
-            {"run": "r", "stage": 0, "version": 1, "steps": [{"t": 1, "done": "text", "doing": b""}]},
-            Report,
+            {"run": "r", "stage": 0, "version": 1, "steps": [{"t": 1, "done": "text", "in_progress": b""}]},
+            ReplicaReport,
             "$.steps[0].done",
         ),
         ({"run": "r", "t": 0, "round": "x", "start": 0, "numel": 2**64}, Part, "$.numel"),
@@ -171,28 +178,28 @@ def test_a_damaged_header_is_read_or_refused(data: st.DataObject) -> None:
 def test_the_largest_plan_of_a_reduce_fits_into_a_header() -> None:
     """50 members, 8192 microbatches: the bounds that the limit was made for."""
     members = tuple("12D3KooW" + f"{i:044d}" for i in range(50))
-    ledgers, parts = (b"\xff" * 1024,) * 50, (1 << 30,) * 50
-    plan = PlanWire(round="f" * 32, number=9, members=members, ledgers=ledgers, parts=parts)
-    brief = Brief(
+    ledgers, parts = (Bitmap((1 << 8192) - 1),) * 50, (1 << 30,) * 50
+    plan = Plan(round="f" * 32, number=9, members=members, ledgers=ledgers, parts=parts)
+    directive = Directive(
         run="f" * 32, stage=0, coordinator=members[0], version=10, sources=members,
-        steps=(StepBrief(t=9, plan=plan),),
+        steps=(StepDirective(t=9, plan=plan),),
     )  # fmt: skip
-    assert len(pack(brief)) < MAX_HEADER_BYTES
+    assert len(pack(directive)) < MAX_HEADER_BYTES
 
 
-def hop(stage: int, own_s: float, way_s: float = 0.0) -> Hop:
-    return Hop(stage=stage, peer=f"p{stage}", own_s=own_s, compute_s=own_s / 2, way_s=way_s)
+def hop(stage: int, own_s: float, latency_s: float = 0.0) -> Hop:
+    return Hop(stage=stage, peer=f"p{stage}", own_s=own_s, compute_s=own_s / 2, latency_s=latency_s)
 
 
 def test_what_a_call_took_and_no_peer_spent_was_the_line_to_the_first() -> None:
-    hops = with_way((hop(1, 0.1, way_s=7.0), hop(2, 0.2, way_s=0.05)), 0.5)
-    assert [h.way_s for h in hops] == [pytest.approx(0.15), 0.05]
-    assert with_way((), 0.5) == ()
+    hops = with_latency((hop(1, 0.1, latency_s=7.0), hop(2, 0.2, latency_s=0.05)), 0.5)
+    assert [h.latency_s for h in hops] == [pytest.approx(0.15), 0.05]
+    assert with_latency((), 0.5) == ()
 
 
 @pytest.mark.parametrize("own_s", [0.6, float("nan"), float("inf"), -9.0])
 def test_of_work_done_before_and_of_times_that_cannot_be_no_way_is_known(own_s: float) -> None:
-    assert with_way((hop(1, own_s),), 0.5)[0].way_s == 0.0
+    assert with_latency((hop(1, own_s),), 0.5)[0].latency_s == 0.0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from swarm.codecs import PPM, Codec
 from swarm.errors import Refused
 from swarm.wire.codec import decode, encode, round_trip
-from swarm.wire.meta import TensorMeta, encoded_sizes, index_layout, kept_of, row_length
+from swarm.wire.tensor_meta import TensorMeta, encoded_sizes, index_layout, kept_of, row_length
 from swarm.wire.topk import largest, pack_places, unpack_places
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)

@@ -1,0 +1,52 @@
+"""What time it is: monotonic seconds for waits and durations, Unix seconds for what others are told.
+
+The protocol asks here only. A loop that is a `VirtualTime` (`peers.sim.loop`) answers both itself, so that
+whole swarms run in virtual time; anywhere else it is the system's clock.
+
+`loop.time()` is not used outside virtual time. uvloop's has a resolution of a millisecond and stands still
+within one round of the loop, too coarse for bandwidths and the durations of small microbatches, and no other
+thread may ask for it. It is the same clock otherwise, so the two can be compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+
+
+class VirtualTime(ABC):
+    """A loop that moves its clock instead of waiting."""
+
+    @abstractmethod
+    def time(self) -> float:
+        """Monotonic seconds."""
+
+    @abstractmethod
+    def unix_s(self) -> float:
+        """Unix seconds, which move with `time`."""
+
+
+def now_s() -> float:
+    """Monotonic seconds."""
+    virtual = _virtual()
+    return time.monotonic() if virtual is None else virtual.time()
+
+
+def unix_s() -> float:
+    """Unix seconds."""
+    virtual = _virtual()
+    return time.time() if virtual is None else virtual.unix_s()
+
+
+def is_virtual() -> bool:
+    """Whether the running loop moves its clock instead of waiting; it runs no threads then."""
+    return _virtual() is not None
+
+
+def _virtual() -> VirtualTime | None:
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:  # another thread, or before the loop runs
+        return None
+    return loop if isinstance(loop, VirtualTime) else None

@@ -1,1 +1,0 @@
-"""Files: tokens and checkpoints. Nothing here knows of the network."""

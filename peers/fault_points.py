@@ -1,0 +1,55 @@
+"""Faults that a test may ask a process for, through its environment. Unset, they cost a dictionary look-up.
+
+`SWARM_KILL_AT=name[:n][,name[:n]…]` kills the process with SIGKILL the n-th time (default 1st) that it
+passes the point `name`; `SWARM_STOP_AT` stops it there with SIGSTOP.
+
+    forward    a microbatch's forward is done, the next stage is not called yet
+    backward   the gradient came back, its backward has not run
+    reduce     this member has sent or received a chunk of an all-reduce
+    prepared   the reduced gradient is held, the step not taken
+    joining    the state of another peer is half downloaded
+    trainer    a trainer has a microbatch in flight
+    frozen     this member's sum is frozen for a reduce
+    took       this member has taken a step, and said nothing of it yet
+    handing    a leaving member's sum is at its replica, which does not count it yet
+
+A simulation, in which a process is no process of the system, is told of each point instead: `on_point`.
+
+`SWARM_JOB_S=seconds` makes each forward and backward take at least so long: a slow device that burns nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+on_point: Callable[[str], None] | None = None
+
+_JOB_S = float(os.environ.get("SWARM_JOB_S") or 0.0)
+
+
+def _wishes(variable: str) -> dict[str, int]:
+    items = [item.partition(":") for item in os.environ.get(variable, "").split(",") if item]
+    return {name: int(count or 1) for name, _, count in items}
+
+
+_left = [(signal.SIGKILL, _wishes("SWARM_KILL_AT")), (signal.SIGSTOP, _wishes("SWARM_STOP_AT"))]
+
+
+def fault_point(name: str) -> None:
+    """Pass the point `name`."""
+    if on_point is not None:
+        on_point(name)
+    for signum, left in _left:
+        if name in left:
+            left[name] -= 1
+            if left[name] == 0:
+                os.kill(os.getpid(), signum)
+
+
+def job_point(took_s: float) -> None:
+    """A forward or backward is done, and took so long. In the job itself."""
+    if _JOB_S:
+        time.sleep(max(0.0, _JOB_S - took_s))

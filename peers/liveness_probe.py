@@ -1,0 +1,58 @@
+"""Asking silent peers whether they are back, so that no real work is risked to find out."""
+
+from __future__ import annotations
+
+import asyncio
+
+from peers.ports import Directory, Transport
+from swarm.errors import PeerFault, SwarmError
+from swarm.ids import PeerId
+from swarm.policy.backoff import Backoff
+from swarm.wire.messages import Locate, pack
+
+PROBE_EVERY_S = 0.5
+PROBE_S = 3.0
+"""For an answer that needs no work; as long as a report may take."""
+MAX_PROBED = 32
+"""At a time."""
+
+
+class Prober:
+    """Ends the rest of silent peers as soon as they answer anything."""
+
+    def __init__(self, run: str, transport: Transport, directory: Directory, backoff: Backoff) -> None:
+        self._transport, self._directory, self._backoff = transport, directory, backoff
+        self._question = pack(Locate(run=run, t=0, m=0))
+        self._asking: dict[PeerId, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Ask, until cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(PROBE_EVERY_S)
+                self._ask_all()
+        finally:
+            asking = list(self._asking.values())
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+    def _ask_all(self) -> None:
+        for peer in self._backoff.silent():
+            record = self._directory.find(peer)
+            if record is None or record.state == "left":
+                self._backoff.forget(peer)
+            elif peer not in self._asking and len(self._asking) < MAX_PROBED:
+                self._asking[peer] = asyncio.get_running_loop().create_task(self._ask(peer))
+
+    async def _ask(self, peer: PeerId) -> None:
+        try:
+            await self._transport.call(peer, "locate", self._question, deadline_s=PROBE_S)
+        except PeerFault:
+            pass  # still silent
+        except SwarmError:
+            self._backoff.heard(peer)  # a refusal is as good as an answer
+        else:
+            self._backoff.heard(peer)
+        finally:
+            del self._asking[peer]

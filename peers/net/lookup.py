@@ -1,0 +1,157 @@
+"""Which nodes of the DHT are asked for which keys, until enough of them answered; what that may cost. Pure.
+
+The steady work of a peer is bounded whatever the size of the run: so many questions each refresh, so many
+bytes each second. In a small run that is enough to read everything each time. In a large one keys take turns,
+and all times get longer with the number of peers, so that they renew 40 records a second in a run of up to
+4 000, and 100 in one of 10 000.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key")
+Holder = TypeVar("Holder")
+
+USUAL = 200
+"""Peers of a run, up to which times are not stretched: reading all of it takes 12 kB a second."""
+MAX_STRETCHED = 20.0
+"""A record lives 400 s then, twice as long as reading 10 000 of them takes."""
+
+
+def stretch(known: int) -> float:
+    """How many times longer everything may take in a run of which so many peers are known.
+
+    Whoever works with others notices their deaths by calls, not by records; and there are as many more of
+    them.
+    """
+    return min(MAX_STRETCHED, max(1.0, known / USUAL))
+
+
+class Allowance:
+    """Bytes that may be read now: so many a second, saved up to a limit. Times are monotonic seconds."""
+
+    def __init__(self, bytes_per_s: float, most_bytes: float) -> None:
+        self._per_s, self._most = bytes_per_s, most_bytes
+        self._left = most_bytes
+        self._at = 0.0
+
+    def left(self, *, now: float) -> int:
+        if now > self._at:
+            self._left = min(self._most, self._left + self._per_s * (now - self._at))
+            self._at = now
+        return max(0, int(self._left))
+
+    def spend(self, some_bytes: int) -> None:
+        """What came; perhaps more than was left, which has to be made up for."""
+        self._left -= some_bytes
+
+
+def whom_to_ask(
+    holders: Mapping[Key, Sequence[Holder]],
+    rng: random.Random,
+    *,
+    most: int | None = None,
+) -> dict[Holder, list[Key]]:
+    """Few nodes that together hold all keys, other ones each time: node -> the keys to ask it for.
+
+    In a small swarm every node holds nearly everything, and asking one or two does (a question costs 1 ms
+    of CPU over all processes). Chance keeps a node that hides records from hiding them for long.
+
+    Args:
+        holders: the most urgent keys first.
+        most: nodes. What is left has to wait.
+    """
+    left = {key: list(dict.fromkeys(nodes)) for key, nodes in holders.items() if nodes}
+    chosen: dict[Holder, list[Key]] = {}
+    counts = Counter(node for nodes in left.values() for node in nodes)
+    while left and (most is None or len(chosen) < most):
+        urgent = next(iter(left.values()))
+        best = max(counts[node] for node in urgent)
+        node = rng.choice([node for node in urgent if 2 * counts[node] > best])
+        chosen[node] = [key for key, nodes in left.items() if node in nodes]
+        for key in chosen[node]:
+            counts.subtract(left.pop(key))
+    return chosen
+
+
+class Lookup(Generic[Key, Holder]):
+    """One look at all keys. The keys of a node that fails, or is late, are asked of others.
+
+    survey = Survey(holders, spare, rng, answers=1)
+    for node, keys in survey.ask().items(): ...       # again after each answer, failure or delay
+    survey.answered(node, keys); survey.failed(node, keys); survey.late(node, keys)
+    survey.over
+    """
+
+    def __init__(
+        self,
+        holders: Mapping[Key, Sequence[Holder]],
+        spare: Mapping[Key, Sequence[Holder]],
+        rng: random.Random,
+        *,
+        answers: int = 1,
+    ) -> None:
+        """`spare`: asked for a key when none of its `holders` is left. `answers`: wanted for each key."""
+        self._left = {key: list(dict.fromkeys(nodes)) for key, nodes in holders.items()}
+        self._spare = {
+            key: [node for node in dict.fromkeys(nodes) if node not in self._left.get(key, ())]
+            for key, nodes in spare.items()
+        }
+        self._rng, self._wanted = rng, answers
+        self._answers: Counter[Key] = Counter()
+        self._waiting: dict[Key, set[Holder]] = {key: set() for key in self._left}
+        self._late: dict[Key, set[Holder]] = {key: set() for key in self._left}
+
+    def ask(self) -> dict[Holder, list[Key]]:
+        """The nodes to ask now, besides those that were asked."""
+        asked: dict[Holder, list[Key]] = defaultdict(list)
+        while short := [key for key in self._left if self._is_short(key) and self._next(key)]:
+            for node, keys in whom_to_ask({key: self._left[key] for key in short}, self._rng).items():
+                asked[node] += keys
+                for key in keys:
+                    self._left[key].remove(node)
+                    self._waiting[key].add(node)
+        return dict(asked)
+
+    def answered(self, holder: Holder, keys: Iterable[Key]) -> None:
+        """`holder` said what it has under `keys`, be it nothing; late answers count."""
+        for key in keys:
+            self._answers[key] += 1
+            self._forget(holder, key)
+
+    def failed(self, holder: Holder, keys: Iterable[Key]) -> None:
+        """No answer will come."""
+        for key in keys:
+            self._forget(holder, key)
+
+    def late(self, holder: Holder, keys: Iterable[Key]) -> None:
+        """Ask another node as well."""
+        for key in keys:
+            if holder in self._waiting[key]:
+                self._waiting[key].remove(holder)
+                self._late[key].add(holder)
+
+    @property
+    def over(self) -> bool:
+        """Whether each key has its answers, or no node is left that could give one."""
+        return all(self._answers[key] >= self._wanted or self._is_hopeless(key) for key in self._left)
+
+    def _forget(self, holder: Holder, key: Key) -> None:
+        self._waiting[key].discard(holder)
+        self._late[key].discard(holder)
+
+    def _is_short(self, key: Key) -> bool:
+        return self._answers[key] + len(self._waiting[key]) < self._wanted
+
+    def _next(self, key: Key) -> list[Holder]:
+        # Those further away may hold nothing: they are asked only if nobody nearer answers.
+        if not (self._left[key] or self._answers[key] or self._waiting[key]):
+            self._left[key] = self._spare.pop(key, [])
+        return self._left[key]
+
+    def _is_hopeless(self, key: Key) -> bool:
+        return not self._next(key) and not self._waiting[key] and not self._late[key]

@@ -1,0 +1,530 @@
+"""Our own libp2p daemon (p2pd): started fast, watched, and never left behind.
+
+    python ──stdin pipe──▶ sh (own session) ──pdeathsig──▶ p2pd
+       ◀───────────────────── stdout pipe ───────────────────┘
+
+- python dies (or closes the pipe): sh reads end of file, kills p2pd, removes the private directory.
+- sh dies: the kernel kills p2pd (`setpriv --pdeathsig KILL`, where it exists); python sees its
+  output end and removes the directory.
+- p2pd dies: python sees its output end (`died`), closes the pipe, and sh removes the directory.
+- All at once: the directory stays, its lock is free, and the next daemon started here sweeps it.
+
+The session of its own keeps a terminal's Ctrl-C away from p2pd, which is needed to leave politely.
+Nothing here imports hivemind, so that p2pd can start while slow imports are still running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import ipaddress
+import logging
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from peers.net.identity import Identity
+from peers.waiting import happens
+from swarm.errors import SetupError
+from swarm.ids import PeerId
+
+logger = logging.getLogger(__name__)
+
+CIRCUIT = "/p2p-circuit"
+"""In an address: what is before it is a relay's."""
+START_TIMEOUT_S = 15.0
+"""p2pd answers in 0.15 s on an idle core; this allows for a very busy one."""
+_STALE_AFTER_S = 60.0
+"""A private directory younger than this may not have taken its lock yet."""
+
+MAX_RELAYS = 4
+"""That p2pd is told of. It takes a place at each, and nowhere for three minutes if one of them is dead or no
+relay. Four, since it believes the address at which four peers see it, and punches no holes before."""
+_RELAY_BUFFER_BYTES = 256 * 1024
+"""For each direction of each relayed connection. p2pd's default, 16 MiB, is no faster."""
+
+_WATCHDOG = """
+directory=$1; shift
+"$@" </dev/null &
+echo "pid $!"
+exec >/dev/null 2>&1
+while read -r _; do :; done
+kill -KILL $!
+wait
+rm -rf "$directory"
+"""
+"""Ends when its standard input does. `read` keeps it asleep; nobody ever writes a line."""
+
+P2PD_ENVIRONMENT = {
+    "GOLOG_LOG_LEVEL": "fatal",
+    # With more, Go's threads spin while they look for work: half of p2pd's CPU at a stage peer's rate (3.0
+    # against 6.5 ms per MB, both ends; at full speed 2.3 against 3.1, and 340 against 270 MB/s on two cores).
+    # One thread moves about 800 MB/s; who has a faster link sets the variable.
+    "GOMAXPROCS": "1",
+}
+"""What p2pd is started with unless our own environment says otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonOptions:
+    """What p2pd is told. Addresses are multiaddrs or `host:port`."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for every address of this machine."""
+    port: int = 0
+    """TCP port; 0 lets the system choose one."""
+    any_port: bool = False
+    """`port` is nobody's wish: a p2pd that is started again may take another one."""
+    announce: tuple[str, ...] = ()
+    """Addresses under which others reach us, if p2pd cannot see them itself (port forwarding)."""
+    reachable: bool | None = None
+    """Whether others can dial us; None: p2pd finds out, which takes minutes and several public peers."""
+    relays: tuple[str, ...] = ()
+    """Multiaddrs of peers, ending in `/p2p/<id>`, through which others reach us if they cannot dial us."""
+    be_relay: bool = False
+    """Relay for others, on this machine's bandwidth, while we are reachable."""
+    relay_guests: int = 64
+    """Peers that we relay for at a time."""
+    relay_circuits: int = 16
+    """Connections to each of them that we relay at a time; each may take half a MB of memory."""
+    relay_data_limit: int = 1 << 40
+    """Bytes each way after which a connection relayed by us is reset (p2pd's default: 4 GiB)."""
+    relay_time_limit_s: int = 7 * 24 * 3600
+    """Seconds after which a connection relayed by us is reset (p2pd's default: 30 minutes)."""
+    nat_port_map: bool = False
+    """Ask the router to forward the port (UPnP)."""
+
+
+def to_multiaddr(address: str) -> str:
+    """`/ip4/...` as it is; `host:port` as a multiaddr.
+
+    Raises:
+        SetupError: it is neither, or its port is 0.
+    """
+    if address.startswith("/"):
+        if "/tcp/0" in address + "/" and address.rstrip("/").endswith("/tcp/0"):
+            raise SetupError(f"announced address {address!r} has port 0: name the port that others can dial")
+        return address
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or not 0 < int(port) < 65536 or not host:
+        raise SetupError(f"{address!r} is not an address: write host:port or /ip4/1.2.3.4/tcp/31337")
+    return f"{_host_part(host)}/tcp/{int(port)}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can dial who listens at `host`. Raises SetupError if it is no address."""
+    return ipaddress.ip_address(_host_part(host).split("/")[2]).is_loopback
+
+
+def _host_part(host: str) -> str:
+    if "%" in host:
+        raise SetupError(f"{host!r} has a scope (%...), which p2pd does not understand: leave it out")
+    try:
+        version = ipaddress.ip_address(host.strip("[]")).version
+    except ValueError:
+        try:
+            host = str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+        except OSError:
+            raise SetupError(f"{host!r} is not an address and has no name server entry") from None
+        version = 4
+    return f"/ip{version}/{host.strip('[]')}"
+
+
+def p2pd_path() -> Path:
+    """The p2pd binary that hivemind's wheel brings.
+
+    Raises:
+        SetupError: it is missing or not executable.
+    """
+    from importlib.util import find_spec  # a lookup only: hivemind itself stays unimported
+
+    spec = find_spec("hivemind")
+    locations = list(spec.submodule_search_locations or ()) if spec is not None else []
+    if not locations:
+        raise SetupError("hivemind is not installed: pip install hivemind")
+    path = Path(locations[0]) / "hivemind_cli" / "p2pd"
+    if not path.is_file():
+        raise SetupError(f"hivemind was installed without its p2pd binary ({path}): install its wheel")
+    if not os.access(path, os.X_OK):
+        raise SetupError(f"{path} is not executable: chmod +x it")
+    return path
+
+
+def _explain(last_line: str, options: DaemonOptions) -> str:
+    """What a person can do about p2pd's last words."""
+    where = f"{options.host}:{options.port}"
+    if "address already in use" in last_line:
+        return (
+            f"port {options.port} is already in use on {options.host}: stop the program that uses it, or "
+            "choose another one with --port (--port 0 picks a free one)"
+        )
+    if "cannot assign requested address" in last_line:
+        return (
+            f"this machine has no address {options.host}: listen on 0.0.0.0, "
+            "and announce the address under which others reach you"
+        )
+    if "permission denied" in last_line:
+        return f"not allowed to listen on {where}: choose a port above 1023"
+    if "multiaddr" in last_line:
+        return f"p2pd does not understand an address: {last_line}"
+    return f"p2pd did not start on {where}: {last_line or 'it ended without a word'}"
+
+
+def shortage(error: OSError) -> str:
+    """What this process itself is short of, in words, if that is what an error says."""
+    if error.errno == errno.EMFILE:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"this process has no free file descriptors ({limit} are allowed): raise the limit (ulimit -n)"
+    if error.errno == errno.ENFILE:
+        return "this machine has no free file descriptors: end other programs, or raise fs.file-max"
+    return ""
+
+
+def _claim_port(options: DaemonOptions) -> None:
+    """Refuse a port on which another program listens. p2pd would share it (SO_REUSEPORT) with another p2pd
+    of the same user, and each would get half of the calls.
+
+    Raises:
+        SetupError: it is in use.
+    """
+    if not options.port:
+        return
+    _, kind, host = _host_part(options.host).split("/")
+    family = socket.AF_INET6 if kind == "ip6" else socket.AF_INET
+    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as trial:
+        # Connections that ended a moment ago do not hinder; one that listens does, whatever it allows.
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            trial.bind((host, options.port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise SetupError(_explain("address already in use", options)) from None
+            # p2pd says anything else itself
+
+
+def _private_dir() -> tuple[Path, int]:
+    """A new directory, mode 700, and the descriptor of its held lock. Sweeps those left behind.
+
+    In /tmp, because the path of a unix socket has to be shorter than 108 bytes.
+    """
+    parent = Path("/tmp") if os.access("/tmp", os.W_OK) else Path(tempfile.gettempdir())
+    _sweep(parent)
+    directory = Path(tempfile.mkdtemp(prefix="swarm-", dir=parent))
+    lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return directory, lock
+
+
+def _sweep(parent: Path) -> None:
+    """Remove private directories of ours whose owners all died at once (nobody holds the lock)."""
+    for directory in parent.glob("swarm-????????"):
+        with contextlib.suppress(OSError):
+            status = directory.lstat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < _STALE_AFTER_S:
+                continue
+            lock = os.open(directory / "lock", os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(directory, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+class Daemon:
+    """A p2pd of our own. `spawn` starts it at once and does not wait; `ready` does."""
+
+    def __init__(self, options: DaemonOptions, identity: Identity, identity_path: Path | None) -> None:
+        self.options = options
+        self.identity = identity
+        self.peer_id: PeerId = identity.peer_id
+        self.directory, self._lock = _private_dir()
+        self.control_path = self.directory / "p2pd.sock"
+        self.pid: int | None = None
+        """Of p2pd itself; known once it is ready."""
+        self.addresses: tuple[str, ...] = ()
+        """Multiaddrs that p2pd listens on, without the peer id; known once it is ready."""
+        self.died: asyncio.Event = asyncio.Event()
+        """Set when p2pd ended, also when we ended it."""
+        self.on_death: Callable[[], None] | None = None
+        """Called in the loop when p2pd ends although nobody asked it to."""
+        self.identity_path = identity_path
+        self._identity_path = identity_path or self.directory / "identity"
+        self._identity_lock: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._output = b""
+        self._lines: deque[str] = deque(maxlen=20)
+        self._up = False
+        self._ended = False
+        self._closing = False
+        self._changed: asyncio.Event = asyncio.Event()
+
+    @classmethod
+    def spawn(
+        cls, options: DaemonOptions, *, identity_path: Path | None = None, identity: Identity | None = None
+    ) -> Daemon:
+        """Start p2pd in the background. With neither path nor identity, the identity is new and temporary.
+
+        Raises:
+            SetupError: no binary, a bad address, or an identity file that cannot be used.
+        """
+        binary = p2pd_path()
+        if identity_path is not None:
+            identity = Identity.load_or_create(identity_path)
+        identity = identity or Identity.generate()
+        _claim_port(options)
+        daemon = cls(options, identity, identity_path)
+        try:
+            daemon._start(binary)
+        except BaseException:
+            daemon._release()
+            raise
+        return daemon
+
+    def _start(self, binary: Path) -> None:
+        if self._identity_path.parent == self.directory:
+            with os.fdopen(os.open(self._identity_path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+                file.write(self.identity.to_file_bytes())
+        self._identity_lock = os.open(self._identity_path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._identity_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise SetupError(
+                f"the identity {self._identity_path} is in use by another process: "
+                "each peer needs an identity file of its own"
+            ) from None
+        command = [str(binary), *self._flags()]
+        setpriv = shutil.which("setpriv")
+        if setpriv is not None:
+            command = [setpriv, "--pdeathsig", "KILL", "--", *command]
+        # The locks are inherited: they are free only when python, sh and p2pd are all gone.
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", _WATCHDOG, "sh", str(self.directory), *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=(self._lock, self._identity_lock),
+            env={**P2PD_ENVIRONMENT, **os.environ},
+        )
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+
+    def _flags(self) -> list[str]:
+        options = self.options
+        flags: dict[str, object] = {
+            "listen": f"/unix{self.control_path}",
+            "id": self._identity_path,
+            "hostAddrs": f"{_host_part(options.host)}/tcp/{options.port}",
+            "tls": 1,
+            "connManager": 1,
+            "autonat": 1,
+            "dhtServer": 1,
+            "natPortMap": int(options.nat_port_map),
+            "relay": 1,
+            # With discovery p2pd looks for strangers first, and for the relays that we know 15 s later.
+            "autoRelay": int(bool(options.relays)),
+            "relayDiscovery": 0,
+            "relayService": int(options.be_relay and options.reachable is True),
+            "relayMaxReservations": options.relay_guests,
+            "relayMaxCircuits": options.relay_circuits,
+            "relayBufferSize": _RELAY_BUFFER_BYTES,
+            "relayDataLimit": options.relay_data_limit,
+            "relayTimeLimit": f"{options.relay_time_limit_s}s",
+            # Should everything else fail, p2pd ends by itself when no client attaches.
+            "idleTimeout": "60s",
+        }
+        if options.announce:
+            flags["announceAddrs"] = ",".join(to_multiaddr(address) for address in options.announce)
+        if options.relays:
+            flags["trustedRelays"] = ",".join(options.relays)
+        if options.reachable is not None:
+            flags["forceReachabilityPublic" if options.reachable else "forceReachabilityPrivate"] = 1
+        return [f"-{name}={value}" for name, value in flags.items()]
+
+    # -- its output -----------------------------------------------------------------------------
+
+    def _read_output(self) -> None:
+        """Take in what p2pd printed; never blocks."""
+        assert self._process is not None and self._process.stdout is not None
+        try:
+            data = os.read(self._process.stdout.fileno(), 65536)
+        except BlockingIOError:
+            return
+        if not data:
+            self._ended = True
+        self._output += data
+        *lines, self._output = self._output.split(b"\n")
+        self._output = self._output[-4096:]
+        for raw in lines:
+            line = raw.decode(errors="replace").strip()[:1000]
+            logger.debug("p2pd: %s", line)
+            if line.startswith("pid ") and self.pid is None:
+                self.pid = int(line[4:])
+            elif line.startswith("/"):
+                self.addresses += (line,)  # printed last: the first one means that it listens
+            elif line and not line.startswith(("Control socket:", "Peer ID:", "Peer Addrs:")):
+                self._lines.append(line)
+        self._up = self._up or bool(self.addresses and self.pid)
+
+    def _check_started(self) -> bool:
+        if self._ended and not self._up:
+            raise SetupError(_explain(self._lines[-1] if self._lines else "", self.options))
+        return self._up
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Block until p2pd listens.
+
+        Raises:
+            SetupError: it did not start; the text says what to change.
+        """
+        assert self._process is not None and self._process.stdout is not None
+        deadline = time.monotonic() + timeout_s
+        while not self._check_started():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise SetupError(f"p2pd did not start within {timeout_s:g} s; is the machine overloaded?")
+            select.select([self._process.stdout], [], [], left)
+            self._read_output()
+
+    async def ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until p2pd listens, and watch it from here on. Raises as `wait_ready` does."""
+        assert self._process is not None and self._process.stdout is not None
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._process.stdout.fileno(), self._on_output)
+        self._on_output()
+        deadline = time.monotonic() + timeout_s
+        while not self._check_started():
+            self._changed.clear()
+            if not await happens(self._changed, deadline - time.monotonic()):
+                raise SetupError(f"p2pd did not start within {timeout_s:g} s; is the machine overloaded?")
+
+    def _on_output(self) -> None:
+        self._read_output()
+        self._changed.set()
+        if not self._ended or self._loop is None or self.died.is_set():
+            return
+        assert self._process is not None and self._process.stdout is not None
+        self._loop.remove_reader(self._process.stdout.fileno())
+        self.died.set()
+        if self._up and not self._closing:
+            last_words = next((line for line in self._lines if "panic" in line), "") or " ".join(self._lines)
+            logger.error("p2pd (pid %s) ended unexpectedly: %s", self.pid, last_words[-500:] or "no word")
+            self._release()
+            if self.on_death is not None:
+                self.on_death()
+
+    # -- the end --------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and not self._ended
+
+    def kill(self) -> None:
+        """SIGKILL p2pd. Its end is noticed, and told to `on_death`, as that of any other."""
+        if self.pid is not None and self.alive:
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def expect_end(self) -> None:
+        """From now on the end of p2pd is no accident: it ends when its last lasting client detaches."""
+        self._closing = True
+
+    def close_now(self) -> None:
+        """End p2pd and sh and remove the directory; blocks for some milliseconds. Idempotent."""
+        self.expect_end()
+        if self._loop is not None and not self.died.is_set():
+            assert self._process is not None and self._process.stdout is not None
+            self._loop.remove_reader(self._process.stdout.fileno())
+            self.died.set()
+        self._release()
+
+    def _release(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            assert process.stdin is not None and process.stdout is not None
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+            try:
+                process.wait(2.0)
+            except subprocess.TimeoutExpired:  # a stopped sh reads no end of file
+                process.kill()
+                process.wait()
+            self._kill_orphan(process)
+            process.stdout.close()
+            self._ended = True
+        shutil.rmtree(self.directory, ignore_errors=True)
+        for lock in (self._lock, self._identity_lock):
+            if lock is not None and lock >= 0:
+                os.close(lock)
+        self._lock, self._identity_lock = -1, None
+
+    def _kill_orphan(self, process: subprocess.Popen[bytes]) -> None:
+        """If sh was killed where there is no pdeathsig, p2pd lives on and holds the pipe."""
+        assert process.stdout is not None
+        if process.returncode == 0 or self.pid is None:
+            return
+        with contextlib.suppress(OSError):
+            while select.select([process.stdout], [], [], 0.2)[0]:
+                if not os.read(process.stdout.fileno(), 65536):
+                    return
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def probe_p2pd(host: str = "127.0.0.1", port: int = 0) -> tuple[bool, str]:
+    """Whether p2pd can start and listen there, and a sentence about it. Blocks up to 15 s."""
+    try:
+        daemon = Daemon.spawn(DaemonOptions(host=host, port=port))
+    except SetupError as error:
+        return False, error.text
+    try:
+        daemon.wait_ready()
+    except SetupError as error:
+        return False, error.text
+    else:
+        return True, f"p2pd starts and listens on {', '.join(daemon.addresses)}"
+    finally:
+        daemon.close_now()
+
+
+def with_peer_id(addresses: Sequence[str], peer_id: PeerId) -> tuple[str, ...]:
+    """Addresses that others can paste: each ends in `/p2p/<peer id>`."""
+    return tuple(
+        f"{address}/p2p/{peer_id}" if address == without_peer_id(address) else address
+        for address in addresses
+    )
+
+
+def without_peer_id(address: str) -> str:
+    """What is dialled: `/ip4/1.2.3.4/tcp/5`, or with a relay `/ip4/1.2.3.4/tcp/5/p2p/<relay>/p2p-circuit`."""
+    relay, circuit, _ = address.partition(CIRCUIT)
+    return relay + circuit if circuit else address.split("/p2p/")[0]
+
+
+def split_peer_id(address: str) -> tuple[str, PeerId]:
+    """`/ip4/1.2.3.4/tcp/5/p2p/12D3...` into `/ip4/1.2.3.4/tcp/5` and the id.
+
+    Raises:
+        SetupError: the address has no peer id.
+    """
+    transport, found, peer_id = address.rpartition("/p2p/")
+    if not found or not peer_id or "/" in peer_id:
+        raise SetupError(
+            f"{address!r} is not the address of a peer: it should end in /p2p/ and a peer id, "
+            "as printed by the peer that you want to join"
+        )
+    return transport, peer_id

@@ -1,0 +1,264 @@
+# pyright: reportAttributeAccessIssue=false
+# (hivemind's node does not know that its protocol is ours)
+"""Reads the records of a run into a table: what is near often, the rest in turn.
+
+Kademlia finds the nodes near a key; from there on we read ourselves, because `DHTNode.get` stops at the
+first node that claims an infinite expiration (a stranger could hide everybody), and because its answers hold
+all records each time. So each refresh asks a few random nodes, one question per node for all of its keys,
+and gets what is new (`dht_protocol`); the answers add up in a table whose entries leave when they expire. The
+keys of a node that does not answer are asked of others.
+
+Each stage has keys of its own (`sharding`). Those of the stages that this peer works with are read first,
+every refresh; the others take turns, within an allowance of bytes, as do all if there are many (`lookup`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import islice
+
+from peers.clock import now_s, unix_s
+from peers.net import signed_records as envelopes
+from peers.net._hivemind import PeerID
+from peers.net.dht_protocol import MAX_ANSWER_BYTES, MAX_KEYS_PER_CALL, MAX_SUBKEYS, Entry, record_ids
+from peers.net.dht_storage import REPLICAS, SEARCH_WAIT_S, DhtStorage, Place
+from peers.net.lookup import Allowance, Lookup, whom_to_ask
+from peers.net.lookup import stretch as how_stretched
+from peers.net.record_table import Table
+from peers.net.sharding import shards_to_read
+from peers.net.signed_records import Announced
+from swarm.ids import PeerId, Stage
+from swarm.records import NO_STAGE
+
+FAR_SEARCH_EVERY_S = 1800.0
+FIRST_ANSWERS = 2
+"""For each key, in the first refresh: a node that was away has missed what was stored meanwhile."""
+NEAR_QUESTIONS = 8
+FAR_QUESTIONS = 2
+"""Nodes asked in one refresh: a question costs 1 ms of CPU over all processes."""
+NEAR_BYTES_PER_S = 64e3
+FAR_BYTES_PER_S = 16e3
+"""Read in the background. 10 000 peers are 2.5 MB: three minutes."""
+_MIN_ANSWER_BYTES = 4096
+_SAVED_S = 10.0
+"""Allowances are saved up for so long."""
+SLOW_S = 0.5
+"""Others are asked too when an answer takes longer. On an idle core it takes 2 ms, around the world 0.3 s."""
+REFRESH_LIMIT_S = 5.0
+_FAR_SEARCH_WAIT_S = 10.0
+_ALL_NEAR = 20
+"""With no more nodes in reach searching takes a moment; among more it takes a few questions for each key."""
+_NEAR_STRETCH = 0.2
+"""Of the other times' stretch: a newcomer is seen after 2 s in a run of 500, after 10 s in one of 10 000."""
+
+
+class RecordReader:
+    """What is known of one run, and what is read next."""
+
+    def __init__(
+        self,
+        storage: DhtStorage,
+        table: Table,
+        run_id: str | None,
+        rng: random.Random,
+        refresh_s: float,
+        learn: Callable[[PeerId, Iterable[str]], None] | None,
+    ) -> None:
+        """`learn` is told addresses."""
+        self.run_id = run_id
+        self.stages = 0
+        """Of the run, once its manifest is known."""
+        self.read_bytes = 0
+        """That questions and their answers took so far."""
+        self.refreshed = False
+        """The near stages were read once."""
+        self.near = Allowance(NEAR_BYTES_PER_S, NEAR_BYTES_PER_S * _SAVED_S)
+        self.far = Allowance(FAR_BYTES_PER_S, FAR_BYTES_PER_S * _SAVED_S)
+        self._storage, self._table, self._learn = storage, table, learn
+        self._random, self._refresh_s = rng, refresh_s
+        self._watched: frozenset[Stage] | None = None
+
+    @property
+    def knows_stages(self) -> bool:
+        """Whether it is known which stages there are to read."""
+        return bool(self.stages) or self._watched is not None
+
+    def watch(self, stages: Collection[Stage] | None) -> None:
+        self._watched = None if stages is None else frozenset(stages)
+
+    def all_stages(self) -> list[Stage]:
+        return [NO_STAGE, *sorted({*range(self.stages), *(self._watched or ())})]
+
+    def near_stages(self) -> list[Stage]:
+        """Keepers are few, and all peers ask whether there are any."""
+        return self.all_stages() if self._watched is None else [NO_STAGE, *sorted(self._watched)]
+
+    def places_of(self, stages: Iterable[Stage]) -> list[Place]:
+        """Where records of these stages may lie, as far as we know; those that were read longest ago
+        first."""
+        if self.run_id is None:
+            return []
+        places = [
+            self._storage.place(envelopes.peers_key(self.run_id, shard))
+            for stage in stages
+            for shard in shards_to_read(stage, self._table.levels(stage))
+        ]
+        return sorted(places, key=lambda place: place.read_at)
+
+    @property
+    def stretch(self) -> float:
+        return how_stretched(len(self._table))
+
+    @property
+    def lag_s(self) -> float:
+        places = self.places_of(self.all_stages())
+        return now_s() - min((place.read_at for place in places), default=-math.inf)
+
+    async def read_all(self, stages: Collection[Stage], limit_s: float) -> None:
+        """Read everything of some stages now. How far a stage is spread turns out while it is read."""
+        began = now_s()
+        with self._storage.keeping():
+            while self._storage.online and now_s() < began + limit_s:
+                places = [place for place in self.places_of(stages) if place.read_at < began]
+                if not places:
+                    break
+                if not self._storage.knows_others or any(place.is_new for place in places):
+                    wait_s = SEARCH_WAIT_S if self._storage.neighbours <= _ALL_NEAR else _FAR_SEARCH_WAIT_S
+                    await self._storage.search(places, wait_s=wait_s)
+                if not await self._read(places, None, MAX_ANSWER_BYTES, limit_s=limit_s):
+                    break  # nobody answers
+        self.refreshed = self.refreshed or self._storage.knows_others
+
+    async def read_some(self) -> None:
+        """What is due in this refresh: of the stages that we work with, then of the others."""
+        near_stages = self.near_stages()
+        near = self.places_of(near_stages)
+        far = self.places_of(stage for stage in self.all_stages() if stage not in near_stages)
+        if not self.refreshed:
+            await self.read_all(near_stages, REFRESH_LIMIT_S)
+            return
+        due_s = self._refresh_s * (self.stretch - 1.0) * _NEAR_STRETCH
+        near = [place for place in near if now_s() - place.read_at >= due_s]
+        await asyncio.gather(
+            self._read_in_turn(near, NEAR_QUESTIONS, self.near, search_every_s=math.inf),
+            self._read_in_turn(far, FAR_QUESTIONS, self.far, search_every_s=FAR_SEARCH_EVERY_S),
+        )
+
+    async def _read_in_turn(
+        self, places: Sequence[Place], questions: int, allowance: Allowance, *, search_every_s: float
+    ) -> None:
+        """Read of some keys as much as so many questions and an allowance give; the rest comes next."""
+        now = now_s()
+        old = [place for place in places if now - place.searched_at > search_every_s or place.is_new]
+        if old:
+            await self._storage.search(old[:MAX_KEYS_PER_CALL])
+        holders = {place.key: self._storage.nearest(place, REPLICAS) for place in places if not place.is_new}
+        asked = whom_to_ask(holders, self._random, most=questions)
+        most_bytes = allowance.left(now=now) // max(1, len(asked))
+        if most_bytes < _MIN_ANSWER_BYTES:
+            return
+        whom = {key: peer for peer, keys in asked.items() for key in keys}
+        await self._read(
+            [place for place in places if place.key in whom or not holders.get(place.key, True)],
+            allowance,
+            most_bytes,
+            limit_s=REFRESH_LIMIT_S,
+            whom=whom,
+        )
+
+    async def _read(
+        self,
+        places: Sequence[Place],
+        allowance: Allowance | None,
+        most_bytes: int,
+        *,
+        limit_s: float,
+        whom: Mapping[bytes, PeerID] | None = None,
+    ) -> bool:
+        """Ask for what is new under some keys; whether that was answered for any of them.
+
+        Args:
+            allowance: what answers are taken from.
+            most_bytes: of one answer.
+            whom: who is asked for a key unless it fails.
+        """
+        by_key = {place.key: place for place in places}
+        clock = asyncio.get_running_loop().time
+        began, end = now_s(), clock() + limit_s
+        holders: dict[bytes, list[PeerID]] = {}
+        spare: dict[bytes, list[PeerID]] = {}
+        for place in places:
+            self._take(place.key, self._storage.stored_here(place.key_id))
+            near = self._storage.nearest(place, 2 * REPLICAS)
+            first = near[:REPLICAS] if whom is None else [whom[place.key]] if place.key in whom else []
+            holders[place.key], spare[place.key] = first, [peer for peer in near if peer not in first]
+            if not near:
+                place.read_at = began  # we are alone
+        survey = Lookup(holders, spare, self._random, answers=1 if self.refreshed else FIRST_ANSWERS)
+        asking: dict[asyncio.Task[bool], tuple[PeerID, list[bytes], float]] = {}
+        while self._storage.online:
+            for peer, keys in survey.ask().items():
+                for start in range(0, len(keys), MAX_KEYS_PER_CALL):
+                    some = keys[start : start + MAX_KEYS_PER_CALL]
+                    question = self._ask(peer, [by_key[key] for key in some], allowance, most_bytes)
+                    asking[self._storage.create_task(question)] = (peer, some, clock())
+            if survey.over or clock() >= end:
+                break  # what still comes goes into the table
+            done, _ = await asyncio.wait(asking, timeout=SLOW_S, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                peer, keys, _ = asking.pop(task)
+                answered = not task.cancelled() and task.result()
+                (survey.answered if answered else survey.failed)(peer, keys)
+            for peer, keys, since in asking.values():
+                if clock() - since >= SLOW_S:
+                    survey.late(peer, keys)
+        return any(place.read_at >= began for place in places)
+
+    async def _ask(
+        self, peer: PeerID, places: Sequence[Place], allowance: Allowance | None, most_bytes: int
+    ) -> bool:
+        """Take in what is new at one node under some keys; whether it answered."""
+        assert self._storage.node is not None
+        now = unix_s()
+        known = {
+            place.key: dict(islice(self._table.under(place.key, now=now).items(), MAX_SUBKEYS))
+            for place in places
+        }
+        answered = await self._storage.node.protocol.call_read(peer, known, most_bytes)
+        if answered is None:
+            for place in places:
+                place.near = [one for one in place.near if one[1] != peer]
+                if not place.near:
+                    place.searched_at = -math.inf  # look again
+            return False
+        found, size = answered
+        self.read_bytes += size
+        if allowance is not None:
+            allowance.spend(size)
+        for place in places:
+            one = found[place.key]
+            news = self._take(place.key, one.entries)
+            # Else there is more, and it is read next; unless somebody only says so.
+            if not one.left or (one.entries and not news):
+                place.read_at = now_s()
+        return True
+
+    def _take(self, key: bytes, entries: Iterable[Entry]) -> bool:
+        """Into the table: verified, ours, unexpired, newer than what we have; whether there was any such."""
+        now, news = unix_s(), False
+        known = self._table.under(key, now=now)
+        for entry in entries:
+            if entry.expires <= max(now, known.get(entry.subkey, 0.0)):
+                continue
+            opened = self._storage.check.open(key, entry)
+            if not isinstance(opened, Announced) or opened.record.run != self.run_id:
+                continue
+            if self._table.put(opened, record_ids(opened)):
+                news = True
+                self._storage.meet(opened.record)
+                if self._learn is not None and opened.record.addresses:
+                    self._learn(opened.record.peer, opened.record.addresses)
+        return news

@@ -1,0 +1,241 @@
+"""What we keep in the DHT: a peer's record signed by that peer, and a run's manifest that proves itself.
+
+A record lies under keys of its run and stage (`shards.py`), subkey peer id. Its signature covers run,
+expiration and record, so nobody can move it, prolong it, or speak for another peer. It is packed without
+names of fields and without what the subkey says: 220 bytes are usual. A manifest lies at `{run}.manifest`;
+its hash is the run's id, and if it names an owner, the subkey is the owner and the owner's signature is with
+it.
+
+Opening is for strangers' bytes: bounded, and refused with a reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zlib
+from typing import Annotated
+
+import msgspec
+
+from peers.net.identity import SIGNATURE_BYTES, Identity, verify
+from peers.net.sharding import MAX_LEVEL, Shard, homes
+from swarm.errors import Refused, SetupError
+from swarm.ids import PeerId, Stage
+from swarm.manifest import parse_run
+from swarm.records import MAX_RECORD_BYTES, NO_STAGE, PeerRecord, State
+from swarm.wire.version import PROTOCOL_VERSION, differ
+
+MAX_MANIFEST_BYTES = 16 * 1024
+MAX_ENVELOPE_BYTES = MAX_RECORD_BYTES + SIGNATURE_BYTES + 32
+MAX_PACKED_MANIFEST_BYTES = MAX_MANIFEST_BYTES + 256
+MAX_ADDRESSES = 16
+MAX_LIFE_S = 600.0
+"""Nothing may be stored for longer: what a stranger leaves behind goes away by itself."""
+
+
+class Announced(msgspec.Struct, frozen=True):
+    """A record that was opened."""
+
+    record: PeerRecord
+    level: int
+    """How far its peer thinks that its stage is spread."""
+    expires: float
+    """Unix time."""
+
+
+class _Packed(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A `PeerRecord` in the DHT. New fields come last, with defaults: readers ignore what they do not
+    know."""
+
+    run: str
+    stage: Stage
+    level: int
+    state: State
+    version: int
+    speed: float
+    load: float
+    movable: bool
+    state_bytes: int
+    bandwidth_bps: float
+    max_inflight: int
+    device: str
+    addresses: tuple[str, ...]
+    """Without the peer's own id at the end: `/p2p/`."""
+    since: float
+
+
+class _SignedRecord(msgspec.Struct, frozen=True, array_like=True):
+    record: Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
+    expires: float
+    signature: Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+    protocol: int = 0
+    """That the peer speaks. Outside of the record, which another version may not be able to read."""
+
+
+class _SignedManifest(msgspec.Struct, frozen=True, array_like=True):
+    compressed: bytes
+    signature: Annotated[bytes, msgspec.Meta(max_length=SIGNATURE_BYTES)] = b""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_packed_decoder = msgspec.msgpack.Decoder(_Packed)
+_signed_decoder = msgspec.msgpack.Decoder(_SignedRecord)
+_manifest_decoder = msgspec.msgpack.Decoder(_SignedManifest)
+
+
+def peers_key(run_id: str, shard: Shard) -> str:
+    return f"{run_id}.peers.{shard.stage}.{shard.level}.{shard.number}"
+
+
+def record_keys(record: PeerRecord, level: int) -> list[str]:
+    """Where a record belongs whose peer is on `level`; the first is its own shard."""
+    return [peers_key(record.run, shard) for shard in homes(record.peer, record.stage, level)]
+
+
+def manifest_key(run_id: str) -> str:
+    return f"{run_id}.manifest"
+
+
+def _to_sign(run: str, expires: float, record: bytes) -> bytes:
+    return _encoder.encode(("swarm record 2", run, expires, record))
+
+
+def _pack(record: PeerRecord, level: int) -> bytes:
+    fields = {name: getattr(record, name) for name in PeerRecord.__struct_fields__ if name != "peer"}
+    end = f"/p2p/{record.peer}"
+    fields["addresses"] = tuple(
+        address[: -len(record.peer)] if address.endswith(end) else address for address in record.addresses
+    )
+    return _encoder.encode(_Packed(level=level, **fields))
+
+
+def _unpack(packed: _Packed, peer: PeerId) -> PeerRecord:
+    fields = {name: getattr(packed, name) for name in PeerRecord.__struct_fields__ if name != "peer"}
+    fields["addresses"] = tuple(
+        address + peer if address.endswith("/p2p/") else address for address in packed.addresses
+    )
+    return PeerRecord(peer=peer, **fields)
+
+
+def pack_own(record: PeerRecord, identity: Identity, level: int = 0) -> bytes:
+    """A record, before it is signed. Raises as `seal_record` does."""
+    if record.peer != identity.peer_id:
+        raise ValueError("a peer can only announce itself")
+    packed = _pack(record, level)
+    if len(packed) > MAX_RECORD_BYTES:
+        raise ValueError(f"a record of {len(packed)} bytes; at most {MAX_RECORD_BYTES} are allowed")
+    return packed
+
+
+def seal_record(record: PeerRecord, expires: float, identity: Identity, *, level: int = 0) -> bytes:
+    """The envelope. `expires`: Unix time. `level`: how far its stage is spread, see `shards.level_for`.
+
+    Raises:
+        ValueError: the record is not the identity's own, or too large.
+    """
+    packed = pack_own(record, identity, level)
+    signature = identity.sign(_to_sign(record.run, expires, packed))
+    return _encoder.encode(_SignedRecord(packed, expires, signature, PROTOCOL_VERSION))
+
+
+def open_record(data: bytes, peer: PeerId, expires: float) -> Announced:
+    """The record that `peer` signed and that the DHT stores until `expires` (Unix time).
+
+    Raises:
+        Refused: oversized, malformed, of impossible values, or not signed by `peer`.
+    """
+    if len(data) > MAX_ENVELOPE_BYTES:
+        raise Refused(f"a record of {len(data)} bytes; at most {MAX_ENVELOPE_BYTES} are allowed")
+    try:
+        signed = _signed_decoder.decode(data)
+        if signed.protocol != PROTOCOL_VERSION:
+            raise Refused(differ("the peer of a record", signed.protocol, "this one", PROTOCOL_VERSION))
+        packed = _packed_decoder.decode(signed.record)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refused(f"a malformed record: {error}") from None
+    if signed.expires != expires:
+        raise Refused("a record stored for another time than it was signed for")
+    reason = _impossible(packed)
+    if reason:
+        raise Refused(f"an impossible record: {reason}")
+    if not verify(peer, _to_sign(packed.run, signed.expires, signed.record), signed.signature):
+        raise Refused("a record with a wrong signature")
+    return Announced(_unpack(packed, peer), packed.level, expires)
+
+
+def _impossible(record: _Packed) -> str:
+    if not 0 <= record.level <= MAX_LEVEL:
+        return f"level {record.level}"
+    nowhere = record.stage == NO_STAGE and record.state in ("keeping", "choosing", "left")
+    if not nowhere and (not 0 <= record.stage < 65536 or record.state in ("keeping", "choosing")):
+        return f"stage {record.stage}, state {record.state}"
+    if not -1 <= record.version < 1 << 48:
+        return f"stage {record.stage}, version {record.version}"
+    if not (math.isfinite(record.speed) and record.speed >= 0 and math.isfinite(record.since)):
+        return f"speed {record.speed}, since {record.since}"
+    if not 0 <= record.max_inflight < 1 << 20 or len(record.addresses) > MAX_ADDRESSES:
+        return f"max_inflight {record.max_inflight}, {len(record.addresses)} addresses"
+    return ""
+
+
+def run_id_of(text: str) -> str:
+    """The id of the run that this canonical manifest text describes."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def seal_manifest(text: str, identity: Identity | None) -> tuple[PeerId, bytes]:
+    """The subkey and the value to store.
+
+    Raises:
+        SetupError: the manifest is not canonical, or names an owner and `identity` is not that one.
+    """
+    run = parse_run(text)
+    if run.id != run_id_of(text):
+        raise SetupError("only the canonical text of a manifest can be published: use run.to_toml()")
+    owner = run.admission.owner
+    signature = b""
+    if owner:
+        if identity is None or identity.peer_id != owner:
+            raise SetupError(
+                f"the manifest names {owner} as its owner (admission.owner): only it can publish it"
+            )
+        signature = identity.sign(_manifest_to_sign(run.id))
+    value = _encoder.encode(_SignedManifest(zlib.compress(text.encode(), 9), signature))
+    if len(value) > MAX_PACKED_MANIFEST_BYTES:
+        raise SetupError(f"a manifest of {len(value)} bytes; at most {MAX_MANIFEST_BYTES} are allowed")
+    return owner, value
+
+
+def _manifest_to_sign(run_id: str) -> bytes:
+    return _encoder.encode(("swarm manifest 1", run_id))
+
+
+def open_manifest(data: bytes, owner: PeerId) -> tuple[str, str]:
+    """(run id, text) of a manifest stored under subkey `owner`.
+
+    Raises:
+        Refused: oversized, malformed, not canonical, another owner's, or not signed by its owner.
+    """
+    if len(data) > MAX_PACKED_MANIFEST_BYTES:
+        raise Refused(f"a manifest of {len(data)} bytes; at most {MAX_PACKED_MANIFEST_BYTES} are allowed")
+    try:
+        signed = _manifest_decoder.decode(data)
+        unpacker = zlib.decompressobj()
+        raw = unpacker.decompress(signed.compressed, MAX_MANIFEST_BYTES + 1)
+        if len(raw) > MAX_MANIFEST_BYTES or not unpacker.eof:
+            raise Refused(f"a manifest of more than {MAX_MANIFEST_BYTES} bytes")
+        text = raw.decode()
+        run = parse_run(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, zlib.error) as error:
+        raise Refused(f"a malformed manifest: {error}") from None
+    except SetupError as error:
+        raise Refused(f"a manifest that cannot be used: {error.text}") from None
+    run_id = run_id_of(text)
+    if run.id != run_id:
+        raise Refused("a manifest that is not in canonical form")
+    if run.admission.owner != owner:
+        raise Refused("a manifest stored for another owner than it names")
+    if owner and not verify(owner, _manifest_to_sign(run_id), signed.signature):
+        raise Refused("a manifest without its owner's signature")
+    return run_id, text

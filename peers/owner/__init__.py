@@ -1,0 +1,1 @@
+"""What the owner of a machine wants of the peers on it: pause, resume, limits, and whether they are well."""

@@ -1,0 +1,95 @@
+"""What the owner of this machine wants of a peer: that it works, pauses, or leaves.
+
+The owner comes first. A wish holds at once, whatever the peer is doing: joining, moving, in the middle of a
+reduce. `peers.stage.pause` carries it out; who wishes (`peers.owner.control_socket`,
+`peers.owner.gpu_contention`) only says so here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal, Protocol, TypeAlias
+
+NO_ROOM = "no room"
+"""Who pauses a peer that its device has no room for."""
+
+Doing: TypeAlias = Literal["starting", "serving", "pausing", "paused", "leaving"]
+
+
+class Stoppable(Protocol):
+    """What serves a stage now."""
+
+    def leave(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+
+class Owner:
+    """The wish, and how far it is carried out.
+
+    There may be several reasons to pause at once, each by its name (`by hand`, `busy`, `NO_ROOM`); the device
+    is used again when none is left.
+    """
+
+    def __init__(self) -> None:
+        self.left = False
+        """For good: a pause does not matter any more."""
+        self.doing: Doing = "starting"
+        self.words = ""
+        """About `doing`, for people."""
+        self._reasons: dict[str, str] = {}
+        self._serving: Stoppable | None = None
+        self.changed = asyncio.Event()
+        """Is set when a wish or what is done changes next; then another event takes its place."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether the owner wants the device now."""
+        return bool(self._reasons) and not self.left
+
+    @property
+    def why(self) -> str:
+        """All reasons to pause."""
+        return "; ".join(self._reasons.values())
+
+    # -- wishes -----------------------------------------------------------------------------------
+
+    def pause(self, by: str, why: str) -> None:
+        """Hand the device back. Saying it again changes nothing but the words."""
+        self._reasons[by] = why
+        if self._serving is not None:
+            self._serving.pause()
+            self.doing = "leaving" if self.left else "pausing"
+        self._change()
+
+    def resume(self, *by: str) -> None:
+        """Take back what those said; none named: whatever anybody said."""
+        for name in by or tuple(self._reasons):
+            self._reasons.pop(name, None)
+        self._change()
+
+    def leave(self) -> None:
+        """The peer ends in good order."""
+        self.left, self.doing = True, "leaving"
+        if self._serving is not None:
+            self._serving.leave()
+        self._change()
+
+    # -- how far it is ----------------------------------------------------------------------------
+
+    def serves(self, serving: Stoppable | None) -> None:
+        """From now on wishes go there; those of before, too."""
+        self._serving = serving
+        if serving is not None and self.left:
+            serving.leave()
+        elif serving is not None and self.paused:
+            serving.pause()
+
+    def does(self, doing: Doing, words: str = "") -> None:
+        """What the peer does now."""
+        self.doing, self.words = doing, words
+        self._change()
+
+    def _change(self) -> None:
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()

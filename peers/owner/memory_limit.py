@@ -1,0 +1,75 @@
+"""`--max-vram`: what a stage needs of its device, against what its owner gives; before any download."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm.errors import SetupError
+from swarm.ids import Stage
+from swarm.manifest import Run
+from swarm.model.layout import holding_of, stage_layout
+
+GIB = 1 << 30
+MAX_INFLIGHT = 32
+"""More microbatches at one peer only queue."""
+MEMORY_SHARE = 0.5
+"""Of the memory that is left after the weights, for microbatches in flight. The rest is for what calls need
+for themselves, for gradients, and for the allocator."""
+GRADIENTS_SHARE = 0.25
+"""Of the same, for the gradients of microbatches that are computed at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Of one stage on a device, in bytes."""
+
+    stage: Stage
+    fixed: int
+    """Weights, optimizer, sums and one vector of gradients."""
+    gradients: int = 0
+    """One more vector of gradients."""
+    microbatch: int = 0
+    """Each one in flight; 0: not measured yet."""
+
+    @property
+    def least(self) -> int:
+        """With one microbatch in flight."""
+        return self.fixed + int(self.microbatch / MEMORY_SHARE)
+
+    def check(self, most: int | None) -> None:
+        """Raises SetupError: it is more than the owner gives."""
+        if most is None or self.least <= most:
+            return
+        parts = f"{_gib(self.fixed)} for weights, optimizer and sums"
+        if self.microbatch:
+            parts += f", {_gib(self.least - self.fixed)} to compute one microbatch"
+        saves = "another --stage, or --recompute" if self.microbatch else "another --stage"
+        raise SetupError(
+            f"stage {self.stage} needs {_gib(self.least)} ({parts}), and --max-vram gives {_gib(most)}: "
+            f"give more, or take {saves}"
+        )
+
+    def inflight(self, free: int, most: int | None) -> int:
+        """Microbatches in flight that fit: `free` is what the device has left beside the fixed part."""
+        left = free if most is None else min(free, most - self.fixed)
+        return int(max(1, min(MAX_INFLIGHT, MEMORY_SHARE * left // max(1, self.microbatch))))
+
+    def workers(self, free: int, most: int | None) -> int:
+        """Microbatches that may be computed at once, each with gradients of its own; `free` as before."""
+        left = free if most is None else min(free, most - self.fixed)
+        return 1 + int(max(0, GRADIENTS_SHARE * left // max(1, self.gradients)))
+
+
+def needs_of(run: Run, stage: Stage, *, microbatch: int = 0) -> Needs:
+    """From the manifest alone; builds nothing."""
+    layout, holding = stage_layout(run, stage), holding_of(run)
+    number_bytes = 8 if run.dtype == "float64" else 4
+    gradients = layout.numel * number_bytes
+    fixed = holding.state_bytes(layout.numel, number_bytes) + gradients
+    if run.dtype == "bfloat16":
+        fixed += holding.weight_copies * layout.decayed * 2
+    return Needs(stage=stage, fixed=int(fixed), gradients=gradients, microbatch=microbatch)
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB // 10 else f"{nbytes / (1 << 20):.2f} MiB"

@@ -1,0 +1,268 @@
+"""`swarm check`: is this machine fit to be a peer? Every line says what is, and what to do if it is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+
+from peers.options import CheckOptions
+from swarm.errors import SetupError, printable
+
+MIN_FREE_BYTES = 1_500_000_000
+"""A CPU peer's own overhead (below 600 MB with torch) and room for a small stage."""
+
+MIN_DISK_BYTES = 1_000_000_000
+"""For the cache of tokens and two checkpoints of a small stage."""
+
+RELEASED = 1_767_225_600
+"""2026-01-01, before the first release of this program: a clock that shows less was never set."""
+
+CLOCK_DRIFT_S = 0.05
+"""Wall clock against monotonic clock over `CLOCK_SAMPLE_S`: more means that it is being stepped."""
+
+CLOCK_SAMPLE_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line."""
+
+    name: str
+    ok: bool
+    found: str
+    """What is, in words."""
+    fix: str = ""
+    """What to do; only if not ok."""
+
+
+def check_python(version: Sequence[int] | None = None) -> Finding:
+    """3.10 or newer, 64 bit, Linux."""
+    version = sys.version_info[:3] if version is None else version
+    words = f"{'.'.join(map(str, version[:3]))}, {platform.system()} {platform.machine()}"
+    if tuple(version[:2]) < (3, 10):
+        return Finding(
+            name="python", ok=False, found=words, fix="install Python 3.10 or newer; remove .venv; run again"
+        )
+    if not sys.platform.startswith("linux"):
+        return Finding(name="python", ok=False, found=words, fix="use Linux, or WSL 2 on Windows")
+    return Finding(name="python", ok=True, found=words)
+
+
+def check_torch() -> Finding:
+    """It imports, and a product is right."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Finding(
+            name="torch",
+            ok=False,
+            found=f"does not import: {error}",
+            fix="remove .venv; run scripts/demo again",
+        )
+    right = float((torch.ones(8, 8) @ torch.ones(8, 8)).sum()) == 512.0
+    words = f"{torch.__version__}, {torch.get_num_threads()} threads"
+    if not right:
+        return Finding(
+            name="torch", ok=False, found=f"{words}: wrong result", fix="remove .venv; run scripts/demo again"
+        )
+    return Finding(name="torch", ok=True, found=words)
+
+
+def check_device(wish: str, *, least_bytes: int = MIN_FREE_BYTES) -> Finding:
+    """It exists and has memory to spare."""
+    from peers.device import choose_device, describe, lacks_gpu
+
+    try:
+        device = describe(choose_device(wish))
+        missing = lacks_gpu() if wish == "auto" else ""
+    except SetupError as error:
+        return Finding(name="device", ok=False, found=f"{wish}: not usable", fix=error.text)
+    except (RuntimeError, ImportError) as error:  # the CUDA driver has many ways to be broken
+        return Finding(
+            name="device", ok=False, found=str(error).splitlines()[0], fix="try --device cpu, then nvidia-smi"
+        )
+    words = f"{device.name} ({device.model}), {gb(device.free_bytes)} of {gb(device.total_bytes)} free"
+    words += f"; {missing}" if missing else ""
+    if device.free_bytes < least_bytes:
+        return Finding(
+            name="device", ok=False, found=words, fix=f"free at least {gb(least_bytes)}: stop other programs"
+        )
+    return Finding(name="device", ok=True, found=words)
+
+
+def check_disk(folder: Path | None = None, *, least_bytes: int = MIN_DISK_BYTES) -> Finding:
+    """The cache folder can be written and has room."""
+    folder = folder or Path(os.environ.get("SWARM_CACHE") or Path.home() / ".cache" / "swarm")
+    at = folder
+    while not at.exists() and at != at.parent:
+        at = at.parent
+    if not os.access(at, os.W_OK | os.X_OK):
+        return Finding(
+            name="disk", ok=False, found=f"{at} cannot be written", fix="set SWARM_CACHE to a folder of yours"
+        )
+    stat = os.statvfs(at)
+    free = stat.f_bavail * stat.f_frsize
+    words = f"{gb(free)} free for {folder}"
+    if free < least_bytes:
+        fix = f"free at least {gb(least_bytes)}, or set SWARM_CACHE to a folder on another disk"
+        return Finding(name="disk", ok=False, found=words, fix=fix)
+    return Finding(name="disk", ok=True, found=words)
+
+
+def check_port(host: str, port: int) -> Finding:
+    """It can be listened on."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        fix = "give an IP address of this machine, 127.0.0.1 or 0.0.0.0"
+        return Finding(name="port", ok=False, found=f"--host {host!r}: {error.strerror or error}", fix=fix)
+    with socket.socket(family, kind, proto) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError as error:
+            in_use = f"stop what listens there (see: ss -ltnp 'sport = :{port}') or take another port"
+            not_ours = f"{host} is not an address of this machine (see: ip addr); or take 0.0.0.0"
+            fix = {
+                errno.EADDRINUSE: in_use,
+                errno.EACCES: "take a port of 1024 or more",
+                errno.EADDRNOTAVAIL: not_ours,
+            }.get(error.errno or 0, "take another --host or --port")
+            return Finding(name="port", ok=False, found=f"{host} port {port}: {error.strerror}", fix=fix)
+        taken = probe.getsockname()[1]
+    words = f"{host} port {port} can be listened on" if port else f"{host}: any port (tried {taken})"
+    reach = "; reachable from this machine only" if is_local(host) else ""
+    return Finding(name="port", ok=True, found=words + reach)
+
+
+def is_local(host: str) -> bool:
+    """Whether who listens there can be dialled from this machine only."""
+    return host in ("127.0.0.1", "::1", "localhost")
+
+
+def check_p2pd(host: str, port: int, probe: Callable[[str, int], tuple[bool, str]] | None = None) -> Finding:
+    """The libp2p daemon starts and listens."""
+    if probe is None:
+        try:
+            from peers.net.p2pd import probe_p2pd as probe
+        except (ImportError, OSError) as error:
+            fix = "remove .venv; run scripts/demo again"
+            return Finding(name="p2pd", ok=False, found=f"does not import: {error}", fix=fix)
+    ok, words = probe(host, port)
+    fix = "remove .venv; run scripts/demo again; it needs Linux on x86-64 and a writable /tmp"
+    return Finding(name="p2pd", ok=ok, found=words, fix="" if ok else fix)
+
+
+def check_reach(options: CheckOptions) -> Finding:
+    """Whether others can dial this machine, as peers of the run find; else whether one of them relays for it.
+
+    Being reached through a relay is in order: it works, and `found` says what would be better.
+    """
+    from peers.net.nat import find_reach, in_words, some_relay_takes_us, what_to_do
+    from peers.net.p2pd import DaemonOptions
+    from peers.net.p2pd_control import ControlError
+
+    if not options.join:
+        words = "not tried: give --join ADDRESS of a peer of the run, which dials back"
+        return Finding(name="reach", ok=True, found=words)
+    daemon = DaemonOptions(host=options.host, port=options.port)
+    try:
+        found = asyncio.run(find_reach(daemon, options.join))
+        relayed = found.kind == "closed" and asyncio.run(some_relay_takes_us(daemon, found.relays))
+    except (SetupError, ControlError) as error:
+        return Finding(name="reach", ok=False, found=error.text, fix="see that p2pd can start and listen")
+    if found.kind == "open" or relayed:
+        return Finding(name="reach", ok=True, found=in_words(found))
+    if found.kind == "unknown":
+        fix = "check that the peer at --join runs, and that its address is the one that it printed"
+        return Finding(name="reach", ok=False, found=in_words(found), fix=fix)
+    words = f"nobody can dial this machine ({found.why}), and no peer that was found relays for it"
+    return Finding(name="reach", ok=False, found=words, fix=what_to_do(found))
+
+
+def check_clock(
+    wall: Callable[[], float] = time.time,
+    monotonic: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Finding:
+    """The year is possible and the clock runs evenly.
+
+    Records in the DHT expire by wall clock, so a clock that is wrong by more than some seconds makes a peer
+    invisible. There is no reference to ask without a network: two things are looked at that show the usual
+    faults, an unset clock and one that is being stepped.
+    """
+    first_wall, first = wall(), monotonic()
+    sleep(CLOCK_SAMPLE_S)
+    drift = (wall() - first_wall) - (monotonic() - first)
+    words = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(first_wall))
+    fix = "set it: timedatectl set-ntp true (or ask whoever runs this machine)"
+    if first_wall < RELEASED:
+        return Finding(name="clock", ok=False, found=f"{words} is in the past", fix=fix)
+    if abs(drift) > CLOCK_DRIFT_S:
+        return Finding(
+            name="clock", ok=False, found=f"{words}, jumped by {drift:+.2f} s while watched", fix=fix
+        )
+    return Finding(name="clock", ok=True, found=f"{words}, runs evenly")
+
+
+def gb(size: int) -> str:
+    """Bytes for people, in decimal units."""
+    return f"{size / 1e9:.1f} GB"
+
+
+def check_all(options: CheckOptions) -> list[Finding]:
+    """Every check, in the order in which one failing makes the next fail. Blocks for a few seconds."""
+    findings = [check_python(), check_torch()]
+    if findings[-1].ok:
+        findings.append(check_device(options.device))
+    findings.append(check_disk())
+    findings.append(check_port(options.host, options.port))
+    if findings[-1].ok:  # else p2pd would only say the same again
+        findings.append(check_p2pd(options.host, options.port))
+        if findings[-1].ok and not is_local(options.host):
+            findings.append(check_reach(options))
+        elif findings[-1].ok and options.join:
+            words = f"not tried: give --host 0.0.0.0, since {options.host} is seen by this machine only"
+            findings.append(Finding(name="reach", ok=True, found=words))
+    findings.append(check_clock())
+    return findings
+
+
+def to_text(findings: Sequence[Finding]) -> str:
+    """A line for each, and under a wrong one what to do."""
+    lines: list[str] = []
+    for finding in findings:
+        lines.append(f"{'ok   ' if finding.ok else 'WRONG'}  {finding.name:<7} {finding.found}")
+        if not finding.ok:
+            lines.append(f"               -> {finding.fix}")
+    wrong = sum(not finding.ok for finding in findings)
+    lines.append(
+        "This machine can be a peer." if not wrong else f"{wrong} to fix, then run swarm check again."
+    )
+    return printable("\n".join(lines))
+
+
+def to_json(findings: Sequence[Finding]) -> str:
+    """One object."""
+    ok = all(finding.ok for finding in findings)
+    return msgspec.json.encode({"ok": ok, "checks": [asdict(finding) for finding in findings]}).decode()
+
+
+async def run_check(options: CheckOptions) -> bool:
+    """Check, print, and say whether all is well."""
+    findings = await asyncio.to_thread(check_all, options)
+    print(to_json(findings) if options.json else to_text(findings))
+    return all(finding.ok for finding in findings)

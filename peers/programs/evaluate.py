@@ -1,0 +1,151 @@
+"""`swarm eval`: how well trained weights know a text. Needs no network and no other peer."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from peers.options import EvalOptions
+from peers.progress import Bar
+from peers.storage.dataset import Dataset, Tokenizer
+from peers.storage.samples import Samples, open_data
+from peers.storage.weights import Weights, load_weights
+from swarm.errors import SetupError
+from swarm.manifest import Run
+from swarm.model.evaluate import loss_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What `swarm eval` found."""
+
+    run: str
+    step: int
+    loss: float
+    """Mean, in nats a token; or whatever the model's loss is."""
+    perplexity: float | None = None
+    """Of text, as the next: None where code makes the samples."""
+    bits_per_byte: float | None = None
+    """Comparable between tokenizers."""
+    samples: int
+    tokens: int | None = None
+    bytes: int | None = None
+    """Of the text behind those tokens; where a token is a part of a character, its replacement's."""
+    seconds: float
+
+
+def run_eval(options: EvalOptions) -> None:
+    """Evaluate and print."""
+    from peers.device import choose_device, usable_cores
+
+    device = choose_device(options.device)
+    model = load_weights(options)
+    text = open_text(model.run, options.data, options.tokenizer)
+    threads = (options.threads or usable_cores()) if device == "cpu" else 1
+    found = evaluate(model, text, options.samples, device, threads=threads)
+    if options.json:
+        print(msgspec.json.encode(found).decode())  # what is not finite becomes null
+        return
+    run = model.run
+    text = run.data.source != "code"
+    own = "the text of its training" if text else "those of its training"
+    where = ", ".join(path.name for path in options.data) or own
+    words, size = "", ""
+    if text:
+        words = f", perplexity {found.perplexity:.4g}, {found.bits_per_byte:.4f} bits per byte"
+        size = f" of {run.data.sequence_length} tokens"
+    print(
+        f"loss {found.loss:.4f}{words}\n"
+        f"run {run.name} {run.id}, step {found.step}; {found.samples} samples{size} from {where}"
+    )
+
+
+def open_text(run: Run, files: tuple[Path, ...], tokenizer: Path | None) -> Dataset | Samples:
+    """The run's own text, or any other in the run's tokens; of a run whose samples code makes, samples.
+
+    Raises:
+        SetupError: it cannot be read, is too short, or is not what the run pins.
+    """
+    if not files:
+        return open_data(run, files, tokenizer)
+    if run.data.source == "code":
+        code, *more = files
+        if more:
+            raise SetupError("samples are made by one function: give one package.module:function with --data")
+        other = replace(run, data=replace(run.data, code=str(code), sha256="", tokens=0))
+        return open_data(other)
+    other = replace(run, data=replace(run.data, source="files", sha256="", tokens=0))
+    return open_data(other, files, tokenizer)
+
+
+def spread(tokens: int, window: int, samples: int) -> list[int]:
+    """Where `samples` windows of `window` tokens start: evenly over the text, the first at its start.
+
+    Fewer where the text has not so many different ones.
+    """
+    starts = tokens - window + 1
+    count = min(samples, starts)
+    return [i * starts // count for i in range(count)]
+
+
+def evaluate(
+    model: Weights, text: Dataset | Samples, samples: int, device: str = "cpu", *, threads: int = 1
+) -> Evaluation:
+    """The mean loss over samples spread evenly over the text; a function of them, however many the `threads`.
+
+    Raises:
+        SetupError: the weights are not of a model with a loss, or do not fit the run.
+    """
+    began, run = time.monotonic(), model.run
+    loss_of_rows, made = loss_of(run, model.by_name, device), isinstance(text, Samples)
+    window, there = (
+        (1, len(text)) if isinstance(text, Samples) else (run.data.sequence_length + 1, text.tokens)
+    )
+    offsets = spread(there, window, samples)
+    total, size_bytes, batch = 0.0, 0, run.batch.microbatch_size
+    batches = [offsets[start : start + batch] for start in range(0, len(offsets), batch)]
+    reading = threading.Lock()
+
+    def loss_and_bytes(some: list[int]) -> tuple[float, int]:
+        with reading:  # samples may be made by a user's code
+            rows = text.batch(some)
+        read = 0 if made else sum(_bytes_of(text.tokenizer, row[1:]) for row in rows)
+        return loss_of_rows(rows), read
+
+    at_once = max(1, threads // run.batch.microbatch_threads)
+    with Bar("evaluating", len(offsets), unit="samples") as bar, ThreadPoolExecutor(at_once) as pool:
+        for some, (loss, read) in zip(batches, pool.map(loss_and_bytes, batches), strict=True):
+            total += loss * len(some)
+            size_bytes += read
+            bar(len(some))
+    loss, of_text = total / len(offsets), {}
+    if not made:
+        tokens = len(offsets) * run.data.sequence_length
+        of_text = {
+            "perplexity": math.exp(loss) if loss < 700 else math.inf,
+            "bits_per_byte": loss * tokens / math.log(2) / size_bytes if size_bytes else math.inf,
+            "tokens": tokens,
+            "bytes": size_bytes,
+        }
+    return Evaluation(
+        run=run.id,
+        step=model.step,
+        loss=loss,
+        samples=len(offsets),
+        seconds=time.monotonic() - began,
+        **of_text,
+    )
+
+
+def _bytes_of(tokenizer: Tokenizer, labels: np.ndarray) -> int:
+    """Of the text that tokens stand for."""
+    if tokenizer.key == "bytes":
+        return len(labels)
+    return len(tokenizer.decode(labels.tolist()).encode("utf-8", "replace"))

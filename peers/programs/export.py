@@ -1,0 +1,116 @@
+"""`swarm export`: the stages of a checkpoint become one model file, or a folder for transformers.
+
+Needs no network, unless the checkpoint is fetched from the peers of a run first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from peers.options import ExportOptions
+from peers.progress import Bar
+from peers.storage import model_file, results_folder
+from peers.storage.model_file import ModelConfig
+from peers.storage.weights import (
+    find_run,
+    find_weights,
+    load_weights,
+    model_shapes,
+    read_stage,
+    say,
+    stages_bytes,
+    with_step,
+)
+from swarm.errors import SetupError
+from swarm.ids import Stage
+from swarm.manifest import Run
+from swarm.model.layout import stage_layout
+
+
+def run_export(options: ExportOptions) -> None:
+    """Write the model and say what it is."""
+    if options.join:
+        if options.run is None:
+            raise SetupError("--join needs --run: both are in the file of a bootstrap's --join-file, @FILE")
+        folder = results_folder() or Path(tempfile.mkdtemp(prefix="swarm-"))
+        step = asyncio.run(fetch(options.run, options.join, folder))
+        options = replace(options, join=(), checkpoint_dir=folder, step=step)
+    if options.hf is not None:
+        run_export_hf(options, options.hf)
+        return
+    if options.out is None or options.checkpoint_dir is None:
+        raise SetupError("a model file is made of checkpoints: give --checkpoint-dir and --out")
+    if options.tokenizer is not None:
+        raise SetupError("a model file holds no tokenizer: leave --tokenizer out, or export with --hf")
+    if options.out.suffix != model_file.SUFFIX:
+        raise SetupError(f"--out {options.out} must end in {model_file.SUFFIX}")
+    run = find_run(options.checkpoint_dir, options.run)
+    config = export(options.checkpoint_dir, run, options.step, options.out)
+    where = model_file.config_path(options.out).name
+    print(f"wrote {options.out} ({config.bytes / 1e6:.1f} MB) and {where}")
+    print(f"run {run.name} {run.id}, step {config.step}, {config.parameters / 1e6:,.1f} M parameters")
+    if run.model.kind == "gpt":
+        words = "" if run.data.tokenizer == "bytes" else " --tokenizer tokenizer.json"
+        print(f"try it: swarm generate --model {options.out}{words} 'The '")
+
+
+async def fetch(run_id: str, join: Sequence[str], folder: Path) -> int:
+    """Fetch the newest version of all stages that the peers of a run can give, and return it.
+
+    Raises:
+        SetupError: no peer answers, or none can give a version of some stage; says which.
+    """
+    from peers.net.node import Node
+    from peers.net.p2pd import DaemonOptions
+    from peers.programs.roles import manifest
+    from peers.transfer.keeper import collect
+
+    async with Node(options=DaemonOptions(), join=join, run_id=run_id) as node:
+        run = await manifest(node, run_id)
+        return await collect(run, node.transport, node.directory, folder, lambda event: say(event.words()))
+
+
+def run_export_hf(options: ExportOptions, folder: Path) -> None:
+    """Write the folder and say how it is loaded."""
+    from peers.programs import pretrained
+
+    run = find_weights(options)
+    pretrained.check(folder, run)  # before the weights are read
+    model = load_weights(options)
+    auto = pretrained.write(folder, run, model.step, model.by_name, options.tokenizer)
+    parameters = sum(tensor.numel() for tensor in model.by_name.values())
+    print(f"wrote {folder}: run {run.name} {run.id}, step {model.step}, {parameters / 1e6:,.1f} M parameters")
+    print(f'try it: transformers.{auto}.from_pretrained("{folder}")')
+
+
+def export(folder: Path, run: Run, step: int | None, out: Path) -> ModelConfig:
+    """Merge the stages' weights into `out`, one stage in memory at a time.
+
+    Raises:
+        SetupError: no complete step, a damaged one, or no room. What `out` was before is intact.
+    """
+    shapes = model_shapes(run)
+    # A weight that several stages share is taken from the first.
+    stage_of = {name: stage for stage in reversed(range(run.S)) for name in stage_layout(run, stage).terms}
+
+    def merge(step: int) -> ModelConfig:
+        held: tuple[Stage, Mapping[str, torch.Tensor]] = (-1, {})
+
+        def value(name: str) -> torch.Tensor:
+            nonlocal held
+            if stage_of[name] != held[0]:
+                held = (-1, {})  # not two stages at once
+                held = (stage_of[name], read_stage(folder, run, stage_of[name], step, progress=bar))
+            return held[1][name]
+
+        written = sum(tensor.numel() * tensor.element_size() for tensor in shapes.values())
+        with Bar(f"exporting step {step}", stages_bytes(folder, run, step) + written) as bar:
+            return model_file.write(out, run, step, shapes, value, progress=bar)
+
+    return with_step(folder, run, step, merge)

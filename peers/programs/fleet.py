@@ -1,0 +1,197 @@
+"""`swarm peer --device all`: one peer for each device, one Ctrl-C for all.
+
+Each peer is a process of its own, with a key of its own: a device that fails, or a driver that hangs, takes
+no other one along. One that dies is started again, after a wait that grows, as the same peer: volunteers
+leave their machines alone for days. One that says that its owner has to change something is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from peers.events import Emit, Note, Trouble
+from peers.options import MIN_UPLOAD_BPS
+from peers.waiting import happens
+from swarm.errors import SetupError
+
+RESTART_S = 5.0
+LONGEST_WAIT_S = 300.0
+DID_WELL_S = 600.0
+"""Who ran so long is started again after the shortest wait."""
+MAX_LINE = 1 << 20
+OWN_EXITS = (0, 2, 3)
+"""Exit codes of a peer that is not to be started again: done, or its owner has to change something."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    """What differs between the peers; `words` are the arguments that they share."""
+
+    device: str
+    words: tuple[str, ...] = ()
+    identity: Path | None = None
+    """A folder, with a key file for each device."""
+    port: int = 0
+    announce: tuple[str, ...] = ()
+    metrics: tuple[str, int] | None = None
+    max_upload: float | None = None
+
+
+def names_of(device: str) -> list[str]:
+    """The devices, each in a word.
+
+    Raises:
+        SetupError: there is none.
+    """
+    if device != "all":
+        return [name.strip() for name in device.split(",") if name.strip()]
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise SetupError("--device all: this machine has no CUDA device; take --device cpu")
+    return [f"cuda:{number}" for number in range(count)]
+
+
+def arguments(options: FleetOptions, names: Sequence[str]) -> dict[str, list[str]]:
+    """Label -> the arguments of each peer. Ports count up from the one that is given.
+
+    Raises:
+        SetupError: they cannot be told apart, or their shares of --max-upload are too small.
+    """
+    if options.identity is not None and options.identity.is_file():
+        raise SetupError(
+            f"--identity {options.identity} is one key, and there are {len(names)} peers: name a folder"
+        )
+    least_bps = MIN_UPLOAD_BPS * len(names)
+    if options.max_upload is not None and options.max_upload < least_bps:
+        raise SetupError(
+            f"--max-upload is shared by {len(names)} peers: they need {least_bps / 1e3:.0f}kbit at least"
+        )
+    found: dict[str, list[str]] = {}
+    seen: Counter[str] = Counter()
+    for number, name in enumerate(names):
+        label = name if not seen[name] else f"{name}#{seen[name] + 1}"
+        seen[name] += 1
+        words = [*options.words, "--device", name]
+        if options.identity is not None:
+            words += ["--identity", str(options.identity / f"{label.replace(':', '-')}.key")]
+        if options.port:
+            words += ["--port", str(options.port + number)]
+        for address in options.announce:
+            host, colon, port = address.rpartition(":")
+            if address.startswith("/") or not colon or not port.isdigit():
+                text = f"--announce {address}: with several devices take HOST:PORT, that of the first one"
+                raise SetupError(text)
+            words += ["--announce", f"{host}:{int(port) + number}"]
+        if options.metrics is not None:
+            host, at = options.metrics
+            words += ["--metrics", f"[{host}]:{at + number}" if ":" in host else f"{host}:{at + number}"]
+        if options.max_upload is not None:
+            words += ["--max-upload", f"{options.max_upload / len(names) / 1e3:.0f}kbit"]
+        found[label] = words
+    return found
+
+
+class Fleet:
+    """Starts the peers, passes on what they say, and ends when all have ended."""
+
+    def __init__(self, options: FleetOptions, *, emit: Emit) -> None:
+        self._options, self._emit = options, emit
+        self._leaving = asyncio.Event()
+        self._running: dict[str, asyncio.subprocess.Process] = {}
+
+    async def run(self) -> int:
+        """The exit code: 0, or that of a peer which ended in trouble."""
+        options = self._options
+        names = await asyncio.to_thread(names_of, options.device)
+        if options.identity is not None:
+            options.identity.mkdir(mode=0o700, parents=True, exist_ok=True)
+        peers = arguments(options, names)
+        tasks = [asyncio.create_task(self._keep(label, words)) for label, words in peers.items()]
+        try:
+            return max(await asyncio.gather(*tasks))
+        finally:
+            for process in self._running.values():
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def leave(self) -> None:
+        """All of them finish what they have."""
+        self._leaving.set()
+        for process in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGINT)
+
+    async def connected(self) -> int:
+        """It is in no network itself: what counts is whether its peers run."""
+        return len(self._running)
+
+    async def _keep(self, label: str, words: Sequence[str]) -> int:
+        """Run one peer, again and again if need be; its last exit code."""
+        wait_s = RESTART_S
+        while True:
+            began = time.monotonic()
+            code = await self._once(label, words)
+            if self._leaving.is_set() or code in OWN_EXITS:
+                if code:
+                    text = f"the peer on {label} ended with exit code {code}; the others go on"
+                    self._emit(Trouble(text=text))
+                return _code(code)
+            wait_s = RESTART_S if time.monotonic() - began > DID_WELL_S else wait_s
+            why = f"signal {-code}" if code < 0 else f"exit code {code}"
+            text = f"the peer on {label} died ({why}): it is started again in {wait_s:.0f} s"
+            self._emit(Trouble(text=f"{text}; the others go on"))
+            if await happens(self._leaving, wait_s):
+                return _code(code)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+    async def _once(self, label: str, words: Sequence[str]) -> int:
+        # In a session of its own: the terminal's Ctrl-C is for us, who pass it on once.
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "peers", "peer", *words, "--die-with-parent", str(os.getpid()),
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, start_new_session=True,
+            limit=MAX_LINE,
+        )  # fmt: skip
+        self._running[label] = process
+        self._emit(Note(text=f"the peer on {label} has process id {process.pid}"))
+        if self._leaving.is_set():
+            process.send_signal(signal.SIGINT)
+        try:
+            assert process.stdout is not None
+            async for line in process.stdout:
+                print(labelled(label, line.decode(errors="replace").rstrip("\n")), flush=True)
+            return await process.wait()
+        finally:
+            del self._running[label]
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+
+
+def _code(code: int) -> int:
+    """An exit code for the whole: 1 for a peer that a signal ended."""
+    return 1 if code < 0 else code
+
+
+def labelled(label: str, line: str) -> str:
+    """A line of a peer, with its device: as a key where lines are JSON."""
+    if line.startswith("{"):
+        with contextlib.suppress(msgspec.MsgspecError):
+            event = msgspec.json.decode(line)
+            return msgspec.json.encode({**event, "device_of": label}).decode()
+    return f"[{label}] {line}"

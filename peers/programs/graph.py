@@ -1,0 +1,319 @@
+"""`swarm graph`: a model as the operators that it is made of, and how it would be cut into stages."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peers.options import GraphOptions
+from peers.programs.plotting import load_pyplot, save
+from swarm.errors import SetupError
+from swarm.manifest import Run, load_run
+from swarm.model.gpt import GptStage, replace_parameters, weights_dtype
+from swarm.model.graph.custom_model import custom_model
+from swarm.model.graph.ir import Operator, OpGraph, Value
+from swarm.model.graph.model_source import CustomModel, from_code, from_hf
+from swarm.model.graph.partition import StagePlan, plan_stages
+from swarm.model.graph.specialize import Traced
+
+COLOURS = ("#a6cee3", "#fdbf6f", "#b2df8a", "#cab2d6", "#fb9a99", "#ffff99", "#1f78b4", "#33a02c")
+"""ColorBrewer's Paired, the light ones first: dark text is read on them. A ninth stage begins again."""
+CHEAP_COLOUR = "#eeeeee"
+
+
+def run_graph(options: GraphOptions) -> None:
+    """Trace, cut, and print or draw.
+
+    Raises:
+        SetupError: the model cannot be had, traced or cut; a picture cannot be drawn.
+    """
+    if options.png is not None:
+        _pyplot()  # said before the model is traced, not after
+    with _quiet():
+        traced, own_cut = _traced(options)
+    graph = traced.graph
+    if options.calibrate:
+        costs, assignment = timed(graph, options.stages)
+    else:
+        costs = arithmetic(graph)
+        assignment = own_cut or in_a_row(graph, costs, options.stages)
+    plans = plan_stages(graph, assignment)
+    if options.png is not None:
+        draw(graph, assignment, options.png)
+    if options.dot:
+        print(as_dot(graph, assignment, costs))
+    elif options.json:
+        print(json.dumps(as_json(traced, assignment, costs, plans)))
+    elif options.png is None:
+        print(render(traced, assignment, costs, plans))
+
+
+def _traced(options: GraphOptions) -> tuple[Traced, Sequence[int] | None]:
+    """The model, and the cut of a manifest that has one, unless another number of stages is asked for."""
+    if options.model.endswith(".toml"):
+        run = load_run(Path(options.model))
+        if run.brings_model:
+            model = custom_model(run)
+            return model.traced, model.assignment if options.stages in (1, run.S) else None
+    return bring(options).trace(), None
+
+
+def bring(options: GraphOptions) -> CustomModel:
+    """The model that the command line names."""
+    if options.model.startswith("hf:"):
+        path = Path(options.model.removeprefix("hf:"))
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise SetupError(f"{path} cannot be read: {error}") from None
+        return from_hf(config, rows=options.rows, length=options.length)
+    if options.model.endswith(".toml"):
+        return built_in(load_run(Path(options.model)))
+    return from_code(options.model)
+
+
+def built_in(run: Run) -> CustomModel:
+    """The decoder of a manifest, as one module."""
+    if run.model.kind == "counting":
+        raise SetupError("the audit model has no operators worth a look; take a manifest of a decoder")
+    module = GptStage(run, range(run.built_in.layers), first=True, last=True)
+    # Not `module.to`: the table of rotary positions is complex.
+    replace_parameters(module, lambda _, old: old.detach().to(weights_dtype(run)))
+    tokens = torch.zeros((run.batch.microbatch_size, run.data.sequence_length), dtype=torch.int64)
+    return CustomModel(module=module, args=(tokens, tokens.clone()))
+
+
+def arithmetic(graph: OpGraph) -> list[float]:
+    """Numbers read and made by each operator: what stands in for its cost."""
+    return [
+        float(sum(graph.values[name].numel for name in (*op.inputs, *op.parameters, *op.outputs)))
+        for op in graph.operators
+    ]
+
+
+def timed(graph: OpGraph, stages: int) -> tuple[list[float], list[int]]:
+    """(seconds of each operator on one core of this machine, the best cut for stages that are all like it).
+
+    Raises:
+        SetupError: fewer operators with weights than stages.
+    """
+    import torch
+
+    from peers.programs.calibrate import calibrate
+    from swarm.partitioner.flops import works
+    from swarm.partitioner.search import Place, split
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        device = calibrate()
+    finally:
+        torch.set_num_threads(threads)
+    costs = [sum(device.operator_s(work)) for work in works(graph)]
+    return costs, list(split(graph, [Place(device=device)] * stages).assignment)
+
+
+def in_a_row(graph: OpGraph, costs: Sequence[float], stages: int) -> list[int]:
+    """Contiguous stages of about equal cost, an operator each at least.
+
+    Raises:
+        SetupError: more stages than operators.
+    """
+    count = len(graph.operators)
+    if stages > count:
+        raise SetupError(f"{count} operators make no {stages} stages; take fewer")
+    total, done, assignment = sum(costs), 0.0, []
+    for index, cost in enumerate(costs):
+        fair = int((done + cost / 2) * stages / total) if total else 0
+        before = assignment[-1] if assignment else -1
+        left = stages - (count - index)  # so many stages at least have to be begun by now
+        assignment.append(max(left, min(fair, before + 1, stages - 1), before if index else 0))
+        done += cost
+    return assignment
+
+
+# --- what is shown ------------------------------------------------------------------------------------------
+
+
+def render(
+    traced: Traced, assignment: Sequence[int], costs: Sequence[float], plans: Sequence[StagePlan]
+) -> str:
+    """A table of stages, and what is to be known of the whole."""
+    graph, total = traced.graph, sum(costs) or 1.0
+    cheap = sum(op.cheap for op in graph.operators)
+    weights = sum(graph.values[name].nbytes for name in graph.parameters)
+    lines = [
+        f"{len(graph.operators)} operators ({cheap} computed where they are needed), traced by {traced.by}; "
+        f"{len(graph.parameters)} parameters, {_bytes(weights)}",
+        "inputs: " + ", ".join(_form(graph.values[name]) for name in graph.inputs),
+    ]
+    if traced.fixed:
+        lines.append(
+            "sizes that the model forces: " + ", ".join(f"{k} = {v}" for k, v in traced.fixed.items())
+        )
+    for names in graph.tied:
+        lines.append("one tensor: " + ", ".join(names))
+    lines.append(
+        f"\n{'stage':>5}  {'operators':>9}  {'cost':>5}  {'weights':>9}  {'sends':>9}  what it sends"
+    )
+    for plan in plans:
+        share = (
+            sum(cost for cost, stage in zip(costs, assignment, strict=True) if stage == plan.stage) / total
+        )
+        held = sum(graph.values[name].nbytes for name in plan.parameters)
+        sends = ", ".join(_form(value) for value in plan.outputs[:4])
+        more = f" and {len(plan.outputs) - 4} more" if len(plan.outputs) > 4 else ""
+        lines.append(
+            f"{plan.stage:>5}  {len(plan.operators):>9}  {share:>5.0%}  {_bytes(held):>9}  "
+            f"{_bytes(plan.bytes_out):>9}  {sends}{more}"
+        )
+    return "\n".join(lines)
+
+
+def as_json(
+    traced: Traced, assignment: Sequence[int], costs: Sequence[float], plans: Sequence[StagePlan]
+) -> dict[str, Any]:
+    """Everything, for programs."""
+    graph = traced.graph
+    return {
+        "by": traced.by,
+        "fixed": dict(traced.fixed),
+        "inputs": list(graph.inputs),
+        "loss": graph.loss,
+        "tied": [list(names) for names in graph.tied],
+        "values": [asdict(value) | {"bytes": value.nbytes} for value in graph.values.values()],
+        "operators": [
+            asdict(op) | {"stage": stage, "cost": cost}
+            for op, stage, cost in zip(graph.operators, assignment, costs, strict=True)
+        ],
+        "stages": [
+            {
+                "stage": plan.stage,
+                "operators": list(plan.operators),
+                "parameters": list(plan.parameters),
+                "inputs": [value.name for value in plan.inputs],
+                "outputs": [value.name for value in plan.outputs],
+                "bytes_out": plan.bytes_out,
+            }
+            for plan in plans
+        ],
+    }
+
+
+def as_dot(graph: OpGraph, assignment: Sequence[int], costs: Sequence[float]) -> str:
+    """The graph in Graphviz's language, a colour a stage."""
+    total = sum(costs) or 1.0
+    lines = ["digraph model {", '  node [shape=box, style=filled, fontname="sans-serif"];']
+    for name in graph.inputs:
+        lines.append(
+            f"  {_quoted(name)} [shape=ellipse, fillcolor=white, label={_quoted(_form(graph.values[name]))}];"
+        )
+    for op in graph.operators:
+        label = f"{_short(op)}\\n{op.module or '.'}\\n{costs[op.index] / total:.1%}"
+        colour = _colour(op, assignment)
+        lines.append(f"  {_quoted(op.name)} [fillcolor={_quoted(colour)}, label={_quoted(label)}];")
+    for source, target, value in _edges(graph):
+        lines.append(f"  {_quoted(source)} -> {_quoted(target)} [label={_quoted(_sizes(value))}];")
+    return "\n".join([*lines, "}"])
+
+
+def draw(graph: OpGraph, assignment: Sequence[int], path: Path) -> None:
+    """The graph as a picture, from above to below, a colour a stage.
+
+    Raises:
+        SetupError: no matplotlib, or the file cannot be written.
+    """
+    places = _places(graph)
+    width = 1.6 * (1 + max(abs(x) for x, _ in places.values())) + 2
+    height = 0.35 * (1 + max(y for _, y in places.values())) + 1
+    figure, axes = _pyplot().subplots(figsize=(min(width, 60), min(height, 300)), layout="constrained")
+    for source, target, _ in _edges(graph):
+        near = places[target][1] - places[source][1] == 1
+        bend = f"arc3,rad={0.0 if near else 0.2}"  # around the operators in between
+        line = {"arrowstyle": "->", "color": "0.6", "linewidth": 0.6, "connectionstyle": bend}
+        axes.annotate("", places[target], places[source], arrowprops=line, zorder=1)
+    boxes = [(name, name, "white") for name in graph.inputs]
+    boxes += [(op.name, _short(op), _colour(op, assignment)) for op in graph.operators]
+    for name, label, colour in boxes:
+        box = {"facecolor": colour, "edgecolor": "0.4", "linewidth": 0.5, "boxstyle": "round"}
+        axes.text(*places[name], label, ha="center", va="center", fontsize=6, bbox=box, zorder=2)
+    across = [x for x, _ in places.values()]
+    axes.set(xlim=(min(across) - 1, max(across) + 1), ylim=(max(y for _, y in places.values()) + 1, -1))
+    axes.set_axis_off()
+    save(figure, path, "--png", dpi=100)
+
+
+def _places(graph: OpGraph) -> dict[str, tuple[float, int]]:
+    """Where each input and operator is drawn: a row below all that it reads, beside those of its row."""
+    rows: dict[str, int] = dict.fromkeys(graph.inputs, 0)
+    makers = {output: op.name for op in graph.operators for output in op.outputs}
+    for op in graph.operators:
+        rows[op.name] = 1 + max((rows[makers.get(name, name)] for name in op.inputs), default=0)
+    beside: dict[int, list[str]] = {}
+    for name, row in rows.items():
+        beside.setdefault(row, []).append(name)
+    return {
+        name: (place - (len(names) - 1) / 2, row)
+        for row, names in beside.items()
+        for place, name in enumerate(names)
+    }
+
+
+def _edges(graph: OpGraph) -> Iterator[tuple[str, str, Value]]:
+    makers = {output: op.name for op in graph.operators for output in op.outputs}
+    for op in graph.operators:
+        for name in op.inputs:
+            yield makers.get(name, name), op.name, graph.values[name]
+
+
+def _colour(op: Operator, assignment: Sequence[int]) -> str:
+    return CHEAP_COLOUR if op.cheap else COLOURS[assignment[op.index] % len(COLOURS)]
+
+
+def _short(op: Operator) -> str:
+    return op.target.split(".")[1] if op.target.count(".") else op.target
+
+
+def _sizes(value: Value) -> str:
+    return "×".join(map(str, value.shape)) or "1"
+
+
+def _form(value: Value) -> str:
+    return f"{value.name} {value.dtype}{list(value.shape)}"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace('"', '\\"') + '"'
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} GB"
+
+
+def _pyplot() -> Any:
+    return load_pyplot("--png", instead="; or give --dot to Graphviz")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """A tracer that fails prints pages; what counts of them is in our error."""
+    logger = logging.getLogger("torch")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,26 @@
+"""Turning a written manifest into the one that is published: bound to its data and its model."""
+
+from __future__ import annotations
+
+from peers.storage.dataset import Dataset
+from peers.storage.samples import Samples
+from swarm.data import sample_offsets
+from swarm.manifest import CustomModelSpec, Run
+
+
+def pinned(run: Run, data: Dataset | Samples) -> Run:
+    """`run` with what is open filled in, as it is on this machine.
+
+    Raises:
+        SetupError: the model cannot be built, is not what is pinned, or does not take these data.
+    """
+    run = data.pinned(run)
+    if not isinstance(run.model, CustomModelSpec):
+        return run
+    from swarm.model.custom import model_inputs, pin_model
+
+    if not run.model.pinned:
+        run = pin_model(run)
+    if isinstance(data, Samples):
+        model_inputs(run, data.batch(sample_offsets(run, 0, 0)))
+    return run

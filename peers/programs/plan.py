@@ -1,0 +1,293 @@
+"""`swarm plan`: which machine should serve which stage, and how long a step will take.
+
+For machines that are only described, or for the peers of a run as they are, with what they have measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from peers.options import PlanOptions, StatusOptions
+from peers.programs.descriptions import job_of, load_devices
+from peers.programs.status import look
+from swarm.codecs import parse_codec
+from swarm.errors import SetupError
+from swarm.ids import Stage
+from swarm.manifest import CodecSpec, Run, load_run
+from swarm.model.stage_io import boundary_bytes
+from swarm.monitoring.health import Observation
+from swarm.plan.measured_network import Machine, Pair, estimate
+from swarm.plan.network import BACKWARD_FORWARDS, Job, Network
+from swarm.plan.overlapped import IDLE, Overlap
+from swarm.plan.search import Plan, baselines, repaired, search_overlapped
+from swarm.plan.topk_ratios import boundary_bandwidths, boundary_codecs
+from swarm.records import NO_STAGE
+
+RANDOM_LAYOUTS = 10
+"""Of which the mean is what a random layout takes."""
+NAMES_SHOWN = 6
+HIDDEN = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.125, 0.09, 0.06, 0.0)
+"""How much of the slowest stage's time for a microbatch its transfer may take: AdaTopK tries these."""
+WORTH = 0.05
+"""Who compresses more than that must win more than this part of a step."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """A plan, and what it is compared with."""
+
+    plan: Plan
+    random_s: float
+    """Mean of `RANDOM_LAYOUTS`."""
+    megatron_s: float
+    """Devices in the order of the file, so many to each stage."""
+    cpu_s: float
+    now_s: float | None = None
+    """As the peers of a run are now; None for machines that are only described."""
+    measured: str = ""
+    """How much of the network was measured, in words."""
+    codecs: CodecSpec | None = None
+    """What each boundary should send, if that was asked for: see `swarm.plan.topk_ratios`."""
+    codecs_step_s: float | None = None
+    """What a step takes then."""
+
+
+async def run_plan(options: PlanOptions) -> None:
+    """Search, and print what was found.
+
+    Raises:
+        SetupError: a file that cannot be read or says what cannot be; fewer devices than stages; a stage that
+            fits no device; a run that nobody knows, or whose peers have not measured their speed.
+    """
+    if options.run:
+        if options.manifest or options.devices:
+            raise SetupError("--run plans for the peers of a run: it goes without --manifest and --devices")
+        if not options.join:
+            raise SetupError("--run needs --join: the address of a bootstrap or of any peer of that run")
+        asked = StatusOptions(
+            run=options.run, join=options.join, host=options.host, port=options.port,
+            announce=options.announce,
+        )  # fmt: skip
+        run, seen = await look(asked)
+        answer, network, job = plan_view(run, seen, seed=options.seed, budget_s=options.budget)
+    else:
+        run, network = _described(options)
+        job = job_of(run)
+        answer = plan(network, job, seed=options.seed, budget_s=options.budget)
+    if options.keep is not None:
+        codecs, step_s = plan_codecs(run, network, job, answer.plan.stage_of, options.keep)
+        answer = replace(answer, codecs=codecs, codecs_step_s=step_s)
+    if options.json:
+        print(json.dumps(as_json(answer, run, network)))
+    else:
+        print(render(answer, run, network, job))
+
+
+def _described(options: PlanOptions) -> tuple[Run, Network]:
+    if options.manifest is None or options.devices is None:
+        raise SetupError(
+            "give --manifest and --devices, to plan for machines that are described; or --run and --join, "
+            "for the peers of a run as they are"
+        )
+    return load_run(options.manifest), load_devices(options.devices)
+
+
+def plan_view(run: Run, seen: Observation, *, seed: int, budget_s: float) -> tuple[Answer, Network, Job]:
+    """A plan for the peers that serve a run, from what they have measured of themselves and their lines."""
+    job = job_of(run)
+    there = {record.peer: record for record in seen.records if record.stage != NO_STAGE}
+    serving = [record for peer, record in there.items() if peer not in seen.silent]
+    if not serving:
+        raise SetupError("nobody serves the run now: there is nobody to plan for")
+    machines = [
+        Machine(
+            name=record.peer,
+            # A microbatch is a forward and a backward of its stage.
+            flops_per_s=record.speed * (1 + BACKWARD_FORWARDS) * job.forward_flops[record.stage],
+            upload_bps=record.bandwidth_bps,
+        )
+        for record in serving
+    ]
+    pairs = [
+        Pair(at=status.peer, to=link.peer, rtt_s=link.rtt_s, bandwidth_bps=link.bandwidth_bps)
+        for status in seen.statuses
+        if status.peer in there
+        for link in status.links
+    ]
+    found = estimate(machines, pairs)
+    answer = plan(found.network, job, seed=seed, budget_s=budget_s)
+    now = [record.stage for record in serving]
+    whole = set(now) == set(range(run.S))
+    answer = replace(
+        answer,
+        now_s=Overlap(found.network, job).predict(now).total_s if whole else math.inf,
+        measured=f"{found.measured} of {_count(found.pairs, 'pair')} of peers measured, the others estimated",
+    )
+    return answer, found.network, job
+
+
+def plan(network: Network, job: Job, *, seed: int, budget_s: float) -> Answer:
+    """The search's plan and the baselines; seconds are those of this process's CPU time."""
+    began_s = time.process_time()
+    found = search_overlapped(
+        network, job, seed=seed, budget_s=budget_s, spent_s=lambda: time.process_time() - began_s
+    )
+    cpu_s = time.process_time() - began_s
+    overlap, rng = Overlap(network, job), np.random.default_rng(seed)
+    chance_s = [
+        overlap.predict(repaired(overlap, dict(baselines(network, job, rng))["random"])).total_s
+        for _ in range(RANDOM_LAYOUTS)
+    ]
+    return Answer(found, float(np.mean(chance_s)), found.starts["megatron"], cpu_s)
+
+
+def plan_codecs(
+    run: Run, network: Network, job: Job, stage_of: Sequence[Stage] | np.ndarray, least: float
+) -> tuple[CodecSpec, float]:
+    """AdaTopK for a layout: as little is compressed as costs nearly nothing of a step.
+
+    What takes no longer than the computation of the slowest stage hides behind it, but not in the first and
+    the last microbatches of a step, which wait for all stages and lines in turn. So less is allowed as long
+    as a step is predicted to gain by it.
+
+    A boundary that is given another codec than the manifest has gets its gradients back in as few bits: they
+    have the same line. `stage_of`: of each device, or `IDLE`.
+
+    Returns:
+        `[codec]` of the manifest, with a list for each direction; a step's seconds with it, as predicted.
+
+    Raises:
+        SetupError: a part that cannot be kept, or lists that are too long for a manifest.
+    """
+    speeds = [sum(network.devices[i].flops_per_s for i in members) for members in _members(stage_of, run.S)]
+    compute_s = [
+        (1 + BACKWARD_FORWARDS) * flops / speed
+        for flops, speed in zip(job.forward_flops, speeds, strict=True)
+    ]
+    base = [run.codec.forward_at(boundary) for boundary in range(run.S - 1)]
+
+    def bytes_of(boundary: int, codec: str) -> tuple[float, float]:
+        same = codec == base[boundary]
+        return boundary_bytes(
+            run if same else replace(run, codec=CodecSpec.both_ways(codec)), boundary, codec
+        )
+
+    bandwidths_bps = boundary_bandwidths(network, stage_of, run.S)
+
+    def step_s(forward: Sequence[str]) -> float:
+        sent = [bytes_of(boundary, codec) for boundary, codec in enumerate(forward)]
+        there, back = tuple(each[0] for each in sent), tuple(each[1] for each in sent)
+        crossing = replace(job, forward_bytes=there, backward_bytes=back)
+        return Overlap(network, crossing).predict(stage_of).total_s
+
+    tried = dict.fromkeys(
+        boundary_codecs(bandwidths_bps, bytes_of, base, least=least, enough_s=part * max(compute_s))
+        for part in HIDDEN
+    )
+    takes_s = {forward: step_s(forward) for forward in tried}
+    enough_s = (1.0 + WORTH) * min(takes_s.values())
+    forward, found_s = next(found for found in takes_s.items() if found[1] <= enough_s)
+    backward = tuple(
+        run.codec.backward_at(boundary, "none") if codec == base[boundary] else _values(codec)
+        for boundary, codec in enumerate(forward)
+    )
+    codecs = replace(run.codec, forward=forward, backward=backward)
+    if forward:
+        replace(run, codec=codecs)  # it must be a manifest that can be
+    return codecs, found_s
+
+
+def _values(name: str) -> str:
+    codec = parse_codec(name)
+    assert codec is not None
+    return codec.values
+
+
+def as_json(answer: Answer, run: Run, network: Network) -> dict[str, Any]:
+    """One object for programs; times in seconds."""
+    step = answer.plan.step
+    names = [device.name for device in network.devices]
+    return {
+        "run": run.id,
+        "stages": [[names[i] for i in members] for members in _members(answer.plan.stage_of, run.S)],
+        "idle": [names[i] for i in np.flatnonzero(answer.plan.stage_of == IDLE)],
+        "step_s": step.total_s,
+        "way_s": step.first_s,
+        "busy_s": step.busy_s,
+        "tail_s": step.tail_s,
+        "tokens_per_s": run.tokens_per_step / step.total_s,
+        "limit": step.limit,
+        "now_s": None if answer.now_s == math.inf else answer.now_s,
+        "measured": answer.measured,
+        "random_s": answer.random_s,
+        "megatron_s": answer.megatron_s,
+        "starts_s": answer.plan.starts,
+        "cpu_s": answer.cpu_s,
+        "codec_forward": answer.codecs and answer.codecs.forward,
+        "codec_backward": answer.codecs and answer.codecs.backward,
+        "codec_step_s": answer.codecs_step_s,
+    }
+
+
+def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
+    """The same for people."""
+    step, stage_of = answer.plan.step, answer.plan.stage_of
+    lines = [
+        f"{run.name}: {run.S} stages, {run.M} microbatches a step, {_count(len(network), 'device')} in "
+        f"{_count(len(network.regions), 'region')}"
+    ]
+    for stage, members in enumerate(_members(answer.plan.stage_of, run.S)):
+        need_gb = (job.state_bytes[stage] + job.activation_bytes[stage]) / 1e9
+        lines.append(
+            f"stage {stage}: {_count(len(members), 'device')}, {need_gb:.3g} GB on each: "
+            f"{_names(network, members)}"
+        )
+    idle = np.flatnonzero(stage_of == IDLE)
+    if len(idle):
+        lines.append(f"idle, since with them a step takes no less: {_names(network, idle)}")
+    lines += [
+        f"a step takes about {step.total_s:.3g} s ({run.tokens_per_step / step.total_s:,.0f} tokens/s): "
+        f"{step.first_s:.3g} s until the first microbatch is back, {step.busy_s:.3g} s for the others, "
+        f"{step.tail_s:.3g} s to exchange gradients",
+        f"what limits it: {step.limit}",
+        f"a random layout: {answer.random_s:.3g} s ({answer.random_s / step.total_s:.2f} times as long); "
+        f"devices in the file's order, as Megatron has it: {answer.megatron_s:.3g} s "
+        f"({answer.megatron_s / step.total_s:.2f} times)",
+    ]
+    if answer.now_s is not None:
+        lines.append(
+            f"as the peers are now: {answer.now_s:.3g} s ({answer.now_s / step.total_s:.2f} times)"
+            if answer.now_s < math.inf
+            else "as the peers are now, a stage has none: no step is taken"
+        )
+        lines.append(answer.measured)
+    if answer.codecs and answer.codecs.forward:
+        lines.append(
+            f"with these codecs a step takes about {answer.codecs_step_s:.3g} s; the manifest then says, in "
+            "[codec]:"
+        )
+        for way, codecs in (("forward", answer.codecs.forward), ("backward", answer.codecs.backward)):
+            lines.append(f"  {way} = {json.dumps(codecs)}")
+    lines.append("a device joins its stage with: swarm peer --stage N ...")
+    return "\n".join(lines)
+
+
+def _members(stage_of: Sequence[Stage] | np.ndarray, stages: int) -> list[np.ndarray]:
+    return [np.flatnonzero(np.asarray(stage_of) == stage) for stage in range(stages)]
+
+
+def _names(network: Network, members: np.ndarray) -> str:
+    shown = [network.devices[i].name for i in members[:NAMES_SHOWN]]
+    more = len(members) - len(shown)
+    return ", ".join(shown) + (f" and {more} more (--json names all)" if more else "")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -1,0 +1,182 @@
+"""`swarm simulate`: how fast a run would be on machines that are only described. Needs none of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from peers.options import SimulateOptions
+from peers.programs.descriptions import job_of, load_devices, read_text
+from peers.programs.plotting import load_pyplot, save
+from swarm.manifest import Run, load_run
+from swarm.plan.network import Network, check_fit
+from swarm.plan.overlapped import Overlap
+from swarm.plan.search import balanced, repaired
+from swarm.sim.engine import NOBODY, simulate
+from swarm.sim.report import Settings, ThroughputReport
+from swarm.sim.trace import Trace, read_trace
+
+BINS = 20
+"""Lines of the chart of throughput over time, at most."""
+WIDTH = 40
+MOVES_SHOWN = 5
+MIN_BIN_S = 1.0
+
+
+def run_simulate(options: SimulateOptions) -> None:
+    """Simulate, and print what came of it.
+
+    Raises:
+        SetupError: a file that cannot be read or says what cannot be; matplotlib is needed and absent.
+    """
+    if options.plot is not None:
+        load_pyplot("--plot")  # said before an hour is simulated, not after
+    run = load_run(options.manifest)
+    network = load_devices(options.devices)
+    trace = read_trace(read_text(options.trace), options.trace.name) if options.trace is not None else None
+    report = simulate_run(run, network, trace, end_s=3600.0 * options.hours, seed=options.seed)
+    if options.plot is not None:
+        plot(report, run, options.plot)
+    if options.json:
+        print(json.dumps(as_json(report, run)))
+    else:
+        print(render(report, run, network))
+
+
+def simulate_run(
+    run: Run, network: Network, trace: Trace | None, *, end_s: float, seed: int
+) -> ThroughputReport:
+    """The run on the network. Without a trace stages are about equally fast; with one every device goes where
+    it is needed when it comes."""
+    job = job_of(run)
+    if trace is None:
+        overlap = Overlap(network, job)
+        layout = repaired(overlap, balanced(overlap)).tolist()
+    else:
+        check_fit(network, job)
+        layout, end_s = [NOBODY] * len(network), min(end_s, trace.end_s)
+    settings = Settings(
+        delayed_updates=run.delayed_updates,
+        rebalance_every_s=run.rebalance_every_s,
+        checkpoint_every=run.checkpoint_every or 1_000_000,
+        bin_s=max(MIN_BIN_S, end_s / BINS),
+    )
+    return simulate(network, job, layout, end_s=end_s, settings=settings, trace=trace, seed=seed)
+
+
+# --- what came of it ----------------------------------------------------------------------------------------
+
+
+def over_time(report: ThroughputReport) -> list[tuple[float, float]]:
+    """(end of the bin in s, microbatches answered a second in it)."""
+    found: list[tuple[float, float]] = []
+    start_s = 0.0
+    while start_s < report.end_s:
+        number = len(found)
+        end_s = min(report.end_s, start_s + report.bin_s)
+        answered = report.answered[number] if number < len(report.answered) else 0
+        found.append((end_s, answered / (end_s - start_s)))
+        start_s += report.bin_s
+    return found
+
+
+def as_json(report: ThroughputReport, run: Run) -> dict[str, Any]:
+    """One object for programs; times in seconds."""
+    return {
+        "run": run.id,
+        "stages": report.stages,
+        "seconds": report.end_s,
+        "steps": report.version,
+        "microbatches_per_s": report.per_s,
+        "tokens_per_s": _tokens_per_s(report, run),
+        "over_time": [[round(end_s, 3), rate] for end_s, rate in over_time(report)],
+        "utilisation": report.utilisation,
+        "moves": [
+            {"at_s": m.at_s, "peer": m.peer, "from": m.from_stage, "to": m.to_stage, "why": m.why}
+            for m in report.moves
+        ],
+        "joins": report.joins,
+        "deaths": report.deaths,
+        "replayed": report.replayed,
+        "recomputed": report.recomputed,
+        "went_back": report.generations,
+        "stood_still_s": report.waited_s,
+        "boundary_bytes": report.boundary_bytes,
+        "reduce_bytes": report.reduce_bytes,
+        "download_bytes": report.download_bytes,
+        "events": report.events,
+    }
+
+
+def render(report: ThroughputReport, run: Run, network: Network) -> str:
+    """The same for people."""
+    lines = [
+        f"{run.name}: {run.S} stages, {run.M} microbatches a step, {len(network)} devices in "
+        f"{len(network.regions)} region{'s' * (len(network.regions) > 1)}",
+        f"{report.version} steps in {_clock(report.end_s)}: {report.per_s:.3g} microbatches/s, "
+        f"{_tokens_per_s(report, run):,.0f} tokens/s",
+        "",
+        "microbatches answered a second, over time",
+    ]
+    rates = over_time(report)
+    most = max((rate for _, rate in rates), default=0.0) or 1.0
+    for at_s, rate in rates:
+        lines.append(f"  {_clock(at_s):>9}  {'█' * round(WIDTH * rate / most):<{WIDTH}}  {rate:.3g}")
+    lines += ["", "devices compute, of their time"]
+    lines += [f"  stage {stage:<3} {share:6.1%}" for stage, share in enumerate(report.utilisation)]
+    lines += [
+        "",
+        f"{report.joins} joined, {report.deaths} vanished; the run went back {report.generations} times and "
+        f"stood still for {_clock(report.waited_s)}",
+        f"{report.replayed} microbatches replayed; computed for nothing: {_share(report)}",
+        f"sent: {_bytes(report.boundary_bytes)} between stages, {_bytes(report.reduce_bytes)} in reduces, "
+        f"{_bytes(report.download_bytes)} of state",
+        f"{len(report.moves)} moves" + (":" if report.moves else ""),
+    ]
+    lines += [
+        f"  {_clock(m.at_s):>9}  {m.peer}: stage {m.from_stage} → {m.to_stage}; {m.why}"
+        for m in report.moves[:MOVES_SHOWN]
+    ]
+    if len(report.moves) > MOVES_SHOWN:
+        lines.append(f"  … and {len(report.moves) - MOVES_SHOWN} more (--json has all)")
+    return "\n".join(lines)
+
+
+def plot(report: ThroughputReport, run: Run, path: Path) -> None:
+    """Throughput over time, and what the devices of each stage did with theirs.
+
+    Raises:
+        SetupError: no matplotlib, or the file cannot be written.
+    """
+    figure, (above, below) = load_pyplot("--plot").subplots(2, 1, figsize=(9, 6), layout="constrained")
+    rates = over_time(report)
+    above.step([at_s / 60 for at_s, _ in rates], [rate for _, rate in rates], where="pre")
+    for move in report.moves:
+        above.axvline(move.at_s / 60, color="0.8", linewidth=1, zorder=0)
+    above.set(xlabel="minutes", ylabel="microbatches/s", ylim=(0, None))
+    above.set_title(f"{run.name}: {report.version} steps")
+    below.bar(range(report.stages), report.utilisation)
+    below.set(xlabel="stage", ylabel="share of time computing", ylim=(0, 1), xticks=range(report.stages))
+    save(figure, path, "--plot", dpi=120)
+
+
+def _tokens_per_s(report: ThroughputReport, run: Run) -> float:
+    return report.per_s * run.tokens_per_step / run.M
+
+
+def _share(report: ThroughputReport) -> str:
+    return f"{report.recomputed / report.computed:.2%}" if report.computed else "nothing"
+
+
+def _clock(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} TB"

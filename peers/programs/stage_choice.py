@@ -1,0 +1,48 @@
+"""Which stage a newcomer serves that leaves the choice to us (`--stage auto`)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from peers.ports import Directory
+from swarm.ids import PeerId, Stage
+from swarm.manifest import Run
+from swarm.policy.rebalance import choose_stages
+from swarm.records import NO_STAGE, PeerRecord
+
+MAX_OTHERS = 64
+"""That a newcomer places before itself: strangers may claim to choose as many as they like."""
+OTHERS_S = 1.0
+"""So long a newcomer waits for the records of others that came in the same instant."""
+
+
+async def choose_stage(me: PeerId, run: Run, directory: Directory, addresses: Sequence[str]) -> Stage:
+    """The stage that needs this peer most.
+
+    The peer first announces that it is choosing, and looks which others are: they place one another, in the
+    order of their ids, by the same rule. So ten that start together do not all go to the stage that was
+    slowest before they came.
+    """
+
+    async def announce(stage: Stage) -> None:
+        await directory.announce(
+            PeerRecord(
+                peer=me,
+                run=run.id,
+                stage=stage,
+                state="choosing" if stage == NO_STAGE else "joining",
+                version=0,
+                addresses=tuple(addresses),
+                since=time.time(),
+            )
+        )
+
+    await announce(NO_STAGE)
+    await asyncio.sleep(OTHERS_S)
+    records = await directory.survey()
+    others = sorted(r.peer for r in records if r.state == "choosing" and r.peer != me)[:MAX_OTHERS]
+    stage = choose_stages(records, [me, *others], stages=run.S, now_s=time.time())[me]
+    await announce(stage)  # peers that choose after this count us there
+    return stage

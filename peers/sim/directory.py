@@ -1,0 +1,164 @@
+"""The directory of a simulated swarm: every peer has a picture of its own, which lags and may be cut off.
+
+What a peer announces is in the DHT a moment later. Others see it when their picture is refreshed in the
+background, each after another lag, or when they ask. A process that is cut off from the DHT neither announces
+nor learns; its announcement goes through once it is back. Records of the dead are seen until they run out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from peers.sim.processes import Process, ProcessLoop
+from swarm.ids import PeerId, Stage
+from swarm.records import PeerRecord
+from swarm.sim.dice import Dice
+
+LIFE_S = 20.0
+"""As a record in the DHT: a few times longer than between two announcements."""
+RENEW_S = 6.0
+LAG_S = (0.05, 1.5)
+"""Until a picture in the background has what was announced."""
+ASK_S = (0.005, 0.1)
+"""How long it takes to ask, or to tell, the DHT."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    record: PeerRecord
+    number: int
+    ends_s: float
+
+
+@dataclass
+class Dht:
+    """What was announced, and who is cut off from it."""
+
+    loop: ProcessLoop
+    dice: Dice
+    entries: dict[PeerId, _Entry] = field(default_factory=dict)
+    pictures: list[SimDirectory] = field(default_factory=list)
+    cut_off: set[PeerId] = field(default_factory=set)
+    """Processes that reach nobody of the DHT."""
+    _number: int = 0
+
+    def put(self, record: PeerRecord) -> None:
+        """Keep a record, and let each picture have it after its own lag."""
+        now = self.loop.now_s
+        self._number += 1
+        entry = self.entries[record.peer] = _Entry(record, self._number, now + LIFE_S)
+        for picture in self.pictures:
+            if picture.process.alive:
+                own = picture.process.name == record.peer
+                picture.due.append((now if own else now + self.dice.between(*LAG_S), entry))
+
+    def now(self) -> list[_Entry]:
+        """What who asks is told."""
+        now = self.loop.now_s
+        return [entry for entry in self.entries.values() if entry.ends_s > now]
+
+
+class SimDirectory:
+    """Fulfils `peers.ports.Directory` for one process."""
+
+    def __init__(self, dht: Dht, process: Process) -> None:
+        self._dht, self.process = dht, process
+        self.due: list[tuple[float, _Entry]] = []
+        """What the background will bring, and when."""
+        self._known: dict[PeerId, _Entry] = {}
+        self._peers: list[PeerRecord] = []
+        self._at: dict[Stage, list[PeerRecord]] = {}
+        self._fresh_until_s = math.inf
+        self.watched: frozenset[Stage] | None = None
+        self._asked_s = -math.inf
+        self._renewal: asyncio.TimerHandle | None = None
+        dht.pictures.append(self)
+
+    def watch(self, stages: Collection[Stage] | None) -> None:
+        self.watched = None if stages is None else frozenset(stages)
+
+    def peers(self) -> Sequence[PeerRecord]:
+        self._look()
+        return self._peers
+
+    def at(self, stage: Stage) -> Sequence[PeerRecord]:
+        self._look()
+        found = self._at.get(stage)
+        if found is None:
+            found = self._at[stage] = [record for record in self._peers if record.stage == stage]
+        return found
+
+    def find(self, peer: PeerId) -> PeerRecord | None:
+        self._look()
+        entry = self._known.get(peer)
+        return None if entry is None else entry.record
+
+    @property
+    def lag_s(self) -> float:
+        return self._dht.loop.now_s - self._asked_s
+
+    async def refresh(self, stages: Collection[Stage] | None = None) -> Sequence[PeerRecord]:
+        await asyncio.sleep(self._dht.dice.between(*ASK_S))
+        if self.process.name not in self._dht.cut_off:
+            self._asked_s = self._dht.loop.now_s
+            for entry in self._dht.now():
+                self._learn(entry)
+        return self.peers()
+
+    async def survey(self) -> Sequence[PeerRecord]:
+        return await self.refresh()
+
+    async def announce(self, record: PeerRecord) -> None:
+        await asyncio.sleep(self._dht.dice.between(*ASK_S))
+        if self.process.name not in self._dht.cut_off:
+            self._dht.put(record)
+        if self._renewal is not None:
+            self._renewal.cancel()
+        self._renewal = asyncio.get_running_loop().call_later(RENEW_S, self._renew, record)
+
+    def _renew(self, record: PeerRecord) -> None:
+        """Keep the newest record alive as long as its process runs, as `peers.net.directory` does."""
+        if self.process.name not in self._dht.cut_off:
+            self._dht.put(record)
+        self._renewal = asyncio.get_running_loop().call_later(RENEW_S, self._renew, record)
+
+    async def withdraw(self) -> None:
+        entry = self._dht.entries.get(self.process.name)
+        if entry is not None:
+            await self.announce(msgspec.structs.replace(entry.record, state="left"))
+
+    def _look(self) -> None:
+        """Take in what is due by now, and forget what ran out."""
+        now = self._dht.loop.now_s
+        if self.due and self.process.name not in self._dht.cut_off:
+            waits = [(at_s, entry) for at_s, entry in self.due if at_s > now]
+            if len(waits) < len(self.due):
+                for at_s, entry in self.due:
+                    if at_s <= now:
+                        self._learn(entry)
+                self.due = waits
+                self._asked_s = now
+        if now >= self._fresh_until_s:
+            for peer in [peer for peer, entry in self._known.items() if entry.ends_s <= now]:
+                del self._known[peer]
+            self._changed()
+
+    def _learn(self, entry: _Entry) -> None:
+        peer = entry.record.peer
+        known = self._known.get(peer)
+        if (known is None or known.number < entry.number) and entry.ends_s > self._dht.loop.now_s:
+            self._known[peer] = entry
+            if known is None or known.record != entry.record:
+                self._changed()
+            else:
+                self._fresh_until_s = min(e.ends_s for e in self._known.values())
+
+    def _changed(self) -> None:
+        self._peers = [self._known[peer].record for peer in sorted(self._known)]
+        self._at.clear()
+        self._fresh_until_s = min((entry.ends_s for entry in self._known.values()), default=math.inf)

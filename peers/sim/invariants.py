@@ -1,0 +1,83 @@
+"""What must hold at every moment, computed from the weights themselves and not from the ledgers.
+
+The audit model's weights say how often each microbatch was counted; its loss says with which version of the
+weights each stage computed it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from swarm.manifest import Run
+from swarm.model.stage import StageCompute
+
+INVARIANTS = {
+    "I1": "each microbatch once in every step that was taken",
+    "I2": "equal versions have equal weights, bit for bit",
+    "I3": "a loss was computed with the version that was asked for",
+    "I4": "weights at the end are the same whatever failed",
+    "shared": "each microbatch once in what another stage found of a tied weight (I1)",
+}
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+class Invariants:
+    """Looks at every weight that appears anywhere. Counts what it looked at."""
+
+    def __init__(self, run: Run, *, tied: bool = False) -> None:
+        """`tied`: the first and the last stage hold the same weights: there each microbatch counts twice."""
+        self._run = run
+        self._first_with = [0 if tied and stage == run.S - 1 else stage for stage in range(run.S)]
+        """The first stage that holds the same weights."""
+        self._counts = [2 if tied and stage in (0, run.S - 1) else 1 for stage in range(run.S)]
+        self.looked: Counter[str] = Counter()
+        self._bits: dict[tuple[int, int], tuple[str, bytes]] = {}
+        """(stage, version) -> who had it first, and its bytes."""
+
+    def holds(self, peer: str, compute: StageCompute) -> None:
+        """`peer` has new weights: it took a step, or a whole state from somewhere."""
+        stage, version = compute.stage, compute.version
+        self.looked["I1"] += 1
+        self.looked["I2"] += 1
+        weights = torch.cat(list(compute.named_weights().values()))
+        counts = (weights * -self._run.M).tolist()
+        due = version * self._counts[stage]
+        if any(abs(count - due) > 1e-6 for count in counts):
+            found = [round(count, 3) for count in counts]
+            raise Violation(
+                f"I1: stage {stage}, peer {peer}: version {version} counts its microbatches {found} times"
+                + (f", not {due} times" if due != version else "")
+            )
+        bits = weights.numpy().tobytes()
+        first, known = self._bits.setdefault((self._first_with[stage], version), (peer, bits))
+        if known != bits:
+            raise Violation(f"I2: stage {stage}, version {version}: {peer} has other bits than {first}")
+
+    def part(self, peer: str, stage: int, other: int, part: torch.Tensor) -> None:
+        """`peer` of `stage` adds up what `other` found of the weights that both hold."""
+        self.looked["shared"] += 1
+        if (part != 1).any():
+            found = part.tolist()
+            raise Violation(
+                f"I1: stage {stage}, peer {peer}: of what stage {other} adds to the tied weights each "
+                f"microbatch counts {found} times"
+            )
+
+    def loss(self, trainer: str, t: int, loss: float) -> None:
+        """The mean loss of step `t`, as `trainer` was told."""
+        self.looked["I3"] += 1
+        due = -sum(self._counts) * self._run.weight_version(t) / self._run.M
+        if abs(loss - due) > 1e-6:
+            raise Violation(f"I3: trainer {trainer}: step {t} has the loss {loss}; its weights give {due}")
+
+    def at_the_end(self, peer: str, compute: StageCompute) -> None:
+        """Every fault is over: what a peer ends with."""
+        self.looked["I4"] += 1
+        if compute.version != self._run.steps:
+            raise Violation(f"I4: stage {compute.stage}, peer {peer} ends at version {compute.version}")
+        self.holds(peer, compute)

@@ -1,0 +1,332 @@
+"""Calls between processes over lines that lose, double, delay and reorder, and can be cut one way or both.
+
+What a caller can observe is what it would observe with `peers.net`: an answer, an error that was answered,
+a connection that broke (at once), or silence (after `SILENCE_S`). Heartbeats are not sent; the network knows
+when they would have stopped. The body of a call follows when its handler accepts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from peers.ports import Answer, Buffer, Handler, NetworkPath
+from peers.sim.processes import WORLD as _WORLD
+from peers.sim.processes import Process, ProcessLoop
+from swarm.errors import BadAnswer, PeerGone, PeerSilent, Refused, SwarmError, from_wire
+from swarm.ids import PeerId
+from swarm.sim.dice import Dice
+
+SILENCE_S = 3.5
+"""As `peers.net.connection`."""
+ALIVE_EVERY_S = 1.0
+MAX_HEADER_BYTES = 64 * 1024
+"""As in the real framing."""
+
+
+@dataclass(slots=True)
+class Lines:
+    """How bad the lines are. Probabilities are for each message."""
+
+    least_s: float = 0.001
+    most_s: float = 0.03
+    bytes_per_s: float = 1e6
+    lost: float = 0.0
+    doubled: float = 0.0
+    late: float = 0.0
+    late_s: float = 2.0
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """One call on its way. `result` is what the caller waits for."""
+
+    number: int
+    caller: SimTransport
+    callee: SimTransport
+    method: str
+    header: bytes
+    body: list[memoryview]
+    result: asyncio.Future[Answer]
+    abandoned: bool = False
+
+
+class _Request:
+    """Fulfils `peers.ports.Request`."""
+
+    def __init__(self, network: Network, call: _Call) -> None:
+        self._network, self._call = network, call
+        self.peer = call.caller.peer_id
+        self.header = call.header
+        self.body_sizes: Sequence[int] = tuple(part.nbytes for part in call.body)
+
+    async def accept(self) -> list[memoryview]:
+        """The body, copied, so that both sides may write to theirs.
+
+        Raises:
+            PeerGone, PeerSilent: the caller died, gave the call up, or is cut off.
+        """
+        call, network = self._call, self._network
+        if call.body:
+            await asyncio.sleep(network.lasts_s(sum(self.body_sizes)))
+        if call.abandoned or not call.caller.process.alive:
+            raise PeerGone(self.peer, "went away before its body arrived")
+        if call.caller.process.stopped or network.is_cut(self.peer, call.callee.peer_id):
+            await asyncio.sleep(SILENCE_S)
+            raise PeerSilent(self.peer, "its body did not arrive in time")
+        return [memoryview(bytearray(part)) for part in call.body]
+
+
+class SimTransport:
+    """Fulfils `peers.ports.Transport`."""
+
+    def __init__(self, network: Network, process: Process) -> None:
+        self._network, self.process = network, process
+        self.peer_id: PeerId = process.name
+        self.handlers: dict[str, tuple[Handler, int]] = {}
+        self.sent_bytes: Counter[PeerId] = Counter()
+        self.received_bytes: Counter[PeerId] = Counter()
+        self.lines: dict[PeerId, NetworkPath] = {}
+        self.on_gone: Callable[[PeerId], None] | None = None
+        """Told of each connection that broke."""
+
+    def serve(self, method: str, handler: Handler, *, max_body_bytes: int = 0) -> None:
+        self.handlers[method] = (handler, max_body_bytes)
+
+    async def call(
+        self,
+        peer: PeerId,
+        method: str,
+        header: bytes,
+        body: Sequence[Buffer] = (),
+        *,
+        max_answer_bytes: int = 0,
+        deadline_s: float | None = None,
+    ) -> Answer:
+        if len(header) > MAX_HEADER_BYTES:
+            raise ValueError(f"header of {len(header)} bytes; the limit is {MAX_HEADER_BYTES}")
+        answer = await self._network.call(self, peer, method, header, body, deadline_s)
+        size = _size(answer.body)
+        if size > max_answer_bytes:
+            raise BadAnswer(peer, f"an answer of {size} bytes; at most {max_answer_bytes} fit")
+        self.sent_bytes[peer] += len(header) + _size(body)
+        self.received_bytes[peer] += len(answer.header) + size
+        return answer
+
+
+@dataclass
+class Network:
+    """All processes, and the lines between them."""
+
+    loop: ProcessLoop
+    dice: Dice
+    calm: Lines
+    """How the lines are at other times than in a storm."""
+    trace: Callable[[str], None] | None = None
+    on_deliver: Callable[[PeerId, PeerId, str], None] | None = None
+    """Called as (caller, callee, method) for each call that reaches its callee."""
+    transports: dict[PeerId, SimTransport] = field(default_factory=dict)
+    calls: int = 0
+    _open: dict[int, _Call] = field(default_factory=dict)
+    _cuts: dict[int, tuple[frozenset[PeerId], bool]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.lines = self.calm
+
+    def add(self, process: Process) -> SimTransport:
+        """What a new process speaks through."""
+        transport = self.transports[process.name] = SimTransport(self, process)
+        return transport
+
+    def lasts_s(self, size_bytes: int) -> float:
+        """How long a message is on its way, once."""
+        lines = self.lines
+        return self.dice.between(lines.least_s, lines.most_s) + size_bytes / lines.bytes_per_s
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    async def call(
+        self,
+        caller: SimTransport,
+        peer: PeerId,
+        method: str,
+        header: bytes,
+        body: Sequence[Buffer],
+        deadline_s: float | None,
+    ) -> Answer:
+        """Bring a call to its callee and wait for the answer."""
+        loop = self.loop
+        result: asyncio.Future[Answer] = loop.create_future()
+        callee = self.transports.get(peer)
+        if callee is None or not (callee.process.alive or callee.process.stopped):
+            await asyncio.sleep(self.dice.between(0.001, 0.1))
+            raise PeerGone(peer, "cannot be reached")
+        self.calls += 1
+        views = [memoryview(part).cast("B") if memoryview(part).nbytes else memoryview(b"") for part in body]
+        call = _Call(self.calls, caller, callee, method, header, views, result)
+        self._open[call.number] = call
+        if deadline_s is not None:
+            loop.call_later(deadline_s, self._too_late, call, deadline_s)
+        if callee.process.stopped:
+            loop.call_later(SILENCE_S, self._check_stopped, call)
+        self._send(call, caller.peer_id, peer, len(header), self._arrive, call)
+        try:
+            return await result
+        except asyncio.CancelledError:
+            call.abandoned = True
+            raise
+        finally:
+            self._open.pop(call.number, None)
+
+    def _send(
+        self,
+        call: _Call,
+        source: PeerId,
+        destination: PeerId,
+        size_bytes: int,
+        arrive: Callable[..., None],
+        *what: object,
+    ) -> None:
+        lines, dice, loop = self.lines, self.dice, self.loop
+        if self.is_cut(source, destination):
+            loop.call_later(SILENCE_S, self._silent, call, context=_WORLD)
+            return
+        roll = dice.number()
+        if roll < lines.lost:
+            self._say(f"lost: {call.method} from {source} to {destination}")
+            loop.call_later(dice.between(ALIVE_EVERY_S, SILENCE_S), self._silent, call, context=_WORLD)
+            return
+        roll -= lines.lost
+        if roll < lines.late:
+            delay_s = dice.between(lines.most_s, lines.late_s)
+        else:
+            delay_s = self.lasts_s(size_bytes)
+            if roll < lines.late + lines.doubled:
+                again_s = delay_s + dice.between(0.0, lines.late_s)
+                loop.call_later(again_s, arrive, *what, context=_WORLD)
+        loop.call_later(delay_s, arrive, *what, context=_WORLD)
+
+    def _arrive(self, call: _Call) -> None:
+        process = call.callee.process
+        if process.alive:
+            process.spawn(self.loop, self._handle(call))
+
+    async def _handle(self, call: _Call) -> None:
+        """At the callee: a process that is stopped does nothing of this before it goes on."""
+        if self.on_deliver is not None:
+            self.on_deliver(call.caller.peer_id, call.callee.peer_id, call.method)
+        outcome: Answer | SwarmError
+        try:
+            handler, max_body_bytes = call.callee.handlers.get(call.method, (None, 0))
+            if handler is None:
+                raise Refused(f"no such method: {call.method!r}")
+            size = sum(part.nbytes for part in call.body)
+            if size > max_body_bytes:
+                raise Refused(f"a body of {size} bytes; {call.method!r} takes {max_body_bytes}")
+            answer = await handler(_Request(self, call))
+            outcome = Answer(bytes(answer.header), [memoryview(bytearray(part)) for part in answer.body])
+        except SwarmError as error:
+            outcome = error
+        except Exception as error:  # noqa: BLE001  as the real transport; here it is told as well
+            self.loop.bug(f"the handler of {call.method!r} failed", error)
+            outcome = Refused(f"internal error: {type(error).__name__}: {error}"[:500])
+        if call.number in self._open and not call.abandoned:
+            size = 64 if isinstance(outcome, SwarmError) else len(outcome.header) + _size(outcome.body)
+            names = call.callee.peer_id, call.caller.peer_id
+            self._send(call, *names, size, self._back, call, outcome)
+
+    def _back(self, call: _Call, outcome: Answer | SwarmError) -> None:
+        if call.result.done():
+            return
+        if isinstance(outcome, SwarmError):
+            call.result.set_exception(from_wire(call.callee.peer_id, outcome.to_wire()))
+        else:
+            call.result.set_result(outcome)
+
+    # -- how calls fail ---------------------------------------------------------------------------
+
+    def _fail(self, call: _Call, error: SwarmError) -> None:
+        if not call.result.done():
+            call.result.set_exception(error)
+
+    def _silent(self, call: _Call) -> None:
+        self._fail(call, PeerSilent(call.callee.peer_id, f"no sign of life for {SILENCE_S} s"))
+
+    def _too_late(self, call: _Call, deadline_s: float) -> None:
+        why = f"no answer to {call.method!r} within {deadline_s:g} s"
+        self._fail(call, PeerSilent(call.callee.peer_id, why))
+
+    def _gone(self, call: _Call) -> None:
+        self._fail(call, PeerGone(call.callee.peer_id, "the connection broke"))
+
+    def _check_stopped(self, call: _Call) -> None:
+        if call.callee.process.stopped:
+            self._silent(call)
+
+    # -- faults -----------------------------------------------------------------------------------
+
+    def kill(self, name: PeerId, *, quietly: bool) -> None:
+        """End a process: its connections break, or, with a machine that lost its power, nobody is told."""
+        ended = self.transports[name].process
+        ended.kill()
+        for call in list(self._open.values()):
+            if call.callee.process is ended:
+                if quietly:
+                    self.loop.call_later(SILENCE_S, self._silent, call, context=_WORLD)
+                else:
+                    delay_s = self.dice.between(0.001, 0.1)
+                    self.loop.call_later(delay_s, self._gone, call, context=_WORLD)
+            elif call.caller.process is ended:
+                call.abandoned = True
+                del self._open[call.number]
+        if not quietly:
+            for other in self.transports.values():
+                if other.process.alive and other.on_gone is not None and not self.is_cut(name, other.peer_id):
+                    delay_s = self.dice.between(0.001, 0.1)
+                    self.loop.call_later(delay_s, other.on_gone, name, context=other.process.context)
+
+    def stop(self, name: PeerId) -> None:
+        """As SIGSTOP: what is asked of it falls silent."""
+        self.transports[name].process.stop()
+        for call in self._open.values():
+            if call.callee.peer_id == name:
+                self.loop.call_later(SILENCE_S, self._check_stopped, call, context=_WORLD)
+
+    def go_on(self, name: PeerId) -> None:
+        """As SIGCONT."""
+        self.transports[name].process.go_on(self.loop)
+
+    def cut(self, side: Iterable[PeerId], *, one_way: bool = False) -> int:
+        """Nothing crosses from `side` to the rest, nor, unless `one_way`, back. The number is for `heal`."""
+        number = max(self._cuts, default=0) + 1
+        self._cuts[number] = frozenset(side), one_way
+        self.loop.call_later(SILENCE_S, self._check_cut, number, context=_WORLD)
+        return number
+
+    def heal(self, number: int) -> None:
+        """End a cut."""
+        self._cuts.pop(number, None)
+
+    def is_cut(self, source: PeerId, destination: PeerId) -> bool:
+        """Whether a message would be lost for sure."""
+        for side, one_way in self._cuts.values():
+            if (source in side) != (destination in side) and (not one_way or source in side):
+                return True
+        return False
+
+    def _check_cut(self, number: int) -> None:
+        if number in self._cuts:
+            for call in list(self._open.values()):
+                names = call.caller.peer_id, call.callee.peer_id
+                if self.is_cut(*names) or self.is_cut(*reversed(names)):
+                    self._silent(call)
+
+    def _say(self, text: str) -> None:
+        if self.trace is not None:
+            self.trace(text)
+
+
+def _size(body: Sequence[Buffer]) -> int:
+    return sum(memoryview(part).nbytes for part in body)

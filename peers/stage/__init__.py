@@ -1,0 +1,1 @@
+"""One stage of a run, served on one device: microbatches, steps, and the replicas that share them."""

@@ -1,0 +1,333 @@
+"""The all-reduce between the replicas of a stage: all of it or nothing.
+
+A butterfly: each member owns a part of the flat gradient. Everybody sends its contribution to a part
+to the part's owner, and the *answer* to that call is the reduced part; so a failure anywhere is a
+failed call, and a member has either every part or no result. The owner adds contributions in the
+order of the members' ids, encodes the sum once, and uses the decoded bytes itself: all members end
+with identical bits whatever the codec. Nothing touches the members' own sums, so a void round costs
+nothing but its time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from peers.clock import now_s
+from peers.fault_points import fault_point
+from peers.ports import Answer, Buffer, Request, Transport
+from peers.waiting import happens
+from swarm.errors import BadAnswer, NotReady, Refused, SwarmError
+from swarm.ids import PeerId
+from swarm.model.stage import sqnorm
+from swarm.protocol.rounds import Plan, Prepared
+from swarm.wire.codec import TensorMeta, decode, encode, encoded_sizes
+from swarm.wire.messages import Part, PartDone, check_run, pack, unpack, unpack_answer
+
+CHUNK_ELEMENTS = 1 << 20
+"""Elements per call, at most: 8 MB of a sum."""
+CHUNKS_OF_A_PART = 8
+"""So that sending, adding and answering overlap: the first chunks are answered while the last are sent."""
+SMALL_CHUNK_ELEMENTS = 1 << 14
+"""Less is not worth a call. What fits into one frame (`frames.CHUNK_BYTES`) is sent in its turn, whole."""
+CHUNKS_IN_FLIGHT = 6
+"""Per owner: less than a link holds before it is accepted, or who opens the round late takes no report."""
+START_WAIT_S = 5.0
+"""A contribution may arrive before its owner has heard of the round."""
+PART_S = 300.0
+"""Limit for one chunk: 8 MB each way on a line of 1 Mbit/s take 130 s. A member that sends heartbeats and no
+chunk makes the round void."""
+NOT_READY_RETRIES = 20
+
+
+class RoundAborted(SwarmError):
+    """This round will not complete; nothing was changed. The text says why."""
+
+    code = "void"
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """A chunk that this replica owns: contributions come in, one result goes out."""
+
+    numel: int
+    contributions: dict[PeerId, torch.Tensor | None] = field(default_factory=dict)
+    result: asyncio.Future[tuple[PartDone, Sequence[Buffer]]] | None = None
+
+
+@dataclass(slots=True)
+class _Round:
+    plan: Plan
+    t: int
+    total: torch.Tensor
+    """This replica's own flat sum, in host memory; read only."""
+    reduced: torch.Tensor
+    chunks: dict[int, _Chunk]
+    failed: asyncio.Future[None]
+    sent_bytes: int = 0
+    """To the owners of the other parts, and answered."""
+
+
+class AllReduce:
+    """This peer's side of the all-reduces of its stage."""
+
+    def __init__(
+        self,
+        run: str,
+        me: PeerId,
+        transport: Transport,
+        codec: str,
+        sum_dtype: torch.dtype,
+        settle: Callable[[torch.Tensor], torch.Tensor],
+        sqnorm: Callable[[torch.Tensor], float] = sqnorm,
+    ) -> None:
+        """`sum_dtype`: of the members' sums; `settle` gives the value of their total, as it is applied.
+        `sqnorm`: of that, what the stage says of its norm."""
+        self._run, self._me, self._transport, self._codec = run, me, transport, codec
+        self._sum_dtype, self._settle, self._sqnorm = sum_dtype, settle, sqnorm
+        self._dtype = settle(torch.zeros(1, dtype=sum_dtype)).dtype
+        self._rounds: dict[str, _Round] = {}
+        self._started = asyncio.Event()
+        self.bandwidth_bps = 0.0
+        """Measured upload to other replicas, with the time in which it waited for them."""
+        transport.serve("part", self._serve_part, max_body_bytes=CHUNK_ELEMENTS * 8 + CHUNK_ELEMENTS // 8)
+
+    async def run(self, plan: Plan, t: int, total: torch.Tensor) -> tuple[torch.Tensor, Prepared]:
+        """Reduce `total` (flat, host memory) with the members of `plan`.
+
+        Returns:
+            The sum over all members, in a fresh tensor, and what to say of it.
+
+        Raises:
+            RoundAborted: a member failed. `total` is as it was.
+        """
+        if plan.members == (self._me,):
+            try:
+                reduced = await asyncio.to_thread(self._alone, total)
+            except SwarmError as error:
+                raise RoundAborted(error.text) from None
+            return reduced, await asyncio.to_thread(holds, plan.round, reduced, self._sqnorm)
+        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        edges = [0]
+        for size in plan.parts:
+            edges.append(edges[-1] + size)
+        mine = plan.members.index(self._me)
+        chunks = {start: _Chunk(numel) for start, numel in chunks_of(edges[mine], edges[mine + 1])}
+        this = _Round(plan, t, total, torch.empty(total.numel(), dtype=self._dtype), chunks, failed)
+        self._rounds[plan.round] = this
+        started, self._started = self._started, asyncio.Event()
+        started.set()
+        work: list[asyncio.Task[None]] = []
+        try:
+            for start in chunks:
+                self._contribute(this, start, self._me, self._own(this, start))
+                await asyncio.sleep(0)  # gigabytes must not keep heartbeats waiting
+            for owner, first, last in zip(plan.members, edges, edges[1:], strict=False):
+                if owner == self._me:
+                    work.append(asyncio.create_task(self._collect_own(this)))
+                elif last > first:
+                    work.append(asyncio.create_task(self._exchange(this, owner, chunks_of(first, last))))
+            began = now_s()
+            await asyncio.gather(*work)
+            self._measured(this.sent_bytes, now_s() - began)
+        except SwarmError as error:  # whatever a member answered
+            raise RoundAborted(error.text) from None
+        finally:
+            for task in work:
+                task.cancel()
+            self._void(plan.round, "the round ended")
+        return this.reduced, await asyncio.to_thread(holds, plan.round, this.reduced, self._sqnorm)
+
+    def _alone(self, total: torch.Tensor) -> torch.Tensor:
+        """The result of a reduce by this replica alone, bit for bit as among several. In any thread."""
+        reduced = torch.empty(total.numel(), dtype=self._dtype)
+        for start, numel in chunks_of(0, total.numel()):
+            part = self._settle(total[start : start + numel])
+            meta, buffers = encode(part, self._codec, name="a reduced gradient")
+            reduced[start : start + numel] = decode(meta, buffers)
+        return reduced
+
+    def _void(self, name: str, why: str) -> None:
+        ended = self._rounds.pop(name, None)
+        if ended is not None:
+            for chunk in ended.chunks.values():
+                if chunk.result is not None and not chunk.result.done():
+                    chunk.result.set_exception(NotReady(f"round {name[:8]} is void: {why}", version=ended.t))
+                    chunk.result.exception()  # whoever waits sees it; if nobody does, that is fine
+
+    def _own(self, this: _Round, start: int) -> torch.Tensor | None:
+        if not this.plan.ledgers[this.plan.members.index(self._me)]:
+            return None
+        return this.total[start : start + this.chunks[start].numel]
+
+    def _contribute(self, this: _Round, start: int, member: PeerId, part: torch.Tensor | None) -> None:
+        """Take one replica's contribution; with the last one, the chunk is reduced."""
+        chunk = this.chunks[start]
+        if chunk.result is None:
+            chunk.result = asyncio.get_running_loop().create_future()
+        chunk.contributions[member] = part
+        if len(chunk.contributions) < len(this.plan.members) or chunk.result.done():
+            return
+        total = torch.zeros(chunk.numel, dtype=self._sum_dtype)
+        for name in this.plan.members:
+            contribution = chunk.contributions[name]
+            if contribution is not None:
+                total += contribution
+        chunk.contributions.clear()
+        try:
+            meta, buffers = encode(self._settle(total), self._codec, name="a reduced gradient")
+        except Refused as refused:
+            chunk.result.set_exception(refused)
+            chunk.result.exception()
+            return
+        this.reduced[start : start + total.numel()] = decode(meta, buffers)
+        chunk.result.set_result((PartDone(crc=checksum(buffers), tensors=(meta,)), buffers))
+
+    async def _collect_own(self, this: _Round) -> None:
+        for chunk in this.chunks.values():
+            assert chunk.result is not None
+            await asyncio.shield(chunk.result)
+
+    async def _exchange(self, this: _Round, owner: PeerId, chunks: Sequence[tuple[int, int]]) -> None:
+        """Send this replica's contribution to each chunk that `owner` owns, and take the reduced chunk."""
+        room = asyncio.Semaphore(CHUNKS_IN_FLIGHT)
+
+        async def exchange(start: int, numel: int) -> None:
+            async with room:
+                tensors: tuple[TensorMeta, ...] = ()
+                body: Sequence[Buffer] = ()
+                if this.plan.ledgers[this.plan.members.index(self._me)]:
+                    meta, body = encode(this.total[start : start + numel], self._codec, name="a gradient sum")
+                    tensors = (meta,)
+                part = Part(
+                    run=self._run, t=this.t, round=this.plan.round, start=start, numel=numel,
+                    crc=checksum(body), tensors=tensors,
+                )  # fmt: skip
+                answer = await self._call_until_ready(owner, part, body)
+                done = unpack_answer(owner, answer.header, PartDone)
+                this.reduced[start : start + numel] = read_part(
+                    owner, done.tensors, done.crc, answer.body, numel, self._codec, self._dtype
+                )
+                this.sent_bytes += sum(memoryview(b).nbytes for b in body)
+
+        tasks = [asyncio.create_task(exchange(start, numel)) for start, numel in chunks]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _call_until_ready(self, owner: PeerId, part: Part, body: Sequence[Buffer]) -> Answer:
+        most = part.numel * 8 + part.numel // 8 + 64
+        for attempt in range(NOT_READY_RETRIES):
+            fault_point("reduce")
+            try:
+                return await self._transport.call(
+                    owner, "part", pack(part), body, max_answer_bytes=most, deadline_s=PART_S
+                )
+            except NotReady as not_ready:
+                if attempt == NOT_READY_RETRIES - 1 or "void" in not_ready.text:
+                    raise
+                await asyncio.sleep(not_ready.retry_after_s)
+        raise AssertionError("unreachable")
+
+    def _measured(self, nbytes: int, took_s: float) -> None:
+        if nbytes >= 1 << 16 and took_s > 0:
+            rate = 8 * nbytes / took_s
+            self.bandwidth_bps = rate if not self.bandwidth_bps else 0.8 * self.bandwidth_bps + 0.2 * rate
+
+    async def _serve_part(self, request: Request) -> Answer:
+        part = unpack(request.header, Part)
+        check_run(part.run, self._run)
+        this = await self._round(part.round)
+        if request.peer not in this.plan.members:
+            raise Refused(f"{request.peer} is not a member of round {part.round[:8]}")
+        chunk = this.chunks.get(part.start)
+        if chunk is None or part.numel != chunk.numel or part.t != this.t:
+            raise Refused(f"elements from {part.start} of step {part.t} are not a chunk that this peer owns")
+        expected = bool(this.plan.ledgers[this.plan.members.index(request.peer)])
+        if expected != bool(part.tensors) or len(part.tensors) > 1:
+            raise Refused(
+                "the contribution does not fit the ledger: something was expected exactly if it is not empty"
+            )
+        if part.tensors and list(request.body_sizes) != encoded_sizes(part.tensors[0]):
+            raise Refused("the announced buffers do not fit the tensor")
+        body = await request.accept()
+        contribution = None
+        if part.tensors:
+            contribution = read_part(
+                request.peer, part.tensors, part.crc, body, part.numel, self._codec, self._sum_dtype,
+                error=Refused,
+            )  # fmt: skip
+        fault_point("reduce")
+        if part.round not in self._rounds:
+            raise NotReady(f"round {part.round[:8]} is void", version=part.t)
+        self._contribute(this, part.start, request.peer, contribution)
+        assert chunk.result is not None
+        done, buffers = await asyncio.shield(chunk.result)
+        return Answer(pack(done), buffers)
+
+    async def _round(self, name: str) -> _Round:
+        """The round `name`, which may start here a little later than at its other members."""
+        until = now_s() + START_WAIT_S
+        while name not in self._rounds:
+            left_s = until - now_s()
+            if left_s <= 0:
+                raise NotReady(f"round {name[:8]!r} is not open here", version=-1)
+            await happens(self._started, left_s)
+        return self._rounds[name]
+
+
+def chunks_of(start: int, end: int) -> list[tuple[int, int]]:
+    """(first element, elements) of the chunks of a part: a function of the part, which all members know."""
+    size = min(CHUNK_ELEMENTS, max(SMALL_CHUNK_ELEMENTS, -(-(end - start) // CHUNKS_OF_A_PART)))
+    return [(first, min(size, end - first)) for first in range(start, end, size)]
+
+
+def read_part(
+    peer: PeerId,
+    metas: Sequence[TensorMeta],
+    crc: int,
+    body: Sequence[Buffer],
+    numel: int,
+    codec: str,
+    dtype: torch.dtype,
+    *,
+    error: type[Refused] | None = None,
+) -> torch.Tensor:
+    """A checked flat chunk. Raises `error`, or BadAnswer for an answer, if anything does not fit."""
+    try:
+        if len(metas) != 1:
+            raise Refused(f"{len(metas)} tensors where one chunk was expected")
+        if checksum(body) != crc:
+            raise Refused("the checksum of a chunk does not fit its bytes")
+        return decode(
+            metas[0], body, expect_shape=(numel,), expect_dtype=dtype, expect_codec=codec, name="a chunk"
+        )
+    except Refused as refused:
+        if error is not None:
+            raise
+        raise BadAnswer(peer, refused.text) from None
+
+
+def holds(round_name: str, reduced: torch.Tensor, sqnorm: Callable[[torch.Tensor], float]) -> Prepared:
+    """The description of a reduced gradient. Reads all of it twice: seconds, for gigabytes."""
+    return Prepared(round_name, sqnorm(reduced), vector_digest(reduced))
+
+
+def checksum(buffers: Sequence[Buffer]) -> int:
+    """CRC-32 over all buffers."""
+    crc = 0
+    for buffer in buffers:
+        crc = zlib.crc32(buffer, crc)
+    return crc
+
+
+def vector_digest(vector: torch.Tensor) -> str:
+    """First 32 hex digits of the SHA-256 of a flat host vector."""
+    return hashlib.sha256(memoryview(vector.detach().cpu().numpy()).cast("B")).hexdigest()[:32]  # type: ignore[arg-type]

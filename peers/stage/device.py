@@ -1,0 +1,139 @@
+"""The threads of a CPU, or the one of a GPU, that compute for a stage, and the queue of their jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from peers.clock import now_s
+from peers.ports import Books, Rank
+
+T = TypeVar("T")
+_Job: TypeAlias = "tuple[int, int, int, Callable[[], None]]"
+"""Rank, step, order of arrival, and what to do."""
+
+
+class DeviceThreads:
+    """Fulfils `peers.ports.Device` with `workers` threads."""
+
+    def __init__(self, name: str, workers: int = 1) -> None:
+        self.workers, self.books = workers, Books()
+        self._waiting: list[_Job] = []
+        self._order = itertools.count()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}, {number}", daemon=True)
+            for number in range(workers)
+        ]
+        self._started = self._ending = self._alone = False
+        self._jobs: set[int] = set()
+        """Those that run, by order of arrival."""
+        self.busy_s = self.longest_s = 0.0
+        self.failure: Exception | None = None
+        self.abandoned = False
+        self._began = threading.local()
+        self._queued_s = 0.0
+        self._looked_at = self._changed_at = now_s()
+        self._change = threading.Condition()
+        """Of the four above, and of what is counted."""
+
+    @property
+    def running(self) -> int | None:
+        with self._change:
+            return min(self._jobs, default=None)
+
+    def start(self) -> None:
+        self._started = True
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        with self._change:
+            self._ending = True
+            self._change.notify_all()
+        for thread in self._threads if self._started else ():
+            thread.join(0.0 if self.abandoned else None)
+
+    def mean_queue(self) -> float:
+        with self._change:
+            self._count()
+            now, since = self._changed_at, self._looked_at
+            queued_s, self._queued_s, self._looked_at = self._queued_s, 0.0, now
+            queued = len(self._waiting) + len(self._jobs)
+        return queued_s / (now - since) if now > since else float(queued)
+
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._began.at
+
+    def _count(self) -> None:
+        """Before the queue changes."""
+        now = now_s()
+        self._queued_s += (len(self._waiting) + len(self._jobs)) * (now - self._changed_at)
+        self._changed_at = now
+
+    async def run(self, rank: Rank, t: int, job: Callable[..., T], *args: Any) -> T:
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[T] = loop.create_future()
+
+        def deliver(value: T | None, error: BaseException | None) -> None:
+            if result.done():
+                return
+            if error is not None:
+                result.set_exception(error)
+            else:
+                result.set_result(value)  # type: ignore[arg-type]
+
+        def work() -> None:
+            value, error = None, None
+            if not result.cancelled():
+                try:
+                    value = job(*args)
+                except Exception as raised:  # noqa: BLE001  whoever awaits the job gets it
+                    error = raised
+                    if isinstance(raised, torch.AcceleratorError):
+                        self.failure = raised
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(deliver, value, error)
+
+        with self._change:
+            self._count()
+            heapq.heappush(self._waiting, (rank, t, next(self._order), work))
+            self._change.notify_all()
+        return await result
+
+    def _next(self) -> _Job | None:
+        """The job to do now. One of rank `STEP` waits for those that run, and all others wait for it."""
+        with self._change:
+            while not self._ending:
+                alone = bool(self._waiting) and self._waiting[0][0] == Rank.STEP
+                if self._waiting and not self._alone and not (alone and self._jobs):
+                    job = heapq.heappop(self._waiting)
+                    self._jobs.add(job[2])
+                    self._alone = alone
+                    return job
+                self._change.wait()
+        return None
+
+    def _end(self, number: int, took_s: float) -> None:
+        with self._change:
+            self._count()
+            self._jobs.discard(number)
+            self._alone = False
+            self.busy_s += took_s / self.workers
+            self.longest_s = max(self.longest_s, took_s)
+            self._change.notify_all()
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            rank, _, number, work = job
+            self._began.at = time.perf_counter()
+            with self.books if rank == Rank.STEP else contextlib.nullcontext():
+                work()
+            self._end(number, self.elapsed_s())

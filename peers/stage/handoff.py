@@ -1,0 +1,266 @@
+"""A member that leaves gives its gradient sum to a replica, so that nothing of it is run again.
+
+    leaving → replica   offer   these microbatches are in my sum         → those that you have too: I undo
+    them leaving → replica   give    the sum, chunk by chunk                  → kept aside
+    leaving → replica   take    all is there, this is its digest         → added, in one job, with the ledger
+
+From the offer on the sum is frozen, and reported as being computed: nobody counts it, nobody runs it again.
+Whatever happens to the answer of `take`, the leaving member drops its sum: the microbatches are in the
+replica's ledger, or in nobody's, and then they are lacking and run again. They can never count twice.
+
+What was handed over cannot be undone (its boundary tensors stay behind), so ledgers call it fixed: of a
+duplicate the other one is undone. A repeated request for it is computed again and not added.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from peers import events
+from peers.clock import now_s
+from peers.fault_points import fault_point
+from peers.ports import Answer, Directory, Rank, Request, Transport
+from peers.stage.all_reduce import CHUNK_ELEMENTS, checksum, read_part, vector_digest
+from peers.stage.membership import Membership
+from peers.stage.open_step import OpenStep
+from peers.stage.state import StageCore
+from swarm.errors import NotNow, PeerFault, Refused, SwarmError
+from swarm.ids import PeerId
+from swarm.protocol.ledger import Bitmap, check_bitmap, members_of
+from swarm.protocol.step import StepState
+from swarm.wire.codec import encode
+from swarm.wire.messages import (
+    Ack,
+    GiveSum,
+    OfferedSum,
+    OfferSum,
+    TakeSum,
+    check_run,
+    pack,
+    unpack,
+    unpack_answer,
+)
+
+CALL_S = 20.0
+"""Limit for one chunk of 8 MB."""
+LOOK_S = 0.05
+PAUSE_S = 1.5
+"""Pause after a replica could not take a sum: longer than it takes until all have reported again."""
+MAX_GIVERS = 2
+"""Sums that are kept aside at once: each is as large as this peer's own."""
+
+
+@dataclass(slots=True)
+class _Aside:
+    """A sum on its way to this peer."""
+
+    t: int
+    vector: torch.Tensor
+    missing: set[int]
+    """Chunks that have not come, by their start."""
+    began: float
+
+
+class Handoff:
+    """Both sides of a handoff. `undo` takes microbatches out of this peer's own sum of a step."""
+
+    def __init__(
+        self,
+        core: StageCore,
+        transport: Transport,
+        directory: Directory,
+        membership: Membership,
+        undo: Callable[[OpenStep, int], Awaitable[None]],
+    ) -> None:
+        self._core, self._transport, self._directory, self._membership = (
+            core,
+            transport,
+            directory,
+            membership,
+        )
+        self._undo = undo
+        self._aside: dict[PeerId, _Aside] = {}
+        transport.serve("offer", self._serve_offer)
+        transport.serve("give", self._serve_give, max_body_bytes=CHUNK_ELEMENTS * 8)
+        transport.serve("take", self._serve_take, max_body_bytes=8 * core.run.M)
+
+    # -- giving -----------------------------------------------------------------------------------
+
+    async def give_all(self, *, limit_s: float) -> None:
+        """Give the sums of all open steps away, as far as replicas take them. Then nothing here counts."""
+        until = now_s() + limit_s
+        for t in sorted(self._core.steps):
+            step = self._core.steps.get(t)
+            if step is not None:
+                await self._give_step(step, until)
+
+    async def _give_step(self, step: OpenStep, until: float) -> None:
+        """One step: if it is being averaged, that is waited for; it may be over then."""
+        dead: set[PeerId] = set()
+        while now_s() < until and not step.over and step.ledger.done:
+            replicas = [replica for replica in self._mates() if replica not in dead]
+            if not replicas:
+                return
+            if step.state is not StepState.OPEN or step.ledger.frozen_for is not None:
+                await asyncio.sleep(LOOK_S)
+                continue
+            step.hand_over()
+            self._core.report_trigger.urgent()
+            try:
+                if await self._give(step, replicas[0]):
+                    return
+            except PeerFault:
+                dead.add(replicas[0])
+                continue
+            except SwarmError:
+                pass  # its step is being averaged, or it is leaving as well
+            finally:
+                step.keep()
+                self._core.report_trigger.urgent()
+            # We count again. If the others are about to average, they have to hear that, and we their plan.
+            await asyncio.sleep(PAUSE_S)
+
+    def _mates(self) -> list[PeerId]:
+        """The replicas that could take a sum, the least loaded first."""
+        replicas = self._core.replicas(self._directory.at(self._core.stage))
+        return [r.peer for r in sorted(replicas, key=lambda r: (r.load, r.peer))]
+
+    async def _give(self, step: OpenStep, replica: PeerId) -> bool:
+        """True if the replica has it, or may have it. Raises if it certainly has not."""
+        core = self._core
+        done = step.ledger.done
+        offer = OfferSum(run=core.run.id, generation=core.generation, t=step.t, done=Bitmap(done))
+        answer = await self._transport.call(replica, "offer", pack(offer), deadline_s=CALL_S)
+        overlap = unpack_answer(replica, answer.header, OfferedSum).overlap
+        check_bitmap(overlap, core.run.M)
+        if overlap:
+            await self._undo(step, overlap & done)
+        total, done, losses = await core.device.run(Rank.STEP, step.t, self._freeze, step)
+        try:
+            for start in range(0, core.compute.numel, CHUNK_ELEMENTS):
+                meta, body = encode(total[start : start + CHUNK_ELEMENTS], "none", name="a gradient sum")
+                numel = min(CHUNK_ELEMENTS, core.compute.numel - start)
+                chunk = GiveSum(
+                    run=core.run.id, t=step.t, start=start, numel=numel, crc=checksum(body), tensors=(meta,)
+                )
+                await self._transport.call(replica, "give", pack(chunk), body, deadline_s=CALL_S)
+            fault_point("handing")
+            digest = await asyncio.to_thread(vector_digest, total)
+            take = TakeSum(
+                run=core.run.id, generation=core.generation, t=step.t, done=Bitmap(done), digest=digest
+            )
+            body = [struct.pack(f"<{len(losses)}d", *losses)] if core.is_last else []
+            with contextlib.suppress(PeerFault):  # it may have it: it counts there, else it is run again
+                await self._transport.call(replica, "take", pack(take), body, deadline_s=CALL_S)
+        except SwarmError:
+            await core.device.run(Rank.STEP, step.t, step.ledger.thaw)
+            raise
+        await core.device.run(Rank.STEP, step.t, core.drop_sum, step)
+        given = done.bit_count()
+        core.emit(events.HandedOver(stage=core.stage, t=step.t, microbatches=given, to=replica))
+        return True
+
+    def _freeze(self, step: OpenStep) -> tuple[torch.Tensor, int, list[float]]:
+        """In a job of rank STEP: nothing enters the sum from here on."""
+        if step.over or step.ledger.frozen_for is not None:
+            raise NotNow("the step is being averaged")
+        step.ledger.freeze("handing over")
+        total = self._core.compute.sum(step.t)
+        losses = [step.loss_of(m) for m in members_of(step.ledger.done)]
+        return total.cpu() if total.is_cuda else total, step.ledger.done, losses
+
+    # -- taking -----------------------------------------------------------------------------------
+
+    async def _serve_offer(self, request: Request) -> Answer:
+        offer = unpack(request.header, OfferSum)
+        step = await self._step_for(request, offer.run, offer.t)
+        check_bitmap(offer.done, self._core.run.M)
+        if offer.generation != self._core.generation:
+            raise NotNow("this peer is in another generation")
+        if step.state is not StepState.OPEN or step.ledger.frozen_for is not None:
+            raise NotNow("the step is being averaged here")
+        now = now_s()
+        for giver in [g for g, aside in self._aside.items() if now - aside.began > 4 * CALL_S]:
+            del self._aside[giver]
+        if len(self._aside) >= MAX_GIVERS and request.peer not in self._aside:
+            raise NotNow("others are handing over to this peer")
+        core = self._core
+        self._aside[request.peer] = _Aside(
+            offer.t,
+            torch.empty(core.compute.numel, dtype=core.compute.sum_dtype),
+            set(range(0, core.compute.numel, CHUNK_ELEMENTS)),
+            now,
+        )
+        return Answer(pack(OfferedSum(overlap=Bitmap(offer.done & step.ledger.done))))
+
+    async def _serve_give(self, request: Request) -> Answer:
+        give = unpack(request.header, GiveSum)
+        await self._step_for(request, give.run, give.t)
+        aside = self._aside.get(request.peer)
+        numel = self._core.compute.numel
+        if (
+            aside is None
+            or aside.t != give.t
+            or give.start not in aside.missing
+            or give.numel != min(CHUNK_ELEMENTS, numel - give.start)
+            or sum(request.body_sizes) != give.numel * aside.vector.element_size()
+        ):
+            raise Refused(f"elements from {give.start} of step {give.t} are not a chunk that was offered")
+        body = await request.accept()
+        aside.vector[give.start : give.start + give.numel] = read_part(
+            request.peer, give.tensors, give.crc, body, give.numel, "none", aside.vector.dtype, error=Refused
+        )
+        aside.missing.discard(give.start)
+        return Answer(pack(Ack()))
+
+    async def _serve_take(self, request: Request) -> Answer:
+        take = unpack(request.header, TakeSum)
+        core = self._core
+        step = await self._step_for(request, take.run, take.t)
+        done = take.done
+        check_bitmap(done, core.run.M)
+        aside = self._aside.get(request.peer)
+        if aside is None or aside.t != take.t or aside.missing:
+            raise Refused(f"the sum of step {take.t} has not come as a whole")
+        due = [8 * done.bit_count()] if core.is_last else []
+        if list(request.body_sizes) != due:
+            raise Refused(
+                f"losses of {list(request.body_sizes)[:4]} bytes do not fit the ledger; {due} are due"
+            )
+        body = await request.accept()
+        losses = struct.unpack(f"<{done.bit_count()}d", body[0]) if core.is_last else ()
+        if not all(-1e30 < loss < 1e30 for loss in losses):
+            raise Refused("a loss that is not finite was handed over")
+        if await asyncio.to_thread(vector_digest, aside.vector) != take.digest:
+            raise Refused("the sum that was handed over does not fit its digest")
+        if take.generation != core.generation:
+            raise NotNow("this peer is in another generation")
+        await core.device.run(Rank.STEP, take.t, self._add, step, aside, done, losses)
+        self._aside.pop(request.peer, None)
+        core.report_trigger.urgent()
+        return Answer(pack(Ack()))
+
+    def _add(self, step: OpenStep, aside: _Aside, done: int, losses: Sequence[float]) -> None:
+        """In a job of rank STEP: the sum and the ledger, or neither."""
+        ledger = step.ledger
+        if step.state is not StepState.OPEN or ledger.frozen_for is not None:
+            raise NotNow("the step is being averaged here")
+        if ledger.done & done:
+            raise NotNow("some of it was computed here meanwhile")
+        self._core.compute.add_to_sum(step.t, aside.vector)
+        ledger.take_over(done)
+        step.losses.update(zip(members_of(done), losses, strict=False))
+
+    async def _step_for(self, request: Request, run: str, t: int) -> OpenStep:
+        check_run(run, self._core.run.id)
+        await self._membership.require(request.peer, self._core.stage)
+        step = self._core.steps.get(t)
+        if step is None or not self._core.joined:
+            raise NotNow(f"step {t} is not open here")
+        return step

@@ -1,0 +1,401 @@
+"""Serving microbatches: forward, the next stage, backward, each once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+import torch
+
+from peers.clock import now_s
+from peers.fault_points import fault_point, job_point
+from peers.ports import Answer, Buffer, Rank, Request, Transport
+from peers.stage.membership import Membership
+from peers.stage.next_stage import NextStage
+from peers.stage.open_step import Job, Kept, OpenStep
+from peers.stage.state import StageCore
+from swarm.codecs import choose_codec
+from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused, SwarmError
+from swarm.ids import Microbatch, PeerId
+from swarm.model.stage import Forward, Gradients, SumLost
+from swarm.model.stage_io import allowed_gradients, allowed_inputs, body_bytes, boundary_bytes
+from swarm.protocol.ledger import Claim
+from swarm.wire.codec import Encoded, TensorMeta, encoded_sizes
+from swarm.wire.messages import Hop, Locate, Located, Work, WorkDone, check_run, pack, unpack
+
+OPEN_WAIT_S = 10.0
+"""How long a request for the next step waits for it to open; its caller sees heartbeats meanwhile."""
+MAX_BAD_GRADIENTS = 3
+MAX_ATTEMPTS = 1 << 30
+MAX_PEER_ID = 100
+"""Characters. A peer id has 52."""
+MAX_WAITING = 256
+"""Requests that wait for a step to open. They hold a header and no tensors."""
+
+
+class MicrobatchServer:
+    """Answers `work` and `locate`.
+
+    Args:
+        next_stage: None at the last stage.
+        on_fault: told of each peer of the next stage that failed.
+    """
+
+    def __init__(
+        self,
+        core: StageCore,
+        transport: Transport,
+        membership: Membership,
+        next_stage: NextStage | None,
+        *,
+        max_inflight: int,
+    ) -> None:
+        self._core, self._membership, self._next, self.max_inflight = (
+            core,
+            membership,
+            next_stage,
+            max_inflight,
+        )
+        self._transport = transport
+        self._takes = allowed_inputs(core.run, core.stage)
+        self._gradients: tuple[tuple[TensorMeta, ...], ...] = ()
+        if next_stage is not None:
+            self._gradients = allowed_gradients(core.run, core.stage)
+        self.inflight = 0
+        self.taken = 0
+        """Microbatches whose tensors were received."""
+        self.answered = 0
+        self._waiting = 0
+        self._jobs: set[asyncio.Task[None]] = set()
+        most = max(map(body_bytes, self._takes))
+        transport.serve("work", self._serve_work, max_body_bytes=most)
+        transport.serve("locate", self._serve_locate)
+
+    async def drain(self, *, limit_s: float) -> None:
+        """Finish what is in flight, if that does not take too long. Nothing more is admitted meanwhile."""
+        if self._jobs:
+            await asyncio.wait(self._jobs, timeout=limit_s)
+
+    def stop(self) -> None:
+        """Drop what is in flight."""
+        for task in self._jobs:
+            task.cancel()
+
+    # -- answering --------------------------------------------------------------------------------
+
+    async def _serve_locate(self, request: Request) -> Answer:
+        where = unpack(request.header, Locate)
+        step = self._core.steps.get(where.t) if where.run == self._core.run.id else None
+        has = False
+        if step is not None and 0 <= where.m < self._core.run.M:
+            has = bool((step.ledger.done | step.ledger.in_progress) >> where.m & 1)
+        return Answer(pack(Located(has=has)))
+
+    async def _serve_work(self, request: Request) -> Answer:
+        """One microbatch: claimed, computed or remembered, answered."""
+        work = unpack(request.header, Work)
+        self._check(work, request)
+        if self._core.stage > 0:
+            await self._membership.require(request.peer, self._core.stage - 1)
+        step = await self._open(work.t)
+        claim = step.ledger.claim(work.m)
+        if claim is Claim.NEW:
+            kept = await self._take(step, work, request)
+        elif claim is Claim.DOING:
+            kept = await asyncio.shield(step.jobs[work.m].done)
+        elif (found := step.kept.get(work.m)) is None:
+            kept = await self._again(step, work, request)
+        else:
+            kept = found
+            if work.deepest > self._core.stage:
+                await self._pass_on(step, work, kept)
+        self.answered += 1
+        return Answer(pack(kept.answer), [buffer for grad in kept.grads_in for buffer in grad.buffers])
+
+    def _check(self, work: Work, request: Request) -> None:
+        """Refuse what does not belong here, before any of its tensors is received."""
+        core = self._core
+        check_run(work.run, core.run.id)
+        trainers = core.run.admission.trainers
+        if core.stage == 0 and trainers and request.peer not in trainers:
+            raise Refused(f"run {core.run.name!r} does not admit {request.peer} as a trainer")
+        if not (0 <= work.m < core.run.M and 0 <= work.t < core.run.steps):
+            raise Refused(f"no microbatch ({work.t}, {work.m}) in {core.run.steps} steps of {core.run.M}")
+        if not -1 <= work.deepest < core.run.S:
+            raise Refused(f"there is no stage {work.deepest} of {core.run.S} to feed again")
+        if not 0 <= work.attempt <= MAX_ATTEMPTS:
+            raise Refused(f"attempt {work.attempt} of a microbatch; at most {MAX_ATTEMPTS} are counted")
+        version = core.run.weight_version(work.t)
+        if work.version != version:
+            raise Refused(f"step {work.t} is computed with weights {version}, not {work.version}")
+        if work.tensors not in self._takes:
+            others = ", ".join(inputs[0].codec for inputs in self._takes[1:])
+            also = f" (the first also as {others})" if others else ""
+            takes = _shown(self._takes[0]) + also
+            raise Refused(f"stage {core.stage} takes {takes}; offered were {_shown(work.tensors)}")
+        if list(request.body_sizes) != _buffer_sizes(work.tensors):
+            raise Refused(
+                f"the announced buffers, {list(request.body_sizes)[:8]} bytes, do not fit the tensors"
+            )
+        if self._core.leaving:
+            raise Leaving("this peer is leaving")
+
+    async def _open(self, t: int) -> OpenStep:
+        """The step, held for if it is about to open. Those that wait hold no memory."""
+        core = self._core
+        if t not in core.steps and self._waiting >= MAX_WAITING:
+            raise NotReady(f"many already wait for step {t}", version=core.version, retry_after_s=0.5)
+        self._waiting += 1
+        try:
+            return await core.step(t, wait_s=OPEN_WAIT_S if t <= core.newest_step() + 1 else 0.0)
+        finally:
+            self._waiting -= 1
+
+    async def _again(self, step: OpenStep, work: Work, request: Request) -> Kept:
+        """Recompute the answer to a microbatch in a sum that another replica handed over. Not added again."""
+        job = step.jobs.get(work.m)
+        return await (self._take(step, work, request) if job is None else asyncio.shield(job.done))
+
+    # -- computing --------------------------------------------------------------------------------
+
+    async def _take(self, step: OpenStep, work: Work, request: Request) -> Kept:
+        """Compute a microbatch. It goes on when its caller dies: the next caller gets the answer."""
+        loop = asyncio.get_running_loop()
+        job = Job(done=loop.create_future())
+        step.jobs[work.m] = job
+        self._core.report_trigger.some()
+        admitted = False
+        try:
+            if self.inflight >= self.max_inflight:
+                raise Busy(f"{self.inflight} microbatches are in flight; no more fit")
+            self.inflight += 1
+            admitted = True
+            inputs = _split(work.tensors, await request.accept())
+            self.taken += 1
+        except BaseException as error:
+            self._end(step, work.m, admitted=admitted)
+            self._fail(job, error)
+            raise
+        task = loop.create_task(self._compute(step, work, inputs, job))
+        self._jobs.add(task)
+        task.add_done_callback(self._jobs.discard)
+        return await asyncio.shield(job.done)
+
+    async def _compute(self, step: OpenStep, work: Work, inputs: list[Encoded], job: Job) -> None:
+        try:
+            compute = self._last if self._core.is_last else self._middle
+            kept = await compute(step, work, inputs)
+        except (SwarmError, asyncio.CancelledError) as error:
+            self._fail(job, error)
+        except torch.AcceleratorError:
+            self._fail(job, Leaving("the device of this peer failed"))  # it ends within a second
+        except Exception as error:
+            self._fail(job, error)
+            raise
+        else:
+            self._core.computed += 1
+            job.done.set_result(kept)
+        finally:
+            self._end(step, work.m, admitted=True)
+
+    def _end(self, step: OpenStep, m: int, *, admitted: bool) -> None:
+        self.inflight -= admitted
+        step.ledger.release(m)
+        step.jobs.pop(m, None)
+        if step.ledger.in_progress:
+            self._core.report_trigger.some()
+        else:
+            self._core.report_trigger.urgent()  # idle: perhaps the step is complete
+
+    @staticmethod
+    def _fail(job: Job, error: BaseException) -> None:
+        if isinstance(error, asyncio.CancelledError):
+            error = NotReady("the microbatch was given up here", version=-1)
+        if isinstance(error, PeerFault):  # towards our caller, who can do nothing about it
+            error = NotReady(error.text, version=-1)
+        job.done.set_exception(error)
+        job.done.exception()  # nobody may be waiting any more
+
+    async def _last(self, step: OpenStep, work: Work, inputs: list[Encoded]) -> Kept:
+        began = now_s()
+
+        def compute() -> Kept:
+            mb = self._alive(step, work)
+            fault_point("backward")
+            found = self._core.compute.loss_gradients(mb, inputs, weights=step.ledger.may_add(work.m))
+            grads_in = found.answer.result()
+            hop = self._hop(own_s=now_s() - began, compute_s=self._took_s())
+            return self._count(step, found, Kept(inputs, (), _done(found.loss, grads_in, hop), grads_in))
+
+        return await self._core.device.run(Rank.FORWARD, work.t, compute)
+
+    def _codec_for(self, work: Work) -> str | None:
+        """What the line to the next peer needs, of what the manifest allows; None: the manifest's own."""
+        core = self._core
+        line = self._transport.lines.get(work.route[0]) if work.route else None
+        if not core.run.codec.adaptive or line is None or not core.computed:
+            return None
+        # What a device computes meanwhile hides as much of the transfer.
+        return choose_codec(
+            core.run.codec.allowed_at(core.stage),
+            line.bandwidth_bps,
+            core.device.busy_s / core.computed,
+            partial(boundary_bytes, core.run, core.stage),
+        )
+
+    async def _middle(self, step: OpenStep, work: Work, inputs: list[Encoded]) -> Kept:
+        core = self._core
+        began = now_s()
+        timed = [0.0, 0.0]
+        codec = self._codec_for(work)
+
+        def forward() -> Forward:
+            mb = self._alive(step, work)
+            fwd = core.compute.forward(mb, inputs, codec=codec)
+            timed[0] = self._took_s()
+            return fwd
+
+        fwd = await core.device.run(Rank.FORWARD, work.t, forward)
+        fault_point("forward")
+        onward, behind_s = _onward(work, fwd), 0.0
+        while True:
+            left_at = now_s()
+            peer, done, grads = await self._call_next(step, onward, fwd)
+            behind_s += now_s() - left_at
+
+            def backward(
+                done: WorkDone = done, grads: Sequence[Encoded] = grads, behind_s: float = behind_s
+            ) -> Kept:
+                mb = self._alive(step, work)
+                assert mb == fwd.mb
+                fault_point("backward")
+                found = core.compute.gradients(fwd, grads, weights=step.ledger.may_add(work.m))
+                grads_in = found.answer.result()
+                hop = self._hop(own_s=now_s() - began - behind_s, compute_s=timed[0] + self._took_s())
+                answer = _done(done.loss, grads_in, hop, *done.hops)
+                return self._count(step, found, Kept(inputs, grads, answer, grads_in))
+
+            try:
+                return await core.device.run(Rank.BACKWARD, work.t, backward)
+            except Refused as refused:
+                # The gradient was refused before anything was added: its sender is at fault.
+                assert self._next is not None
+                self._next.fault(BadAnswer(peer, refused.text))
+                if onward.attempt - work.attempt >= MAX_BAD_GRADIENTS:
+                    raise  # several peers cannot all be at fault: the run diverges
+                onward = msgspec.structs.replace(onward, attempt=onward.attempt + 1)
+
+    async def _call_next(
+        self, step: OpenStep, work: Work, fwd: Forward
+    ) -> tuple[PeerId, WorkDone, list[Encoded]]:
+        assert self._next is not None
+
+        def check(peer: PeerId, done: WorkDone, answer: Answer) -> None:
+            if done.tensors not in self._gradients:
+                due = " or ".join(map(_shown, self._gradients))
+                raise BadAnswer(peer, f"answered {_shown(done.tensors)} where {due} was due")
+            if [memoryview(b).nbytes for b in answer.body] != _buffer_sizes(done.tensors):
+                raise BadAnswer(peer, "answered buffers that do not fit their tensor")
+            hops = self._core.run.S - self._core.stage - 1
+            if len(done.hops) > hops or any(len(hop.peer) > MAX_PEER_ID for hop in done.hops):
+                raise BadAnswer(peer, f"answered with more than one hop for each of {hops} stages")
+            if not -1e30 < done.loss < 1e30:
+                raise BadAnswer(peer, f"answered with the loss {done.loss}")
+
+        body = [buffer for output in fwd.outputs for buffer in output.buffers]
+        peer, done, answer = await self._next.call(
+            work, body, max_answer_bytes=max(map(body_bytes, self._gradients)), check=check,
+            closed=lambda: self._pointless(step),
+        )  # fmt: skip
+        return peer, done, _split(done.tensors, answer.body)
+
+    def _pointless(self, step: OpenStep) -> SwarmError | None:
+        """Why a microbatch need not go on: its step is over, or this peer leaves and cannot finish it."""
+        if step.over:
+            return self._core.closed(step.t)
+        if self._core.leaving and self._next is not None and self._next.is_deserted():
+            # All of a swarm that are stopped together would else wait for one another.
+            return Leaving("this peer is leaving, and nobody of the next stage answers", retry_after_s=0.0)
+        return None
+
+    async def _pass_on(self, step: OpenStep, work: Work, kept: Kept) -> None:
+        """Feed a microbatch again to the later stages: one of them lost it, and this one has it."""
+        core = self._core
+        if work.m in step.jobs:
+            await asyncio.shield(step.jobs[work.m].done)
+            return
+        job = step.jobs[work.m] = Job(done=asyncio.get_running_loop().create_future())
+        try:
+            fwd = await core.device.run(
+                Rank.FORWARD,
+                work.t,
+                lambda: core.compute.forward(self._alive(step, work), kept.inputs, grad=False),
+            )
+            await self._call_next(step, _onward(work, fwd), fwd)
+            job.done.set_result(kept)
+        except BaseException as error:
+            self._fail(job, error)
+            raise
+        finally:
+            if step.jobs.get(work.m) is job:  # it may have been undone and claimed anew meanwhile
+                del step.jobs[work.m]
+
+    # -- counting (in jobs of the device) ---------------------------------------------------------
+
+    def _alive(self, step: OpenStep, work: Work) -> Microbatch:
+        if step.over:
+            raise self._core.closed(step.t)
+        return Microbatch(work.t, work.m)
+
+    def _count(self, step: OpenStep, found: Gradients, kept: Kept) -> Kept:
+        """Into the sum and the ledger with it, if it may; both are lost if that breaks half-way."""
+        m = found.mb.m
+        with self._core.device.books:
+            if found.terms_wanted and step.ledger.may_add(m):
+                try:
+                    self._core.compute.add(found)
+                except SumLost:
+                    step.drop()
+                    text = f"the sum of step {step.t} was lost and starts again"
+                    raise NotReady(text, version=self._core.version) from None
+                step.kept[m] = kept
+                step.ledger.record(m)
+        return kept
+
+    def _took_s(self) -> float:
+        """How long the running job, a forward or backward that is done, took."""
+        job_point(self._core.device.elapsed_s())
+        return self._core.device.elapsed_s()
+
+    def _hop(self, *, own_s: float, compute_s: float) -> Hop:
+        core = self._core
+        return Hop(stage=core.stage, peer=core.me, own_s=max(0.0, own_s), compute_s=compute_s)
+
+
+def _done(loss: float, grads_in: Sequence[Encoded], *hops: Hop) -> WorkDone:
+    return WorkDone(loss=loss, tensors=tuple(grad.meta for grad in grads_in), hops=hops)
+
+
+def _onward(work: Work, fwd: Forward) -> Work:
+    """The same microbatch, for the next stage."""
+    return msgspec.structs.replace(work, route=work.route[1:], tensors=tuple(out.meta for out in fwd.outputs))
+
+
+def _split(metas: Sequence[TensorMeta], buffers: Sequence[Buffer]) -> list[Encoded]:
+    """The buffers of a body, tensor by tensor."""
+    tensors, at = [], 0
+    for meta in metas:
+        count = len(encoded_sizes(meta))
+        tensors.append(Encoded(meta, list(buffers[at : at + count])))
+        at += count
+    return tensors
+
+
+def _buffer_sizes(metas: Sequence[TensorMeta]) -> list[int]:
+    return [size for meta in metas for size in encoded_sizes(meta)]
+
+
+def _shown(metas: Sequence[TensorMeta]) -> str:
+    return ", ".join(f"{m.dtype[:12]}{list(m.shape[:8])} as {m.codec[:26]}" for m in metas[:4]) or "nothing"

@@ -1,0 +1,106 @@
+"""The open steps of a stage peer: what it has, what is in progress, and what it keeps until the step is
+taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from swarm.ids import Stage
+from swarm.protocol.ledger import Ledger, everything
+from swarm.protocol.rounds import Plan
+from swarm.protocol.step import ReplicaStep
+from swarm.wire.codec import Encoded
+from swarm.wire.messages import Audit, WorkDone
+
+
+@dataclass(slots=True)
+class Kept:
+    """A microbatch's boundary tensors, encoded, in host memory until the step is taken.
+
+    They answer a repeated request, and retract a duplicate (run that backward again and subtract).
+    """
+
+    inputs: list[Encoded]
+    grads_out: Sequence[Encoded]
+    """What the next stage answered; nothing at the last stage."""
+    answer: WorkDone
+    grads_in: Sequence[Encoded]
+    """What this stage answered; nothing at stage 0."""
+
+
+@dataclass(slots=True)
+class Job:
+    """A microbatch that is being computed; more than one caller may wait for it."""
+
+    done: asyncio.Future[Kept]
+
+
+class OpenStep(ReplicaStep):
+    """Step `t` at one peer, with its tensors and tasks."""
+
+    def __init__(self, t: int, ledger: Ledger) -> None:
+        super().__init__(t, ledger)
+        self.jobs: dict[int, Job] = {}
+        self.kept: dict[int, Kept] = {}
+        self.losses: dict[int, float] = {}
+        """Last stage: of microbatches that were handed over, which have nothing kept."""
+        self.reduced: torch.Tensor | None = None
+        """The stage's summed gradient with each microbatch in it once, flat."""
+        self.reduced_there = asyncio.Event()
+        self.shared: dict[Stage, torch.Tensor] = {}
+        """Of weights that other stages hold as well: what those found."""
+        self.whole: torch.Tensor | None = None
+        """`reduced` with those: what the step is taken with."""
+        self.audited: Audit | None = None
+        self.work: dict[str, asyncio.Task[Any]] = {}
+        """Running tasks of this step by kind: reduce, fetch, thaw, undo."""
+        self.ending: set[asyncio.Task[Any]] = set()
+        """Tasks that were told to stop and may not have noticed yet."""
+
+    def loss_of(self, m: int) -> float:
+        """Last stage: the loss of a microbatch in the sum. Its sum may be lost at any moment: then 0."""
+        kept = self.kept.get(m)
+        return self.losses.get(m, 0.0) if kept is None else kept.answer.loss
+
+    def drop(self) -> None:
+        """The sum is lost or given away: its ledger goes with it. In a job that holds the books."""
+        self.ledger.clear()
+        self.kept.clear()
+        self.losses.clear()
+
+    def stop(self, kind: str) -> None:
+        """End the task of that kind, if there is one, within a few turns of the loop."""
+        task = self.work.pop(kind, None)
+        if task is not None and not task.done():
+            task.cancel()
+            self.ending.add(task)
+            task.add_done_callback(self.ending.discard)
+
+    async def stopped(self) -> None:
+        """Return when all that was stopped has ended. Until then a reduce may still give out the sum."""
+        while self.ending:
+            await asyncio.wait(self.ending)
+
+    def close(self, *, taken: bool = False) -> None:
+        """The step was taken or given up: nothing of it may change a sum any more."""
+        if taken:
+            self.take()
+        self.abort()
+        for kind in list(self.work):
+            self.stop(kind)
+
+
+def audit(plan: Plan, microbatches: int, undone: int) -> Audit:
+    """Count, from the ledgers of a round, what is missing and what is in twice."""
+    union, total = 0, 0
+    for ledger in plan.ledgers:
+        union |= ledger
+        total += ledger.bit_count()
+    missing = (everything(microbatches) & ~union).bit_count()
+    return Audit(steps=1, missing=missing, duplicated=total - union.bit_count(), undone=undone)

@@ -1,0 +1,202 @@
+"""A peer whose owner wants the device: it keeps its place in the run, and the state of its stage.
+
+`serve` is the life of a peer with its pauses. A pause is a leaving that comes back: what is in flight ends,
+sums go to a replica, the device is freed. Then a `PausedPeer` says in the directory that it is paused, so
+that nobody sends it work, and gives the state out to whoever lost it. Afterwards a new `StagePeer` starts
+from the state in host memory: if the run still has those weights nothing is downloaded, a step later one
+gradient.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Awaitable, Callable
+
+import torch
+
+from peers.clock import unix_s
+from peers.device import release_cached
+from peers.events import Emit, Paused, Trouble
+from peers.owner.commands import NO_ROOM, Owner
+from peers.ports import Answer, Directory, Request, Transport
+from peers.stage.server import ANNOUNCE_S, StagePeer, StageSettings
+from peers.storage.checkpoint_store import CheckpointStore
+from peers.transfer.server import Snapshot, StateLeases
+from peers.waiting import happens
+from swarm.errors import DeviceHangs, Leaving, SetupError
+from swarm.ids import Generation, Stage
+from swarm.manifest import Run
+from swarm.records import PeerRecord
+from swarm.wire.messages import AskStatus, Audit, PeerStatus, check_run, pack, unpack
+
+ABSENT = (
+    "work",
+    "locate",
+    "report",
+    "directive",
+    "summary",
+    "run",
+    "watch",
+    "part",
+    "offer",
+    "give",
+    "take",
+    "held",
+)
+"""What a paused peer takes no part in."""
+_ANY_BYTES = 1 << 62
+"""Bodies are refused unread; a limit of their size would only give another reason."""
+
+
+class PausedPeer:
+    """Holds the place of a peer at `stage`, with the state that it comes back with."""
+
+    def __init__(
+        self,
+        run: Run,
+        stage: Stage,
+        kept: Snapshot | None,
+        transport: Transport,
+        directory: Directory,
+        settings: StageSettings,
+        owner: Owner,
+    ) -> None:
+        self._run, self._stage, self._kept, self._settings = run, stage, kept, settings
+        self._transport, self._directory, self._owner = transport, directory, owner
+        self._since = unix_s()
+        self._shelf = CheckpointStore(run, stage, settings.resumed_from)
+        if kept is not None:
+            self._shelf.pin(kept.version, kept.tensors)
+
+    async def begin(self) -> None:
+        """Take the place of the `StagePeer` that served here: from now on no caller needs it."""
+        for method in ABSENT:
+            self._transport.serve(method, self._refuse, max_body_bytes=_ANY_BYTES)
+        self._transport.serve("status", self._serve_status)
+        StateLeases(self._run.id, self._transport, {self._stage: self._shelf})
+        await self._announce()
+
+    async def until_resumed(self) -> None:
+        """Return when the owner no longer needs the device, or leaves."""
+        while self._owner.paused:
+            await happens(self._owner.changed, ANNOUNCE_S)
+            await self._announce()
+        if self._owner.left:
+            await self._directory.withdraw()
+
+    async def _announce(self) -> None:
+        settings, kept = self._settings, self._kept
+        await self._directory.announce(
+            PeerRecord(
+                peer=self._transport.peer_id, run=self._run.id, stage=self._stage, state="paused",
+                version=0 if kept is None else kept.version, movable=settings.movable,
+                max_inflight=settings.max_inflight, device=settings.device_name,
+                addresses=settings.addresses, since=self._since,
+            )
+        )  # fmt: skip
+
+    async def _refuse(self, request: Request) -> Answer:
+        raise Leaving("this peer is paused: its owner wants the device")
+
+    async def _serve_status(self, request: Request) -> Answer:
+        check_run(unpack(request.header, AskStatus).run, self._run.id)
+        kept, peer = self._kept, self._transport.peer_id
+        sent, received = self._transport.sent_bytes, self._transport.received_bytes
+        status = PeerStatus(
+            peer=peer,
+            stage=self._stage,
+            state="paused",
+            device=self._settings.device_name,
+            generation=Generation() if kept is None else kept.generation,
+            version=0 if kept is None else kept.version,
+            done=0,
+            inflight=0,
+            max_inflight=0,
+            speed=0.0,
+            computed=0,
+            coordinator="",
+            audit=Audit(),
+            since=self._since,
+            bytes_in=sum(received.values()),
+            bytes_out=sum(sent.values()),
+            rebalance=f"paused: {self._owner.why}",
+        )
+        return Answer(pack(status))
+
+
+async def serve(
+    stage: Stage,
+    owner: Owner,
+    build: Callable[[Stage, Snapshot | None], Awaitable[StagePeer]],
+    hold: Callable[[Stage, Snapshot | None], PausedPeer],
+    *,
+    device: str,
+    emit: Emit,
+) -> None:
+    """Serve `stage`, and those that this device moves to, with the pauses that its owner wants.
+
+    `build` makes what serves a stage, from the state of before a pause if there is one; `hold` what keeps its
+    place meanwhile. Returns when the owner had it leave.
+
+    Raises:
+        DeviceHangs: also instead of a pause. The owner is told.
+    """
+    kept: Snapshot | None = None
+    resumes = alone = False
+    longest_s = 0.0  # of the device's jobs in all its stages: who resumes a slow one is not taken for hung
+
+    def stays_paused(why: str) -> None:
+        # Another program has the memory now. What this peer has done so far is not lost for that.
+        emit(Trouble(text=f"this peer cannot resume: {why}. It stays paused: swarm resume tries again"))
+        owner.pause(NO_ROOM, "the device has no room")
+
+    while True:
+        if owner.paused:
+            resumes = True
+            place = hold(stage, kept)
+            await place.begin()
+            gc.collect()  # tensors that only a circle of references holds are on the device all the same
+            release_cached(device)
+            paused = Paused(
+                stage=stage, version=-1 if kept is None else kept.version, why=owner.why, alone=alone,
+                host_bytes=0 if kept is None else sum(t.nbytes for t in kept.tensors.values()),
+            )  # fmt: skip
+            emit(paused)
+            owner.does("paused", paused.words())
+            await place.until_resumed()
+            continue
+        if owner.left:
+            return
+        owner.does("serving", f"joins or serves stage {stage}")
+        try:
+            peer = await build(stage, kept)
+        except SetupError as error:
+            if not resumes:
+                raise
+            stays_paused(error.text)
+            continue
+        kept, full = None, ""
+        peer.core.device.longest_s = longest_s
+        owner.serves(peer)
+        try:
+            await peer.run()
+        except torch.OutOfMemoryError as error:
+            if not resumes or peer.has_joined:
+                raise
+            full = f"stage {stage} does not fit on {device} now: {error}"
+        except DeviceHangs as error:
+            owner.does("leaving", error.text)
+            raise
+        finally:
+            owner.serves(None)
+            longest_s = peer.core.device.longest_s
+        if full:
+            kept = peer.kept
+            stays_paused(full)
+        elif peer.moving_to is not None:
+            stage, resumes = peer.moving_to, False
+        elif peer.paused:
+            kept, resumes, alone = peer.kept, True, peer.alone
+        else:
+            return
+        del peer  # it holds the transport's methods, and they its tensors

@@ -1,0 +1,16 @@
+"""Files: tokens and checkpoints. Nothing here knows of the network."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+RESULTS_ENV = "SWARM_RESULTS"
+"""The folder for the last versions of finished runs; empty: they are not saved."""
+
+
+def results_folder() -> Path | None:
+    """Where the last version of a finished run goes if its peer was given no folder; None: nowhere."""
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    chosen = os.environ.get(RESULTS_ENV, str(Path(data) / "swarm" / "results"))
+    return Path(chosen) if chosen else None

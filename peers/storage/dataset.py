@@ -1,0 +1,515 @@
+"""Text files of any size -> tokens, memory-mapped.
+
+The tokens of a run are one array of the narrowest type (`swarm.data.token_dtype`), in a cache folder, named
+by its own SHA-256, the same that the manifest pins:
+
+    CACHE/tokens/SHA256.uint8        the tokens, little-endian, nothing else
+    CACHE/tokens/KEY.json            what a source became: KEY is a hash of its bytes and of the tokenizer
+
+Files are read in pieces and never held whole. What is in the cache is verified when it is opened, so a
+damaged or half-written cache costs time and never a wrong token.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import io
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import msgspec
+import numpy as np
+
+from peers.progress import Bar
+from peers.storage import atomic_file
+from swarm.data import token_dtype
+from swarm.errors import SetupError
+from swarm.manifest import Run, pin
+
+CACHE_ENV = "SWARM_CACHE"
+"""Environment variable with the cache folder; ~/.cache/swarm without it."""
+
+PIECE_CHARS = 1 << 16
+"""A file tokenizer gets text in pieces of at most this many characters, ending after a line if there is one.
+
+Part of what the tokens are (no token spans two pieces), hence not an option. Large enough that a boundary
+costs one token in ten thousand, small enough that a piece is tokenized in milliseconds."""
+
+_PIECES_AT_ONCE = 32
+"""The tokenizers library spreads the pieces of one call over the cores."""
+
+_LAYOUT = "1"
+"""Part of every key: raise it when the same source would give other tokens."""
+
+log = logging.getLogger(__name__)
+
+
+class Readable(Protocol):
+    """A text that is read in pieces."""
+
+    def read(self, size: int, /) -> bytes:
+        """At most `size` bytes; none at the end."""
+        ...
+
+
+class Tokenizer:
+    """Text <-> tokens: one per byte, or those of a `tokenizers` JSON file."""
+
+    def __init__(self, library: Any = None, *, sha256: str = "") -> None:
+        """`library`: a `tokenizers.Tokenizer`; None = bytes."""
+        self._library = library
+        self.sha256 = sha256
+        """Of the JSON file; empty for bytes."""
+
+    @property
+    def key(self) -> str:
+        """What decides the tokens of a given text."""
+        if self._library is None:
+            return "bytes"
+        import tokenizers
+
+        return f"{self.sha256} {PIECE_CHARS} tokenizers {tokenizers.__version__}"
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, such as a prompt."""
+        if self._library is None:
+            return list(text.encode("utf-8", "replace"))
+        return list(self._library.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; what is no text shows as U+FFFD, what is no token is left out."""
+        if self._library is None:
+            return bytes(token for token in tokens if 0 <= token < 256).decode("utf-8", "replace")
+        return str(self._library.decode(list(tokens), skip_special_tokens=False))
+
+    def encode_file(self, file: Readable, name: str) -> Iterator[np.ndarray]:
+        """The tokens of a file, in pieces of any length.
+
+        Raises:
+            SetupError: the file is not UTF-8 and the tokenizer needs it to be.
+        """
+        if self._library is None:
+            while chunk := file.read(atomic_file.CHUNK_BYTES):
+                yield np.frombuffer(chunk, np.uint8)
+            return
+        batch: list[str] = []
+        for piece in _text_pieces(file, name):
+            batch.append(piece)
+            if len(batch) == _PIECES_AT_ONCE:
+                yield self._encode_batch(batch)
+                batch = []
+        if batch:
+            yield self._encode_batch(batch)
+
+    def _encode_batch(self, pieces: list[str]) -> np.ndarray:
+        encoded = self._library.encode_batch(pieces, add_special_tokens=False)
+        return np.concatenate([np.asarray(one.ids, np.uint32) for one in encoded])
+
+
+class Dataset:
+    """The tokens of a run, on disk."""
+
+    def __init__(self, tokens: np.ndarray, window: int, *, sha256: str, tokenizer: Tokenizer) -> None:
+        """`tokens`: 1-D, of the narrow dtype. `window`: tokens of one sample, which is T + 1."""
+        self._tokens = tokens
+        self._window = window
+        self.sha256 = sha256
+        """Of the tokens' bytes, little-endian."""
+        self.tokenizer = tokenizer
+
+    @property
+    def tokens(self) -> int:
+        """How many there are."""
+        return len(self._tokens)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """uint8, uint16 or uint32."""
+        return self._tokens.dtype
+
+    def batch(self, offsets: Sequence[int]) -> np.ndarray:
+        """The samples that start at `offsets` (see `swarm.data.sample_offsets`).
+
+        Returns:
+            Tokens [B, T + 1] of the narrow dtype, copied out of the file.
+        """
+        last = self.tokens - self._window
+        assert all(0 <= offset <= last for offset in offsets), "offsets come from sample_offsets"
+        return np.stack([self._tokens[offset : offset + self._window] for offset in offsets])
+
+    def pinned(self, run: Run) -> Run:
+        """`run` bound to these tokens: the run to publish."""
+        return pin(run, self.sha256, self.tokens, tokenizer_sha256=self.tokenizer.sha256)
+
+
+def open_dataset(
+    run: Run,
+    files: Sequence[str | Path] | None = None,
+    tokenizer: str | Path | None = None,
+    cache_dir: str | Path | None = None,
+) -> Dataset:
+    """The tokens that `run` trains on: from the cache, or made now.
+
+    Args:
+        files: the text files of a run whose source is "files", in order; for a pinned run that was opened
+            here before, the cache is enough. None or empty for "pydoc".
+        tokenizer: the JSON file of a run whose tokenizer is "file".
+        cache_dir: instead of $SWARM_CACHE and of ~/.cache/swarm. When neither is given and the default is not
+            writable, the tokens go to an unnamed temporary file.
+
+    Raises:
+        SetupError: a file is missing, unreadable, not text, too short, or not what the manifest pins; the
+            cache is not writable or full. Says what to do.
+    """
+    made_by = open_tokenizer(run, tokenizer)
+    cache = _Cache.choose(cache_dir, token_dtype(run.model.vocab_size))
+    found: _Tokens | None = None
+    if not files and run.data.sha256:
+        found = cache.tokens(run.data.sha256)
+    if found is None:
+        sources = _sources(run, files)
+        key = _key(sources, made_by, cache.dtype)
+        found = cache.lookup(key) or cache.fill(key, sources, made_by, run.model.vocab_size)
+    window = run.data.sequence_length + 1
+    try:
+        _check(run, found, window)
+    except SetupError:
+        found.file.close()
+        raise
+    return Dataset(found.map(), window, sha256=found.sha256, tokenizer=made_by)
+
+
+def open_tokenizer(run: Run, path: str | Path | None = None) -> Tokenizer:
+    """The run's tokenizer; `path` is the JSON file of a run whose tokenizer is "file".
+
+    Raises:
+        SetupError: missing, unexpected, unreadable, not a tokenizer, or not the one of the manifest.
+    """
+    if run.data.tokenizer == "bytes":
+        if path is not None:
+            raise SetupError(f'the run needs no tokenizer file (data.tokenizer = "bytes"): leave {path} out')
+        return Tokenizer()
+    if path is None:
+        raise SetupError(
+            'the run needs its tokenizer (data.tokenizer = "file"): give its JSON with --tokenizer'
+        )
+    try:
+        raw = Path(path).read_bytes()
+    except OSError as error:
+        raise SetupError(f"cannot read the tokenizer {path}: {error.strerror or error}") from None
+    sha256 = hashlib.sha256(raw).hexdigest()
+    if run.data.tokenizer_sha256 not in ("", sha256):
+        raise SetupError(
+            f"{path} is not the tokenizer of the run: its SHA-256 is {sha256}, "
+            f"the manifest says {run.data.tokenizer_sha256}"
+        )
+    import tokenizers
+
+    try:
+        library = tokenizers.Tokenizer.from_str(raw.decode("utf-8"))
+    except Exception as error:  # noqa: BLE001 - the library raises no narrower type than Exception
+        raise SetupError(f"{path} is not a `tokenizers` JSON file: {str(error)[:200]}") from None
+    # A JSON may ask for these; they would cut or fill every piece.
+    library.no_truncation()
+    library.no_padding()
+    largest = max(library.get_vocab(with_added_tokens=True).values(), default=0)
+    if largest >= run.model.vocab_size:
+        raise _vocabulary_too_small(run.model.vocab_size, largest)
+    return Tokenizer(library, sha256=sha256)
+
+
+# --- where the text comes from
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A text and how to open it."""
+
+    name: str
+    opened: Callable[[], BinaryIO]
+    size_bytes: int = 0
+
+
+class _Reading:
+    """A source being read: its errors name it, its bytes are hashed, and `progress` counts them."""
+
+    def __init__(self, source: _Source, progress: Callable[[int], None] = lambda size: None) -> None:
+        self._name, self._progress = source.name, progress
+        self._digest = hashlib.sha256()
+        try:
+            self._file = source.opened()
+        except OSError as error:
+            raise self._unreadable(error) from None
+
+    def read(self, size: int, /) -> bytes:
+        try:
+            chunk = self._file.read(size)
+        except OSError as error:
+            raise self._unreadable(error) from None
+        self._digest.update(chunk)
+        self._progress(len(chunk))
+        return chunk
+
+    def __enter__(self) -> _Reading:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+    def _unreadable(self, error: OSError) -> SetupError:
+        return SetupError(f"cannot read the data file {self._name}: {error.strerror or error}")
+
+
+def _sources(run: Run, files: Sequence[str | Path] | None) -> list[_Source]:
+    if run.data.source == "pydoc":
+        if files:
+            raise SetupError(
+                f'the run reads Python\'s help topics (data.source = "pydoc"), but {files[0]} was given'
+            )
+        return [_Source("pydoc topics", lambda: io.BytesIO(_pydoc_text()))]
+    if not files:
+        raise SetupError(
+            'the run reads text files (data.source = "files"): give them with --data, in the owner\'s order'
+        )
+    return [_file_source(Path(path)) for path in files]
+
+
+def _file_source(path: Path) -> _Source:
+    if path.is_dir():
+        raise SetupError(f"the data file {path} is a folder: give the text files in it, such as {path}/*.txt")
+    if not path.exists():
+        raise SetupError(f"the data file {path} does not exist (looked for it in {path.absolute().parent})")
+    if not path.is_file():
+        raise SetupError(
+            f"the data file {path} is not a regular file: save its text to one, it is read twice"
+        )
+    return _Source(str(path), lambda: path.open("rb"), path.stat().st_size)
+
+
+def _pydoc_text() -> bytes:
+    """All help topics of this Python in the order of their names, a newline between."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise SetupError(
+            "this Python comes without pydoc_data, the text that the run trains on: use a complete "
+            'Python, or a run whose data.source is "files"'
+        ) from None
+    return "\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+def _text_pieces(file: Readable, name: str) -> Iterator[str]:
+    """The text in pieces that depend on nothing but the text (see PIECE_CHARS)."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    text, before = "", 0
+    while True:
+        chunk = file.read(atomic_file.CHUNK_BYTES)
+        try:
+            text += decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            # The decoder may have kept the start of a character from the chunk before.
+            at = before - (len(error.object) - len(chunk)) + error.start
+            raise SetupError(
+                f"the data file {name} is not UTF-8 (byte {at}), which the run's tokenizer needs: convert it "
+                f"with `iconv -t UTF-8`, or train on bytes (data.tokenizer)"
+            ) from None
+        before += len(chunk)
+        start = 0
+        while len(text) - start > PIECE_CHARS:
+            end = text.rfind("\n", start, start + PIECE_CHARS) + 1 or start + PIECE_CHARS
+            yield text[start:end]
+            start = end
+        text = text[start:]
+        if not chunk:
+            if text:
+                yield text
+            return
+
+
+# --- the cache
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """A verified file of tokens, still open (it may be unnamed, or removed by someone else)."""
+
+    file: BinaryIO
+    sha256: str
+    count: int
+    dtype: str
+
+    def map(self) -> np.ndarray:
+        with self.file:
+            return np.memmap(self.file, np.dtype(self.dtype).newbyteorder("<"), "r", shape=(self.count,))
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """KEY.json."""
+
+    sha256: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class _Cache:
+    folder: Path | None
+    """None: nowhere to keep anything."""
+    dtype: str
+
+    @classmethod
+    def choose(cls, given: str | Path | None, dtype: str) -> _Cache:
+        chosen = given or os.environ.get(CACHE_ENV)
+        folder = Path(chosen or "~/.cache/swarm")
+        try:
+            folder = folder.expanduser() / "tokens"
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+            if chosen and isinstance(error, OSError):
+                raise atomic_file.trouble("cannot keep tokens", Path(chosen), error, _REMEDY) from None
+            log.warning("cannot keep tokens in %s (%s): they are made again at each start", folder, error)
+            return cls(None, dtype)
+        return cls(folder, dtype)
+
+    def tokens(self, sha256: str) -> _Tokens | None:
+        """The tokens with this digest, verified; None if they are not here, or damaged."""
+        if self.folder is None:
+            return None
+        try:
+            file = self._path(sha256).open("rb")
+        except OSError:
+            return None
+        digest, size = hashlib.sha256(), 0
+        try:
+            while chunk := file.read(atomic_file.CHUNK_BYTES):
+                digest.update(chunk)
+                size += len(chunk)
+        except OSError:
+            size = -1
+        if digest.hexdigest() != sha256 or size < 0:
+            log.warning("%s is damaged: making it again", self._path(sha256))
+            file.close()
+            return None
+        return _Tokens(file, sha256, size // np.dtype(self.dtype).itemsize, self.dtype)
+
+    def lookup(self, key: str) -> _Tokens | None:
+        """What the source with this key became, if it is here and whole."""
+        if self.folder is None:
+            return None
+        try:
+            entry = msgspec.json.decode((self.folder / f"{key}.json").read_bytes(), type=_Entry)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        return self.tokens(entry.sha256) if entry.sha256.isalnum() else None
+
+    def fill(self, key: str, sources: list[_Source], tokenizer: Tokenizer, vocab_size: int) -> _Tokens:
+        """Make the tokens and keep them."""
+        try:
+            if self.folder is None:
+                file: BinaryIO = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - `map` closes it
+                try:
+                    sha256, count = self._write(file, key, sources, tokenizer, vocab_size)
+                except BaseException:
+                    file.close()
+                    raise
+                return _Tokens(file, sha256, count, self.dtype)
+            with atomic_file.replacing(self.folder) as (file, temporary):
+                sha256, count = self._write(file, key, sources, tokenizer, vocab_size)
+                atomic_file.commit(file, temporary, self._path(sha256))
+            atomic_file.write_whole(
+                self.folder / f"{key}.json", msgspec.json.encode(_Entry(sha256=sha256, tokens=count))
+            )
+            return _Tokens(self._path(sha256).open("rb"), sha256, count, self.dtype)
+        except OSError as error:
+            where = self.folder or Path(tempfile.gettempdir())
+            raise atomic_file.trouble("cannot keep tokens", where, error, _REMEDY) from None
+
+    def _path(self, sha256: str) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{sha256}.{self.dtype}"
+
+    def _write(
+        self, file: BinaryIO, key: str, sources: list[_Source], tokenizer: Tokenizer, vocab_size: int
+    ) -> tuple[str, int]:
+        """Write the tokens of all sources; their SHA-256 and how many there are."""
+        narrow = np.dtype(self.dtype).newbyteorder("<")
+        digest, count = hashlib.sha256(), 0
+        contents: list[str] = []
+        with _bar("reading the text into tokens", sources) as bar:
+            for source in sources:
+                with _Reading(source, bar) as text:
+                    for tokens in tokenizer.encode_file(text, source.name):
+                        if len(tokens) and (largest := int(tokens.max())) >= vocab_size:
+                            raise _vocabulary_too_small(vocab_size, largest)
+                        raw = tokens.astype(narrow).view(np.uint8).data
+                        digest.update(raw)
+                        atomic_file.write_all(file, raw)
+                        count += len(tokens)
+                    contents.append(text.sha256)
+        if _hash_key(contents, tokenizer, self.dtype) != key:
+            raise SetupError("the data files changed while they were read: try again when they are at rest")
+        return digest.hexdigest(), count
+
+
+_REMEDY = f"set {CACHE_ENV} to another folder"
+
+
+def _key(sources: list[_Source], tokenizer: Tokenizer, dtype: str) -> str:
+    """The hash of all that decides the tokens; reads every source once."""
+    contents: list[str] = []
+    with _bar("comparing the text with the cache", sources) as bar:
+        for source in sources:
+            with _Reading(source, bar) as text:
+                while text.read(atomic_file.CHUNK_BYTES):
+                    pass
+                contents.append(text.sha256)
+    return _hash_key(contents, tokenizer, dtype)
+
+
+def _bar(what: str, sources: Sequence[_Source]) -> Bar:
+    return Bar(what, sum(source.size_bytes for source in sources))
+
+
+def _hash_key(contents: list[str], tokenizer: Tokenizer, dtype: str) -> str:
+    return hashlib.sha256("\n".join([_LAYOUT, dtype, tokenizer.key, *contents]).encode()).hexdigest()
+
+
+def _check(run: Run, found: _Tokens, window: int) -> None:
+    """The tokens are those of the manifest, and enough."""
+    data = run.data
+    if found.count < window:
+        raise SetupError(
+            f"the data have {found.count} tokens, but one sample needs {window} (data.sequence_length + 1): "
+            "give more text, or choose a shorter data.sequence_length"
+        )
+    if data.sha256 and (data.sha256, data.tokens) != (found.sha256, found.count):
+        hint = (
+            f"Python's help topics differ between versions, and this is Python {platform.python_version()}"
+            if data.source == "pydoc"
+            else "give the same files, in the same order"
+        )
+        raise SetupError(
+            f"these are not the data of the run: {found.count} tokens with SHA-256 {found.sha256}, but the "
+            f"manifest pins {data.tokens} tokens with {data.sha256}: {hint}"
+        )
+    if data.tokens > found.count:
+        raise SetupError(f"the manifest speaks of {data.tokens} tokens (data.tokens), here are {found.count}")
+
+
+def _vocabulary_too_small(vocab_size: int, largest: int) -> SetupError:
+    return SetupError(
+        f"model.vocab_size = {vocab_size} in the run's manifest, but the tokenizer makes tokens up to "
+        f"{largest}: it must be at least {largest + 1}"
+    )

@@ -1,0 +1,199 @@
+"""A trained model as two files, for use without its run.
+
+    NAME.safetensors    the weights of all stages, by full name
+    NAME.json           what they are: the run's manifest, the step, and the digest of the file beside it
+
+The JSON is written last, so a model is there exactly when its JSON fits its weights. It says the essentials
+in fields of their own, for other programs; ours believe the manifest, whose hash is the run's id.
+
+A model may come from a stranger: digest, names, shapes and finiteness are checked before it is believed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from peers.storage import atomic_file, safetensors_file
+from peers.storage.safetensors_file import Damaged, Progress, TensorInfo, unheard
+from swarm.errors import SetupError
+from swarm.manifest import MAX_MANIFEST_BYTES, Run, check_id
+
+MAX_CONFIG_BYTES = 4 * MAX_MANIFEST_BYTES
+"""The manifest, escaped, and as much again."""
+
+SUFFIX = ".safetensors"
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What stands in the JSON."""
+
+    format: int
+    run: str
+    """The run's id."""
+    name: str
+    """The run's name."""
+    step: int
+    """Steps that were taken: the version of the weights."""
+    sha256: str
+    """Of the safetensors file."""
+    bytes: int
+    dtype: str
+    """Of the weights in the file."""
+    parameters: int
+    model: dict[str, Any]
+    """As the manifest's table `model`."""
+    sequence_length: int
+    """Tokens that the model saw at once."""
+    tokenizer: str
+    """`bytes`, or `file`: then its JSON's digest is the next field."""
+    tokenizer_sha256: str
+    manifest: str
+    """The run's manifest (TOML)."""
+
+
+def config_path(weights: Path) -> Path:
+    """Of the JSON beside a model's safetensors file."""
+    return weights.with_suffix(".json")
+
+
+def write(
+    path: Path,
+    run: Run,
+    step: int,
+    shapes: Mapping[str, torch.Tensor],
+    value: Callable[[str], torch.Tensor],
+    *,
+    progress: Progress = unheard,
+) -> ModelConfig:
+    """Write a model: `path` and the JSON beside it, each whole or not at all.
+
+    Args:
+        shapes: full name -> a tensor of that shape and dtype (of the meta device, to hold no memory).
+        value: full name -> the weights; asked for in the order of `shapes`.
+
+    Raises:
+        SetupError: it could not be written.
+    """
+    _refuse_strange(config_path(path))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file.replacing(path.parent) as (file, temporary):
+            origin = {"run": run.id, "step": str(step), "format": "pt"}
+            digest, size = safetensors_file.write(file, shapes, value, origin, progress=progress)
+            atomic_file.commit(file, temporary, path)
+        config = ModelConfig(
+            format=1,
+            run=run.id,
+            name=run.name,
+            step=step,
+            sha256=digest,
+            bytes=size,
+            dtype=" ".join(sorted({safetensors_file.info(tensor).dtype for tensor in shapes.values()})),
+            parameters=sum(tensor.numel() for tensor in shapes.values()),
+            model=dataclasses.asdict(run.model),
+            sequence_length=run.data.sequence_length,
+            tokenizer=run.data.tokenizer,
+            tokenizer_sha256=run.data.tokenizer_sha256,
+            manifest=run.to_toml(),
+        )
+        text = json.dumps(msgspec.to_builtins(config), indent=1, allow_nan=False)
+        atomic_file.write_whole(config_path(path), text.encode() + b"\n")
+    except OSError as error:
+        raise atomic_file.trouble(
+            "cannot write the model", path.parent, error, "choose another --out"
+        ) from None
+    return config
+
+
+def _refuse_strange(where: Path) -> None:
+    """Do not write over a JSON file that is somebody else's."""
+    try:
+        msgspec.json.decode(where.read_bytes(), type=ModelConfig)
+    except FileNotFoundError:
+        return
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise SetupError(f"{where} is there already and is not of a model: choose another --out") from None
+
+
+def read_config(path: Path) -> tuple[ModelConfig, Run]:
+    """What the model in `path` is.
+
+    Raises:
+        SetupError: there is none, or its JSON is damaged or contradicts itself.
+    """
+    if not path.exists():
+        raise SetupError(f"there is no model file {path}: swarm export makes one from checkpoints")
+    where = config_path(path)
+    try:
+        with where.open("rb") as file:
+            text = file.read(MAX_CONFIG_BYTES + 1)
+    except FileNotFoundError:
+        raise SetupError(
+            f"{where} is missing: it says what {path} is. Copy it there, or export again"
+        ) from None
+    except OSError as error:
+        raise SetupError(f"cannot read {where}: {error.strerror or error}") from None
+    if len(text) > MAX_CONFIG_BYTES:
+        raise _damaged(where, f"longer than {MAX_CONFIG_BYTES} bytes")
+    try:
+        config = msgspec.json.decode(text, type=ModelConfig)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _damaged(where, str(error)[:200]) from None
+    if config.format != 1:
+        raise SetupError(f"{where} has format {config.format}; this version reads format 1: update it")
+    try:
+        run = check_id(config.manifest, config.run)
+    except SetupError as error:
+        raise _damaged(where, error.text) from None
+    told = (config.model, config.sequence_length, config.tokenizer, config.tokenizer_sha256)
+    data = run.data
+    if told != (
+        dataclasses.asdict(run.model),
+        data.sequence_length,
+        data.tokenizer,
+        data.tokenizer_sha256,
+    ):
+        raise _damaged(where, "its fields are not those of its manifest")
+    if not 0 <= config.step <= run.steps:
+        raise _damaged(where, f"step {config.step} of a run of {run.steps}")
+    return config, run
+
+
+def read(
+    path: Path, shapes: Callable[[Run], Mapping[str, torch.Tensor]], *, progress: Progress = unheard
+) -> tuple[ModelConfig, Run, dict[str, torch.Tensor]]:
+    """A model's config, its run, and its weights by full name, on the CPU.
+
+    Args:
+        shapes: what `write` was given, for a run.
+
+    Raises:
+        SetupError: it is missing, damaged or not what its JSON says. Says what to do.
+    """
+    config, run = read_config(path)
+    expected = {name: safetensors_file.info(tensor) for name, tensor in shapes(run).items()}
+
+    def wanted(found: Mapping[str, TensorInfo]) -> list[str]:
+        if found != expected:
+            names = [name for name in {*found, *expected} if found.get(name) != expected.get(name)]
+            raise Damaged(f"its tensors are not those of run {run.id}: {', '.join(sorted(names)[:5])[:200]}")
+        return list(found)
+
+    try:
+        safetensors_file.verify(path, config.sha256, config.bytes, progress)
+        return config, run, safetensors_file.read(path, wanted)
+    except Damaged as damaged:
+        raise _damaged(path, str(damaged)) from None
+    except OSError as error:
+        raise SetupError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _damaged(path: Path, why: str) -> SetupError:
+    return SetupError(f"the model file {path} is damaged: {why}. Copy or export it again")

@@ -1,0 +1,195 @@
+"""Trained weights from this machine's disk: a model file, or the checkpoints of all stages."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from peers.options import WeightsOptions
+from peers.progress import Bar
+from peers.storage import checkpoint, model_file
+from peers.storage.safetensors_file import Progress, unheard
+from swarm.errors import Refused, SetupError
+from swarm.ids import Stage
+from swarm.manifest import Run, check_id
+from swarm.model.gpt import weights_dtype
+from swarm.model.layout import named_weights, stage_layout
+
+T = TypeVar("T")
+
+PARTS = ("weights", "statistics")
+"""Of a stage's state: what the model is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """A model that was read."""
+
+    run: Run
+    step: int
+    by_name: dict[str, torch.Tensor]
+
+
+def say(text: str) -> None:
+    """A word aside, for people."""
+    print(text, file=sys.stderr)
+
+
+def find_weights(options: WeightsOptions) -> Run:
+    """Of which run the weights are.
+
+    Raises:
+        SetupError: nobody can say; or the options contradict one another.
+    """
+    if (options.model is None) == (options.checkpoint_dir is None):
+        raise SetupError("say which weights: --model FILE, or --checkpoint-dir DIR")
+    if options.model is not None:
+        if options.run is not None or options.step is not None:
+            raise SetupError("--run and --step choose among checkpoints: leave them out with --model")
+        return model_file.read_config(options.model)[1]
+    assert options.checkpoint_dir is not None
+    return find_run(options.checkpoint_dir, options.run)
+
+
+def load_weights(options: WeightsOptions) -> Weights:
+    """The weights of all stages, and batch norms' statistics, on the CPU.
+
+    Raises:
+        SetupError: they are missing, damaged or not all there; says what to do.
+    """
+    run = find_weights(options)
+    if options.model is not None:
+        config, _ = model_file.read_config(options.model)
+        with Bar(f"reading {options.model.name}", config.bytes) as bar:
+            config, run, weights = model_file.read(options.model, model_shapes, progress=bar)
+        return Weights(run=run, step=config.step, by_name=weights)
+    assert options.checkpoint_dir is not None
+    folder = options.checkpoint_dir
+
+    def read(step: int) -> Weights:
+        found: dict[str, torch.Tensor] = {}
+        with Bar(f"reading step {step}", stages_bytes(folder, run, step)) as bar:
+            for stage in range(run.S):
+                found.update(read_stage(folder, run, stage, step, progress=bar))
+        return Weights(run=run, step=step, by_name=found)
+
+    return with_step(folder, run, options.step, read)
+
+
+def model_shapes(run: Run) -> dict[str, torch.Tensor]:
+    """All weights and statistics of a run by full name, stage by stage, as tensors without memory."""
+    return {
+        name: torch.empty(span.shape, dtype=weights_dtype(run), device="meta")
+        for stage in range(run.S)
+        for name, span in stage_layout(run, stage).terms.items()
+    }
+
+
+# --- checkpoints
+
+
+class Unreadable(Exception):
+    """A stage's checkpoint cannot be used; `why` tells the user."""
+
+    def __init__(self, why: SetupError) -> None:
+        super().__init__(why.text)
+        self.why = why
+
+
+def find_run(folder: Path, run_id: str | None) -> Run:
+    """The run whose checkpoints are in `folder`.
+
+    Raises:
+        SetupError: none is, or several are and `run_id` does not say which.
+    """
+    if run_id is None:
+        found = sorted(path.parent.name for path in folder.glob("*/run.toml"))
+        if not found:
+            raise SetupError(f"no checkpoints in {folder}: give the --checkpoint-dir of a peer or a keeper")
+        if len(found) > 1:
+            raise SetupError(
+                f"{folder} has checkpoints of several runs, say which: --run {' or '.join(found)}"
+            )
+        run_id = found[0]
+    return check_id(checkpoint.load_manifest(folder, run_id), run_id)
+
+
+def with_step(
+    folder: Path,
+    run: Run,
+    step: int | None,
+    use: Callable[[int], T],
+    *,
+    note: Callable[[str], None] = say,
+) -> T:
+    """`use(step)`; where none is given, of the newest that all stages have and that is whole.
+
+    `use` raises Unreadable for a step that is damaged; the next older one is then taken, and `note` told.
+
+    Raises:
+        SetupError: there is none, or the step that was asked for is damaged or not complete.
+    """
+    by_stage = [checkpoint.found_steps(folder, run, stage) for stage in range(run.S)]
+    complete = sorted(set.intersection(*map(set, by_stage)), reverse=True)
+    if step is not None:
+        if step not in complete:
+            lacking = ", ".join(str(stage) for stage in range(run.S) if step not in by_stage[stage])
+            there = " ".join(map(str, complete)) or "none"
+            raise SetupError(
+                f"step {step} is not complete in {folder}: it lacks stage {lacking} (complete steps: {there})"
+            )
+        complete = [step]
+    first: SetupError | None = None
+    for candidate in complete:
+        try:
+            return use(candidate)
+        except Unreadable as damaged:
+            first = first or damaged.why
+            if step is None:
+                note(f"step {candidate} cannot be used: {damaged.why.text}")
+    if first is not None:
+        raise first
+    there = "; ".join(
+        f"stage {stage}: {' '.join(map(str, steps)) or 'none'}" for stage, steps in enumerate(by_stage)
+    )
+    raise SetupError(
+        f"{folder} has no step that all {run.S} stages of run {run.id} were saved at ({there}): "
+        "give the folder of a swarm keeper, or collect those of one peer of each stage in one place"
+    )
+
+
+def stages_bytes(folder: Path, run: Run, step: int) -> int:
+    """Of all stages' files together.
+
+    Raises:
+        Unreadable: an index is damaged.
+    """
+    try:
+        return sum(checkpoint.size_bytes(folder, run, stage, step) for stage in range(run.S))
+    except SetupError as error:
+        raise Unreadable(error) from None
+
+
+def read_stage(
+    folder: Path, run: Run, stage: Stage, step: int, *, progress: Progress = unheard
+) -> Mapping[str, torch.Tensor]:
+    """The weights and statistics of one stage by full name; its optimizer is verified and not held.
+
+    Raises:
+        Unreadable: damaged, or not of this stage.
+    """
+    try:
+        tensors, _ = checkpoint.load(folder, run, stage, step, only=PARTS, progress=progress)
+        if "weights" not in tensors:
+            raise SetupError(f"the checkpoint of stage {stage}, step {step} in {folder} holds no weights")
+        return named_weights(run, stage, tensors["weights"], tensors.get("statistics"))
+    except SetupError as error:
+        raise Unreadable(error) from None
+    except Refused as error:
+        text = f"the checkpoint of stage {stage}, step {step} in {folder} holds {error.text}"
+        raise Unreadable(SetupError(text)) from None

@@ -1,0 +1,104 @@
+"""Which saved versions (checkpoints) of which stage can be had, and from whom.
+
+Peers are asked for the versions of their own stage, keepers for those of all. What they say is a claim: the
+download checks the bytes. Here only claims are refused that cannot be true.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from peers.ports import Transport
+from swarm.errors import BadAnswer, PeerFault, SwarmError
+from swarm.ids import PeerId, Stage
+from swarm.manifest import Run
+from swarm.records import NO_STAGE, PeerRecord
+from swarm.wire.messages import AskSaved, Saved, pack, unpack_answer
+
+ASK_S = 4.0
+"""Longer than the silence limit of a connection, so that a hung peer is named as such."""
+MAX_ASKED = 8
+"""Peers of one stage, and keepers: members of a stage save the same versions, so a few know all."""
+MAX_VERSIONS = 64
+"""Of one stage, from one peer: more than anybody keeps. The newest ones matter."""
+
+Sources: TypeAlias = "dict[Stage, dict[int, list[PeerId]]]"
+"""Stage -> version -> who has it: keepers first, since they have nothing else to do."""
+
+
+def is_keeper(record: PeerRecord) -> bool:
+    """Whether the record is of a keeper, which may hold any stage."""
+    return record.stage == NO_STAGE and record.state == "keeping"
+
+
+async def ask_saved(
+    run: Run,
+    transport: Transport,
+    records: Sequence[PeerRecord],
+    *,
+    ask_s: float = ASK_S,
+    on_fault: Callable[[PeerFault], None] = lambda fault: None,
+) -> Sources:
+    """Ask peers of each stage, and keepers, at once. Every stage is in the answer, if only with no version.
+
+    Who does not answer, or says what cannot be, is left out; `on_fault` hears of each and why.
+    """
+    found: Sources = {stage: {} for stage in range(run.S)}
+    asked = chosen(run, records, transport.peer_id)
+
+    async def ask(record: PeerRecord) -> dict[Stage, tuple[int, ...]]:
+        try:
+            question = pack(AskSaved(run=run.id))
+            answer = await transport.call(record.peer, "saved", question, deadline_s=ask_s)
+            return check_saved(run, record, unpack_answer(record.peer, answer.header, Saved))
+        except PeerFault as fault:
+            on_fault(fault)
+        except SwarmError:
+            pass  # it is leaving, say: a healthy peer without anything for us
+        return {}
+
+    for record, saved in zip(asked, await asyncio.gather(*map(ask, asked)), strict=True):
+        for stage, versions in saved.items():
+            for version in versions:
+                found[stage].setdefault(version, []).append(record.peer)
+    return found
+
+
+def chosen(run: Run, records: Sequence[PeerRecord], me: PeerId) -> list[PeerRecord]:
+    """Who is asked: a bounded number of keepers, and of each stage; the furthest first.
+
+    Also peers that are joining or paused: what they hold, on a disk or in memory, may be the last of it.
+    """
+    others = [record for record in records if record.peer != me]
+    order = sorted(others, key=lambda r: (r.state != "serving", -r.version, r.peer))
+    asked = [record for record in order if is_keeper(record)][:MAX_ASKED]
+    for stage in range(run.S):
+        replicas = [r for r in order if r.stage == stage and r.state in ("serving", "joining", "paused")]
+        asked += replicas[:MAX_ASKED]
+    return asked
+
+
+def check_saved(run: Run, record: PeerRecord, saved: Saved) -> dict[Stage, tuple[int, ...]]:
+    """What the peer of `record` says it can give out: stage -> versions, ascending.
+
+    Raises:
+        BadAnswer: it cannot be; says why.
+    """
+    found: dict[Stage, tuple[int, ...]] = {}
+    for offered in saved.stages:
+        stage, versions = offered.stage, offered.versions
+        if not 0 <= stage < run.S or stage in found:
+            raise BadAnswer(record.peer, f"offers checkpoints of stage {stage}, twice or of {run.S} stages")
+        if stage != record.stage and not is_keeper(record):
+            raise BadAnswer(record.peer, f"serves stage {record.stage} and offers checkpoints of {stage}")
+        if len(versions) > MAX_VERSIONS:
+            raise BadAnswer(record.peer, f"offers {len(versions)} checkpoints of stage {stage}")
+        if list(versions) != sorted(set(versions)) or not all(0 <= v <= run.steps for v in versions):
+            raise BadAnswer(
+                record.peer,
+                f"offers impossible versions of stage {stage}: {list(versions[:8])} of {run.steps}",
+            )
+        found[stage] = versions
+    return found

@@ -1,0 +1,358 @@
+"""A keeper: holds the checkpoints of a run on its disk, so that they outlive the machines that made them.
+
+    looks       which versions peers and other keepers can give out (`peers.transfer.catalog`)
+    downloads   those of use (`swarm.policy.keeping`), each chunk checked by its hash
+    saves       whole or not at all, and prunes, but never the newest version that all stages have here
+    serves      what it has (`peers.transfer.server`), to joiners and to other keepers
+
+Knows ports only, and needs no device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from peers import events
+from peers.clock import now_s, unix_s
+from peers.ports import Answer, Directory, Request, Transport
+from peers.storage import checkpoint
+from peers.storage.checkpoint_store import CheckpointStore
+from peers.transfer.catalog import ask_saved, is_keeper
+from peers.transfer.client import DownloadFailed, Partial, download_state, shown
+from peers.transfer.server import StateLeases
+from peers.waiting import happens, within
+from swarm.errors import BadAnswer, PeerFault, Refused, SetupError
+from swarm.ids import PeerId, Stage
+from swarm.manifest import Run
+from swarm.model.layout import empty_state
+from swarm.policy.backoff import Backoff
+from swarm.policy.keeping import newest_common, next_download, reached
+from swarm.records import NO_STAGE, PeerRecord
+from swarm.wire.messages import AskStatus, Audit, PeerStatus, pack, unpack
+
+POLL_S = 3.0
+"""A peer without a disk holds a version until its next checkpoint; these are minutes apart in earnest."""
+ANNOUNCE_S = 5.0
+FULL_S = 60.0
+"""Until a full disk is tried again."""
+FIRST_REST_S = 5.0
+LONGEST_REST_S = 300.0
+"""Of who offered what it then did not give: there are others, and no hurry."""
+LAST_S = 25.0
+"""On leaving, for the run's last version: a cloud gives 30 s from the notice to the end."""
+COLLECT_S = 15.0
+SLACK_BYTES = 1 << 20
+"""More than the tensors take on the disk: headers, index, blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepingSettings:
+    """What a keeper decides for itself."""
+
+    folder: Path
+    keep: int = 2
+    stages: tuple[Stage, ...] = ()
+    """Empty: all."""
+    addresses: tuple[str, ...] = ()
+    joined_at: float = field(default_factory=unix_s)
+
+
+async def collect(
+    run: Run,
+    transport: Transport,
+    directory: Directory,
+    folder: Path,
+    emit: Callable[[events.Event], None],
+    *,
+    limit_s: float = COLLECT_S,
+) -> int:
+    """Fetch the newest version that can be had of all stages into `folder`, and return it.
+
+    Tries again for `limit_s`: a directory that was opened a moment ago may know half of the peers.
+
+    Raises:
+        SetupError: it cannot be had; says of which stage.
+    """
+    keeper = CheckpointKeeper(run, transport, directory, KeepingSettings(folder=folder), emit)
+    until = now_s() + limit_s
+    while True:
+        await directory.survey()
+        await keeper.fetch()
+        newest = newest_common(keeper.offers)
+        if newest is not None and newest == keeper.version:
+            return newest
+        if now_s() >= until:
+            there = "; ".join(
+                f"stage {stage}: {' '.join(map(str, versions)) or 'none'}"
+                for stage, versions in keeper.offers.items()
+            )
+            raise SetupError(
+                f"no version of all stages could be fetched (on offer: {there}). Peers offer the versions "
+                "that they save every checkpoint_every steps, and the last one"
+            )
+        await asyncio.sleep(POLL_S)
+
+
+class CheckpointKeeper:
+    """Keeps checkpoints of `run` until told to leave."""
+
+    def __init__(
+        self,
+        run: Run,
+        transport: Transport,
+        directory: Directory,
+        settings: KeepingSettings,
+        emit: Callable[[events.Event], None],
+    ) -> None:
+        self._run, self._settings, self._emit = run, settings, emit
+        self._transport, self._directory = transport, directory
+        self.stages = settings.stages or tuple(range(run.S))
+        shelves = {stage: CheckpointStore(run, stage, settings.folder) for stage in self.stages}
+        # Their tensors are maps of files: a copy in memory is the system's to drop.
+        self._desk = StateLeases(run.id, transport, shelves, most_saved=2 * len(shelves))
+        transport.serve("status", self._serve_status)
+        self._backoff = Backoff(first_s=FIRST_REST_S, longest_s=LONGEST_REST_S)
+        self._partials: dict[Stage, Partial] = {}
+        self._have: dict[Stage, list[int]] = {stage: [] for stage in self.stages}
+        self.offers: dict[Stage, list[int]] = {stage: [] for stage in self.stages}
+        """The versions of each stage that peers could give when they were last asked."""
+        self._said: int | None = None
+        self._complaints: dict[str, str] = {}
+        self._full_until = float("-inf")
+        self._leaving = asyncio.Event()
+
+    @property
+    def version(self) -> int | None:
+        """The newest that all its stages have here."""
+        return newest_common(self._have)
+
+    # -- life -------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Look at what is on the disk, then keep and serve until `leave`."""
+        await asyncio.to_thread(self._inspect)
+        await self._look()
+        if self.version is None:
+            every = self._run.checkpoint_every
+            when = f"every {every} steps" if every else "at the end of the run only (checkpoint_every = 0)"
+            text = f"nothing is kept in {self._settings.folder} yet: peers save a version {when}"
+            self._emit(events.Note(text=text))
+        loops: list[asyncio.Task[object]] = []
+        try:
+            await self._announce()
+            leaving = asyncio.create_task(self._leaving.wait())
+            loops = [
+                leaving,
+                asyncio.create_task(self._keep_often()),
+                asyncio.create_task(self._announce_often()),
+            ]
+            done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # a bug in a loop ends the keeper, with its traceback
+            for task in loops:
+                task.cancel()
+            await asyncio.gather(*loops, return_exceptions=True)
+            await self._keep_the_last()
+        finally:
+            for task in loops:
+                task.cancel()
+            await asyncio.gather(*loops, return_exceptions=True)
+            await self._directory.withdraw()
+
+    def leave(self) -> None:
+        """End `run` once what is newer was fetched. What is kept stays."""
+        self._leaving.set()
+
+    def peer_gone(self, peer: PeerId) -> None:
+        """The transport noticed that the connection to `peer` broke."""
+        self._desk.gone(peer)
+
+    async def _announce(self) -> None:
+        record = PeerRecord(
+            peer=self._transport.peer_id, run=self._run.id, stage=NO_STAGE, state="keeping",
+            version=self.version or 0, movable=False, device="disk",
+            addresses=self._settings.addresses, since=self._settings.joined_at,
+        )  # fmt: skip
+        await self._directory.announce(record)
+
+    async def _announce_often(self) -> None:
+        while True:
+            await asyncio.sleep(ANNOUNCE_S)
+            await self._announce()
+
+    # -- what is here -----------------------------------------------------------------------------
+
+    def _inspect(self) -> None:
+        """Read through what the folder holds, and say what of it is damaged. In a thread."""
+        for stage in self.stages:
+            for step in checkpoint.found_steps(self._settings.folder, self._run, stage):
+                try:
+                    checkpoint.check(self._settings.folder, self._run, stage, step)
+                except SetupError as error:
+                    self._emit(events.Trouble(text=f"not kept: {error.text}"))
+
+    async def _look(self) -> None:
+        """See what is here now; say so if the newest whole version is another."""
+
+        def saved() -> dict[Stage, list[int]]:
+            return {s: checkpoint.saved_steps(self._settings.folder, self._run, s) for s in self.stages}
+
+        self._have = await asyncio.to_thread(saved)
+        if self.version is not None and self.version != self._said:
+            self._said = self.version
+            self._emit(events.Kept(version=self.version, stages=self.stages))
+
+    # -- keeping ----------------------------------------------------------------------------------
+
+    async def fetch(self) -> None:
+        """Look at what is on the disk, and fetch what is newer, once."""
+        await asyncio.to_thread(self._inspect)
+        await self._look()
+        await self._keep()
+
+    async def _keep_often(self) -> None:
+        while True:
+            if now_s() >= self._full_until:
+                await self._keep()
+            await happens(self._leaving, POLL_S)
+
+    async def _keep(self) -> None:
+        """Fetch all that is offered and of use."""
+        now = now_s()
+        records = [
+            r for r in await self._directory.refresh() if not self._backoff.in_backoff(r.peer, now=now)
+        ]
+        found = await ask_saved(self._run, self._transport, records, on_fault=self._not_believed)
+        keepers = {record.peer for record in records if is_keeper(record)}
+        claims = {
+            stage: [v for v, peers in versions.items() if not keepers.issuperset(peers)]
+            for stage, versions in found.items()
+        }
+        limit = reached(records, claims)
+        offered = {
+            stage: {v: peers for v, peers in found[stage].items() if limit is None or v <= limit}
+            for stage in self.stages
+        }
+        self.offers = {stage: sorted(versions) for stage, versions in offered.items()}
+        while (wanted := next_download(self._have, offered)) is not None:
+            stage, version = wanted
+            if self._leaving.is_set():
+                text = f"version {version} of stage {stage} is fetched before this keeper leaves, within "
+                self._emit(events.Note(text=f"{text}{LAST_S:.0f} s; again to leave now"))
+            if not await self._fetch(stage, version, offered[stage].pop(version)):
+                if now_s() < self._full_until:
+                    return
+                continue
+            await self._look()
+            await self._announce()
+
+    async def _keep_the_last(self) -> None:
+        """Fetch what is newer before leaving, within `LAST_S`; say what is lost all the same."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await within(self._keep(), LAST_S)
+        offered = newest_common(self.offers)
+        if offered is not None and (self.version is None or self.version < offered):
+            kept = "nothing" if self.version is None else f"version {self.version}"
+            text = (
+                f"this keeper leaves with {kept}; version {offered} is with the peers only. Start the "
+                "keeper again before they leave, or give them --checkpoint-dir"
+            )
+            self._emit(events.Trouble(text=text))
+
+    async def _fetch(self, stage: Stage, version: int, sources: list[PeerId]) -> bool:
+        """Download and save one version of one stage; False: it cannot be had now, and why was said."""
+        folder, began = self._settings.folder, now_s()
+        state = empty_state(self._run, stage)
+        size = sum(vector.nbytes for vector in state.values())
+        if (trouble := await asyncio.to_thread(self._no_room, stage, version, size)) is not None:
+            self._full(trouble)
+            return False
+        try:
+            found = await download_state(
+                self._run, stage, state, self._transport, sources,
+                version=version, partial=self._partials.setdefault(stage, Partial()),
+                progress=shown(stage, version, self._emit), on_fault=self._not_believed,
+            )  # fmt: skip
+        except DownloadFailed as failed:
+            for peer in failed.reasons:
+                self._backoff.failed(peer, now=now_s())
+            self._complain(
+                f"{stage} {version}", f"version {version} of stage {stage} is not kept: {failed.text}"
+            )
+            return False
+        for peer in found.sources:
+            self._backoff.answered(peer)
+        self._emit(
+            events.StateFetched(
+                stage=stage, version=version, source=found.sources[0] if found.sources else "", bytes=size,
+                seconds=now_s() - began,
+            )
+        )  # fmt: skip
+
+        def save() -> None:
+            checkpoint.save(
+                folder, self._run, stage, version, found.tensors, {},
+                keep=self._settings.keep, together=self.stages, option="--dir",
+            )  # fmt: skip
+
+        try:
+            await asyncio.to_thread(save)
+        except SetupError as error:
+            self._full(error.text)
+            return False
+        self._emit(events.Checkpointed(stage=stage, step=version, path=str(folder)))
+        return True
+
+    def _no_room(self, stage: Stage, version: int, size_bytes: int) -> str | None:
+        """Why a download is not worth its bytes; None if the disk has room for it."""
+        needed, folder = size_bytes + SLACK_BYTES, self._settings.folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(folder).free
+        except OSError as error:
+            return f"cannot keep anything in {folder}: {error.strerror or error}. Repair that"
+        if free >= needed:
+            return None
+        return (
+            f"no room for version {version} of stage {stage} in {folder}: it takes {needed / 2**20:.0f} MiB, "
+            f"and {free / 2**20:.0f} MiB are free. Make room or choose another --dir"
+        )
+
+    def _full(self, text: str) -> None:
+        self._full_until = now_s() + FULL_S
+        kept = "what is kept stays" if any(self._have.values()) else "nothing is kept yet"
+        self._emit(events.Trouble(text=f"{text}; {kept}, next try in {FULL_S:.0f} s"))
+
+    # -- what goes wrong ----------------------------------------------------------------------------
+
+    def _not_believed(self, fault: PeerFault) -> None:
+        """Let it rest. Who is gone is left out without a word; nonsense is said, once."""
+        self._backoff.failed(fault.peer, now=now_s())
+        if isinstance(fault, BadAnswer):
+            self._complain(fault.peer, f"not believed: {fault.text}")
+
+    def _complain(self, about: str, text: str) -> None:
+        """Once, until there is something else to say about that."""
+        if self._complaints.get(about) != text:
+            self._complaints[about] = text
+            self._emit(events.Trouble(text=text))
+
+    # -- status -----------------------------------------------------------------------------------
+
+    async def _serve_status(self, request: Request) -> Answer:
+        asked = unpack(request.header, AskStatus)
+        if asked.run != self._run.id:
+            raise Refused(f"this keeper keeps run {self._run.id}, not {asked.run[:40]!r}")
+        status = PeerStatus(
+            peer=self._transport.peer_id, stage=NO_STAGE, version=self.version or 0, state="keeping",
+            device="disk", done=0, inflight=0, max_inflight=0, speed=0.0, computed=0, coordinator="",
+            audit=Audit(), since=self._settings.joined_at,
+            bytes_in=sum(self._transport.received_bytes.values()),
+            bytes_out=sum(self._transport.sent_bytes.values()),
+        )  # fmt: skip
+        return Answer(pack(status))

@@ -1,0 +1,126 @@
+"""The loop: look at the directory, ask some peers how they are, pass on what is new.
+
+A plain client of the DHT: it announces nothing, and costs others little. Peers are asked in turns, a few a
+second whatever their number, and none more often than every few seconds. Of many peers most is known from
+their records, which everybody reads anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from peers.ports import Directory, Transport
+from peers.status_query import ask_one
+from swarm.errors import SwarmError, short
+from swarm.ids import PeerId
+from swarm.manifest import Run
+from swarm.monitoring import validation
+from swarm.monitoring.health import Observation
+from swarm.records import PeerRecord
+from swarm.wire.messages import PeerStatus
+
+LOOK_EVERY_S = 1.0
+PEER_EVERY_S = 3.0
+"""No peer is asked more often."""
+SILENT_EVERY_S = 10.0
+"""One that did not answer is asked again after this."""
+MAX_PER_LOOK = 8
+"""Of 500 peers each is then asked once a minute. An answer is up to 8 kB, and takes a peer a millisecond."""
+MAX_ASKED = 32
+"""At once: those that hang are waited for."""
+ASK_S = 4.0
+"""Longer than the silence limit of a connection, so that a hung peer is named as such."""
+MAX_REASONS = 20
+
+
+class Monitor:
+    """Looks until `run` is cancelled."""
+
+    def __init__(
+        self,
+        run: Run,
+        transport: Transport,
+        directory: Directory,
+        take: Callable[[Observation], None],
+        *,
+        refused: Callable[[], Mapping[str, int]] = dict,
+        look_every_s: float = LOOK_EVERY_S,
+        peer_every_s: float = PEER_EVERY_S,
+        silent_every_s: float = SILENT_EVERY_S,
+        ask_s: float = ASK_S,
+    ) -> None:
+        """`take` gets each look; `refused` tells how many records the directory refused, by reason."""
+        self._run, self._transport, self._directory = run, transport, directory
+        self._take, self._refused = take, refused
+        self._look_every_s, self._ask_s = look_every_s, ask_s
+        self._peer_every_s, self._silent_every_s = peer_every_s, silent_every_s
+        self._listed: Sequence[PeerRecord] = ()
+        self._records: dict[PeerId, PeerRecord] = {}
+        self._reasons: dict[str, int] = {}
+        self._ask_at: dict[PeerId, float] = {}
+        """When each peer may be asked (again), monotonic."""
+        self._asked: dict[PeerId, asyncio.Task[None]] = {}
+        self._statuses: list[PeerStatus] = []
+        self._silent: dict[PeerId, str] = {}
+
+    async def run(self) -> None:
+        """Look, until cancelled."""
+        self._directory.watch(())  # all stages take turns: in a run of thousands none is read all the time
+        try:
+            await self._directory.survey()
+            while True:
+                self._ask_some()
+                self._take(self._look())
+                await asyncio.sleep(self._look_every_s)
+        finally:
+            for task in self._asked.values():
+                task.cancel()
+            await asyncio.gather(*self._asked.values(), return_exceptions=True)
+
+    def _look(self) -> Observation:
+        """What is new since the last one."""
+        listed = self._directory.peers()
+        records: dict[PeerId, PeerRecord] = self._records
+        if listed is not self._listed:  # the same object: nothing has changed
+            self._listed = listed
+            records = {record.peer: validation.tidy(record) for record in listed}
+        changed = tuple(record for peer, record in records.items() if self._records.get(peer) != record)
+        gone = tuple(peer for peer in self._records if peer not in records)
+        self._records = records
+        # Reasons may quote what was refused.
+        reasons = {validation.clean(reason): n for reason, n in list(self._refused().items())[:MAX_REASONS]}
+        refused = reasons if reasons != self._reasons else None
+        self._reasons = reasons
+        statuses, self._statuses = tuple(self._statuses), []
+        silent, self._silent = self._silent, {}
+        return Observation(
+            at=time.time(), records=changed, gone=gone, statuses=statuses, silent=silent, refused=refused
+        )
+
+    def _ask_some(self) -> None:
+        """Ask those who have waited longest."""
+        now = time.monotonic()
+        records = {r.peer: r for r in self._directory.peers() if r.state != "left"}
+        self._ask_at = {peer: self._ask_at.get(peer, 0.0) for peer in records}
+        due = [peer for peer, at in self._ask_at.items() if at <= now and peer not in self._asked]
+        room = min(MAX_PER_LOOK, MAX_ASKED - len(self._asked))
+        for peer in sorted(due, key=lambda peer: (self._ask_at[peer], peer))[: max(0, room)]:
+            self._asked[peer] = asyncio.create_task(self._ask(records[peer]))
+
+    async def _ask(self, record: PeerRecord) -> None:
+        peer, again_s = record.peer, self._peer_every_s
+        began = time.monotonic()
+        try:
+            status = await ask_one(
+                self._run, self._transport, record, deadline_s=self._ask_s, directory=self._directory
+            )
+            if status is not None:
+                self._statuses.append(status)
+        except SwarmError as error:
+            self._silent[peer] = validation.clean(error.text.removeprefix(f"peer {short(peer)}: "))
+            again_s = self._silent_every_s
+        finally:
+            self._ask_at[peer] = began + again_s
+            del self._asked[peer]

@@ -1,0 +1,70 @@
+"""What the tests cost: CPU time of each file, alone.
+
+    python scripts/bench/test_times.py tests/process/test_*.py   # those files: their rows are made anew
+    python scripts/bench/test_times.py --quick                   # all of scripts/test --quick, as a row
+
+CPU time (user and system, of all processes that the tests start) says more than the clock where other
+programs run: on two idle cores a part takes half of it, if both are busy all the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = ROOT / "docs" / "benchmarks" / "tests.json"
+QUICK = "not process and not net and not slow"
+
+
+def used_s() -> float:
+    """CPU time of all children that have ended, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def measured(what: str, arguments: list[str]) -> dict[str, Any]:
+    """Run pytest; a row of the table."""
+    before, began = used_s(), time.monotonic()
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(
+        words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    cpu_s, clock_s = used_s() - before, time.monotonic() - began
+    last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "nothing was said"
+    return {
+        "what": what,
+        "outcome": last.strip("= ").partition(" in ")[0],
+        "cpu_s": round(cpu_s, 1),
+        "clock_s": round(clock_s, 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("files", nargs="*")
+    args = parser.parse_args()
+    topic = json.loads(TABLE.read_text())
+    table = topic["tables"][0]
+    rows = {row["what"]: row for row in table["rows"]}
+    jobs = [("scripts/test --quick", ["-m", QUICK])] if args.quick else []
+    jobs += [(str(Path(file)), [file]) for file in args.files]
+    for what, arguments in jobs:
+        rows[what] = measured(what, arguments)
+        print(rows[what], flush=True)
+        table["rows"] = sorted(rows.values(), key=lambda row: -row["cpu_s"])
+        table["date"] = time.strftime("%Y-%m-%d")
+        TABLE.write_text(json.dumps(topic, indent=1, ensure_ascii=False) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

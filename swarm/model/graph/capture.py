@@ -1,0 +1,275 @@
+"""A module as an fx graph of ATen calls: by torch.export, else by torch.fx.
+
+torch.export without strict mode first, since it takes most models: its sizes dynamic, then fixed; then its
+strict mode; then torch.fx's make_fx. Each sees tensors without numbers, so that none can follow one branch of
+a decision that depends on data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export.graph_signature import InputKind
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from swarm.errors import SetupError
+
+DYNAMIC_DIMS = 2
+"""Of each input: the batch, and the sequence where there is one."""
+
+
+class Untraceable(Exception):
+    """A failed attempt at tracing; the text says why, another attempt may succeed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """The result of tracing, its inputs by the names of their placeholders."""
+
+    module: torch.fx.GraphModule
+    parameters: Mapping[str, str]
+    """Placeholder -> full name."""
+    buffers: Mapping[str, str]
+    constants: Mapping[str, torch.Tensor]
+    inputs: tuple[str, ...]
+    output: torch.fx.Node
+    """The loss."""
+    ranges: Mapping[Any, tuple[float, float]]
+    """Symbol -> (least, largest) size."""
+
+
+class WithLoss(nn.Module):
+    """Calls a model and gives its scalar loss: what the model returns, or `loss(output, *loss_args)`.
+
+    A loss that is a module may have weights of its own: their names begin with `loss.`, those of the model's
+    are as the model has them.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[..., torch.Tensor] | None) -> None:
+        """
+        Raises:
+            SetupError: both have weights called `loss.…`.
+        """
+        super().__init__()
+        self.model, self.loss = model, loss
+        there = dict(model.named_parameters()) | dict(model.named_buffers())
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            if name.startswith("loss.") and there.get(name, tensor) is not tensor:
+                raise SetupError(
+                    f"the model has a {name}, and so has its loss, which is called `loss` here: rename that "
+                    "part of the model"
+                )
+
+    def forward(self, args: Any, kwargs: Any, loss_args: Any) -> torch.Tensor:
+        # Strict tracing reads the code, and would read this, too.
+        strict = torch.compiler.is_dynamo_compiling()
+        with contextlib.nullcontext() if strict else _NoOtherWeights():
+            out = self.model(*args, **kwargs)
+            return find_loss(out) if self.loss is None else self.loss(out, *loss_args)
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """All parameters by full name, a tied one under each of its names."""
+        return {
+            name.removeprefix("model."): parameter
+            for name, parameter in self.named_parameters(remove_duplicate=False)
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All buffers, likewise."""
+        return {
+            name.removeprefix("model."): tensor for name, tensor in self.named_buffers(remove_duplicate=False)
+        }
+
+
+def find_loss(out: Any) -> torch.Tensor:
+    """The scalar loss in what a model returns: itself, its `loss`, or the first of a tuple.
+
+    Raises:
+        SetupError: there is none.
+    """
+    if isinstance(out, Mapping):
+        out = out.get("loss")
+    elif not isinstance(out, torch.Tensor):
+        out = getattr(out, "loss", out[0] if isinstance(out, (tuple, list)) and out else None)
+    if isinstance(out, torch.Tensor) and out.ndim == 0 and out.is_floating_point():
+        return out
+    found = (
+        f"a {out.dtype} of {out.ndim} dimensions" if isinstance(out, torch.Tensor) else "nothing of the kind"
+    )
+    raise SetupError(
+        f"the model has to return a scalar loss (itself, as `.loss`, or first in a tuple), not {found}; "
+        "change that, or give a loss function apart"
+    )
+
+
+def captures(model: WithLoss, example: tuple[Any, Any, Any]) -> Iterator[tuple[str, Callable[[], Captured]]]:
+    """The attempts at tracing, in the order to try them: (name, attempt). An attempt raises Untraceable."""
+    dims = pytree.tree_map(_dynamic_dims, example)
+    yield "torch.export", lambda: _export(model, example, dims, strict=False)
+    yield "torch.export with fixed sizes", lambda: _export(model, example, None, strict=False)
+    yield "torch.export in strict mode", lambda: _export(model, example, None, strict=True)
+    yield "torch.fx", lambda: _make_fx(model, example)
+
+
+def _dynamic_dims(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    # 0 and 1 are always baked in: asking for more would only be warned about.
+    return {d: torch.export.Dim.AUTO for d in range(min(DYNAMIC_DIMS, leaf.ndim)) if leaf.shape[d] > 1}
+
+
+def _export(model: WithLoss, example: tuple[Any, Any, Any], dims: Any, *, strict: bool) -> Captured:
+    with _explained(model):
+        program = torch.export.export(model, example, dynamic_shapes=dims, strict=strict)
+    names: dict[InputKind, dict[str, str]] = {kind: {} for kind in InputKind}
+    inputs = []
+    for spec in program.graph_signature.input_specs:
+        if spec.kind == InputKind.USER_INPUT:
+            inputs.append(spec.arg.name)
+        else:
+            assert spec.target is not None
+            names[spec.kind][spec.arg.name] = spec.target
+    for kind in (InputKind.CUSTOM_OBJ, InputKind.TOKEN):
+        if names[kind]:
+            raise Untraceable(f"it reads {sorted(names[kind].values())[0]}, which is no tensor")
+    (output,) = program.graph_module.graph.find_nodes(op="output")
+    return Captured(
+        module=program.graph_module,
+        parameters=_full(names[InputKind.PARAMETER]),
+        buffers=_full(names[InputKind.BUFFER]),
+        constants={
+            name: cast(torch.Tensor, program.constants[target])
+            for name, target in names[InputKind.CONSTANT_TENSOR].items()
+        },
+        inputs=tuple(inputs),
+        output=output.args[0][-1],
+        ranges={symbol: (float(r.lower), float(r.upper)) for symbol, r in program.range_constraints.items()},
+    )
+
+
+def _full(names: Mapping[str, str]) -> dict[str, str]:
+    """With full names, by those that `WithLoss` has."""
+    return {holder: name.removeprefix("model.") for holder, name in names.items()}
+
+
+def _make_fx(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
+    tensors, rebuild = pytree.tree_flatten(example)
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    weights = parameters | buffers
+
+    def run(weights: dict[str, torch.Tensor], leaves: list[Any]) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, pytree.tree_unflatten(leaves, rebuild))
+
+    with _explained(model):
+        traced = make_fx(run, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(
+            weights, tensors
+        )
+    holders = traced.graph.find_nodes(op="placeholder")
+    names = [holder.name for holder in holders]
+    given = dict(zip(names, (*parameters, *buffers), strict=False))
+    (output,) = traced.graph.find_nodes(op="output")
+    (loss,) = pytree.tree_leaves(output.args)
+    return Captured(
+        module=traced,
+        parameters=_full({holder: name for holder, name in given.items() if name in parameters}),
+        buffers=_full({holder: name for holder, name in given.items() if name in buffers}),
+        constants={},
+        inputs=tuple(names[len(weights) :]),
+        output=loss,
+        ranges={},
+    )
+
+
+@contextlib.contextmanager
+def _explained(model: nn.Module) -> Iterator[None]:
+    """Turn what tracing raises into one sentence that names the user's own line."""
+    try:
+        with warnings.catch_warnings(), _no_custom_gradients():
+            warnings.simplefilter("ignore")  # about torch's own code
+            yield
+    except (SetupError, Untraceable):
+        raise
+    except Exception as error:  # a tracer raises anything, and so does a model
+        first = str(error).strip().partition("\n")[0].strip() or type(error).__name__
+        raise Untraceable(f"{_where(error)}{_meaning(error) or first}") from error
+
+
+def _meaning(error: BaseException) -> str:
+    """In plain words, for the one mistake that is common."""
+    name, text = type(error).__name__, str(error)
+    if name in ("GuardOnDataDependentSymNode", "DataDependentOutputException") or "Data-dependent" in text:
+        operator = getattr(error, "func", None)
+        return (
+            f"{f'operator {operator}: ' if operator else ''}what the code does depends on the numbers in a "
+            "tensor; use torch.where or a mask, so that every microbatch takes the same path"
+        )
+    return ""
+
+
+def _where(error: BaseException) -> str:
+    """The last line outside of torch and of this package that led to the error, or that its text names."""
+    ours, torchs = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+    found = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((ours, torchs, "<"))
+    ]
+    if not found:
+        return ""
+    frame = found[-1]
+    line = linecache.getline(frame.filename, frame.lineno or 0).strip()
+    return f"{Path(frame.filename).name}:{frame.lineno}: `{line}`: "
+
+
+@contextlib.contextmanager
+def _no_custom_gradients() -> Iterator[None]:
+    """Refuse torch.autograd.Function: a trace keeps its forward and silently loses its backward."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        raise SetupError(
+            f"the model uses {cls.__module__}.{cls.__qualname__}, an autograd.Function: its backward cannot "
+            "be traced; write it with torch's own operators"
+        )
+
+    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original
+
+
+class _NoOtherWeights(TorchFunctionMode):
+    """Refuse weights that are part of no module: a trace takes them for constants, so none would be trained.
+
+    Weights of modules have no numbers while they are traced. Reading a shape, or giving up the gradient, is
+    allowed for any.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        harmless = getattr(func, "__name__", "") in ("__get__", "detach") or not torch.is_grad_enabled()
+        for tensor in () if harmless else pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not is_fake(tensor):
+                raise SetupError(
+                    f"the model or its loss reads a tensor {list(tensor.shape)} that needs a gradient and is "
+                    "no parameter of either, so it would not be trained: hold tensors as nn.Parameter, and "
+                    "several modules in nn.ModuleList"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def is_fake(tensor: object) -> bool:
+    """Whether a tensor has no numbers: tracing must not leave one behind."""
+    return isinstance(tensor, FakeTensor)

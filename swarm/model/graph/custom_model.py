@@ -1,0 +1,650 @@
+"""A user's model as a run has it: built as the manifest says, traced, cut, and compared with what it pins.
+
+Nothing of the model travels: each peer builds it from code that is installed there. So that all have the
+same, the manifest pins the code's version, the operators that it traces to, and the weights of version 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from swarm.data import token_dtype
+from swarm.errors import SetupError
+from swarm.ids import Stage
+from swarm.installed import import_module, source_digest
+from swarm.manifest import (
+    BatchSpec,
+    CodecSpec,
+    CustomModelSpec,
+    OptimizerSpec,
+    Run,
+    read_cut,
+    write_cut,
+)
+from swarm.model.gpt import weights_dtype
+from swarm.model.graph.calls import Call, Ref, refs
+from swarm.model.graph.ir import Operator, OpGraph, Value
+from swarm.model.graph.model_source import CustomModel, from_code, from_hf, transformers
+from swarm.model.graph.partition import StagePlan, plan_stages, shared_parameters
+from swarm.model.graph.specialize import Traced
+from swarm.model.graph.stage_module import StageModule
+from swarm.model.same_bits import use_threads_of
+from swarm.model.stage_io import StageInput
+from swarm.partitioner.cost import FAR_BYTES, DeviceModel, Law
+from swarm.partitioner.search import Link, Place, split
+from swarm.wire.tensor_meta import ITEM_BYTES, MAX_DIMS
+
+LABELS = ("target", "targets", "target_0", "labels")
+"""Inputs of a function's model that get the token after: what is to be foretold. Those of transformers shift
+their labels themselves."""
+
+_SAME_NUMBERS = frozenset(
+    (
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "slice",
+        "select",
+        "narrow",
+        "transpose",
+        "permute",
+        "t",
+        "to",
+    )
+) | {"squeeze", "unsqueeze", "expand", "contiguous", "clone", "alias", "detach", "pad", "constant_pad_nd"}
+"""Operators that hand on the numbers of their first argument."""
+
+
+WORTH = 0.2
+"""A cut that sends less may take this part longer to compute: people's lines are slow."""
+LINES_BPS = (4e5, 1e11)
+"""Between them a line is looked for that is as slow as that allows."""
+LOOKS = 9
+
+
+class Input(NamedTuple):
+    """One input of the model, as it enters stage 0."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of a microbatch."""
+    dtype: str
+    """On the wire."""
+    below: int
+    """Whole numbers: each is less, and at least 0; 0: it has none."""
+    shifted: bool
+    """In a run of tokens: it gets those after."""
+
+
+class Bounds(NamedTuple):
+    """What whole numbers may be: `least` to `below` - 1."""
+
+    least: int
+    below: int
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Model:
+    """A custom model, ready to be computed stage by stage."""
+
+    traced: Traced
+    """For the microbatches of the run, with the weights of version 0."""
+    assignment: tuple[int, ...]
+    """The stage of each operator."""
+    plans: tuple[StagePlan, ...]
+    inputs: tuple[Input, ...]
+    """In the graph's order; all enter at stage 0."""
+    bounds: Mapping[str, Bounds]
+    """Of the whole numbers that stages make of others, where it is known."""
+
+    @property
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """The parameters that several stages hold, each with its stages."""
+        return shared_parameters(self.plans)
+
+
+@lru_cache(maxsize=4)
+def custom_model(run: Run) -> Model:
+    """The model of a run. The first call builds and traces it: seconds. Not from several threads at once.
+
+    What is not pinned is not compared; a run without a cut is cut for devices that are all alike.
+
+    Raises:
+        SetupError: it cannot be built, traced or cut here; it is not what the manifest pins; something that
+            has to cross a boundary cannot travel. Says what to do.
+    """
+    spec = _spec(run)
+    version = _version(spec)
+    if spec.version not in ("", version):
+        raise SetupError(
+            f"model.version: the run's model is of {_called(spec.version)}, here is {_called(version)}: "
+            "install the run's"
+        )
+    built = _built(_open(run))
+    _compare("weights", spec.weights, built.weights, "begins with other weights", _ROUNDS)
+    _compare("graph", spec.graph, built.graph, "is made of other operators", "")
+    graph = built.traced.graph
+    assignment = _assignment(run, spec, graph)
+    plans = plan_stages(graph, assignment)
+    inputs = _inputs(run, built.traced)
+    _check_cut(run, built.traced, plans)
+    bounds = _bounds(built.traced, inputs)
+    return Model(traced=built.traced, assignment=assignment, plans=plans, inputs=inputs, bounds=bounds)
+
+
+def pin_model(run: Run) -> Run:
+    """`run` with what is open in its model filled in, as it is here. Its id is another than before.
+
+    Raises:
+        SetupError: as `custom_model`; or the code draws its weights by something else than torch's generator.
+    """
+    spec, model, built = _spec(run), custom_model(run), _built(_open(run))
+    if _weights_digest(build(run).module) != built.weights:
+        raise SetupError(
+            "the model begins with other weights each time that it is built: its code has to draw them by "
+            "torch's own generator, which the run seeds"
+        )
+    pinned = replace(
+        spec,
+        version=_version(spec),
+        graph=built.graph,
+        weights=built.weights,
+        cut=write_cut(model.assignment),
+    )
+    return replace(run, model=pinned)
+
+
+def model_inputs(run: Run, rows: np.ndarray | Sequence[np.ndarray]) -> list[torch.Tensor]:
+    """What enters stage 0 for a microbatch, in the graph's order and the dtypes of the wire, contiguous.
+
+    `rows`: tokens [B, T+1], or of a run whose samples code makes an array for each input.
+
+    Raises:
+        SetupError: the samples do not fit the model; names the input.
+    """
+    inputs = custom_model(run).inputs
+    if isinstance(rows, np.ndarray):
+        tokens = torch.from_numpy(rows.astype(np.int64))
+        filled = [tokens[:, 1:] if taken.shifted else tokens[:, :-1] for taken in inputs]
+    else:
+        if len(rows) != len(inputs):
+            names = ", ".join(taken.name for taken in inputs)
+            raise SetupError(
+                f"the samples of {run.data.code} have {len(rows)} arrays each, but the model takes "
+                f"{len(inputs)}: {names}"
+            )
+        filled = [_fitting(run, taken, array) for taken, array in zip(inputs, rows, strict=True)]
+    return [
+        tensor.to(getattr(torch, taken.dtype)).contiguous()
+        for taken, tensor in zip(inputs, filled, strict=True)
+    ]
+
+
+def wire_dtype(run: Run, value: Value, *, entering: bool = False) -> str:
+    """The dtype of a value on the wire. `entering`: it is an input of the model (also where it is carried
+    on).
+
+    Integers that enter are as narrow as the vocabulary, booleans 0 or 1; numbers with a gradient, and those
+    that enter, have the run's own dtype; the others are as they are.
+
+    Raises:
+        SetupError: no wire dtype fits.
+    """
+    floating = value.dtype.startswith(("float", "bfloat"))
+    if value.dtype == "bool":
+        return "uint8"
+    if floating and (entering or value.differentiable):
+        return run.dtype
+    if entering and _whole(value.dtype):
+        return token_dtype(run.model.vocab_size)
+    if value.dtype not in ITEM_BYTES:
+        raise SetupError(f"numbers of {value.dtype} cannot travel between stages")
+    return value.dtype
+
+
+def stage_inputs(run: Run, stage: Stage) -> tuple[StageInput, ...]:
+    """What enters a stage: the model's inputs, or what the cut has between it and those before."""
+    model = custom_model(run)
+    entering = {taken.name for taken in model.inputs}
+
+    def crossing(value: Value) -> StageInput:
+        flags = Bounds(0, 2 if value.dtype == "bool" else 0)
+        least, below = model.bounds.get(value.name, flags)
+        dtype = wire_dtype(run, value, entering=value.name in entering)
+        return StageInput(value.name, value.shape, dtype, value.differentiable, below, least)
+
+    return tuple(map(crossing, model.plans[stage].inputs))
+
+
+def stage_module(run: Run, stage: Stage) -> StageModule:
+    """The module of a stage, a new one each time. Its parameters have shapes; their numbers do not count."""
+    model = custom_model(run)
+    return StageModule(model.traced, model.plans[stage], seed=run.seed)
+
+
+# --- building -----------------------------------------------------------------------------------------------
+
+
+class _Built(NamedTuple):
+    traced: Traced
+    weights: str
+    """Digest."""
+    graph: str
+    """Digest."""
+
+
+@lru_cache(maxsize=2)
+def _built(run: Run) -> _Built:
+    """`run`: as `_open` leaves it, so that pinning or cutting it anew builds nothing anew."""
+    sample = build(run)
+    weights = _weights_digest(sample.module)  # before it is traced: that runs it
+    traced = sample.trace()
+    return _Built(traced, weights, _graph_digest(traced))
+
+
+def _spec(run: Run) -> CustomModelSpec:
+    assert isinstance(run.model, CustomModelSpec), "callers ask `run.brings_model`"
+    return run.model
+
+
+def _open(run: Run) -> Run:
+    """The run without what `custom_model` compares and what changes neither weights nor operators."""
+    return replace(
+        run,
+        steps=1,
+        dtype="float64" if weights_dtype(run) == torch.float64 else "float32",
+        model=replace(_spec(run), version="", graph="", weights="", cut="", stages=1),
+        batch=BatchSpec(microbatch_size=run.batch.microbatch_size, microbatches_per_step=1),
+        optimizer=OptimizerSpec(lr=1.0),
+        codec=CodecSpec(),
+    )
+
+
+_ROUNDS = " or a kind of processor that rounds differently;"
+
+
+def _compare(key: str, pinned: str, found: str, what: str, more: str) -> None:
+    if pinned not in ("", found):
+        raise SetupError(
+            f"model.{key}: the model {what} here ({found[:12]}…) than in the run ({pinned[:12]}…): another "
+            f"version of torch (this is {torch.__version__}) or of what the code imports;{more} use what the "
+            "run's owner has"
+        )
+
+
+def build(run: Run) -> CustomModel:
+    """The model of version 0, a new one each time, with a sample microbatch of the run's size.
+
+    Not compared with what the manifest pins: see `custom_model`.
+
+    Raises:
+        SetupError: it cannot be built here.
+    """
+    spec = _spec(run)
+    use_threads_of(run)  # an orthogonal initialisation has sums in it
+    rows, length = run.batch.microbatch_size, run.data.sequence_length
+    with _seeded(run.seed):
+        if spec.kind == "hf":
+            made = from_hf(json.loads(spec.config), rows=rows, length=length)
+        else:
+            made = from_code(spec.source)
+    dtype = weights_dtype(run)
+    module = made.module.to("cpu")
+    module = module.double() if dtype == torch.float64 else module.float()
+
+    def sized(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if not leaf.dim():
+            raise SetupError(
+                "an input of the model is a single number: each needs the batch's dimension first"
+            )
+        wanted = [rows, *leaf.shape[1:]]
+        if run.data.source != "code" and leaf.dim() > 1 and not leaf.is_floating_point():
+            wanted[1] = length
+        for dim, size in enumerate(wanted):
+            if leaf.shape[dim] != size:
+                if not leaf.shape[dim]:
+                    raise SetupError("the model's sample input is empty: give at least one row")
+                leaf = leaf.index_select(dim, torch.arange(size) % leaf.shape[dim])
+        return leaf.to(dtype) if leaf.is_floating_point() else leaf
+
+    return replace(
+        made,
+        module=module,
+        args=pytree.tree_map(sized, tuple(made.args)),
+        kwargs=pytree.tree_map(sized, dict(made.kwargs)),
+        targets=pytree.tree_map(sized, tuple(made.targets)),
+    )
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """What is drawn inside by torch's generator is a function of the seed; it goes on as before, after."""
+    dtype = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+# --- what is pinned -----------------------------------------------------------------------------------------
+
+
+def _version(spec: CustomModelSpec) -> str:
+    """The version of the code: the number of transformers, or the digest of a user's source."""
+    if spec.kind == "hf":
+        return f"transformers {transformers().__version__}"
+    return source_digest(import_module(spec.source, "model"))
+
+
+def _called(version: str) -> str:
+    return f"a source file with {version}" if version.startswith("sha256 ") else version
+
+
+def _weights_digest(module: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        _add(digest, name, tensor)
+    return digest.hexdigest()
+
+
+def _graph_digest(traced: Traced) -> str:
+    graph, digest = traced.graph, hashlib.sha256()
+    lines = [f"inputs {graph.inputs} loss {graph.loss} tied {graph.tied}"]
+    lines += [f"{v.name} {v.shape} {v.dtype} {v.differentiable}" for v in graph.values.values()]
+    for op, call in zip(graph.operators, traced.calls, strict=True):
+        lines.append(f"{op.target} {op.parameters} {op.buffers} {call.outputs} {call.plain} {op.cheap}")
+        lines.append(f"{_word(call.function)} {_word(call.args)} {_word(call.kwargs)}")
+        lines.append(f"{traced.statistics.get(op.index, ())}")
+    digest.update("\n".join(lines).encode())
+    for name, tensor in traced.buffers.items():
+        if name.startswith("constant:"):
+            _add(digest, name, tensor)
+    return digest.hexdigest()
+
+
+def _word(part: Any) -> str:
+    """An argument of a call, the same in every process."""
+    if isinstance(part, Ref):
+        return f"%{part.name}"
+    if isinstance(part, Mapping):
+        return "{" + " ".join(f"{key}={_word(part[key])}" for key in sorted(part)) + "}"
+    if isinstance(part, (list, tuple)):
+        return "[" + " ".join(map(_word, part)) + "]"
+    if callable(part) and hasattr(part, "__qualname__"):
+        return str(part) if isinstance(part, torch._ops.OpOverload) else part.__qualname__
+    return str(part) if isinstance(part, torch._ops.OpOverload) else repr(part)
+
+
+def _add(digest: Any, name: str, tensor: torch.Tensor) -> None:
+    digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+    flat = tensor.detach().contiguous().reshape(-1)
+    digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+
+
+# --- the cut ------------------------------------------------------------------------------------------------
+
+
+def _usual_device() -> DeviceModel:
+    """Some device: 1e11 operations and 2e10 bytes a second, 5 µs a call. If all are alike, only how these
+    relate has a say in where to cut."""
+    law = Law(5e-6, 1e-11, 5e-11, 5e-11, (0.0,) * len(FAR_BYTES))
+    return DeviceModel({"add": law, "other": law}, {"add": law, "other": law})
+
+
+def _found_cut(graph: OpGraph, stages: int) -> tuple[int, ...]:
+    """A cut for equal devices and unknown lines: among the cuts whose slowest stage is near the best, the one
+    for the slowest lines.
+    """
+    places = [Place(device=_usual_device())] * stages
+    best = split(graph, places)
+    enough_s = max(best.compute_s) * (1.0 + WORTH)
+    slow, fast = LINES_BPS
+    for _ in range(LOOKS if stages > 1 else 0):
+        bandwidth_bps = math.sqrt(slow * fast)
+        cut = split(graph, places, [Link(bandwidth_bps=bandwidth_bps)] * (stages - 1))
+        if max(cut.compute_s) > enough_s:
+            slow = bandwidth_bps
+        else:
+            fast, best = bandwidth_bps, cut
+    return best.assignment
+
+
+def _assignment(run: Run, spec: CustomModelSpec, graph: OpGraph) -> tuple[int, ...]:
+    if not spec.cut:
+        return _found_cut(graph, run.S)
+    assignment = read_cut(spec.cut, len(graph.operators))
+    if assignment is None:
+        raise SetupError(
+            f"model.cut is not of the {len(graph.operators)} operators of this model: leave it out, and one "
+            "is found"
+        )
+    if max(assignment) + 1 != run.S:
+        raise SetupError(
+            f"model.cut has stages up to {max(assignment)}, but model.stages is {run.S}: leave model.cut "
+            "out, and one is found"
+        )
+    return assignment
+
+
+def _check_cut(run: Run, traced: Traced, plans: Sequence[StagePlan]) -> None:
+    graph = traced.graph
+    makers = {output: op for op in graph.operators for output in op.outputs}
+    for plan in plans:
+        if not plan.parameters:
+            raise SetupError(
+                f"stage {plan.stage} of model.cut has no weights to train: cut the model into fewer stages"
+            )
+        for value in plan.outputs if plan.stage < run.S - 1 else ():
+            try:
+                wire_dtype(run, value, entering=value.name in graph.inputs)
+                if len(value.shape) > MAX_DIMS:
+                    raise SetupError(f"tensors of {len(value.shape)} dimensions cannot travel between stages")
+            except SetupError as error:
+                raise SetupError(
+                    f"{_maker(makers.get(value.name), value)} goes from stage {plan.stage} to the next: "
+                    f"{error.text}. Cut elsewhere (model.cut), or change the model there"
+                ) from None
+    for name, stages in (*shared_parameters(plans).items(), *_shared_statistics(traced, plans).items()):
+        told = " and ".join(map(str, stages))
+        if change := _must_change(run):
+            raise SetupError(
+                f"{name} is in stages {told}, where it has to stay the same: {change}, or cut so that one "
+                "stage has it"
+            )
+
+
+def _shared_statistics(traced: Traced, plans: Sequence[StagePlan]) -> dict[str, tuple[int, ...]]:
+    """Batch norms' buffers that several stages tell of, and which."""
+    tellers: dict[str, list[int]] = {}
+    for plan in plans:
+        names = {told.buffer for index in plan.operators for told in traced.statistics.get(index, ())}
+        for name in sorted(names):
+            tellers.setdefault(name, []).append(plan.stage)
+    return {name: tuple(stages) for name, stages in tellers.items() if len(stages) > 1}
+
+
+def _must_change(run: Run) -> str:
+    """Why copies that several stages have of a weight would drift apart, and what to do; "" if not."""
+    if not ((run.exact_sums or run.dtype == "float64") and run.codec.reduce == "none"):
+        return 'their sums of its gradient must be exact. Set exact_sums = true and codec.reduce = "none"'
+    if run.depends_on_routes:
+        return (
+            "with codec.adaptive a sum that is computed again is another, and a copy would miss it. Leave "
+            "codec.adaptive out"
+        )
+    if run.optimizer.name == "adamw8bit":
+        return (
+            "adamw8bit rounds 256 numbers together, and each stage has others beside it. Set optimizer.name "
+            '= "adamw"'
+        )
+    return ""
+
+
+def _maker(op: Operator | None, value: Value) -> str:
+    if op is None:
+        return f"the model's input {value.name}"
+    return f"{value.name}, which operator {op.target} of {op.module or 'the model'} makes,"
+
+
+# --- inputs -------------------------------------------------------------------------------------------------
+
+
+def _inputs(run: Run, traced: Traced) -> tuple[Input, ...]:
+    graph, spec = traced.graph, _spec(run)
+    tokens = run.data.source != "code"
+    rows, length, vocab = run.batch.microbatch_size, run.data.sequence_length, spec.vocab_size
+    limits = _limits(traced)
+    found: list[Input] = []
+    for name in graph.inputs:
+        value = graph.values[name]
+        if tokens and not (_whole(value.dtype) and value.shape == (rows, length)):
+            raise SetupError(
+                f"the model's input {name} is {value.dtype}{list(value.shape)}, and tokens are integers "
+                f'[{rows}, {length}]: take data.source = "code"'
+            )
+        if not tokens and value.shape[0] != rows:
+            raise SetupError(f"the model's input {name} has not the batch's dimension first")
+        below = {"bool": 2}.get(value.dtype, vocab if _whole(value.dtype) else 0)
+        least, why = limits.get(name, (below, ""))
+        if tokens and least < below:
+            raise SetupError(
+                f"model.vocab_size = {vocab}, but {why} takes {name} below {least} only: set it to {least}, "
+                "with a tokenizer that makes no other tokens; or take a model that knows more"
+            )
+        dtype = wire_dtype(run, value, entering=True)
+        found.append(
+            Input(name, value.shape, dtype, min(below, least), spec.kind == "code" and name in LABELS)
+        )
+    return tuple(found)
+
+
+def _limits(traced: Traced) -> dict[str, tuple[int, str]]:
+    """Input -> (what each of its numbers has to be less than, the operator that has so many rows)."""
+    values = traced.graph.values
+    origin = {name: name for name in traced.graph.inputs}
+    found: dict[str, tuple[int, str]] = {}
+    for op, call in zip(traced.graph.operators, traced.calls, strict=True):
+        kind = op.target.split(".")[1] if op.target.startswith("aten.") else ""
+        read = [ref.name for ref in refs(call.args)]
+        if kind in _SAME_NUMBERS and read and read[0] in origin and _whole(values[op.outputs[0]].dtype):
+            origin.update(dict.fromkeys(op.outputs, origin[read[0]]))
+        for looked_up in _lookups(kind, call, values):
+            if (name := origin.get(looked_up.name, "")) and looked_up.rows < found.get(name, (math.inf, ""))[
+                0
+            ]:
+                found[name] = (looked_up.rows, f"operator {op.target} of {op.module or 'the model'}")
+    return found
+
+
+_KEPT = _SAME_NUMBERS - {"slice", "select", "narrow", "pad", "constant_pad_nd"}
+"""Those that leave none out and add none."""
+
+
+def _bounds(traced: Traced, inputs: Sequence[Input]) -> dict[str, Bounds]:
+    """Of whole numbers: those of the input that they are, and of the tables that they are looked up in.
+
+    Part of a value may be looked up where the rest would not fit, so bounds go back through whole views only.
+    """
+    values, found = traced.graph.values, {one.name: Bounds(0, one.below) for one in inputs if one.below}
+
+    def bound(name: str, least: int, below: int) -> None:
+        known = found.get(name, Bounds(least, below))
+        found[name] = Bounds(max(least, known.least), min(below, known.below))
+
+    steps: list[tuple[str, str, str, Call]] = []
+    for op, call in zip(traced.graph.operators, traced.calls, strict=True):
+        kind = op.target.split(".")[1] if op.target.startswith("aten.") else ""
+        read, made = call.args[0] if call.args else None, op.outputs[0]
+        name = read.name if isinstance(read, Ref) and read.name in values else ""
+        if not name or values[name].dtype != values[made].dtype or not _whole(values[made].dtype):
+            name = ""  # another dtype may make other numbers of them
+        steps.append((kind, name, made, call))
+    for kind, read, made, _ in steps:
+        if kind in _SAME_NUMBERS - {"pad", "constant_pad_nd"} and read in found:
+            bound(made, *found[read])
+    for kind, read, made, call in reversed(steps):
+        for name, rows, least, ignored in _lookups(kind, call, values):
+            if ignored < rows:
+                bound(name, min(least, ignored), rows)
+        if kind in _KEPT and read and made in found:
+            bound(read, *found[made])
+    return found
+
+
+class _Lookup(NamedTuple):
+    name: str
+    """The value that holds the numbers of rows."""
+    rows: int
+    least: int
+    ignored: int
+    """A number that need not be a row's; 0 if there is none."""
+
+
+def _lookups(kind: str, call: Call, values: Mapping[str, Value]) -> Iterator[_Lookup]:
+    """What an operator looks up in tables of a known size."""
+    args = [values.get(arg.name) if isinstance(arg, Ref) else arg for arg in call.args]
+
+    def index(arg: Any, rows: int, least: int = 0, ignored: int = 0) -> Iterator[_Lookup]:
+        if isinstance(arg, Value) and _whole(arg.dtype):
+            yield _Lookup(arg.name, rows, least, ignored)
+
+    if len(args) < 2 or not isinstance(args[0], Value):
+        return
+    shape = args[0].shape
+    if kind == "embedding":
+        yield from index(args[1], shape[0])
+    elif kind.startswith(("cross_entropy_loss", "nll_loss")):
+        ignored = call.kwargs.get("ignore_index", args[4] if len(args) > 4 else -100)
+        yield from index(args[1], shape[min(1, len(shape) - 1)], 0, ignored)
+    elif kind in ("index_select", "gather") and len(args) > 2 and shape:
+        yield from index(args[2], shape[call.args[1]])
+    elif kind == "one_hot" and isinstance(args[1], int) and args[1] > 0:
+        yield from index(args[0], args[1])
+    elif kind == "index":
+        # A mask takes as many dimensions as it has.
+        indices = [values.get(arg.name) if isinstance(arg, Ref) else None for arg in call.args[1]]
+        if all(one is None or one.dtype in ("int32", "int64") for one in indices):
+            for size, one in zip(shape, indices, strict=False):
+                yield from index(one, size, -size)
+
+
+def _whole(dtype: str) -> bool:
+    return dtype.startswith(("int", "uint"))
+
+
+def _fitting(run: Run, taken: Input, array: np.ndarray) -> torch.Tensor:
+    """The samples of one input, if they fit it."""
+    where = f"the samples of {run.data.code}"
+    if array.shape != taken.shape:
+        raise SetupError(
+            f"{where} give {list(array.shape[1:])} numbers for the model's input {taken.name}, which takes "
+            f"{list(taken.shape[1:])}"
+        )
+    whole = array.dtype.kind in "iub"
+    if whole != bool(taken.below):
+        wanted = "integers or booleans" if taken.below else "floating point numbers"
+        raise SetupError(f"{where} give {array.dtype} for the model's input {taken.name}: it takes {wanted}")
+    if whole and array.size and not 0 <= array.min() <= array.max() < taken.below:
+        raise SetupError(
+            f"{where} give {array.min()} to {array.max()} for the model's input {taken.name}: it takes 0 to "
+            f"{taken.below - 1} (model.vocab_size, or what the model looks up in)"
+        )
+    return torch.from_numpy(np.ascontiguousarray(array))

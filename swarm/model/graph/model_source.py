@@ -1,0 +1,127 @@
+"""Sources of custom models: an installed function by its name, or a config of Hugging Face's transformers.
+
+Nothing is fetched. A function is code that runs with the rights of the peer's user, who has to install it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from swarm.errors import SetupError
+from swarm.installed import call, first_line
+from swarm.model.graph.specialize import Traced
+from swarm.model.graph.trace import trace
+
+FORMS = "(module, inputs), or (module, inputs, loss, targets)"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CustomModel:
+    """A model with a sample microbatch."""
+
+    module: nn.Module
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    loss: Callable[..., torch.Tensor] | None = None
+    """`loss(output, *targets)`, which may be a module with weights; None: the model returns its loss."""
+    targets: Sequence[Any] = ()
+
+    def trace(self) -> Traced:
+        """The model in training as a graph; raises as `swarm.model.graph.trace`."""
+        loss = self.loss.train() if isinstance(self.loss, nn.Module) else self.loss
+        return trace(self.module.train(), self.args, self.kwargs, loss=loss, loss_args=self.targets)
+
+
+def from_code(spec: str) -> CustomModel:
+    """Call `package.module:function`, without arguments.
+
+    It returns (module, inputs), where the module gives its loss, or (module, inputs, loss, targets) for
+    `loss(module(*inputs), *targets)`. Inputs are a tensor, a tuple, or a dict of arguments by name; targets a
+    tensor or a tuple.
+
+    Raises:
+        SetupError: there is no such function here, or it returns something else.
+    """
+    made = call(spec, "model")
+    if not isinstance(made, tuple) or len(made) not in (2, 4) or not isinstance(made[0], nn.Module):
+        raise SetupError(f"{spec} has to return {FORMS}; it returned a {type(made).__name__}")
+    inputs = made[1]
+    loss, targets = made[2:] if len(made) == 4 else (None, ())
+    return CustomModel(
+        module=made[0],
+        args=() if isinstance(inputs, Mapping) else _tuple(inputs),
+        kwargs=inputs if isinstance(inputs, Mapping) else {},
+        loss=loss,
+        targets=_tuple(targets),
+    )
+
+
+def transformers() -> Any:
+    """Hugging Face's package.
+
+    Raises:
+        SetupError: it is not installed.
+    """
+    try:
+        return importlib.import_module("transformers")
+    except ImportError:
+        raise SetupError(
+            "a model of Hugging Face needs transformers: .venv/bin/pip install -e '.[hf]'"
+        ) from None
+
+
+def from_hf(config: Mapping[str, Any], *, rows: int, length: int) -> CustomModel:
+    """The model of a transformers config (a `config.json`), with weights as its own code initialises them.
+
+    A language model gets `rows` × `length` tokens, a classifier of images `rows` images of the config's size.
+
+    Raises:
+        SetupError: the extra [hf] is not installed, or no such model is known.
+    """
+    library = transformers()
+    library.utils.logging.set_verbosity_error()  # it tells of defaults that do not concern us
+    for key, value in _entries(config):
+        fetched = key == "auto_map" or (key == "use_pretrained_backbone" and value)
+        if fetched or ("attn_implementation" in key and "/" in str(value)):
+            raise SetupError(f"{key} in the model's config asks for something to be fetched: leave it out")
+    settings = dict(config)
+    try:
+        known = library.AutoConfig.for_model(settings.pop("model_type", ""), **settings)
+        names = known.architectures or [""]
+        auto = library.AutoModelForCausalLM
+        module = getattr(library, names[0], auto)._from_config(known) if names[0] else auto.from_config(known)
+    except Exception as error:
+        raise SetupError(f"transformers makes no model of this config: {first_line(error)}") from error
+    if hasattr(known, "use_cache"):
+        known.use_cache = False  # for generation; it is no tensor
+    if module.main_input_name == "pixel_values":
+        size = getattr(known, "image_size", 224)
+        images = torch.zeros(rows, getattr(known, "num_channels", 3), size, size)
+        return CustomModel(module=module, kwargs={"pixel_values": images, "labels": _integers(rows)})
+    tokens = _integers(rows, length)
+    return CustomModel(module=module, kwargs={"input_ids": tokens, "labels": tokens.clone()})
+
+
+def _entries(config: Any) -> Iterator[tuple[str, Any]]:
+    """All keys with their values, also of tables inside."""
+    if isinstance(config, Mapping):
+        for key, value in config.items():
+            yield str(key), value
+            yield from _entries(value)
+    elif isinstance(config, list):
+        for part in config:
+            yield from _entries(part)
+
+
+def _integers(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)

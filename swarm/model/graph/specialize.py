@@ -1,0 +1,390 @@
+"""A lowered graph as calls and their `OpGraph`, with sizes put in."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._ops import OpOverload
+
+from swarm.errors import SetupError
+from swarm.model.graph import operators
+from swarm.model.graph.calls import DEVICE, Call, Ref, Statistic, refs
+from swarm.model.graph.capture import DYNAMIC_DIMS, Captured, Untraceable, WithLoss
+from swarm.model.graph.functionalize import where
+from swarm.model.graph.ir import Operator, OpGraph, Value
+from swarm.model.graph.kernels import write_through
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A trace before sizes are put in."""
+
+    model: WithLoss
+    captured: Captured
+    graph: fx.Graph
+    loss: fx.Node
+    constants: Mapping[str, torch.Tensor]
+    inputs: Mapping[str, str]
+    """Placeholder -> name."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the sample's inputs by name."""
+    way: str
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Traced:
+    """A model's graph with how to compute it, for one size of microbatch."""
+
+    graph: OpGraph
+    calls: tuple[Call, ...]
+    """One for each operator of the graph."""
+    parameters: Mapping[str, nn.Parameter]
+    """The model's own, by full name, with the values it has. Those not in the graph never change."""
+    buffers: Mapping[str, torch.Tensor]
+    """Buffers, frozen parameters and constants that the graph reads, and the counters of its batch norms."""
+    statistics: Mapping[int, tuple[Statistic, ...]]
+    """Operator (a batch norm's) -> what it tells."""
+    fixed: Mapping[str, int]
+    """Sizes of inputs that the model forces, by `tokens.shape[1]`: among the first two of each input."""
+    by: str
+    """How it was traced: `torch.export`, `torch.fx`, ..."""
+    _source: Source
+
+    def at(self, shapes: Mapping[str, Sequence[int]]) -> Traced:
+        """The same model for inputs of other shapes, by the input's name; the others stay as they are.
+
+        Raises:
+            SetupError: the model forces another size, or there is no such input.
+        """
+        return build(self._source, {**self._source.shapes, **{n: tuple(s) for n, s in shapes.items()}})
+
+
+def build(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> Traced:
+    """The graph for inputs of these shapes, by name.
+
+    Raises:
+        SetupError: as `Traced.at`; the model does what no stage may do.
+        Untraceable: a size depends on data.
+    """
+    return _Builder(source, shapes).build()
+
+
+class _Builder:
+    """Builder of calls and their graph from a functional fx graph, with sizes put in."""
+
+    def __init__(self, source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._source, self._shapes = source, shapes
+        self._fixed: dict[str, int] = {}
+        self._sizes = self._bind(shapes)
+        self._env: dict[fx.Node, Any] = {}
+        self._values: dict[str, Value] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._trained: dict[str, nn.Parameter] = {}
+        self._calls: dict[str, tuple[fx.Node, str, str, Call]] = {}
+        """Node's name -> (node, target, module, call)."""
+        self._sites: Counter[str] = Counter()
+        self._told: dict[str, list[tuple[str, str, float]]] = {}
+        """Node's name -> [(buffer, output, momentum)]."""
+        self._all, self._all_buffers = source.model.weights(), source.model.tensors()
+        self._names: dict[int, str] = {}
+        """By the identity of a parameter the first of its names."""
+        for name, parameter in self._all.items():
+            self._names.setdefault(id(parameter), name)
+        self._taken = {*source.inputs.values(), *self._all, *self._all_buffers}
+        """Names that no operator's output may have."""
+
+    def build(self) -> Traced:
+        for node in self._source.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            else:
+                self._call(node)
+        end = self._env[self._source.loss]
+        loss = self._values[end.name]
+        if not loss.differentiable:
+            raise SetupError("the loss depends on no parameter that is trained")
+        kept = self._needed(loss.name)
+        graph = self._graph(kept, loss.name)
+        calls = tuple(self._calls[op.name][3] for op in graph.operators)
+        statistics = self._statistics(graph)
+        counters = {
+            name: self._all_buffers[name]
+            for told in statistics.values()
+            for name in (f"{told[0].buffer.rpartition('.')[0]}.num_batches_tracked".lstrip("."),)
+            if name in self._all_buffers
+        }
+        return Traced(
+            graph=graph,
+            calls=calls,
+            parameters={name: self._all[name] for name in self._names.values()},
+            buffers={name: self._buffers[name] for name in graph.buffers} | counters,
+            statistics=statistics,
+            fixed=self._fixed,
+            by=self._source.way,
+            _source=self._source,
+        )
+
+    # --- sizes ------------------------------------------------------------------------------------------
+
+    def _bind(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[Any, int]:
+        """The size of every symbol."""
+        source = self._source
+        unknown = [name for name in shapes if name not in source.shapes]
+        if unknown:
+            raise SetupError(f"the model has no input {unknown[0]}; it has {', '.join(source.shapes)}")
+        sizes: dict[Any, int] = {}
+        holders = {node.name: node for node in source.graph.find_nodes(op="placeholder")}
+        for holder, name in source.inputs.items():
+            traced, asked = holders[holder].meta["val"].shape, shapes[name]
+            if len(traced) != len(asked):
+                raise SetupError(f"{name} has {len(traced)} dimensions, not {len(asked)}")
+            for d, (size, wanted) in enumerate(zip(traced, asked, strict=True)):
+                place = f"{name}.shape[{d}]"
+                symbol = size.node.expr if isinstance(size, torch.SymInt) else None
+                if symbol is not None and symbol.is_Symbol:
+                    self._check_size(place, symbol, wanted)
+                    if sizes.setdefault(symbol, wanted) != wanted:
+                        raise SetupError(f"{place} is {wanted}; the model wants {sizes[symbol]} as elsewhere")
+                elif symbol is None or symbol.is_Integer:
+                    if size != wanted:
+                        raise SetupError(
+                            f"{place} is {wanted}; the trace has {size}: trace with a sample like that"
+                        )
+                    if d < DYNAMIC_DIMS:
+                        self._fixed[place] = int(size)
+        self._check_path(sizes)
+        return sizes
+
+    def _check_path(self, sizes: Mapping[Any, int]) -> None:
+        """Check that decisions by sizes, made while tracing, are the same at these sizes."""
+        source = self._source
+        dims = (
+            size
+            for node in source.graph.find_nodes(op="placeholder")
+            for size in getattr(node.meta.get("val"), "shape", ())
+            if isinstance(size, torch.SymInt)
+        )
+        for guard in getattr(next((size.node.shape_env for size in dims), None), "guards", ()):
+            if guard.expr.free_symbols <= sizes.keys() and guard.expr.subs(sizes) == False:  # noqa: E712
+                raise SetupError(
+                    f"the model takes another path at these sizes, which are not {guard.expr}: "
+                    "trace with a sample like that"
+                )
+
+    def _check_size(self, place: str, symbol: Any, wanted: int) -> None:
+        low, high = self._source.captured.ranges.get(symbol, (0, float("inf")))
+        if not low <= wanted <= high:
+            raise SetupError(
+                f"{place} is {wanted}; the trace holds for {low:g} to {high:g}: trace with a sample like that"
+            )
+
+    def _number(self, value: Any, node: fx.Node) -> Any:
+        """A symbolic number at these sizes; others as they are."""
+        if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return value
+        expr = value.node.expr
+        if getattr(expr, "free_symbols", None):
+            if unknown := expr.free_symbols - self._sizes.keys():
+                raise Untraceable(
+                    f"{where(node)}operator {node.target} makes a size or number ({unknown.pop()}) "
+                    "that depends on data; use torch.where or a mask, so that sizes never change"
+                )
+            expr = expr.subs(self._sizes)
+        kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+        return kinds[type(value)](expr)
+
+    def _shape(self, value: torch.Tensor, node: fx.Node) -> tuple[int, ...]:
+        return tuple(int(self._number(size, node)) for size in value.shape)
+
+    # --- nodes ------------------------------------------------------------------------------------------
+
+    def _placeholder(self, node: fx.Node) -> None:
+        source = self._source
+        if node.name in source.inputs:
+            name, differentiable = source.inputs[node.name], False
+        elif node.name in source.captured.parameters:
+            tensor = self._all[source.captured.parameters[node.name]]
+            name, differentiable = self._names[id(tensor)], tensor.requires_grad
+            if differentiable:
+                self._trained[name] = tensor
+            else:
+                self._buffers[name] = tensor.detach()
+        elif node.name in source.captured.buffers:
+            name, differentiable = source.captured.buffers[node.name], False
+            self._buffers[name] = self._all_buffers[name]
+        elif node.name in source.constants:
+            name, differentiable = f"constant:{node.name}", False
+            self._buffers[name] = source.constants[node.name].detach()
+        else:
+            return  # a number of the sample: it is in the trace
+        if name not in self._values:
+            self._values[name] = self._value(name, node.meta["val"], node, differentiable)
+        self._env[node] = Ref(name)
+
+    def _value(self, name: str, tensor: torch.Tensor, node: fx.Node, differentiable: bool) -> Value:
+        return Value(
+            name=name,
+            shape=self._shape(tensor, node),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            differentiable=differentiable,
+        )
+
+    def _call(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)):
+            self._env[node] = self._number(value, node)
+            return
+        if node.target is operator.getitem:
+            self._env[node] = self._env[node.args[0]][node.args[1]]  # type: ignore[index]
+            return
+        args, kwargs = self._filled(node.args), dict(self._filled(node.kwargs))
+        several = isinstance(value, (list, tuple))
+        results: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
+        stem = node.name if node.name not in self._taken else f"{node.name}_"
+        outputs = tuple(f"{stem}.{i}" if several else stem for i in range(len(results)))
+        call = Call(
+            function=node.target,  # type: ignore[arg-type]
+            args=args,
+            kwargs=kwargs,
+            outputs=outputs,
+            several=several,
+            plain=node.meta.get("plain", False),
+        )
+        module, target = self._module(node), str(node.target)
+        if isinstance(node.target, OpOverload):
+            name, given = operators.name_of(node.target), operators.arguments(node.target, args, kwargs)
+            if operators.does_nothing(name, given):
+                self._env[node] = given["input"]
+                return
+            if operators.is_batch_norm(name, given):
+                buffers = (given["running_mean"].name, given["running_var"].name)
+                self._told[node.name] = [
+                    (buffer, output, given["momentum"])
+                    for buffer, output in zip(buffers, operators.told_by(node), strict=True)
+                ]
+            call = operators.ruled(
+                node,
+                call,
+                given,
+                module=module,
+                shape=() if several else self._shape(results[0], node),
+                site=lambda: self._site(module),
+            )
+        else:
+            whole, _, op, rest, named = args
+            target = str(op)  # `write_through` is named by what writes
+            given = operators.arguments(op, (whole, *rest), named)
+            operators.refuse_random(op, given, f"{where(node)}operator {op} of {module or 'the model'}")
+        read = [self._values[ref.name] for ref in refs((call.args, call.kwargs)) if ref.name in self._values]
+        depends = any(value.differentiable for value in read) and node.target is not aten.detach.default
+        for name, result in zip(outputs, results, strict=True):
+            if isinstance(result, torch.Tensor):
+                floating = result.is_floating_point() or result.is_complex()
+                self._values[name] = self._value(name, result, node, depends and floating)
+        self._calls[node.name] = (node, target, module, call)
+        self._env[node] = tuple(Ref(name) for name in outputs) if several else Ref(outputs[0])
+
+    def _filled(self, arg: Any) -> Any:
+        """An argument with `Ref`s and numbers in place of nodes, and `DEVICE` in place of the trace's."""
+        if isinstance(arg, fx.Node):
+            return self._env[arg]
+        if isinstance(arg, torch.device):
+            return DEVICE
+        if isinstance(arg, (list, tuple)):
+            parts = [self._filled(part) for part in arg]
+            return tuple(parts) if isinstance(arg, tuple) else parts
+        if isinstance(arg, Mapping):
+            return {key: self._filled(part) for key, part in arg.items()}
+        return arg
+
+    def _module(self, node: fx.Node) -> str:
+        """Full name of the module that a node belongs to."""
+        stack = node.meta.get("nn_module_stack") or {}
+        path = f".{[*stack.values()][-1][0]}." if stack else ""
+        _, found, inside = path.partition(".model.")
+        if not found and ".loss." in path:
+            inside = "loss." + path.partition(".loss.")[2]
+        return inside.strip(".")
+
+    def _site(self, module: str) -> str:
+        """The name of a dropout: its module's, with a number if it has several. No cut changes it."""
+        number = self._sites[module]
+        self._sites[module] += 1
+        return f"{module}#{number}" if number else module
+
+    # --- the graph --------------------------------------------------------------------------------------
+
+    def _needed(self, loss: str) -> list[str]:
+        """Names of the nodes that the loss depends on, in order."""
+        wanted, kept = {loss}, []
+        for name in reversed(self._calls):
+            call = self._calls[name][3]
+            if wanted.intersection(call.outputs):
+                kept.append(name)
+                wanted.update(ref.name for ref in refs((call.args, call.kwargs)))
+        return kept[::-1]
+
+    def _graph(self, kept: Sequence[str], loss: str) -> OpGraph:
+        operators: list[Operator] = []
+        cheap: set[str] = set()
+        constant = {name for name in self._buffers if name not in self._names.values()}
+        inputs = tuple(self._source.inputs.values())
+        for index, name in enumerate(kept):
+            node, target, module, call = self._calls[name]
+            reads = dict.fromkeys(ref.name for ref in refs((call.args, call.kwargs)))
+            reads = [read for read in reads if read in self._values]
+            free = name not in self._told and all(read in cheap or read in constant for read in reads)
+            outputs = tuple(output for output in call.outputs if output in self._values)
+            cheap.update(outputs if free else ())
+            hidden = node.meta.get("no_grad") and call.function is write_through
+            if hidden and self._values[outputs[0]].differentiable:
+                raise SetupError(
+                    f"{where(node)}operator {target} writes to a tensor that needs a gradient, under "
+                    "no_grad: make a new tensor instead"
+                )
+            operators.append(
+                Operator(
+                    index=index,
+                    name=name,
+                    target=target,
+                    module=module,
+                    inputs=tuple(n for n in reads if n not in self._trained and n not in self._buffers),
+                    parameters=tuple(n for n in reads if n in self._trained),
+                    buffers=tuple(n for n in reads if n in self._buffers),
+                    outputs=outputs,
+                    cheap=free,
+                )
+            )
+        used = {n for op in operators for n in (*op.inputs, *op.parameters, *op.buffers, *op.outputs)}
+        parameters = tuple(name for name in self._names.values() if name in used and name in self._trained)
+        groups: dict[str, list[str]] = {}
+        for name, tensor in self._all.items():
+            groups.setdefault(self._names[id(tensor)], []).append(name)
+        return OpGraph(
+            operators=tuple(operators),
+            values={n: v for n, v in self._values.items() if n in used or n in inputs},
+            inputs=inputs,
+            loss=loss,
+            parameters=parameters,
+            buffers=tuple(name for name in self._buffers if name in used),
+            tied=tuple(tuple(groups[name]) for name in parameters if len(groups[name]) > 1),
+        )
+
+    def _statistics(self, graph: OpGraph) -> dict[int, tuple[Statistic, ...]]:
+        told = {op.index: self._told[op.name] for op in graph.operators if op.name in self._told}
+        calls = Counter(buffer for found in told.values() for buffer, _, _ in found)
+        return {
+            index: tuple(
+                Statistic(buffer=buffer, value=value, weight=1.0 / calls[buffer], momentum=momentum)
+                for buffer, value, momentum in found
+            )
+            for index, found in told.items()
+        }

@@ -1,0 +1,98 @@
+"""Any PyTorch model as a graph of operators: `trace`.
+
+FusionLLM (Tang et al., 2024, section 3) cuts a model into operators and places them. Here an operator is an
+ATen call as the model made it in training. What a stage must not do (draw from torch's generators, change a
+buffer) is replaced by what may be done in any order and any number of times, or refused by name.
+
+The graph is made for the sizes of the sample; `Traced.at` makes it for others, where torch left them open.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from swarm.errors import SetupError
+from swarm.model.graph.capture import Untraceable, WithLoss, captures
+from swarm.model.graph.functionalize import lower
+from swarm.model.graph.specialize import Source, Traced, build
+
+
+def trace(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Callable[..., torch.Tensor] | None = None,
+    loss_args: Sequence[Any] = (),
+) -> Traced:
+    """Trace `model(*args, **kwargs)` in the mode (training or not) and dtype it is in.
+
+    The loss is what the model returns (a scalar, `.loss`, or the first of a tuple), or
+    `loss(output, *loss_args)`, traced with it; weights that `loss` has of its own are called `loss.…`, and
+    trained. The tensors in `args`, `kwargs` and `loss_args` are the
+    graph's inputs, called as in the model's `forward`, those in `loss_args` `target` (or `target_0`, ...).
+
+    Raises:
+        SetupError: the model cannot be traced, or does what a stage may not do; the text names the operator
+            or the line, and what to change.
+    """
+    whole = WithLoss(model, loss)
+    _check(whole)
+    example = (tuple(args), dict(kwargs or {}), tuple(loss_args))
+    names = _input_names(model, example)
+    leaves = pytree.tree_leaves(example)
+    tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+    shapes = dict(
+        zip(names, (tuple(leaf.shape) for leaf in itertools.compress(leaves, tensors)), strict=True)
+    )
+    reasons: dict[str, str] = {}
+    for way, attempt in captures(whole, example):
+        try:
+            captured = attempt()
+            graph, end, constants = lower(captured)
+            inputs = dict(zip(itertools.compress(captured.inputs, tensors), names, strict=True))
+            return build(Source(whole, captured, graph, end, constants, inputs, shapes, way), shapes)
+        except Untraceable as error:
+            reasons.setdefault(str(error), way)
+    told = "; ".join(f"{way}: {reason}" for reason, way in reasons.items())
+    raise SetupError(f"{type(model).__name__} cannot be traced as one graph of operators. {told}")
+
+
+def _check(whole: WithLoss) -> None:
+    for path, module in whole.named_modules():
+        name = path.removeprefix("model.")
+        norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if norm and module.training and module.momentum is None:
+            raise SetupError(
+                f"batch norm {name} has momentum None, the mean of all that it ever saw; give it a number"
+            )
+
+
+def _input_names(model: nn.Module, example: tuple[Any, Any, Any]) -> list[str]:
+    """A name for every tensor in the sample, in the order of its leaves."""
+    args, kwargs, loss_args = example
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise SetupError(f"the sample does not fit {type(model).__name__}.forward: {error}") from error
+    by_place = [name for name in bound if name not in kwargs]
+    heads = {i: by_place[min(i, len(by_place) - 1)] for i in range(len(args))}
+    found: list[str] = []
+    parts = [(heads[i], arg) for i, arg in enumerate(args)] + list(kwargs.items())
+    for head, part in (*parts, *(("target", arg) for arg in loss_args)):
+        found.extend(head for leaf in pytree.tree_leaves(part) if isinstance(leaf, torch.Tensor))
+    count = Counter(found)
+    number: Counter[str] = Counter()
+    names = []
+    for name in found:
+        names.append(name if count[name] == 1 else f"{name}_{number[name]}")
+        number[name] += 1
+    return names

@@ -1,0 +1,117 @@
+"""What a stage computes, apart from where its weights are: tensors in, tensors out.
+
+The decoder and the audit model have one tensor with a gradient at each boundary, and carry the labels beside
+it; a custom model has the values that its cut needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from swarm.ids import Microbatch, Stage
+from swarm.manifest import Run
+from swarm.model.custom import custom_model, stage_module
+from swarm.model.gpt import boundary_dtype, stage_skeleton
+from swarm.model.stage_io import StageInput, stage_inputs
+
+Values: TypeAlias = Sequence[torch.Tensor | None]
+
+
+class Output(NamedTuple):
+    """The outputs of a stage for a microbatch."""
+
+    values: tuple[torch.Tensor, ...]
+    """As the stage's outputs; those that came in are the same tensors."""
+    statistics: dict[str, torch.Tensor]
+    """Buffer -> the microbatch's statistic, without gradient. Empty but for batch norm in training."""
+
+
+class Entry(NamedTuple):
+    """A value that a stage is given."""
+
+    dtype: torch.dtype | None
+    """The dtype that it is computed with, on the device; None: it only passes through."""
+    graded: bool
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StageFunction:
+    """The function of one stage."""
+
+    takes: tuple[StageInput, ...]
+    gives: tuple[StageInput, ...]
+    """The inputs of the next stage; empty at the last one, which has a loss."""
+    entries: tuple[Entry, ...]
+    """The values that it computes with: what `enter` makes of `takes`."""
+    passes: Mapping[int, int] = field(default_factory=dict)
+    """Output without a gradient -> the value that it is, unchanged."""
+    module: Callable[[], nn.Module]
+    """A new one each time. Its parameters have shapes; their numbers do not count."""
+    compute: Callable[[nn.Module, Values, Microbatch], Output]
+    """Outputs as `gives` has them (what passes is not looked at), or the loss; in the module's dtypes."""
+    enter: Callable[[list[torch.Tensor]], list[torch.Tensor]] = list
+    """What came without a gradient (on the host), and hidden, as entries."""
+
+
+def body_of(run: Run, stage: Stage) -> StageFunction:
+    """The function of `stage`."""
+    return _brought(run, stage) if run.brings_model else _decoder(run, stage)
+
+
+def _decoder(run: Run, stage: Stage) -> StageFunction:
+    first, last = stage == 0, stage == run.S - 1
+    hidden = Entry(torch.int64, False) if first else Entry(boundary_dtype(run), True)
+    labels = Entry(torch.int64 if last else None, False)
+
+    def compute(module: nn.Module, values: Values, mb: Microbatch) -> Output:
+        x, y = values
+        return Output((module(x, y, mb=mb),), {})
+
+    def split(taken: list[torch.Tensor]) -> list[torch.Tensor]:
+        (tokens,) = taken
+        return [tokens[:, :-1], tokens[:, 1:]]
+
+    return StageFunction(
+        takes=stage_inputs(run, stage),
+        gives=() if last else stage_inputs(run, stage + 1),
+        entries=(hidden, labels),
+        passes={} if last else {1: 1},
+        module=lambda: stage_skeleton(run, stage),
+        compute=compute,
+        enter=split if first else list,
+    )
+
+
+def _brought(run: Run, stage: Stage) -> StageFunction:
+    model = custom_model(run)
+    graph, plan = model.traced.graph, model.plans[stage]
+    last = stage == run.S - 1
+    read = {name for index in plan.operators for name in graph.operators[index].inputs}
+    comes = {value.name: number for number, value in enumerate(plan.inputs)}
+    entries = [
+        Entry(getattr(torch, value.dtype) if value.differentiable or value.name in read else None,
+              value.differentiable)
+        for value in plan.inputs
+    ]  # fmt: skip
+    passes = {
+        number: comes[value.name]
+        for number, value in enumerate(plan.outputs)
+        if value.name in comes and not value.differentiable
+    }
+
+    def compute(module: nn.Module, values: Values, mb: Microbatch) -> Output:
+        return module(*values, mb=mb)
+
+    return StageFunction(
+        takes=stage_inputs(run, stage),
+        gives=() if last else stage_inputs(run, stage + 1),
+        entries=tuple(entries),
+        passes=passes,
+        module=lambda: stage_module(run, stage),
+        compute=compute,
+    )

@@ -1,0 +1,624 @@
+"""Aggregator of observations of a run: observations in, a picture out. Pure.
+
+The same history of observations gives the same pictures. No peer is believed alone: the run's position and
+loss are those of most peers that answered lately; a peer that contradicts them gets an *inconsistency*, shown
+beside it. Impossible statements never get here (`swarm.monitoring.validation`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+from swarm.errors import short
+from swarm.ids import PeerId, Position, Stage
+from swarm.manifest import Run
+from swarm.monitoring import alerts, validation
+from swarm.monitoring.health import (
+    Contribution,
+    Happening,
+    HappeningKind,
+    Observation,
+    PeerHealth,
+    Route,
+    StageHealth,
+    SwarmHealth,
+)
+from swarm.records import NO_STAGE, PeerRecord
+from swarm.wire.messages import Audit, PeerStatus
+
+FRESH_S = 10.0
+"""Answers this old still say where the run is; of many peers each is asked about once a minute."""
+QUICKEST_STEP_S = 0.1
+"""Assumed duration of a step before one was measured."""
+LOWER_S = 15.0
+"""A majority of late answers may be a step behind: the position goes down only if that lasts."""
+WINDOW_S = 60.0
+"""Throughput is taken over the last minute, or the last step if that took longer."""
+SAMPLE_S = 5.0
+"""Between two points of the throughput plot."""
+MAX_POINTS = 1000
+"""Of a plot; above it, every second point is dropped."""
+MAX_HAPPENINGS = 500
+MAX_ROUTES = 2000
+MAX_WORKERS = 5000
+"""Peers in the table of contributions, gone ones included."""
+MAX_VERSIONS = 16
+"""Versions whose digests are compared: answers to one question come at different steps."""
+CLOCK_OFF_S = 60.0
+MANY_UNHEARD = 8
+UNHEARD_S = 5.0
+"""With so many silent peers in a row for so long, this machine is cut off. Healthy peers are asked each
+second and answer at once; hung ones are waited for, 4 s."""
+RECORD_LAG_S = 15.0
+"""Records lag behind answers for this long, around a move."""
+MAX_RECOMPUTED = 4
+"""A peer cannot have computed more than this many times the run's needs so far."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Knowledge of one peer."""
+
+    record: PeerRecord
+    stage_at: float
+    """When it was first seen at this stage."""
+    steps: int
+    """Of the run: records of later versions are not believed."""
+    status: PeerStatus | None = None
+    heard_at: float = 0.0
+    before: PeerStatus | None = None
+    """Its answer before that one, and when."""
+    before_at: float = 0.0
+    why: str = ""
+    last: str = ""
+
+    @property
+    def state(self) -> str:
+        return self.record.state if self.status is None else self.status.state
+
+    @property
+    def version(self) -> int:
+        # A record is renewed more often than a peer is asked, but knows nothing of generations.
+        announced = self.record.version if self.can_be else 0
+        if self.status is None:
+            return announced
+        return max(self.status.version, 0 if self.status.generation.number else announced)
+
+    @property
+    def can_be(self) -> bool:
+        """Whether the announced version is possible."""
+        return 0 <= self.record.version <= self.steps
+
+    @property
+    def speed(self) -> float:
+        return self.record.speed if self.status is None else self.status.speed
+
+    @property
+    def serves(self) -> bool:
+        return self.record.stage != NO_STAGE and self.state == "serving" and not self.why
+
+
+@dataclass(slots=True)
+class _Work:
+    """Microbatches of one peer: since it last joined, and in earlier visits."""
+
+    since: float = 0.0
+    computed: int = 0
+    earlier: int = 0
+    stage: Stage = 0
+
+    @property
+    def total(self) -> int:
+        return self.computed + self.earlier
+
+
+class Aggregator:
+    """The picture of one run, from its observations.
+
+    aggregator.observe(observation); health = aggregator.health(now=time.time())
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._peers: dict[PeerId, _Seen] = {}
+        self._looked = False
+        self._began: float | None = None
+        """When the run's position was first known: in the middle of a step."""
+        self._position = Position()
+        self._lower_since: float | None = None
+        self._stepped: deque[tuple[float, int]] = deque(maxlen=512)
+        """(time, version) of each change of the version."""
+        self._losses: dict[int, float] = {}
+        self._pace: list[tuple[float, float]] = []
+        self._pace_every_s = SAMPLE_S
+        self._happenings: deque[Happening] = deque(maxlen=MAX_HAPPENINGS)
+        self._work: dict[PeerId, _Work] = {}
+        self._most_serving = [0] * run.S
+        self._served = [False] * run.S
+        self._trainers: dict[PeerId, float] = {}
+        self._trainer_at: float | None = None
+        self._digests: dict[tuple[Stage, Position], dict[PeerId, tuple[str, str]]] = {}
+        self._refused: dict[str, int] = {}
+        self._heard_at: float | None = None
+        """Time of the last answer, at first the beginning."""
+        self._unheard: set[PeerId] = set()
+        """Peers that were asked since then and did not answer."""
+
+    # -- looks ------------------------------------------------------------------------------------
+
+    def observe(self, observation: Observation) -> None:
+        """Add an observation. They come in the order of their times."""
+        for record in observation.records:
+            self._take_record(record, observation.at)
+        for peer in observation.gone:
+            self._lose(peer, observation.at)
+        if observation.refused is not None:
+            self._refused = dict(observation.refused)
+        for status in observation.statuses:
+            if status.peer in self._peers:
+                self._take_status(self._peers[status.peer], status, observation.at)
+        for peer, why in observation.silent.items():
+            if peer in self._peers:
+                self._take_silence(self._peers[peer], why, observation.at)
+        self._unheard.update(observation.silent)
+        if observation.statuses or self._heard_at is None:
+            self._heard_at = observation.at
+        if observation.statuses:
+            self._unheard.clear()
+        self._update_position(observation.at)
+        self._update_pace(observation.at)
+        self._update_stages(observation.at)
+        self._looked = True
+
+    def _happened(
+        self,
+        at: float,
+        kind: HappeningKind,
+        text: str,
+        stage: Stage | None = None,
+        peer: PeerId | None = None,
+    ) -> None:
+        self._happenings.append(Happening(at=at, kind=kind, text=text, stage=stage, peer=peer))
+        if peer is not None and peer in self._peers:
+            self._peers[peer].last = kind
+
+    def _take_record(self, record: PeerRecord, now: float) -> None:
+        peer, seen = record.peer, self._peers.get(record.peer)
+        if record.run != self.run.id or record.stage >= self.run.S or record.state == "choosing":
+            return
+        if record.state == "left":
+            if seen is not None:
+                self._forget(peer, "left", f"{_who(seen)} left", now)
+        elif seen is None:
+            seen = self._peers[peer] = _Seen(record, now, self.run.steps)
+            if self._looked:
+                self._happened(now, "joined", f"{_who(seen)} joined", record.stage, peer)
+        elif seen.record.stage != record.stage:
+            self._peers[peer] = _Seen(record, now, self.run.steps)
+            text = f"peer {short(peer)} moved from {_place(seen.record.stage)} to {_place(record.stage)}"
+            self._happened(now, "moved", text, record.stage, peer)
+        elif seen.record.since != record.since and seen.record.state != "joining":
+            self._peers[peer] = _Seen(record, now, self.run.steps)
+            if record.state == "paused":
+                self._happened(now, "paused", f"{_who(seen)} is paused by its owner", record.stage, peer)
+            elif seen.record.state == "paused":
+                self._happened(now, "back", f"{_who(seen)} resumes", record.stage, peer)
+            else:
+                self._happened(now, "restarted", f"{_who(seen)} started again", record.stage, peer)
+        else:
+            seen.record = record
+
+    def _lose(self, peer: PeerId, now: float) -> None:
+        seen = self._peers.get(peer)
+        if seen is not None and seen.state == "leaving":
+            self._forget(peer, "left", f"{_who(seen)} left", now)
+        elif seen is not None:
+            self._forget(peer, "lost", f"{_who(seen)} is lost: {seen.why or 'its record ran out'}", now)
+
+    def _forget(self, peer: PeerId, kind: HappeningKind, text: str, now: float) -> None:
+        self._happened(now, kind, text, self._peers[peer].record.stage, peer)
+        del self._peers[peer]
+
+    def _take_status(self, seen: _Seen, status: PeerStatus, now: float) -> None:
+        if seen.why:
+            seen.why = ""
+            self._happened(now, "back", f"{_who(seen)} answers again", seen.record.stage, status.peer)
+        if status.stage != seen.record.stage:
+            # Either its record will follow, or it lies: until then the record counts.
+            seen.status = status if now - seen.stage_at > RECORD_LAG_S else None
+            seen.before = None
+        else:
+            seen.before, seen.before_at = seen.status, seen.heard_at
+            seen.status = status
+        seen.heard_at = now
+        self._take_work(status)
+        if status.stage == 0:
+            if status.trainers or (seen.before is not None and status.taken > seen.before.taken):
+                self._trainer_at = now
+            for trainer in status.trainers:
+                self._trainers.pop(trainer, None)
+                self._trainers[trainer] = now
+            while len(self._trainers) > validation.MAX_TRAINERS:
+                del self._trainers[next(iter(self._trainers))]
+        if status.digest and status.stage != NO_STAGE:
+            of_version = self._digests.setdefault((status.stage, status.position), {})
+            of_version[status.peer] = (status.kind, status.digest)
+
+    def _take_work(self, status: PeerStatus) -> None:
+        work = self._work.setdefault(status.peer, _Work(since=status.since))
+        if work.since != status.since:
+            work.since, work.earlier, work.computed = status.since, work.total, 0
+        work.computed, work.stage = max(work.computed, status.computed), status.stage
+        if len(self._work) > MAX_WORKERS:  # gone peers with the least work, a tenth at once
+            ranked = sorted(self._work, key=lambda peer: (peer in self._peers, self._work[peer].total))
+            for peer in ranked[: MAX_WORKERS // 10]:
+                del self._work[peer]
+
+    def _take_silence(self, seen: _Seen, why: str, now: float) -> None:
+        if not seen.why and why:
+            text = f"{_who(seen)} does not answer: {why}"
+            self._happened(now, "silent", text, seen.record.stage, seen.record.peer)
+        seen.why = why
+
+    # -- the run ----------------------------------------------------------------------------------
+
+    def _update_position(self, now: float) -> None:
+        voters = [seen for seen in self._peers.values() if seen.serves]
+        fresh = [
+            seen.status
+            for seen in voters
+            if seen.status is not None and seen.heard_at >= now - FRESH_S and _of_run(seen, self.run)
+        ]
+        if fresh:
+            position = statistics.median_high(status.position for status in fresh)
+        elif voters:
+            generation = self._position.generation
+            position = Position(generation, statistics.median_high(seen.version for seen in voters))
+        else:
+            if self._began is None:
+                self._position = self._paused_position()
+            return
+        self._update_loss(
+            [status for status in fresh if status.generation == position.generation], position.version
+        )
+        if self._began is None:
+            self._began, self._position = now, position
+        if position == self._position:
+            self._lower_since = None
+            return
+        if position < self._position:
+            self._lower_since = now if self._lower_since is None else self._lower_since
+            if now - self._lower_since < LOWER_S:
+                return
+        old, self._position, self._lower_since = self._position, position, None
+        if position.generation > old.generation and self._looked:
+            text = f"a stage had lost all its peers: the run goes on from version {position.generation.start}"
+            self._happened(now, "went back", text)
+        if position.generation != old.generation or position.version < old.version:
+            self._stepped.clear()
+            self._losses = {v: loss for v, loss in self._losses.items() if v <= position.version}
+        self._stepped.append((now, position.version))
+        for key in sorted(self._digests, key=lambda key: key[1])[: -MAX_VERSIONS * self.run.S]:
+            del self._digests[key]
+
+    def _paused_position(self) -> Position:
+        """The position of a run that no peer serves, by its paused peers and keepers."""
+        versions = [
+            Position(version=seen.version) if seen.status is None else seen.status.position
+            for seen in self._peers.values()
+            if seen.state in ("paused", "keeping") and not seen.why
+        ]
+        return statistics.median_high(versions) if versions else Position()
+
+    def _update_loss(self, fresh: Sequence[PeerStatus], version: int) -> None:
+        said: dict[int, list[float]] = {}
+        for status in fresh:
+            if status.loss is not None and 0 <= status.loss_step < version:
+                said.setdefault(status.loss_step + 1, []).append(status.loss)
+        for of_version, losses in said.items():
+            if len(losses) >= min(2, len(fresh)):  # no peer is believed alone
+                self._losses[of_version] = statistics.median_low(losses)
+        if len(self._losses) > MAX_POINTS:
+            ascending = sorted(self._losses.items())
+            self._losses = dict([*ascending[:-1:2], ascending[-1]])
+
+    def _update_pace(self, now: float) -> None:
+        pace = self._tokens_per_s(now)
+        if pace is None or (self._pace and now - self._pace[-1][0] < self._pace_every_s):
+            return
+        self._pace.append((now, pace))
+        if len(self._pace) > MAX_POINTS:
+            del self._pace[1:-1:2]
+            self._pace_every_s *= 2
+
+    def _step_s(self, now: float) -> float | None:
+        """Mean duration of the steps of the last minute, or else of the last one."""
+        changes = [change for change in self._stepped if change[0] >= now - WINDOW_S]
+        if len(changes) < 2:
+            changes = list(self._stepped)[-2:]
+        if len(changes) < 2:
+            return None
+        (began, low), (ended, high) = changes[0], changes[-1]
+        return (ended - began) / max(1, high - low)
+
+    def _step_times(self) -> tuple[tuple[int, float], ...]:
+        return tuple(
+            (version, (at - before_at) / (version - before))
+            for (before_at, before), (at, version) in pairwise(self._stepped)
+            if version > before
+        )
+
+    def _tokens_per_s(self, now: float) -> float | None:
+        """None before the first step; it falls while the next one takes longer than usual."""
+        step_s = self._step_s(now)
+        if not step_s:
+            return None
+        if self._position.version >= self.run.steps:
+            return 0.0
+        overdue_s = now - self._stepped[-1][0] - 2 * step_s
+        if overdue_s > 0:
+            step_s += overdue_s
+        return self.run.tokens_per_step / step_s
+
+    def _cut_off_s(self, now: float) -> float | None:
+        """How long no peer has answered since several went silent: together they hardly have separate
+        reasons.
+        """
+        if self._heard_at is None or len(self._unheard) < 2:
+            return None
+        away_s = max(0.0, now - self._heard_at)
+        all_asked = self._unheard.issuperset(self._peers)
+        return away_s if all_asked or (len(self._unheard) >= MANY_UNHEARD and away_s >= UNHEARD_S) else None
+
+    def _update_stages(self, now: float) -> None:
+        if self._cut_off_s(now) is not None:
+            return  # unseen peers may well be there
+        serving = Counter(seen.record.stage for seen in self._peers.values() if seen.serves)
+        for stage in range(self.run.S):
+            self._most_serving[stage] = max(self._most_serving[stage], serving[stage])
+            if self._served[stage] and not serving[stage]:
+                self._happened(now, "stage lost", f"stage {stage} has no peer", stage)
+            elif serving[stage] and not self._served[stage] and self._most_serving[stage] and self._looked:
+                self._happened(now, "stage back", f"stage {stage} is served", stage)
+            self._served[stage] = serving[stage] > 0
+
+    # -- the picture ------------------------------------------------------------------------------
+
+    def health(self, *, now: float) -> SwarmHealth:
+        """The picture at `now`."""
+        stages = tuple(self._stage(stage, now) for stage in range(self.run.S))
+        keepers = [seen for seen in self._peers.values() if seen.record.stage == NO_STAGE]
+        tokens_per_s, step_s = self._tokens_per_s(now), self._step_s(now)
+        left = self.run.steps - self._position.version
+        since = self._stepped[-1][0] if self._stepped else self._began
+        picture = SwarmHealth(
+            run=self.run.id,
+            name=validation.clean(self.run.name),
+            at=now,
+            version=self._position.version,
+            steps=self.run.steps,
+            went_back=self._position.generation.number,
+            microbatches_per_step=self.run.M,
+            tokens_per_step=self.run.tokens_per_step,
+            loss=self._losses[max(self._losses)] if self._losses else None,
+            tokens_per_s=tokens_per_s,
+            left_s=left * step_s if step_s is not None else None,
+            still_s=max(0.0, now - since) if since is not None else 0.0,
+            step_s=step_s,
+            stages=stages,
+            keepers=tuple(self._peer(seen, 0.0, now) for seen in _by_id(keepers)),
+            trainers=tuple(sorted(p for p, at in self._trainers.items() if at >= now - WINDOW_S)),
+            trainer_away_s=self._trainer_away_s(now),
+            routes=self._routes(),
+            losses=tuple(sorted(self._losses.items())),
+            pace=tuple(self._pace),
+            step_times=self._step_times(),
+            cut_off_s=self._cut_off_s(now),
+            happenings=tuple(self._happenings),
+            contributions=self._contributions(),
+            rebalance=self._rebalance(),
+            refused=dict(self._refused),
+            alerts=(),
+            depends_on_routes=self.run.depends_on_routes,
+        )
+        # Before the first observation no peer is seen, which is no reason for alarm.
+        return replace(picture, alerts=alerts.find(picture) if self._looked else ())
+
+    def _stage(self, stage: Stage, now: float) -> StageHealth:
+        seen = _by_id(s for s in self._peers.values() if s.record.stage == stage)
+        serving = [s for s in seen if s.serves]
+        speeds = sorted((s.speed, s.record.peer) for s in serving if s.speed > 0)
+        return StageHealth(
+            stage=stage,
+            serving=len(serving),
+            most_serving=self._most_serving[stage],
+            joining=sum(s.state == "joining" for s in seen),
+            version=statistics.median_high(s.version for s in serving) if serving else 0,
+            load=statistics.fmean(s.record.load for s in serving) if serving else 0.0,
+            speed=math.fsum(speed for speed, _ in speeds),
+            slowest=speeds[0][1] if speeds else None,
+            fastest=speeds[-1][1] if speeds else None,
+            disagree=self._disagree(stage),
+            peers=tuple(self._peer(s, _slower(s, speeds), now) for s in seen),
+        )
+
+    def _disagree(self, stage: Stage) -> tuple[tuple[str, tuple[PeerId, ...]], ...]:
+        """Of the newest version that two or more peers of one kind have told of."""
+        for key in sorted((k for k in self._digests if k[0] == stage), key=lambda key: key[1], reverse=True):
+            told = {peer: said for peer, said in self._digests[key].items() if peer in self._peers}
+            kinds = Counter(kind for kind, _ in told.values())
+            common = [kind for kind, count in kinds.items() if count > 1]
+            if not common:
+                continue
+            for kind in sorted(common):
+                sides: dict[str, list[PeerId]] = {}
+                for peer, (of_kind, digest) in sorted(told.items()):
+                    if of_kind == kind:
+                        sides.setdefault(digest, []).append(peer)
+                if len(sides) > 1:
+                    ordered = sorted(sides.items(), key=lambda side: (-len(side[1]), side[0]))
+                    return tuple((digest, tuple(peers)) for digest, peers in ordered)
+            return ()
+        return ()
+
+    def _peer(self, seen: _Seen, slower: float, now: float) -> PeerHealth:
+        record, status, before = seen.record, seen.status, seen.before
+        busy = None
+        if status is not None and before is not None and seen.heard_at > seen.before_at:
+            worked_s = status.busy_s - before.busy_s
+            busy = min(1.0, max(0.0, worked_s / (seen.heard_at - seen.before_at)))
+        return PeerHealth(
+            peer=record.peer,
+            stage=record.stage,
+            state=seen.state,
+            version=seen.version,
+            device=record.device,
+            answered=status is not None and not seen.why,
+            why=seen.why,
+            heard_s=max(0.0, now - seen.heard_at) if status is not None else None,
+            since=record.since,
+            up_s=max(0.0, now - record.since) if record.since else None,
+            speed=seen.speed,
+            load=record.load,
+            busy=busy,
+            inflight=status.inflight if status is not None else 0,
+            max_inflight=status.max_inflight if status is not None else record.max_inflight,
+            done=status.done if status is not None and status.version == self._position.version else 0,
+            computed=self._work[record.peer].total if record.peer in self._work else 0,
+            bandwidth_bps=record.bandwidth_bps,
+            bytes_in=status.bytes_in if status is not None else 0,
+            bytes_out=status.bytes_out if status is not None else 0,
+            audit=status.audit if status is not None else Audit(),
+            slower=slower,
+            inconsistencies=tuple(self._inconsistencies(seen, now)),
+            last=seen.last,
+            address=_address(record),
+        )
+
+    def _inconsistencies(self, seen: _Seen, now: float) -> Iterable[str]:
+        record, status = seen.record, seen.status
+        if record.since > now + CLOCK_OFF_S:
+            yield f"its clock is {record.since - now:.0f} s ahead"
+        if not seen.can_be:
+            yield f"announces version {record.version} of a run of {seen.steps} steps"
+        # While some were asked, the others took steps.
+        meanwhile = FRESH_S / (self._step_s(now) or QUICKEST_STEP_S)
+        if seen.version > self._position.version + 3 + meanwhile:
+            yield f"says it is at version {seen.version}, the run is at {self._position.version}"
+        if status is None:
+            return
+        if status.stage != record.stage:
+            yield f"announces {_place(record.stage)} and answers for {_place(status.stage)}"
+        if self._too_much(status.computed):
+            yield f"says it computed {status.computed} microbatches, more than there were"
+
+    def _too_much(self, computed: int) -> bool:
+        # Each generation may begin at 0 again; a peer from before the monitor's start has seen no more
+        # versions than the run.
+        needed = (self._position.version + 4) * self.run.M * (self._position.generation.number + 1)
+        return computed > MAX_RECOMPUTED * needed
+
+    def _trainer_away_s(self, now: float) -> float | None:
+        firsts = [s for s in self._peers.values() if s.record.stage == 0 and s.serves]
+        if not firsts or any(s.status is None for s in firsts):
+            return None
+        if self._trainer_at is None:
+            return max(0.0, now - min(s.stage_at for s in firsts))
+        # Of many peers each is asked rarely: a trainer is away once all have said so.
+        if any(s.heard_at <= self._trainer_at for s in firsts):
+            return 0.0
+        return max(0.0, now - self._trainer_at)
+
+    def _routes(self) -> tuple[Route, ...]:
+        found: dict[tuple[PeerId, PeerId], Route] = {}
+        for peer, seen in self._peers.items():
+            status, before = seen.status, seen.before
+            if status is None or before is None or seen.heard_at <= seen.before_at:
+                continue
+            old = {link.peer: link.bytes_in + link.bytes_out for link in before.links}
+            for link in status.links:
+                ends = self._ends(peer, link.peer)
+                if ends is None or link.peer not in old:
+                    continue
+                moved = link.bytes_in + link.bytes_out - old[link.peer]
+                bps = 8 * moved / (seen.heard_at - seen.before_at)
+                source, target, kind = ends
+                known = found.get((source, target))
+                if bps > 0 and (known is None or known.bps < bps):  # both ends may report it
+                    found[source, target] = Route(source=source, target=target, kind=kind, bps=bps)
+        busiest = sorted(found.values(), key=lambda route: (-route.bps, route.source, route.target))
+        return tuple(busiest[:MAX_ROUTES])
+
+    def _ends(
+        self, peer: PeerId, other: PeerId
+    ) -> tuple[PeerId, PeerId, Literal["feed", "work", "average"]] | None:
+        """Source, target and kind of what flows between them; None: nothing that moves a run on."""
+        here = self._peers[peer].record.stage
+        if other in self._trainers and here == 0:
+            return other, peer, "feed"
+        if other not in self._peers or NO_STAGE in (here, self._peers[other].record.stage):
+            return None
+        there = self._peers[other].record.stage
+        if here == there:
+            return min(peer, other), max(peer, other), "average"
+        if abs(here - there) != 1:
+            return None
+        return (peer, other, "work") if here < there else (other, peer, "work")
+
+    def _contributions(self) -> tuple[Contribution, ...]:
+        counted = {p: work for p, work in self._work.items() if work.total and not self._too_much(work.total)}
+        total = sum(work.total for work in counted.values())
+        rows = [
+            Contribution(
+                peer=peer,
+                computed=work.total,
+                share=work.total / total,
+                stage=work.stage,
+                here=peer in self._peers,
+            )
+            for peer, work in counted.items()
+        ]
+        return tuple(sorted(rows, key=lambda row: (-row.computed, row.peer)))
+
+    def _rebalance(self) -> str:
+        said = Counter(seen.status.rebalance for seen in self._peers.values() if seen.status is not None)
+        said.pop("", None)
+        return max(said, key=lambda text: (said[text], text), default="")
+
+
+def _of_run(seen: _Seen, run: Run) -> bool:
+    return seen.status is not None and seen.status.stage == seen.record.stage < run.S
+
+
+def _by_id(seen: Iterable[_Seen]) -> list[_Seen]:
+    return sorted(seen, key=lambda one: one.record.peer)
+
+
+def _place(stage: Stage) -> str:
+    return "no stage" if stage == NO_STAGE else f"stage {stage}"
+
+
+def _who(seen: _Seen) -> str:
+    if seen.record.stage == NO_STAGE:
+        return f"keeper {short(seen.record.peer)}"
+    return f"peer {short(seen.record.peer)} of stage {seen.record.stage}"
+
+
+def _slower(seen: _Seen, speeds: Sequence[tuple[float, PeerId]]) -> float:
+    """Times by which the median of the others is faster."""
+    others = [speed for speed, peer in speeds if peer != seen.record.peer]
+    if not others or not seen.serves or seen.speed <= 0:
+        return 0.0
+    return statistics.median(others) / seen.speed
+
+
+def _address(record: PeerRecord) -> str:
+    """One that other machines can dial, if there is any."""
+    far = [a for a in record.addresses if not a.startswith(("/ip4/127.", "/ip6/::1/"))]
+    return validation.clean(next(iter((*far, *record.addresses)), ""))

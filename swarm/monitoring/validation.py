@@ -1,0 +1,155 @@
+"""Validation of what peers say about themselves, so that it can be kept, drawn and counted. Pure.
+
+Records and answers come from strangers. An impossible number is refused or counts as not said; texts are cut,
+and characters that would steer a terminal or change the direction of writing become `?`. Statements that are
+merely untrue pass: `swarm.monitoring.aggregator` compares them with what others say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from swarm.errors import Refused
+from swarm.ids import PeerId
+from swarm.manifest import Run
+from swarm.protocol.rollback import check_position
+from swarm.records import NO_STAGE, PeerRecord
+from swarm.wire.messages import LinkStatus, PeerStatus
+
+if TYPE_CHECKING:
+    from swarm.monitoring.health import Observation
+
+MAX_COUNT = 1 << 53
+"""Of microbatches or bytes: more than any peer can have seen."""
+MAX_SPEED = 1e6
+"""Microbatches per second of one device."""
+MAX_LOAD = 4096.0
+MAX_UNIX_S = 1e11
+"""The year 5138."""
+MAX_LINKS = 64
+MAX_TRAINERS = 16
+DEVICE_CHARS = 40
+ID_CHARS = 64
+"""A peer id has 52, a digest in hex has 64."""
+WORDS_CHARS = 400
+
+
+def clean(text: str, max_chars: int = WORDS_CHARS) -> str:
+    """At most `max_chars` characters of `text`, all of them printable."""
+    cut = text if len(text) <= max_chars else text[: max_chars - 1] + "…"
+    return "".join(c if c.isprintable() else "?" for c in cut)
+
+
+def number(value: float) -> float:
+    """`value`, or 0 (not said) if it is impossible."""
+    return value if math.isfinite(value) and value >= 0 else 0.0
+
+
+def tidy(record: PeerRecord) -> PeerRecord:
+    """A copy of the record with printable texts and numbers that can be added up."""
+    return msgspec.structs.replace(
+        record,
+        device=clean(record.device, DEVICE_CHARS),
+        speed=min(number(record.speed), MAX_SPEED),
+        load=min(number(record.load), MAX_LOAD),
+        bandwidth_bps=number(record.bandwidth_bps),
+        since=min(number(record.since), MAX_UNIX_S),
+    )
+
+
+def tidy_observation(observation: Observation, run: Run) -> Observation:
+    """A copy of an observation from a file, with untrusted content validated and impossible parts left out.
+
+    Raises:
+        Refused: its time is impossible.
+    """
+    if not 0 <= observation.at <= MAX_UNIX_S:
+        raise Refused(f"an observation at an impossible time: {observation.at:g}")
+    statuses: list[PeerStatus] = []
+    for status in observation.statuses:
+        with contextlib.suppress(Refused):  # as in a live answer
+            statuses.append(_possible(status, run))
+    return replace(
+        observation,
+        records=tuple(tidy(r) for r in observation.records if _is_id(r.peer) and NO_STAGE <= r.stage < run.S),
+        gone=tuple(peer for peer in observation.gone if _is_id(peer)),
+        statuses=tuple(statuses),
+        silent={peer: clean(why) for peer, why in observation.silent.items() if _is_id(peer)},
+        refused=None
+        if observation.refused is None
+        else {clean(why): n for why, n in observation.refused.items()},
+    )
+
+
+def checked(status: PeerStatus, record: PeerRecord, run: Run) -> PeerStatus:
+    """The validated answer of the peer that `record` speaks of.
+
+    Raises:
+        Refused: no peer of this run can honestly say that; the text says what is wrong.
+    """
+    if status.peer != record.peer:
+        raise Refused(f"a status in the name of {clean(status.peer, ID_CHARS)!r}")
+    return _possible(status, run)
+
+
+def _possible(status: PeerStatus, run: Run) -> PeerStatus:
+    if not _is_id(status.peer):
+        raise Refused(f"a status in the name of {clean(status.peer, ID_CHARS)!r}")
+    if not (0 <= status.stage < run.S or status.stage == NO_STAGE):
+        raise Refused(f"a status of stage {status.stage} of a run of {run.S} stages")
+    check_position(status.generation, status.version, run, what="a status")
+    counts = {
+        "done": status.done,
+        "inflight": status.inflight,
+        "max_inflight": status.max_inflight,
+        "computed": status.computed,
+        "taken": status.taken,
+        "answered": status.answered,
+        "bytes_in": status.bytes_in,
+        "bytes_out": status.bytes_out,
+        "audit.steps": status.audit.steps,
+        "audit.missing": status.audit.missing,
+        "audit.duplicated": status.audit.duplicated,
+        "audit.undone": status.audit.undone,
+        "first_audited_step": status.first_audited_step,
+        "loss_step": status.loss_step + 1,
+    }
+    for name, value in counts.items():
+        if not 0 <= value <= (run.M if name == "done" else MAX_COUNT):
+            raise Refused(f"a status with an impossible number: {name} {value}")
+    if not (math.isfinite(status.speed) and 0 <= status.speed <= MAX_SPEED):
+        raise Refused(f"a status with an impossible number: speed {status.speed}")
+    links = [link for link in status.links[:MAX_LINKS] if _can_be(link)]
+    return msgspec.structs.replace(
+        status,
+        state=clean(status.state, 20),
+        device=clean(status.device, DEVICE_CHARS),
+        coordinator=clean(status.coordinator, ID_CHARS),
+        since=number(status.since),
+        busy_s=number(status.busy_s),
+        loss=status.loss if status.loss is not None and math.isfinite(status.loss) else None,
+        links=tuple(links),
+        rebalance=clean(status.rebalance),
+        digest=clean(status.digest, ID_CHARS),
+        kind=clean(status.kind, DEVICE_CHARS),
+        trainers=tuple(clean(peer, ID_CHARS) for peer in status.trainers[:MAX_TRAINERS]),
+    )
+
+
+def _is_id(peer: PeerId) -> bool:
+    return 0 < len(peer) <= ID_CHARS and peer.isprintable()
+
+
+def _can_be(link: LinkStatus) -> bool:
+    return (
+        0 <= link.bytes_in <= MAX_COUNT
+        and 0 <= link.bytes_out <= MAX_COUNT
+        and _is_id(link.peer)
+        and math.isfinite(link.rtt_s)
+        and math.isfinite(link.bandwidth_bps)
+    )

@@ -1,0 +1,1 @@
+"""Where to cut a model into stages, and what each stage costs."""

@@ -1,0 +1,279 @@
+"""How much memory a stage takes, from the operator graph alone.
+
+What autograd keeps of a call for its backward is a rule for each kind. Tensors that share memory count once,
+at the operator that made the memory. A stage's peak is its worst moment: going forward what is kept grows;
+going back it shrinks, while gradients of the weights (all of them at once where sums are exact, see
+`swarm.model.stage`) and of the activations come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from swarm.model.graph.ir import DTYPE_BYTES, Operator, OpGraph
+from swarm.model.layout import Holding
+from swarm.partitioner.flops import base_name, has_backward, kind_of, shared_memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """The memory of one operator in one microbatch, in bytes."""
+
+    saved: float
+    """Of what it makes, and of what it makes beside that, autograd holds this until the backward."""
+    beside: float
+    """Of that, what no other operator sees: places of maxima, masks of dropout, logarithms."""
+
+
+class Kept:
+    """What autograd keeps of each operator of a graph."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        memory = shared_memory(graph)
+        self.root = memory.root
+        """Of a value: the one in whose memory it lies."""
+        self.saves: list[frozenset[str]] = []
+        """Of each operator, by index: the roots of what it saves for its backward."""
+        beside: list[float] = []
+        for op, kind in zip(graph.operators, memory.kinds, strict=True):
+            names, nbytes = _saved_by(graph, op, kind) if has_backward(graph, op) else ([], 0.0)
+            self.saves.append(frozenset(memory.root[name] for name in names))
+            beside.append(nbytes)
+        saved = frozenset[str]().union(*self.saves)
+        self.keeps = tuple(
+            Keep(saved=nbytes + sum(graph.values[n].nbytes for n in op.outputs if n in saved), beside=nbytes)
+            for op, nbytes in zip(graph.operators, beside, strict=True)
+        )
+        """Of each operator, by index. A value counts where it is made, whoever saves it; a view never."""
+
+
+_SAVES_NOTHING = frozenset({"view", "slice", "copy", "add", "cat", "mean", "upsample"})
+_SAVES_OUTPUT = frozenset({"relu", "softmax"})
+_OUTPUT_NOT_INPUT = frozenset({"sigmoid", "tanh", "exp", "exp2", "elu", "sqrt", "rsqrt", "reciprocal"})
+_MEANS_THAT_SAVE = frozenset(
+    {"amax", "amin", "max", "min", "var", "std", "var_mean", "norm", "linalg_vector_norm", "logsumexp"}
+    | {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
+)
+_INDEX_BYTES = 8
+
+
+def _saved_by(graph: OpGraph, op: Operator, kind: str) -> tuple[list[str], float]:
+    """(values that autograd saves for the backward of this call, bytes that it makes for it besides)."""
+    values, name, inputs = graph.values, base_name(op.target), list(op.inputs)
+    if name in _MEANS_THAT_SAVE:
+        return inputs, 0.0
+    if kind in _SAVES_NOTHING:
+        return [], 0.0
+    if kind in _SAVES_OUTPUT or name in _OUTPUT_NOT_INPUT:
+        return list(op.outputs), 0.0
+    if kind in ("mul", "bmm", "linear") and name not in ("square", "abs"):
+        # Each factor is saved for the gradient of the others; a number that is no tensor needs none.
+        factors = [*inputs, *op.parameters, *op.buffers]
+        if kind == "linear":
+            factors = [factor for factor in factors if len(values[factor].shape) > 1]
+        wanted = [factor for factor in factors if values[factor].differentiable]
+        return [one for one in inputs if one in factors and any(other != one for other in wanted)], 0.0
+    if kind == "max_pool":
+        return inputs, float(_INDEX_BYTES * values[op.outputs[0]].numel)
+    if kind == "cross_entropy":
+        # The logarithms of the probabilities, made inside.
+        return inputs[1:], float(values[inputs[0]].nbytes) if name == "cross_entropy_loss" else 0.0
+    if kind == "dropout":
+        return [], float(sum(values[value].nbytes for value in op.outputs))  # the mask, as numbers
+    if kind == "where":
+        return [value for value in inputs if values[value].dtype == "bool"], 0.0
+    if kind == "attention":
+        # A mask of truth values is turned into numbers.
+        masks = [value for value in inputs if values[value].dtype == "bool"]
+        numbers = sum(values[mask].numel for mask in masks) * DTYPE_BYTES[values[op.outputs[0]].dtype]
+        return [*(value for value in inputs if value not in masks), *op.outputs], float(numbers)
+    if kind == "rms_norm":
+        return inputs, float(values[op.outputs[0]].nbytes)  # what is multiplied by the weight
+    if kind == "embedding":
+        return [value for value in inputs if not values[value].differentiable], 0.0
+    return inputs, 0.0
+
+
+def _workspace(graph: OpGraph, op: Operator) -> tuple[float, float]:
+    """(forward, backward) bytes that a call takes for itself while it runs."""
+    kind, values = kind_of(op.target), graph.values
+    if kind == "cross_entropy" and op.inputs:
+        # Its backward makes a gradient of the logarithms, then one of what they were taken of.
+        return 0.0, float(values[op.inputs[0]].nbytes)
+    if kind in ("conv", "conv_transpose") and op.inputs:
+        weight = [values[name] for name in (*op.parameters, *op.inputs[1:]) if len(values[name].shape) > 2]
+        if weight and math.prod(weight[0].shape[2:]) > 1:
+            # Kernels want blocks of channels: all operands are copied (oneDNN; cuDNN wants about as much).
+            operands = float(weight[0].nbytes + values[op.inputs[0]].nbytes)
+            return operands, operands + sum(values[name].nbytes for name in op.outputs)
+    return 0.0, 0.0
+
+
+class MemoryLine:
+    """The memory of every stretch of a row of operators: `peak(start)[k]` is that of start … start + k.
+
+    Without the state of its weights, and without what the cheap operators make: several operators share those
+    (`swarm.partitioner.segments`).
+    """
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        kept: Kept,
+        reads: Mapping[int, Sequence[str]],
+        order: Sequence[int],
+        holding: Holding,
+    ) -> None:
+        """`order`: indices of operators, a topological order. `reads`: what has to be there for each."""
+        self._inflight = holding.inflight
+        spans = _spans(graph, kept, reads, order)
+        n, values, operators = len(order), graph.values, [graph.operators[index] for index in order]
+
+        def crossing(
+            wanted: Sequence[_Span], first: str = "made", last: str = "last", nbytes: str = "nbytes"
+        ) -> np.ndarray:
+            """[n + 1] bytes of these after so many operators."""
+            steps = np.zeros(n + 2)
+            for span in wanted:
+                start, end = getattr(span, first) + 1, getattr(span, last) + 1
+                if end > start:
+                    steps[start] += getattr(span, nbytes)
+                    steps[end] -= getattr(span, nbytes)
+            return np.cumsum(steps)[: n + 1]
+
+        loose = [span for span in spans if span.saver is None]
+        saved = [span for span in spans if span.saver is not None]
+        self.crossing = crossing(spans)
+        self._gradient = crossing(spans, nbytes="gradient_bytes")
+        self._wider = crossing(spans, nbytes="wider_bytes")
+        self._made_at = np.array([span.made for span in spans])
+        self._last_at = np.array([span.last for span in spans])
+        self._loose = np.array([span.nbytes * (span.saver is None) for span in spans])
+        # Saved by nobody so far: held only because a later stage wants it.
+        self._unsaved = crossing(loose) + crossing(saved, "made", "until")
+        self._inputs_saved = crossing(saved, "made", "saver")
+
+        made = np.array([kept.keeps[index].saved for index in order])
+        self._made = np.concatenate(([0.0], np.cumsum(made)))
+        freed, beside, own, dying = np.zeros(n), np.zeros(n), np.zeros(n), np.zeros(n)
+        for span in spans:
+            if span.saver is not None and span.saver >= 0:
+                freed[span.saver] += span.nbytes
+            if 0 <= span.last < n and span.made < span.last:
+                own[span.last] += span.gradient_bytes + span.wider_bytes
+                dying[span.last] += span.nbytes * (span.saver is None)
+        seen: set[str] = set()
+        weights = np.zeros(n)
+        for number, op in enumerate(operators):
+            beside[number] = kept.keeps[op.index].beside
+            going, coming = _workspace(graph, op)
+            dying[number] += going
+            own[number] += coming
+            for name in op.parameters:
+                if name not in seen and values[name].differentiable:
+                    seen.add(name)
+                    weights[number] += values[name].nbytes
+        self._freed = np.concatenate(([0.0], np.cumsum(freed + beside)))
+        self._forward = self._made[1:] + crossing(loose)[1:] + dying
+        self._weights = np.concatenate(([0.0], np.cumsum(weights))) * holding.gradients_at_once
+        alone = 0.0 if holding.gradients_at_once else weights
+        self._backward = (
+            self._freed[1:] - self._weights[:-1] + self._gradient[1:] + self._wider[1:] + own + alone
+        )
+
+    def peak(self, start: int) -> np.ndarray:
+        """[n - start] bytes of the microbatches in flight at worst, by length of the stretch less one."""
+        ends = slice(start + 1, None)
+        inputs, outputs = self.crossing[start], self._unsaved[ends] - self._passing_through(start)
+        forward = np.maximum.accumulate(self._forward[start:]) - self._made[start]
+        gone = self._freed[start] + self._inputs_saved[start]
+        backward = np.maximum.accumulate(self._backward[start:]) - gone + self._weights[ends] + outputs
+        # Whoever called the backward holds the gradients of the outputs; a later stage's `cat` is not here.
+        backward += self._gradient[ends] - self._wider[ends]
+        # What is left when all is done: the gradients of the weights, of the outputs and of the inputs.
+        left = (
+            self._weights[ends]
+            - self._weights[start]
+            + outputs
+            + self._gradient[ends]
+            + self._gradient[start]
+        )
+        waiting = (self._inflight - 1) * (inputs + self._made[ends] - self._made[start] + outputs)
+        return np.maximum(np.maximum(forward, backward), left) + inputs + waiting
+
+    def _passing_through(self, start: int) -> np.ndarray:
+        """[n - start] bytes of values that come in, go out and are saved by no operator, by length."""
+        through = (self._made_at < start) & (self._last_at > start)
+        steps = np.zeros(len(self._forward) + 1)
+        np.add.at(steps, self._last_at[through], self._loose[through])
+        # One that is last read at k comes out of the stretches that end before k.
+        return np.cumsum(steps[::-1])[::-1][start + 1 :]
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Memory of one tensor (and its views) in a row of operators, by their places."""
+
+    nbytes: float
+    gradient_bytes: float
+    wider_bytes: float
+    """Of a larger gradient that its own is a view of, beyond its own, until that is added to or sent."""
+    made: int
+    """-1: an input of the model."""
+    last: int
+    """Its last reader."""
+    saver: int | None
+    """The first whose backward needs it; None if none does."""
+
+    @property
+    def until(self) -> int:
+        """The place up to which only its readers hold it: from then on it is saved, or not needed."""
+        return self.last if self.saver is None else min(self.saver, self.last)
+
+
+def _spans(
+    graph: OpGraph, kept: Kept, reads: Mapping[int, Sequence[str]], order: Sequence[int]
+) -> list[_Span]:
+    made: dict[str, int] = {kept.root[name]: -1 for name in graph.inputs}
+    last, saver = dict(made), dict[str, int]()
+    for number, index in enumerate(order):
+        op = graph.operators[index]
+        for name in op.outputs:
+            made.setdefault(kept.root[name], number)
+        for name in (*reads[index], *op.outputs):
+            last[kept.root[name]] = number
+        for root in kept.saves[index] & made.keys():
+            saver.setdefault(root, number)
+    wider = dict.fromkeys(made, 0.0)
+    for number, index in enumerate(order):
+        op = graph.operators[index]
+        if kind_of(op.target) == "cat":
+            # Their gradients are views of one; the part that was made first holds it for the longest time.
+            parts = [kept.root[n] for n in reads[index] if graph.values[n].differentiable]
+            first = min(parts, key=lambda root: (made[root], root), default=None)
+            if first is not None and last[first] == number:
+                whole = sum(graph.values[name].nbytes for name in op.outputs)
+                wider[first] = float(max(0, whole - graph.values[first].nbytes))
+    return [
+        _Span(
+            nbytes=float(graph.values[root].nbytes),
+            gradient_bytes=float(graph.values[root].nbytes * graph.values[root].differentiable),
+            wider_bytes=wider[root],
+            made=first,
+            last=last[root],
+            saver=saver.get(root),
+        )
+        for root, first in made.items()
+    ]
+
+
+def state_bytes(graph: OpGraph, name: str, holding: Holding) -> float:
+    """Bytes that the parameter or buffer `name` takes: buffers are only held."""
+    value = graph.values[name]
+    if name in graph.buffers:
+        return float(value.nbytes)
+    return holding.state_bytes(value.numel, DTYPE_BYTES[value.dtype])

@@ -1,0 +1,484 @@
+"""Where to cut a model into stages: first the shortest period of the pipeline, then the shortest latency.
+
+The period is the time from one microbatch to the next when all stages and lines work at once: the slowest
+stage or line. Transfers hide behind compute, and both directions of a line work at once.
+
+In a given order of the operators the best cut is found exactly, by dynamic programming over places to cut at:
+what crosses a place and what a stretch costs follow from the places alone (`swarm.partitioner.segments`). A
+chain has one order. For a DAG several orders that keep branches together are tried; then operators, with
+those of their stage that must follow them, are moved between neighbouring stages, and their order is cut
+again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from swarm.errors import SetupError
+from swarm.model.graph.ir import OpGraph
+from swarm.model.layout import Holding
+from swarm.partitioner.cost import DeviceModel
+from swarm.partitioner.flops import works
+from swarm.partitioner.local_search import NEARLY, Moves
+from swarm.partitioner.segments import Facts, NetworkPath, WireTerms
+from swarm.partitioner.topological_orders import orders
+
+MAX_MOVES = 2000
+"""Moves tried for one cut: about half a second."""
+MAX_REFINED = 4
+"""Cuts that are improved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The device of one stage."""
+
+    device: DeviceModel
+    memory_bytes: float = math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The line between a stage and the next one, the same both ways."""
+
+    bandwidth_bps: float = math.inf
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitTerms:
+    """The terms of a run that matter to where its model is cut."""
+
+    holding: Holding = field(default_factory=Holding)
+    wire: WireTerms = field(default_factory=WireTerms)
+    microbatches: int = 1
+    """Of a step: gradients of weights on several stages are added up once in so many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A cut, and what it is expected to cost."""
+
+    assignment: tuple[int, ...]
+    """The stage of each operator, by index. Of those that several stages compute: the first of them."""
+    period_s: float
+    """From one microbatch to the next."""
+    latency_s: float
+    """Of one microbatch alone, there and back; and its share of adding up gradients of shared weights."""
+    compute_s: tuple[float, ...]
+    """Of each stage, forward and backward."""
+    transfer_s: tuple[float, ...]
+    """Of each boundary, in the direction that takes longer."""
+    forward_bytes: tuple[float, ...]
+    """Over each boundary."""
+    backward_bytes: tuple[float, ...]
+    memory_bytes: tuple[float, ...]
+    """Of each stage at its worst moment, with its state."""
+
+    @property
+    def limit(self) -> str:
+        """The stage or line that determines the period."""
+        slowest = max(range(len(self.compute_s)), key=lambda stage: self.compute_s[stage])
+        if not self.transfer_s or max(self.transfer_s) <= self.compute_s[slowest]:
+            return f"stage {slowest}"
+        line = max(range(len(self.transfer_s)), key=lambda boundary: self.transfer_s[boundary])
+        return f"the line between stages {line} and {line + 1}"
+
+
+def split(
+    graph: OpGraph, places: Sequence[Place], links: Sequence[Link] = (), terms: SplitTerms | None = None
+) -> Split:
+    """Cut `graph` into as many stages as there are places. `links`: the lines between them; none: no limit.
+
+    Raises:
+        SetupError: fewer operators with weights than stages; a stage that its device cannot hold.
+    """
+    task = _Task(graph, places, links, terms or SplitTerms())
+    found = [cut for order in orders(graph, task.facts) if (cut := task.best_of(order)) is not None]
+    if not found:
+        raise task.too_large()
+    # The best may be where the second best is: several of different cost are improved.
+    found.sort(key=lambda cut: (cut.period_s, cut.latency_s))
+    return task.best([task.refined(cut) for cut in _different(found)[:MAX_REFINED]])
+
+
+def equal_layers(
+    graph: OpGraph, places: Sequence[Place], links: Sequence[Link] = (), terms: SplitTerms | None = None
+) -> Split:
+    """For comparison: as many layers for each stage. A layer is a module with a number in its name.
+
+    Raises:
+        SetupError: fewer layers than stages.
+    """
+    task = _Task(graph, places, links, terms or SplitTerms())
+    layer, layers = "", list[list[int]]()
+    for op in graph.operators:
+        name = _layer_of(op.module) or layer
+        if not layers or (name != layer and not op.cheap):
+            layers.append([])
+            layer = name
+        layers[-1].append(op.index)
+    S = len(places)
+    if len(layers) < S:
+        raise SetupError(f"{len(layers)} layers cannot be cut into {S} stages of whole layers")
+    stage_of = {i: n * S // len(layers) for n, layer_ops in enumerate(layers) for i in layer_ops}
+    return task.judged([stage_of[op.index] for op in graph.operators])
+
+
+def equal_flops(
+    graph: OpGraph, places: Sequence[Place], links: Sequence[Link] = (), terms: SplitTerms | None = None
+) -> Split:
+    """For comparison: in the order of the graph, cut where so many S-ths of all operations are done."""
+    task = _Task(graph, places, links, terms or SplitTerms())
+    flops = [work.flops + work.backward_flops for work in works(graph)]
+    done, total, S = 0.0, math.fsum(flops), len(places)
+    assignment = []
+    for number in flops:
+        # An operator goes where its middle lies.
+        assignment.append(min(S - 1, int((done + number / 2) * S / total)) if total else 0)
+        done += number
+    return task.judged(assignment)
+
+
+def judge(
+    graph: OpGraph,
+    assignment: Sequence[int],
+    places: Sequence[Place],
+    links: Sequence[Link] = (),
+    terms: SplitTerms | None = None,
+) -> Split:
+    """What a given cut is expected to cost.
+
+    Raises:
+        SetupError: not a cut: a value flows to an earlier stage, or a stage that is not there.
+    """
+    return _Task(graph, places, links, terms or SplitTerms()).judged(assignment)
+
+
+def _layer_of(module: str) -> str:
+    """`decoder.layers.3.attention.q` -> `decoder.layers.3`; the first part of a name without a number."""
+    parts = module.split(".")
+    number = next((n for n, part in enumerate(parts) if part.isdigit()), 0)
+    return ".".join(parts[: number + 1])
+
+
+def _different(cuts: Sequence[Split]) -> list[Split]:
+    """Without cuts that cost the same as the one before; `cuts` is sorted."""
+    return [
+        cut
+        for n, cut in enumerate(cuts)
+        if not n or (cut.period_s, cut.latency_s) != (cuts[n - 1].period_s, cuts[n - 1].latency_s)
+    ]
+
+
+class _Task:
+    """One graph to be cut for given devices and lines."""
+
+    def __init__(
+        self, graph: OpGraph, places: Sequence[Place], links: Sequence[Link], terms: SplitTerms
+    ) -> None:
+        self.graph, self.terms, self.S = graph, terms, len(places)
+        links = links or [Link()] * (self.S - 1)
+        if not places or len(links) != self.S - 1:
+            raise SetupError(
+                f"{self.S} stages need {max(0, self.S - 1)} links between them, and {len(links)} are given"
+            )
+        for link in links:
+            if not (link.bandwidth_bps > 0 and 0 <= link.latency_s < math.inf):
+                raise SetupError(
+                    f"a link of {link.bandwidth_bps:g} bit/s and {link.latency_s:g} s: the bandwidth must be "
+                    "above 0, the latency finite and not below 0"
+                )
+        for place in places:
+            if not place.memory_bytes > 0:
+                raise SetupError(f"a device with {place.memory_bytes:g} bytes of memory holds nothing")
+        self.links, self.limits = links, [place.memory_bytes for place in places]
+        devices = list({id(place.device): place.device for place in places}.values())
+        self.device = [next(n for n, d in enumerate(devices) if d is place.device) for place in places]
+        self.seconds = np.array([[sum(d.operator_s(work)) for work in works(graph)] for d in devices])
+        self.facts = Facts(graph)
+        trained = sum(
+            any(name in graph.parameters for name in self.facts.weights[index]) for index in self.facts.row
+        )
+        if trained < self.S:
+            raise SetupError(
+                f"{trained} operators have weights, too few for {self.S} stages: a stage without weights "
+                "trains nothing. Cut the model into fewer stages"
+            )
+        self._moves: Moves | None = None
+
+    # --- a row of operators ---
+
+    def line(self, order: Sequence[int]) -> NetworkPath:
+        return NetworkPath(self.graph, order, self.seconds, self.terms.holding, self.terms.wire, self.facts)
+
+    def transfers(self, line: NetworkPath) -> tuple[np.ndarray, np.ndarray]:
+        """([S - 1, n + 1] seconds that a line is busy, of the way there and back), by place."""
+        busy, way = np.zeros((self.S - 1, line.n + 1)), np.zeros((self.S - 1, line.n + 1))
+        for number, link in enumerate(self.links):
+            forth, back = (8 * b / link.bandwidth_bps for b in (line.forward_bytes, line.backward_bytes))
+            busy[number] = np.maximum(forth, back)
+            way[number] = forth + back + 2 * link.latency_s
+        return busy, way
+
+    def best_of(self, order: Sequence[int]) -> Split | None:
+        """The best cut of this order; None if none fits."""
+        line = self.line(order)
+        busy, way = self.transfers(line)
+        period = _shortest_period(line, self.device, self.limits, busy)
+        if period == math.inf:
+            return None
+        sharing_s, limit = self._sharing_s(), period * (1 + NEARLY)
+        ends = _shortest_way(line, self.device, self.limits, busy, way, limit, sharing_s)
+        found = self._split_of(line, ends)
+        if tuple(order) == self.facts.row:
+            return found
+        # A stage computes in the graph's order, whichever order the cut was found in: its memory is another.
+        found = self.judged(found.assignment)
+        return found if self._fits(found) else None
+
+    def refined(self, cut: Split) -> Split:
+        """Move operators, and cut the order that comes of it again, as long as it helps."""
+        while True:
+            moved = self.improved(cut)
+            again = self.best_of(self.order_of(moved.assignment))
+            found = self.best([cut, moved] + ([again] if again else []))
+            if found is cut:
+                return cut
+            cut = found
+
+    def best(self, cuts: Sequence[Split]) -> Split:
+        """The first of the best."""
+        found = cuts[0]
+        for cut in cuts[1:]:
+            found = cut if self.less(cut, found) else found
+        return found
+
+    def less(self, one: Split, other: Split) -> bool:
+        """Whether `one` is better: by its period, or else by its latency."""
+        if one.period_s < other.period_s * (1 - NEARLY):
+            return True
+        return one.period_s <= other.period_s * (1 + NEARLY) and one.latency_s < other.latency_s * (
+            1 - NEARLY
+        )
+
+    def order_of(self, assignment: Sequence[int]) -> list[int]:
+        """The operators stage by stage."""
+        return sorted(self.facts.row, key=lambda index: (assignment[index], index))
+
+    def judged(self, assignment: Sequence[int]) -> Split:
+        """The expected cost of a cut.
+
+        Raises:
+            SetupError: not a cut of this graph.
+        """
+        self._check(assignment)
+        order = self.order_of(assignment)
+        stages = np.array([assignment[index] for index in order])
+        return self._split_of(
+            self.line(order), list(np.searchsorted(stages, np.arange(self.S), side="right"))
+        )
+
+    def _check(self, assignment: Sequence[int]) -> None:
+        graph = self.graph
+        if len(assignment) != len(graph.operators):
+            raise SetupError(f"{len(assignment)} stages are given for {len(graph.operators)} operators")
+        for index, sources in self.facts.before.items():
+            stage, name = assignment[index], graph.operators[index].name
+            if not 0 <= stage < self.S:
+                raise SetupError(f"operator {name} is on stage {stage} of {self.S}")
+            for source in sources:
+                if assignment[source] > stage:
+                    raise SetupError(
+                        f"operator {name} of stage {stage} reads what {graph.operators[source].name} makes "
+                        f"on stage {assignment[source]}: values flow to later stages only"
+                    )
+
+    def _split_of(self, line: NetworkPath, ends: Sequence[int]) -> Split:
+        """`ends`: the place after each stage's last operator."""
+        starts = [0, *ends[:-1]]
+        wanted = {start: stage for stage, start in enumerate(starts) if start < ends[stage]}
+        compute, memory, again = [0.0] * self.S, [0.0] * self.S, 0.0
+        for start, row in enumerate(line.rows()):
+            if start in wanted:
+                stage, found = wanted[start], row()
+                length = ends[stage] - start - 1
+                compute[stage] = float(found.seconds[self.device[stage], length])
+                memory[stage] = float(found.memory[length])
+                again += float(found.again[length])
+        busy, way = self.transfers(line)
+        cuts = list(ends[:-1])
+        transfer = tuple(float(busy[number, cut]) for number, cut in enumerate(cuts))
+        latency_s = math.fsum(compute) + math.fsum(float(way[b, cut]) for b, cut in enumerate(cuts))
+        assignment = [-1] * len(self.graph.operators)
+        for stage, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            for index in line.order[start:end]:
+                assignment[index] = stage
+                for cheap in self.facts.needs[index]:
+                    assignment[cheap] = stage if assignment[cheap] < 0 else assignment[cheap]
+        return Split(
+            assignment=tuple(max(0, stage) for stage in assignment),
+            period_s=max(*compute, *transfer) if transfer else max(compute),
+            latency_s=latency_s + again * self._sharing_s(),
+            compute_s=tuple(compute),
+            transfer_s=transfer,
+            forward_bytes=tuple(float(line.forward_bytes[cut]) for cut in cuts),
+            backward_bytes=tuple(float(line.backward_bytes[cut]) for cut in cuts),
+            memory_bytes=tuple(memory),
+        )
+
+    def _sharing_s(self) -> float:
+        """Of a microbatch, by byte of weights that one more stage holds: there and back, once a step."""
+        slowest = min((link.bandwidth_bps for link in self.links), default=math.inf)
+        return 16 / slowest / max(1, self.terms.microbatches)
+
+    # --- moves ---
+
+    def improved(self, start: Split) -> Split:
+        """Move operators between neighbouring stages as long as it helps."""
+        if self.S == 1:
+            return start
+        if self._moves is None:
+            self._moves = Moves(
+                self.graph, self.facts, self.terms.wire, self.seconds[self.device],
+                [link.bandwidth_bps for link in self.links], [link.latency_s for link in self.links],
+                self._sharing_s(),
+            )  # fmt: skip
+        stages = self._moves.climb(start.assignment, MAX_MOVES)
+        moved = self.judged(stages)
+        return moved if self._fits(moved) and self.less(moved, start) else start
+
+    def _fits(self, found: Split) -> bool:
+        return all(need <= limit for need, limit in zip(found.memory_bytes, self.limits, strict=True))
+
+    def too_large(self) -> SetupError:
+        """The error that nothing fits: names the cut whose worst stage is the least beyond its device."""
+        line = self.line(self.facts.row)
+        worst, ends = _least_overflow(line, self.limits)
+        found = self._split_of(line, ends)
+        stage = max(range(self.S), key=lambda s: found.memory_bytes[s] / self.limits[s])
+        inside = line.order[([0, *ends])[stage] : ends[stage]]
+        first, last = (self.graph.operators[index].name for index in (inside[0], inside[-1]))
+        what = f"the operator {first}" if len(inside) == 1 else f"the operators from {first} to {last}"
+        assert worst > 1
+        return SetupError(
+            f"a stage that no device can hold: even in the best cut for memory stage {stage} ({what}) needs "
+            f"{found.memory_bytes[stage] / 1e9:.3g} GB, and its device has {self.limits[stage] / 1e9:.3g} "
+            "GB. Cut the model into more stages, bring a device with that much memory, or make microbatches "
+            "smaller"
+        )
+
+
+def _shortest_period(
+    line: NetworkPath, device: Sequence[int], limits: Sequence[float], busy: np.ndarray
+) -> float:
+    """The least of the largest of all stages and lines; inf if nothing fits."""
+    S, n = len(device), line.n
+    best = np.full((S + 1, n + 1), math.inf)
+    best[0, 0] = 0.0
+    for start, row in enumerate(line.rows()):
+        stages = _reached(best, busy, start)
+        if not stages:
+            continue
+        found = row()
+        least = _first_with_weights(line, start)
+        for stage, sofar in stages:
+            costs = np.maximum(found.seconds[device[stage]], sofar)
+            costs[found.memory > limits[stage]] = math.inf
+            costs[:least] = math.inf
+            np.minimum(best[stage + 1, start + 1 :], costs, out=best[stage + 1, start + 1 :])
+    return float(best[S, n])
+
+
+def _reached(best: np.ndarray, busy: np.ndarray, start: int) -> list[tuple[int, float]]:
+    """(stage, the period so far) of the stages that can begin here."""
+    found = []
+    for stage in range(len(best) - 1):
+        sofar = float(best[stage, start])
+        if sofar < math.inf:
+            found.append((stage, max(sofar, float(busy[stage - 1, start])) if stage else sofar))
+    return found
+
+
+def _first_with_weights(line: NetworkPath, start: int) -> int:
+    """How many operators a stage that begins here has at least, less one."""
+    return int(np.argmax(line.trains[start:])) if line.trains[start:].any() else line.n
+
+
+def _shortest_way(
+    line: NetworkPath,
+    device: Sequence[int],
+    limits: Sequence[float],
+    busy: np.ndarray,
+    way: np.ndarray,
+    period: float,
+    sharing_s: float,
+) -> list[int]:
+    """The place after each stage of the cut with the shortest latency among those of this period."""
+    S, n = len(device), line.n
+    best = np.full((S + 1, n + 1), math.inf)
+    origin = np.zeros((S + 1, n + 1), dtype=np.int64)
+    best[0, 0] = 0.0
+    for start, row in enumerate(line.rows()):
+        stages = [
+            stage
+            for stage in range(S)
+            if best[stage, start] < math.inf and (not stage or busy[stage - 1, start] <= period)
+        ]
+        if not stages:
+            continue
+        found, least = row(), _first_with_weights(line, start)
+        for stage in stages:
+            seconds = found.seconds[device[stage]]
+            before = best[stage, start] + (way[stage - 1, start] if stage else 0.0)
+            costs = before + seconds + found.again * sharing_s
+            costs[(found.memory > limits[stage]) | (seconds > period)] = math.inf
+            costs[:least] = math.inf
+            _relax(best, origin, stage, start, costs)
+    return _ends(origin)
+
+
+def _least_overflow(line: NetworkPath, limits: Sequence[float]) -> tuple[float, list[int]]:
+    """(memory ÷ limit of the worst stage, ends) of the cut that comes nearest to fitting."""
+    S, n = len(limits), line.n
+    best = np.full((S + 1, n + 1), math.inf)
+    origin = np.zeros((S + 1, n + 1), dtype=np.int64)
+    best[0, 0] = 0.0
+    for start, row in enumerate(line.rows()):
+        if not (best[:S, start] < math.inf).any():
+            continue
+        found, least = row(), _first_with_weights(line, start)
+        for stage in range(S):
+            if best[stage, start] == math.inf:
+                continue
+            costs = np.maximum(found.memory / limits[stage], best[stage, start])
+            costs[:least] = math.inf
+            _relax(best, origin, stage, start, costs)
+    return float(best[S, n]), _ends(origin)
+
+
+def _relax(best: np.ndarray, origin: np.ndarray, stage: int, start: int, costs: np.ndarray) -> None:
+    """Take the cuts in which `stage` begins at `start` where they cost less than the best so far.
+
+    Args:
+        best: [S + 1, n + 1] the least cost of so many stages up to a place.
+        origin: [S + 1, n + 1] the place at which the last of these stages begins.
+        costs: [n - start] by the place after the stage's last operator.
+    """
+    target = best[stage + 1, start + 1 :]
+    less = costs < target
+    target[less] = costs[less]
+    origin[stage + 1, start + 1 :][less] = start
+
+
+def _ends(origin: np.ndarray) -> list[int]:
+    """The place after each stage of the best cut, traced back from the end."""
+    stages, n = (size - 1 for size in origin.shape)
+    ends = [n]
+    for stage in range(stages, 1, -1):
+        ends.append(int(origin[stage, ends[-1]]))
+    return ends[::-1]

@@ -1,0 +1,121 @@
+"""Which boundaries send only a part of their numbers, and how small a part: AdaTopK.
+
+FusionLLM (Tang et al., 2024, adaptive compression) compresses a link i by max(1, 3 r R_i / max R), R being
+the estimated times of transfer, r what the slowest is compressed by, and 3 what places of 8 bytes cost
+beside values of 4. So what is compressed takes as long everywhere, and fast links stay as they are. Here
+the same rule with our own bytes instead of the 3: the slowest boundary gets the smallest part that is
+allowed, and every other one the largest with which it takes no longer; those that take no longer as they
+are keep their codec, bit for bit, and those that take no longer with all numbers in fewer bits keep all.
+
+A boundary that hides behind the computation needs no compression at all: `enough_s`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from swarm.codecs import PPM, Bytes, Codec, parse_codec
+from swarm.errors import SetupError
+from swarm.ids import Stage
+from swarm.plan.network import Network
+
+
+def boundary_codecs(
+    bandwidths_bps: Sequence[tuple[float, float]],
+    bytes_of: Callable[[int, str], Bytes],
+    base: Sequence[str],
+    *,
+    least: float,
+    values: str = "blockwise8",
+    enough_s: float = 0.0,
+) -> tuple[str, ...]:
+    """The codec of what each boundary sends forward.
+
+    Args:
+        bandwidths_bps: of each boundary, (forward, backward).
+        bytes_of: (boundary, codec) -> what crosses it with that codec. A larger part takes no fewer bytes.
+        base: the codec of each boundary as it is.
+        least: the smallest part of the numbers that may be kept.
+        values: how the kept numbers look.
+        enough_s: a microbatch need not cross a boundary in less.
+
+    Raises:
+        SetupError: a bandwidth, a part or a codec that cannot be.
+    """
+    smallest_ppm = _ppm(least, values)
+    if len(base) != len(bandwidths_bps):
+        raise SetupError(f"{len(base)} codecs for {len(bandwidths_bps)} boundaries")
+    for bandwidth_bps in bandwidths_bps:
+        if not all(0 < each <= math.inf for each in bandwidth_bps):
+            raise SetupError(f"a boundary of {bandwidth_bps} bit/s: nothing can cross it")
+
+    def seconds(boundary: int, codec: str) -> float:
+        both = zip(bytes_of(boundary, codec), bandwidths_bps[boundary], strict=True)
+        return max(8 * nbytes / bps for nbytes, bps in both)
+
+    smallest = Codec(smallest_ppm, values).name
+    best = [min(seconds(b, base[b]), seconds(b, smallest)) for b in range(len(base))]
+    limit_s = max([enough_s, *best])
+
+    def chosen(boundary: int) -> str:
+        for whole in (base[boundary], "bf16", values):
+            if seconds(boundary, whole) <= limit_s:
+                return whole
+        if seconds(boundary, smallest) >= limit_s:
+            return smallest
+        low, high = smallest_ppm, PPM - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if seconds(boundary, Codec(middle, values).name) <= limit_s:
+                low = middle
+            else:
+                high = middle - 1
+        return Codec(max(smallest_ppm, _three_digits(low)), values).name
+
+    return tuple(chosen(boundary) for boundary in range(len(base)))
+
+
+def boundary_bandwidths(
+    network: Network, stage_of: Sequence[Stage] | np.ndarray, stages: int
+) -> list[tuple[float, float]]:
+    """Of each boundary (forward, backward): what all its lines carry together, in bits a second.
+
+    A microbatch takes any pair of devices alike, so a line counts with the harmonic mean; as many are in
+    use at once as the smaller stage has devices. A device between two boundaries shares its own line among
+    them: it sends activations on and gradients back. `stage_of`: of each device, as a plan has it.
+    """
+    inner_N = (np.asarray(stage_of) > 0) & (np.asarray(stage_of) < stages - 1)
+    up_N = np.array([device.upload_bps for device in network.devices], dtype=np.float64) / (1 + inner_N)
+    down_N = np.array([device.download_bps for device in network.devices], dtype=np.float64) / (1 + inner_N)
+    region_N = np.array([device.region for device in network.devices])
+    line_NN = network.bandwidth_bps[np.ix_(region_N, region_N)]
+    line_NN = np.minimum(np.minimum(line_NN, up_N[:, None]), down_N[None, :])
+    members = [np.flatnonzero(np.asarray(stage_of) == stage) for stage in range(stages)]
+    for stage, found in enumerate(members):
+        if not len(found):
+            raise SetupError(f"stage {stage} has no device: nothing crosses its boundaries")
+
+    def mean(senders: np.ndarray, receivers: np.ndarray) -> float:
+        seconds_a_bit = float((1.0 / line_NN[np.ix_(senders, receivers)]).mean())
+        return min(len(senders), len(receivers)) / seconds_a_bit if seconds_a_bit else math.inf
+
+    return [(mean(a, b), mean(b, a)) for a, b in pairwise(members)]
+
+
+def _ppm(part: float, values: str) -> int:
+    keep_ppm = round(part * PPM) if math.isfinite(part) else 0
+    if not 1 <= keep_ppm < PPM:
+        raise SetupError(f"a part of {part} cannot be kept: it must be above 0 and below 1")
+    if parse_codec(Codec(keep_ppm, values).name) is None:
+        raise SetupError(f"kept numbers cannot look like {values!r}")
+    return keep_ppm
+
+
+def _three_digits(keep_ppm: int) -> int:
+    """Rounded down, so that people can read it: 0.0371, not 0.037148, and never a longer transfer."""
+    unit = 10 ** max(0, len(str(keep_ppm)) - 3)
+    return keep_ppm // unit * unit

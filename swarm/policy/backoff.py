@@ -1,0 +1,80 @@
+"""Exponential backoff for failing peers. Pure: times are monotonic seconds given by the caller."""
+
+from __future__ import annotations
+
+from swarm.ids import PeerId
+
+FIRST_BACKOFF_S = 1.0
+"""Long enough to redial a broken connection, short enough not to miss a healthy peer."""
+MAX_BACKOFF_S = 30.0
+
+
+class Backoff:
+    """Exponential backoff per peer: 1 s after the first failure, doubled each time, until the peer answers.
+
+    With `probed`, a prober (`peers.liveness_probe`) pings silent peers. A silent peer then stays in backoff
+    until a ping is answered: no longer, and no shorter either, because work sent to a hung peer costs the
+    time to notice. Peers that answered nonsense wait out their time in any case.
+    """
+
+    def __init__(
+        self, *, first_s: float = FIRST_BACKOFF_S, longest_s: float = MAX_BACKOFF_S, probed: bool = False
+    ) -> None:
+        self._first_s, self._longest_s, self._probed = first_s, longest_s, probed
+        self._until: dict[PeerId, float] = {}
+        self._last_s: dict[PeerId, float] = {}
+        self._silent: set[PeerId] = set()
+        self.changes = 0
+        """Counts the beginnings and ends of backoffs, except those that end by time."""
+
+    def failed(self, peer: PeerId, *, now: float, silent: bool = False) -> float:
+        """Put `peer` into backoff and return for how many seconds. `silent`: it did not answer or was not
+        reached.
+
+        Failures during a backoff are the same event seen by other calls and add nothing.
+        """
+        if self._probed and silent and not now < self.ends(peer):
+            self._silent.add(peer)
+            self.changes += 1
+        if now < self.ends(peer):
+            return self._until[peer] - now
+        backoff_s = min(self._longest_s, 2 * self._last_s.get(peer, self._first_s / 2))
+        self.changes += 1
+        self._last_s[peer] = backoff_s
+        self._until[peer] = now + backoff_s
+        return backoff_s
+
+    def answered(self, peer: PeerId) -> None:
+        """End the backoff of `peer`: its next failure starts with a short one."""
+        if peer in self._until or peer in self._silent:
+            self.changes += 1
+        self._last_s.pop(peer, None)
+        self._until.pop(peer, None)
+        self._silent.discard(peer)
+
+    def heard(self, peer: PeerId) -> None:
+        """A silent peer answered a ping. After its first failure this ends its backoff at once."""
+        if peer in self._silent:
+            self.changes += 1
+            self._silent.remove(peer)
+            if self._last_s.get(peer, 0.0) <= self._first_s:
+                self._until.pop(peer, None)
+
+    def silent(self) -> list[PeerId]:
+        """The silent peers, to be pinged."""
+        return sorted(self._silent)
+
+    def forget(self, peer: PeerId) -> None:
+        """Stop pinging `peer`: it is no longer announced."""
+        self.changes += 1
+        self._silent.discard(peer)
+
+    def in_backoff(self, peer: PeerId, *, now: float) -> bool:
+        """Whether `peer` should not be called now."""
+        return peer in self._silent or now < self.ends(peer)
+
+    def ends(self, peer: PeerId) -> float:
+        """When the backoff of `peer` ends (at the earliest, if it is silent); minus infinity if it has
+        none.
+        """
+        return self._until.get(peer, float("-inf"))

@@ -1,0 +1,66 @@
+"""Detector of other programs that want the device (`--pause-when-busy`). Pure.
+
+Desktops always use a little of a GPU, so the memory of other programs counts above the smallest amount seen.
+Hysteresis in both directions: a pause begins when another program uses much of the device for a few seconds,
+and ends when none has used more than half of that for a minute. A scrolling page pauses nothing, and a game
+that loads its next level does not count as ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """Use of a device by other programs."""
+
+    held_bytes: int
+    share: float
+    """Share of the time in which the device computed for them, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether to pause, and why (for logs and the status)."""
+
+    pause: bool
+    why: str
+
+
+class ContentionDetector:
+    """Decides from repeated observations of a device when to pause."""
+
+    def __init__(
+        self,
+        *,
+        threshold_bytes: int = 512 << 20,
+        threshold_share: float = 0.25,
+        contended_after_s: float = 3.0,
+        free_after_s: float = 60.0,
+    ) -> None:
+        """More than `threshold_bytes` above the baseline, or more than `threshold_share` of the time, counts
+        as contention.
+        """
+        self._threshold_bytes, self._threshold_share = threshold_bytes, threshold_share
+        self._contended_after_s, self._free_after_s = contended_after_s, free_after_s
+        self._baseline_bytes: int | None = None
+        self._since: float | None = None
+        """Since when the observations have contradicted the present verdict."""
+        self._paused = False
+
+    def observe(self, use: Use, *, now: float) -> Verdict:
+        """Add an observation made at `now` (monotonic seconds) and return the verdict."""
+        baseline = use.held_bytes if self._baseline_bytes is None else self._baseline_bytes
+        self._baseline_bytes = min(use.held_bytes, baseline)
+        more_bytes = use.held_bytes - self._baseline_bytes
+        half = 0.5 if self._paused else 1.0
+        wanted = more_bytes > half * self._threshold_bytes or use.share > half * self._threshold_share
+        if wanted == self._paused:
+            self._since = None
+        else:
+            self._since = now if self._since is None else self._since
+            if now - self._since >= (self._free_after_s if self._paused else self._contended_after_s):
+                self._paused, self._since = not self._paused, None
+        why = f"other programs have {more_bytes >> 20} MiB more than usual, and {use.share:.0%} of the time"
+        return Verdict(pause=self._paused, why=why)

@@ -1,0 +1,73 @@
+"""Checks of reports and summaries: no honest replica or coordinator sends what these refuse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from swarm.errors import Refused
+from swarm.manifest import Run
+from swarm.protocol.ledger import check_bitmap
+from swarm.protocol.messages import ReplicaReport, StageSummary
+from swarm.protocol.rollback import check_position
+from swarm.protocol.rounds import Commit
+
+MAX_STEPS = 4
+"""Steps in one report: the open one, one more with delayed updates, and those about to close."""
+
+
+def check_report(report: ReplicaReport, run: Run) -> None:
+    """Refuse a report that no honest replica sends.
+
+    Raises:
+        Refused: the text names what is impossible.
+    """
+    check_position(report.generation, report.version, run, what="a report")
+    if not 0.0 <= report.bandwidth_bps < math.inf:
+        raise Refused(f"an impossible bandwidth, {report.bandwidth_bps} bit/s")
+    _check_steps([step.t for step in report.steps], run)
+    _check_commits(report.commits, run)
+    for step in report.steps:
+        for ledger in (step.done, step.in_progress, step.inherited):
+            check_bitmap(ledger, run.M)
+        if step.held is not None:
+            _check_sqnorm(step.held.sqnorm)
+
+
+def check_summary(summary: StageSummary, run: Run) -> None:
+    """Refuse a summary that no honest stage coordinator sends.
+
+    Raises:
+        Refused: the text names what is impossible.
+    """
+    check_position(summary.generation, summary.version, run, what="a summary")
+    _check_steps([step.t for step in summary.steps], run)
+    _check_commits(summary.commits, run)
+    for step in summary.steps:
+        for bitmap in (step.lacking, step.unclaimed):
+            check_bitmap(bitmap, run.M)
+        _check_sqnorm(step.sqnorm)
+
+
+def _check_steps(steps: Sequence[int], run: Run) -> None:
+    if (
+        len(steps) > MAX_STEPS
+        or list(steps) != sorted(set(steps))
+        or not all(0 <= t < run.steps for t in steps)
+    ):
+        raise Refused(f"{list(steps)[:8]} are not open steps of a run of {run.steps}")
+
+
+def _check_commits(commits: Sequence[Commit], run: Run) -> None:
+    if len(commits) > MAX_STEPS:
+        raise Refused(f"{len(commits)} goes at once; at most {MAX_STEPS}")
+    for commit in commits:
+        if not 0 <= commit.t < run.steps:
+            raise Refused(f"a go for step {commit.t} of a run of {run.steps} steps")
+        _check_sqnorm(commit.total_sqnorm)
+
+
+def _check_sqnorm(sqnorm: float) -> None:
+    """Refuse a norm that no sum has. Infinity is allowed: the run diverged, and taking the step says so."""
+    if not sqnorm >= 0.0:
+        raise Refused(f"an impossible squared norm, {sqnorm}")

@@ -1,0 +1,329 @@
+"""What the coordinators of a stage and of the run know and decide. Pure: times are given by the caller.
+
+Nothing here is kept on disk or handed over: a peer that takes over is told everything again within a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from swarm.ids import Generation, PeerId, Stage
+from swarm.manifest import Run
+from swarm.protocol.ledger import Bitmap, everything, members_of
+from swarm.protocol.messages import (
+    Directive,
+    ReplicaReport,
+    RunStatus,
+    StageSummary,
+    StepDirective,
+    StepLacking,
+    StepSummary,
+)
+from swarm.protocol.replica import newest_commits
+from swarm.protocol.rounds import (
+    Commit,
+    Decision,
+    FetchResult,
+    Lacking,
+    MemberStep,
+    Plan,
+    Reduce,
+    StageStep,
+    Undo,
+    decide,
+    decide_commit,
+    digest_majority,
+)
+
+REALIGN_STEPS = 100
+"""Steps between realignments where the manifest has no checkpoints: replicas on different kinds of device
+then take the same bits."""
+LOSSES_KEPT = 64
+MAX_SOURCES = 64
+
+
+def realigns(run: Run, version: int) -> bool:
+    """Whether replicas on all kinds of device compare, and take, the same bits at `version`."""
+    return version % (run.checkpoint_every or REALIGN_STEPS) == 0
+
+
+class Agreed:
+    """The commits and the generation that this peer has heard of."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        """The latest that was heard of: decisions concern nothing older."""
+        self.commits: dict[int, Commit] = {}
+
+    def learn(self, commits: Sequence[Commit], generation: Generation, *, newest: int) -> None:
+        """Remember commits. `newest`: the version that the stage has.
+
+        A commit is for a step that all stages have the weights for. A commit for which this stage has no
+        weights is false, or this stage is behind and will be told again. If it were kept, it would hide every
+        true one after it.
+        """
+        if generation != self.generation:
+            return
+        for commit in commits:
+            if commit.t not in self.commits and commit.t <= newest:
+                self.commits[commit.t] = commit
+                for t in [t for t in self.commits if t < commit.t - 4]:
+                    del self.commits[t]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A replica that reported."""
+
+    report: ReplicaReport
+    losses: list[list[float]]
+    seen_s: float
+
+
+class StageCoordinator:
+    """Decisions on what the replicas of a stage do, from their reports."""
+
+    def __init__(self, run: Run, stage: Stage, me: PeerId, numel: int, agreed: Agreed) -> None:
+        self._run, self._stage, self._me, self._numel, self._agreed = run, stage, me, numel, agreed
+        self.members: dict[PeerId, Member] = {}
+        self.losses: dict[int, float] = {}
+        """Last stage: the mean loss of each of the last steps."""
+        self._plans: dict[int, Plan] = {}
+        self._decisions: dict[int, Decision] = {}
+
+    def forget(self) -> None:
+        """Start over after a rollback: nothing of an earlier generation is decided any more."""
+        self._plans.clear()
+        self._decisions.clear()
+
+    def present(self) -> dict[PeerId, ReplicaReport]:
+        """The reports of the present generation. The other replicas have to roll back first."""
+        return {
+            peer: member.report
+            for peer, member in self.members.items()
+            if member.report.generation == self._agreed.generation
+        }
+
+    def newest_version(self) -> int:
+        """The newest version of the stage. A generation that none of its replicas has entered begins at its
+        start.
+        """
+        reports = self.present().values()
+        return max((report.version for report in reports), default=self._agreed.generation.start)
+
+    def holds(self, t: int) -> bool:
+        """Whether a replica is prepared for step `t`."""
+        return any(step.held for step in self._steps(t))
+
+    def decide(self) -> None:
+        """Decide on each open step, from the reports that are here."""
+        self._decisions = {}
+        newest = self.newest_version()
+        for t in range(newest, min(newest + (2 if self._run.delayed_updates else 1), self._run.steps)):
+            steps = self._steps(t)
+            if not steps:
+                continue
+            decision = decide(
+                self._run.id, self._stage, t, self._run.M, self._numel, steps, self._plans.get(t)
+            )
+            self._decisions[t] = decision
+            if isinstance(decision, Reduce):
+                self._plans[t] = decision.plan
+            if isinstance(decision, (Reduce, FetchResult)):
+                self._note_loss(t)
+        for t in [t for t in self._plans if t < newest]:
+            del self._plans[t]
+
+    def _steps(self, t: int) -> list[MemberStep]:
+        return [
+            MemberStep(
+                peer=peer,
+                done=step.done,
+                in_progress=step.in_progress,
+                inherited=step.inherited,
+                frozen_for=step.frozen_for,
+                held=step.held,
+                failed_round=step.failed_round,
+                bandwidth_bps=max(0.0, report.bandwidth_bps),
+            )
+            for peer, report in self.present().items()
+            for step in report.steps
+            if step.t == t
+        ]
+
+    def _note_loss(self, t: int) -> None:
+        """Note the mean loss of a step whose microbatches are all there, added in their order."""
+        if self._stage != self._run.S - 1 or t in self.losses:
+            return
+        by_m: dict[int, float] = {}
+        for member in self.members.values():
+            for step, row in zip(member.report.steps, member.losses, strict=False):
+                if step.t == t:
+                    by_m.update(zip(members_of(step.done), row, strict=False))
+        if len(by_m) == self._run.M:
+            self.losses[t] = sum(by_m[m] for m in range(self._run.M)) / self._run.M
+
+    def directive_for(
+        self, peer: PeerId, *, commits: Mapping[int, Commit], behind_s: float, run_status: RunStatus
+    ) -> Directive:
+        """What `peer` is to do now."""
+        newest = self.newest_version()
+        at_newest = {p: r for p, r in self.present().items() if r.version == newest}
+        # Different kinds of device differ in the last bits; at realignments the stage takes the majority's
+        # bits.
+        kind = self.members[peer].report.kind
+        alike = {p: r for p, r in at_newest.items() if r.kind == kind or realigns(self._run, newest)}
+        digests = {p: r.digest for p, r in alike.items() if r.digest}
+        digest = digest_majority(digests) if len(digests) == len(alike) and digests else ""
+        sources = sorted(p for p, r in (alike or at_newest).items() if not digest or r.digest == digest)
+        return Directive(
+            run=self._run.id,
+            stage=self._stage,
+            coordinator=self._me,
+            generation=self._agreed.generation,
+            version=newest,
+            behind_s=int(behind_s),
+            sources=tuple(sources[:MAX_SOURCES]),
+            digest=digest,
+            steps=tuple(_step_directive(t, decision, peer) for t, decision in self._decisions.items()),
+            commits=newest_commits(commits),
+            # Only trainers need it, and they ask stage 0; for other stages it would mean a message per
+            # microbatch.
+            run_status=run_status if self._stage == 0 else RunStatus(run=self._run.id),
+        )
+
+    def summary(self, commits: Mapping[int, Commit]) -> StageSummary:
+        """What the run coordinator needs to know of the stage."""
+        steps = []
+        for t, decision in self._decisions.items():
+            lacks = decision if isinstance(decision, Lacking) else Lacking(0, 0)
+            result = decision if isinstance(decision, FetchResult) else None
+            steps.append(
+                StepSummary(
+                    t=t,
+                    lacking=Bitmap(lacks.lacking & everything(self._run.M)),
+                    unclaimed=Bitmap(lacks.unclaimed & everything(self._run.M)),
+                    ready=result is not None and result.ready,
+                    sqnorm=0.0 if result is None else result.sqnorm,
+                    loss=self.losses.get(t),
+                )
+            )
+        return StageSummary(
+            run=self._run.id,
+            stage=self._stage,
+            generation=self._agreed.generation,
+            version=self.newest_version(),
+            members=len(self.members),
+            steps=tuple(steps),
+            commits=newest_commits(commits),
+        )
+
+
+def _step_directive(t: int, decision: Decision, peer: PeerId) -> StepDirective:
+    if isinstance(decision, Reduce):
+        return StepDirective(t=t, plan=decision.plan)
+    if isinstance(decision, FetchResult):
+        return StepDirective(t=t, adopt=decision)
+    if isinstance(decision, Undo):
+        return StepDirective(t=t, undo=Bitmap(decision.by.get(peer, 0)))
+    return StepDirective(t=t)
+
+
+@dataclass(frozen=True, slots=True)
+class Summarized:
+    """A stage whose coordinator has sent a summary."""
+
+    summary: StageSummary
+    coordinator: PeerId
+    seen_s: float
+
+
+class RunCoordinator:
+    """The state of the whole run, from the stages' summaries; and the commits, once all stages are
+    prepared.
+    """
+
+    def __init__(self, run: Run, me: PeerId, agreed: Agreed) -> None:
+        self._run, self._me, self._agreed = run, me, agreed
+        self.stages: dict[Stage, Summarized] = {}
+
+    def present(self) -> dict[Stage, StageSummary]:
+        """The summaries of the stages that are in the present generation."""
+        return {
+            stage: said.summary
+            for stage, said in self.stages.items()
+            if said.summary.generation == self._agreed.generation
+        }
+
+    def decide(self, losses: dict[int, float]) -> tuple[int, tuple[StepLacking, ...]]:
+        """The run's version, and what its open steps lack; notes new commits and losses.
+
+        At least one stage must be present.
+        """
+        summaries = self.present()
+        version = max(summary.version for summary in summaries.values())
+        for summary in summaries.values():
+            for step in summary.steps:
+                if step.loss is not None:
+                    losses.setdefault(step.t, step.loss)
+        while len(losses) > LOSSES_KEPT:
+            del losses[min(losses)]
+        oldest = min(summary.version for summary in summaries.values())
+        ahead = 1 if self._run.delayed_updates else 0
+        lacking = []
+        for t in sorted({oldest, *range(version, version + ahead + 1)}):
+            if t >= self._run.steps:
+                continue
+            views = {stage: _stage_step(summary, t) for stage, summary in summaries.items()}
+            known = {stage: view for stage, view in views.items() if view is not None}
+            if t == oldest:  # steps are taken in their order
+                commit = decide_commit(t, self._run.S, known, self._agreed.commits)
+                if commit is not None:
+                    self._agreed.commits[t] = commit
+            if t >= version:
+                lacking.append(self._lacking(t, known))
+        return version, tuple(lacking)
+
+    def _lacking(self, t: int, known: Mapping[Stage, StageStep]) -> StepLacking:
+        """What step `t` lacks, by the stages that have spoken: the microbatches of a silent one could not be
+        run again now.
+        """
+        by_stage = [known[stage].unclaimed if stage in known else 0 for stage in range(self._run.S)]
+        return StepLacking(t=t, by_stage=tuple(map(Bitmap, by_stage)))
+
+    def held_by_all(self) -> int:
+        """The version that all stages have at least; -1 while one of them is silent."""
+        versions = [summary.version for summary in self.present().values()]
+        return min(versions) if len(versions) == self._run.S else -1
+
+    def status(
+        self,
+        version: int,
+        lacking: tuple[StepLacking, ...],
+        commits: Mapping[int, Commit],
+        losses: Mapping[int, float],
+    ) -> RunStatus:
+        """What all stages and trainers are told."""
+        return RunStatus(
+            run=self._run.id,
+            generation=self._agreed.generation,
+            version=version,
+            held_by_all=self.held_by_all(),
+            lacking=lacking,
+            commits=newest_commits(commits),
+            losses=tuple(sorted(losses.items())),
+            run_coordinator=self._me,
+        )
+
+
+def _stage_step(summary: StageSummary, t: int) -> StageStep | None:
+    """A stage's summary of step `t`. A stage past that step lacks nothing of it, and its commit is known."""
+    for step in summary.steps:
+        if step.t == t:
+            return StageStep(
+                summary.stage, summary.version, step.lacking, step.unclaimed, step.ready, step.sqnorm
+            )
+    if summary.version > t:
+        return StageStep(summary.stage, summary.version, 0, 0, False, 0.0)
+    return None

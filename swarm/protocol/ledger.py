@@ -1,0 +1,143 @@
+"""What counts, once each: the microbatches of one step that are in one peer's gradient sum.
+
+Pure: no clock, no tensors. A ledger is a bitmap with three rules (invariant I1):
+
+- a microbatch is claimed before it is computed, and a second claim is told so;
+- it enters the sum at most once, and never while the sum is frozen for a reduce;
+- a sum that cannot be trusted any more is dropped together with its ledger.
+
+Bitmaps are Python integers: bit `m` stands for microbatch `(t, m)`. `Bitmap` is their form in messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import Enum
+
+from swarm.errors import Refused
+
+
+class Bitmap(int):
+    """The microbatches of a step in a message: bytes on the wire, little-endian, without trailing zeros."""
+
+    __slots__ = ()
+
+    def packed(self) -> bytes:
+        """The wire form."""
+        return self.to_bytes((self.bit_length() + 7) // 8, "little")
+
+    @staticmethod
+    def unpacked(data: object) -> Bitmap:
+        """The bitmap in a wire form, of any length: call `check_bitmap` before use.
+
+        Raises:
+            ValueError: `data` is not bytes.
+        """
+        if not isinstance(data, bytes):
+            raise ValueError("a bitmap is bytes")
+        return Bitmap(int.from_bytes(data, "little"))
+
+
+class Claim(Enum):
+    """What to do with a request for `(t, m)`."""
+
+    NEW = "new"
+    """Not here: compute it."""
+    DOING = "doing"
+    """In progress here: wait for that answer."""
+    DONE = "done"
+    """In the sum: answer from memory, add nothing."""
+
+
+class Ledger:
+    """The microbatches of step `t` that this peer has in its sum, or is computing."""
+
+    def __init__(self, t: int, microbatches: int, check: Callable[[], None] = lambda: None) -> None:
+        """`check` is called before `done`, `inherited` or `frozen_for` change; it raises if they must not
+        change now.
+        """
+        self.t = t
+        self._may_change = check
+        self.microbatches = microbatches
+        self.done = 0
+        self.in_progress = 0
+        self.inherited = 0
+        """The part of `done` that was taken over from a replica that left: it cannot be subtracted again."""
+        self.frozen_for: str | None = None
+        """Id of the reduce round that the sum is promised to."""
+
+    def claim(self, m: int) -> Claim:
+        """Ask to compute `m`; the caller computes it only on `NEW`."""
+        self._check(m)
+        if self.done >> m & 1:
+            return Claim.DONE
+        if self.in_progress >> m & 1:
+            return Claim.DOING
+        self.in_progress |= 1 << m
+        return Claim.NEW
+
+    def release(self, m: int) -> None:
+        """Note that the computation of `m` ended, whether or not it entered the sum."""
+        self.in_progress &= ~(1 << m)
+
+    def may_add(self, m: int) -> bool:
+        """Whether the weight gradient of `m` may be added to the sum now."""
+        return self.frozen_for is None and not self.done >> m & 1
+
+    def record(self, m: int) -> None:
+        """Note that the weight gradient of `m` is in the sum."""
+        self._may_change()
+        assert self.may_add(m), f"microbatch {m} of step {self.t} would count twice"
+        self.done |= 1 << m
+
+    def take_over(self, done: int) -> None:
+        """Note that another replica's sum was added to this one, with all that its ledger held."""
+        self._may_change()
+        assert self.frozen_for is None and not self.done & done, "a microbatch would count twice"
+        self.done |= done
+        self.inherited |= done
+
+    def remove(self, m: int) -> None:
+        """Note that the weight gradient of `m` was subtracted from the sum again."""
+        self._may_change()
+        assert self.frozen_for is None and (self.done & ~self.inherited) >> m & 1
+        self.done &= ~(1 << m)
+
+    def freeze(self, round_id: str) -> None:
+        """Promise the sum as it is to a reduce round."""
+        self._may_change()
+        self.frozen_for = round_id
+
+    def thaw(self) -> None:
+        """Open the sum again: the round was aborted."""
+        self._may_change()
+        self.frozen_for = None
+
+    def clear(self) -> None:
+        """Note that the sum was dropped; all that was in it has to be computed again."""
+        self._may_change()
+        self.done = self.inherited = 0
+        self.frozen_for = None
+
+    def _check(self, m: int) -> None:
+        if not 0 <= m < self.microbatches:
+            raise ValueError(f"microbatch {m} is not in 0 … {self.microbatches - 1}")
+
+
+def everything(microbatches: int) -> int:
+    """The bitmap of a complete step."""
+    return (1 << microbatches) - 1
+
+
+def members_of(bitmap: int) -> Iterator[int]:
+    """The microbatches in a bitmap, ascending."""
+    while bitmap:
+        low = bitmap & -bitmap
+        yield low.bit_length() - 1
+        bitmap ^= low
+
+
+def check_bitmap(bitmap: int, microbatches: int) -> None:
+    """Raise Refused if a bitmap that a peer sent has more bits than the step has microbatches."""
+    if bitmap > everything(microbatches):
+        raise Refused(f"the ledger names a microbatch beyond {microbatches - 1}")

@@ -1,0 +1,129 @@
+"""What the replicas of a stage and the coordinators of a run tell each other: state, not events.
+
+ReplicaReport   replica → its stage coordinator, which answers with a Directive
+Directive       stage coordinator → replica
+StageSummary    stage coordinator → run coordinator, which answers with a RunStatus
+RunStatus       run coordinator → stage coordinator
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from swarm.ids import Generation, PeerId, Stage
+from swarm.protocol.ledger import Bitmap
+from swarm.protocol.rounds import Commit, FetchResult, Plan, Prepared
+
+NOTHING = Bitmap(0)
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica's ledger of one step."""
+
+    t: int
+    done: Bitmap = NOTHING
+    in_progress: Bitmap = NOTHING
+    frozen_for: str = ""
+    held: Prepared | None = None
+    failed_round: str = ""
+    inherited: Bitmap = NOTHING
+    """The part of `done` that cannot be retracted: it was handed over by a replica that left."""
+
+
+class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a coordinator needs to know of a replica. State, not events.
+
+    The last stage adds a body: per step, the float64 losses of the microbatches in `done`, ascending.
+    """
+
+    run: str
+    stage: Stage
+    generation: Generation = Generation()
+    version: int
+    digest: str = ""
+    """Digest of the weights of `version`; empty while it is being computed."""
+    kind: str = ""
+    """Kind of device: digests of different kinds are compared only where the run realigns."""
+    steps: tuple[StepReport, ...] = ()
+    commits: tuple[Commit, ...] = ()
+    """The last that this replica took: the next coordinator says the same."""
+    say_leaving: bool = False
+    """The last report: this replica must not be counted on any more."""
+    bandwidth_bps: float = 0.0
+
+
+class StepDirective(msgspec.Struct, frozen=True, kw_only=True):
+    """What the stage does about step `t`. At most one of plan, adopt and undo is set."""
+
+    t: int
+    plan: Plan | None = None
+    adopt: FetchResult | None = None
+    undo: Bitmap = NOTHING
+    """Microbatches that this replica subtracts."""
+
+
+class StepLacking(msgspec.Struct, frozen=True, kw_only=True):
+    """For trainers: per stage, the microbatches of step `t` that no replica has or computes."""
+
+    t: int
+    by_stage: tuple[Bitmap, ...]
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The run coordinator's picture of the run."""
+
+    run: str = ""
+    generation: Generation = Generation()
+    version: int = 0
+    held_by_all: int = -1
+    """The version that every stage has reached; -1: some stage has been silent lately."""
+    lacking: tuple[StepLacking, ...] = ()
+    commits: tuple[Commit, ...] = ()
+    """The newest, ascending. More than one: with delayed updates a stage may have to take two steps."""
+    losses: tuple[tuple[int, float], ...] = ()
+    """Mean loss of each of the last steps, each over exactly M microbatches."""
+    run_coordinator: PeerId = ""
+
+
+class Directive(msgspec.Struct, frozen=True, kw_only=True):
+    """What a coordinator tells a replica of its stage."""
+
+    run: str
+    stage: Stage
+    coordinator: PeerId
+    number: int = 0
+    """Rises with each directive of this coordinator, so that a late one is recognised."""
+    generation: Generation = Generation()
+    version: int
+    """Newest version in the stage: a replica behind it catches up from `sources`."""
+    sources: tuple[PeerId, ...] = ()
+    """Empty: no replica of the stage has it yet, and each gets it where it can."""
+    behind_s: int = 0
+    """For how long the stage has been unable to follow the run; the next coordinator goes on counting."""
+    digest: str = ""
+    """What most replicas of `version` hold; empty while unknown."""
+    steps: tuple[StepDirective, ...] = ()
+    commits: tuple[Commit, ...] = ()
+    run_status: RunStatus = RunStatus()
+
+
+class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
+    t: int
+    lacking: Bitmap = NOTHING
+    unclaimed: Bitmap = NOTHING
+    ready: bool
+    sqnorm: float
+    loss: float | None = None
+    """Last stage, once covered: the mean over the M microbatches, added in their order."""
+
+
+class StageSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage's state, from its coordinator to the run coordinator."""
+
+    run: str
+    stage: Stage
+    generation: Generation = Generation()
+    version: int
+    members: int
+    steps: tuple[StepSummary, ...] = ()
+    commits: tuple[Commit, ...] = ()

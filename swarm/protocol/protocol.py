@@ -1,0 +1,409 @@
+"""How the replicas of a run agree on steps, without IO: what comes in, and what is to be done about it.
+
+Every replica runs a `StepProtocol`. It reports its ledgers to the coordinator of its stage; if it is that
+coordinator itself, it also decides for the stage; if its stage is stage 0, for the run as well. Its caller
+passes in the time, the state of this replica and of the directory (`observe`, before anything else), and what
+others say; and then sends and does what `ready` returns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from swarm.errors import Leaving, NotNow, Refused, short
+from swarm.ids import Generation, PeerId, Position, Stage
+from swarm.manifest import Run
+from swarm.policy.backoff import Backoff
+from swarm.protocol.checks import check_report, check_summary
+from swarm.protocol.coordinator import Agreed, Member, RunCoordinator, StageCoordinator, Summarized
+from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary
+from swarm.protocol.replica import (
+    Action,
+    AskWitnesses,
+    Local,
+    RestoreStage,
+    follow,
+    losses_of,
+    report_of,
+)
+from swarm.protocol.rollback import is_alone_ahead
+from swarm.protocol.rounds import Commit, eldest
+from swarm.protocol.timings import ProtocolTimings
+from swarm.records import PeerRecord
+
+MAX_BEHIND_S = 3600
+
+
+class Message(NamedTuple):
+    """A message to send; a newer one of the same kind to the same peer replaces it."""
+
+    to: PeerId
+    body: ReplicaReport | Directive | StageSummary | RunStatus
+    losses: Sequence[Sequence[float]] = ()
+    """With a report of the last stage: the losses of the microbatches that it counts, step by step."""
+
+
+class Ready(NamedTuple):
+    """What is to be done now."""
+
+    messages: Sequence[Message]
+    actions: Sequence[Action]
+    wake_at: float
+    """When `speak` is due, if nothing happens before."""
+
+
+class StepProtocol:
+    """One replica's part in the coordination of steps; also as the coordinator of its stage and of the
+    run.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        stage: Stage,
+        me: PeerId,
+        numel: int,
+        local: Local,
+        backoff: Backoff,
+        timings: ProtocolTimings,
+        *,
+        since_s: float,
+    ) -> None:
+        """`numel`: elements of the stage's flat gradient; `since_s`: when this replica joined, by its own
+        clock.
+        """
+        self._run, self._stage, self._me, self._since_s = run, stage, me, since_s
+        self._local, self._backoff, self._timings = local, backoff, timings
+        self._peers: Mapping[Stage, Sequence[PeerRecord]] = {}
+        self._agreed = Agreed(local.generation)
+        self._coordinator = StageCoordinator(run, stage, me, numel, self._agreed)
+        self._run_coordinator = RunCoordinator(run, me, self._agreed)
+        self._told: dict[PeerId, Directive] = {}
+        self._number = 0
+        self._behind_since: float | None = None
+        self._looked_s = -math.inf
+        self._witnessed = local.position
+        """The furthest position that a replica of another stage reported."""
+        self.directive: Directive | None = None
+        """The last directive that was followed."""
+        self.run_status = RunStatus(run=run.id)
+        self._messages: list[Message] = []
+        self._actions: list[Action] = []
+        self._spoke_s = -math.inf
+        self._soon = False
+
+    # -- what the caller sees ---------------------------------------------------------------------
+
+    def observe(self, local: Local, peers: Mapping[Stage, Sequence[PeerRecord]], *, now: float) -> None:
+        """Take in this replica's state, and what the directory says of its stage and of stage 0."""
+        self._local, self._peers = local, peers
+        self._enter(local.generation)
+        if local.busy:
+            self._looked_s = now
+        elif self._looks_lost(now):
+            self._looked_s = now
+            self._actions.append(RestoreStage())
+
+    def ready(self, *, now: float) -> Ready:
+        """What is to be done about all that came in; each message and action is returned once."""
+        wake_at = now if self._soon else self._spoke_s + self._timings.refresh_s
+        ready = Ready(self._messages, self._actions, wake_at)
+        self._messages, self._actions, self._soon = [], [], False
+        return ready
+
+    def coordinator(self, stage: Stage, *, now: float) -> PeerId | None:
+        """The live serving peer of `stage` that joined first, as far as this peer can see."""
+        records = self._peers.get(stage, ())
+        since_s = {r.peer: r.since or math.inf for r in records} | {self._me: self._since_s}
+        serving = {r.peer for r in records if r.state == "serving"}
+        if stage == self._stage:
+            serving |= {p for p, m in self._coordinator.members.items() if not self._is_gone(m.seen_s, now)}
+            serving -= {r.peer for r in records if r.state in ("leaving", "left", "paused")}
+            serving.discard(self._me)
+            if self._local.joined and not (self._local.leaving and serving):
+                serving.add(self._me)
+        there = [p for p in serving if p == self._me or not self._backoff.in_backoff(p, now=now)]
+        return eldest({peer: since_s.get(peer, math.inf) for peer in there})
+
+    def coordinates(self, stage: Stage, *, now: float) -> bool:
+        """Whether this peer is the coordinator of `stage`."""
+        return self.coordinator(stage, now=now) == self._me
+
+    def _is_gone(self, seen_s: float, now: float) -> bool:
+        return now - seen_s > self._timings.gone_after_s
+
+    # -- speaking ---------------------------------------------------------------------------------
+
+    def speak(self, *, now: float) -> None:
+        """Report, or decide: on every change, and at the latest when `ready` said."""
+        self._spoke_s = now
+        if not self._local.joined and not self._local.steps:
+            return
+        coordinator = self.coordinator(self._stage, now=now)
+        if coordinator == self._me:
+            self._lead(now)
+        elif coordinator is not None:
+            self._coordinator.members.pop(self._me, None)
+            report = report_of(self._run.id, self._stage, self._local)
+            self._messages.append(Message(coordinator, report, self._losses(report)))
+
+    def _losses(self, report: ReplicaReport) -> list[list[float]]:
+        return losses_of(report, self._local.steps) if self._stage == self._run.S - 1 else []
+
+    def lost(self, peer: PeerId) -> None:
+        """Stop waiting for that peer: it is gone."""
+        self._told.pop(peer, None)
+        if self._coordinator.members.pop(peer, None) is not None:
+            self._soon = True
+
+    def unreachable(self, peer: PeerId, *, silent: bool, now: float) -> None:
+        """Note that a coordinator did not answer, or refused: another is chosen during its backoff."""
+        self._backoff.failed(peer, now=now, silent=silent)
+        self._soon = True
+
+    # -- a replica --------------------------------------------------------------------------------
+
+    def hear_directive(self, sender: PeerId, directive: Directive, *, now: float) -> None:
+        """Follow a directive that was pushed, if it is from this replica's coordinator; else ignore it.
+
+        Raises:
+            Refused: it is for another stage or run.
+        """
+        if directive.run != self._run.id or directive.stage != self._stage:
+            raise Refused(
+                f"a directive for stage {directive.stage} of run {directive.run[:40]!r}; "
+                f"this is stage {self._stage}"
+            )
+        if sender == directive.coordinator == self.coordinator(self._stage, now=now):
+            self.directive_came(directive, now=now)
+
+    def directive_came(self, directive: Directive, *, now: float) -> None:
+        """Follow a directive of this replica's coordinator: the answer to its report, or its own decision."""
+        last = self.directive
+        if last is not None and last.coordinator == directive.coordinator and directive.number < last.number:
+            return  # overtaken by a newer one
+        self.directive = directive
+        self._enter(directive.generation)
+        if directive.coordinator != self._me:
+            began = now - min(max(0, directive.behind_s), MAX_BEHIND_S)
+            self._behind_since = began if directive.behind_s > 0 else None
+            if self._stage == 0:
+                self.run_status = directive.run_status
+        self._actions += follow(self._me, self._local, directive, now=now)
+
+    # -- the stage's coordinator ------------------------------------------------------------------
+
+    def may_report(self, report: ReplicaReport) -> None:
+        """Check that a report can be taken here, before the sender is looked up.
+
+        Raises:
+            Refused: it is for another stage or run.
+            NotNow, Leaving: this replica does not coordinate now.
+        """
+        if report.run != self._run.id or report.stage != self._stage:
+            raise Refused(
+                f"a report for stage {report.stage} of run {report.run[:40]!r}; this is stage {self._stage}"
+            )
+        if not self._local.joined:
+            raise NotNow("this peer has not joined yet")
+        if self._local.leaving:
+            raise Leaving("this peer is leaving: let another coordinate the stage")
+
+    def losses_due(self, report: ReplicaReport) -> list[int]:
+        """How many losses come with a report, step by step.
+
+        Raises:
+            Refused: no honest replica sends that.
+        """
+        check_report(report, self._run)
+        return [step.done.bit_count() for step in report.steps] if self._stage == self._run.S - 1 else []
+
+    def report(
+        self, sender: PeerId, report: ReplicaReport, losses: list[list[float]], *, now: float
+    ) -> Directive:
+        """Take in a report that was checked; return what its sender does now.
+
+        Raises:
+            NotNow: it cannot be true as far as is known, or another peer coordinates.
+        """
+        if report.say_leaving:
+            self.lost(sender)
+            raise NotNow("goodbye")
+        self._check_ahead(sender, report)
+        self._backoff.answered(sender)
+        self._coordinator.members[sender] = Member(report, losses, now)
+        self._enter(report.generation)
+        if not self.coordinates(self._stage, now=now):
+            if self.directive is None:
+                raise NotNow("another peer coordinates this stage")
+            return self.directive
+        self._lead(now)
+        return self._numbered(self._directive_for(sender, now))
+
+    def _check_ahead(self, sender: PeerId, report: ReplicaReport) -> None:
+        """Refuse a replica that is two versions ahead of the rest: stages step together, unless this peer
+        slept.
+
+        Peers of the other stages are asked, and the replica, which repeats itself, is believed a second
+        later.
+        """
+        known = max(self._local.position, self.run_position, self._witnessed)
+        if self._run.S > 1 and is_alone_ahead(Position(report.generation, report.version), known):
+            self._actions.append(AskWitnesses())
+            raise NotNow(
+                f"peer {short(sender)} says that it is at version {report.version}; the run is at "
+                f"{known.version}",
+                retry_after_s=self._timings.refresh_s,
+            )
+
+    def witness(self, position: Position) -> None:
+        """Note the position of a replica of another stage."""
+        self._witnessed = max(self._witnessed, position)
+
+    def _lead(self, now: float) -> None:
+        """Decide for the stage; tell the replicas whose directive changed, and the run coordinator."""
+        stage = self._coordinator
+        for peer in [p for p, member in stage.members.items() if self._is_gone(member.seen_s, now)]:
+            self.lost(peer)
+        report = report_of(self._run.id, self._stage, self._local)
+        stage.members[self._me] = Member(report, self._losses(report), now)
+        for member in list(stage.members.values()):
+            self._learn(member.report.commits, member.report.generation)
+        stage.decide()
+        self._look_behind(now)
+        summary = stage.summary(self.known_commits())
+        coordinator = self.coordinator(0, now=now)
+        if coordinator == self._me:
+            self._run_coordinator.stages[self._stage] = Summarized(summary, self._me, now)
+            self._update_run_status(now)
+        elif coordinator is not None:
+            self._messages.append(Message(coordinator, summary))
+        for peer in stage.members:
+            directive = self._directive_for(peer, now)
+            if peer == self._me:
+                self.directive_came(self._numbered(directive), now=now)
+            elif directive != self._told.get(peer):
+                self._told[peer] = directive
+                self._messages.append(Message(peer, self._numbered(directive)))
+
+    def _directive_for(self, peer: PeerId, now: float) -> Directive:
+        return self._coordinator.directive_for(
+            peer, commits=self.known_commits(), behind_s=self.stuck_s(now=now), run_status=self.run_status
+        )
+
+    def _numbered(self, directive: Directive) -> Directive:
+        self._number += 1
+        return msgspec.structs.replace(directive, number=self._number)
+
+    # -- a stage that cannot follow the run -------------------------------------------------------
+
+    def _look_behind(self, now: float) -> None:
+        """Notice that the run has gone on without this stage: no replica has what the others have taken."""
+        newest = self._coordinator.newest_version()
+        behind = self.run_status.generation == self._agreed.generation and self.run_status.version > newest
+        # A prepared replica waits for its commit. The run is past it: if no replica here was told, the commit
+        # is lost.
+        follows = self._coordinator.holds(newest) and newest in self.known_commits()
+        if (behind and not follows) or not self._coordinator.present():
+            self._behind_since = self._behind_since or now
+        else:
+            self._behind_since = None
+
+    def stuck_s(self, *, now: float) -> float:
+        """For how long this stage has been unable to follow the run."""
+        return 0.0 if self._behind_since is None else now - self._behind_since
+
+    def behind_s(self, *, now: float) -> float:
+        """The same, if this peer coordinates the stage; else 0."""
+        return self.stuck_s(now=now) if self.coordinates(self._stage, now=now) else 0.0
+
+    def _looks_lost(self, now: float) -> bool:
+        return (
+            self._behind_since is not None
+            and now - self._looked_s >= self._timings.look_s
+            and self._local.joined
+            and self.behind_s(now=now) > self._timings.lost_s
+        )
+
+    # -- the run ----------------------------------------------------------------------------------
+
+    @property
+    def run_position(self) -> Position:
+        """How far the run is, as far as its coordinator told."""
+        return Position(self.run_status.generation, self.run_status.version)
+
+    def summary(self, sender: PeerId, summary: StageSummary, *, now: float) -> RunStatus:
+        """Take in a stage's summary, if this peer coordinates the run; return how the run is.
+
+        Raises:
+            Refused: no honest coordinator sends that.
+        """
+        if self.coordinates(0, now=now):
+            check_summary(summary, self._run)
+            self._run_coordinator.stages[summary.stage] = Summarized(summary, sender, now)
+            self._enter(summary.generation)
+            self._update_run_status(now)
+        return self.run_status
+
+    def _update_run_status(self, now: float) -> None:
+        run = self._run_coordinator
+        for stage in [s for s, said in run.stages.items() if self._is_gone(said.seen_s, now)]:
+            del run.stages[stage]
+        present = run.present()
+        if not present:
+            return
+        for summary in present.values():
+            self._learn(summary.commits, summary.generation)
+        losses = self._coordinator.losses
+        version, lacking = run.decide(losses)
+        status = run.status(version, lacking, self.known_commits(), losses)
+        if status == self.run_status:
+            return
+        if status.commits != self.run_status.commits:
+            self._soon = True
+        self.run_status = status
+        for stage, said in run.stages.items():
+            if stage != self._stage:
+                self._messages.append(Message(said.coordinator, status))
+
+    def hear_run_status(self, sender: PeerId, status: RunStatus, *, now: float) -> None:
+        """Take in a status of the run that was pushed, if it is from the run coordinator; else ignore it.
+
+        Raises:
+            Refused: it is of another run.
+        """
+        if status.run != self._run.id:
+            raise Refused(f"news of run {status.run[:40]!r}; this peer serves {self._run.id}")
+        if sender == status.run_coordinator == self.coordinator(0, now=now):
+            self.run_status_came(status, now=now)
+
+    def run_status_came(self, status: RunStatus, *, now: float) -> None:
+        """Take in the run coordinator's status of the run."""
+        known = self.known_commits()
+        self._enter(status.generation)
+        self._learn(status.commits, status.generation)
+        self.run_status = status
+        if self.known_commits() != known and self.coordinates(self._stage, now=now):
+            self._soon = True
+
+    def _enter(self, generation: Generation) -> None:
+        """Enter a generation: an earlier one's commits would let one stage run ahead."""
+        if generation > self._agreed.generation:
+            self._agreed.generation = generation
+            self._agreed.commits.clear()
+            self._coordinator.forget()
+            self._soon = True
+
+    def _learn(self, commits: Sequence[Commit], generation: Generation) -> None:
+        reports = self._coordinator.present().values()
+        newest = max((report.version for report in reports), default=0)
+        self._agreed.learn(commits, generation, newest=max(newest, self._local.version))
+
+    def known_commits(self) -> dict[int, Commit]:
+        """The commits of the present generation: taken here, or heard of."""
+        taken = self._local.commits if self._local.generation == self._agreed.generation else {}
+        return {**taken, **self._agreed.commits}

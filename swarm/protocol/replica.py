@@ -1,0 +1,201 @@
+"""What one replica reports of itself, and what it does about a directive. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from swarm.ids import Generation, PeerId, Position
+from swarm.protocol.ledger import Bitmap, members_of
+from swarm.protocol.messages import Directive, ReplicaReport, StepDirective, StepReport
+from swarm.protocol.rounds import Commit, Plan, finishes_until_s
+from swarm.protocol.step import ReplicaStep, StepState
+
+COMMITS_KEPT = 3
+"""With delayed updates a replica may be two steps behind the run, and hold both gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local:
+    """This replica as it is now. Its steps are those that are not over."""
+
+    generation: Generation
+    version: int
+    steps: Mapping[int, ReplicaStep]
+    commits: Mapping[int, Commit]
+    """Its last commits, by step."""
+    digest: str = ""
+    kind: str = ""
+    bandwidth_bps: float = 0.0
+    joined: bool = True
+    leaving: bool = False
+    busy: bool = False
+    """It takes a step or changes its whole state: no directive is followed meanwhile."""
+
+    @property
+    def position(self) -> Position:
+        """How far this replica is."""
+        return Position(self.generation, self.version)
+
+
+# -- actions ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Freeze the sum of step `t` for a round, and reduce it with the others."""
+
+    t: int
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Take the result of a round from a replica that holds it."""
+
+    t: int
+    round: str
+    sources: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class Retract:
+    """Subtract microbatches from the sum of step `t`: another replica counts them."""
+
+    t: int
+    microbatches: int
+
+
+@dataclass(frozen=True)
+class Unfreeze:
+    """Give up the round of step `t`, and open the sum again."""
+
+    t: int
+
+
+@dataclass(frozen=True)
+class ApplyStep:
+    """Take a step with the gradient that is prepared."""
+
+    commit: Commit
+
+
+@dataclass(frozen=True)
+class CatchUp:
+    """Go to the stage's position, as the coordinator gives it: steps were missed, or the run rolled back."""
+
+    directive: Directive
+
+
+@dataclass(frozen=True)
+class RestoreStage:
+    """Find a state that the run can go on from: no replica of the stage has it."""
+
+
+@dataclass(frozen=True)
+class AskWitnesses:
+    """Ask the other stages how far the run is: a replica says that it is far ahead."""
+
+
+Action = AllReduce | Fetch | Retract | Unfreeze | ApplyStep | CatchUp | RestoreStage | AskWitnesses
+
+
+# -- the report ---------------------------------------------------------------------------------------
+
+
+def newest_commits(commits: Mapping[int, Commit]) -> tuple[Commit, ...]:
+    """The newest commits, ascending."""
+    return tuple(commits[t] for t in sorted(commits)[-COMMITS_KEPT:])
+
+
+def step_report(step: ReplicaStep) -> StepReport:
+    """What a replica reports of one step."""
+    done, in_progress, inherited = step.ledger.done, step.ledger.in_progress, step.ledger.inherited
+    if step.state is StepState.HANDING:  # in no sum, but not to be run again
+        done, in_progress, inherited = 0, done | in_progress, 0
+    return StepReport(
+        t=step.t,
+        done=Bitmap(done),
+        in_progress=Bitmap(in_progress & ~done),
+        inherited=Bitmap(inherited),
+        frozen_for=step.ledger.frozen_for or "",
+        held=step.prepared,
+        failed_round=step.failed_round,
+    )
+
+
+def report_of(run: str, stage: int, local: Local) -> ReplicaReport:
+    """What a replica reports of itself."""
+    return ReplicaReport(
+        run=run,
+        stage=stage,
+        generation=local.generation,
+        version=local.version,
+        digest=local.digest,
+        kind=local.kind,
+        steps=tuple(step_report(local.steps[t]) for t in sorted(local.steps)),
+        commits=newest_commits(local.commits),
+        bandwidth_bps=local.bandwidth_bps,
+    )
+
+
+def losses_of(report: ReplicaReport, steps: Mapping[int, ReplicaStep]) -> list[list[float]]:
+    """Last stage: the losses of the microbatches that a report counts, step by step."""
+    return [[steps[step.t].loss_of(m) for m in members_of(step.done)] for step in report.steps]
+
+
+# -- the directive ------------------------------------------------------------------------------------
+
+
+def follow(me: PeerId, local: Local, directive: Directive, *, now: float) -> list[Action]:
+    """What a directive asks for and is not done yet. Directives repeat: what is in progress is asked for
+    again.
+    """
+    if local.busy:
+        return []
+    same_generation = directive.generation == local.generation
+    commit = next((commit for commit in directive.commits if commit.t == local.version), None)
+    if same_generation and commit is not None:
+        step = local.steps.get(local.version)
+        if step is not None and step.state is StepState.PREPARED:
+            return [ApplyStep(commit)]
+    theirs = Position(directive.generation, directive.version)
+    differs = directive.digest and local.digest and directive.digest != local.digest
+    if theirs > local.position or (theirs == local.position and differs):
+        return [CatchUp(directive)]
+    actions: list[Action] = []
+    for wanted in directive.steps if same_generation else ():
+        step = local.steps.get(wanted.t)
+        if step is not None and not step.over and step.state is not StepState.HANDING:
+            action = _follow_step(me, step, wanted, now)
+            if action is not None:
+                actions.append(action)
+    return actions
+
+
+def _follow_step(me: PeerId, step: ReplicaStep, wanted: StepDirective, now: float) -> Action | None:
+    if wanted.adopt is not None:
+        if step.prepared is None or step.prepared.round != wanted.adopt.round:
+            sources = tuple(peer for peer in wanted.adopt.sources if peer != me)
+            if sources and not _finishes_itself(step, wanted.adopt.round, now):
+                return Fetch(step.t, wanted.adopt.round, sources)
+    elif step.prepared is not None:
+        return None
+    elif wanted.plan is not None and me in wanted.plan.members:
+        if wanted.plan.round not in (step.failed_round, step.round and step.round.name):
+            return AllReduce(step.t, wanted.plan)
+    elif step.state is not StepState.OPEN:
+        return Unfreeze(step.t)
+    elif wanted.undo:
+        return Retract(step.t, wanted.undo)
+    return None
+
+
+def _finishes_itself(step: ReplicaStep, round_name: str, now: float) -> bool:
+    """Whether to finish this replica's own reduce, which is about to end, though another has the result."""
+    if step.round is None or step.round.name != round_name:
+        return False
+    if step.state is StepState.COMPLETING:
+        return True  # all that is missing are other stages' parts, which no replica's sum has
+    step.round.told_s = step.round.told_s or now
+    return now < finishes_until_s(step.round.began_s, step.round.told_s)

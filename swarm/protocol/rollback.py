@@ -1,0 +1,127 @@
+"""Rollback: what a run does when a stage has lost all of its replicas (invariant I5). Pure.
+
+Every state of a run is a function of its manifest, so going back to an earlier one is always safe and costs
+only time. What peers must agree on is *where to go on*, which a generation says. The peer that restores a
+lost stage starts one; all stages then go back to its `start`, a version that each of them can get from
+somewhere, and go on from there. The greater generation wins, so two peers that each start one agree without a
+message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from enum import Enum
+from typing import NamedTuple
+
+from swarm.errors import Refused
+from swarm.ids import Generation, Position, Stage
+from swarm.manifest import Run
+from swarm.policy.keeping import newest_common
+
+MAX_GENERATIONS = 1_000_000
+FAR_BACK_S = 60.0
+
+
+def newest_start(stages: int, saved: Mapping[Stage, Iterable[int]], *, most: int) -> int:
+    """The newest version up to `most` that every stage can get. Version 0 follows from the seed and always
+    can.
+    """
+    reachable = {stage: [v for v in saved.get(stage, ()) if v <= most] for stage in range(stages)}
+    return newest_common(reachable) or 0
+
+
+class Join(Enum):
+    """What a newcomer does."""
+
+    DOWNLOAD = "download"
+    """A replica has what the run needs."""
+    SERVE = "serve"
+    """With the weights that it has: a directive brings the rest, if the run has moved meanwhile."""
+    LOST = "lost"
+    """No replica of its stage is where the run is: the stage has to be restored."""
+
+
+def join_by(mine: Position, replicas: Collection[Position], run: Position) -> Join:
+    """How a newcomer at `mine` joins. `replicas` serve the stage, `run` is the furthest of all peers; each
+    has answered just now.
+
+    A checkpoint newer than a run that goes on is of no use; a run that has not begun follows it.
+    """
+    if replicas and (max(replicas) > mine or Position() < run < mine):
+        return Join.DOWNLOAD
+    return Join.SERVE if replicas or run <= mine else Join.LOST
+
+
+def is_one_step(mine: Position, goal: Position) -> bool:
+    """Whether the gradient of one step takes a peer to `goal`; else it needs the whole state."""
+    return goal.generation == mine.generation and goal.version == mine.version + 1
+
+
+def may_leave(mine: Position, staying: Collection[Position]) -> bool:
+    """Whether the stage keeps this replica's state: two that leave right after a step would take it along."""
+    return not staying or max(staying) >= mine
+
+
+def is_alone_ahead(theirs: Position, known: Position) -> bool:
+    """Whether no other peer is where this replica claims to be: stages step together."""
+    return theirs.generation == known.generation and theirs.version > known.version + 1
+
+
+class Rollback(NamedTuple):
+    """How a run goes on after one of its stages was lost."""
+
+    goal: Position
+    """In a new generation, unless it is where the run is."""
+    wait_s: float
+    """Seconds to wait first: peers with a newer checkpoint may come back."""
+
+
+def way_back(
+    stage: Stage,
+    stages: int,
+    run: Position,
+    saved: Mapping[Stage, Iterable[int]],
+    *,
+    waited_s: float,
+    checkpoint_every: int,
+    steps: int,
+    from_keeper: bool = False,
+) -> Rollback:
+    """The rollback that a peer of the lost `stage` plans, with the run at `run`. `saved`: versions on offer,
+    by stage.
+
+    With a checkpoint of just that version the run goes on; else a new generation starts at the newest version
+    that all stages can get. That may be a later one: after a long rollback there may be a checkpoint newer
+    than what the run has reached again. With a keeper's answer nothing newer is waited for.
+    """
+    if run.version in saved.get(stage, ()):
+        return Rollback(run, 0.0)
+    start = newest_start(stages, saved, most=steps)
+    wait_s = 0.0 if from_keeper else worth_waiting_s(start, run.version, checkpoint_every) - waited_s
+    return Rollback(Position(run.generation.next(start), start), max(0.0, wait_s))
+
+
+def worth_waiting_s(start: int, run_version: int, checkpoint_every: int) -> float:
+    """Seconds to wait for a newer checkpoint before a run at `run_version` goes back to `start`.
+
+    Going back by more than two checkpoints means that the peers with newer ones are away: a keeper that
+    restarts is back within a minute, and a minute is little against what would be computed again.
+    """
+    if not checkpoint_every or run_version - start <= 2 * checkpoint_every:
+        return 0.0
+    return FAR_BACK_S
+
+
+def check_position(generation: Generation, version: int, run: Run, *, what: str) -> None:
+    """Refuse a position that no peer of the run can have."""
+    if not (0 <= generation.number <= MAX_GENERATIONS and 0 <= generation.start <= run.steps):
+        raise Refused(
+            f"an impossible generation: {generation.number} of at most {MAX_GENERATIONS}, "
+            f"from version {generation.start}"
+        )
+    if not 0 <= version <= run.steps:
+        raise Refused(f"{what} of version {version} of a run of {run.steps} steps")
+    if version < generation.start:
+        raise Refused(
+            f"{what} of version {version} in a generation that starts at version {generation.start}"
+        )

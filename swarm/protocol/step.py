@@ -1,0 +1,199 @@
+"""One step at one replica: its state, and the modules that may move it to another. Pure.
+
+    OPEN ⇄ HANDING                                          the replica leaves, and gives its sum to another
+    OPEN → FROZEN → REDUCING → COMPLETING → PREPARED → TAKEN
+             ⇄ OPEN   (a round is aborted: the sum opens again)
+    any but the last two → ABORTED
+
+Only the methods of `ReplicaStep` move a step, on the event loop, never on the device thread; each names the
+module that calls it, and `tests/protocol/test_step.py` finds any other. The *ledger* changes on the device
+thread, after the state on the way in (a step is FROZEN before its ledger is) and before it on the way out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from swarm.errors import SwarmError
+from swarm.protocol.ledger import Ledger
+from swarm.protocol.rounds import Prepared
+
+
+class StepState(Enum):
+    """The state of a step at one replica."""
+
+    OPEN = "open"
+    """Microbatches enter the sum."""
+    HANDING = "handing over"
+    """The replica leaves, and its sum is on its way to another: it counts nowhere until it has arrived."""
+    FROZEN = "frozen"
+    """The sum is promised to a round, or was: no microbatch enters it."""
+    REDUCING = "reducing"
+    """The round's replicas exchange their sums."""
+    COMPLETING = "completing"
+    """The stage's sum is complete; other stages' parts of tied weights are on their way."""
+    PREPARED = "prepared"
+    """All that taking the step needs is here."""
+    TAKEN = "taken"
+    ABORTED = "aborted"
+    """The replica went on from another state: nothing of this step counts."""
+
+
+_S = StepState
+TRANSITIONS: dict[StepState, frozenset[StepState]] = {
+    _S.OPEN: frozenset({_S.HANDING, _S.FROZEN, _S.ABORTED}),
+    _S.HANDING: frozenset({_S.OPEN, _S.ABORTED}),
+    _S.FROZEN: frozenset({_S.OPEN, _S.REDUCING, _S.COMPLETING, _S.ABORTED}),
+    _S.REDUCING: frozenset({_S.FROZEN, _S.COMPLETING, _S.ABORTED}),
+    _S.COMPLETING: frozenset({_S.FROZEN, _S.PREPARED, _S.ABORTED}),
+    _S.PREPARED: frozenset({_S.TAKEN, _S.ABORTED}),
+    _S.TAKEN: frozenset(),
+    _S.ABORTED: frozenset(),
+}
+
+
+class ImpossibleTransition(SwarmError):
+    """A transition that the table does not have: a bug of the caller."""
+
+
+@dataclass(slots=True)
+class Round:
+    """The all-reduce that this replica works on."""
+
+    name: str
+    began_s: float
+    told_s: float = 0.0
+    """When this replica first heard that another has the result; 0: not yet."""
+
+
+class ReplicaStep:
+    """Step `t` at one replica, from its first microbatch to its commit."""
+
+    def __init__(self, t: int, ledger: Ledger) -> None:
+        self.t, self.ledger = t, ledger
+        self.round: Round | None = None
+        """None while no reduce of this step runs here."""
+        self.failed_round = ""
+        """The last round that failed here."""
+        self.prepared: Prepared | None = None
+        """The description of the result, in PREPARED and TAKEN."""
+        self._state = StepState.OPEN
+
+    @property
+    def state(self) -> StepState:
+        return self._state
+
+    @property
+    def over(self) -> bool:
+        """Whether the step was taken or given up."""
+        return self._state in (StepState.TAKEN, StepState.ABORTED)
+
+    def loss_of(self, m: int) -> float:
+        """Last stage: the loss of a microbatch in the sum; 0 if it is not known any more."""
+        raise NotImplementedError
+
+    # -- all-reduce (peers.stage.server) ----------------------------------------------------------
+
+    def start_round(self, name: str, *, now: float) -> None:
+        """Promise the sum to a round, instead of the one before it."""
+        self._go(StepState.FROZEN)
+        self.round = Round(name, now)
+
+    def exchange(self, name: str) -> None:
+        """Start the exchange of sums: the ledger is frozen."""
+        if self._is_at(name):
+            self._go(StepState.REDUCING)
+
+    def refuse_round(self, name: str) -> None:
+        """Stay out of a round: the sum was not frozen."""
+        self.failed_round = name
+        if self._is_at(name):
+            self.round = None
+            if self.ledger.frozen_for is None:  # else for an earlier one: the coordinator opens it again
+                self._go(StepState.OPEN)
+
+    def end_round(self, name: str, *, failed: bool) -> None:
+        """End the work on a round. Without a result the sum stays frozen until the coordinator opens it."""
+        if failed:
+            self.failed_round = name
+        if self._is_at(name):
+            self.round = None
+            if self._state in (StepState.REDUCING, StepState.COMPLETING):
+                self._go(StepState.FROZEN)
+
+    def give_up_round(self) -> None:
+        """Give up a round; the ledger is still frozen."""
+        self.round = None
+        if self._state in (StepState.REDUCING, StepState.COMPLETING):
+            self._go(StepState.FROZEN)
+
+    @property
+    def may_thaw(self) -> bool:
+        """Whether the ledger may open again: nothing was promised meanwhile. On any thread."""
+        return self._state is StepState.FROZEN and self.round is None
+
+    def open_again(self) -> None:
+        """Note that the ledger is open again, unless the sum was promised anew meanwhile."""
+        if self.may_thaw:
+            self._go(StepState.OPEN)
+
+    # -- another replica's result (peers.stage.server, peers.stage.recovery) ------------------------
+
+    def promise(self, name: str, *, now: float) -> None:
+        """Note that another replica's result of a round has arrived: nothing enters the sum any more."""
+        if self._state is StepState.HANDING:
+            self._go(StepState.OPEN)
+        if self._state is StepState.OPEN:
+            self._go(StepState.FROZEN)
+        self.round = Round(name, now)
+
+    # -- the result (peers.stage.tied_weights) ----------------------------------------------------
+
+    def complete(self) -> None:
+        """Note that the stage's sum is complete. A prepared step stays so until a new result is complete as
+        well.
+        """
+        if self._state in (StepState.FROZEN, StepState.REDUCING):
+            self._go(StepState.COMPLETING)
+
+    def incomplete(self) -> None:
+        """Note that other stages' parts did not come."""
+        if self._state is StepState.COMPLETING:
+            self._go(StepState.FROZEN)
+
+    def prepare(self, prepared: Prepared) -> None:
+        """Note that all that taking the step needs is here."""
+        self.complete()
+        self._go(StepState.PREPARED)
+        self.prepared = prepared
+
+    # -- handing over (peers.stage.handoff) -------------------------------------------------------
+
+    def hand_over(self) -> None:
+        """Start the handoff of the sum to another replica."""
+        self._go(StepState.HANDING)
+
+    def keep(self) -> None:
+        """End the handoff: the sum was given away, or is counted here again."""
+        if self._state is StepState.HANDING:
+            self._go(StepState.OPEN)
+
+    # -- the end (peers.stage.state) --------------------------------------------------------------
+
+    def take(self) -> None:
+        """Take the step: it is committed, and its result enters the weights."""
+        self._go(StepState.TAKEN)
+
+    def abort(self) -> None:
+        """Abort the step: the replica went on from another state. Does nothing if the step was taken."""
+        if not self.over:
+            self._go(StepState.ABORTED)
+
+    def _is_at(self, name: str) -> bool:
+        return self.round is not None and self.round.name == name and not self.over
+
+    def _go(self, state: StepState) -> None:
+        if state is not self._state and state not in TRANSITIONS[self._state]:
+            raise ImpossibleTransition(f"step {self.t} is {self._state.value}: it cannot be {state.value}")
+        self._state = state

@@ -1,0 +1,135 @@
+"""What to assume of a simulated run, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from swarm.errors import SetupError
+from swarm.ids import Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Of the run and of the live system. Defaults are those of the code, or measured where it says so."""
+
+    window: int | None = None
+    """Microbatches that a trainer keeps in flight; None: it learns how many (`swarm/policy/window.py`)."""
+    trainers: int = 1
+    delayed_updates: bool = False
+    rebalance_every_s: float = 60.0
+    """0: nobody moves."""
+    checkpoint_every: int = 10
+    """Steps; where a run goes back to when a stage has lost all its members."""
+    detect_s: float = 0.1
+    """Until a death is known: connections of a killed process break at once, silence takes 3.5 s."""
+    report_s: float = 0.1
+    """Between reports of what is lacking."""
+    step_s: float = 0.0
+    """What a step costs at its end besides the all-reduce and the latencies: optimizer, digest."""
+    job_s: float = 0.0
+    """What each forward and each backward costs besides its arithmetic."""
+    max_inflight: int = 32
+    """Microbatches that a peer takes at most; fewer if its memory holds fewer."""
+    routers_learn: Literal["response", "compute", "ways"] = "ways"
+    """By what trainers route: its computing and the ways between peers, as the live ones do; or, to compare,
+    its computing alone, or how long it had the microbatch, waits in its queue included."""
+    blocking: bool = False
+    """Devices wait until what they send has arrived: no transfer is hidden behind compute. Not our runtime;
+    what others are compared with."""
+    bin_s: float = 60.0
+    """Of `ThroughputReport.answered`."""
+
+    def __post_init__(self) -> None:
+        for name in ("trainers", "checkpoint_every", "max_inflight"):
+            if getattr(self, name) < 1:
+                raise SetupError(f"{name} = {getattr(self, name)}: at least 1 is needed")
+        for name in ("rebalance_every_s", "detect_s", "report_s", "step_s", "job_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise SetupError(f"{name} = {getattr(self, name)}: it must be a number that is not negative")
+        if self.window is not None and self.window < 1:
+            raise SetupError(f"window = {self.window}: at least 1 is needed")
+        if not (self.bin_s > 0 and self.report_s > 0):
+            raise SetupError("bin_s and report_s must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A peer that the rule sent elsewhere."""
+
+    at_s: float
+    peer: str
+    from_stage: Stage
+    to_stage: Stage
+    why: str
+
+
+@dataclass(slots=True)
+class ThroughputReport:
+    """What a simulated run did until `end_s`."""
+
+    microbatches: int
+    """M, of a step."""
+    stages: int
+    end_s: float = 0.0
+    version: int = 0
+    """Steps that count: those of a run that went back are in only once."""
+    step_ends_s: list[float] = field(default_factory=list)
+    """When each version was taken, the last time."""
+    bin_s: float = 60.0
+    answered: list[int] = field(default_factory=list)
+    """Microbatches answered to trainers, by bin of time."""
+    busy_s: list[float] = field(default_factory=list)
+    """Per stage, seconds that devices computed."""
+    there_s: list[float] = field(default_factory=list)
+    """Per stage, seconds that devices served it."""
+    moves: list[Moved] = field(default_factory=list)
+    joins: int = 0
+    deaths: int = 0
+    idle: int = 0
+    """Joiners that no stage fits into."""
+    replayed: int = 0
+    """Microbatches that a trainer ran again because what held them was gone."""
+    recomputed: int = 0
+    """Microbatches of a stage, computed for nothing: lost with a peer, or by a run that went back."""
+    computed: int = 0
+    """Microbatches of a stage, all in all: those that count, those of open steps, and `recomputed`."""
+    open: int = 0
+    """Of `computed`, in sums of steps that were not taken yet."""
+    generations: int = 0
+    """How often the run went back to a checkpoint."""
+    boundary_bytes: float = 0.0
+    reduce_bytes: float = 0.0
+    download_bytes: float = 0.0
+    waited_s: float = 0.0
+    """Some stage had no member."""
+    events: int = 0
+
+    @property
+    def per_s(self) -> float:
+        """Microbatches a second that count, over all of the time."""
+        return self.version * self.microbatches / self.end_s if self.end_s else 0.0
+
+    @property
+    def utilisation(self) -> list[float]:
+        """Per stage: the share of their time that its devices computed."""
+        return [b / t if t else 0.0 for b, t in zip(self.busy_s, self.there_s, strict=True)]
+
+    @property
+    def overall_utilisation(self) -> float:
+        """Of all devices."""
+        there_s = sum(self.there_s)
+        return sum(self.busy_s) / there_s if there_s else 0.0
+
+    def step_s(self, *, skip: int = 2) -> float:
+        """Seconds of a step, on average without the first few, in which windows and routers learn.
+
+        Raises:
+            SetupError: fewer steps than that were taken.
+        """
+        ends_s: Sequence[float] = self.step_ends_s
+        if len(ends_s) < skip + 2:
+            took = f"only {len(ends_s)} steps were taken in {self.end_s:.0f} s"
+            raise SetupError(f"{took}: simulate for longer")
+        return (ends_s[-1] - ends_s[skip]) / (len(ends_s) - 1 - skip)

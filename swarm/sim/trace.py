@@ -1,0 +1,124 @@
+"""Who is up when: spot traces read as peers that come and vanish.
+
+Two forms are read. JSON, as published with "Can't Be Late" (NSDI 24): `{"metadata": {"gap_seconds": g},
+"data": [counts]}`, a count every g seconds. CSV, as published with Bamboo (NSDI 23): lines of
+`seconds,count`, one for each change, times that do not go back.
+
+A trace says how many are up, not which. Here every decrease takes victims drawn evenly among those that are
+up, and every increase is as many peers that nobody has seen before; both at the very time of the sample.
+(The SWARM paper draws the stage of each victim instead. Instances do not know what stage they serve.)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from swarm.errors import SetupError
+from swarm.ids import PeerId
+from swarm.sim.dice import Dice
+
+MAX_UP = 1_000_000
+"""More peers than anything here is meant for: a mistake in the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """How many peers are up, as steps."""
+
+    times_s: tuple[float, ...]
+    """When a count begins to hold; ascending, the first one is 0."""
+    counts: tuple[int, ...]
+    end_s: float
+
+    def up_to(self, end_s: float) -> Trace:
+        """Its beginning."""
+        kept = [(t, n) for t, n in zip(self.times_s, self.counts, strict=True) if t < end_s]
+        return Trace(tuple(t for t, _ in kept), tuple(n for _, n in kept), min(end_s, self.end_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Who comes and who vanishes at one time."""
+
+    at_s: float
+    joined: tuple[PeerId, ...]
+    died: tuple[PeerId, ...]
+
+
+def read_trace(text: str, name: str = "the trace") -> Trace:
+    """Either form; counts that follow one another and are equal become one.
+
+    Raises:
+        SetupError: neither form, or numbers that cannot be; says where.
+    """
+    pairs, end_s = _json(text, name) if text.lstrip().startswith("{") else _csv(text, name)
+    times_s: list[float] = []
+    counts: list[int] = []
+    for time_s, count in pairs:
+        if times_s and time_s == times_s[-1]:
+            counts[-1] = count  # of several changes at one time the last one holds
+        elif not counts or count != counts[-1]:
+            times_s.append(time_s)
+            counts.append(count)
+    return Trace(tuple(times_s), tuple(counts), end_s)
+
+
+def changes(trace: Trace, seed: int) -> Iterator[Change]:
+    """The trace with names and victims; the same for the same seed."""
+    dice, up, made = Dice(seed), list[PeerId](), 0
+    for at_s, count in zip(trace.times_s, trace.counts, strict=True):
+        died: list[PeerId] = []
+        while len(up) > count:
+            died.append(up.pop(dice.below(len(up))))
+        joined = [f"p{made + i:06d}" for i in range(count - len(up))]
+        made += len(joined)
+        up += joined
+        if joined or died:
+            yield Change(at_s, tuple(joined), tuple(died))
+
+
+def _json(text: str, name: str) -> tuple[list[tuple[float, int]], float]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise SetupError(f"{name} is not JSON: {error}") from None
+    data, metadata = found.get("data"), found.get("metadata")
+    gap_s = metadata.get("gap_seconds") if isinstance(metadata, dict) else None
+    if not isinstance(gap_s, (int, float)) or not 0 < gap_s < math.inf:
+        raise SetupError(f"{name}: metadata.gap_seconds is {gap_s!r}, not a positive number of seconds")
+    if not isinstance(data, list) or not data:
+        raise SetupError(f"{name}: data is not a list of how many instances were up")
+    pairs = [(i * float(gap_s), _count(n, f"{name}: data[{i}]")) for i, n in enumerate(data)]
+    return pairs, len(data) * float(gap_s)
+
+
+def _csv(text: str, name: str) -> tuple[list[tuple[float, int]], float]:
+    pairs: list[tuple[float, int]] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        where = f"{name}, line {number}"
+        cells = line.split(",")
+        try:
+            time_s, count = float(cells[0]), int(cells[1])
+        except (ValueError, IndexError):
+            raise SetupError(f"{where}: {line.strip()[:60]!r} is not `seconds,instances`") from None
+        if not math.isfinite(time_s) or time_s < (pairs[-1][0] if pairs else 0.0):
+            raise SetupError(f"{where}: the time {cells[0].strip()} comes after {pairs[-1][0]:g}"
+                             if pairs else f"{where}: the time {cells[0].strip()} is before 0")  # fmt: skip
+        pairs.append((time_s, _count(count, where)))
+    if not pairs:
+        raise SetupError(f"{name} is empty: lines of `seconds,instances` are needed")
+    if pairs[0][0] > 0:
+        pairs.insert(0, (0.0, 0))
+    return pairs, pairs[-1][0]
+
+
+def _count(value: Any, where: str) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_UP:
+        raise SetupError(f"{where}: {value!r} is not a number of instances")
+    return value

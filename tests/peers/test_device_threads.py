@@ -1,0 +1,89 @@
+"""The threads that compute for a stage: who runs beside whom, and who may change what."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from peers.ports import Rank
+from peers.stage.device import DeviceThreads
+from swarm.protocol.ledger import Ledger
+
+
+@asynccontextmanager
+async def threads(workers: int) -> AsyncIterator[DeviceThreads]:
+    device = DeviceThreads("a device", workers)
+    device.start()
+    try:
+        yield device
+    finally:
+        device.stop()
+
+
+async def test_as_many_microbatches_as_there_are_workers_are_computed_at_once() -> None:
+    async with threads(3) as device:
+        all_there = threading.Barrier(3)
+        ranks = (Rank.FORWARD, Rank.BACKWARD, Rank.IDLE)
+        await asyncio.gather(*(device.run(rank, 0, all_there.wait, 30.0) for rank in ranks))
+        device.stop()
+        assert device.running is None and device.longest_s > 0
+
+
+async def test_what_changes_weights_runs_alone_and_first() -> None:
+    async with threads(3) as device:
+        began, may_end, ran = threading.Event(), threading.Event(), list[str]()
+
+        def first() -> None:
+            began.set()
+            may_end.wait(30.0)
+            ran.append("forward")
+
+        def alone() -> None:
+            assert device.running is not None
+            ran.append("step")
+
+        jobs = [asyncio.create_task(device.run(Rank.FORWARD, 0, first))]
+        await asyncio.to_thread(began.wait, 30.0)
+        jobs.append(asyncio.create_task(device.run(Rank.BACKWARD, 5, lambda: None)))
+        await jobs[-1]  # beside the first
+        jobs.append(asyncio.create_task(device.run(Rank.STEP, 1, alone)))
+        await asyncio.sleep(0)
+        jobs.append(asyncio.create_task(device.run(Rank.BACKWARD, 0, ran.append, "backward")))
+        await asyncio.sleep(0)
+        assert device.mean_queue() >= 0 and not ran
+        may_end.set()
+        await asyncio.gather(*jobs)
+        assert ran == ["forward", "step", "backward"]
+
+
+async def test_a_ledger_changes_only_in_a_job_that_holds_the_books() -> None:
+    async with threads(2) as device:
+        ledger = Ledger(0, 8, device.books.check)
+
+        def counted(m: int) -> None:
+            with device.books:
+                ledger.record(m)
+
+        await device.run(Rank.STEP, 0, ledger.record, 0)
+        await device.run(Rank.BACKWARD, 0, counted, 1)
+        for change in (
+            lambda: ledger.record(2), lambda: ledger.take_over(4), lambda: ledger.remove(0),
+            lambda: ledger.freeze("round"), ledger.thaw, ledger.clear,
+        ):  # fmt: skip
+            with pytest.raises(AssertionError, match="a ledger changes outside of a job that holds"):
+                await device.run(Rank.BACKWARD, 0, change)
+            with pytest.raises(AssertionError, match="outside of a job that holds the books"):
+                change()
+        assert ledger.done == 0b11
+        ledger.claim(3)  # what is being computed is the loop's
+        ledger.release(3)
+
+
+async def test_a_lock_that_another_thread_holds_is_not_ones_own() -> None:
+    async with threads(2) as device:
+        with device.books, pytest.raises(AssertionError, match="holds the books"):
+            await asyncio.to_thread(device.books.check)

@@ -1,0 +1,32 @@
+"""Programs of swarms are forked from a process that has imported already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.process.forkserver import ForkServer
+from tests.process.swarm_processes import Processes
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="package", autouse=True)
+def forked(fork_server: ForkServer) -> Iterator[None]:
+    Processes.fork_server = fork_server
+    yield
+    Processes.fork_server = None
+
+
+@pytest.fixture
+def executed() -> Iterator[None]:
+    """Programs are new Pythons, as users start them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Processes, "fork_server", None)
+        yield

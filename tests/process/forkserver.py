@@ -1,0 +1,195 @@
+"""A process that has imported what a peer needs, and forks one whenever a test starts a program.
+
+A peer's imports take 3 s of a core, more than most tests need it for. A forked program is what
+`python -m peers.cli` would be after its imports: a session, standard streams and an environment of its own,
+and one thread. Benchmarks, programs inside a lab, and swarms of other processes start a new Python instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_REQUEST_BYTES = 1 << 20
+PRELOADED = (
+    "peers.owner.health_socket",
+    "peers.programs.keeper",
+    "peers.programs.roles",
+    "peers.stage.server",
+    "peers.trainer",
+    "peers.watch.metrics",
+    "swarm.model.graph.custom_model",
+    "swarm.model.reference",
+    "uvloop",
+)
+"""What the roles import when they start."""
+
+
+class Forked:
+    """A forked program; the methods are those of `subprocess.Popen` that `Program` uses."""
+
+    def __init__(self, pid: int, status: int, stdout: IO[str], stderr: IO[str]) -> None:
+        self.pid = pid
+        self.stdout, self.stderr = stdout, stderr
+        self._status = status
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, minus the signal if one killed it; None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0.0)
+        return None
+
+    def wait(self, timeout: float) -> int:
+        """Wait for the exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a forked program", timeout)
+            told = os.read(self._status, 16)
+            assert told, "the fork server is gone"
+            os.close(self._status)
+            self.returncode = int(told)
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To this process only; nothing if it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class ForkServer:
+    """The side of the tests."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            words = [sys.executable, "-m", "tests.process.forkserver", str(theirs.fileno()), str(os.getpid())]
+            environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+            self._process = subprocess.Popen(words, cwd=ROOT, pass_fds=[theirs.fileno()], env=environment)
+        self._socket = ours
+
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Forked:
+        """Start `swarm ARGUMENTS`; it dies with this server, which dies with the tests."""
+        words = [*arguments, "--die-with-parent", str(self._process.pid)]
+        request = json.dumps({"arguments": words, "environment": dict(environment)}).encode()
+        assert len(request) < MAX_REQUEST_BYTES
+        pipes = [os.pipe() for _ in range(3)]
+        socket.send_fds(self._socket, [len(request).to_bytes(4, "big")], [write for _, write in pipes])
+        self._socket.sendall(request)
+        for _, write in pipes:
+            os.close(write)
+        pid = int.from_bytes(self._socket.recv(4), "big")
+        assert pid, "the fork server is gone"
+        out, err, status = (read for read, _ in pipes)
+        streams = (os.fdopen(one, encoding="utf-8", errors="replace") for one in (out, err))
+        return Forked(pid, status, *streams)
+
+    def close(self) -> None:
+        """End it, and what it forked and is still there."""
+        self._socket.close()
+        self._process.wait(30.0)
+
+
+def serve(requests: socket.socket) -> None:
+    """Fork what is asked for until the tests are gone."""
+    children: dict[int, int] = {}
+    reads, writes = socket.socketpair()
+    reads.setblocking(False)
+    writes.setblocking(False)
+    signal.set_wakeup_fd(writes.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        readable, _, _ = select.select([requests, reads], [], [])
+        if reads in readable:
+            reads.recv(4096)
+            _reap(children)
+        if requests not in readable:
+            continue
+        head, fds, _, _ = socket.recv_fds(requests, 4, 3)
+        if not head:
+            return
+        body = _read(requests, int.from_bytes(head, "big"))
+        pid = os.fork()
+        if not pid:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for one in (requests, reads, writes):
+                one.close()
+            for status in children.values():
+                os.close(status)
+            _become(json.loads(body), *fds)
+        children[pid] = fds[2]
+        for one in fds[:2]:
+            os.close(one)
+        requests.sendall(pid.to_bytes(4, "big"))
+
+
+def _read(stream: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        found += stream.recv(count - len(found))
+    return found
+
+
+def _reap(children: dict[int, int]) -> None:
+    """Tell the tests who has ended, and how."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            told = children.pop(pid)
+            with contextlib.suppress(BrokenPipeError):
+                os.write(told, str(os.waitstatus_to_exitcode(status)).encode())
+            os.close(told)
+
+
+def _become(request: dict[str, object], out: int, err: int, status: int) -> NoReturn:
+    """What `python -m peers.cli` is once it has imported."""
+    from peers import cli, fault_points
+
+    os.setsid()
+    os.close(status)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (out, 1), (err, 2)):
+        os.dup2(source, target)
+        os.close(source)
+    environment, arguments = request["environment"], request["arguments"]
+    assert isinstance(environment, dict) and isinstance(arguments, list)
+    os.environ.clear()
+    os.environ.update(environment)
+    time.tzset()
+    importlib.reload(fault_points)  # the only module that reads the environment when it is imported
+    sys.argv = [cli.__file__, *arguments]
+    sys.exit(cli.main())
+
+
+def main() -> None:
+    from peers.device import die_with_parent
+
+    die_with_parent(int(sys.argv[2]), signum=signal.SIGTERM)
+    for name in PRELOADED:
+        importlib.import_module(name)
+    assert len([*Path("/proc/self/task").iterdir()]) == 1, "a fork would lose threads"
+    with socket.socket(fileno=int(sys.argv[1])) as requests:
+        serve(requests)
+
+
+if __name__ == "__main__":
+    main()

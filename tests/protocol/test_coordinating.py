@@ -1,0 +1,95 @@
+"""Who coordinates, who is obeyed, and what is remembered of what others say."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from swarm.errors import NotNow
+from swarm.ids import Generation
+from swarm.manifest import audit_run
+from swarm.policy.backoff import Backoff
+from swarm.protocol.coordinator import Agreed
+from swarm.protocol.messages import Directive, ReplicaReport, StageSummary
+from swarm.protocol.protocol import StepProtocol
+from swarm.protocol.replica import Local
+from swarm.protocol.rounds import Commit
+from swarm.protocol.timings import ProtocolTimings
+from swarm.records import PeerRecord
+
+RUN = audit_run(stages=2, steps=8, microbatches_per_step=4)
+NOW = 100.0
+
+
+def record(peer: str, stage: int, since: float) -> PeerRecord:
+    return PeerRecord(peer=peer, run=RUN.id, stage=stage, state="serving", version=0, since=since)
+
+
+def protocol_of(peer: str, *, joined: bool = True, others: tuple[PeerRecord, ...] = ()) -> StepProtocol:
+    """Of a replica of stage 1, which came at second 2; `first` serves stage 0."""
+    local = Local(generation=Generation(), version=0, steps={}, commits={}, joined=joined)
+    protocol = StepProtocol(RUN, 1, peer, 8, local, Backoff(), ProtocolTimings(), since_s=2.0)
+    protocol.observe(local, {0: [record("first", 0, 1.0)], 1: list(others)}, now=NOW)
+    return protocol
+
+
+def directive(coordinator: str, *, number: int = 1) -> Directive:
+    return Directive(run=RUN.id, stage=1, coordinator=coordinator, number=number, version=0)
+
+
+def members_said(protocol: StepProtocol, *, now: float = NOW) -> int:
+    protocol.speak(now=now)
+    bodies = [message.body for message in protocol.ready(now=now).messages]
+    return [body.members for body in bodies if isinstance(body, StageSummary)][-1]
+
+
+def test_a_replica_that_says_goodbye_is_a_member_no_more() -> None:
+    protocol = protocol_of("b", others=(record("c", 1, 3.0),))
+    report = ReplicaReport(run=RUN.id, stage=1, generation=Generation(), version=0)
+    protocol.report("c", report, [], now=NOW)
+    assert members_said(protocol) == 2
+    with pytest.raises(NotNow, match="goodbye"):
+        protocol.report("c", msgspec.structs.replace(report, say_leaving=True), [], now=NOW)
+    assert members_said(protocol) == 1
+
+
+def test_a_replica_that_is_silent_is_a_member_no_more() -> None:
+    protocol = protocol_of("b", others=(record("c", 1, 3.0),))
+    report = ReplicaReport(run=RUN.id, stage=1, generation=Generation(), version=0)
+    protocol.report("c", report, [], now=NOW)
+    late = NOW + 2 * ProtocolTimings().gone_after_s
+    assert members_said(protocol, now=late) == 1
+
+
+def test_a_replica_that_is_far_ahead_of_all_others_is_not_believed() -> None:
+    protocol = protocol_of("b", others=(record("c", 1, 3.0),))
+    report = ReplicaReport(run=RUN.id, stage=1, generation=Generation(), version=5)
+    with pytest.raises(NotNow, match="says that it is at version 5; the run is at 0"):
+        protocol.report("c", report, [], now=NOW)
+
+
+def test_a_newcomer_does_not_coordinate_even_alone() -> None:
+    assert protocol_of("b").coordinates(1, now=NOW)
+    assert protocol_of("b", joined=False).coordinator(1, now=NOW) is None
+
+
+def test_a_directive_of_another_than_the_coordinator_is_passed_over() -> None:
+    protocol = protocol_of("b", others=(record("a", 1, 1.0), record("c", 1, 3.0)))
+    protocol.hear_directive("c", directive("c"), now=NOW)
+    protocol.hear_directive("c", directive("a"), now=NOW)
+    assert protocol.directive is None
+    protocol.hear_directive("a", directive("a"), now=NOW)
+    assert protocol.directive == directive("a")
+
+
+def test_a_directive_that_was_overtaken_is_passed_over() -> None:
+    protocol = protocol_of("b", others=(record("a", 1, 1.0),))
+    for number in (2, 1):
+        protocol.directive_came(directive("a", number=number), now=NOW)
+    assert protocol.directive == directive("a", number=2)
+
+
+def test_a_commit_of_a_step_that_the_stage_has_not_reached_is_not_remembered() -> None:
+    agreed = Agreed(Generation())
+    agreed.learn([Commit(2, 1.0), Commit(3, 1.0)], Generation(), newest=2)
+    assert agreed.commits == {2: Commit(2, 1.0)}
