@@ -17,6 +17,7 @@ import pytest
 from peers.net import p2pd as daemon_module
 from peers.net.p2pd import Daemon, DaemonOptions, probe_p2pd, split_peer_id, to_multiaddr
 from swarm.errors import SetupError
+from tests.stopping import stop
 
 pytestmark = pytest.mark.net
 
@@ -79,7 +80,7 @@ def test_nothing_outlives_its_owner(how: signal.Signals) -> None:
 
 def test_a_stopped_p2pd_does_not_outlive_its_owner_either() -> None:
     child = Child()
-    os.kill(child.p2pd, signal.SIGSTOP)
+    stop(child.p2pd)
     child.end()
     until(lambda: gone(child.p2pd) and not child.directory.exists())
 
@@ -95,7 +96,7 @@ def test_ctrl_c_in_the_terminal_does_not_reach_p2pd() -> None:
 
 def test_what_was_left_when_all_died_at_once_is_swept_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     child = Child()
-    os.kill(child.process.pid, signal.SIGSTOP)  # so that it cannot clean up after the others
+    stop(child.process.pid)  # so that it cannot clean up after the others
     os.kill(child.shell, signal.SIGKILL)
     child.end()
     until(lambda: gone(child.p2pd) and gone(child.shell))

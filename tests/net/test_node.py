@@ -41,6 +41,7 @@ from swarm.errors import OtherVersion, PeerGone, PeerSilent, Refused, SetupError
 from swarm.manifest import example_run
 from swarm.records import PeerRecord
 from swarm.wire.version import PROTOCOL_VERSION
+from tests.stopping import stop
 
 pytestmark = pytest.mark.net
 
@@ -329,7 +330,7 @@ async def test_a_p2pd_that_hangs_is_killed_and_replaced(
     monkeypatch.setattr(control_module, "CONTROL_TIMEOUT_S", 1.0)
     await other.directory.announce(record(other))
     hung = other.p2pd_pid
-    os.kill(hung, signal.SIGSTOP)
+    stop(hung)
     await until(lambda: other.alive and other.directory.online and other.p2pd_pid != hung)
     assert f"p2pd (pid {hung}) does not answer any more: it is killed" in caplog.text
     await until(lambda: [r.peer for r in first.directory.peers()] == [other.peer_id])
@@ -564,7 +565,7 @@ async def test_a_stopped_holder_does_not_delay_a_refresh(stack: contextlib.Async
     await holder.directory.announce(record(holder))
     await until(lambda: watcher.directory.neighbours == 2)
     await watcher.directory.refresh()
-    os.kill(holder.p2pd_pid, signal.SIGSTOP)
+    stop(holder.p2pd_pid)
     for _ in range(4):
         forget(watcher)
         before = time.monotonic()
@@ -669,7 +670,7 @@ async def test_a_peer_whose_p2pd_is_stopped_is_silent(stack: contextlib.AsyncExi
     other.transport.serve("echo", echo, max_body_bytes=64 * MIB)
     first.transport.learn(other.peer_id, other.addresses)
     await first.transport.call(other.peer_id, "echo", b"")
-    os.kill(other.p2pd_pid, signal.SIGSTOP)
+    stop(other.p2pd_pid)
     before = time.monotonic()
     calls = [first.transport.call(other.peer_id, "echo", b"", [bytes(size)]) for size in (0, 64 * MIB)]
     outcomes = await asyncio.gather(*calls, return_exceptions=True)

@@ -42,6 +42,7 @@ from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
 from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack_answer
 from tests.process.forkserver import ForkServer
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     from scripts.bench.netlab import Lab
@@ -171,7 +172,7 @@ class Program:
 
     def stop(self) -> None:
         """It hangs, its p2pd does not."""
-        self.signal(signal.SIGSTOP)
+        stop(self.pid)
 
     def cont(self) -> None:
         """It goes on."""

@@ -130,7 +130,7 @@ def test_a_stopped_peer_is_routed_around_and_serves_again_when_it_continues(
 ) -> None:
     peer = swarm.by_rank(stage)[which == "member"]
     stopped = time.time()
-    peer.signal(signal.SIGSTOP)
+    peer.stop()
     stall_s = swarm.stall_s(stopped)
     print(f"\nSTOPPED {which} of stage {stage}: no step for {stall_s:.2f} s; {swarm.lost_s(peer, stopped)}")
     assert stall_s < NOTICED_S
@@ -171,7 +171,7 @@ def test_a_peer_that_stops_at_the_worst_moment_is_left_out_and_serves_again_when
 def test_a_peer_that_is_stopped_for_longer_than_its_record_lives_is_known_again(swarm: Running) -> None:
     peer = swarm.by_rank(1)[0]
     stopped = time.time()
-    peer.signal(signal.SIGSTOP)
+    peer.stop()
     swarm.stall_s(stopped)
     trainer = swarm.living("trainer")[0]
     # Its record runs out: the trainer counts one peer less.
