@@ -92,11 +92,6 @@ class StageCoordinator:
         self._plans: dict[int, Plan] = {}
         self._decisions: dict[int, Decision] = {}
 
-    def forget(self) -> None:
-        """Start over after a rollback: nothing of an earlier generation is decided any more."""
-        self._plans.clear()
-        self._decisions.clear()
-
     def present(self) -> dict[PeerId, ReplicaReport]:
         """The reports of the present generation. The other replicas have to roll back first."""
         return {

@@ -395,7 +395,6 @@ class StepProtocol:
         if generation > self._agreed.generation:
             self._agreed.generation = generation
             self._agreed.commits.clear()
-            self._coordinator.forget()
             self._soon = True
 
     def _learn(self, commits: Sequence[Commit], generation: Generation) -> None:

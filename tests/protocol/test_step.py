@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -85,6 +87,78 @@ def test_a_round_that_is_refused_opens_the_sum_unless_another_froze_it() -> None
     this.start_round("three", now=0.0)
     this.refuse_round("three")
     assert this.state is StepState.FROZEN, "else nobody would open it again"
+
+
+def at(state: StepState) -> ReplicaStep:
+    """A step that came to a state as it does in a run; with a round under way it is called `r`."""
+    this = step()
+    if state is StepState.HANDING:
+        this.hand_over()
+    elif state not in (StepState.OPEN, StepState.ABORTED):
+        this.start_round("r", now=0.0)
+        if state is not StepState.FROZEN:
+            this.exchange("r")
+        if state not in (StepState.FROZEN, StepState.REDUCING):
+            this.complete()
+        if state in (StepState.PREPARED, StepState.TAKEN):
+            this.prepare(Prepared("r", 1.0, ""))
+    if state is StepState.TAKEN:
+        this.take()
+    if state is StepState.ABORTED:
+        this.abort()
+    assert this.state is state
+    return this
+
+
+CALLS: dict[str, Callable[[ReplicaStep], None]] = {
+    "start": lambda step: step.start_round("s", now=0.0),
+    "exchange": lambda step: step.exchange("r"),
+    "refuse": lambda step: step.refuse_round("r"),
+    "end": lambda step: step.end_round("r", failed=False),
+    "give up": lambda step: step.give_up_round(),
+    "open again": lambda step: step.open_again(),
+    "promise": lambda step: step.promise("s", now=0.0),
+    "complete": lambda step: step.complete(),
+    "incomplete": lambda step: step.incomplete(),
+    "prepare": lambda step: step.prepare(Prepared("s", 1.0, "")),
+    "hand over": lambda step: step.hand_over(),
+    "keep": lambda step: step.keep(),
+    "take": lambda step: step.take(),
+    "abort": lambda step: step.abort(),
+}
+BECOMES = """
+              open          handing over  frozen      reducing    completing  prepared  taken  aborted
+start         frozen        -             frozen      frozen      frozen      -         -      -
+exchange      open          handing over  reducing    reducing    -           -         taken  aborted
+refuse        open          handing over  open        -           -           -         taken  aborted
+end           open          handing over  frozen      frozen      frozen      prepared  taken  aborted
+give up       open          handing over  frozen      frozen      frozen      prepared  taken  aborted
+open again    open          handing over  frozen      reducing    completing  prepared  taken  aborted
+promise       frozen        frozen        frozen      reducing    completing  prepared  taken  aborted
+complete      open          handing over  completing  completing  completing  prepared  taken  aborted
+incomplete    open          handing over  frozen      reducing    frozen      prepared  taken  aborted
+prepare       -             -             prepared    prepared    prepared    prepared  -      -
+hand over     handing over  handing over  -           -           -           -         -      -
+keep          open          open          frozen      reducing    completing  prepared  taken  aborted
+take          -             -             -           -           -           taken     taken  -
+abort         aborted       aborted       aborted     aborted     aborted     aborted   taken  aborted
+"""
+"""What a step becomes by each call; `-`: the call is refused as a bug of the caller."""
+
+
+def test_what_becomes_of_a_step_by_each_call_in_each_state() -> None:
+    states, *rows = (re.split(r"  +", line.strip()) for line in BECOMES.strip("\n").splitlines())
+    assert states == [state.value for state in StepState] and [row[0] for row in rows] == list(CALLS)
+    for call, *due in rows:
+        for state, becomes in zip(StepState, due, strict=True):
+            this = at(state)
+            try:
+                CALLS[call](this)
+                found = this.state.value
+            except ImpossibleTransition:
+                found = "-"
+                assert this.state is state, "a call that is refused changes nothing"
+            assert found == becomes, f"{call} in {state.value}: {found}, not {becomes}"
 
 
 @given(st.lists(st.sampled_from(sorted(MOVERS))))

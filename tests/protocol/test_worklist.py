@@ -63,6 +63,17 @@ def test_one_that_finished_is_not_started_again_without_reason(todo: WorkList) -
     assert todo.next_wakeup(now=0.0) is None
 
 
+def test_after_the_run_went_back_what_was_done_since_is_to_be_done_again(todo: WorkList) -> None:
+    for work in start_all(todo, 1)[:5]:
+        todo.finished(work.microbatch, now=0.0)
+    todo.stepped(1)
+    todo.went_back(0)
+    assert [work.microbatch for work in start_all(todo, 1)] == [
+        *(Microbatch(0, m) for m in (2, 0, 3, 1)),
+        *(Microbatch(1, m) for m in (2, 0, 3, 1)),
+    ]
+
+
 def test_a_finished_one_that_is_lacking_runs_again_only_after_a_while(todo: WorkList) -> None:
     for work in start_all(todo):
         todo.finished(work.microbatch, now=0.0)
