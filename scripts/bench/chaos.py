@@ -145,6 +145,8 @@ class Options:
     """Each kind once, and then the end, however many faults that makes."""
     without: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
+    job_s: float = 0.0
+    """What a forward takes at least, and a backward."""
     log: Path | None = None
 
 
@@ -160,6 +162,7 @@ def quick(options: Options) -> Options:
         pause_s=0.7,
         longest_spell_s=5.0,
         thin_s=12.0,
+        job_s=0.01,
     )
 
 
@@ -181,8 +184,9 @@ CONTACTS = 8
 
 
 class ChaosSwarm(Swarm):
-    """A swarm whose programs join at whoever is well, wherever that is."""
+    """A swarm whose programs join at healthy peers, wherever these are."""
 
+    job_s = 0.0
     unwell: Callable[[Program], bool] = staticmethod(lambda program: False)
     rng = random.Random(0)
 
@@ -203,6 +207,7 @@ class Chaos:
 
     def __init__(self, swarm: ChaosSwarm, options: Options, folder: Path, say: Callable[[str], None]) -> None:
         self.swarm, self.options, self._folder, self._say = swarm, options, folder, say
+        swarm.job_s = options.job_s
         self.rng = random.Random(options.seed)
         self.tally = Tally(skipped=missing_here())
         swarm.unwell = lambda program: bool(self._ails.get(program)) or program in self._doomed

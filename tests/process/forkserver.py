@@ -2,12 +2,14 @@
 
 A peer's imports take 3 s of a core, more than most tests need it for. A forked program is what
 `python -m peers.cli` would be after its imports: a session, standard streams and an environment of its own,
-and one thread. Benchmarks, programs inside a lab, and swarms of other processes start a new Python instead.
+and one thread; inside a lab it enters the host's network first. Benchmarks that measure starts, and swarms
+of other processes, start a new Python instead.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -85,15 +87,19 @@ class ForkServer:
         self._socket = ours
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Forked:
-        """Start `swarm ARGUMENTS`; it dies with this server, which dies with the tests."""
+        """Start `swarm ARGUMENTS` in the network of this thread.
+
+        It dies with this server, which dies with the tests.
+        """
         words = [*arguments, "--die-with-parent", str(self._process.pid)]
         request = json.dumps({"arguments": words, "environment": dict(environment)}).encode()
         assert len(request) < MAX_REQUEST_BYTES
         pipes = [os.pipe() for _ in range(3)]
-        socket.send_fds(self._socket, [len(request).to_bytes(4, "big")], [write for _, write in pipes])
+        given = [*(write for _, write in pipes), os.open("/proc/thread-self/ns/net", os.O_RDONLY)]
+        socket.send_fds(self._socket, [len(request).to_bytes(4, "big")], given)
         self._socket.sendall(request)
-        for _, write in pipes:
-            os.close(write)
+        for fd in given:
+            os.close(fd)
         pid = int.from_bytes(self._socket.recv(4), "big")
         assert pid, "the fork server is gone"
         out, err, status = (read for read, _ in pipes)
@@ -121,7 +127,7 @@ def serve(requests: socket.socket) -> None:
             _reap(children)
         if requests not in readable:
             continue
-        head, fds, _, _ = socket.recv_fds(requests, 4, 3)
+        head, fds, _, _ = socket.recv_fds(requests, 4, 4)
         if not head:
             return
         body = _read(requests, int.from_bytes(head, "big"))
@@ -134,8 +140,8 @@ def serve(requests: socket.socket) -> None:
             for status in children.values():
                 os.close(status)
             _become(json.loads(body), *fds)
-        children[pid] = fds[2]
-        for one in fds[:2]:
+        out, err, children[pid], network = fds
+        for one in (out, err, network):
             os.close(one)
         requests.sendall(pid.to_bytes(4, "big"))
 
@@ -160,10 +166,19 @@ def _reap(children: dict[int, int]) -> None:
             os.close(told)
 
 
-def _become(request: dict[str, object], out: int, err: int, status: int) -> NoReturn:
+def _enter(network: int) -> None:
+    """Join a network namespace; only root may, and a program of this one's network need not."""
+    if Path("/proc/self/ns/net").stat().st_ino != os.fstat(network).st_ino:
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.setns(network, 0) == 0, os.strerror(ctypes.get_errno())
+    os.close(network)
+
+
+def _become(request: dict[str, object], out: int, err: int, status: int, network: int) -> NoReturn:
     """What `python -m peers.cli` is once it has imported."""
     from peers import cli, fault_points
 
+    _enter(network)
     os.setsid()
     os.close(status)
     null = os.open(os.devnull, os.O_RDONLY)

@@ -37,7 +37,7 @@ from peers.storage.samples import Samples, open_data
 from peers.transfer.client import download_state
 from peers.transfer.gradient import fetch_weights
 from swarm.ids import Stage
-from swarm.manifest import Run
+from swarm.manifest import Run, audit_run
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
 from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack_answer
@@ -268,9 +268,9 @@ class Processes:
     """Programs that are started together and leave nothing behind."""
 
     fork_server: ClassVar[ForkServer | None] = None
-    """Forks the programs of all swarms outside a lab; without one each is a new Python."""
+    """Forks the programs of all swarms; without one each is a new Python."""
 
-    job_s: ClassVar[float] = 0.0
+    job_s: float = 0.01
     """What a forward takes at least, and a backward: a swarm that only goes on leaves the cores idle."""
 
     def __init__(self, lab: Lab | None = None) -> None:
@@ -285,9 +285,14 @@ class Processes:
         host = self.free_host()
         with self.lab.inside(host) if self.lab is not None else contextlib.nullcontext():
             words = [*arguments, *(["--host", self.lab.inner_ip(host)] if self.lab is not None else [])]
-            server = self.fork_server if self.lab is None else None
             program = Program(
-                name, words, mark=self.mark, news=self._news, kill_at=kill_at, job_s=self.job_s, server=server
+                name,
+                words,
+                mark=self.mark,
+                news=self._news,
+                kill_at=kill_at,
+                job_s=self.job_s,
+                server=self.fork_server,
             )
         program.host = host
         self.programs.append(program)
@@ -487,6 +492,17 @@ class Swarm(Processes):
         program.signal(signal.SIGINT)
         self.ends(program)
 
+    def living(self, kind: str) -> list[Program]:
+        """Programs whose name begins like that and that run."""
+        return [p for p in self.programs if p.name.startswith(kind) and p.returncode is None]
+
+    def takes_part(self, peer: Program) -> None:
+        """Wait until `peer` takes two steps that no other peer takes yet."""
+        now = self.version()
+        self.until(
+            lambda: any(event.t >= now + 2 for event in peer.heard(Stepped)), f"{peer.name} does not step"
+        )
+
     # -- what happened ----------------------------------------------------------------------------
 
     def version(self) -> int:
@@ -606,6 +622,22 @@ class Swarm(Processes):
         # Only p2pd has sockets of the network, and it is started by this thread.
         with self.lab.inside(host) if self.lab is not None else contextlib.nullcontext():
             return asyncio.run(main())
+
+
+class Training(Swarm):
+    """A swarm that always trains: each test takes something from it, and the next finds it whole again."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, audit_run(stages=2, steps=1_000_000, microbatches_per_step=8))
+
+    def make_whole(self) -> None:
+        """A bootstrap, two peers a stage, a trainer."""
+        if not self.living("bootstrap"):
+            self.bootstrap()
+        if not self.living("trainer"):
+            self.trainer("--window", "4")
+        self.peers(2)
+        self.goes_on()
 
 
 def farthest(found: dict[str, torch.Tensor], single: SingleProcess) -> float:

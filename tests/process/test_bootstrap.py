@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.events import JoinLine, Serving, StateFetched, Stepped
+from peers.events import JoinLine, Serving, StateFetched
 from swarm.manifest import audit_run
 from tests.process.swarm_processes import Program, Swarm, eventually
 
@@ -57,10 +57,6 @@ class Bootstrapped(Swarm):
         assert self.hear(program, StateFetched).version >= version
         self.hear(program, Serving)
         self.takes_part(program)
-
-    def takes_part(self, peer: Program) -> None:
-        now = self.version()
-        self.until(lambda: any(e.t >= now + 2 for e in peer.heard(Stepped)), f"{peer.name} does not step")
 
 
 def test_the_run_does_not_notice_that_its_bootstrap_dies_and_returns(tmp_path: Path) -> None:
