@@ -17,6 +17,22 @@ settings.register_profile("more", settings.get_profile("swarm"), max_examples=20
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "swarm"))
 
 
+LONGEST_FIRST = (
+    *("test_chaos.py", "test_shipped_schedules.py", "test_hangs.py", "test_nat.py", "test_keeper.py"),
+    *("test_recovery.py", "test_docs_run.py", "test_stage_lost.py", "test_any_process_dies.py"),
+    *("test_exact.py", "test_brought.py", "test_pause.py", "test_node.py", "test_bootstrap.py"),
+    *("test_counts_once.py", "test_slow_links.py", "test_fleet.py", "test_resume.py", "test_leaving.py"),
+)
+"""Files of the process part, longest first: no core shall be idle at its end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        return LONGEST_FIRST.index(item.path.name) if item.path.name in LONGEST_FIRST else len(LONGEST_FIRST)
+
+    items.sort(key=place)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rewrite", action="store_true", help="write the transcripts of tests/protocol/scenarios anew"
