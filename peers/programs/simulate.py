@@ -13,7 +13,8 @@ from swarm.manifest import Run, load_run
 from swarm.plan.network import Network, check_fit
 from swarm.plan.overlapped import Overlap
 from swarm.plan.search import balanced, repaired
-from swarm.sim.engine import NOBODY, simulate
+from swarm.records import NO_STAGE
+from swarm.sim.engine import simulate
 from swarm.sim.report import Settings, ThroughputReport
 from swarm.sim.trace import Trace, read_trace
 
@@ -55,7 +56,7 @@ def simulate_run(
         layout = repaired(overlap, balanced(overlap)).tolist()
     else:
         check_fit(network, job)
-        layout, end_s = [NOBODY] * len(network), min(end_s, trace.end_s)
+        layout, end_s = [NO_STAGE] * len(network), min(end_s, trace.end_s)
     settings = Settings(
         delayed_updates=run.delayed_updates,
         rebalance_every_s=run.rebalance_every_s,

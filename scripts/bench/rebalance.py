@@ -29,9 +29,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness import machine, report
+from stage_speeds import Outcome, Rule, ours, papers, run_trace
 
 from swarm.errors import SetupError
-from swarm.sim.fluid import Outcome, Rule, ours, papers, run_trace
 from swarm.sim.trace import Trace, read_trace
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"

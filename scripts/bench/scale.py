@@ -3,7 +3,7 @@
     python scripts/bench/scale.py            # five minutes, one core
     python scripts/bench/scale.py --quick    # 100 and 1 000 peers
 
-`share` is the coarse simulation (`swarm/sim/fluid.py`): stage speeds and who moves, each decision
+`share` is the coarse simulation (`stage_speeds.py`): stage speeds and who moves, each decision
 by the real `rebalance` and each joiner's stage by the real `neediest`, but no microbatches. Of n peers, 20 %
 an hour die at random times and as many join, each two minutes after a death; moves and joins take 30 s of
 download. All begin at random stages, as peers that see nobody; who joins within the same 6 s sees none of the
@@ -41,16 +41,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import numpy as np
 from directory import directory
 from harness import machine, report
+from stage_speeds import Fluid, ours
 
 from swarm.plan.network import Device, Job, Network
 from swarm.policy.rebalance import Moves, is_due, neediest, rebalance
 from swarm.policy.router import Router
+from swarm.protocol.worklist import Work
 from swarm.records import PeerRecord
 from swarm.sim.dice import Dice
-from swarm.sim.engine import Simulation
-from swarm.sim.fluid import Fluid, ours
+from swarm.sim.engine import simulate
 from swarm.sim.report import Settings
 from swarm.sim.trainers import Trainers
+from swarm.sim.world import Trainer
 
 STAGES = 32
 HOUR_S = 3600.0
@@ -196,19 +198,6 @@ def decisions(peers: int) -> dict[str, Any]:
     }
 
 
-class Timed(Trainers):
-    """Counts the CPU seconds of starting microbatches, nearly all of which are the Router's."""
-
-    routing_s = 0.0
-
-    def _launch(self, *args: Any) -> bool:
-        began_s = time.process_time()
-        try:
-            return super()._launch(*args)
-        finally:
-            self.routing_s += time.process_time() - began_s
-
-
 def event_speed() -> dict[str, Any]:
     devices = tuple(Device(f"d{i}", 0, 1.0) for i in range(64))
     network = Network(devices, ("here",), np.array([[0.02]]), np.array([[1e9]]))
@@ -217,18 +206,31 @@ def event_speed() -> dict[str, Any]:
         backward_bytes=(1e6,) * 7, gradient_bytes=(1e8,) * 8, state_bytes=(0.0,) * 8,
         activation_bytes=(0.0,) * 8,
     )  # fmt: skip
-    run = Simulation(network, job, [i // 8 for i in range(64)], Settings(rebalance_every_s=0.0), None, 0)
-    trainers = run.world.trainers = Timed(run.world)
-    began_s = time.process_time()
-    found = run.run(600.0, None)
-    took_s = time.process_time() - began_s
+    launch, routing_s = Trainers._launch, 0.0
+
+    def timed(self: Trainers, trainer: Trainer, item: Work) -> bool:
+        """Adds up the CPU seconds of starting microbatches, nearly all of which are the Router's."""
+        nonlocal routing_s
+        began_s = time.process_time()
+        started = launch(self, trainer, item)
+        routing_s += time.process_time() - began_s
+        return started
+
+    Trainers._launch = timed
+    try:
+        began_s = time.process_time()
+        layout = [i // 8 for i in range(64)]
+        found = simulate(network, job, layout, end_s=600.0, settings=Settings(rebalance_every_s=0.0))
+        took_s = time.process_time() - began_s
+    finally:
+        Trainers._launch = launch
     return {
         "peers": 64,
         "stages": 8,
         "name": "event simulation",
         "events": found.events,
         "events_per_s": round(found.events / took_s),
-        "without_routing": round(found.events / (took_s - trainers.routing_s)),
+        "without_routing": round(found.events / (took_s - routing_s)),
     }
 
 

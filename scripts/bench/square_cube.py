@@ -104,7 +104,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12, help="of which the second half counts (default: 12)")
     parser.add_argument("--window", type=int, help="fixed (default: learned)")
     parser.add_argument(
-        "--learn", choices=("response", "compute", "ways"), default="ways", help="by what routers route"
+        "--learn", choices=("response", "compute", "latency"), default="latency", help="by what routers route"
     )
     parser.add_argument("--quick", action="store_true", help="round trips of 0 and 100 ms only")
     options = parser.parse_args(arguments)

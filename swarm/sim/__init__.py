@@ -1,21 +1,19 @@
-"""How fast a swarm is, in virtual time, with the policies of the live one.
+"""The throughput of a swarm in virtual time, with the policies of the live one.
 
-Beside the simulation of the classes that ship (`peers.sim`), which asks what is true whatever fails, this one
-asks how fast it goes. It is coarser: no messages are lost, reports take no time, an all-reduce is a formula.
+Beside the simulation of the shipped classes (`peers.sim`), which tests what holds whatever fails, this one
+measures speed. It is coarser: no message is lost, reports take no time, an all-reduce is a formula.
+
+Each module imports only those above it:
 
     dice.py      chance from a seed
     clock.py     a heap of events
-    trace.py     who is up when
-    engine.py    one run, event by event: `simulate`
-    world.py     what its parts share, which are:
-      members.py     who comes, loads a state, serves and vanishes
-      placing.py     which stage a newcomer takes, and who moves
-      trainers.py    what is started, on which route, and run again
-      pipeline.py    a microbatch's way through devices
-      repair.py      what a death leaves behind
-      steps.py       sums, reduces, the barrier
-    actors.py    devices, microbatches under way, trainers: what the parts handle
-    lines.py     what crosses the network, and when it has arrived
-    report.py    what to assume, and what came of it
-    fluid.py     stage speeds only: who serves what, and who moves; days of a trace in a second
+    trace.py     how many devices are up, over time
+    network.py   arrival times of transfers over shared lines
+    report.py    assumptions and outcome
+    world.py     the state that all parts share: peers, microbatches in flight, trainers
+    steps.py     sums, reduces, the barrier
+    pipeline.py  the route of a microbatch through devices, and its repair
+    trainers.py  starts, answers, replays
+    members.py   peers that come, load a state, move and vanish
+    engine.py    one run: `simulate`
 """

@@ -18,7 +18,7 @@ MAX_AT_ONCE = 50_000
 
 
 class Clock:
-    """What happens when."""
+    """A queue of events by time."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""What to assume of a simulated run, and what came of it."""
+"""Assumptions about a simulated run, and its report."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from swarm.ids import Stage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Of the run and of the live system. Defaults are those of the code, or measured where it says so."""
+    """Assumptions about the run and the live system. Defaults are those of the code, or measured."""
 
     window: int | None = None
     """Microbatches that a trainer keeps in flight; None: it learns how many (`swarm/policy/window.py`)."""
     trainers: int = 1
     delayed_updates: bool = False
     rebalance_every_s: float = 60.0
-    """0: nobody moves."""
+    """0: no peer moves."""
     checkpoint_every: int = 10
     """Steps; where a run goes back to when a stage has lost all its members."""
     detect_s: float = 0.1
@@ -27,19 +27,19 @@ class Settings:
     report_s: float = 0.1
     """Between reports of what is lacking."""
     step_s: float = 0.0
-    """What a step costs at its end besides the all-reduce and the latencies: optimizer, digest."""
+    """Seconds at the end of a step besides the all-reduce and the latencies: optimizer, digest."""
     job_s: float = 0.0
-    """What each forward and each backward costs besides its arithmetic."""
+    """Seconds of each forward and each backward besides its arithmetic."""
     max_inflight: int = 32
     """Microbatches that a peer takes at most; fewer if its memory holds fewer."""
-    routers_learn: Literal["response", "compute", "ways"] = "ways"
-    """By what trainers route: its computing and the ways between peers, as the live ones do; or, to compare,
-    its computing alone, or how long it had the microbatch, waits in its queue included."""
+    routers_learn: Literal["response", "compute", "latency"] = "latency"
+    """What trainers route by: compute time and link latency, as the live ones do; or, for comparison, compute
+    time alone, or response time, waits in the queue included."""
     blocking: bool = False
     """Devices wait until what they send has arrived: no transfer is hidden behind compute. Not our runtime;
     what others are compared with."""
     bin_s: float = 60.0
-    """Of `ThroughputReport.answered`."""
+    """The width of a bin of `ThroughputReport.answered`."""
 
     def __post_init__(self) -> None:
         for name in ("trainers", "checkpoint_every", "max_inflight"):
@@ -67,7 +67,7 @@ class Moved:
 
 @dataclass(slots=True)
 class ThroughputReport:
-    """What a simulated run did until `end_s`."""
+    """The outcome of a simulated run until `end_s`."""
 
     microbatches: int
     """M, of a step."""
@@ -103,7 +103,7 @@ class ThroughputReport:
     reduce_bytes: float = 0.0
     download_bytes: float = 0.0
     waited_s: float = 0.0
-    """Some stage had no member."""
+    """Seconds in which some stage had no peer."""
     events: int = 0
 
     @property

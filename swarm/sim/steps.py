@@ -1,51 +1,52 @@
-"""Steps: what is in which sum, reduces when a stage has all, and the barrier."""
+"""Steps: the microbatches of each sum, reduces of stages that have all, and the barrier."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from swarm.ids import Microbatch, Stage
 from swarm.protocol.ledger import Ledger, everything
-from swarm.sim.actors import Peer
-from swarm.sim.world import Part, World
+from swarm.sim.world import Peer, World
 
 
-class Steps(Part):
-    """The live `Ledger` of each peer, and what they have together."""
+class Steps:
+    """The live `Ledger` of each peer, and what the ledgers of a stage have together."""
 
     def __init__(self, world: World) -> None:
-        super().__init__(world)
+        self._world, self._report, self._clock = world, world.report, world.clock
         self._every = everything(world.job.microbatches)
         self.covered: dict[int, list[int]] = {}
         """Step -> per stage, the microbatches that are in some sum."""
-        self.hurt: set[int] = set()
+        self.damaged: set[int] = set()
         """Open steps of which some sum was lost."""
+        self.on_step: Callable[[int], None]
+        """Called when a step was taken."""
         self._reducing: dict[Stage, object] = {}
         self._prepared: set[Stage] = set()
-        self._going: object | None = None
+        self._committing: object | None = None
 
     @property
     def open(self) -> int:
         """Microbatches in sums of steps that were not taken yet, counted by stage."""
         return sum(bitmap.bit_count() for covered in self.covered.values() for bitmap in covered)
 
-    def whole(self, t: int, stage: Stage) -> bool:
+    def is_complete(self, t: int, stage: Stage) -> bool:
         """Whether all microbatches are in the stage's sums."""
         return self.covered[t][stage] == self._every
 
     def cover(self, t: int) -> list[int]:
-        """What is in some sum of the step, by stage."""
-        if t not in self.covered:
-            self.covered[t] = [0] * self._job.stages
-        return self.covered[t]
+        """Per stage, the microbatches of the step that are in some sum."""
+        return self.covered.setdefault(t, [0] * self._world.job.stages)
 
     def ledger(self, peer: Peer, t: int) -> Ledger:
-        """A peer's own, of the step."""
+        """The ledger of one peer for the step."""
         ledger = peer.ledgers.get(t)
         if ledger is None:
-            ledger = peer.ledgers[t] = Ledger(t, self._job.microbatches)
+            ledger = peer.ledgers[t] = Ledger(t, self._world.job.microbatches)
         return ledger
 
     def record(self, peer: Peer, t: int, m: int) -> None:
-        """A microbatch goes into the sum of a peer."""
+        """Add a microbatch to the sum of a peer."""
         ledger, covered = peer.ledgers[t], self.covered[t]
         ledger.release(m)
         ledger.record(m)
@@ -53,27 +54,26 @@ class Steps(Part):
         covered[peer.stage] |= 1 << m
 
     def lacking(self, t: int) -> list[int]:
-        """Of each stage the microbatches that are in no sum."""
+        """Per stage, the microbatches that are in no sum."""
         return [self._every & ~bitmap for bitmap in self.covered[t]]
 
-    def reduce_if_whole(self, stage: Stage) -> None:
+    def reduce_if_complete(self, stage: Stage) -> None:
         """Begin a round if all microbatches of the open step are in the stage's sums."""
-        covered = self.covered.get(self._world.version)
-        if covered is None or covered[stage] != self._every:
+        world, t = self._world, self._world.version
+        if t not in self.covered or not self.is_complete(t, stage):
             return
         if stage in self._reducing or stage in self._prepared:
             return
-        t, union = self._world.version, 0
-        there = [p for p in self._world.peers.values() if p.stage == stage and p.serving]
+        union, there = 0, [p for p in world.peers.values() if p.stage == stage and p.serving]
         for peer in there:
             done = self._done(peer)
             assert not union & done, f"a microbatch of step {t} counts twice in stage {stage}"
             union |= done
-        assert union == self._every, f"step {t} is not whole in stage {stage}"
+        assert union == self._every, f"step {t} lacks a microbatch in stage {stage}"
         token = self._reducing[stage] = object()
-        size_bytes = self._job.gradient_bytes[stage]
+        size_bytes = world.job.gradient_bytes[stage]
         self._report.reduce_bytes += 2 * (len(there) - 1) * size_bytes
-        reduce_s = self._lines.reduce_s([peer.device for peer in there], size_bytes)
+        reduce_s = world.lines.reduce_s([peer.device for peer in there], size_bytes)
         self._clock.after(reduce_s, self._reduced, (stage, token))
 
     def _reduced(self, reduced: tuple[Stage, object]) -> None:
@@ -82,50 +82,50 @@ class Steps(Part):
             return
         del self._reducing[stage]
         self._prepared.add(stage)
-        if len(self._prepared) == self._job.stages and all(self._world.stages):
-            # Coordinators report to the run coordinator, and hear from it.
-            heads = [min(there.values(), key=lambda p: p.name).device for there in self._world.stages]
-            trip_s = 2 * max(self._lines.latency_s(heads[0], head) for head in heads)
-            self._going = object()
-            self._clock.after(trip_s + self._settings.step_s, self._go, self._going)
+        world = self._world
+        if len(self._prepared) == world.job.stages and all(world.stages):
+            # Stage coordinators report to the run coordinator and get its directive.
+            heads = [min(there.values(), key=lambda p: p.name).device for there in world.stages]
+            trip_s = 2 * max(world.lines.latency_s(heads[0], head) for head in heads)
+            self._committing = object()
+            self._clock.after(trip_s + world.settings.step_s, self._commit, self._committing)
 
-    def _go(self, token: object) -> None:
-        if token is not self._going:
+    def _commit(self, token: object) -> None:
+        if token is not self._committing:
             return
         t = self._world.version
         self._world.version += 1
         self._report.step_ends_s.append(self._clock.now)
         self._prepared.clear()
         self.covered.pop(t, None)
-        self.hurt.discard(t)
+        self.damaged.discard(t)
         for peer in self._world.peers.values():
             peer.ledgers.pop(t, None)
-        self._world.trainers.stepped(t)
-        for stage in range(self._job.stages):
-            self.reduce_if_whole(stage)
-        self._world.trainers.start_all()
+        for stage in range(self._world.job.stages):
+            self.reduce_if_complete(stage)
+        self.on_step(t)
 
-    # -- what is lost -----------------------------------------------------------------------------
+    # -- lost sums --------------------------------------------------------------------------------
 
-    def without(self, peer: Peer) -> None:
-        """It died, and so did its sums; it is in `world.stages` no more."""
+    def lose(self, peer: Peer) -> None:
+        """Remove the sums of a peer that died, and that is no longer in `world.stages`."""
         stage, version = peer.stage, self._world.version
         if stage in self._prepared and not self._world.stages[stage]:
-            # Results of members that died before had only been with those that are gone now, too.
+            # Only peers that are gone had the result, with the parts of those that died before.
             self._prepared.discard(stage)
-            self._going = None
+            self._committing = None
             covered = self.covered[version]
             self._report.recomputed += (covered[stage] & ~self._done(peer)).bit_count()
             covered[stage] &= self._done(peer)
-        self._lose(peer)
+        self._remove(peer)
         if stage in self._reducing:
             del self._reducing[stage]  # the round is void
-            self.reduce_if_whole(stage)
+            self.reduce_if_complete(stage)
 
     def hand_over(self, peer: Peer, replica: Peer | None) -> None:
-        """It goes elsewhere: its sums are a replica's then, if it has one."""
+        """Give the sums of a peer that moves away to a replica, if it has one."""
         if replica is None:
-            self._lose(peer)
+            self._remove(peer)
             return
         for t, ledger in peer.ledgers.items():
             if ledger.done:
@@ -133,26 +133,25 @@ class Steps(Part):
         self._reducing.pop(peer.stage, None)
 
     def drop(self) -> None:
-        """The run goes back: what the open steps hold is worth nothing any more."""
+        """Forget all open steps: the run goes back to a checkpoint."""
         self._report.recomputed += self.open
         for peer in self._world.peers.values():
             peer.ledgers.clear()
         self.covered.clear()
-        self.hurt.clear()
+        self.damaged.clear()
         self._reducing.clear()
         self._prepared.clear()
-        self._going = None
+        self._committing = None
 
-    def _lose(self, peer: Peer) -> None:
-        """Its sums are gone."""
+    def _remove(self, peer: Peer) -> None:
         for t, ledger in peer.ledgers.items():
-            # Of a prepared stage all the others hold the whole result: nothing is lost with one of them.
+            # In a prepared stage all replicas hold the complete result: nothing is lost with one of them.
             if ledger.done and not (t == self._world.version and peer.stage in self._prepared):
                 self.covered[t][peer.stage] &= ~ledger.done
-                self.hurt.add(t)
+                self.damaged.add(t)
                 self._report.recomputed += ledger.done.bit_count()
 
     def _done(self, peer: Peer) -> int:
-        """What it has in its sum of the open step."""
+        """The microbatches of the open step in the sum of a peer."""
         ledger = peer.ledgers.get(self._world.version)
         return ledger.done if ledger is not None else 0

@@ -1,11 +1,11 @@
-"""Who is up when: spot traces read as peers that come and vanish.
+"""How many devices are up, over time: spot traces read as peers that come and vanish.
 
 Two forms are read. JSON, as published with "Can't Be Late" (NSDI 24): `{"metadata": {"gap_seconds": g},
 "data": [counts]}`, a count every g seconds. CSV, as published with Bamboo (NSDI 23): lines of
 `seconds,count`, one for each change, times that do not go back.
 
 A trace says how many are up, not which. Here every decrease takes victims drawn evenly among those that are
-up, and every increase is as many peers that nobody has seen before; both at the very time of the sample.
+up, and every increase is as many new peers; both at the time of the sample.
 (The SWARM paper draws the stage of each victim instead. Instances do not know what stage they serve.)
 """
 
@@ -34,15 +34,10 @@ class Trace:
     counts: tuple[int, ...]
     end_s: float
 
-    def up_to(self, end_s: float) -> Trace:
-        """Its beginning."""
-        kept = [(t, n) for t, n in zip(self.times_s, self.counts, strict=True) if t < end_s]
-        return Trace(tuple(t for t, _ in kept), tuple(n for _, n in kept), min(end_s, self.end_s))
-
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Who comes and who vanishes at one time."""
+    """Peers that come and peers that vanish at one time."""
 
     at_s: float
     joined: tuple[PeerId, ...]

@@ -11,9 +11,10 @@ import pytest
 
 from swarm.errors import SetupError
 from swarm.plan.network import Device, Job, Network
+from swarm.records import NO_STAGE
 from swarm.sim.dice import Dice
-from swarm.sim.engine import NOBODY, simulate
-from swarm.sim.lines import Lines
+from swarm.sim.engine import simulate
+from swarm.sim.network import SharedNetwork
 from swarm.sim.report import Settings, ThroughputReport
 from swarm.sim.trace import Trace
 
@@ -85,20 +86,20 @@ def test_what_a_line_can_carry_bounds_a_step() -> None:
 
 def test_one_transfer_takes_its_bytes_by_the_slowest_line_and_the_latency_once() -> None:
     net = network(2, latency_s=0.25, line_bps=4e6, upload_bps=8e6, download_bps=2e6)
-    assert Lines(net).send(0, 1, 1e6, now_s=3.0) == pytest.approx(3.0 + 4.0 + 0.25)
-    assert Lines(net).send(1, 1, 1e6, now_s=3.0) == 3.0
+    assert SharedNetwork(net).send(0, 1, 1e6, now_s=3.0) == pytest.approx(3.0 + 4.0 + 0.25)
+    assert SharedNetwork(net).send(1, 1, 1e6, now_s=3.0) == 3.0
 
 
 def test_transfers_share_a_line_up_a_line_down_and_the_line_between_two() -> None:
-    up = Lines(network(3, upload_bps=8e6))
+    up = SharedNetwork(network(3, upload_bps=8e6))
     assert [up.send(0, 1, 1e6, 0.0), up.send(0, 2, 1e6, 0.0), up.send(1, 2, 1e6, 0.0)] == [1.0, 2.0, 1.0]
-    down = Lines(network(3, download_bps=8e6))
+    down = SharedNetwork(network(3, download_bps=8e6))
     assert [down.send(0, 2, 1e6, 0.0), down.send(1, 2, 1e6, 0.0), down.send(2, 1, 1e6, 0.0)] == [
         1.0,
         2.0,
         1.0,
     ]
-    line = Lines(network(3, line_bps=8e6))
+    line = SharedNetwork(network(3, line_bps=8e6))
     assert [line.send(0, 1, 1e6, 0.0), line.send(0, 1, 1e6, 0.0), line.send(0, 2, 1e6, 0.0)] == [
         1.0,
         2.0,
@@ -109,10 +110,10 @@ def test_transfers_share_a_line_up_a_line_down_and_the_line_between_two() -> Non
 def test_a_reduce_sends_every_part_but_its_own_twice() -> None:
     """4 members, 8 MB: 2 × 3 parts of 2 MB by 16 Mb/s, and two ways of 0.1 s."""
     net = network(4, latency_s=0.1, upload_bps=16e6)
-    assert Lines(net).reduce_s([0, 1, 2, 3], 8e6) == pytest.approx(2 * (3 * 1.0 + 0.1))
+    assert SharedNetwork(net).reduce_s([0, 1, 2, 3], 8e6) == pytest.approx(2 * (3 * 1.0 + 0.1))
     between = network(4, latency_s=0.1, line_bps=16e6)  # each pair has a line of its own
-    assert Lines(between).reduce_s([0, 1, 2, 3], 8e6) == pytest.approx(2 * (1.0 + 0.1))
-    assert Lines(net).reduce_s([2], 8e6) == 0.0
+    assert SharedNetwork(between).reduce_s([0, 1, 2, 3], 8e6) == pytest.approx(2 * (1.0 + 0.1))
+    assert SharedNetwork(net).reduce_s([2], 8e6) == 0.0
 
 
 def test_a_step_ends_when_the_slowest_stage_has_reduced_and_the_conductor_was_heard() -> None:
@@ -153,8 +154,8 @@ def test_devices_that_wait_for_their_transfers_are_slower() -> None:
 # --- whatever happens ---------------------------------------------------------------------------------------
 
 
-def random_case(seed: int) -> tuple[ThroughputReport, Job, float]:
-    """A small swarm whose peers come, vanish and move, on any network, until all are back for long."""
+def random_case(seed: int, *, calm_s: float = 300.0) -> tuple[ThroughputReport, Job, float]:
+    """A small swarm whose peers come, vanish and move, on any network, until all are back for `calm_s`."""
     dice = Dice(seed)
     stages = 1 + dice.below(4)
     count = stages + dice.below(8)
@@ -162,7 +163,7 @@ def random_case(seed: int) -> tuple[ThroughputReport, Job, float]:
     for _ in range(dice.below(12)):
         times_s.append(times_s[-1] + dice.between(0.5, 40.0))
         counts.append(dice.below(count + 1))
-    end_s = times_s[-1] + 300.0
+    end_s = times_s[-1] + calm_s
     trace = Trace((*times_s, times_s[-1] + 5.0), (*counts, count), end_s)
     settings = Settings(
         window=None if dice.chance(0.5) else 1 + dice.below(20),
@@ -191,7 +192,7 @@ def random_case(seed: int) -> tuple[ThroughputReport, Job, float]:
 def test_each_microbatch_counts_once_in_each_stage_of_each_step_and_the_run_goes_on(first: int) -> None:
     """The simulation itself fails where two ledgers of a stage hold the same one, or a reduce misses one."""
     for seed in range(first, first + 20):
-        report, work, end_s = random_case(seed)
+        report, work, end_s = random_case(seed, calm_s=120.0)
         counted = report.version * work.microbatches * work.stages
         assert report.computed == counted + report.recomputed + report.open, seed
         assert len(report.step_ends_s) == report.version, seed
@@ -276,10 +277,10 @@ def test_the_real_rule_sends_peers_to_the_stage_that_waits() -> None:
 def test_a_window_that_learns_comes_near_the_best_fixed_one() -> None:
     net, work, layout = network(12, latency_s=0.1), job(3, 96), [i // 4 for i in range(12)]
     inherited = [
-        simulate(net, work, layout, end_s=900.0, settings=Settings(window=w)).step_s()
+        simulate(net, work, layout, end_s=250.0, settings=Settings(window=w)).step_s()
         for w in (6, 12, 24, 48)
     ]
-    learned = simulate(net, work, layout, end_s=450.0, settings=Settings()).step_s(skip=10)
+    learned = simulate(net, work, layout, end_s=300.0, settings=Settings()).step_s(skip=10)
     assert learned < 1.25 * min(inherited) < max(inherited)
 
 
@@ -299,7 +300,7 @@ def test_who_is_too_small_for_every_stage_idles_and_its_device_may_come_back() -
     large = [Device(f"large{i}", 0, 1.0) for i in range(2)]
     net = Network((*large, small), ("here",), np.zeros((1, 1)), np.array([[math.inf]]))
     trace = Trace((0.0, 50.0, 60.0, 70.0, 80.0), (3, 0, 3, 0, 3), 200.0)
-    report = simulate(net, job(2, 4, state=1e9), [NOBODY] * 3, end_s=200.0, trace=trace)
+    report = simulate(net, job(2, 4, state=1e9), [NO_STAGE] * 3, end_s=200.0, trace=trace)
     assert report.joins == 9 and report.idle == 3 and report.deaths == 4
     assert report.step_ends_s[-1] > 195.0
 
@@ -312,7 +313,7 @@ def test_who_is_too_small_for_every_stage_idles_and_its_device_may_come_back() -
     [
         ([0, 1], {}, "the layout names 2 stages for 3 devices"),
         ([0, 1, 2], {}, "device 'd2' is put into stage 2 of 2"),
-        ([0, 0, NOBODY], {}, "no device is in stage 1"),
+        ([0, 0, NO_STAGE], {}, "no device is in stage 1"),
         (
             [0, 1, 1],
             {"memory_bytes": 1.5e9},

@@ -23,10 +23,6 @@ def test_before_its_first_line_nobody_is_up() -> None:
     assert read_trace("5,2\n9,0") == Trace((0.0, 5.0, 9.0), (0, 2, 0), 9.0)
 
 
-def test_its_beginning_is_a_trace_too() -> None:
-    assert read_trace(JSON).up_to(1000.0) == Trace((0.0, 300.0, 900.0), (0, 3, 1), 1000.0)
-
-
 def test_names_are_new_victims_are_among_those_up_and_a_seed_gives_the_same_again() -> None:
     trace = read_trace('{"metadata": {"gap_seconds": 60}, "data": [4, 9, 0, 3, 2, 8, 1]}')
     found = list(changes(trace, seed=7))

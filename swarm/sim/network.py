@@ -1,9 +1,9 @@
-"""What crosses the network, and when it has arrived.
+"""Arrival times of transfers over lines that are shared.
 
-A transfer takes its turn at three places: the sender's line up, the line between the two devices, and the
-receiver's line down. Each serves in the order in which it was asked, at its own speed, and a transfer flows
-through all three at once: alone it takes its bytes by the slowest of them, plus the latency once. Lines that
-are shared get no more through than they can carry.
+A transfer waits its turn at three places: the sender's upload, the line between the two devices, and the
+receiver's download. Each serves in the order of the requests, at its own speed, and a transfer flows through
+all three at once: alone it takes its bytes by the slowest of them, plus the latency once. Shared lines get no
+more through than they can carry.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from swarm.plan.network import Network
 
 
-class Lines:
-    """All lines of a network. Devices are named by their index."""
+class SharedNetwork:
+    """All lines of a network, and until when each is taken. Devices are named by their index."""
 
     def __init__(self, network: Network) -> None:
         self._latency_s: list[list[float]] = network.latency_s.tolist()
@@ -28,15 +28,15 @@ class Lines:
         self._line_free_s: dict[tuple[int, int], float] = {}
 
     def latency_s(self, i: int, j: int) -> float:
-        """One way."""
+        """The latency one way."""
         return self._latency_s[self._region[i]][self._region[j]] if i != j else 0.0
 
     def down_s(self, i: int, size_bytes: float) -> float:
-        """For so much to come in, if nothing but the line down limits it."""
+        """Seconds of a download that nothing else limits."""
         return self._down_s[i] * size_bytes
 
     def send(self, i: int, j: int, size_bytes: float, now_s: float) -> float:
-        """When the last byte is there, if it is sent now."""
+        """The time at which the last byte arrives, if it is sent now."""
         if i == j:
             return now_s
         a, b = self._region[i], self._region[j]
@@ -58,10 +58,10 @@ class Lines:
         return end_s + self._latency_s[a][b]
 
     def reduce_s(self, members: Sequence[int], size_bytes: float) -> float:
-        """An all-reduce in two phases, scatter and gather, as in `peers/stage/all_reduce.py`.
+        """Seconds of an all-reduce in two phases, scatter and gather, as in `peers/stage/all_reduce.py`.
 
-        Of n members each owns an n-th. In each phase everybody sends n - 1 parts and receives as many, all at
-        once; the slowest line up, down or between two of them and the longest way set the time.
+        Of n members each owns an n-th. In each phase every member sends n - 1 parts and receives as many, all
+        at once; the slowest upload, download or line between two and the longest latency set the time.
         """
         n = len(members)
         if n < 2:
