@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from peers.clock import now_s
 from peers.ports import Books, Rank
+from peers.stage.device import MeanLength
 from swarm.sim.dice import Dice
 
 T = TypeVar("T")
@@ -52,8 +52,7 @@ class SimDevice:
         """The running job, or the next one, never ends."""
         self.dies = False
         """Each job fails from now on."""
-        self._queued_s = 0.0
-        self._looked_at = self._changed_at = now_s()
+        self._length = MeanLength()
 
     @property
     def running(self) -> int | None:
@@ -70,17 +69,14 @@ class SimDevice:
             self._work(self._job)
 
     def mean_queue(self) -> float:
-        self._count()
-        now, since = self._changed_at, self._looked_at
-        queued_s, self._queued_s, self._looked_at = self._queued_s, 0.0, now
-        return queued_s / (now - since) if now > since else float(self._queued)
+        return self._length.ask(self._queued)
 
     def elapsed_s(self) -> float:
         return 0.0 if self._job is None else self._job.lasts_s
 
     async def run(self, rank: Rank, t: int, job: Callable[..., T], *args: Any) -> T:
         made = _Job(next(self._order), rank, lambda: job(*args), asyncio.get_running_loop().create_future())
-        self._count()
+        self._length.count(self._queued)
         heapq.heappush(self._waiting, (rank, t, made.number, made))
         self._next()
         return await made.result
@@ -89,16 +85,10 @@ class SimDevice:
     def _queued(self) -> int:
         return len(self._waiting) + (self._job is not None)
 
-    def _count(self) -> None:
-        """Before the queue changes."""
-        now = now_s()
-        self._queued_s += self._queued * (now - self._changed_at)
-        self._changed_at = now
-
     def _next(self) -> None:
         if self._job is not None or not self._started or not self._waiting:
             return
-        self._count()
+        self._length.count(self._queued)
         rank, *_, job = heapq.heappop(self._waiting)
         if job.result.cancelled():
             self._next()
@@ -129,7 +119,7 @@ class SimDevice:
     def _end(self, job: _Job) -> None:
         if self.hangs:
             return
-        self._count()
+        self._length.count(self._queued)
         self._job = None
         self.busy_s += job.lasts_s
         self.longest_s = max(self.longest_s, job.lasts_s)

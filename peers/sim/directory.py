@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from peers.sim.processes import Process, ProcessLoop
+from peers.sim.loop import VirtualLoop
+from peers.sim.processes import Process
 from swarm.ids import PeerId, Stage
 from swarm.records import PeerRecord
 from swarm.sim.dice import Dice
@@ -39,7 +40,7 @@ class _Entry:
 class Dht:
     """What was announced, and who is cut off from it."""
 
-    loop: ProcessLoop
+    loop: VirtualLoop
     dice: Dice
     entries: dict[PeerId, _Entry] = field(default_factory=dict)
     pictures: list[SimDirectory] = field(default_factory=list)

@@ -2,30 +2,45 @@
 
     run_virtual(main())     # its result; raises Deadlock if nothing can happen any more
 
+    with VirtualLoop().running() as loop:
+        process = Process("a")
+        process.start(loop, main())
+        loop.run(until=lambda: process.ended, limit_s=60.0)
+
 The same program does the same things in the same order each time it is run, if it asks `peers.clock` for the
 time, draws chance from seeded generators and iterates over no set of strings (or PYTHONHASHSEED is set). What
 asyncio itself leaves to addresses, the order of tasks and futures in sets, follows their numbers here.
 
 Nothing of the outside takes part: no sockets, and no threads. What the protocol gives to worker threads
-(`asyncio.to_thread`) runs on the loop, between two events, and takes `thread_s` of virtual time.
+(`asyncio.to_thread`) runs on the loop, at one instant a little later. Processes that stop, go on and die:
+`peers.sim.processes`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import selectors
+import contextlib
+import contextvars
+import heapq
+import itertools
+import math
 import threading
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from concurrent.futures import Executor
-from itertools import count
 from typing import Any, TypeVar
 
+import torch
+
 from peers.clock import VirtualTime
+from peers.sim.processes import PROCESS, WORLD, Killed
 
 T = TypeVar("T")
 
 BEGAN_UNIX_S = 1.7e9
 """Unix time at which virtual time begins."""
+MAX_AT_ONCE = 100_000
+"""Callbacks at one instant. A schedule has a few thousand; more is something that calls itself for ever."""
 MAX_SHOWN_TASKS = 20
 
 
@@ -33,87 +48,32 @@ class Deadlock(Exception):
     """Nothing is scheduled and nothing can wake any task. The text says where tasks wait."""
 
 
-class VirtualLoop(VirtualTime, asyncio.SelectorEventLoop):
-    """One world's loop. `thread_s`: virtual time that work of a worker thread takes."""
+class Handle:
+    """A callback that is due, or will be."""
 
-    def __init__(self, *, thread_s: float = 0.0) -> None:
-        self._selector_of_nothing = _Clockwork(self)
-        super().__init__(self._selector_of_nothing)
-        self._now_s = 0.0
-        self._thread_s = thread_s
-        self._owner = threading.get_ident()
-        self._numbers = count()
-        self.set_task_factory(self._task)
+    __slots__ = ("args", "callback", "cancelled_", "context", "due_s")
 
-    # -- time -------------------------------------------------------------------------------------
+    def __init__(
+        self, callback: Callable[..., Any], args: tuple[Any, ...], context: contextvars.Context, due_s: float
+    ) -> None:
+        self.callback, self.args, self.context, self.due_s = callback, args, context, due_s
+        self.cancelled_ = False
 
-    def time(self) -> float:
-        return self._now_s
+    def cancel(self) -> None:
+        self.cancelled_ = True
 
-    def unix_s(self) -> float:
-        return BEGAN_UNIX_S + self._now_s
+    def cancelled(self) -> bool:
+        return self.cancelled_
 
-    def advance(self, wait_s: float | None) -> None:
-        """Called when no callback is ready: go to the next timer, which is due in `wait_s`."""
-        if wait_s is None:
-            raise Deadlock(self._waiting_tasks())
-        self._now_s += max(0.0, wait_s)
-
-    def _waiting_tasks(self) -> str:
-        tasks = sorted(asyncio.all_tasks(self), key=hash)
-        lines = [f"at {self._now_s:.3f} s nothing is scheduled, and {len(tasks)} tasks wait for ever:"]
-        for task in tasks[:MAX_SHOWN_TASKS]:
-            frames = task.get_stack(limit=1)
-            where = f"{frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else "?"
-            lines.append(f"  {task.get_name()} in {task.get_coro().__qualname__} at {where}")  # type: ignore[union-attr]
-        return "\n".join(lines)
-
-    # -- order ------------------------------------------------------------------------------------
-
-    def create_future(self) -> asyncio.Future[Any]:
-        return _Future(loop=self, number=next(self._numbers))
-
-    @staticmethod
-    def _task(
-        loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T] | Generator[Any, None, T], **kwargs: Any
-    ) -> asyncio.Task[T]:
-        assert isinstance(loop, VirtualLoop)
-        return _Task(coro, loop=loop, number=next(loop._numbers), **kwargs)
-
-    # -- threads ----------------------------------------------------------------------------------
-
-    def run_in_executor(  # type: ignore[override]
-        self, executor: Executor | None, func: Callable[..., T], *args: Any
-    ) -> asyncio.Future[T]:
-        """Run `func(*args)` on the loop, after `thread_s`."""
-        assert executor is None, "worker threads have no place in virtual time"
-        result: asyncio.Future[T] = self.create_future()
-
-        def work() -> None:
-            if result.cancelled():
-                return
-            try:
-                value = func(*args)
-            except Exception as error:  # noqa: BLE001  whoever awaits it gets it
-                result.set_exception(error)
-            else:
-                result.set_result(value)
-
-        self.call_later(self._thread_s, work)
-        return result
-
-    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, context: Any = None) -> Any:
-        """As `call_soon`. Another thread may not: when it came would differ from run to run."""
-        if threading.get_ident() != self._owner:
-            raise AssertionError(f"a thread took part in virtual time, with {callback}")
-        return self.call_soon(callback, *args, context=context)
+    def when(self) -> float:
+        return self.due_s
 
 
 class _Numbered:
     """Hashes by number instead of by address, so that sets are iterated over in the same order each time."""
 
     def __init__(self, *args: Any, number: int, **kwargs: Any) -> None:
-        self._number = number
+        self._number = number  # asyncio looks at it while it makes the task
         super().__init__(*args, **kwargs)
 
     def __hash__(self) -> int:
@@ -128,53 +88,213 @@ class _Task(_Numbered, asyncio.Task):  # type: ignore[type-arg]
     pass
 
 
-class _Clockwork(selectors.BaseSelector):
-    """Watches no files: where a loop would wait for them, it moves the clock."""
+class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
+    """Runs callbacks in the order in which they come due, each in the process in whose context it was made.
 
-    def __init__(self, loop: VirtualLoop) -> None:
-        self._loop = loop
-        self._keys: dict[int, selectors.SelectorKey] = {}
+    `thread_s`: how long a job of a worker thread takes, asked for each.
+    """
 
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        number = fileobj if isinstance(fileobj, int) else fileobj.fileno()
-        if self._keys:  # the first one is the loop's own, by which other threads would wake it
-            raise AssertionError("virtual time has no sockets")
-        key = self._keys[number] = selectors.SelectorKey(fileobj, number, events, data)
-        return key
+    def __init__(self, thread_s: Callable[[], float] = float) -> None:
+        super().__init__()
+        self._thread_s = thread_s
+        self._due: deque[Handle] = deque()
+        self._timers: list[tuple[float, int, Handle]] = []
+        self._order, self._tasks, self._futures = (
+            itertools.count(),
+            itertools.count(1),
+            itertools.count(1 << 30),
+        )
+        self._owner = threading.get_ident()
+        self.now_s = 0.0
+        self.callbacks = self._callbacks_before = 0
+        self.bugs: list[str] = []
+        """What no handler expected, in words."""
 
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        return self._keys.pop(fileobj if isinstance(fileobj, int) else fileobj.fileno())
+    # -- running ----------------------------------------------------------------------------------
 
-    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return self._keys
+    @contextlib.contextmanager
+    def running(self) -> Iterator[VirtualLoop]:
+        """Be the running loop, which is closed at the end."""
+        before = asyncio._get_running_loop()
+        asyncio._set_running_loop(self)
+        try:
+            yield self
+        finally:
+            asyncio._set_running_loop(before)
+            self.close()
 
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout != 0:
-            self._loop.advance(timeout)
-        return []
+    def run(self, until: Callable[[], bool], *, limit_s: float) -> bool:
+        """Run until a callback made `until` true; False if not before `limit_s`, or time stands still."""
+        while not until():
+            if not self._run_due(limit_s):
+                return False
+        return True
+
+    def _run_once(self) -> None:
+        """What `run_until_complete` repeats."""
+        if not self._run_due(math.inf):
+            raise Deadlock(self._waiting_tasks())
+
+    def _run_due(self, limit_s: float) -> bool:
+        """Run what is due now, or else at the next timer; False if that comes after `limit_s`, or never."""
+        due, timers = self._due, self._timers
+        while not due:
+            if not timers or timers[0][0] > limit_s:
+                return False
+            due_s, _, handle = heapq.heappop(timers)
+            if not handle.cancelled_:
+                if due_s > self.now_s:
+                    self.now_s, self._callbacks_before = due_s, self.callbacks
+                due.append(handle)
+        if self.callbacks - self._callbacks_before > MAX_AT_ONCE:
+            self.bugs.append(f"time stands still at {self.now_s:.3f} s")
+            return False
+        for _ in range(len(due)):
+            handle = due.popleft()
+            if handle.cancelled_:
+                continue
+            process = handle.context.get(PROCESS)
+            if process is not None and process.halted:
+                if process.alive:
+                    process.held.append(handle)
+                continue
+            self.callbacks += 1
+            try:
+                handle.context.run(handle.callback, *handle.args)
+            except Killed:
+                pass
+            except Exception as error:  # noqa: BLE001  a bug, which is told
+                self.bug("a callback failed", error)
+        return True
+
+    def bug(self, what: str, error: BaseException) -> None:
+        """Note what no handler expected. A dead device is one of the faults."""
+        if not isinstance(error, (Killed, torch.AcceleratorError)):
+            self.bugs.append(f"{what}: {type(error).__name__}: {error}")
+
+    def again(self, handles: list[Handle]) -> None:
+        """Run what was held."""
+        self._due.extend(handles)
+
+    def _waiting_tasks(self) -> str:
+        tasks = sorted(asyncio.all_tasks(self), key=hash)
+        lines = [f"at {self.now_s:.3f} s nothing is scheduled, and {len(tasks)} tasks wait for ever:"]
+        for task in tasks[:MAX_SHOWN_TASKS]:
+            frames = task.get_stack(limit=1)
+            where = f"{frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else "?"
+            lines.append(f"  {task.get_name()} in {task.get_coro().__qualname__} at {where}")  # type: ignore[union-attr]
+        return "\n".join([*self.bugs, *lines])
+
+    # -- what asyncio asks for --------------------------------------------------------------------
+
+    def time(self) -> float:
+        return self.now_s
+
+    def unix_s(self) -> float:
+        """By the clock of the process that asks."""
+        process = PROCESS.get()
+        return BEGAN_UNIX_S + self.now_s + (0.0 if process is None else process.clock_error_s)
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> Any:
+        handle = Handle(callback, args, _own(context), self.now_s)
+        self._due.append(handle)
+        return handle
+
+    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, context: Any = None) -> Any:
+        """As `call_soon`. Another thread may not: when it came would differ from run to run."""
+        if threading.get_ident() != self._owner:
+            raise AssertionError(f"a thread took part in virtual time, with {callback}")
+        return self.call_soon(callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self,
+        when: float,
+        callback: Callable[..., Any],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> Any:
+        handle = Handle(callback, args, _own(context), when)
+        heapq.heappush(self._timers, (when, next(self._order), handle))
+        return handle
+
+    def call_later(  # type: ignore[override]
+        self,
+        delay: float,
+        callback: Callable[..., Any],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> Any:
+        return self.call_at(self.now_s + max(0.0, delay), callback, *args, context=context)
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return _Future(loop=self, number=next(self._futures))
+
+    def create_task(  # type: ignore[override]
+        self, coro: Coroutine[Any, Any, T] | Generator[Any, None, T], **kwargs: Any
+    ) -> asyncio.Task[T]:
+        kwargs["name"] = kwargs.get("name") or ""  # asyncio's own counts all tasks of the process
+        task: asyncio.Task[T] = _Task(coro, loop=self, number=next(self._tasks), **kwargs)
+        process = PROCESS.get()
+        if process is not None:
+            process.tasks[task] = None
+            task.add_done_callback(process.tasks.pop, context=WORLD)
+        return task
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Executor | None, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
+        """Run `func(*args)` on the loop, after `thread_s()`."""
+        assert executor is None, "worker threads have no place in virtual time"
+        result: asyncio.Future[T] = self.create_future()
+
+        def work() -> None:
+            if result.cancelled():
+                return
+            try:
+                value = func(*args)
+            except Exception as error:  # noqa: BLE001  the one who awaits it gets it
+                result.set_exception(error)
+            else:
+                result.set_result(value)
+
+        self.call_later(self._thread_s(), work)
+        return result
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        message, error = context.get("message", ""), context.get("exception")
+        if error is not None:
+            self.bug(message, error)
+        elif "was destroyed but it is pending" not in message:
+            self.bugs.append(message)
+
+    def close(self) -> None:
+        self._due.clear()
+        self._timers.clear()
+        super().close()
+
+    def __del__(self) -> None:
+        """Nothing of the outside is held: a loop that was never run need not be closed."""
 
 
-def run_virtual(main: Coroutine[Any, Any, T], *, thread_s: float = 0.0) -> T:
-    """The result of `main`, run in a loop of its own from virtual time 0.
+def _own(context: contextvars.Context | None) -> contextvars.Context:
+    return contextvars.copy_context() if context is None else context
+
+
+def run_virtual(main: Coroutine[Any, Any, T], *, thread_s: Callable[[], float] = float) -> T:
+    """The result of `main`, run in a loop of its own from virtual time 0; what it leaves is cancelled.
 
     Raises:
         Deadlock: `main` is not done, and nothing can happen any more.
     """
-    loop = VirtualLoop(thread_s=thread_s)
+    loop = VirtualLoop(thread_s)
     try:
         return loop.run_until_complete(main)
     finally:
-        _close(loop)
-
-
-def _close(loop: VirtualLoop) -> None:
-    """Cancel what is left and close the loop; what ends badly is of no interest any more."""
-    left = sorted(asyncio.all_tasks(loop), key=hash)
-    for task in left:
-        task.cancel()
-    try:
+        left = sorted(asyncio.all_tasks(loop), key=hash)
+        for task in left:
+            task.cancel()
         if left:
-            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-    finally:
+            loop.run_until_complete(asyncio.wait(left))
         loop.close()

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from peers.ports import Answer, Buffer, Handler, NetworkPath
+from peers.sim.loop import VirtualLoop
 from peers.sim.processes import WORLD as _WORLD
-from peers.sim.processes import Process, ProcessLoop
+from peers.sim.processes import Process
 from swarm.errors import BadAnswer, PeerGone, PeerSilent, Refused, SwarmError, from_wire
 from swarm.ids import PeerId
 from swarm.sim.dice import Dice
@@ -120,7 +121,7 @@ class SimTransport:
 class Network:
     """All processes, and the lines between them."""
 
-    loop: ProcessLoop
+    loop: VirtualLoop
     dice: Dice
     calm: Lines
     """How the lines are at other times than in a storm."""

@@ -21,8 +21,9 @@ from peers.sim.device import SimDevice
 from peers.sim.directory import Dht, SimDirectory
 from peers.sim.faults import Fault
 from peers.sim.invariants import Invariants, Violation
+from peers.sim.loop import VirtualLoop
 from peers.sim.network import Lines, Network, SimTransport
-from peers.sim.processes import PROCESS, Killed, Process, ProcessLoop
+from peers.sim.processes import PROCESS, Killed, Process
 from peers.stage import pause
 from peers.stage.pause import PausedPeer
 from peers.stage.server import StagePeer, StageSettings
@@ -42,6 +43,8 @@ END_WITHIN_S = 240.0
 """After the last fault. A ban lasts up to 30 s, a lost stage is looked for after 6 s, a record lives 20 s,
 and a newer checkpoint is waited for for 60 s."""
 LOOK_S = 0.1
+THREAD_S = (0.0002, 0.003)
+"""How long a job of a worker thread takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +168,8 @@ class World:
         )
         bad = dice.pick((0.0, 0.0, 0.01, 0.04))
         self._bad = Lines(most_s=dice.pick((0.01, 0.03, 0.06)), lost=bad, doubled=2 * bad, late=bad)
-        self.loop = ProcessLoop(dice_of(self.seed, "threads"))  # pyright: ignore[reportAbstractUsage]
+        threads = dice_of(self.seed, "threads")
+        self.loop = VirtualLoop(lambda: threads.between(*THREAD_S))
         self.network = Network(self.loop, dice_of(self.seed, "the network"), self._bad, trace=self.say)
         self.dht = Dht(self.loop, dice_of(self.seed, "the directory"))
         self.tied = self.run.S > 1 and dice_of(self.seed, "tied weights").chance(1 / 3)

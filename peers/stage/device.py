@@ -21,6 +21,26 @@ _Job: TypeAlias = "tuple[int, int, int, Callable[[], None]]"
 """Rank, step, order of arrival, and what to do."""
 
 
+class MeanLength:
+    """The length of a queue, on average over the time since this was last asked."""
+
+    def __init__(self) -> None:
+        self._sum_s = 0.0
+        self._asked_at = self._changed_at = now_s()
+
+    def count(self, length: int) -> None:
+        """The queue was that long until now. To be called before it changes."""
+        now = now_s()
+        self._sum_s += length * (now - self._changed_at)
+        self._changed_at = now
+
+    def ask(self, length: int) -> float:
+        self.count(length)
+        now, since, sum_s = self._changed_at, self._asked_at, self._sum_s
+        self._sum_s, self._asked_at = 0.0, now
+        return sum_s / (now - since) if now > since else float(length)
+
+
 class DeviceThreads:
     """Fulfils `peers.ports.Device` with `workers` threads."""
 
@@ -39,10 +59,9 @@ class DeviceThreads:
         self.failure: Exception | None = None
         self.abandoned = False
         self._began = threading.local()
-        self._queued_s = 0.0
-        self._looked_at = self._changed_at = now_s()
+        self._length = MeanLength()
         self._change = threading.Condition()
-        """Of the four above, and of what is counted."""
+        """Of what waits, what runs, and what is counted."""
 
     @property
     def running(self) -> int | None:
@@ -63,20 +82,14 @@ class DeviceThreads:
 
     def mean_queue(self) -> float:
         with self._change:
-            self._count()
-            now, since = self._changed_at, self._looked_at
-            queued_s, self._queued_s, self._looked_at = self._queued_s, 0.0, now
-            queued = len(self._waiting) + len(self._jobs)
-        return queued_s / (now - since) if now > since else float(queued)
+            return self._length.ask(self._queued)
 
     def elapsed_s(self) -> float:
         return time.perf_counter() - self._began.at
 
-    def _count(self) -> None:
-        """Before the queue changes."""
-        now = now_s()
-        self._queued_s += (len(self._waiting) + len(self._jobs)) * (now - self._changed_at)
-        self._changed_at = now
+    @property
+    def _queued(self) -> int:
+        return len(self._waiting) + len(self._jobs)
 
     async def run(self, rank: Rank, t: int, job: Callable[..., T], *args: Any) -> T:
         loop = asyncio.get_running_loop()
@@ -103,7 +116,7 @@ class DeviceThreads:
                 loop.call_soon_threadsafe(deliver, value, error)
 
         with self._change:
-            self._count()
+            self._length.count(self._queued)
             heapq.heappush(self._waiting, (rank, t, next(self._order), work))
             self._change.notify_all()
         return await result
@@ -123,7 +136,7 @@ class DeviceThreads:
 
     def _end(self, number: int, took_s: float) -> None:
         with self._change:
-            self._count()
+            self._length.count(self._queued)
             self._jobs.discard(number)
             self._alone = False
             self.busy_s += took_s / self.workers

@@ -54,7 +54,7 @@ def test_worker_threads_run_on_the_loop_and_take_virtual_time() -> None:
             await asyncio.to_thread({}.pop, "absent")
         return await asyncio.to_thread(threading.get_ident), now_s()
 
-    assert run_virtual(main(), thread_s=0.5) == (threading.get_ident(), 1.0)
+    assert run_virtual(main(), thread_s=lambda: 0.5) == (threading.get_ident(), 1.0)
 
 
 def test_a_real_thread_is_refused() -> None:
@@ -83,7 +83,7 @@ def test_sockets_are_refused() -> None:
     async def main() -> None:
         asyncio.get_running_loop().add_reader(here, print)
 
-    with here, there, pytest.raises(AssertionError, match="no sockets"):
+    with here, there, pytest.raises(NotImplementedError):
         run_virtual(main())
 
 

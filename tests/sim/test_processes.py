@@ -9,8 +9,9 @@ import pytest
 
 from peers.ports import Answer, Request
 from peers.sim.directory import LAG_S, LIFE_S, Dht, SimDirectory
+from peers.sim.loop import MAX_AT_ONCE, VirtualLoop
 from peers.sim.network import SILENCE_S, Lines, Network
-from peers.sim.processes import MAX_AT_ONCE, Process, ProcessLoop
+from peers.sim.processes import Process
 from swarm.errors import Busy, PeerFault, PeerGone, PeerSilent, SwarmError
 from swarm.records import PeerRecord
 from swarm.sim.dice import Dice
@@ -20,7 +21,7 @@ class Pair:
     """a calls b; b counts what it was asked."""
 
     def __init__(self) -> None:
-        self.loop = ProcessLoop(Dice(1))  # pyright: ignore[reportAbstractUsage]
+        self.loop = VirtualLoop()
         self.network = Network(self.loop, Dice(3), Lines())
         self.a, self.b = (self.network.add(Process(name)) for name in "ab")
         self.asked: list[bytes] = []
@@ -192,7 +193,7 @@ def test_a_peer_that_is_cut_off_the_directory_neither_tells_nor_learns(pair: Pai
 
 
 def test_callbacks_that_never_end_at_one_instant_are_ended() -> None:
-    loop = ProcessLoop(Dice(1))  # pyright: ignore[reportAbstractUsage]
+    loop = VirtualLoop()
 
     def again() -> None:
         loop.call_soon(again)
