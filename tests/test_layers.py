@@ -124,7 +124,6 @@ METHODS_TODAY = {
     "peers.net.connection_state.ConnectionState": 32,
     "peers.net.directory.NetDirectory": 31,
     "peers.net.transport.NetTransport": 34,
-    "peers.sim.world.World": 49,
     "peers.stage.server.StagePeer": 44,
     "swarm.model.stage.StageCompute": 52,
     "swarm.protocol.protocol.StepProtocol": 32,

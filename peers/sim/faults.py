@@ -1,57 +1,23 @@
-"""What goes wrong, and when: a schedule of faults drawn from a seed."""
+"""What goes wrong, and when: kinds of faults, and a schedule of them drawn from a seed.
+
+A kind is a function that does it to a swarm, and says whether there was anything to do it to. Its docstring
+is its description.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
+from peers.sim.members import PeerMember
+from peers.sim.network import Lines
+from peers.sim.processes import Killed, Process
+from peers.sim.swarm import Swarm
+from swarm.ids import PeerId
 from swarm.sim.dice import Dice
 
 POINTS = ("forward", "backward", "frozen", "reduce", "prepared", "took", "joining", "handing")
 """Moments in the life of a stage peer at which a fault hurts most: `peers.fault_points`."""
-
-KINDS = (
-    ("kill", 8),
-    ("cut power", 7),
-    ("kill at", 6),
-    ("stop", 5),
-    ("cut", 6),
-    ("cut one way", 2),
-    ("cut off", 2),
-    ("leave", 5),
-    ("join", 6),
-    ("lose sum", 4),
-    ("kill trainer", 5),
-    ("storm", 4),
-    ("lose stage", 3),
-    ("pause", 7),
-    ("move", 4),
-    ("wrong clock", 2),
-    ("device hangs", 1),
-    ("device dies", 1),
-)
-"""(kind, weight):
-
-kill             a peer that has a replica dies; its connections break
-cut power        the same, but nobody is told
-kill at          the same, at one of `POINTS`
-stop             SIGSTOP, and SIGCONT some seconds later
-cut              some of all are cut off from the rest, and come back some seconds later
-cut one way      what some of all send does not reach the rest, for some seconds
-cut off          some of all reach nobody of the directory, for some seconds
-leave            a peer drains, hands its sum over, and goes
-join             a newcomer downloads the state of a stage and serves
-lose sum         a backward breaks half-way and takes the peer's sum with it
-kill trainer     and another one comes later
-storm            for a second half of all messages are lost, doubled or late
-lose stage       all peers of a stage die at once; others come from a checkpoint, or from nothing
-pause            the owner of a peer wants its device for a while, whoever else there is
-move             a peer that has a replica goes to another stage
-wrong clock      the wall clock of a peer jumps by up to an hour, and perhaps back
-device hangs     a job never ends; the peer still says that it lives, until it is stopped by hand
-device dies      each job fails
-"""
-
-_BAG = tuple(kind for kind, weight in KINDS for _ in range(weight))
 
 
 class Fault(NamedTuple):
@@ -69,6 +35,298 @@ class Fault(NamedTuple):
         """For a timeline."""
         at = f" {self.point!r}, time {self.number}" if self.kind == "kill at" else ""
         return f"{self.at_s:.3f} s: {self.kind}{at} (who {self.who:.3f}, lasts {self.lasts_s:.2f} s)"
+
+
+Happen = Callable[[Swarm, Fault], bool]
+"""False: there was nothing that it could hit, or it waits for its moment."""
+H = TypeVar("H", bound=Happen)
+KINDS: dict[str, tuple[int, Happen]] = {}
+"""Kind -> its weight among all faults, and what it does."""
+
+
+def _kind(weight: int) -> Callable[[H], H]:
+    """A kind of fault, named by its function."""
+
+    def add(happen: H) -> H:
+        KINDS[happen.__name__.replace("_", " ")] = weight, happen
+        return happen
+
+    return add
+
+
+def inject(swarm: Swarm, fault: Fault) -> None:
+    """Let a fault happen, and count it if it did."""
+    if KINDS[fault.kind][1](swarm, fault):
+        swarm.injected[fault.kind] += 1
+
+
+# --- processes end and stand still --------------------------------------------------------------------------
+
+
+@_kind(8)
+def kill(swarm: Swarm, fault: Fault, *, quietly: bool = False) -> bool:
+    """A peer that has a replica dies; its connections break."""
+    there = swarm.staying()
+    paused = [m for m in swarm.living() if m.serving is None and there[m.stage]]
+    member = swarm.pick([*swarm.safe(), *paused], fault.who)
+    if member is not None:
+        swarm.kill(member, quietly=quietly)
+    return member is not None
+
+
+@_kind(7)
+def cut_power(swarm: Swarm, fault: Fault) -> bool:
+    """The same, but no process is told."""
+    return kill(swarm, fault, quietly=True)
+
+
+@_kind(6)
+def kill_at(swarm: Swarm, fault: Fault) -> bool:
+    """The same, at one of `POINTS`."""
+
+    def happens(process: Process) -> None:
+        member = next((m for m in swarm.safe() if m.process is process), None)
+        if member is not None:
+            swarm.injected["kill at"] += 1
+            swarm.say(f"*** at the point {fault.point!r}:")
+            swarm.kill(member, quietly=swarm.dice.chance(0.3))
+            raise Killed
+
+    swarm.at_point(fault.point, fault.number, happens)
+    return False
+
+
+@_kind(5)
+def stop(swarm: Swarm, fault: Fault) -> bool:
+    """SIGSTOP, and SIGCONT some seconds later."""
+    member = swarm.pick([m for m in swarm.living() if not m.process.stopped], fault.who)
+    if member is None:
+        return False
+
+    def go_on() -> None:
+        if member.process.alive:
+            swarm.say(f"*** {member.name} goes on")
+            swarm.network.go_on(member.name)
+
+    swarm.say(f"*** {member.name} is stopped for {fault.lasts_s:.1f} s")
+    swarm.network.stop(member.name)
+    swarm.loop.call_later(fault.lasts_s, go_on)
+    return True
+
+
+# --- lines and directory ------------------------------------------------------------------------------------
+
+
+def _side(swarm: Swarm, fault: Fault) -> list[PeerId]:
+    """Some of all processes, but not all."""
+    names = sorted(m.name for m in swarm.members() if m.alive)
+    return swarm.dice.shuffled(names)[: 1 + int(fault.who * (len(names) - 1))] if len(names) > 1 else []
+
+
+@_kind(6)
+def cut(swarm: Swarm, fault: Fault, *, one_way: bool = False) -> bool:
+    """Some of all are cut off from the rest, and come back some seconds later."""
+    side = _side(swarm, fault)
+    if not side:
+        return False
+
+    def heal() -> None:
+        swarm.say("*** the cut is healed")
+        swarm.network.heal(number)
+
+    how = "reach nobody of the rest" if one_way else "are cut off"
+    swarm.say(f"*** {', '.join(sorted(side))} {how} for {fault.lasts_s:.1f} s")
+    number = swarm.network.cut(side, one_way=one_way)
+    swarm.loop.call_later(fault.lasts_s, heal)
+    return True
+
+
+@_kind(2)
+def cut_one_way(swarm: Swarm, fault: Fault) -> bool:
+    """What some of all send does not reach the rest, for some seconds."""
+    return cut(swarm, fault, one_way=True)
+
+
+@_kind(2)
+def cut_off(swarm: Swarm, fault: Fault) -> bool:
+    """Some of all reach nobody of the directory, for some seconds."""
+    side = _side(swarm, fault)
+    if not side:
+        return False
+    swarm.say(f"*** {', '.join(sorted(side))} reach nobody of the DHT for {fault.lasts_s:.1f} s")
+    swarm.dht.cut_off.update(side)
+    swarm.loop.call_later(fault.lasts_s, swarm.dht.cut_off.difference_update, side)
+    return True
+
+
+# --- members come, go and change ----------------------------------------------------------------------------
+
+
+@_kind(5)
+def leave(swarm: Swarm, fault: Fault) -> bool:
+    """A peer drains, hands its sum over, and goes."""
+    member = swarm.pick([m for m in swarm.safe() if m.stays], fault.who)
+    if member is None:
+        return False
+    swarm.say(f"*** {member.name} of stage {member.stage} is told to leave")
+    member.told_to_leave = True  # a stopped process hears of it later
+    swarm.loop.call_soon(member.owner.leave, context=member.process.context)
+    return True
+
+
+@_kind(6)
+def join(swarm: Swarm, fault: Fault) -> bool:
+    """A newcomer downloads the state of a stage and serves."""
+    member = swarm.add_peer(int(fault.who * swarm.run.S))
+    swarm.say(f"*** {member.name} joins stage {member.stage}")
+    return True
+
+
+@_kind(4)
+def lose_sum(swarm: Swarm, fault: Fault) -> bool:
+    """A backward breaks half-way and takes the peer's sum with it."""
+    member = swarm.pick([m for m in swarm.living() if m.serving], fault.who)
+    if member is None or member.serving is None:
+        return False
+    member.serving.compute.breaks += 1
+    return True
+
+
+@_kind(5)
+def kill_trainer(swarm: Swarm, fault: Fault) -> bool:
+    """A trainer dies, and another one comes later."""
+    trainer = swarm.pick([t for t in swarm.trainers if t.alive], fault.who)
+    if trainer is None:
+        return False
+    swarm.say(f"*** trainer {trainer.name} dies")
+    swarm.network.kill(trainer.name, quietly=False)
+    swarm.loop.call_later(fault.lasts_s, swarm.add_trainer)
+    return True
+
+
+@_kind(4)
+def storm(swarm: Swarm, fault: Fault) -> bool:
+    """For up to a second half of all messages are lost, doubled or late."""
+
+    def ends() -> None:
+        swarm.say("*** the storm is over")
+        swarm.network.lines = swarm.network.calm
+
+    swarm.say("*** a storm begins")
+    swarm.network.lines = Lines(most_s=swarm.network.calm.most_s, lost=0.2, doubled=0.15, late=0.15)
+    swarm.loop.call_later(min(1.0, fault.lasts_s), ends)
+    return True
+
+
+@_kind(3)
+def lose_stage(swarm: Swarm, fault: Fault) -> bool:
+    """All peers of a stage die at once; others come from a checkpoint, or from nothing."""
+    stage = int(fault.who * swarm.run.S)
+    swarm.say(f"*** all of stage {stage} die")
+    for member in swarm.living():
+        if member.stage == stage and member.serving is not None:
+            swarm.kill(member)
+    swarm.loop.call_later(fault.lasts_s / 2, swarm.add_peer, stage)
+    return True
+
+
+@_kind(7)
+def pause(swarm: Swarm, fault: Fault) -> bool:
+    """The owner of a peer wants its device for a while, whatever other peers there are."""
+    serving = [m for m in swarm.living() if m.serving and not m.serving.peer.core.leaving]
+    member = swarm.pick(serving, fault.who)
+    if member is None:
+        return False
+    context = member.process.context
+
+    def resume() -> None:
+        if member.process.alive:
+            swarm.say(f"*** the owner of {member.name} gives its device back")
+            swarm.loop.call_soon(member.owner.resume, "by hand", context=context)
+
+    swarm.say(f"*** the owner of {member.name} wants its device for {fault.lasts_s:.1f} s")
+    swarm.loop.call_soon(member.owner.pause, "by hand", "the owner wants it", context=context)
+    swarm.loop.call_later(fault.lasts_s, resume)
+    return True
+
+
+@_kind(4)
+def move(swarm: Swarm, fault: Fault) -> bool:
+    """A peer that has a replica goes to another stage."""
+    member = swarm.pick([m for m in swarm.safe() if m.stays], fault.who)
+    if swarm.run.S == 1 or member is None or member.serving is None:
+        return False
+    to = (member.stage + 1 + int(fault.who * 97) % (swarm.run.S - 1)) % swarm.run.S
+    swarm.say(f"*** {member.name} moves from stage {member.stage} to {to}")
+    member.process.spawn(swarm.loop, member.serving.peer.move(to, why="a fault", going=set()))
+    return True
+
+
+# --- machines -----------------------------------------------------------------------------------------------
+
+
+@_kind(2)
+def wrong_clock(swarm: Swarm, fault: Fault) -> bool:
+    """The wall clock of a peer jumps by up to an hour, and perhaps back."""
+    member = swarm.pick(swarm.living(), fault.who)
+    if member is None:
+        return False
+
+    def is_right_again() -> None:
+        swarm.say(f"*** the clock of {member.name} is right again")
+        member.process.clock_error_s = 0.0
+
+    error_s = (fault.lasts_s - 3.5) * 1000
+    swarm.say(f"*** the clock of {member.name} jumps by {error_s:.0f} s")
+    member.process.clock_error_s += error_s
+    if fault.lasts_s < 1.0:
+        swarm.loop.call_later(fault.lasts_s, is_right_again)
+    return True
+
+
+def _device(swarm: Swarm, fault: Fault) -> PeerMember | None:
+    """One whose device can go."""
+    return swarm.pick([m for m in swarm.safe() if m.serving], fault.who)
+
+
+@_kind(1)
+def device_hangs(swarm: Swarm, fault: Fault) -> bool:
+    """A job never ends; the peer still says that it lives, until it is stopped by hand."""
+    member = _device(swarm, fault)
+    if member is None or member.serving is None:
+        return False
+    swarm.say(f"*** the device of {member.name} hangs; it is killed {fault.lasts_s:.1f} s later")
+    member.serving.device.hangs = True
+    swarm.loop.call_later(fault.lasts_s, lambda: member.alive and swarm.kill(member))
+    return True
+
+
+@_kind(1)
+def device_dies(swarm: Swarm, fault: Fault) -> bool:
+    """Each job fails."""
+    member = _device(swarm, fault)
+    if member is None or member.serving is None:
+        return False
+    swarm.say(f"*** the device of {member.name} dies")
+    member.serving.device.dies = True
+    return True
+
+
+# --- the schedule -------------------------------------------------------------------------------------------
+
+
+def calm(swarm: Swarm) -> None:
+    """From here on nothing fails."""
+    swarm.say("*** from here on nothing fails")
+    swarm.forget_points()
+    swarm.network.calm = swarm.network.lines = Lines(most_s=swarm.network.calm.most_s)
+    swarm.dht.cut_off.clear()
+    for member in swarm.peers:
+        if member.serving is not None:
+            member.serving.compute.breaks = 0
+
+
+_BAG = tuple(kind for kind, (weight, _) in KINDS.items() for _ in range(weight))
 
 
 def schedule(dice: Dice, *, most: int, within_s: float) -> list[Fault]:

@@ -62,7 +62,8 @@ class Process:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             asyncio.tasks._unregister_task(task)
             with contextlib.suppress(BaseException):
-                task.get_coro().close()  # type: ignore[union-attr]
+                # In this context: what a `finally` still begins ends here as well.
+                self.context.copy().run(task.get_coro().close)  # type: ignore[union-attr]
         sys.unraisablehook = hook
 
     def stop(self) -> None:

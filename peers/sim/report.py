@@ -24,7 +24,7 @@ def report(outcomes: Sequence[Outcome], cpu_s: float, out: TextIO) -> int:
     violations = [outcome for outcome in outcomes if outcome.violation]
     callbacks = sum(outcome.callbacks for outcome in outcomes)
     print(f"{len(outcomes)} schedules, {callbacks} callbacks, {sum(injected.values())} faults", file=out)
-    for kind, _ in KINDS:
+    for kind in KINDS:
         print(f"  {kind:<16}{injected[kind]:>9}", file=out)
     print("checked", file=out)
     for name, meaning in INVARIANTS.items():

@@ -21,12 +21,6 @@ from swarm.protocol.rounds import Decision, MemberStep, Plan, Reduce
 
 Patch = pytest.MonkeyPatch
 
-pytestmark = [
-    # A world that ends lets go of its coroutines where they are, wherever that is.
-    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-
 
 def count_without_claims(patch: Patch) -> None:
     def always_new(self: Ledger, m: int) -> Claim:

@@ -1,0 +1,108 @@
+"""The processes of a simulated swarm, each as its faults see it, and the stage that they compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from peers.owner.commands import Owner
+from peers.sim.device import SimDevice
+from peers.sim.directory import SimDirectory
+from peers.sim.network import SimTransport
+from peers.sim.processes import Process
+from peers.stage.server import StagePeer
+from peers.trainer import Trainer
+from swarm.data import token_dtype
+from swarm.ids import PeerId, Stage
+from swarm.manifest import Run
+from swarm.model.stage import Gradients, StageCompute, SumLost
+
+
+class Zeros:
+    """Data for the audit model, whose result does not depend on it."""
+
+    def __init__(self, run: Run) -> None:
+        shape = (run.batch.microbatch_size, run.data.sequence_length + 1)
+        self._batch = np.zeros(shape, dtype=token_dtype(run.model.vocab_size))
+
+    def batch(self, offsets: list[int]) -> np.ndarray:
+        return self._batch
+
+
+class AuditCompute(StageCompute):
+    """A stage of the audit model, whose additions may be told to break.
+
+    `tied`: the weights of the first stage are those of the last one as well, and each adds to both.
+    """
+
+    breaks = 0
+
+    def __init__(self, run: Run, stage: Stage, *, tied: bool = False) -> None:
+        super().__init__(run, stage)
+        ends = {0, run.S - 1}
+        if tied and stage in ends and len(ends) == 2:
+            (other,) = ends - {stage}
+            self.shares = {other: tuple(self._layout.terms)}
+
+    def add(self, found: Gradients) -> None:
+        t = found.mb.t
+        if self.breaks and t in self._sums:
+            self.breaks -= 1
+            self._sums[t].zero_()
+            raise SumLost(f"the sum of step {t} is lost", t=t)
+        super().add(found)
+
+
+@dataclass(eq=False)
+class Member:
+    """One process."""
+
+    process: Process
+
+    @property
+    def name(self) -> PeerId:
+        return self.process.name
+
+    @property
+    def alive(self) -> bool:
+        return self.process.alive and self.process.main is not None and not self.process.main.done()
+
+
+@dataclass(eq=False)
+class Serving:
+    """What serves a stage, until it pauses or moves."""
+
+    peer: StagePeer
+    compute: AuditCompute
+    device: SimDevice
+
+
+@dataclass(eq=False)
+class PeerMember(Member):
+    """One that serves a stage, or pauses."""
+
+    transport: SimTransport
+    directory: SimDirectory
+    owner: Owner
+    job_s: float
+    stage: Stage
+    serving: Serving | None = None
+    """None: it pauses."""
+    told_to_leave: bool = False
+
+    @property
+    def stays(self) -> bool:
+        """It serves, and means to."""
+        serving = self.serving
+        if not self.alive or serving is None or not serving.peer.core.joined:
+            return False
+        going = self.told_to_leave or serving.peer.core.leaving or serving.peer.going
+        return not (going or serving.device.hangs or serving.device.dies)
+
+
+@dataclass(eq=False)
+class TrainerMember(Member):
+    """One that trains."""
+
+    trainer: Trainer

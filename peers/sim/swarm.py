@@ -1,0 +1,220 @@
+"""A swarm of the classes that ship: its processes on one loop, what they say, and what must hold of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from peers import events
+from peers.owner.commands import Owner
+from peers.sim.device import SimDevice
+from peers.sim.directory import Dht, SimDirectory
+from peers.sim.invariants import Invariants, Violation
+from peers.sim.members import AuditCompute, Member, PeerMember, Serving, TrainerMember, Zeros
+from peers.sim.network import Network
+from peers.sim.processes import PROCESS, Process, ProcessLoop
+from peers.sim.setting import Setting, dice_of
+from peers.stage import pause
+from peers.stage.pause import PausedPeer
+from peers.stage.server import StagePeer, StageSettings
+from peers.trainer import Trainer, TrainerSettings
+from peers.transfer.server import Snapshot
+from swarm.errors import SwarmError
+from swarm.ids import Stage
+
+M = TypeVar("M", bound=Member)
+
+
+class Swarm:
+    """Makes members, ends them, and finds those that a fault can hit."""
+
+    def __init__(self, setting: Setting, trace: Callable[[str], None] | None) -> None:
+        self.setting, self.run, self.dice, self._trace = setting, setting.run, setting.dice, trace
+        self._digest = hashlib.sha256()
+        self.loop = ProcessLoop(dice_of(setting.seed, "threads"))  # pyright: ignore[reportAbstractUsage]
+        self.network = Network(self.loop, dice_of(setting.seed, "the network"), setting.lines, trace=self.say)
+        self.dht = Dht(self.loop, dice_of(setting.seed, "the directory"))
+        self.checks = Invariants(self.run, tied=setting.tied)
+        self.peers: list[PeerMember] = []
+        self.trainers: list[TrainerMember] = []
+        self.violation = ""
+        self.injected: Counter[str] = Counter()
+        """Faults that happened."""
+        self.undone = 0
+        self._at: dict[str, list[tuple[int, Callable[[Process], None]]]] = {}
+
+    # -- the timeline -----------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        """One line of the timeline."""
+        line = f"{self.loop.now_s:9.3f}  {text}"
+        self._digest.update(line.encode())
+        if self._trace is not None:
+            self._trace(line)
+
+    @property
+    def digest(self) -> str:
+        """Of the timeline so far."""
+        return self._digest.hexdigest()[:16]
+
+    def check(self, look: Callable[..., None], *args: object) -> None:
+        """Note the first violation that a look finds."""
+        try:
+            look(*args)
+        except Violation as violation:
+            self.violation = self.violation or str(violation)
+
+    def _heard(self, member: Member, event: events.Event) -> None:
+        self.say(f"{member.name}: {event.words()}")
+        if isinstance(event, events.StepDone) and event.loss is not None:
+            self.check(self.checks.loss, member.name, event.t, event.loss)
+        if isinstance(event, events.Undone):
+            self.undone += event.count
+
+    # -- peers ------------------------------------------------------------------------------------
+
+    def add_peer(self, stage: Stage) -> PeerMember:
+        """A new process that serves `stage`."""
+        process = Process(self.setting.names[len(self.peers)])
+        member = PeerMember(
+            process, self.network.add(process), SimDirectory(self.dht, process), Owner(),
+            job_s=self.dice.pick((0.005, 0.01, 0.04)), stage=stage,
+        )  # fmt: skip
+        settings = StageSettings(
+            max_inflight=self.dice.pick((1, 2, 4)), joined_at=self.loop.unix_s() + self.dice.between(0, 0.01)
+        )
+        self.peers.append(member)
+        process.start(self.loop, self._serve(member, settings))
+        return member
+
+    async def _serve(self, member: PeerMember, settings: StageSettings) -> None:
+        emit = partial(self._heard, member)
+
+        async def build(stage: Stage, kept: Snapshot | None) -> StagePeer:
+            compute = AuditCompute(self.run, stage, tied=self.setting.tied)
+            device = SimDevice(self.network.dice, member.job_s)
+            peer = StagePeer(
+                self.run, stage, compute, member.transport, member.directory, settings, emit, kept=kept,
+                device=device,
+            )  # fmt: skip
+            member.serving, member.stage = Serving(peer, compute, device), stage
+            member.transport.on_gone = peer.peer_gone
+            self._watch_weights(member, compute)
+            return peer
+
+        def hold(stage: Stage, kept: Snapshot | None) -> PausedPeer:
+            member.serving, member.transport.on_gone = None, None
+            return PausedPeer(
+                self.run, stage, kept, member.transport, member.directory, settings, member.owner
+            )
+
+        life = pause.serve(member.stage, member.owner, build, hold, device="cpu", emit=emit)
+        await self._live(member, life)
+
+    def _watch_weights(self, member: PeerMember, compute: AuditCompute) -> None:
+        """Look at the weights whenever they change."""
+
+        def looked(change: Callable[..., None]) -> Callable[..., None]:
+            def changed(*args: object) -> None:
+                change(*args)
+                self.check(self.checks.holds, member.name, compute)
+
+            return changed
+
+        compute.apply = looked(compute.apply)  # type: ignore[method-assign]
+        compute.load_state = looked(compute.load_state)  # type: ignore[method-assign]
+        complete = compute.complete
+
+        def completed(reduced: torch.Tensor, shared: Mapping[Stage, torch.Tensor]) -> torch.Tensor:
+            for other, part in {compute.stage: reduced, **shared}.items():
+                self.check(self.checks.part, member.name, compute.stage, other, part)
+            return complete(reduced, shared)
+
+        compute.complete = completed  # type: ignore[method-assign]
+
+    # -- trainers ---------------------------------------------------------------------------------
+
+    def add_trainer(self) -> TrainerMember:
+        """A new process that trains."""
+        process = Process(f"t{len(self.trainers)}")
+        trainer = Trainer(
+            self.run, Zeros(self.run), self.network.add(process), SimDirectory(self.dht, process),
+            TrainerSettings(window=self.setting.window), lambda event: self._heard(member, event),
+        )  # fmt: skip
+        member = TrainerMember(process, trainer)
+        self.trainers.append(member)
+        process.start(self.loop, self._train(member))
+        return member
+
+    async def _train(self, member: TrainerMember) -> None:
+        await self._live(member, member.trainer.run())
+        self.say(f"{member.name} goes home")
+
+    async def _live(self, member: Member, life: Awaitable[None]) -> None:
+        """A life that ends with an error of ours is told as a user is told of it."""
+        try:
+            await life
+        except SwarmError as error:
+            self.say(f"{member.name} ends: {error.text}")
+
+    # -- those that a fault can hit ---------------------------------------------------------------
+
+    def members(self) -> list[Member]:
+        """All processes that ever were."""
+        return [*self.peers, *self.trainers]
+
+    def pick(self, members: Sequence[M], which: float) -> M | None:
+        """One of them; None if there is none."""
+        return members[int(which * len(members))] if members else None
+
+    def living(self) -> list[PeerMember]:
+        """Peers that serve or pause."""
+        return [m for m in self.peers if m.alive]
+
+    def staying(self) -> Counter[Stage]:
+        """The number of peers that serve each stage, and mean to."""
+        return Counter(m.stage for m in self.peers if m.stays)
+
+    def safe(self) -> list[PeerMember]:
+        """Peers whose stage keeps a replica without them."""
+        there = self.staying()
+        return [m for m in self.living() if m.serving and there[m.stage] > m.stays]
+
+    def kill(self, member: Member, *, quietly: bool = False) -> None:
+        """End a process; `quietly`: no other process is told."""
+        told = ", and nobody is told" if quietly else ""
+        of = f" of stage {member.stage}" if isinstance(member, PeerMember) else ""
+        self.say(f"*** {member.name}{of} dies{told}")
+        self.network.kill(member.name, quietly=quietly)
+
+    def end(self) -> None:
+        """Forget every task, without running any of them."""
+        for member in self.members():
+            member.process.end()
+
+    # -- fault points -----------------------------------------------------------------------------
+
+    def at_point(self, point: str, time: int, happens: Callable[[Process], None]) -> None:
+        """Have something happen to the process that is the `time`-th to pass a point from now on."""
+        self._at.setdefault(point, []).append((time, happens))
+
+    def pass_point(self, point: str) -> None:
+        """A process passes a fault point: it may die there, between two instructions."""
+        waiting, process = self._at.get(point), PROCESS.get()
+        if not waiting or process is None:
+            return
+        (time, happens), *rest = waiting
+        if time > 1:
+            self._at[point] = [(time - 1, happens), *rest]
+        else:
+            self._at[point] = rest
+            happens(process)
+
+    def forget_points(self) -> None:
+        """Nothing happens at any point any more."""
+        self._at.clear()
