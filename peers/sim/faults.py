@@ -6,12 +6,13 @@ is its description.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple, TypeVar
 
+from peers.sim.disks import Tear
 from peers.sim.members import PeerMember
 from peers.sim.network import Lines
-from peers.sim.processes import Killed, Process
+from peers.sim.processes import PROCESS, Killed, Process
 from peers.sim.swarm import Swarm
 from swarm.ids import PeerId
 from swarm.sim.dice import Dice
@@ -21,11 +22,11 @@ POINTS = ("forward", "backward", "frozen", "reduce", "prepared", "took", "joinin
 
 
 class Fault(NamedTuple):
-    """`kind` at time `at_s`; `lasts_s` for those that end; `who` picks among those that it can hit."""
+    """`kind` at time `at_s`; `lasts_s` for those that end; `which` picks among those that it can hit."""
 
     at_s: float
     kind: str
-    who: float
+    which: float
     lasts_s: float
     point: str = ""
     number: int = 0
@@ -34,21 +35,32 @@ class Fault(NamedTuple):
     def words(self) -> str:
         """For a timeline."""
         at = f" {self.point!r}, time {self.number}" if self.kind == "kill at" else ""
-        return f"{self.at_s:.3f} s: {self.kind}{at} (who {self.who:.3f}, lasts {self.lasts_s:.2f} s)"
+        return f"{self.at_s:.3f} s: {self.kind}{at} (which {self.which:.3f}, lasts {self.lasts_s:.2f} s)"
 
 
 Happen = Callable[[Swarm, Fault], bool]
 """False: there was nothing that it could hit, or it waits for its moment."""
 H = TypeVar("H", bound=Happen)
-KINDS: dict[str, tuple[int, Happen]] = {}
-"""Kind -> its weight among all faults, and what it does."""
 
 
-def _kind(weight: int) -> Callable[[H], H]:
-    """A kind of fault, named by its function."""
+class Kind(NamedTuple):
+    """A kind of fault."""
+
+    weight: int
+    """Among all that a swarm can have."""
+    happen: Happen
+    needs: str
+    """A member of `Setting.has`."""
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def _kind(weight: int, needs: str = "peers") -> Callable[[H], H]:
+    """Add a kind, named by its function."""
 
     def add(happen: H) -> H:
-        KINDS[happen.__name__.replace("_", " ")] = weight, happen
+        KINDS[happen.__name__.replace("_", " ")] = Kind(weight, happen, needs)
         return happen
 
     return add
@@ -56,7 +68,7 @@ def _kind(weight: int) -> Callable[[H], H]:
 
 def inject(swarm: Swarm, fault: Fault) -> None:
     """Let a fault happen, and count it if it did."""
-    if KINDS[fault.kind][1](swarm, fault):
+    if KINDS[fault.kind].happen(swarm, fault):
         swarm.injected[fault.kind] += 1
 
 
@@ -68,7 +80,7 @@ def kill(swarm: Swarm, fault: Fault, *, quietly: bool = False) -> bool:
     """A peer that has a replica dies; its connections break."""
     there = swarm.staying()
     paused = [m for m in swarm.living() if m.serving is None and there[m.stage]]
-    member = swarm.pick([*swarm.safe(), *paused], fault.who)
+    member = swarm.pick([*swarm.safe(), *paused], fault.which)
     if member is not None:
         swarm.kill(member, quietly=quietly)
     return member is not None
@@ -99,7 +111,7 @@ def kill_at(swarm: Swarm, fault: Fault) -> bool:
 @_kind(5)
 def stop(swarm: Swarm, fault: Fault) -> bool:
     """SIGSTOP, and SIGCONT some seconds later."""
-    member = swarm.pick([m for m in swarm.living() if not m.process.stopped], fault.who)
+    member = swarm.pick([m for m in swarm.living() if not m.process.stopped], fault.which)
     if member is None:
         return False
 
@@ -120,7 +132,7 @@ def stop(swarm: Swarm, fault: Fault) -> bool:
 def _side(swarm: Swarm, fault: Fault) -> list[PeerId]:
     """Some of all processes, but not all."""
     names = sorted(m.name for m in swarm.members() if m.alive)
-    return swarm.dice.shuffled(names)[: 1 + int(fault.who * (len(names) - 1))] if len(names) > 1 else []
+    return swarm.dice.shuffled(names)[: 1 + int(fault.which * (len(names) - 1))] if len(names) > 1 else []
 
 
 @_kind(6)
@@ -165,7 +177,7 @@ def cut_off(swarm: Swarm, fault: Fault) -> bool:
 @_kind(5)
 def leave(swarm: Swarm, fault: Fault) -> bool:
     """A peer drains, hands its sum over, and goes."""
-    member = swarm.pick([m for m in swarm.safe() if m.stays], fault.who)
+    member = swarm.pick([m for m in swarm.safe() if m.stays], fault.which)
     if member is None:
         return False
     swarm.say(f"*** {member.name} of stage {member.stage} is told to leave")
@@ -177,7 +189,7 @@ def leave(swarm: Swarm, fault: Fault) -> bool:
 @_kind(6)
 def join(swarm: Swarm, fault: Fault) -> bool:
     """A newcomer downloads the state of a stage and serves."""
-    member = swarm.add_peer(int(fault.who * swarm.run.S))
+    member = swarm.add_peer(int(fault.which * swarm.run.S))
     swarm.say(f"*** {member.name} joins stage {member.stage}")
     return True
 
@@ -185,7 +197,7 @@ def join(swarm: Swarm, fault: Fault) -> bool:
 @_kind(4)
 def lose_sum(swarm: Swarm, fault: Fault) -> bool:
     """A backward breaks half-way and takes the peer's sum with it."""
-    member = swarm.pick([m for m in swarm.living() if m.serving], fault.who)
+    member = swarm.pick([m for m in swarm.living() if m.serving], fault.which)
     if member is None or member.serving is None:
         return False
     member.serving.compute.breaks += 1
@@ -195,7 +207,7 @@ def lose_sum(swarm: Swarm, fault: Fault) -> bool:
 @_kind(5)
 def kill_trainer(swarm: Swarm, fault: Fault) -> bool:
     """A trainer dies, and another one comes later."""
-    trainer = swarm.pick([t for t in swarm.trainers if t.alive], fault.who)
+    trainer = swarm.pick([t for t in swarm.trainers if t.alive], fault.which)
     if trainer is None:
         return False
     swarm.say(f"*** trainer {trainer.name} dies")
@@ -221,20 +233,49 @@ def storm(swarm: Swarm, fault: Fault) -> bool:
 @_kind(3)
 def lose_stage(swarm: Swarm, fault: Fault) -> bool:
     """All peers of a stage die at once; others come from a checkpoint, or from nothing."""
-    stage = int(fault.who * swarm.run.S)
+    stage = int(fault.which * swarm.run.S)
     swarm.say(f"*** all of stage {stage} die")
+    disk = None
     for member in swarm.living():
         if member.stage == stage and member.serving is not None:
             swarm.kill(member)
-    swarm.loop.call_later(fault.lasts_s / 2, swarm.add_peer, stage)
+            disk = member.disk
+    swarm.loop.call_later(fault.lasts_s / 2, swarm.add_peer, stage, disk)
     return True
+
+
+@_kind(3)
+def restart(swarm: Swarm, fault: Fault) -> bool:
+    """A peer dies and comes back with its disk, which may be that of the last one of its stage."""
+    member = swarm.pick([m for m in swarm.living() if m.serving], fault.which)
+    if member is not None:
+        swarm.restart(member, fault.lasts_s / 2)
+    return member is not None
+
+
+@_kind(4, "disks")
+def blackout(swarm: Swarm, fault: Fault) -> bool:
+    """All peers and keepers die at once, and come back one by one with their disks."""
+    swarm.say("*** the power fails everywhere")
+    for member in (*swarm.living(), *(k for k in swarm.keepers if k.alive)):
+        swarm.restart(member, swarm.dice.between(0.1, fault.lasts_s))
+    return True
+
+
+@_kind(8, "keeper")
+def restart_keeper(swarm: Swarm, fault: Fault) -> bool:
+    """A keeper dies and comes back with its disk."""
+    member = swarm.pick([m for m in swarm.keepers if m.alive], fault.which)
+    if member is not None:
+        swarm.restart(member, fault.lasts_s / 2)
+    return member is not None
 
 
 @_kind(7)
 def pause(swarm: Swarm, fault: Fault) -> bool:
     """The owner of a peer wants its device for a while, whatever other peers there are."""
     serving = [m for m in swarm.living() if m.serving and not m.serving.peer.core.leaving]
-    member = swarm.pick(serving, fault.who)
+    member = swarm.pick(serving, fault.which)
     if member is None:
         return False
     context = member.process.context
@@ -253,10 +294,10 @@ def pause(swarm: Swarm, fault: Fault) -> bool:
 @_kind(4)
 def move(swarm: Swarm, fault: Fault) -> bool:
     """A peer that has a replica goes to another stage."""
-    member = swarm.pick([m for m in swarm.safe() if m.stays], fault.who)
+    member = swarm.pick([m for m in swarm.safe() if m.stays], fault.which)
     if swarm.run.S == 1 or member is None or member.serving is None:
         return False
-    to = (member.stage + 1 + int(fault.who * 97) % (swarm.run.S - 1)) % swarm.run.S
+    to = (member.stage + 1 + int(fault.which * 97) % (swarm.run.S - 1)) % swarm.run.S
     swarm.say(f"*** {member.name} moves from stage {member.stage} to {to}")
     member.process.spawn(swarm.loop, member.serving.peer.move(to, why="a fault", going=set()))
     return True
@@ -268,7 +309,7 @@ def move(swarm: Swarm, fault: Fault) -> bool:
 @_kind(2)
 def wrong_clock(swarm: Swarm, fault: Fault) -> bool:
     """The wall clock of a peer jumps by up to an hour, and perhaps back."""
-    member = swarm.pick(swarm.living(), fault.who)
+    member = swarm.pick(swarm.living(), fault.which)
     if member is None:
         return False
 
@@ -284,9 +325,53 @@ def wrong_clock(swarm: Swarm, fault: Fault) -> bool:
     return True
 
 
+@_kind(3)
+def slow_threads(swarm: Swarm, fault: Fault) -> bool:
+    """What a process gives to worker threads (disk, hashes) takes up to seconds longer, for a while."""
+    member = swarm.pick([m for m in swarm.members() if m.alive], fault.which)
+    if member is None:
+        return False
+    swarm.say(f"*** the threads of {member.name} are slow for {fault.lasts_s:.1f} s")
+    member.process.slow_s = fault.lasts_s / 2
+    swarm.loop.call_later(fault.lasts_s, setattr, member.process, "slow_s", 0.0)
+    return True
+
+
+@_kind(6, "disks")
+def fill_disk(swarm: Swarm, fault: Fault) -> bool:
+    """A disk has no room for another file, for some seconds."""
+    disk = swarm.pick(swarm.disks.all, fault.which)
+    if disk is None:
+        return False
+    swarm.say(f"*** the disk {disk.folder.name} is full for {fault.lasts_s:.1f} s")
+    disk.full = True
+    swarm.loop.call_later(fault.lasts_s, setattr, disk, "full", False)
+    return True
+
+
+@_kind(8, "disks")
+def tear_file(swarm: Swarm, fault: Fault) -> bool:
+    """A process dies while it writes a file, of which a part may be there; it comes back with its disk."""
+    members = [m for m in (*swarm.living(), *swarm.keepers) if m.alive and m.disk is not None]
+    member = swarm.pick(members, fault.which)
+    if member is None or member.disk is None:
+        return False
+    disk = member.disk
+
+    def die() -> None:
+        process = PROCESS.get()
+        writer = next(m for m in (*swarm.peers, *swarm.keepers) if m.process is process)
+        swarm.say(f"*** while {writer.name} writes a file:")
+        swarm.restart(writer, fault.lasts_s / 2)
+
+    kept = 1.0 if fault.number == 1 else swarm.dice.number()
+    disk.tear = Tear(kept, renamed=fault.number < 4, kill=die)
+    return True
+
+
 def _device(swarm: Swarm, fault: Fault) -> PeerMember | None:
     """One whose device can go."""
-    return swarm.pick([m for m in swarm.safe() if m.serving], fault.who)
+    return swarm.pick([m for m in swarm.safe() if m.serving], fault.which)
 
 
 @_kind(1)
@@ -317,26 +402,27 @@ def device_dies(swarm: Swarm, fault: Fault) -> bool:
 
 def calm(swarm: Swarm) -> None:
     """From here on nothing fails."""
+    for disk in swarm.disks.all:
+        disk.full, disk.tear = False, None
     swarm.say("*** from here on nothing fails")
     swarm.forget_points()
     swarm.network.calm = swarm.network.lines = Lines(most_s=swarm.network.calm.most_s)
     swarm.dht.cut_off.clear()
-    for member in swarm.peers:
-        if member.serving is not None:
+    for member in swarm.members():
+        member.process.slow_s = 0.0
+        if isinstance(member, PeerMember) and member.serving is not None:
             member.serving.compute.breaks = 0
 
 
-_BAG = tuple(kind for kind, (weight, _) in KINDS.items() for _ in range(weight))
-
-
-def schedule(dice: Dice, *, most: int, within_s: float) -> list[Fault]:
-    """Up to `most` faults, by time."""
+def schedule(dice: Dice, has: Collection[str], *, most: int, within_s: float) -> list[Fault]:
+    """Up to `most` faults of a swarm that `has` what their kinds need, by time."""
+    bag = [name for name, kind in KINDS.items() if kind.needs in has for _ in range(kind.weight)]
     count = dice.below(most + 1)
     faults = [
         Fault(
             at_s=dice.between(0.0, within_s),
-            kind=dice.pick(_BAG),
-            who=dice.number(),
+            kind=dice.pick(bag),
+            which=dice.number(),
             lasts_s=dice.between(0.2, 1.0) if dice.chance(0.4) else dice.between(1.0, 7.0),
             point=dice.pick(POINTS),
             number=1 + dice.below(4),

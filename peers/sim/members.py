@@ -9,6 +9,7 @@ import numpy as np
 from peers.owner.commands import Owner
 from peers.sim.device import SimDevice
 from peers.sim.directory import SimDirectory
+from peers.sim.disks import Disk
 from peers.sim.network import SimTransport
 from peers.sim.processes import Process
 from peers.stage.server import StagePeer
@@ -89,6 +90,7 @@ class PeerMember(Member):
     stage: Stage
     serving: Serving | None = None
     """None: it pauses."""
+    disk: Disk | None = None
     told_to_leave: bool = False
 
     @property
@@ -106,3 +108,10 @@ class TrainerMember(Member):
     """One that trains."""
 
     trainer: Trainer
+
+
+@dataclass(eq=False)
+class KeeperMember(Member):
+    """One that keeps checkpoints."""
+
+    disk: Disk

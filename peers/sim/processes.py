@@ -33,6 +33,8 @@ class Process:
         """Dead or stopped: one look for each callback."""
         self.clock_error_s = 0.0
         """Its wall clock is so much fast."""
+        self.slow_s = 0.0
+        """Its worker threads take up to so much longer."""
         self.main: asyncio.Task[None] | None = None
         self.held: list[Handle] = []
         self.tasks: dict[asyncio.Task[Any], None] = {}

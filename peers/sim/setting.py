@@ -16,6 +16,9 @@ def dice_of(seed: int, purpose: str) -> Dice:
     return Dice(int.from_bytes(hashlib.sha256(f"{seed} {purpose}".encode()).digest()[:8], "big"))
 
 
+DISKS = (*("none",) * 7, "own", "own", "shared")
+
+
 @dataclass(frozen=True)
 class Setting:
     """A run, its first members, and the lines between them."""
@@ -33,8 +36,19 @@ class Setting:
     first_peers: list[int]
     """By stage."""
     first_trainers: int
+    disks: str
+    """Peers have: "none", one each ("own"), or one for all ("shared")."""
+    only_last: bool
+    """They save the run's last version only, and start from nothing, as without --checkpoint-dir."""
+    keeper: bool
     dice: Dice
     """For those that come later."""
+
+    @property
+    def has(self) -> set[str]:
+        """What kinds of faults may need."""
+        disks = {"disks"} if self.keeper or self.disks != "none" else set[str]()
+        return {"peers"} | disks | ({"keeper"} if self.keeper else set[str]())
 
 
 def setting_of(seed: int) -> Setting:
@@ -50,6 +64,7 @@ def setting_of(seed: int) -> Setting:
         checkpoint_every=dice.pick((0, 1, 1, 2)),
     )
     bad = dice.pick((0.0, 0.0, 0.01, 0.04))
+    storage = dice_of(seed, "storage")
     return Setting(
         seed=seed,
         run=run,
@@ -59,5 +74,8 @@ def setting_of(seed: int) -> Setting:
         names=dice.shuffled([f"p{i:02}" for i in range(60)]),
         first_peers=[dice.pick((1, 2, 2, 2, 3)) for _ in range(run.S)],
         first_trainers=dice.pick((1, 1, 2)),
+        disks=storage.pick(DISKS),
+        only_last=storage.chance(0.2),
+        keeper=storage.chance(0.15),
         dice=dice,
     )

@@ -14,20 +14,26 @@ from peers import events
 from peers.owner.commands import Owner
 from peers.sim.device import SimDevice
 from peers.sim.directory import Dht, SimDirectory
+from peers.sim.disks import Disk, Disks
 from peers.sim.invariants import Invariants, Violation
-from peers.sim.members import AuditCompute, Member, PeerMember, Serving, TrainerMember, Zeros
+from peers.sim.loop import VirtualLoop
+from peers.sim.members import AuditCompute, KeeperMember, Member, PeerMember, Serving, TrainerMember, Zeros
 from peers.sim.network import Network
-from peers.sim.processes import PROCESS, Process, ProcessLoop
+from peers.sim.processes import PROCESS, WORLD, Process
 from peers.sim.setting import Setting, dice_of
 from peers.stage import pause
 from peers.stage.pause import PausedPeer
-from peers.stage.server import StagePeer, StageSettings
+from peers.stage.server import Checkpoints, StagePeer, StageSettings
 from peers.trainer import Trainer, TrainerSettings
+from peers.transfer.keeper import CheckpointKeeper, KeepingSettings
 from peers.transfer.server import Snapshot
 from swarm.errors import SwarmError
 from swarm.ids import Stage
 
-M = TypeVar("M", bound=Member)
+M = TypeVar("M")
+
+THREAD_S = (0.0002, 0.003)
+"""How long a job of a worker thread takes."""
 
 
 class Swarm:
@@ -36,23 +42,34 @@ class Swarm:
     def __init__(self, setting: Setting, trace: Callable[[str], None] | None) -> None:
         self.setting, self.run, self.dice, self._trace = setting, setting.run, setting.dice, trace
         self._digest = hashlib.sha256()
-        self.loop = ProcessLoop(dice_of(setting.seed, "threads"))  # pyright: ignore[reportAbstractUsage]
+        self._threads = dice_of(setting.seed, "threads")
+        self.loop = VirtualLoop(self._thread_s)
         self.network = Network(self.loop, dice_of(setting.seed, "the network"), setting.lines, trace=self.say)
         self.dht = Dht(self.loop, dice_of(setting.seed, "the directory"))
         self.checks = Invariants(self.run, tied=setting.tied)
         self.peers: list[PeerMember] = []
         self.trainers: list[TrainerMember] = []
+        self.keepers: list[KeeperMember] = []
+        self.disks = Disks()
+        if setting.disks == "shared":
+            self.disks.add()
         self.violation = ""
         self.injected: Counter[str] = Counter()
         """Faults that happened."""
         self.undone = 0
         self._at: dict[str, list[tuple[int, Callable[[Process], None]]]] = {}
 
+    def _thread_s(self) -> float:
+        """How long the next job of a worker thread takes."""
+        process = PROCESS.get()
+        slow_s = process.slow_s * self._threads.number() if process and process.slow_s else 0.0
+        return self._threads.between(*THREAD_S) + slow_s
+
     # -- the timeline -----------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
         """One line of the timeline."""
-        line = f"{self.loop.now_s:9.3f}  {text}"
+        line = self.disks.without_root(f"{self.loop.now_s:9.3f}  {text}")
         self._digest.update(line.encode())
         if self._trace is not None:
             self._trace(line)
@@ -78,16 +95,20 @@ class Swarm:
 
     # -- peers ------------------------------------------------------------------------------------
 
-    def add_peer(self, stage: Stage) -> PeerMember:
-        """A new process that serves `stage`."""
+    def add_peer(self, stage: Stage, disk: Disk | None = None) -> PeerMember:
+        """A new process that serves `stage`, on the disk of one before it or as the setting says."""
         process = Process(self.setting.names[len(self.peers)])
+        if self.setting.disks != "none":
+            disk = disk or (self.disks.all[0] if self.setting.disks == "shared" else self.disks.add())
+            self.disks.mount(process.name, disk)
         member = PeerMember(
             process, self.network.add(process), SimDirectory(self.dht, process), Owner(),
-            job_s=self.dice.pick((0.005, 0.01, 0.04)), stage=stage,
+            job_s=self.dice.pick((0.005, 0.01, 0.04)), stage=stage, disk=disk,
         )  # fmt: skip
         settings = StageSettings(
-            max_inflight=self.dice.pick((1, 2, 4)), joined_at=self.loop.unix_s() + self.dice.between(0, 0.01)
-        )
+            max_inflight=self.dice.pick((1, 2, 4)), joined_at=self.loop.unix_s() + self.dice.between(0, 0.01),
+            checkpoints=Checkpoints(folder=disk.folder, only_last=self.setting.only_last) if disk else None,
+        )  # fmt: skip
         self.peers.append(member)
         process.start(self.loop, self._serve(member, settings))
         return member
@@ -155,6 +176,24 @@ class Swarm:
         await self._live(member, member.trainer.run())
         self.say(f"{member.name} goes home")
 
+    # -- keepers ----------------------------------------------------------------------------------
+
+    def add_keeper(self, disk: Disk | None = None) -> KeeperMember:
+        """A new process that keeps checkpoints, on the disk of one before it or on its own."""
+        process = Process(f"k{len(self.keepers)}")
+        transport = self.network.add(process)
+        member = KeeperMember(process, disk or self.disks.add())
+        self.disks.mount(process.name, member.disk)
+        keeper = CheckpointKeeper(
+            self.run, transport, SimDirectory(self.dht, process),
+            KeepingSettings(folder=member.disk.folder, joined_at=self.loop.unix_s()),
+            partial(self._heard, member),
+        )  # fmt: skip
+        transport.on_gone = keeper.peer_gone
+        self.keepers.append(member)
+        process.start(self.loop, self._live(member, keeper.run()))
+        return member
+
     async def _live(self, member: Member, life: Awaitable[None]) -> None:
         """A life that ends with an error of ours is told as a user is told of it."""
         try:
@@ -166,7 +205,7 @@ class Swarm:
 
     def members(self) -> list[Member]:
         """All processes that ever were."""
-        return [*self.peers, *self.trainers]
+        return [*self.peers, *self.trainers, *self.keepers]
 
     def pick(self, members: Sequence[M], which: float) -> M | None:
         """One of them; None if there is none."""
@@ -196,6 +235,14 @@ class Swarm:
         """Forget every task, without running any of them."""
         for member in self.members():
             member.process.end()
+
+    def restart(self, member: PeerMember | KeeperMember, after_s: float) -> None:
+        """Kill a process that comes back, under another name, with what is on its disk."""
+        self.kill(member)
+        if isinstance(member, PeerMember):
+            self.loop.call_later(after_s, self.add_peer, member.stage, member.disk, context=WORLD)
+        else:
+            self.loop.call_later(after_s, self.add_keeper, member.disk, context=WORLD)
 
     # -- fault points -----------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ MAX_FAULTS = 8
 END_WITHIN_S = 240.0
 """After the last fault. A ban lasts up to 30 s, a lost stage is looked for after 6 s, a record lives 20 s,
 and a newer checkpoint is waited for for 60 s."""
-LOOK_S = 0.1
+EVERY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,9 @@ class World:
         self.swarm = Swarm(setting_of(self.seed), self.trace)
         if self.schedule is None:
             dice = dice_of(self.seed, "faults")
-            self.schedule = faults.schedule(dice, most=MAX_FAULTS, within_s=FAULTS_WITHIN_S)
+            self.schedule = faults.schedule(
+                dice, self.swarm.setting.has, most=MAX_FAULTS, within_s=FAULTS_WITHIN_S
+            )
         ends = [fault.at_s + fault.lasts_s for fault in self.schedule]
         self.calm_s = max([FAULTS_WITHIN_S, *ends])
         self.over = False
@@ -73,6 +75,7 @@ class World:
             stack.enter_context(loop.running())
             stack.enter_context(patch.object(fault_points, "on_point", swarm.pass_point))
             # Who pauses collects what is on the device. Here that would be most of the time.
+            stack.enter_context(swarm.disks.in_use())
             stack.enter_context(patch.object(gc, "collect", lambda: 0))
             self._begin()
             ended = loop.run(lambda: self.over, limit_s=self.calm_s + END_WITHIN_S)
@@ -81,7 +84,7 @@ class World:
             if not ended and not swarm.violation:
                 swarm.violation = self._stands_still()
             elif not swarm.violation:
-                self._look_at_the_end()
+                self._check_the_end()
             if swarm.violation:
                 swarm.say(swarm.violation)
             outcome = self._outcome()
@@ -95,12 +98,14 @@ class World:
                 swarm.add_peer(stage)
         for _ in range(setting.first_trainers):
             swarm.add_trainer()
+        if setting.keeper:
+            swarm.add_keeper()
         assert self.schedule is not None
         for fault in self.schedule:
             call_later(fault.at_s, faults.inject, swarm, fault)
         call_later(self.calm_s, faults.calm, swarm)
         call_later(self.calm_s + 15.0, self._see_to_trainers)
-        self._look()
+        self._observe()
 
     def _see_to_trainers(self) -> None:
         """Those that saw the last step taken have gone home; a stage that was lost then needs them again."""
@@ -109,13 +114,13 @@ class World:
 
     # -- the end ----------------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        """Whether it is over; looked for now and then."""
+    def _observe(self) -> None:
+        """Whether it is over; asked now and then."""
         swarm = self.swarm
         self.over = bool(swarm.violation or swarm.loop.bugs) or (
             swarm.loop.now_s >= self.calm_s and self._finished()
         )
-        swarm.loop.call_later(LOOK_S, self._look)
+        swarm.loop.call_later(EVERY_S, self._observe)
 
     def _finished(self) -> bool:
         """Every living peer holds the last version."""
@@ -138,7 +143,7 @@ class World:
             f"taken its {swarm.run.steps} steps: {where}"
         )
 
-    def _look_at_the_end(self) -> None:
+    def _check_the_end(self) -> None:
         swarm = self.swarm
         for member in swarm.peers:
             if member.stays and member.serving is not None:

@@ -1,0 +1,110 @@
+"""Disks of simulated machines: real folders, which may be full or cut the file that is being written.
+
+The shipped code writes them. What a real disk would let slip into a timeline, names of temporary folders and
+the space that is free, is made up here, so that a seed replays exactly.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+from unittest.mock import patch
+
+from peers.sim.processes import PROCESS, Killed
+from peers.storage import atomic_file
+
+SIZE_BYTES = 1 << 40
+"""Of each disk."""
+
+
+@dataclass(frozen=True)
+class Tear:
+    """What becomes of a file: its process dies while it is written."""
+
+    kept: float
+    """The share of its bytes that reach the disk."""
+    renamed: bool
+    """Its name does as well."""
+    kill: Callable[[], None]
+
+
+@dataclass(eq=False)
+class Disk:
+    """One disk, of one machine or shared by several."""
+
+    folder: Path
+    full: bool = False
+    tear: Tear | None = None
+    """Of the next file."""
+
+
+class _Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+class Disks:
+    """All disks of a world, which vanish with it."""
+
+    def __init__(self) -> None:
+        memory = Path("/dev/shm")
+        where = memory if os.access(memory, os.W_OK) else None
+        self._root = tempfile.TemporaryDirectory(prefix="swarm-sim-", dir=where)
+        self.all: list[Disk] = []
+        self._of: dict[str, Disk] = {}
+        """By the name of a process."""
+        self._commit = atomic_file.commit
+
+    def add(self) -> Disk:
+        """An empty one."""
+        disk = Disk(Path(self._root.name) / f"disk{len(self.all)}")
+        self.all.append(disk)
+        return disk
+
+    def mount(self, process: str, disk: Disk) -> None:
+        """What the process writes goes there."""
+        self._of[process] = disk
+
+    def without_root(self, text: str) -> str:
+        """`text` with folders named as they are in each replay."""
+        return text.replace(self._root.name, "")
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Have the shipped code write to these disks."""
+        with (
+            patch.object(atomic_file, "commit", self._write),
+            patch.object(shutil, "disk_usage", self._usage),
+        ):
+            yield
+        self._root.cleanup()
+
+    def _usage(self, path: Path) -> _Usage:
+        full = any(disk.full and path.is_relative_to(disk.folder) for disk in self.all)
+        return _Usage(SIZE_BYTES, SIZE_BYTES * full, SIZE_BYTES * (not full))
+
+    def _write(self, file: BinaryIO, temporary: Path, final: Path) -> None:
+        """In place of `atomic_file.commit`: the file is written, and gets its name now."""
+        process = PROCESS.get()
+        disk = self._of[process.name] if process else Disk(final)
+        if disk.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        tear, disk.tear = disk.tear, None
+        if tear is None:
+            self._commit(file, temporary, final)
+            return
+        os.truncate(temporary, int(tear.kept * os.fstat(file.fileno()).st_size))
+        if tear.renamed:
+            self._commit(file, temporary, final)
+        else:
+            os.link(temporary, f"{temporary}-torn")  # a dead process removes nothing
+        tear.kill()
+        raise Killed
