@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, NoReturn
 
@@ -53,6 +54,14 @@ class Forked:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.wait(0.0)
         return None
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """What it still prints, and what it complains of, when it has ended."""
+        with ThreadPoolExecutor(1) as pool, self.stdout, self.stderr:
+            complaints = pool.submit(self.stderr.read)
+            printed = self.stdout.read()
+        self.wait(timeout)
+        return printed, complaints.result()
 
     def wait(self, timeout: float) -> int:
         """Wait for the exit code.
@@ -91,8 +100,7 @@ class ForkServer:
 
         It dies with this server, which dies with the tests.
         """
-        words = [*arguments, "--die-with-parent", str(self._process.pid)]
-        request = json.dumps({"arguments": words, "environment": dict(environment)}).encode()
+        request = json.dumps({"arguments": [*arguments], "environment": dict(environment)}).encode()
         assert len(request) < MAX_REQUEST_BYTES
         pipes = [os.pipe() for _ in range(3)]
         given = [*(write for _, write in pipes), os.open("/proc/thread-self/ns/net", os.O_RDONLY)]
@@ -177,7 +185,9 @@ def _enter(network: int) -> None:
 def _become(request: dict[str, object], out: int, err: int, status: int, network: int) -> NoReturn:
     """What `python -m peers.cli` is once it has imported."""
     from peers import cli, fault_points
+    from peers.device import die_with_parent
 
+    die_with_parent(os.getppid())
     _enter(network)
     os.setsid()
     os.close(status)

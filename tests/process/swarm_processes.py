@@ -60,10 +60,8 @@ MARK = "SWARM_TEST_MARK"
 
 def executed(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
     """`swarm ARGUMENTS` by a new Python."""
-    # Forked from the main thread: the kernel's signal for `--die-with-parent` follows the forking thread.
-    assert threading.current_thread() is threading.main_thread()
     return subprocess.Popen(
-        [sys.executable, "-m", "peers.cli", *arguments, "--die-with-parent", str(os.getpid())],
+        [sys.executable, "-m", "peers.cli", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -73,6 +71,15 @@ def executed(arguments: Sequence[str], environment: Mapping[str, str]) -> subpro
         env=environment,
         cwd=ROOT,
     )
+
+
+def swarm_command(*words: str) -> subprocess.CompletedProcess[str]:
+    """`swarm WORDS` to its end: one that prints something, and is no part of a swarm."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    server = Processes.fork_server
+    process = executed(words, environment) if server is None else server.start(words, environment)
+    printed, complaints = process.communicate(timeout=LIMIT_S)
+    return subprocess.CompletedProcess(words, process.wait(LIMIT_S), printed, complaints)
 
 
 class Program:
@@ -106,7 +113,12 @@ class Program:
         if kill_at:
             environment["SWARM_KILL_AT"] = kill_at
         words = [*arguments, "--log-format", "json"]
-        self._process = executed(words, environment) if server is None else server.start(words, environment)
+        if server is None:
+            # The kernel's signal for `--die-with-parent` follows the thread that forks.
+            assert threading.current_thread() is threading.main_thread()
+            self._process = executed([*words, "--die-with-parent", str(os.getpid())], environment)
+        else:
+            self._process = server.start(words, environment)
         self._readers = [
             threading.Thread(target=self._read, args=(stream, take), daemon=True)
             for stream, take in (

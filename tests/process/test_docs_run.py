@@ -13,7 +13,7 @@ import pytest
 
 from peers.events import JoinLine, Kept, Serving
 from swarm.manifest import BatchSpec, DataSpec, ModelSpec, OptimizerSpec, Run
-from tests.process.swarm_processes import LIMIT_S, ROOT, Processes, eventually
+from tests.process.swarm_processes import ROOT, Processes, eventually, swarm_command
 from tests.test_docs import ADDRESS, COMMANDS, JOIN_FILE
 from tests.test_docs import RUN as RUN_ID
 from tests.test_docs import blocks as blocks_of
@@ -61,8 +61,7 @@ class Reader:
 
     def run(self, words: Sequence[str]) -> str:
         """What it prints; it ends with 0."""
-        command = [sys.executable, "-m", "peers.cli", *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+        done = swarm_command(*words)
         assert done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
         return done.stdout
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from peers.events import JoinLine, Serving
 from swarm.manifest import audit_run
-from tests.process.swarm_processes import ROOT, Swarm
+from tests.process.swarm_processes import Swarm, swarm_command
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 def health(socket: Path) -> tuple[int, str]:
     """Exit code and words."""
-    command = [sys.executable, "-m", "peers.cli", "health", str(socket)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = swarm_command("health", str(socket))
     return done.returncode, (done.stdout + done.stderr).strip()
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +16,7 @@ from peers.storage import checkpoint
 from peers.transfer.catalog import is_keeper
 from swarm.ids import Microbatch
 from swarm.model.reference import SingleProcess
-from tests.process.swarm_processes import ROOT, Program, Swarm, eventually, farthest
+from tests.process.swarm_processes import Program, Swarm, eventually, farthest, swarm_command
 from tests.process.test_exact import tiny
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(500)]
@@ -27,10 +24,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(500)]
 
 def command(*words: str) -> str:
     """What `swarm WORDS` prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", "peers.cli", *words],
-        capture_output=True, text=True, timeout=120, check=False, cwd=ROOT, env={**os.environ},
-    )  # fmt: skip
+    done = swarm_command(*words)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

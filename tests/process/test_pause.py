@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from peers.events import Paused, Serving, StateFetched
-from tests.process.swarm_processes import ROOT, Swarm
+from tests.process.swarm_processes import Swarm, swarm_command
 from tests.process.test_exact import tiny
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -22,14 +19,6 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers of other tests, and of whoever works here, are not meant."""
     monkeypatch.setenv("SWARM_CACHE", str(tmp_path))
-
-
-def swarm_(*words: str) -> subprocess.CompletedProcess[str]:
-    """`swarm WORDS`, to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "peers.cli", *words], capture_output=True, text=True, timeout=120, cwd=ROOT,
-        env=dict(os.environ), check=False,
-    )  # fmt: skip
 
 
 def test_a_run_with_pauses_equals_one_process_to_the_last_bit(tmp_path: Path) -> None:
@@ -44,24 +33,24 @@ def test_a_run_with_pauses_equals_one_process_to_the_last_bit(tmp_path: Path) ->
         trainer = swarm.trainer("--window", "6")
         swarm.until_version(2)
 
-        told = swarm_("pause", "--identity", str(key))
+        told = swarm_command("pause", "--identity", str(key))
         assert told.returncode == 0 and "paused at stage 1, swarm pause; the device is free" in told.stdout
         assert len(told.stdout.splitlines()) == 1, "the others are not meant"
         assert not swarm.hear(guest, Paused).alone
-        assert swarm_("pause", "--pid", str(guest.pid)).stdout == told.stdout, "twice is once"
+        assert swarm_command("pause", "--pid", str(guest.pid)).stdout == told.stdout, "twice is once"
         assert len(guest.heard(Paused)) == 1
         swarm.goes_on(4)
 
-        assert swarm_("resume", "--identity", str(key)).returncode == 0
+        assert swarm_command("resume", "--identity", str(key)).returncode == 0
         swarm.hear(guest, Serving, 2)
         swarm.goes_on(2)
 
         # Now the guest is the only one left: what it has goes on from its memory.
         swarm.leaves(replica)
-        told = swarm_("pause", "--pid", str(guest.pid))
+        told = swarm_command("pause", "--pid", str(guest.pid))
         assert "Nobody else serves stage 1: the run stands still" in told.stdout
         fetched = len(guest.heard(StateFetched))
-        assert swarm_("resume").returncode == 0
+        assert swarm_command("resume").returncode == 0
         swarm.hear(guest, Serving, 3)
         assert len(guest.heard(StateFetched)) == fetched
         swarm.goes_on(2)
@@ -85,13 +74,13 @@ def test_a_paused_peer_leaves_at_ctrl_c_or_dies_and_nothing_is_left(tmp_path: Pa
         swarm.trainer("--window", "6")
         swarm.until_version(1)
         for program in (leaving, dying):
-            assert swarm_("pause", "--pid", str(program.pid)).returncode == 0
+            assert swarm_command("pause", "--pid", str(program.pid)).returncode == 0
         family = leaving.family()
         leaving.signal(signal.SIGINT)
         swarm.ends(leaving)
         family.assert_gone()
         swarm.kill(dying)
         swarm.goes_on(2)
-        told = swarm_("pause", "--pid", str(dying.pid))
+        told = swarm_command("pause", "--pid", str(dying.pid))
         assert told.returncode == 3 and "none runs" in told.stderr
         assert not list((tmp_path / "control").glob(f"{dying.pid}.sock"))
