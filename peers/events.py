@@ -1,10 +1,9 @@
 """What happens in a run, as data. Log lines, JSON lines and the live display are renderings of it.
 
-An event is a frozen dataclass: `words()` says it in words, `to_json` in one line with an `event` key, and
-`parse_event` reads that line back. Nothing ever parses the words.
+An event is a frozen struct: `words()` renders it as text, `to_json` as one line with an `event` key, and
+`parse_event` reads that line back. No program parses the text.
 
-A reader takes what it knows: unknown events and unknown fields are skipped, so that programs of different
-versions can watch each other.
+Unknown events and unknown fields are skipped, so that programs of different versions can watch each other.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import string
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal, TextIO, TypeAlias
+from typing import Any, ClassVar, Literal, TextIO, TypeAlias, Union
 
 import msgspec
 
@@ -40,22 +39,54 @@ def count(n: int, noun: str) -> str:
     return f"{n} {noun}es" if noun.endswith(("ch", "s")) else f"{n} {noun}s"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """Base of all events."""
+class _Formatter(string.Formatter):
+    """Formats for `{peer:short}`, `{stages:list}` and `{n:count microbatch}`, besides Python's own."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec == "short":
+            return short(value)
+        if format_spec == "list":
+            return " ".join(map(str, value))
+        if format_spec.startswith("count "):
+            return count(value, format_spec.removeprefix("count "))
+        return super().format_field(value, format_spec)
+
+
+_FORMATTER = _Formatter()
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag_field="event", tag=_kind):
+    """Base of all events. Two are equal if all but their times are equal."""
 
     level: ClassVar[Level] = "info"
+    template: ClassVar[str] = ""
+    """What `words` says, with the names of fields."""
 
-    at: float = field(default_factory=unix_s, compare=False)
+    at: float = msgspec.field(default_factory=unix_s)
     """Unix seconds, for people to read; nothing is computed from it."""
 
     def words(self) -> str:
         """The event as a sentence without its full stop; may hold several lines."""
-        raise NotImplementedError
+        return _FORMATTER.vformat(self.template, (), msgspec.structs.asdict(self))
+
+    def __eq__(self, other: object) -> bool:
+        def fields(event: Event) -> dict[str, Any]:
+            return {**msgspec.structs.asdict(event), "at": 0.0}
+
+        return type(other) is type(self) and fields(other) == fields(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started(Event):
+class Problem(Event, frozen=True):
+    """Base of events that should not happen often; the process goes on."""
+
+    level = "warning"
+
+
+class Started(Event, frozen=True):
     """A role is reachable. The first event of every process that joins a network."""
 
     role: str
@@ -69,18 +100,14 @@ class Started(Event):
         return f"{self.role} {short(self.peer)} listens on {', '.join(self.addresses) or 'no address'}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinLine(Event):
+class JoinLine(Event, frozen=True):
     """The exact line that another machine pastes."""
 
+    template = "join with:\n    {line}"
     line: str
 
-    def words(self) -> str:
-        return f"join with:\n    {self.line}"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Serving(Event):
+class Serving(Event, frozen=True):
     """This peer has its weights and takes calls."""
 
     peer: str
@@ -94,8 +121,7 @@ class Serving(Event):
         return f"serving stage {self.stage} at version {self.version} on {self.device}{room}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerJoined(Event):
+class PeerJoined(Event, frozen=True):
     """Another peer appeared in the directory."""
 
     peer: str
@@ -107,46 +133,24 @@ class PeerJoined(Event):
         return f"peer {short(self.peer)} joined stage {self.stage}{where}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerLeft(Event):
-    """A peer said that it leaves."""
-
-    peer: str
-    stage: int
-
-    def words(self) -> str:
-        return f"peer {short(self.peer)} left stage {self.stage}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerLost(Event):
+class PeerLost(Problem, frozen=True):
     """A peer does not answer any more."""
 
-    level: ClassVar[Level] = "warning"
-
+    template = "peer {peer:short} of stage {stage} is lost: {why}"
     peer: str
     stage: int
     why: str
 
-    def words(self) -> str:
-        return f"peer {short(self.peer)} of stage {self.stage} is lost: {self.why}"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Killed(Event):
+class Killed(Problem, frozen=True):
     """The demo preempted one of its own processes with SIGKILL."""
 
-    level: ClassVar[Level] = "warning"
-
+    template = "peer {peer:short} of stage {stage} killed"
     peer: str
     stage: int
 
-    def words(self) -> str:
-        return f"peer {short(self.peer)} of stage {self.stage} killed"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepDone(Event):
+class StepDone(Event, frozen=True):
     """Step `t` is applied by every stage. A trainer reports the mean loss of the microbatches that it ran."""
 
     t: int
@@ -166,65 +170,47 @@ class StepDone(Event):
         return f"{done}: {loss}, {self.tokens_per_s:,.0f} tokens/s{peers}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stepped(Event):
+class Stepped(Event, frozen=True):
     """This peer applied step `t`."""
 
+    template = "stage {stage}: step {t} applied, {microbatches:count microbatch} mine"
     stage: int
     t: int
     microbatches: int
-    """Those of the step that were in this peer's own sum."""
+    """Of the step, in this peer's own sum."""
     missing: int | None = None
     """Microbatches in no ledger of the round that was applied; None: its result came from a replica."""
     duplicated: int | None = None
     """Microbatches in more than one ledger of that round."""
 
-    def words(self) -> str:
-        mine = count(self.microbatches, "microbatch")
-        return f"stage {self.stage}: step {self.t} applied, {mine} mine"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed(Event):
+class Replayed(Problem, frozen=True):
     """Microbatches of step `t` run again because the sum that held them is gone."""
 
-    level: ClassVar[Level] = "warning"
-
+    template = "step {t}: {count:count microbatch} run again"
     t: int
     count: int
 
-    def words(self) -> str:
-        return f"step {self.t}: {count(self.count, 'microbatch')} run again"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Undone(Event):
+class Undone(Event, frozen=True):
     """Microbatches taken out of this peer's sum because a replica has them too."""
 
+    template = "stage {stage}: step {t}: {count:count duplicate} undone"
     stage: int
     t: int
     count: int
 
-    def words(self) -> str:
-        return f"stage {self.stage}: step {self.t}: {count(self.count, 'duplicate')} undone"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundAborted(Event):
+class RoundAborted(Problem, frozen=True):
     """An all-reduce of this stage was not whole; nothing was applied."""
 
-    level: ClassVar[Level] = "warning"
-
+    template = "stage {stage}: a reduce of step {t} is void and starts again: {why}"
     stage: int
     t: int
     why: str
 
-    def words(self) -> str:
-        return f"stage {self.stage}: a reduce of step {self.t} is void and starts again: {self.why}"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateFetched(Event):
+class StateFetched(Event, frozen=True):
     """This peer downloaded the state of its stage."""
 
     stage: int
@@ -243,8 +229,7 @@ class StateFetched(Event):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Downloading(Event):
+class Downloading(Event, frozen=True):
     """How much of a stage's state is here; said every second or two, and at the end."""
 
     stage: int
@@ -261,51 +246,38 @@ class Downloading(Event):
         return f"stage {self.stage} [{bar}] {sizes} from {count(self.sources, 'peer')}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageLost(Event):
-    """A stage has no member that holds its weights."""
+class StageLost(Problem, frozen=True):
+    """No replica of a stage has its weights."""
 
-    level: ClassVar[Level] = "warning"
-
+    template = (
+        "stage {stage} has lost all its peers: the run pauses at version {version} until a peer restores the "
+        "stage from a checkpoint"
+    )
     stage: int
     version: int
     """Of the rest of the run."""
 
-    def words(self) -> str:
-        return (
-            f"stage {self.stage} has lost all its peers: the run pauses at version {self.version} "
-            "until a peer brings the stage back from a checkpoint"
-        )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandedOver(Event):
+class HandedOver(Event, frozen=True):
     """A peer that leaves gave its sum to a replica: nothing of it is run again."""
 
+    template = "stage {stage}: step {t}: {microbatches:count microbatch} handed to peer {to:short}"
     stage: int
     t: int
     microbatches: int
     to: str
 
-    def words(self) -> str:
-        given = count(self.microbatches, "microbatch")
-        return f"stage {self.stage}: step {self.t}: {given} handed to peer {short(self.to)}"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moved(Event):
+class Moved(Event, frozen=True):
     """This peer leaves its stage for one that needs it more."""
 
+    template = "moves from stage {stage} to stage {to_stage}: {why}"
     stage: int
     to_stage: int
     why: str
 
-    def words(self) -> str:
-        return f"moves from stage {self.stage} to stage {self.to_stage}: {self.why}"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Paused(Event):
+class Paused(Event, frozen=True):
     """The device is its owner's again; the place is kept."""
 
     stage: int
@@ -315,44 +287,35 @@ class Paused(Event):
     host_bytes: int = 0
     """That state, in host memory."""
     alone: bool = False
-    """Nobody else serves the stage: the run stands still."""
+    """No other peer serves the stage: the run stands still."""
 
     def words(self) -> str:
         kept = "nothing is kept: it had not joined yet"
         if self.version >= 0:
             kept = f"version {self.version} is kept in {self.host_bytes / 1e6:.1f} MB of host memory"
-        alone = f". Nobody else serves stage {self.stage}: the run stands still" if self.alone else ""
+        alone = f". No other peer serves stage {self.stage}: the run stands still" if self.alone else ""
         return f"paused at stage {self.stage}, {self.why}; the device is free, {kept}{alone}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpointed(Event):
+class Checkpointed(Event, frozen=True):
     """A stage is on disk."""
 
+    template = "stage {stage}: checkpoint of step {step} in {path}"
     stage: int
     step: int
     path: str
 
-    def words(self) -> str:
-        return f"stage {self.stage}: checkpoint of step {self.step} in {self.path}"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept(Event):
+class Kept(Event, frozen=True):
     """A keeper holds a version that all its stages have: the run could go on from it."""
 
+    template = "keeps version {version} of stages {stages:list}"
     version: int
     stages: tuple[int, ...]
 
-    def words(self) -> str:
-        return f"keeps version {self.version} of stages {' '.join(map(str, self.stages))}"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolledBack(Event):
+class RolledBack(Problem, frozen=True):
     """The run continues from a checkpoint because a stage lost all its peers."""
-
-    level: ClassVar[Level] = "warning"
 
     stage: int
     """Negative: as a trainer sees it, all of them."""
@@ -364,115 +327,80 @@ class RolledBack(Event):
         return f"stage {self.stage}: back to the checkpoint of step {self.step}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopNow(Event):
+class StopNow(Event, frozen=True):
     """This process was asked to stop and finishes what it has."""
 
+    template = "{role} leaves: finishing what is in flight (Ctrl-C again to stop at once)"
     role: str
 
-    def words(self) -> str:
-        return f"{self.role} leaves: finishing what is in flight (Ctrl-C again to stop at once)"
 
+class Contributed(Event, frozen=True):
+    """A peer's last event: what it did for the run."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contributed(Event):
-    """The last words of a peer."""
-
+    template = "contributed {microbatches:count microbatch} in {steps:count step}. Thank you"
     microbatches: int
     steps: int
 
-    def words(self) -> str:
-        work = count(self.microbatches, "microbatch")
-        return f"contributed {work} in {count(self.steps, 'step')}. Thank you"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample(Event):
-    """Text that the trained model wrote."""
-
-    prompt: str
-    text: str
-
-    def words(self) -> str:
-        return f"the model continues {self.prompt!r}:\n{self.text}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note(Event):
+class Note(Event, frozen=True):
     """Anything worth a line that no program acts on."""
 
+    template = "{text}"
     text: str
 
-    def words(self) -> str:
-        return self.text
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble(Event):
+class Trouble(Problem, frozen=True):
     """Something to look at; the process goes on."""
 
-    level: ClassVar[Level] = "warning"
-
+    template = "{text}"
     text: str
 
-    def words(self) -> str:
-        return self.text
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Logged(Event):
+class Logged(Problem, frozen=True):
     """A module's warning, or a library's, about what should not be; a traceback may follow its first line."""
 
-    level: ClassVar[Level] = "warning"
-
+    template = "{text}"
     logger: str
     text: str
 
-    def words(self) -> str:
-        return self.text
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed(Event):
+class Failed(Event, frozen=True):
     """The process ends because of this."""
 
-    level: ClassVar[Level] = "error"
-
+    template = "{text}"
+    level = "error"
     text: str
-
-    def words(self) -> str:
-        return self.text
 
 
 EVENTS: tuple[type[Event], ...] = (
-    Started, JoinLine, Serving, PeerJoined, PeerLeft, PeerLost, Killed, StepDone, Stepped, Replayed, Undone,
+    Started, JoinLine, Serving, PeerJoined, PeerLost, Killed, StepDone, Stepped, Replayed, Undone,
     RoundAborted, StateFetched, Downloading, StageLost, HandedOver, Moved, Paused, Checkpointed, Kept,
-    RolledBack, StopNow, Contributed, Sample, Note, Trouble, Logged, Failed,
+    RolledBack, StopNow, Contributed, Note, Trouble, Logged, Failed,
 )  # fmt: skip
+
+
+_DECODER: msgspec.json.Decoder[Event] = msgspec.json.Decoder(
+    Union[EVENTS]  # noqa: UP007  # pyright: ignore[reportInvalidTypeForm]
+)
 
 
 def kind(cls: type[Event]) -> str:
     """The `event` key of a class: its name in snake case."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
-
-
-_KINDS = {kind(cls): cls for cls in EVENTS}
+    return str(cls.__struct_config__.tag)
 
 
 def to_json(event: Event) -> str:
     """One line of JSON. Numbers that are not finite become null."""
-    return msgspec.json.encode({"event": kind(type(event)), **msgspec.to_builtins(event)}).decode()
+    return msgspec.json.encode(event).decode()
 
 
 def parse_event(line: str) -> Event | None:
     """The event in a line of `to_json`, or None for any other line, unknown event or impossible field."""
-    if not line.lstrip().startswith("{") or len(line) > MAX_LINE_CHARS:
+    if len(line) > MAX_LINE_CHARS:
         return None
     try:
-        fields = msgspec.json.decode(line)
-        cls = _KINDS.get(fields.get("event"))
-        return None if cls is None else msgspec.convert(fields, cls)
-    except (msgspec.MsgspecError, TypeError, UnicodeError):
+        return _DECODER.decode(line)
+    except (msgspec.MsgspecError, UnicodeError):
         return None
 
 
@@ -484,13 +412,13 @@ def to_text(event: Event) -> str:
 
 
 Emit: TypeAlias = Callable[[Event], None]
-"""What roles are given to say something with."""
+"""Takes each event of a program."""
 
 
 class Emitter:
     """Writes events as lines to a stream, one write and one flush each. Any thread may call it.
 
-    A reader that went away (closed pipe) does not stop a peer: from then on events are dropped.
+    After a closed pipe events are dropped: a reader that ended does not stop a peer.
     """
 
     def __init__(self, format: LogFormat = "text", stream: TextIO | None = None) -> None:

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from peers.events import (
     Event,
     Failed,
@@ -237,7 +239,9 @@ class Demo:
         elif isinstance(event, StepDone):
             # The directory forgets the dead after some seconds; we saw them die.
             stages = [stage for _, stage in self._serving.values()]
-            self._display(replace(event, peers=tuple(stages.count(s) for s in range(self._run.S))))
+            self._display(
+                msgspec.structs.replace(event, peers=tuple(stages.count(s) for s in range(self._run.S)))
+            )
         elif not isinstance(event, (Stepped, JoinLine, StopNow, Note)):
             self._display(event)
         self._news.set()

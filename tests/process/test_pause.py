@@ -48,7 +48,7 @@ def test_a_run_with_pauses_equals_one_process_to_the_last_bit(tmp_path: Path) ->
         # Now the guest is the only one left: what it has goes on from its memory.
         swarm.leaves(replica)
         told = swarm_command("pause", "--pid", str(guest.pid))
-        assert "Nobody else serves stage 1: the run stands still" in told.stdout
+        assert "No other peer serves stage 1: the run stands still" in told.stdout
         fetched = len(guest.heard(StateFetched))
         assert swarm_command("resume").returncode == 0
         swarm.hear(guest, Serving, 3)
