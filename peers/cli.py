@@ -1,7 +1,7 @@
-"""The `swarm` command: arguments -> options -> a role, and errors -> one clear line and an exit code.
+"""The `swarm` command: arguments -> options -> a program, and errors -> one clear line and an exit code.
 
-The only module that knows all roles. A role is imported when its subcommand runs, so that `swarm --help`
-does not wait for torch. What each can be told is a dataclass of `peers.options`.
+The only module that knows all programs. Each is imported when its command runs, so that `swarm --help` does
+not wait for torch. Its options are a dataclass of `peers.options` or `peers.programs.tool_options`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import enum
 import importlib
 import inspect
@@ -16,12 +17,11 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from peers import options
-from peers.options import add_options, options_from
+from peers.options import ProcessOptions, add_options, description, options_from
 from swarm.errors import DeviceHangs, NotNow, PeerFault, Refused, SetupError, SwarmError, printable
 
 if TYPE_CHECKING:
@@ -66,63 +66,49 @@ DESCRIPTION = """\
 Train one model on many unreliable machines, and lose nothing when they die.
 """
 
-COMMANDS: tuple[tuple[str, str], ...] = (
-    ("demo", "a whole swarm on this machine: trains, kills peers, loses nothing"),
-    ("check", "is this machine fit to be a peer, and if not, what to change"),
-    ("manifest", "print an example of a run's manifest, or check one"),
-    ("bootstrap", "start a run: publish its manifest, print the join line"),
-    ("peer", "join a run and serve one stage on this machine's device"),
-    ("train", "join a run as a trainer: bring the data, drive the steps"),
-    ("keeper", "keep a run's checkpoints on this disk, for whoever comes; no GPU"),
-    ("pause", "give this machine's device back to you; the peer keeps its place"),
-    ("resume", "let a paused peer of this machine work again"),
-    ("health", "whether a program of this machine is well: for containers"),
-    ("status", "who serves what, and how far the run is"),
-    ("dashboard", "watch a run: in this terminal, as a web page, for Prometheus"),
-    ("export", "make one model file of the stages' checkpoints"),
-    ("generate", "let a trained model continue a text"),
-    ("eval", "how well a trained model knows a text"),
-    ("plan", "which machine should serve which stage, and how fast that will be"),
-    ("simulate", "how fast a run would be on machines that are only described"),
-    ("graph", "a model as the operators it is made of, and cut into stages"),
+ROLES: dict[str, str] = {
+    "bootstrap": "peers.programs.roles.Bootstrap",
+    "peer": "peers.programs.roles.Peer",
+    "train": "peers.programs.roles.Train",
+    "keeper": "peers.programs.roles.Keeper",
+}
+"""Commands that are a class, constructed with their options."""
+OWNER: dict[str, str] = {
+    "pause": "peers.owner.control_socket.run_command",
+    "resume": "peers.owner.control_socket.run_command",
+    "health": "peers.owner.health_socket.run_health",
+}
+TOOLS: dict[str, str] = {
+    "demo": "peers.programs.demo.run_demo",
+    "check": "peers.programs.check.run_check",
+    "manifest": "peers.programs.manifest_pinning.run_manifest",
+    "status": "peers.programs.status.run_status",
+    "dashboard": "peers.watch.dashboard.run_dashboard",
+    "export": "peers.programs.export.run_export",
+    "generate": "peers.programs.evaluate.run_generate",
+    "eval": "peers.programs.evaluate.run_eval",
+    "plan": "peers.programs.plan.run_plan",
+    "simulate": "peers.programs.simulate.run_simulate",
+    "graph": "peers.programs.graph.run_graph",
+}
+"""Commands that are a function of their options, perhaps a coroutine; False or an int is how they end."""
+PROGRAMS = {**ROLES, **OWNER, **TOOLS}
+COMMANDS = (
+    *("demo", "check", "manifest", "bootstrap", "peer", "train", "keeper", "pause", "resume", "health"),
+    *("status", "dashboard", "export", "generate", "eval", "plan", "simulate", "graph"),
 )
+"""In the order of `swarm --help`."""
 
-OPTIONS: dict[str, type] = {
-    "manifest": options.ManifestOptions,
-    "bootstrap": options.BootstrapOptions,
-    "peer": options.PeerOptions,
-    "train": options.TrainOptions,
-    "keeper": options.KeeperOptions,
-    "pause": options.OwnerOptions,
-    "resume": options.OwnerOptions,
-    "health": options.HealthOptions,
-    "status": options.StatusOptions,
-    "dashboard": options.DashboardOptions,
-    "check": options.CheckOptions,
-    "demo": options.DemoOptions,
-    "export": options.ExportOptions,
-    "generate": options.GenerateOptions,
-    "eval": options.EvalOptions,
-    "plan": options.PlanOptions,
-    "simulate": options.SimulateOptions,
-    "graph": options.GraphOptions,
-}
 
-ROLES = {
-    "bootstrap": ("peers.programs.roles", "Bootstrap"),
-    "peer": ("peers.programs.roles", "Peer"),
-    "train": ("peers.programs.roles", "Train"),
-    "keeper": ("peers.programs.keeper", "Keeper"),
-}
-"""Subcommand -> module and class."""
+def options_of(command: str) -> type:
+    """The dataclass of a command's options; those of tools are not imported for a role."""
+    module = "peers.programs.tool_options" if command in TOOLS else "peers.options"
+    return getattr(importlib.import_module(module), f"{command.capitalize()}Options")
 
-USAGE = {"manifest": "[FILE] [options]", "health": "SOCKET [options]", "generate": "[options] [PROMPT]"}
-"""Of those that are told something by its position."""
 
-JOINS = frozenset({"peer", "train", "keeper", "status", "dashboard", "export"})
-"""Those that take `@FILE`, which a bootstrap wrote with --join-file."""
-
-ADDRESS = "/ip4/192.0.2.7/tcp/31337/p2p/12D3Koo..."
+def takes_join_file(command: str) -> bool:
+    """Whether `@FILE` stands for the arguments that a bootstrap wrote with --join-file."""
+    return {"run", "join"} <= {option.name for option in dataclasses.fields(options_of(command))}
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -147,138 +133,70 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(Exit.USAGE)
 
 
-EXAMPLES = {
-    "manifest": ("swarm manifest > run.toml", "swarm manifest run.toml"),
-    "bootstrap": (
-        "swarm bootstrap --manifest run.toml --host 0.0.0.0 --port 31337 --announce 192.0.2.7:31337",
-    ),
-    "peer": (f"swarm peer --run 5a7c... --join {ADDRESS}",),
-    "train": (f"swarm train --run 5a7c... --join {ADDRESS}",),
-    "keeper": (f"swarm keeper --run 5a7c... --dir ckpt --join {ADDRESS}",),
-    "pause": ("swarm pause", "swarm pause --identity peer.key"),
-    "resume": ("swarm resume", "swarm resume --identity peer.key"),
-    "health": ("swarm health peer.sock",),
-    "status": (f"swarm status --run 5a7c... --join {ADDRESS}",),
-    "dashboard": (
-        f"swarm dashboard --run 5a7c... --join {ADDRESS}",
-        f"swarm dashboard --run 5a7c... --join {ADDRESS} --web :8080",
-        "swarm dashboard --replay history.jsonl --speed 10",
-    ),
-    "check": (
-        "swarm check --port 31337 --device cuda",
-        f"swarm check --host 0.0.0.0 --port 31337 --join {ADDRESS}",
-    ),
-    "demo": ("swarm demo --stages 3 --peers 2 --preempt 2 --verify",),
-    "export": (
-        "swarm export --checkpoint-dir ckpt --out model.safetensors",
-        "swarm export --checkpoint-dir ckpt --hf folder",
-        "swarm export @join.txt --out model.safetensors",
-    ),
-    "generate": (
-        "swarm generate --model model.safetensors 'The import '",
-        "swarm generate --checkpoint-dir ckpt --tokens 500 'The import '",
-    ),
-    "eval": (
-        "swarm eval --model model.safetensors",
-        "swarm eval --model model.safetensors --data held-out.txt --samples 500 --json",
-    ),
-    "plan": (
-        "swarm plan --manifest run.toml --devices devices.toml --budget 10",
-        f"swarm plan --run 5a7c... --join {ADDRESS}",
-    ),
-    "simulate": (
-        "swarm simulate --manifest run.toml --devices devices.toml",
-        "swarm simulate --manifest run.toml --devices devices.toml --trace spot.json --plot x.png",
-    ),
-    "graph": (
-        "swarm graph --model my_package.models:build --stages 4",
-        "swarm graph --model hf:config.json --stages 3 --png model.png",
-    ),
-}
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line. Imports nothing heavy."""
+def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """The command line of these commands. Imports nothing heavy."""
+    described = {name: description(options_of(name)) for name in commands}
+    listed = (f"\n  {name:<11}{text[0].lower()}{text[1:-1]}" for name, (text, _, _) in described.items())
     parser = _Parser(
         prog="swarm",
-        description=DESCRIPTION + "".join(f"\n  {name:<11}{words}" for name, words in COMMANDS),
+        description=DESCRIPTION + "".join(listed),
         formatter_class=_Help,
         usage="swarm COMMAND [options]",
         epilog="Start here: swarm demo    Each command: swarm COMMAND --help    swarm --version",
         allow_abbrev=False,
         add_help=False,
     )
-    # Said in the last line: the commands take all of a screen.
+    # The last line tells of these two: the commands take all of a screen.
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="store_true", help=argparse.SUPPRESS)
     # The commands are listed in the description: argparse would break their lines.
-    commands = parser.add_subparsers(
+    each = parser.add_subparsers(
         dest="command", metavar="COMMAND", help=argparse.SUPPRESS, parser_class=_Parser
     )
-    for name, words in COMMANDS:
-        heading = "example:" if len(EXAMPLES[name]) == 1 else "examples:"
-        one = commands.add_parser(
+    for name, (text, usage, examples) in described.items():
+        one = each.add_parser(
             name,
-            fromfile_prefix_chars="@" if name in JOINS else None,
+            fromfile_prefix_chars="@" if takes_join_file(name) else None,
             prog=f"swarm {name}",
-            description=words[0].upper() + words[1:] + ("" if words.endswith("?") else "."),
+            description=text,
             formatter_class=_Help,
-            usage=f"swarm {name} {USAGE.get(name, '[options]')}",
-            epilog="\n  ".join((heading, *EXAMPLES[name])),
+            usage=f"swarm {name} {usage}",
+            epilog="\n  ".join(("examples:" if examples[1:] else "example:", *examples)),
             allow_abbrev=False,
         )
-        add_options(one, OPTIONS[name])
+        add_options(one, options_of(name))
         if name in ROLES:
-            add_options(one, options.ProcessOptions)
+            add_options(one, ProcessOptions)
         one.add_argument(
             "--traceback", action="store_true", help="show where in the code an error comes from"
         )
     return parser
 
 
-# --- from arguments to roles ---
+# --- from arguments to programs ---
+
+
+def _imported(name: str) -> Any:
+    """What a dotted name names."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def _role(args: argparse.Namespace, emit: Emit) -> Role:
     """Raises SetupError: this machine does not have what an option names."""
-    given = options_from(OPTIONS[args.command], args)
-    if args.command == "peer" and _is_several(args.device):
-        from peers.programs.fleet import Fleet, FleetOptions
+    given = options_from(options_of(args.command), args)
+    if _is_several(args):
+        from peers.programs.fleet import Fleet
 
         if args.health is not None:
             raise SetupError("--health answers for one peer: with several devices start a program for each")
-        own = {
-            "--device", "--identity", "--port", "--announce", "--metrics", "--max-upload",
-            "--die-with-parent",
-        }  # fmt: skip
-        return Fleet(
-            FleetOptions(
-                device=args.device, words=without(args.words[1:], own), identity=args.identity,
-                port=args.port, announce=tuple(args.announce), metrics=args.metrics,
-                max_upload=args.max_upload,
-            ),
-            emit=emit,
-        )  # fmt: skip
-    module, role = ROLES[args.command]
-    return getattr(importlib.import_module(module), role)(given, emit=emit)
+        return Fleet(given, args.words[1:], args.metrics, emit=emit)
+    return _imported(ROLES[args.command])(given, emit=emit)
 
 
-def _is_several(device: str) -> bool:
-    return device == "all" or "," in device
-
-
-def without(words: Sequence[str], names: Collection[str]) -> tuple[str, ...]:
-    """Arguments of a command line, without options of these names and their values."""
-    left: list[str] = []
-    skips = False
-    for word in words:
-        if skips:
-            skips = False
-        elif word in names:
-            skips = True
-        elif word.partition("=")[0] not in names:
-            left.append(word)
-    return tuple(left)
+def _is_several(args: argparse.Namespace) -> bool:
+    """Whether it is a peer for each of several devices."""
+    return args.command == "peer" and (args.device == "all" or "," in args.device)
 
 
 def _run_role(args: argparse.Namespace) -> int:
@@ -289,9 +207,8 @@ def _run_role(args: argparse.Namespace) -> int:
         from peers.device import tune_malloc
 
         tune_malloc()  # before torch starts threads
-    several = args.command == "peer" and _is_several(args.device)
     with contextlib.ExitStack() as stack:
-        if args.metrics is not None and not several:
+        if args.metrics is not None and not _is_several(args):
             from peers.watch.metrics import RoleMetrics, served
 
             emit = metrics = RoleMetrics(args.command, emit)
@@ -315,67 +232,24 @@ def _run_role(args: argparse.Namespace) -> int:
             run,
             role.leave,
             on_leave=lambda: emit(StopNow(role=args.command)),
-            on_hang=lambda error: _say_hang(args, error),
+            on_hang=lambda error: (
+                traceback.print_exception(error) if args.traceback else _say(args, error.text)
+            ),
         )
 
 
-def _run_manifest(args: argparse.Namespace) -> int:
-    from swarm.manifest import EXAMPLE, CustomModelSpec, load_run, parameter_count
-
-    if args.manifest is None:
-        print(EXAMPLE, end="")
+def _run_tool(args: argparse.Namespace) -> int:
+    given, called = options_from(options_of(args.command), args), _imported(PROGRAMS[args.command])
+    if not inspect.iscoroutinefunction(called):
+        called(given)
         return Exit.OK
-    run = load_run(args.manifest)
-    print(run.to_toml(), end="")
-    if isinstance(run.model, CustomModelSpec):
-        words = run.model.source or "a model of transformers"
-        open_ends = [] if run.model.pinned else ["the model"]
-    else:
-        millions = parameter_count(run.model, sequence_length=run.data.sequence_length) / 1e6
-        words, open_ends = f"{millions:,.1f} M parameters", []
-    if not run.data.sha256:
-        open_ends.append("the data")
-    each = "samples" if run.data.source == "code" else "tokens"
-    more = f"; the id changes when swarm bootstrap pins {' and '.join(open_ends)}" if open_ends else ""
-    print(f"run {run.id}: {words}, {run.tokens_per_step:,} {each} a step{more}", file=sys.stderr)
-    return Exit.OK
 
+    async def coroutine() -> int:
+        result = await called(given)
+        failed = Exit.CHECK if args.command == "check" else Exit.FAILED
+        return result if type(result) is int else failed if result is False else Exit.OK
 
-def _run_health(args: argparse.Namespace) -> int:
-    from peers.owner.health_socket import run_health
-
-    try:
-        return Exit.OK if asyncio.run(run_health(options_from(options.HealthOptions, args))) else Exit.FAILED
-    except SetupError as error:
-        _say(args, error.text)
-        return Exit.FAILED  # what Docker's HEALTHCHECK takes for ill
-
-
-def _run_owner(args: argparse.Namespace) -> int:
-    from peers.owner.control_socket import run_wish
-
-    return _with_signals(lambda: run_wish(args.command, options_from(options.OwnerOptions, args)), None)
-
-
-def _program(
-    module: str, function: str, *, failed: Exit = Exit.FAILED
-) -> Callable[[argparse.Namespace], int]:
-    """A command that is a function of its options, perhaps a coroutine. `failed`: what False ends with."""
-
-    def run(args: argparse.Namespace) -> int:
-        given = options_from(OPTIONS[args.command], args)
-        called = getattr(importlib.import_module(module), function)
-        if not inspect.iscoroutinefunction(called):
-            called(given)
-            return Exit.OK
-
-        async def coroutine() -> int | None:
-            result = await called(given)
-            return result if type(result) is int else failed if result is False else Exit.OK
-
-        return _with_signals(coroutine, None)
-
-    return run
+    return _with_signals(coroutine, None)
 
 
 def _with_signals(
@@ -398,7 +272,7 @@ def _with_signals(
         stopped = False
 
         def hang_up(done: asyncio.Future[None]) -> None:
-            # A farewell that fails must not leave the process running for ever.
+            # A `leave()` that fails must not leave the process running for ever.
             if not done.cancelled() and done.exception() is not None:
                 work.cancel()
 
@@ -426,7 +300,7 @@ def _with_signals(
                 _end_now(Exit.STOPPED)
             return Exit.STOPPED
         except DeviceHangs as error:
-            with contextlib.suppress(OSError):  # nobody reads it: the memory matters more
+            with contextlib.suppress(OSError):  # no reader is left: the memory matters more
                 on_hang(error)
             _end_now(exit_code(error))
         finally:
@@ -453,25 +327,6 @@ def _end_now(code: Exit) -> NoReturn:
     os._exit(code)
 
 
-RUN: dict[str, Callable[[argparse.Namespace], int]] = {
-    "manifest": _run_manifest,
-    **dict.fromkeys(ROLES, _run_role),
-    "pause": _run_owner,
-    "resume": _run_owner,
-    "health": _run_health,
-    "status": _program("peers.programs.status", "run_status"),
-    "dashboard": _program("peers.watch.dashboard", "run_dashboard"),
-    "check": _program("peers.programs.check", "run_check", failed=Exit.CHECK),
-    "demo": _program("peers.programs.demo", "run_demo"),
-    "export": _program("peers.programs.export", "run_export"),
-    "generate": _program("peers.programs.generate", "run_generate"),
-    "eval": _program("peers.programs.evaluate", "run_eval"),
-    "plan": _program("peers.programs.plan", "run_plan"),
-    "simulate": _program("peers.programs.simulate", "run_simulate"),
-    "graph": _program("peers.programs.graph", "run_graph"),
-}
-
-
 def exit_code(error: BaseException) -> Exit:
     """The exit code that an error ends the process with."""
     if isinstance(error, SetupError):
@@ -488,9 +343,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.getpid() == 1:
         # The first process of a container gets only signals that it handles: until a role does, stop.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    args.words = sys.argv[1:] if argv is None else list(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    parser = build_parser(words[:1] if words and words[0] in COMMANDS else COMMANDS)
+    args = parser.parse_args(words)
+    args.words = words
     if args.version:
         from importlib.metadata import PackageNotFoundError, version
 
@@ -509,7 +365,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from peers.device import die_with_parent
 
             die_with_parent(args.die_with_parent)
-        return RUN[args.command](args)
+        return (_run_role if args.command in ROLES else _run_tool)(args)
     except SwarmError as error:
         if args.traceback:
             raise
@@ -518,7 +374,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return Exit.STOPPED
     except BrokenPipeError:
-        # Whoever read our output went away; keep Python from complaining again while it shuts down.
+        # The reader of our output ended; keep Python from complaining again while it shuts down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.FAILED
     except Exception as error:
@@ -535,13 +391,6 @@ def _say(args: argparse.Namespace, text: str) -> None:
 
         Emitter("json")(Failed(text=text))
     print(f"swarm {args.command}: {printable(text)}", file=sys.stderr)
-
-
-def _say_hang(args: argparse.Namespace, error: DeviceHangs) -> None:
-    if args.traceback:
-        traceback.print_exception(error)
-    else:
-        _say(args, error.text)
 
 
 if __name__ == "__main__":

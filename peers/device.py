@@ -33,31 +33,31 @@ class Device:
     total_bytes: int
 
 
-def choose_device(wish: str = "auto") -> str:
+def choose_device(asked: str = "auto") -> str:
     """`auto | cpu | cuda | cuda:N` to the name that torch takes; `auto` is the GPU with most free memory.
 
     Raises:
         SetupError: no such device on this machine, or no such word.
     """
-    if wish == "cpu":
+    if asked == "cpu":
         return "cpu"
-    kind, _, number = wish.partition(":")
-    if wish != "auto" and (kind != "cuda" or (number and not (number.isascii() and number.isdigit()))):
-        raise SetupError(f"--device {wish!r} is unknown; take auto, cpu, cuda or cuda:N (as in cuda:0)")
+    kind, _, number = asked.partition(":")
+    if asked != "auto" and (kind != "cuda" or (number and not (number.isascii() and number.isdigit()))):
+        raise SetupError(f"--device {asked!r} is unknown; take auto, cpu, cuda or cuda:N (as in cuda:0)")
 
     import torch
 
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wish == "auto":
+    if asked == "auto":
         if devices == 0:
             return "cpu"
         return f"cuda:{max(range(devices), key=lambda n: (torch.cuda.mem_get_info(n)[0], -n))}"
     if devices == 0:
         reason = NO_GPU if torch.version.cuda else "has no CUDA"
-        raise SetupError(f"--device {wish}: this torch ({torch.__version__}) {reason}; take --device cpu")
+        raise SetupError(f"--device {asked}: this torch ({torch.__version__}) {reason}; take --device cpu")
     index = int(number or 0)
     if index >= devices:
-        raise SetupError(f"--device {wish}: this machine has cuda:0 to cuda:{devices - 1}")
+        raise SetupError(f"--device {asked}: this machine has cuda:0 to cuda:{devices - 1}")
     return f"cuda:{index}"
 
 
@@ -192,7 +192,7 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(parent_pid: int | None = None, *, signum: int = signal.SIGKILL) -> None:
     """Have the kernel send `signum` to this process when the thread that started it ends.
 
-    `parent_pid` is who the parent should be: if that one died before this call, this process ends now. The
+    `parent_pid` is the expected parent: if it died before this call, this process ends now. The
     setting follows the *thread* that forked, so start children from one that lives as long as its process.
 
     Raises:

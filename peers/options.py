@@ -1,8 +1,9 @@
 # ruff: noqa: RUF009 (the functions called in the classes make fields)
-"""What each subcommand of `swarm` can be told: one frozen dataclass each, from which its parser is made.
+"""The options of the roles and of their owners' commands: frozen dataclasses, from which parsers are made.
 
-A field says all of its argument: the name, the default, how the text is read, the help. Imports nothing
-heavy, so that a wrong argument is refused at once.
+A field is an argument: name, default, how the text is read, help. The class's docstring is what `--help` says
+of the command: a sentence, and examples. Imports nothing heavy, so that a wrong argument is refused at once.
+Those of the tools are in `peers.programs.tool_options`.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import inspect
 import ipaddress
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from swarm.codecs import KNOWN, parse_codec
 from swarm.errors import SetupError
 from swarm.ids import Stage
 
 MIN_UPLOAD_BPS = 256e3
 """Below that a peer would be taken for dead by those it answers."""
-HISTORY_BYTES = 1 << 30
-"""Of a recorded history, before the next file is begun."""
+
+EXAMPLE_ADDRESS = "/ip4/192.0.2.7/tcp/31337/p2p/12D3KooW..."
 
 RUN, WEIGHTS, NETWORK = "the run", "the weights", "network"
 FACES, HISTORY = "faces, besides the terminal", "history"
@@ -46,22 +47,22 @@ class Kind:
     """Raises SetupError: what was written can be, but not on this machine. Given the option's name, too."""
 
 
-def _no(text: str, wanted: str) -> argparse.ArgumentTypeError:
+def wrong(text: str, wanted: str) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
 
 
-def _at_least(low: int, *, or_auto: bool = False) -> Callable[[str], int | str]:
+def at_least(low: int, *, or_auto: bool = False) -> Callable[[str], int | str]:
     def parse(text: str) -> int | str:
         if or_auto and text == "auto":
             return text
         if not text.isascii() or not text.isdigit() or int(text) < low:
-            raise _no(text, f"a whole number of at least {low}" + " (or auto)" * or_auto)
+            raise wrong(text, f"a whole number of at least {low}" + " (or auto)" * or_auto)
         return int(text)
 
     return parse
 
 
-def _between(most: float, wanted: str, *, above: bool = False, below: bool = False) -> Callable[[str], float]:
+def between(most: float, wanted: str, *, above: bool = False, below: bool = False) -> Callable[[str], float]:
     """`above`: not 0; `below`: not `most`."""
 
     def parse(text: str) -> float:
@@ -70,37 +71,23 @@ def _between(most: float, wanted: str, *, above: bool = False, below: bool = Fal
                 (above and not value) or (below and value == most)
             ):
                 return value
-        raise _no(text, wanted)
+        raise wrong(text, wanted)
 
     return parse
 
 
 def _port(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) > 65535:
-        raise _no(text, "a port: 1 to 65535, or 0 for any free one")
+        raise wrong(text, "a port: 1 to 65535, or 0 for any free one")
     return int(text)
 
 
-def _listen(text: str) -> tuple[str, int]:
+def listen(text: str) -> tuple[str, int]:
     """`8080`, `:8080`, `0.0.0.0:8080`, `[::1]:8080` -> (host, port)."""
     host, _, port = text.rpartition(":")
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(host.strip("[]") or "127.0.0.1")), _port(port)
-    raise _no(text, "a place to listen at: 8080, :8080 or 0.0.0.0:8080")
-
-
-def _codec(text: str) -> str:
-    if parse_codec(text) is None:
-        raise _no(text, f"a codec: {KNOWN}, such as topk:0.05")
-    return text
-
-
-def _gibibytes(text: str) -> int:
-    wanted = "GiB of a file: above 0, up to 1000000"
-    size_bytes = int(_between(1e6, wanted)(text) * 2**30)
-    if not size_bytes:
-        raise _no(text, wanted)
-    return size_bytes
+    raise wrong(text, "a place to listen at: 8080, :8080 or 0.0.0.0:8080")
 
 
 def _with_unit(text: str, units: dict[str, float], low: float, high: float, wanted: str) -> float:
@@ -108,7 +95,7 @@ def _with_unit(text: str, units: dict[str, float], low: float, high: float, want
         with contextlib.suppress(ValueError):
             if text.endswith(unit) and low <= (value := float(text.removesuffix(unit)) * size) <= high:
                 return value
-    raise _no(text, wanted)
+    raise wrong(text, wanted)
 
 
 def _rate(text: str) -> float:
@@ -125,7 +112,7 @@ def _memory(text: str) -> int:
 
 def _run_id(text: str) -> str:
     if len(text) != 32 or not set(text) <= set("0123456789abcdef"):
-        raise _no(text, "a run id (32 hex digits); the bootstrap prints it in the line to join with")
+        raise wrong(text, "a run id (32 hex digits); the bootstrap prints it in the line to join with")
     return text
 
 
@@ -172,31 +159,22 @@ def _has_driver(flag: str, device: str) -> None:
 
 
 WORD = Kind(str, "NAME")
-TEXT = Kind(str, "PROMPT")
 FILE = Kind(Path, "FILE")
 NEEDED_FILE = Kind(Path, "FILE", _is_there)
 DIR = Kind(Path, "DIR")
-PNG = Kind(Path, "PNG")
 SOCKET = Kind(Path, "SOCKET")
-MODEL = Kind(str, "MODEL")
 IP = Kind(str, "IP")
 PORT = Kind(_port, "N")
 ADDRESS = Kind(str, "ADDR")
 PEER_ADDRESS = Kind(str, "ADDR", _is_peer_address)
-LISTEN = Kind(_listen, "[IP:]PORT")
+LISTEN = Kind(listen, "[IP:]PORT")
 RUN_ID = Kind(_run_id, "ID")
-COUNT = Kind(_at_least(1), "N")
-NUMBER = Kind(_at_least(0), "N")
+COUNT = Kind(at_least(1), "N")
+NUMBER = Kind(at_least(0), "N")
 PID = Kind(int, "PID")
-STAGE = Kind(_at_least(0, or_auto=True), "auto|N")
-COUNT_OR_AUTO = Kind(_at_least(1, or_auto=True), "auto|N")
-CODEC = Kind(_codec, "NAME")
-SECONDS = Kind(_between(86_400, "a number of seconds, 0 to 86400"), "S")
-HOURS = Kind(_between(10_000, "a number of hours: above 0, up to 10000", above=True), "H")
-TEMPERATURE = Kind(_between(100, "a temperature: 0 to 100"), "X")
-SPEED = Kind(_between(1e6, "a speed: above 0, up to 1000000", above=True), "X")
-PART = Kind(_between(1, "a part of all numbers: above 0, below 1, such as 0.01", above=True, below=True), "R")
-GIBIBYTES = Kind(_gibibytes, "GIB")
+STAGE = Kind(at_least(0, or_auto=True), "auto|N")
+COUNT_OR_AUTO = Kind(at_least(1, or_auto=True), "auto|N")
+SECONDS = Kind(between(86_400, "a number of seconds, 0 to 86400"), "S")
 RATE = Kind(_rate, "RATE")
 MEMORY = Kind(_memory, "SIZE")
 DEVICE = Kind(str, "auto|cpu|cuda[:N]", _has_driver)
@@ -204,22 +182,6 @@ DEVICES = Kind(str, "auto|cpu|cuda[:N]|all", _has_driver)
 
 
 # --- how a field says what its argument is ---
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """Of a field: what argparse is told."""
-
-    kind: Kind | None
-    """None: it takes no value."""
-    help: str
-    group: str
-    one_of: str
-    """Of those of one class with the same word here at most one can be given; exactly one with a `!`."""
-    flag: str
-    """Where it is not the field's name; `-`: it has none, and is told by its position."""
-    more: dict[str, Any]
-    """For argparse."""
 
 
 def option(
@@ -232,9 +194,16 @@ def option(
     flag: str = "",
     **more: Any,
 ) -> Any:
-    """A field that is an argument; without a default it is required."""
-    made = Option(kind=kind, help=help, group=group, one_of=one_of, flag=flag, more=more)
-    return field(default=default, metadata={"option": made})
+    """A field that is an argument; without a default it is required.
+
+    Args:
+        kind: None: it takes no value.
+        one_of: at most one of a class's options with the same word here can be given; exactly one with a `!`.
+        flag: where it is not the field's name; `-`: it is positional.
+        more: for argparse.
+    """
+    told = {"kind": kind, "help": help, "group": group, "one_of": one_of, "flag": flag, "more": more}
+    return field(default=default, metadata=told)
 
 
 def optional(kind: Kind, help: str, **more: Any) -> Any:
@@ -261,10 +230,8 @@ Listen: TypeAlias = tuple[str, int]
 Reach: TypeAlias = Literal["auto", "public", "relay"]
 """What a user says of a peer: find out; others can dial it; they cannot."""
 _RUN_HELP, _JOIN_HELP = "run id, 32 hex digits", "a bootstrap or any peer of it; repeatable"
-_JSON_HELP = "print one JSON object instead of lines"
-_DATA_HELP = "text files, in the order that the manifest pins (default: Python's documentation)"
-_TOKENIZER_HELP = "tokenizer.json, if the run has one"
-_TERMS_HELP = "the terms of the run (TOML)"
+DATA_HELP = "text files, in the order that the manifest pins (default: Python's documentation)"
+TOKENIZER_HELP = "tokenizer.json, if the run has one"
 
 
 # --- what several commands have ---
@@ -338,25 +305,20 @@ class WeightsOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions(WeightsOptions):
-    """Weights that are computed with."""
-
-    tokenizer: Path | None = optional(FILE, _TOKENIZER_HELP, group=WEIGHTS)
-    device: str = option(DEVICE, "default: %(default)s", "cpu", group=WEIGHTS)
-
-
 # --- the roles ---
 
 
 @dataclass(frozen=True, kw_only=True)
 class BootstrapOptions(NetworkOptions):
-    """The entry point of a run."""
+    """Start a run: publish its manifest, print the join line.
+
+    swarm bootstrap --manifest run.toml --host 0.0.0.0 --port 31337 --announce 192.0.2.7:31337
+    """
 
     manifest: Path = option(FILE, "the terms of the run (TOML): swarm manifest prints an example")
     """`-` reads it from standard input."""
-    data: tuple[Path, ...] = several(NEEDED_FILE, _DATA_HELP)
-    tokenizer: Path | None = optional(NEEDED_FILE, _TOKENIZER_HELP)
+    data: tuple[Path, ...] = several(NEEDED_FILE, DATA_HELP)
+    tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
     join: tuple[str, ...] = repeated(PEER_ADDRESS, "another bootstrap of the same network; repeatable")
     join_file: Path | None = optional(
         FILE, "also write there what to join with, for others who read it: swarm peer @FILE"
@@ -365,7 +327,10 @@ class BootstrapOptions(NetworkOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PeerOptions(Membership, NetworkOptions):
-    """One device that serves one stage."""
+    """Join a run and serve one stage on this machine's device.
+
+    swarm peer --run 5a7c... --join ADDRESS
+    """
 
     stage: Literal["auto"] | int = option(STAGE, "default: the stage with the fewest peers", "auto")
     device: str = option(
@@ -395,10 +360,13 @@ class PeerOptions(Membership, NetworkOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Membership, NetworkOptions):
-    """One source of microbatches."""
+    """Join a run as a trainer: bring the data, drive the steps.
 
-    data: tuple[Path, ...] = several(NEEDED_FILE, _DATA_HELP)
-    tokenizer: Path | None = optional(NEEDED_FILE, _TOKENIZER_HELP)
+    swarm train --run 5a7c... --join ADDRESS
+    """
+
+    data: tuple[Path, ...] = several(NEEDED_FILE, DATA_HELP)
+    tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
     window: Literal["auto"] | int = option(
         COUNT_OR_AUTO, "microbatches in flight (default: as many as raise throughput)", "auto"
     )
@@ -409,7 +377,10 @@ class TrainOptions(Membership, NetworkOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class KeeperOptions(Membership, NetworkOptions):
-    """One disk that keeps a run's checkpoints."""
+    """Keep a run's checkpoints on this disk, for newcomers; no GPU.
+
+    swarm keeper --run 5a7c... --dir ckpt --join ADDRESS
+    """
 
     dir: Path = option(DIR, "keep them here; also what swarm export reads")
     keep: int = option(
@@ -418,16 +389,7 @@ class KeeperOptions(Membership, NetworkOptions):
     stages: tuple[Stage, ...] = several(NUMBER, "keep these only (default: all)")
 
 
-# --- other commands ---
-
-
-@dataclass(frozen=True, kw_only=True)
-class ManifestOptions:
-    """Which manifest to check."""
-
-    manifest: Path | None = optional(
-        FILE, "check this one: print its canonical text; without FILE, print an example to edit", flag="-"
-    )
+# --- an owner's commands ---
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -440,212 +402,72 @@ class OwnerOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PauseOptions(OwnerOptions):
+    """Give this machine's device back to you; the peer keeps its place.
+
+    swarm pause
+    swarm pause --identity peer.key
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeOptions(OwnerOptions):
+    """Let a paused peer of this machine work again.
+
+    swarm resume
+    swarm resume --identity peer.key
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class HealthOptions:
-    """Whom to ask."""
+    """Say whether a program of this machine is well: for containers.
+
+    swarm health peer.sock
+    """
 
     socket: Path = option(SOCKET, "what it was given as --health", flag="-")
     json: bool = switch("print one JSON object instead of a line")
 
 
-@dataclass(frozen=True, kw_only=True)
-class StatusOptions(Membership, ListenOptions):
-    """Which run to look at, and how."""
-
-    json: bool = switch("print one JSON object instead of the table")
-    no_calls: bool = switch("directory records only: do not ask the peers themselves")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DashboardOptions(MaybeMembership, ListenOptions):
-    """What to look at, and where to show it."""
-
-    web: Listen | None = optional(
-        Kind(_listen, "[IP]:PORT"),
-        "a web page, and /api/health (default IP: 127.0.0.1, for this machine only)",
-        group=FACES,
-    )
-    metrics: Listen | None = optional(
-        LISTEN, "numbers for Prometheus at /metrics (default IP: 127.0.0.1)", group=FACES
-    )
-    record: Path | None = optional(FILE, "append all that is seen to a file", group=HISTORY)
-    record_max_bytes: int = option(
-        GIBIBYTES,
-        "of that file; a full one becomes FILE.1, in the place of an older one (default: 1)",
-        HISTORY_BYTES,
-        group=HISTORY,
-        flag="--record-max",
-    )
-    replay: Path | None = optional(FILE, "show such a file instead of a run", group=HISTORY)
-    speed: float = option(SPEED, "of a replay: times as fast (default: 1)", 1.0, group=HISTORY)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckOptions:
-    """What the machine is going to do."""
-
-    device: str = option(Kind(str, "auto|cpu|cuda[:N]"), "the device you will use", "auto")
-    host: str = option(IP, "address to listen on (default: %(default)s)", "127.0.0.1")
-    port: int = option(PORT, "port to listen on (default: any)", 0)
-    join: tuple[str, ...] = repeated(
-        PEER_ADDRESS, "a peer of the run that tries to dial this machine; several tell more of its router"
-    )
-    json: bool = switch(_JSON_HELP)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoOptions:
-    """None: as the manifest or the default demo has it."""
-
-    stages: int | None = optional(COUNT, "stages of the model (default: 3)")
-    peers: int = option(COUNT, "peers of each stage (default: %(default)s)", 2)
-    steps: int | None = optional(COUNT, "optimizer steps")
-    preempt: int = option(NUMBER, "peers to kill on the way (default: %(default)s)", 1)
-    codec: str | None = optional(
-        CODEC,
-        "how activations and gradients travel: none, bf16, blockwise8 (default), or the largest of them "
-        "only: topk:0.1, topk:0.1+blockwise8",
-    )
-    data: tuple[Path, ...] = repeated(
-        NEEDED_FILE, "text to train on; repeatable (default: the prose in Python's own documentation)"
-    )
-    manifest: Path | None = optional(FILE, "train this run instead of the built-in one")
-    seed: int | None = optional(NUMBER, "of weights, data and kills")
-    yes: bool = switch("start as many processes as that takes, however few cores there are")
-    json: bool = switch("print a JSON object as the last line of stdout")
-    verify: bool = switch("train the same in one process too, and compare every loss and weight")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions(WeightsOptions):
-    """Which weights, and where to: one of `out` and `hf`."""
-
-    model: Path | None = optional(FILE, "a file of --out, for --hf", group=WEIGHTS, one_of="weights!")
-    checkpoint_dir: Path | None = optional(
-        DIR, "with the checkpoints of all stages, such as a keeper's --dir", group=WEIGHTS, one_of="weights!"
-    )
-    join: tuple[str, ...] = repeated(
-        PEER_ADDRESS,
-        "a peer of the run: fetch the newest version that its peers and keepers can give; needs --run",
-        group=WEIGHTS,
-        one_of="weights!",
-    )
-    out: Path | None = optional(
-        FILE, "a .safetensors file; what it is will stand in a .json beside it", one_of="target!"
-    )
-    """Of checkpoints only."""
-    hf: Path | None = optional(
-        DIR,
-        "a new folder for transformers' from_pretrained; for runs of a model of transformers",
-        one_of="target!",
-    )
-    tokenizer: Path | None = optional(FILE, "its JSON, to go into the folder of --hf")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateOptions(ModelOptions):
-    """What to continue, and with which weights."""
-
-    prompt: str = option(TEXT, "what to continue (default: %(default)r)", "The ", flag="-")
-    tokens: int = option(COUNT, "how many to write (default: %(default)s)", 200)
-    temperature: float = option(TEMPERATURE, "0 = always the likeliest (default: 0.8)", 0.8)
-    seed: int = option(NUMBER, "default: %(default)s", 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalOptions(ModelOptions):
-    """Which weights, and on which text."""
-
-    data: tuple[Path, ...] = several(NEEDED_FILE, "any text files (default: the text of the training)")
-    """Where code makes the samples: one `package.module:function` that makes others."""
-    samples: int = option(COUNT, "how many, spread evenly over the text (default: %(default)s)", 64)
-    threads: int | None = optional(COUNT, "cores to compute on (default: all)")
-    json: bool = switch(_JSON_HELP)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions(MaybeMembership, ListenOptions):
-    """For whom to plan, and how long to search: a described run, or one as it is."""
-
-    manifest: Path | None = optional(FILE, _TERMS_HELP)
-    devices: Path | None = optional(FILE, "the machines and what lies between them (TOML)")
-    seed: int = option(NUMBER, "default: %(default)s", 0)
-    budget: float = option(SECONDS, "CPU seconds to search for (default: %(default)s)", 5.0)
-    keep: float | None = optional(
-        PART, "also say which codecs slow boundaries should have: a top-k, with at least this part"
-    )
-    json: bool = switch(_JSON_HELP)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulateOptions:
-    """What to simulate, and what to show."""
-
-    manifest: Path = option(FILE, _TERMS_HELP)
-    devices: Path = option(FILE, "the machines and their lines (TOML)")
-    """`swarm.plan.network.EXAMPLE` shows one."""
-    trace: Path | None = optional(
-        FILE,
-        "how many of them are up when: lines of `seconds,count`, or JSON with metadata.gap_seconds and "
-        "data (default: all, for ever)",
-    )
-    hours: float = option(HOURS, "of virtual time (default: %(default)s)", 1.0)
-    """A trace that is shorter ends it."""
-    seed: int = option(NUMBER, "of all chance (default: %(default)s)", 0)
-    plot: Path | None = optional(PNG, "draw it, too; needs matplotlib")
-    json: bool = switch(_JSON_HELP)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GraphOptions:
-    """Which model, and what to show of it."""
-
-    model: str = option(
-        MODEL,
-        "package.module:function of an installed package, hf:CONFIG.json of transformers, or a manifest "
-        "(.toml); a function gives (module, inputs), or (module, inputs, loss, targets)",
-    )
-    stages: int = option(Kind(_at_least(1), "S"), "default: %(default)s", 1)
-    rows: int = option(COUNT, "samples, for hf: (default: %(default)s)", 2)
-    length: int = option(Kind(_at_least(1), "T"), "tokens, for hf: (default: %(default)s)", 128)
-    calibrate: bool = switch(
-        "time this machine (some 20 s): costs are seconds, and the slowest stage is as fast as can be"
-    )
-    png: Path | None = optional(FILE, "draw it; needs matplotlib")
-    dot: bool = switch("print it for Graphviz", one_of="shown")
-    json: bool = switch(_JSON_HELP, one_of="shown")
-
-
 # --- from the classes to a parser and back ---
+
+
+def description(cls: type) -> tuple[str, str, list[str]]:
+    """What a command does, its usage after its name, and examples: the docstring, and what is positional."""
+    text, *more = inspect.cleandoc(cls.__doc__ or "").splitlines()
+    usage = "[options]"
+    for one in fields(cls):
+        if one.metadata["flag"] == "-":
+            word = one.metadata["kind"].metavar
+            usage += f" {word}" if one.default is MISSING else f" [{word}]"
+    return text, usage, [line.strip().replace("ADDRESS", EXAMPLE_ADDRESS) for line in more if line]
 
 
 def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
     """The arguments of the fields of a class above."""
-    fields: dict[str, Any] = cls.__dataclass_fields__
-    told = [(name, one, one.metadata["option"]) for name, one in fields.items()]
-    groups: dict[str, Any] = {"": parser}
-    groups.update(
-        (name, parser.add_argument_group(name)) for name in GROUPS if any(o.group == name for _, _, o in told)
-    )
-    one_of: dict[str, Any] = {}
-    for name, one, made in told:
-        where = groups[made.group]
-        if made.one_of:
-            if made.one_of not in one_of:
-                required = made.one_of.endswith("!")
-                one_of[made.one_of] = where.add_mutually_exclusive_group(required=required)
-            where = one_of[made.one_of]
-        words = dict(made.more, help=made.help)
-        listed = words.get("action") == "append" or "nargs" in words
-        if made.kind is not None:
-            words.update(type=made.kind.parse, metavar=made.kind.metavar)
+    told = [(one, one.metadata) for one in fields(cls)]
+    places: dict[str, Any] = {"": parser}
+    for name in GROUPS:
+        if any(option["group"] == name for _, option in told):
+            places[name] = parser.add_argument_group(name)
+    for one, option in told:
+        where, rest = places[option["group"]], dict(option["more"], help=option["help"])
+        if set_of := option["one_of"]:
+            if set_of not in places:
+                places[set_of] = where.add_mutually_exclusive_group(required=set_of.endswith("!"))
+            where = places[set_of]
+        listed = rest.get("action") == "append" or "nargs" in rest
+        if option["kind"] is not None:
+            rest.update(type=option["kind"].parse, metavar=option["kind"].metavar)
         if one.default is not MISSING or listed:
-            words["default"] = [] if listed else one.default
-        if made.flag == "-":
-            where.add_argument(name, **words, **({} if one.default is MISSING else {"nargs": "?"}))
+            rest["default"] = [] if listed else one.default
+        if option["flag"] == "-":
+            where.add_argument(one.name, **rest, **({} if one.default is MISSING else {"nargs": "?"}))
             continue
         if one.default is MISSING:
-            words["required"] = True
-        where.add_argument(made.flag or "--" + name.replace("_", "-"), dest=name, **words)
+            rest["required"] = True
+        where.add_argument(option["flag"] or "--" + one.name.replace("_", "-"), dest=one.name, **rest)
 
 
 def options_from(cls: Callable[..., Any], args: argparse.Namespace) -> Any:
@@ -655,13 +477,13 @@ def options_from(cls: Callable[..., Any], args: argparse.Namespace) -> Any:
         SetupError: this machine does not have what an option names.
     """
     given: dict[str, Any] = {}
-    for name, one in cls.__dataclass_fields__.items():  # type: ignore[attr-defined]
-        value = getattr(args, name)
-        values: Sequence[Any] = value if isinstance(value, list) else [value]
-        kind: Kind | None = one.metadata["option"].kind
+    for one in fields(cls):  # type: ignore[arg-type]
+        value = given[one.name] = getattr(args, one.name)
+        if isinstance(value, list):
+            value = given[one.name] = tuple(value)
+        kind: Kind | None = one.metadata["kind"]
         if kind is not None and kind.check is not None:
-            for each in values:
+            for each in value if isinstance(value, tuple) else (value,):
                 if each is not None:
-                    kind.check("--" + name.replace("_", "-"), each)
-        given[name] = tuple(values) if isinstance(value, list) else value
+                    kind.check("--" + one.name.replace("_", "-"), each)
     return cls(**given)

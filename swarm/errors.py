@@ -192,6 +192,16 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
+MAX_WORDS_CHARS = 400
+"""Of a text that a stranger wrote, for people."""
+
+
+def clean(text: str, max_chars: int = MAX_WORDS_CHARS) -> str:
+    """At most `max_chars` characters of `text`, all of them printable."""
+    cut = text if len(text) <= max_chars else text[: max_chars - 1] + "…"
+    return "".join(c if c.isprintable() else "?" for c in cut)
+
+
 def one_line(text: str) -> str:
     """A stranger's text as part of a log line: it must not look like another line of the log."""
     return printable(text).replace("\n", " ")

@@ -23,7 +23,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from peers.cli import JOINS, build_parser
+from peers.cli import build_parser, takes_join_file
 from scripts.bench import loss_curve, tables
 from swarm.manifest import (
     PRESETS,
@@ -95,7 +95,7 @@ def parses(words: list[str]) -> None:
     """The words after `swarm` are a command line of ours. A join file is taken to be there."""
     joining = ["--run", RUN, "--join", ADDRESS]
     if any(word in (JOIN_FILE, "@/join.txt") for word in words):
-        assert words[0] in JOINS, f"swarm {words[0]} reads no join file"
+        assert takes_join_file(words[0]), f"swarm {words[0]} reads no join file"
     filled: list[str] = []
     for word in words:
         filled += joining if word in (JOIN_FILE, "@/join.txt") else [word]

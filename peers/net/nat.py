@@ -34,9 +34,8 @@ from peers.net.p2pd_control import ControlError, DaemonControl, tcp_places
 from peers.net.transport import NetTransport
 from peers.options import Reach
 from peers.ports import Answer, Request
-from swarm.errors import Busy, Refused, SetupError, SwarmError, short
+from swarm.errors import Busy, Refused, SetupError, SwarmError, clean, short
 from swarm.ids import PeerId
-from swarm.monitoring.validation import clean
 from swarm.wire.messages import pack, unpack, unpack_answer
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
 """What the owner of this machine wants of a peer: that it works, pauses, or leaves.
 
-The owner comes first. A wish holds at once, whatever the peer is doing: joining, moving, in the middle of a
-reduce. `peers.stage.pause` carries it out; who wishes (`peers.owner.control_socket`,
-`peers.owner.gpu_contention`) only says so here.
+The owner comes first. A command holds at once, whatever the peer is doing: joining, moving, in the middle of
+a reduce. `peers.stage.pause` carries it out; `peers.owner.control_socket` and `peers.owner.gpu_contention`
+only give it here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 from typing import Literal, Protocol, TypeAlias
 
 NO_ROOM = "no room"
-"""Who pauses a peer that its device has no room for."""
+"""The reason of a pause for which the device has no room for the stage."""
 
 Doing: TypeAlias = Literal["starting", "serving", "pausing", "paused", "leaving"]
 
@@ -25,7 +25,7 @@ class Stoppable(Protocol):
 
 
 class Owner:
-    """The wish, and how far it is carried out.
+    """The command in force, and how far it is carried out.
 
     There may be several reasons to pause at once, each by its name (`by hand`, `busy`, `NO_ROOM`); the device
     is used again when none is left.
@@ -40,7 +40,7 @@ class Owner:
         self._reasons: dict[str, str] = {}
         self._serving: Stoppable | None = None
         self.changed = asyncio.Event()
-        """Is set when a wish or what is done changes next; then another event takes its place."""
+        """Is set when a command or what is done changes next; then another event takes its place."""
 
     @property
     def paused(self) -> bool:
@@ -52,7 +52,7 @@ class Owner:
         """All reasons to pause."""
         return "; ".join(self._reasons.values())
 
-    # -- wishes -----------------------------------------------------------------------------------
+    # -- commands ---------------------------------------------------------------------------------
 
     def pause(self, by: str, why: str) -> None:
         """Hand the device back. Saying it again changes nothing but the words."""
@@ -63,7 +63,7 @@ class Owner:
         self._change()
 
     def resume(self, *by: str) -> None:
-        """Take back what those said; none named: whatever anybody said."""
+        """Take back the commands of those; none named: of all."""
         for name in by or tuple(self._reasons):
             self._reasons.pop(name, None)
         self._change()
@@ -78,7 +78,7 @@ class Owner:
     # -- how far it is ----------------------------------------------------------------------------
 
     def serves(self, serving: Stoppable | None) -> None:
-        """From now on wishes go there; those of before, too."""
+        """Send commands there from now on; those of before, too."""
         self._serving = serving
         if serving is not None and self.left:
             serving.leave()

@@ -1,11 +1,8 @@
 """`swarm pause` and `swarm resume`: the owner speaks to the peers of this machine, never over the network.
 
 Each peer answers on a unix socket in the cache folder, named by its process and for its user only:
-
-    ~/.cache/swarm/control/PID.sock      one JSON object each way, a line each
-
-Whoever can open it could as well kill the process. A socket that a killed peer left behind is removed by the
-next one who looks.
+`~/.cache/swarm/control/PID.sock`. A program that can open it could as well kill the process. The next command
+removes a socket that a killed peer left behind.
 """
 
 from __future__ import annotations
@@ -13,34 +10,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
-from peers.options import OwnerOptions
+from peers.options import OwnerOptions, PauseOptions, ResumeOptions
+from peers.owner import local_socket
 from peers.owner.commands import Owner
-from peers.owner.health_socket import listen
-from peers.waiting import happens, within
+from peers.waiting import happens
 from swarm.errors import SetupError, short
 
-LOOK_S = 5.0
-"""An answer takes milliseconds."""
+QUESTION_S = local_socket.QUESTION_S
 DONE_S = 120.0
 """For a pause or its end. --pause-within bounds handing over; the copy of a large state takes seconds, and a
 device that hangs is given up before."""
-LAST_WORDS_S = 1.0
-MAX_BYTES = 4096
+
+
+Do: TypeAlias = Literal["look", "pause", "resume"]
 
 
 class OwnerCommand(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked of a peer."""
 
-    do: Literal["look", "pause", "resume"]
+    do: Do
 
 
-class Said(msgspec.Struct, frozen=True, kw_only=True):
+class PeerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """What a peer answers."""
 
     pid: int
@@ -63,8 +60,8 @@ def control_folder() -> Path:
 
 
 @contextlib.asynccontextmanager
-async def heard(owner: Owner, said: Callable[[], Said]) -> AsyncIterator[None]:
-    """Do what the owner wishes on this process's socket, while the block runs.
+async def obeying(owner: Owner, about: Callable[[], PeerAnswer]) -> AsyncIterator[None]:
+    """Do what the owner commands on this process's socket while the block runs; `about` describes this peer.
 
     Raises:
         SetupError: no socket can be made there.
@@ -77,35 +74,18 @@ async def heard(owner: Owner, said: Callable[[], Said]) -> AsyncIterator[None]:
         text = f"{folder} cannot be made: {error.strerror}; set SWARM_CACHE to a folder of yours"
         raise SetupError(text) from None
 
-    asked: set[asyncio.Task[None]] = set()
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        asked.add(task)
-        task.add_done_callback(asked.discard)
-        with contextlib.suppress(ConnectionError, ValueError, msgspec.MsgspecError, asyncio.TimeoutError):
-            wish = msgspec.json.decode(await within(reader.readline(), LOOK_S), type=OwnerCommand)
-            if wish.do == "pause":
-                owner.pause("by hand", "swarm pause")
-                await _until(owner, lambda: not owner.paused or owner.doing in ("paused", "leaving"))
-            elif wish.do == "resume":
-                owner.resume()
-                await _until(owner, lambda: owner.paused or owner.doing not in ("paused", "pausing"))
-            writer.write(msgspec.json.encode(said()) + b"\n")
-            await writer.drain()
-        writer.close()
+    async def answer(command: OwnerCommand) -> PeerAnswer:
+        if command.do == "pause":
+            owner.pause("by hand", "swarm pause")
+            await _until(owner, lambda: not owner.paused or owner.doing in ("paused", "leaving"))
+        elif command.do == "resume":
+            owner.resume()
+            await _until(owner, lambda: owner.paused or owner.doing not in ("paused", "pausing"))
+        return about()
 
     path = folder / f"{os.getpid()}.sock"
-    listener = listen(path, "the owner's socket")
-    server = await asyncio.start_unix_server(answer, sock=listener, limit=MAX_BYTES)
-    try:
+    async with local_socket.answering(path, "the owner's socket", answer, question=OwnerCommand):
         yield
-    finally:
-        server.close()
-        path.unlink(missing_ok=True)
-        if asked:  # a peer that ends instead of pausing still says why
-            await asyncio.wait(asked, timeout=LAST_WORDS_S)
 
 
 async def _until(owner: Owner, done: Callable[[], bool]) -> None:
@@ -113,48 +93,26 @@ async def _until(owner: Owner, done: Callable[[], bool]) -> None:
         await happens(owner.changed, DONE_S)
 
 
-async def ask(path: Path, wish: OwnerCommand, limit_s: float) -> Said:
-    """What the peer at `path` answers, once it has done what is wished.
-
-    Raises:
-        SetupError: it does not answer in time, or not what a peer says.
-        OSError: nobody is there any more.
-    """
-
-    async def call() -> bytes:
-        reader, writer = await asyncio.open_unix_connection(str(path), limit=16 * MAX_BYTES)
-        try:
-            writer.write(msgspec.json.encode(wish) + b"\n")
-            return await reader.readline()
-        finally:
-            writer.close()
-
-    try:
-        return msgspec.json.decode(await within(call(), limit_s), type=Said)
-    except asyncio.TimeoutError:
-        text = f"the peer with pid {path.stem} does not answer within {limit_s:g} s: it hangs"
-        raise SetupError(text) from None
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise SetupError(f"what answers at {path} is no peer of the swarm: {error}") from None
+async def _ask(path: Path, do: Do, limit_s: float) -> PeerAnswer:
+    """What the peer at `path` answers, once it has done that; raises as `local_socket.ask`."""
+    name = f"the peer with pid {path.stem}"
+    return await local_socket.ask(path, name, PeerAnswer, OwnerCommand(do=do), limit_s=limit_s)
 
 
-def _sockets() -> Iterator[Path]:
-    yield from sorted(control_folder().glob("*.sock"))
-
-
-async def run_wish(do: Literal["pause", "resume"], options: OwnerOptions) -> None:
-    """Have all peers that are meant do it, at once, and print what each says.
+async def run_command(options: PauseOptions | ResumeOptions) -> None:
+    """Pause or resume all peers that are meant, at once, and print what each says.
 
     Raises:
         SetupError: there is none, or one does not answer.
     """
-    found: dict[Path, Said] = {}
+    do: Do = "pause" if isinstance(options, PauseOptions) else "resume"
+    found: dict[Path, PeerAnswer] = {}
     trouble: list[str] = []  # one that hangs must not keep the others from what their owner wants
-    for path in _sockets():
+    for path in sorted(control_folder().glob("*.sock")):
         if options.pid is not None and path.stem != str(options.pid):
             continue
         try:
-            found[path] = await ask(path, OwnerCommand(do="look"), LOOK_S)
+            found[path] = await _ask(path, "look", QUESTION_S)
         except (ConnectionRefusedError, FileNotFoundError):
             path.unlink(missing_ok=True)  # it was killed
         except OSError as error:
@@ -166,10 +124,10 @@ async def run_wish(do: Literal["pause", "resume"], options: OwnerOptions) -> Non
         there = "; ".join(said.line() for said in found.values()) or "none runs"
         raise SetupError(f"no peer of yours on this machine is meant by that: {there}")
     answers = await asyncio.gather(
-        *(ask(path, OwnerCommand(do=do), DONE_S + LOOK_S) for path in meant), return_exceptions=True
+        *(_ask(path, do, DONE_S + QUESTION_S) for path in meant), return_exceptions=True
     )
     for path, answer in zip(meant, answers, strict=True):
-        if isinstance(answer, Said):
+        if isinstance(answer, PeerAnswer):
             print(answer.line(), flush=True)
         elif isinstance(answer, SetupError):
             trouble.append(answer.text)
@@ -181,7 +139,7 @@ async def run_wish(do: Literal["pause", "resume"], options: OwnerOptions) -> Non
         raise SetupError("; ".join(trouble))
 
 
-def _is_meant(said: Said, options: OwnerOptions) -> bool:
+def _is_meant(said: PeerAnswer, options: OwnerOptions) -> bool:
     if options.identity is not None and said.identity != str(options.identity.absolute()):
         return False
     return options.device in (None, said.device)

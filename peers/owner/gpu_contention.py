@@ -1,4 +1,4 @@
-"""`--pause-when-busy`: looks at what other processes have of our GPU, by NVML (the extra `owner`)."""
+"""`--pause-when-busy`: samples what other processes use of our GPU, by NVML (the extra `owner`)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from peers.owner.commands import NO_ROOM, Owner
 from swarm.errors import SetupError
 from swarm.policy.contention import ContentionDetector, Use
 
-LOOK_S = 1.0
+SAMPLE_EVERY_S = 1.0
 BY = "busy"
 MAX_FAILURES = 10
-"""Looks in a row; then the driver is not asked any more."""
+"""Failed samples in a row; then the driver is not asked any more."""
 
 
 class Reader(Protocol):
@@ -38,7 +38,7 @@ async def watch(
     """Pause while others want the device, for ever. A pause by hand stays whatever others do."""
     paused, failures = False, 0
     while failures < MAX_FAILURES:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(SAMPLE_EVERY_S)
         try:
             use = await asyncio.to_thread(reader.others)
         except OSError as error:
@@ -56,7 +56,7 @@ async def watch(
             owner.pause(BY, verdict.why)
         else:
             owner.resume(BY, NO_ROOM)  # what others had is free again, so it is worth another try
-    owner.resume(BY)  # nobody would end that pause any more
+    owner.resume(BY)  # nothing else would end that pause
 
 
 class Nvml:
@@ -98,14 +98,14 @@ class Nvml:
         except nvml.NVMLError as error:
             raise OSError(f"NVML says {error}") from None
         if self._own_bytes() and all(process.pid != me for process in running):
-            # In a container ids are others than the driver's: we would take ourselves for somebody else.
+            # In a container ids are others than the driver's: we would take ourselves for another.
             raise OSError("this process is not among those that NVML lists; a container needs --pid=host")
         # A process that computes and draws is in both lists; without leave to see its memory it is None.
         held = {process.pid: process.usedGpuMemory or 0 for process in running if process.pid != me}
         return Use(held_bytes=sum(held.values()), share=share)
 
     def _share(self, me: int) -> float:
-        """Of the time since the last look in which others computed; 0 where there are no samples."""
+        """Of the time since the last sample in which others computed; 0 where there are no samples."""
         nvml = self._nvml
         try:
             samples = nvml.nvmlDeviceGetProcessUtilization(self._handle, self._seen)

@@ -3,37 +3,31 @@
     swarm peer … --health SOCKET      answers there, from the loop that does its work
     swarm health SOCKET               asks, prints a line, and ends with 0 or 1
 
-Well is who is in the network and whose loop and p2pd answer in time. A process that hangs, or was stopped,
-accepts the connection, since the kernel does that, and says nothing. Being alone, or still downloading, is
-said but is not ill: whoever starts ill programs again would make it worse.
+A program is well if it is in the network and its loop and its p2pd answer in time. A process that hangs, or
+was stopped, accepts the connection, since the kernel does that, and says nothing. Being alone, or still
+downloading, is said but is not ill: a restart would make it worse.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
 import msgspec
 
 from peers import events
 from peers.events import Emit, Event, count
 from peers.options import HealthOptions
+from peers.owner import local_socket
 from peers.waiting import within
 from swarm.errors import SetupError, SwarmError, short
 
-ANSWER_S = 5.0
-"""An answer takes milliseconds; a loop on a very busy machine may be late by a second or two."""
 P2PD_S = 3.0
-MAX_BYTES = 64 * 1024
-
-Connected: TypeAlias = Callable[[], Awaitable[int]]
-"""Asks p2pd how many peers it is connected to; raises SwarmError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +52,15 @@ class Health:
 
     def words(self) -> str:
         """One line."""
-        who = f"{self.role} {short(self.peer)}" if self.peer else self.role
+        name = f"{self.role} {short(self.peer)}" if self.peer else self.role
         if self.ill:
-            return f"{who} is not well: {self.ill}"
+            return f"{name} is not well: {self.ill}"
         at = f" at version {self.version}" if self.version >= 0 else ""
-        return f"{who}: {self.state}{at}, connected to {count(self.connected, 'peer')}"
+        return f"{name}: {self.state}{at}, connected to {count(self.connected, 'peer')}"
 
 
 class Pulse:
-    """Knows from its events what a role does; called with each, which it passes on."""
+    """Follows what a role does by its events; called with each, which it passes on."""
 
     def __init__(self, role: str, emit: Emit) -> None:
         self._emit = emit
@@ -78,7 +72,7 @@ class Pulse:
 
 
 def observe(health: Health, event: Event) -> Health:
-    """What is known after one more event."""
+    """The health after one more event."""
     if isinstance(event, events.Started):
         state = "joining" if event.role == "peer" else "in the network"
         return replace(health, peer=event.peer, state=state)
@@ -94,99 +88,47 @@ def observe(health: Health, event: Event) -> Health:
         return replace(health, version=event.t + 1)
     if isinstance(event, events.RolledBack):
         return replace(health, version=event.step)
-    if isinstance(event, events.Paused):
-        return replace(health, state=f"paused at stage {event.stage}")
     if isinstance(event, events.StopNow):
         return replace(health, state="leaving")
     return health
 
 
-@contextlib.asynccontextmanager
-async def answering(path: Path, health: Callable[[], Health], connected: Connected) -> AsyncIterator[None]:
-    """Answer on a unix socket at `path`, for this user only, while the block runs.
+def answering(
+    path: Path, health: Callable[[], Health], connected: Callable[[], Awaitable[int]]
+) -> AbstractAsyncContextManager[None]:
+    """Answer at `path` while the block runs; raises as `local_socket.answering`.
 
-    A `connected` that fails, or gives no answer within `P2PD_S`, means that p2pd is not well.
-
-    Raises:
-        SetupError: somebody answers there already, or no socket can be made there.
+    `connected` asks p2pd how many peers it is connected to; if that fails or takes long, p2pd is not well.
     """
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            number = -1
-            with contextlib.suppress(SwarmError, asyncio.TimeoutError):
-                number = await within(connected(), P2PD_S)
-            writer.write(msgspec.json.encode(replace(health(), connected=number)))
-            await writer.drain()
-        writer.close()
+    async def answer(_: None) -> Health:
+        number = -1
+        with contextlib.suppress(SwarmError, asyncio.TimeoutError):
+            number = await within(connected(), P2PD_S)
+        return replace(health(), connected=number)
 
-    listener = listen(path, "--health")
-    server = await asyncio.start_unix_server(answer, sock=listener)
-    try:
-        yield
-    finally:
-        server.close()
-        path.unlink(missing_ok=True)
+    return local_socket.answering(path, "--health", answer)
 
 
-def listen(path: Path, what: str) -> socket.socket:
-    """A listening unix socket at `path`, for this user only; one that a killed program left is replaced.
-
-    Raises:
-        SetupError: somebody answers there, or none can be made; `what` names it.
-    """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if path.is_socket():
-            gone = contextlib.suppress(ConnectionRefusedError, FileNotFoundError)
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, gone:
-                probe.settimeout(ANSWER_S)
-                probe.connect(str(path))
-                raise SetupError(f"{what} {path}: another program answers there; give each its own socket")
-            path.unlink(missing_ok=True)  # of one that was killed
-        before = os.umask(0o177)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(before)
-        listener.listen(8)
-    except OSError as error:
-        listener.close()
-        why = error.strerror or error  # "AF_UNIX path too long" has no number
-        raise SetupError(f"{what} {path}: no socket can be made there: {why}") from None
-    except SetupError:
-        listener.close()
-        raise
-    return listener
-
-
-async def ask(path: Path, limit_s: float = ANSWER_S) -> Health:
+async def ask(path: Path, limit_s: float = local_socket.QUESTION_S) -> Health:
     """What the program that answers at `path` says.
 
     Raises:
-        SetupError: nobody answers there, or not in time, or not what a program of ours says.
+        SetupError: none answers there, or not in time, or not what a program of ours says.
     """
-
-    async def read() -> bytes:
-        reader, writer = await asyncio.open_unix_connection(str(path))
-        try:
-            return await reader.read(MAX_BYTES)
-        finally:
-            writer.close()
-
     try:
-        return msgspec.json.decode(await within(read(), limit_s), type=Health)
-    except asyncio.TimeoutError:
-        raise SetupError(f"the program at {path} does not answer within {limit_s:g} s: it hangs") from None
+        return await local_socket.ask(path, f"the program at {path}", Health, limit_s=limit_s)
     except OSError as error:
-        raise SetupError(f"nobody answers at {path}: {error.strerror or error}") from None
-    except msgspec.MsgspecError as error:
-        raise SetupError(f"what answers at {path} is no program of the swarm: {error}") from None
+        raise SetupError(f"no program answers at {path}: {error.strerror or error}") from None
 
 
 async def run_health(options: HealthOptions) -> bool:
-    """Ask, print, and say whether it is well."""
-    health = await ask(options.socket)
+    """Ask, print, and say whether it is well; that none answers is ill, too: Docker takes 1 for that."""
+    try:
+        health = await ask(options.socket)
+    except SetupError as error:
+        print(f"swarm health: {error.text}", file=sys.stderr)
+        return False
     if options.json:
         print(msgspec.json.encode({"well": not health.ill, **msgspec.to_builtins(health)}).decode())
     else:

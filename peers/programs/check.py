@@ -10,12 +10,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from peers.options import CheckOptions
+from peers.programs.tool_options import CheckOptions
 from swarm.errors import SetupError, printable
 
 MIN_FREE_BYTES = 1_500_000_000
@@ -32,17 +32,22 @@ CLOCK_DRIFT_S = 0.05
 
 CLOCK_SAMPLE_S = 0.2
 
+REINSTALL = "remove .venv; run scripts/demo again"
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One line."""
 
     name: str
-    ok: bool
     found: str
     """What is, in words."""
     fix: str = ""
-    """What to do; only if not ok."""
+    """What to do; empty: all is well."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.fix
 
 
 def check_python(version: Sequence[int] | None = None) -> Finding:
@@ -50,12 +55,10 @@ def check_python(version: Sequence[int] | None = None) -> Finding:
     version = sys.version_info[:3] if version is None else version
     words = f"{'.'.join(map(str, version[:3]))}, {platform.system()} {platform.machine()}"
     if tuple(version[:2]) < (3, 10):
-        return Finding(
-            name="python", ok=False, found=words, fix="install Python 3.10 or newer; remove .venv; run again"
-        )
+        return Finding("python", words, "install Python 3.10 or newer; remove .venv; run again")
     if not sys.platform.startswith("linux"):
-        return Finding(name="python", ok=False, found=words, fix="use Linux, or WSL 2 on Windows")
-    return Finding(name="python", ok=True, found=words)
+        return Finding("python", words, "use Linux, or WSL 2 on Windows")
+    return Finding("python", words)
 
 
 def check_torch() -> Finding:
@@ -63,41 +66,30 @@ def check_torch() -> Finding:
     try:
         import torch
     except (ImportError, OSError) as error:
-        return Finding(
-            name="torch",
-            ok=False,
-            found=f"does not import: {error}",
-            fix="remove .venv; run scripts/demo again",
-        )
+        return Finding("torch", f"does not import: {error}", REINSTALL)
     right = float((torch.ones(8, 8) @ torch.ones(8, 8)).sum()) == 512.0
     words = f"{torch.__version__}, {torch.get_num_threads()} threads"
     if not right:
-        return Finding(
-            name="torch", ok=False, found=f"{words}: wrong result", fix="remove .venv; run scripts/demo again"
-        )
-    return Finding(name="torch", ok=True, found=words)
+        return Finding("torch", f"{words}: wrong result", REINSTALL)
+    return Finding("torch", words)
 
 
-def check_device(wish: str, *, least_bytes: int = MIN_FREE_BYTES) -> Finding:
+def check_device(name: str, *, least_bytes: int = MIN_FREE_BYTES) -> Finding:
     """It exists and has memory to spare."""
     from peers.device import choose_device, describe, lacks_gpu
 
     try:
-        device = describe(choose_device(wish))
-        missing = lacks_gpu() if wish == "auto" else ""
+        device = describe(choose_device(name))
+        missing = lacks_gpu() if name == "auto" else ""
     except SetupError as error:
-        return Finding(name="device", ok=False, found=f"{wish}: not usable", fix=error.text)
+        return Finding("device", f"{name}: not usable", error.text)
     except (RuntimeError, ImportError) as error:  # the CUDA driver has many ways to be broken
-        return Finding(
-            name="device", ok=False, found=str(error).splitlines()[0], fix="try --device cpu, then nvidia-smi"
-        )
+        return Finding("device", str(error).splitlines()[0], "try --device cpu, then nvidia-smi")
     words = f"{device.name} ({device.model}), {gb(device.free_bytes)} of {gb(device.total_bytes)} free"
     words += f"; {missing}" if missing else ""
     if device.free_bytes < least_bytes:
-        return Finding(
-            name="device", ok=False, found=words, fix=f"free at least {gb(least_bytes)}: stop other programs"
-        )
-    return Finding(name="device", ok=True, found=words)
+        return Finding("device", words, f"free at least {gb(least_bytes)}: stop other programs")
+    return Finding("device", words)
 
 
 def check_disk(folder: Path | None = None, *, least_bytes: int = MIN_DISK_BYTES) -> Finding:
@@ -107,16 +99,14 @@ def check_disk(folder: Path | None = None, *, least_bytes: int = MIN_DISK_BYTES)
     while not at.exists() and at != at.parent:
         at = at.parent
     if not os.access(at, os.W_OK | os.X_OK):
-        return Finding(
-            name="disk", ok=False, found=f"{at} cannot be written", fix="set SWARM_CACHE to a folder of yours"
-        )
+        return Finding("disk", f"{at} cannot be written", "set SWARM_CACHE to a folder of yours")
     stat = os.statvfs(at)
     free = stat.f_bavail * stat.f_frsize
     words = f"{gb(free)} free for {folder}"
     if free < least_bytes:
         fix = f"free at least {gb(least_bytes)}, or set SWARM_CACHE to a folder on another disk"
-        return Finding(name="disk", ok=False, found=words, fix=fix)
-    return Finding(name="disk", ok=True, found=words)
+        return Finding("disk", words, fix)
+    return Finding("disk", words)
 
 
 def check_port(host: str, port: int) -> Finding:
@@ -127,7 +117,7 @@ def check_port(host: str, port: int) -> Finding:
         )[0]
     except OSError as error:
         fix = "give an IP address of this machine, 127.0.0.1 or 0.0.0.0"
-        return Finding(name="port", ok=False, found=f"--host {host!r}: {error.strerror or error}", fix=fix)
+        return Finding("port", f"--host {host!r}: {error.strerror or error}", fix)
     with socket.socket(family, kind, proto) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -141,15 +131,15 @@ def check_port(host: str, port: int) -> Finding:
                 errno.EACCES: "take a port of 1024 or more",
                 errno.EADDRNOTAVAIL: not_ours,
             }.get(error.errno or 0, "take another --host or --port")
-            return Finding(name="port", ok=False, found=f"{host} port {port}: {error.strerror}", fix=fix)
+            return Finding("port", f"{host} port {port}: {error.strerror}", fix)
         taken = probe.getsockname()[1]
     words = f"{host} port {port} can be listened on" if port else f"{host}: any port (tried {taken})"
     reach = "; reachable from this machine only" if is_local(host) else ""
-    return Finding(name="port", ok=True, found=words + reach)
+    return Finding("port", words + reach)
 
 
 def is_local(host: str) -> bool:
-    """Whether who listens there can be dialled from this machine only."""
+    """Whether only this machine can dial a program that listens there."""
     return host in ("127.0.0.1", "::1", "localhost")
 
 
@@ -159,11 +149,10 @@ def check_p2pd(host: str, port: int, probe: Callable[[str, int], tuple[bool, str
         try:
             from peers.net.p2pd import probe_p2pd as probe
         except (ImportError, OSError) as error:
-            fix = "remove .venv; run scripts/demo again"
-            return Finding(name="p2pd", ok=False, found=f"does not import: {error}", fix=fix)
+            return Finding("p2pd", f"does not import: {error}", REINSTALL)
     ok, words = probe(host, port)
-    fix = "remove .venv; run scripts/demo again; it needs Linux on x86-64 and a writable /tmp"
-    return Finding(name="p2pd", ok=ok, found=words, fix="" if ok else fix)
+    fix = f"{REINSTALL}; it needs Linux on x86-64 and a writable /tmp"
+    return Finding("p2pd", words, "" if ok else fix)
 
 
 def check_reach(options: CheckOptions) -> Finding:
@@ -177,20 +166,20 @@ def check_reach(options: CheckOptions) -> Finding:
 
     if not options.join:
         words = "not tried: give --join ADDRESS of a peer of the run, which dials back"
-        return Finding(name="reach", ok=True, found=words)
+        return Finding("reach", words)
     daemon = DaemonOptions(host=options.host, port=options.port)
     try:
         found = asyncio.run(find_reach(daemon, options.join))
         relayed = found.kind == "closed" and asyncio.run(some_relay_takes_us(daemon, found.relays))
     except (SetupError, ControlError) as error:
-        return Finding(name="reach", ok=False, found=error.text, fix="see that p2pd can start and listen")
+        return Finding("reach", error.text, "see that p2pd can start and listen")
     if found.kind == "open" or relayed:
-        return Finding(name="reach", ok=True, found=in_words(found))
+        return Finding("reach", in_words(found))
     if found.kind == "unknown":
         fix = "check that the peer at --join runs, and that its address is the one that it printed"
-        return Finding(name="reach", ok=False, found=in_words(found), fix=fix)
+        return Finding("reach", in_words(found), fix)
     words = f"nobody can dial this machine ({found.why}), and no peer that was found relays for it"
-    return Finding(name="reach", ok=False, found=words, fix=what_to_do(found))
+    return Finding("reach", words, what_to_do(found))
 
 
 def check_clock(
@@ -208,14 +197,12 @@ def check_clock(
     sleep(CLOCK_SAMPLE_S)
     drift = (wall() - first_wall) - (monotonic() - first)
     words = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(first_wall))
-    fix = "set it: timedatectl set-ntp true (or ask whoever runs this machine)"
+    fix = "set it: timedatectl set-ntp true (or ask the administrator of this machine)"
     if first_wall < RELEASED:
-        return Finding(name="clock", ok=False, found=f"{words} is in the past", fix=fix)
+        return Finding("clock", f"{words} is in the past", fix)
     if abs(drift) > CLOCK_DRIFT_S:
-        return Finding(
-            name="clock", ok=False, found=f"{words}, jumped by {drift:+.2f} s while watched", fix=fix
-        )
-    return Finding(name="clock", ok=True, found=f"{words}, runs evenly")
+        return Finding("clock", f"{words}, jumped by {drift:+.2f} s while watched", fix)
+    return Finding("clock", f"{words}, runs evenly")
 
 
 def gb(size: int) -> str:
@@ -236,7 +223,7 @@ def check_all(options: CheckOptions) -> list[Finding]:
             findings.append(check_reach(options))
         elif findings[-1].ok and options.join:
             words = f"not tried: give --host 0.0.0.0, since {options.host} is seen by this machine only"
-            findings.append(Finding(name="reach", ok=True, found=words))
+            findings.append(Finding("reach", words))
     findings.append(check_clock())
     return findings
 
@@ -258,7 +245,8 @@ def to_text(findings: Sequence[Finding]) -> str:
 def to_json(findings: Sequence[Finding]) -> str:
     """One object."""
     ok = all(finding.ok for finding in findings)
-    return msgspec.json.encode({"ok": ok, "checks": [asdict(finding) for finding in findings]}).decode()
+    checks = [{"name": f.name, "ok": f.ok, "found": f.found, "fix": f.fix} for f in findings]
+    return msgspec.json.encode({"ok": ok, "checks": checks}).decode()
 
 
 async def run_check(options: CheckOptions) -> bool:

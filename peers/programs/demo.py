@@ -36,8 +36,8 @@ from peers.events import (
     Undone,
     count,
 )
-from peers.options import DemoOptions
 from peers.programs.processes import Child, stop_all
+from peers.programs.tool_options import DemoOptions
 from peers.storage import RESULTS_ENV
 from peers.waiting import happens
 from peers.watch.display import Display
@@ -182,7 +182,7 @@ class Demo:
         self._ids: dict[Child, PeerId] = {}
         self._expected_dead: set[PeerId] = set()
         self._started: dict[str, Started] = {}
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._failure = ""
         self._replacing = False
         self.tally = Tally()
@@ -244,7 +244,7 @@ class Demo:
             )
         elif not isinstance(event, (Stepped, JoinLine, StopNow, Note)):
             self._display(event)
-        self._news.set()
+        self._changed.set()
 
     async def _until(self, condition, limit_s: float, why: str) -> None:  # type: ignore[no-untyped-def]
         """Wait until `condition()`; a child that ends unasked ends the demo."""
@@ -259,8 +259,8 @@ class Demo:
             left_s = end - time.monotonic()
             if left_s <= 0:
                 raise SetupError(f"{why} within {limit_s:.0f} s; the machine may be too busy")
-            await happens(self._news, min(left_s, 1.0))
-            self._news.clear()
+            await happens(self._changed, min(left_s, 1.0))
+            self._changed.clear()
 
     async def _until_step(self, step: int) -> None:
         while self.tally.steps < step:

@@ -1,4 +1,4 @@
-"""`swarm eval`: how well trained weights know a text. Needs no network and no other peer."""
+"""`swarm eval` and `swarm generate`: what trained weights know of a text. No network is needed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from peers.options import EvalOptions
+from peers.device import choose_device, usable_cores
+from peers.programs.tool_options import EvalOptions, GenerateOptions
 from peers.progress import Bar
-from peers.storage.dataset import Dataset, Tokenizer
+from peers.storage.dataset import Dataset, Tokenizer, open_tokenizer
 from peers.storage.samples import Samples, open_data
 from peers.storage.weights import Weights, load_weights
 from swarm.errors import SetupError
 from swarm.manifest import Run
 from swarm.model.evaluate import loss_of
+from swarm.model.generate import generate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +43,20 @@ class Evaluation:
     seconds: float
 
 
+def run_generate(options: GenerateOptions) -> None:
+    """Print the prompt and its continuation."""
+    device = choose_device(options.device)
+    model = load_weights(options)
+    tokenizer = open_tokenizer(model.run, options.tokenizer)
+    prompt = tokenizer.encode(options.prompt)
+    more = generate(
+        model.run, model.by_name, prompt, options.tokens, options.temperature, options.seed, device
+    )
+    print(options.prompt + tokenizer.decode(more))
+
+
 def run_eval(options: EvalOptions) -> None:
     """Evaluate and print."""
-    from peers.device import choose_device, usable_cores
-
     device = choose_device(options.device)
     model = load_weights(options)
     text = open_text(model.run, options.data, options.tokenizer)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from peers.options import ExportOptions
+from peers.programs.tool_options import ExportOptions
 from peers.progress import Bar
 from peers.storage import model_file, results_folder
 from peers.storage.model_file import ModelConfig

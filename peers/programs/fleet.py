@@ -1,8 +1,8 @@
 """`swarm peer --device all`: one peer for each device, one Ctrl-C for all.
 
-Each peer is a process of its own, with a key of its own: a device that fails, or a driver that hangs, takes
-no other one along. One that dies is started again, after a wait that grows, as the same peer: volunteers
-leave their machines alone for days. One that says that its owner has to change something is not.
+Each peer is a process of its own, with a key of its own: a device that fails, or a driver that hangs, stops
+no other peer. One that dies is started again, after a wait that grows, as the same peer: volunteers leave
+their machines alone for days. One whose owner has to change something is not started again.
 """
 
 from __future__ import annotations
@@ -15,37 +15,27 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
 from peers.events import Emit, Note, Trouble
-from peers.options import MIN_UPLOAD_BPS
+from peers.options import MIN_UPLOAD_BPS, Listen, PeerOptions
 from peers.waiting import happens
 from swarm.errors import SetupError
 
 RESTART_S = 5.0
 LONGEST_WAIT_S = 300.0
 DID_WELL_S = 600.0
-"""Who ran so long is started again after the shortest wait."""
+"""A peer that ran so long is started again after the shortest wait."""
 MAX_LINE = 1 << 20
 OWN_EXITS = (0, 2, 3)
 """Exit codes of a peer that is not to be started again: done, or its owner has to change something."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetOptions:
-    """What differs between the peers; `words` are the arguments that they share."""
-
-    device: str
-    words: tuple[str, ...] = ()
-    identity: Path | None = None
-    """A folder, with a key file for each device."""
-    port: int = 0
-    announce: tuple[str, ...] = ()
-    metrics: tuple[str, int] | None = None
-    max_upload: float | None = None
+OWN_OPTIONS = frozenset(
+    {"--device", "--identity", "--port", "--announce", "--metrics", "--max-upload", "--die-with-parent"}
+)
+"""Those in which the peers differ."""
 
 
 def names_of(device: str) -> list[str]:
@@ -64,8 +54,24 @@ def names_of(device: str) -> list[str]:
     return [f"cuda:{number}" for number in range(count)]
 
 
-def arguments(options: FleetOptions, names: Sequence[str]) -> dict[str, list[str]]:
+def shared(words: Sequence[str]) -> list[str]:
+    """The arguments of a command line without those of `OWN_OPTIONS`, and their values."""
+    left: list[str] = []
+    skips = False
+    for word in words:
+        if not skips and word.partition("=")[0] not in OWN_OPTIONS:
+            left.append(word)
+        skips = not skips and word in OWN_OPTIONS
+    return left
+
+
+def arguments(
+    options: PeerOptions, names: Sequence[str], words: Sequence[str] = (), metrics: Listen | None = None
+) -> dict[str, list[str]]:
     """Label -> the arguments of each peer. Ports count up from the one that is given.
+
+    Args:
+        words: arguments that all have.
 
     Raises:
         SetupError: they cannot be told apart, or their shares of --max-upload are too small.
@@ -84,31 +90,34 @@ def arguments(options: FleetOptions, names: Sequence[str]) -> dict[str, list[str
     for number, name in enumerate(names):
         label = name if not seen[name] else f"{name}#{seen[name] + 1}"
         seen[name] += 1
-        words = [*options.words, "--device", name]
+        own = [*words, "--device", name]
         if options.identity is not None:
-            words += ["--identity", str(options.identity / f"{label.replace(':', '-')}.key")]
+            own += ["--identity", str(options.identity / f"{label.replace(':', '-')}.key")]
         if options.port:
-            words += ["--port", str(options.port + number)]
+            own += ["--port", str(options.port + number)]
         for address in options.announce:
             host, colon, port = address.rpartition(":")
             if address.startswith("/") or not colon or not port.isdigit():
                 text = f"--announce {address}: with several devices take HOST:PORT, that of the first one"
                 raise SetupError(text)
-            words += ["--announce", f"{host}:{int(port) + number}"]
-        if options.metrics is not None:
-            host, at = options.metrics
-            words += ["--metrics", f"[{host}]:{at + number}" if ":" in host else f"{host}:{at + number}"]
+            own += ["--announce", f"{host}:{int(port) + number}"]
+        if metrics is not None:
+            host, at = metrics
+            own += ["--metrics", f"{f'[{host}]' if ':' in host else host}:{at + number}"]
         if options.max_upload is not None:
-            words += ["--max-upload", f"{options.max_upload / len(names) / 1e3:.0f}kbit"]
-        found[label] = words
+            own += ["--max-upload", f"{options.max_upload / len(names) / 1e3:.0f}kbit"]
+        found[label] = own
     return found
 
 
 class Fleet:
     """Starts the peers, passes on what they say, and ends when all have ended."""
 
-    def __init__(self, options: FleetOptions, *, emit: Emit) -> None:
-        self._options, self._emit = options, emit
+    def __init__(
+        self, options: PeerOptions, words: Sequence[str] = (), metrics: Listen | None = None, *, emit: Emit
+    ) -> None:
+        """`words`: the whole command line after `swarm peer`."""
+        self._options, self._words, self._metrics, self._emit = options, shared(words), metrics, emit
         self._leaving = asyncio.Event()
         self._running: dict[str, asyncio.subprocess.Process] = {}
 
@@ -118,7 +127,7 @@ class Fleet:
         names = await asyncio.to_thread(names_of, options.device)
         if options.identity is not None:
             options.identity.mkdir(mode=0o700, parents=True, exist_ok=True)
-        peers = arguments(options, names)
+        peers = arguments(options, names, self._words, self._metrics)
         tasks = [asyncio.create_task(self._keep(label, words)) for label, words in peers.items()]
         try:
             return max(await asyncio.gather(*tasks))

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from peers.options import GraphOptions
 from peers.programs.plotting import load_pyplot, save
+from peers.programs.tool_options import GraphOptions
 from swarm.errors import SetupError
 from swarm.manifest import Run, load_run
 from swarm.model.gpt import GptStage, replace_parameters, weights_dtype

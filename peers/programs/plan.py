@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from peers.options import PlanOptions, StatusOptions
 from peers.programs.descriptions import job_of, load_devices
-from peers.programs.status import look
+from peers.programs.status import observe
+from peers.programs.tool_options import PlanOptions, StatusOptions
 from swarm.codecs import parse_codec
 from swarm.errors import SetupError
 from swarm.ids import Stage
@@ -75,7 +75,7 @@ async def run_plan(options: PlanOptions) -> None:
             run=options.run, join=options.join, host=options.host, port=options.port,
             announce=options.announce,
         )  # fmt: skip
-        run, seen = await look(asked)
+        run, seen = await observe(asked)
         answer, network, job = plan_view(run, seen, seed=options.seed, budget_s=options.budget)
     else:
         run, network = _described(options)

@@ -1,4 +1,4 @@
-"""The programs: bootstrap, peer, train. Each puts a loop on a node; the loops themselves know ports only."""
+"""The roles' programs: bootstrap, peer, train, keeper. Each puts a loop that knows only ports on a node."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar
 
 from peers.events import Emit, JoinLine, Note, Started, Trouble
 from peers.net.nat import settled
 from peers.net.node import Node
 from peers.net.p2pd import Daemon, DaemonOptions
-from peers.options import BootstrapOptions, NetworkOptions, PeerOptions, TrainOptions
+from peers.options import BootstrapOptions, KeeperOptions, NetworkOptions, PeerOptions, TrainOptions
 from peers.owner.commands import Owner
-from peers.owner.control_socket import Said, heard
+from peers.owner.control_socket import PeerAnswer, obeying
 from peers.programs.stage_choice import choose_stage
 from peers.storage import results_folder
 from swarm.errors import SetupError, SwarmError
@@ -27,27 +27,20 @@ from swarm.manifest import Run, check_id, load_run, parse_run
 if TYPE_CHECKING:  # torch is imported while p2pd starts
     from peers.stage.server import StagePeer
     from peers.trainer import Trainer
+    from peers.transfer.keeper import CheckpointKeeper
     from peers.transfer.server import Snapshot
     from swarm.model.stage import StageCompute
 
-
-async def daemon_options(
-    options: NetworkOptions, join: Sequence[str], emit: Emit, *, needed: bool = True
-) -> DaemonOptions:
-    """How p2pd is started, once it is known whether others can dial us. `needed`: they have to."""
-    wanted = DaemonOptions(
-        host=options.host, port=options.port, announce=options.announce, be_relay=not options.no_relay
-    )
-    settled_options, words = await settled(wanted, join, options.reach, needed=needed)
-    if words:
-        emit(Note(text=words))
-    return settled_options
+OptionsT = TypeVar("OptionsT", bound=NetworkOptions)
+RoleName: TypeAlias = Literal["bootstrap", "peer", "train", "keeper"]
 
 
-class Networked:
+class Networked(Generic[OptionsT]):
     """A program with a node."""
 
-    _node: Node | None = None
+    def __init__(self, options: OptionsT, *, emit: Emit) -> None:
+        self.options, self._emit = options, emit
+        self._node: Node | None = None
 
     async def connected(self) -> int:
         """How many peers p2pd is connected to.
@@ -59,21 +52,52 @@ class Networked:
             raise SwarmError("not in the network yet")
         return await self._node.peer_count()
 
+    async def _daemon_options(self, join: Sequence[str], *, dialled: bool = True) -> DaemonOptions:
+        """How p2pd is started, once it is known whether others can dial this machine (`dialled`: must)."""
+        options = self.options
+        wanted = DaemonOptions(
+            host=options.host, port=options.port, announce=options.announce, be_relay=not options.no_relay
+        )
+        found, words = await settled(wanted, join, options.reach, needed=dialled)
+        if words:
+            self._emit(Note(text=words))
+        return found
 
-def to_hand_out(addresses: Sequence[str]) -> str:
+    @contextlib.asynccontextmanager
+    async def _joined(
+        self, role: RoleName, run_id: str, join: Sequence[str], prepare: Callable[[], object]
+    ) -> AsyncIterator[tuple[Node, Run]]:
+        """The node in the network, and the run's manifest.
+
+        `prepare` imports torch while p2pd starts: both take time, and they use different processes.
+        """
+        options = await self._daemon_options(join, dialled=role != "train")
+        daemon = Daemon.spawn(options, identity_path=self.options.identity)
+        try:
+            prepare()
+        except BaseException:
+            daemon.close_now()
+            raise
+        async with Node(daemon=daemon, join=join, run_id=run_id) as node:
+            self._node = node
+            self._emit(started(role, node, run_id))
+            yield node, await manifest(node, run_id)
+
+
+def address_for_others(addresses: Sequence[str]) -> str:
     """The first address that another machine can dial, or else one of this machine only."""
     return next((a for a in addresses if not a.startswith(("/ip4/127.", "/ip6/::1/"))), addresses[0])
 
 
-class Bootstrap(Networked):
+class Bootstrap(Networked[BootstrapOptions]):
     """DHT entry point: publishes the manifest and keeps it published."""
 
     def __init__(self, options: BootstrapOptions, *, emit: Emit) -> None:
-        self._options, self._emit = options, emit
+        super().__init__(options, emit=emit)
         self._leaving = asyncio.Event()
 
     async def run(self) -> None:
-        options = self._options
+        options = self.options
         run = parse_run(sys.stdin.read()) if str(options.manifest) == "-" else load_run(options.manifest)
         if not run.pinned:
             from peers.programs.manifest_pinning import pinned
@@ -81,7 +105,7 @@ class Bootstrap(Networked):
 
             run = pinned(run, open_data(run, options.data, options.tokenizer))
         async with Node(
-            options=await daemon_options(options, options.join, self._emit),
+            options=await self._daemon_options(options.join),
             identity_path=options.identity,
             join=options.join,
             run_id=run.id,
@@ -89,7 +113,7 @@ class Bootstrap(Networked):
             await node.directory.publish_manifest(run.to_toml())
             self._node = node
             self._emit(started("bootstrap", node, run.id))
-            words = ["--run", run.id, "--join", to_hand_out(node.addresses)]
+            words = ["--run", run.id, "--join", address_for_others(node.addresses)]
             if options.join_file is not None:
                 write_join_file(options.join_file, words)
             self._emit(JoinLine(line=f"swarm peer {' '.join(words)}"))
@@ -100,7 +124,7 @@ class Bootstrap(Networked):
 
 
 def write_join_file(path: Path, words: Sequence[str]) -> None:
-    """Whole or not at all: others wait for it to be there.
+    """Write it whole or not at all: others wait for it to be there.
 
     Raises:
         SetupError: it cannot be written.
@@ -113,8 +137,8 @@ def write_join_file(path: Path, words: Sequence[str]) -> None:
         raise SetupError(f"--join-file {path} cannot be written: {error.strerror}") from None
 
 
-def started(role: Literal["bootstrap", "peer", "train", "keeper"], node: Node, run_id: str) -> Started:
-    """What a program says when it can be reached."""
+def started(role: RoleName, node: Node, run_id: str) -> Started:
+    """The event of a program that can be reached."""
     return Started(role=role, peer=node.peer_id, addresses=node.addresses, run=run_id, pid=os.getpid())
 
 
@@ -122,7 +146,7 @@ async def manifest(node: Node, run_id: str) -> Run:
     """The manifest that `run_id` is the hash of, from the DHT.
 
     Raises:
-        SetupError: it is not acceptable, or leaves open what its model is: nobody could see a difference.
+        SetupError: it is not acceptable, or leaves open what its model is: no peer could see a difference.
     """
     run = check_id(await node.directory.fetch_manifest(run_id), run_id)
     if run.brings_model and not run.pinned:
@@ -132,58 +156,54 @@ async def manifest(node: Node, run_id: str) -> Run:
     return run
 
 
-class Peer(Networked):
+class Peer(Networked[PeerOptions]):
     """Serves a stage on this machine's device."""
 
     def __init__(self, options: PeerOptions, *, emit: Emit) -> None:
-        self._options, self._emit = options, emit
+        super().__init__(options, emit=emit)
         self.owner = Owner()
 
     async def run(self) -> None:
-        options = self._options
-        # p2pd starts while torch is imported: both take time, and they use different processes.
-        daemon = Daemon.spawn(
-            await daemon_options(options, options.join, self._emit), identity_path=options.identity
-        )
-        try:
+        options = self.options
+        device = ""
+
+        def prepare() -> None:
+            nonlocal device
             import torch
 
-            from peers import device
+            from peers.device import choose_device
 
-            name = device.choose_device(options.device)
+            device = choose_device(options.device)
             torch.set_num_threads(1)  # cores are for several microbatches at once
-        except BaseException:
-            daemon.close_now()
-            raise
-        async with Node(daemon=daemon, join=options.join, run_id=options.run) as node:
-            self._node = node
+
+        async with contextlib.AsyncExitStack() as stack:
+            joined = self._joined("peer", options.run, options.join, prepare)
+            node, run = await stack.enter_async_context(joined)
             if options.max_upload is not None:
                 node.transport.limit_upload(options.max_upload)
-            self._emit(started("peer", node, options.run))
-            run = await manifest(node, options.run)
-            async with contextlib.AsyncExitStack() as stack:
-                await self._hear_the_owner(stack, node, name)
-                if options.pause_when_busy:
-                    self._watch_the_device(stack, name)
-                stage = await self._choose_stage(node, run)
-                await self._serve(node, run, stage, name)
+            if options.stage != "auto" and options.stage >= run.S:
+                raise SetupError(f"--stage {options.stage}: run {run.name!r} has stages 0 to {run.S - 1}")
+            await self._obey_the_owner(stack, node, device)
+            if options.pause_when_busy:
+                self._watch_the_device(stack, device)
+            await self._serve(node, run, await self._choose_stage(node, run), device)
 
     async def leave(self) -> None:
         self.owner.leave()
 
-    async def _hear_the_owner(self, stack: contextlib.AsyncExitStack, node: Node, device: str) -> None:
+    async def _obey_the_owner(self, stack: contextlib.AsyncExitStack, node: Node, device: str) -> None:
         """A peer that cannot be paused works all the same."""
-        owner, identity = self.owner, self._options.identity
+        owner, identity = self.owner, self.options.identity
         path = "" if identity is None else str(identity.absolute())
 
-        def said() -> Said:
-            return Said(
+        def about() -> PeerAnswer:
+            return PeerAnswer(
                 pid=os.getpid(), peer=node.peer_id, device=device, identity=path, doing=owner.doing,
                 words=owner.words,
             )  # fmt: skip
 
         try:
-            await stack.enter_async_context(heard(owner, said))
+            await stack.enter_async_context(obeying(owner, about))
         except SetupError as error:
             self._emit(Trouble(text=f"swarm pause will not reach this peer: {error.text}"))
 
@@ -196,11 +216,8 @@ class Peer(Networked):
         stack.callback(watching.cancel)
 
     async def _choose_stage(self, node: Node, run: Run) -> Stage:
-        wish = self._options.stage
-        if wish != "auto":
-            if wish >= run.S:
-                raise SetupError(f"--stage {wish}: run {run.name!r} has stages 0 to {run.S - 1}")
-            return wish
+        if self.options.stage != "auto":
+            return self.options.stage
         stage = await choose_stage(node.peer_id, run, node.directory, node.addresses)
         self._emit(Note(text=f"stage {stage} is taken: it is among the slowest"))
         return stage
@@ -217,7 +234,7 @@ class Peer(Networked):
         from peers.owner.memory_limit import needs_of
         from swarm.model.stage import StageCompute
 
-        options = self._options
+        options = self.options
         needs_of(run, stage).check(options.max_vram)
         limit_memory(device, options.max_vram)
         try:
@@ -231,7 +248,7 @@ class Peer(Networked):
         from peers.device import free_bytes
         from peers.owner.memory_limit import needs_of
 
-        options = self._options
+        options = self.options
         if options.max_inflight != "auto" and options.max_vram is None:
             return options.max_inflight
         needs = needs_of(run, compute.stage, microbatch=compute.saved_bytes())
@@ -246,14 +263,14 @@ class Peer(Networked):
 
         if device != "cpu":
             return 1
-        by_cores = (self._options.threads or usable_cores()) // run.batch.microbatch_threads
-        return max(1, min(by_cores, needs_of(run, stage).workers(free_bytes(device), self._options.max_vram)))
+        by_cores = (self.options.threads or usable_cores()) // run.batch.microbatch_threads
+        return max(1, min(by_cores, needs_of(run, stage).workers(free_bytes(device), self.options.max_vram)))
 
     def _fits_anywhere(self, run: Run) -> bool:
         """Whether it may be sent to any stage: one that did not fit there would be lost to the run."""
         from peers.owner.memory_limit import needs_of
 
-        most = self._options.max_vram
+        most = self.options.max_vram
         return most is None or all(needs_of(run, stage).least <= most for stage in range(run.S))
 
     async def _serve(self, node: Node, run: Run, stage: Stage, device: str) -> None:
@@ -261,7 +278,7 @@ class Peer(Networked):
         from peers.stage import pause as paused
         from peers.stage.server import Checkpoints, StagePeer, StageSettings
 
-        options, owner, emit = self._options, self.owner, self._emit
+        options, owner, emit = self.options, self.owner, self._emit
         checkpoints = None
         if options.checkpoint_dir is not None:
             checkpoints = Checkpoints(folder=options.checkpoint_dir, keep=options.keep)
@@ -291,27 +308,33 @@ class Peer(Networked):
         await paused.serve(stage, owner, build, hold, device=device, emit=emit)
 
 
-class Train(Networked):
+class _Looping(Networked[OptionsT]):
+    """A program whose loop can be told to leave, perhaps before it has begun."""
+
+    _left = False
+    loop: Trainer | CheckpointKeeper | None = None
+
+    async def _run(self, loop: Trainer | CheckpointKeeper) -> None:
+        self.loop = loop
+        if self._left:
+            loop.leave()
+        await loop.run()
+
+    async def leave(self) -> None:
+        self._left = True
+        if self.loop is not None:
+            self.loop.leave()
+
+
+class Train(_Looping[TrainOptions]):
     """Feeds microbatches to a run."""
 
-    def __init__(self, options: TrainOptions, *, emit: Emit) -> None:
-        self._options, self._emit = options, emit
-        self.trainer: Trainer | None = None
-        self._left = asyncio.Event()
-
     async def run(self) -> None:
-        options = self._options
-        daemon = Daemon.spawn(
-            await daemon_options(options, options.join, self._emit, needed=False),
-            identity_path=options.identity,
-        )
-        async with Node(daemon=daemon, join=options.join, run_id=options.run) as node:
+        options = self.options
+        async with self._joined("train", options.run, options.join, lambda: None) as (node, run):
             from peers.storage.samples import open_data
             from peers.trainer import Trainer, TrainerSettings
 
-            self._node = node
-            self._emit(started("train", node, options.run))
-            run = await manifest(node, options.run)
             batches = await asyncio.to_thread(open_data, run, options.data, options.tokenizer)
             if run.brings_model:
                 from swarm.model.custom import custom_model
@@ -319,12 +342,36 @@ class Train(Networked):
                 await asyncio.to_thread(custom_model, run)  # seconds, once
             window = None if options.window == "auto" else options.window
             settings = TrainerSettings(window=window, steps=options.steps)
-            self.trainer = Trainer(run, batches, node.transport, node.directory, settings, self._emit)
-            if self._left.is_set():
-                self.trainer.leave()
-            await self.trainer.run()
+            await self._run(Trainer(run, batches, node.transport, node.directory, settings, self._emit))
 
-    async def leave(self) -> None:
-        self._left.set()
-        if self.trainer is not None:
-            self.trainer.leave()
+
+class Keeper(_Looping[KeeperOptions]):
+    """Keeps checkpoints on this machine's disk, and gives them to newcomers."""
+
+    async def run(self) -> None:
+        options = self.options
+
+        def prepare() -> None:
+            pass
+
+        async with self._joined("keeper", options.run, options.join, prepare) as (node, run):
+            from peers.transfer.keeper import CheckpointKeeper, KeepingSettings
+
+            settings = KeepingSettings(
+                folder=options.dir, keep=options.keep, stages=kept_stages(run, options.stages),
+                addresses=node.addresses, joined_at=time.time(),
+            )  # fmt: skip
+            keeping = CheckpointKeeper(run, node.transport, node.directory, settings, self._emit)
+            node.transport.on_gone = keeping.peer_gone
+            await self._run(keeping)
+
+
+def kept_stages(run: Run, chosen: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    """The stages to keep, ascending; all if none is chosen.
+
+    Raises:
+        SetupError: the run has no such stage.
+    """
+    if wrong := [stage for stage in chosen if stage >= run.S]:
+        raise SetupError(f"--stages {wrong[0]}: run {run.name!r} has stages 0 to {run.S - 1}")
+    return tuple(sorted(set(chosen))) or tuple(range(run.S))

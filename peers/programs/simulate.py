@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from peers.options import SimulateOptions
 from peers.programs.descriptions import job_of, load_devices, read_text
 from peers.programs.plotting import load_pyplot, save
+from peers.programs.tool_options import SimulateOptions
 from swarm.manifest import Run, load_run
 from swarm.plan.network import Network, check_fit
 from swarm.plan.overlapped import Overlap

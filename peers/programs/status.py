@@ -1,7 +1,7 @@
 """`swarm status`: the peers of each stage and the progress of the run, by records and the peers' own words.
 
-One look, at everybody at once, at the model that the dashboard shows (`swarm.monitoring.health`). `table` and
-`to_json` are pure renderings of it; `run_status` puts the question on a network.
+One observation of all peers at once, in the dashboard's model (`swarm.monitoring.health`). `table` and
+`to_json` are pure renderings of it; `run_status` asks over a network.
 """
 
 from __future__ import annotations
@@ -18,21 +18,17 @@ from rich.table import Table
 from rich.text import Text
 
 from peers.events import count
-from peers.options import StatusOptions
 from peers.ports import Directory, Transport
-from peers.status_query import ask_one
+from peers.programs.tool_options import StatusOptions
 from peers.watch.display import clock
-from swarm.errors import SwarmError, short
-from swarm.ids import PeerId, Stage
+from peers.watch.monitor import ASK_S, ask_or_why
+from swarm.errors import short
 from swarm.manifest import Run, check_id
 from swarm.monitoring import validation
 from swarm.monitoring.aggregator import Aggregator
 from swarm.monitoring.health import Observation, SwarmHealth
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import PeerStatus
-
-ASK_S = 4.0
-"""Longer than the silence limit of a connection, so that a hung peer is named as such."""
 
 
 async def ask(
@@ -45,11 +41,12 @@ async def ask(
     directory: Directory | None = None,
 ) -> Observation:
     """The run by its records and, if there is a transport, by each peer's own answer; all asked at once."""
-    there = tuple(validation.tidy(r) for r in sorted(records, key=_place) if r.state != "left")
+    ordered = sorted(records, key=lambda record: (record.stage, record.peer))
+    there = tuple(validation.tidy(record) for record in ordered if record.state != "left")
     answers: list[PeerStatus | str | None] = []
     if transport is not None:
         answers = await asyncio.gather(
-            *(_ask_or_why(run, transport, record, ask_s, directory) for record in there)
+            *(ask_or_why(run, transport, r, deadline_s=ask_s, directory=directory) for r in there)
         )
     return Observation(
         at=now,
@@ -59,24 +56,11 @@ async def ask(
     )
 
 
-def _place(record: PeerRecord) -> tuple[Stage, PeerId]:
-    return record.stage, record.peer
-
-
-async def _ask_or_why(
-    run: Run, transport: Transport, record: PeerRecord, ask_s: float, directory: Directory | None
-) -> PeerStatus | str | None:
-    try:
-        return await ask_one(run, transport, record, deadline_s=ask_s, directory=directory)
-    except SwarmError as error:
-        return validation.clean(error.text.removeprefix(f"peer {short(record.peer)}: "))
-
-
-def picture(run: Run, look: Observation) -> SwarmHealth:
-    """The run's health by one look."""
+def picture(run: Run, observation: Observation) -> SwarmHealth:
+    """The run's health by one observation."""
     aggregator = Aggregator(run)
-    aggregator.observe(look)
-    return aggregator.health(now=look.at)
+    aggregator.observe(observation)
+    return aggregator.health(now=observation.at)
 
 
 def table(health: SwarmHealth) -> RenderableType:
@@ -125,11 +109,11 @@ def to_json(health: SwarmHealth) -> str:
     return msgspec.json.encode(health).decode()
 
 
-async def look(options: StatusOptions) -> tuple[Run, Observation]:
+async def observe(options: StatusOptions) -> tuple[Run, Observation]:
     """Join the network, ask, and leave it.
 
     Raises:
-        SetupError: no route to any of `join`, or nobody knows that run.
+        SetupError: no route to any of `join`, or no peer knows that run.
     """
     from peers.net.node import Node
     from peers.net.p2pd import DaemonOptions
@@ -143,8 +127,8 @@ async def look(options: StatusOptions) -> tuple[Run, Observation]:
 
 
 async def run_status(options: StatusOptions) -> None:
-    """Look and print."""
-    health = picture(*await look(options))
+    """Observe and print."""
+    health = picture(*await observe(options))
     if options.json:
         print(to_json(health))
     else:

@@ -1,4 +1,4 @@
-"""`swarm dashboard`: looks at a run, or at a recorded history, and shows it on the faces asked for."""
+"""`swarm dashboard`: shows a run, or a recorded history, on the faces asked for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import TypeAlias
 
-from peers.options import DashboardOptions
+from peers.programs.tool_options import DashboardOptions
 from peers.watch import history
 from peers.watch.terminal import Screen
 from swarm.errors import SetupError
@@ -21,7 +21,7 @@ Listen: TypeAlias = tuple[str, int]
 """Host and port."""
 
 MAX_WAIT_S = 10.0
-"""Between two looks of a replay: a night in which nobody recorded is not sat through."""
+"""Between two observations of a replay: a night without a recording is not sat through."""
 
 
 class Board:
@@ -29,14 +29,14 @@ class Board:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._observer = Aggregator(run)
-        self.health = self._observer.health(now=time.time())
+        self._aggregator = Aggregator(run)
+        self.health = self._aggregator.health(now=time.time())
         self.faces: list[Callable[[SwarmHealth], None]] = []
 
-    def take(self, look: Observation) -> None:
-        """Add a look, and show what is known now."""
-        self._observer.observe(look)
-        self.health = self._observer.health(now=look.at)
+    def take(self, observation: Observation) -> None:
+        """Add an observation, and show what is known now."""
+        self._aggregator.observe(observation)
+        self.health = self._aggregator.health(now=observation.at)
         for face in self.faces:
             face(self.health)
 
@@ -74,10 +74,10 @@ async def _watch(options: DashboardOptions, run_id: str) -> None:
                 history.Recorder(options.record, board.run, most_bytes=options.record_max_bytes)
             )
 
-        def take(look: Observation) -> None:
+        def take(observation: Observation) -> None:
             if record is not None:
-                record(look)
-            board.take(look)
+                record(observation)
+            board.take(observation)
 
         async with _faces(options, board):
             await Monitor(
@@ -87,19 +87,19 @@ async def _watch(options: DashboardOptions, run_id: str) -> None:
 
 async def _replay(options: DashboardOptions) -> None:
     assert options.replay is not None
-    run, looks = history.read(options.replay)
+    run, observations = history.read(options.replay)
     board = Board(run)
     async with _faces(options, board) as stays:
         before: float | None = None
-        for look in looks:
+        for observation in observations:
             if before is not None:
-                await asyncio.sleep(min(max(0.0, look.at - before) / options.speed, MAX_WAIT_S))
-            before = look.at
-            board.take(look)
+                await asyncio.sleep(min(max(0.0, observation.at - before) / options.speed, MAX_WAIT_S))
+            before = observation.at
+            board.take(observation)
         if before is None:
-            raise SetupError(f"{options.replay} holds nothing yet but its run: no look at it was recorded")
+            raise SetupError(f"{options.replay} holds nothing yet but its run: no observation was recorded")
         if stays:
-            await asyncio.Event().wait()  # the last picture stays until somebody stops us
+            await asyncio.Event().wait()  # the last picture stays until we are stopped
 
 
 @contextlib.asynccontextmanager

@@ -1,6 +1,6 @@
-"""Looks on disk, a line of JSON each, to be played again: what was recorded gives the same pictures.
+"""Observations on disk, a line of JSON each, to be played again: the same pictures come of them.
 
-The first line is `{"manifest": …, "format": 1}`, the terms of the run; every other one a `Observation`. A
+The first line is `{"manifest": …, "format": 1}`, the terms of the run; every other one an `Observation`. A
 full file becomes `FILE.1`, in the place of an older one, and a new file begins with who is there: either can
 be played.
 """
@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from peers.options import HISTORY_BYTES
+from peers.programs.tool_options import HISTORY_BYTES
 from swarm.errors import Refused, SetupError
 from swarm.ids import PeerId
 from swarm.manifest import Run, parse_run
@@ -27,7 +27,7 @@ from swarm.monitoring.health import Observation
 from swarm.records import PeerRecord
 
 MAX_LINE_BYTES = 64 << 20
-"""A look at everybody at once, of 10 000 peers with 64 links each."""
+"""An observation of 10 000 peers with 64 links each."""
 MAX_BYTES = HISTORY_BYTES
 """Of a file: three days of six peers (3.6 kB/s, measured), ten hours of 500 (30 kB/s, reckoned)."""
 
@@ -42,7 +42,7 @@ class _Head(msgspec.Struct):
 
 
 class Recorder:
-    """Appends looks to a file. Use with `with`."""
+    """Appends observations to a file. Use with `with`."""
 
     def __init__(self, path: Path, run: Run, *, most_bytes: int = MAX_BYTES) -> None:
         """A file that is there already is continued, if it is of the same run. `most_bytes`: of one file.
@@ -126,7 +126,7 @@ class Recorder:
 
 
 def _mine(path: Path) -> BinaryIO:
-    """The file to append to, locked while it is open: two who write would tear each other's lines."""
+    """The file to append to, locked while it is open: two writers would tear each other's lines."""
     file = path.open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -152,8 +152,9 @@ def _mend(path: Path) -> None:
 
 
 def read(path: Path) -> tuple[Run, Iterator[Observation]]:
-    """The run of a history, and its looks in their order, read as they are asked for. Whoever wrote it, what
-    it says can be shown.
+    """The run of a history, and its observations in their order, read as they are asked for.
+
+    All that it says can be shown: a stranger may have written it.
 
     Raises:
         SetupError: it cannot be read, is no history, or another version's; while iterating, too, with the
@@ -182,7 +183,7 @@ def read(path: Path) -> tuple[Run, Iterator[Observation]]:
             f"{path} cannot be played, perhaps since another version of swarm recorded it: {error.text}"
         ) from None
 
-    def looks() -> Iterator[Observation]:
+    def observations() -> Iterator[Observation]:
         with path.open("rb") as file:
             file.readline(MAX_LINE_BYTES)
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=2):
@@ -190,13 +191,13 @@ def read(path: Path) -> tuple[Run, Iterator[Observation]]:
                     if len(line) < MAX_LINE_BYTES:
                         return
                     most = f"{MAX_LINE_BYTES >> 20} MiB"
-                    raise SetupError(f"{path}, line {number} is no look: it is longer than {most}")
+                    raise SetupError(f"{path}, line {number} is no observation: it is longer than {most}")
                 try:
                     observation = validation.tidy_observation(
                         msgspec.json.decode(line, type=Observation), run
                     )
                 except (msgspec.MsgspecError, UnicodeDecodeError, Refused) as error:
-                    raise SetupError(f"{path}, line {number} is no look: {error}") from None
+                    raise SetupError(f"{path}, line {number} is no observation: {error}") from None
                 yield observation
 
-    return run, looks()
+    return run, observations()

@@ -1,8 +1,8 @@
-"""The loop: look at the directory, ask some peers how they are, pass on what is new.
+"""The loop of the dashboard: read the directory, ask some peers for their status, pass on what is new.
 
-A plain client of the DHT: it announces nothing, and costs others little. Peers are asked in turns, a few a
-second whatever their number, and none more often than every few seconds. Of many peers most is known from
-their records, which everybody reads anyway.
+A plain client of the DHT: it announces nothing, and costs others little. It asks a few peers a second
+whatever their number, and none more often than every few seconds. Most of what it knows of many peers is in
+their records.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from peers.ports import Directory, Transport
-from peers.status_query import ask_one
-from swarm.errors import SwarmError, short
+from swarm.errors import BadAnswer, PeerGone, Refused, SwarmError, clean, short
 from swarm.ids import PeerId
 from swarm.manifest import Run
 from swarm.monitoring import validation
 from swarm.monitoring.health import Observation
 from swarm.records import PeerRecord
-from swarm.wire.messages import PeerStatus
+from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack_answer
 
-LOOK_EVERY_S = 1.0
+OBSERVE_EVERY_S = 1.0
 PEER_EVERY_S = 3.0
 """No peer is asked more often."""
 SILENT_EVERY_S = 10.0
 """One that did not answer is asked again after this."""
-MAX_PER_LOOK = 8
+MAX_ASKED_EACH = 8
 """Of 500 peers each is then asked once a minute. An answer is up to 8 kB, and takes a peer a millisecond."""
 MAX_ASKED = 32
 """At once: those that hang are waited for."""
@@ -35,8 +34,57 @@ ASK_S = 4.0
 MAX_REASONS = 20
 
 
+async def ask_one(
+    run: Run,
+    transport: Transport,
+    record: PeerRecord,
+    *,
+    deadline_s: float,
+    directory: Directory | None = None,
+) -> PeerStatus | None:
+    """A peer's own status, made fit to be shown; None if it is still joining, or left.
+
+    `directory`: asked, when the peer cannot be reached, whether it said that it leaves.
+
+    Raises:
+        PeerFault: it does not answer, or what it answers cannot be (BadAnswer).
+        NotNow, Refused: its answer.
+    """
+    question = pack(AskStatus(run=run.id))
+    try:
+        answer = await transport.call(record.peer, "status", question, deadline_s=deadline_s)
+    except Refused:
+        if record.state in ("choosing", "joining"):
+            return None  # it announces itself before it serves any method
+        raise
+    except PeerGone:
+        if directory is None:
+            raise
+        # A peer that left says so in the directory, which may not have told us yet.
+        await directory.refresh((record.stage,))
+        now = directory.find(record.peer)
+        if now is None or now.state == "left":
+            return None
+        raise
+    status = unpack_answer(record.peer, answer.header, PeerStatus)
+    try:
+        return validation.checked(status, record, run)
+    except Refused as refused:
+        raise BadAnswer(record.peer, f"answered with {refused.text}") from None
+
+
+async def ask_or_why(
+    run: Run, transport: Transport, record: PeerRecord, *, deadline_s: float, directory: Directory | None
+) -> PeerStatus | str | None:
+    """As `ask_one`; why it has no answer, instead of an error."""
+    try:
+        return await ask_one(run, transport, record, deadline_s=deadline_s, directory=directory)
+    except SwarmError as error:
+        return clean(error.text.removeprefix(f"peer {short(record.peer)}: "))
+
+
 class Monitor:
-    """Looks until `run` is cancelled."""
+    """Observes until `run` is cancelled."""
 
     def __init__(
         self,
@@ -46,15 +94,15 @@ class Monitor:
         take: Callable[[Observation], None],
         *,
         refused: Callable[[], Mapping[str, int]] = dict,
-        look_every_s: float = LOOK_EVERY_S,
+        observe_every_s: float = OBSERVE_EVERY_S,
         peer_every_s: float = PEER_EVERY_S,
         silent_every_s: float = SILENT_EVERY_S,
         ask_s: float = ASK_S,
     ) -> None:
-        """`take` gets each look; `refused` tells how many records the directory refused, by reason."""
+        """`take` gets each observation; `refused` tells how many records the directory refused, by reason."""
         self._run, self._transport, self._directory = run, transport, directory
         self._take, self._refused = take, refused
-        self._look_every_s, self._ask_s = look_every_s, ask_s
+        self._observe_every_s, self._ask_s = observe_every_s, ask_s
         self._peer_every_s, self._silent_every_s = peer_every_s, silent_every_s
         self._listed: Sequence[PeerRecord] = ()
         self._records: dict[PeerId, PeerRecord] = {}
@@ -66,21 +114,21 @@ class Monitor:
         self._silent: dict[PeerId, str] = {}
 
     async def run(self) -> None:
-        """Look, until cancelled."""
-        self._directory.watch(())  # all stages take turns: in a run of thousands none is read all the time
+        """Observe, until cancelled."""
+        self._directory.watch(())  # no stage is read all the time: a run may have thousands
         try:
             await self._directory.survey()
             while True:
                 self._ask_some()
-                self._take(self._look())
-                await asyncio.sleep(self._look_every_s)
+                self._take(self._observe())
+                await asyncio.sleep(self._observe_every_s)
         finally:
             for task in self._asked.values():
                 task.cancel()
             await asyncio.gather(*self._asked.values(), return_exceptions=True)
 
-    def _look(self) -> Observation:
-        """What is new since the last one."""
+    def _observe(self) -> Observation:
+        """What is new since the last observation."""
         listed = self._directory.peers()
         records: dict[PeerId, PeerRecord] = self._records
         if listed is not self._listed:  # the same object: nothing has changed
@@ -90,7 +138,7 @@ class Monitor:
         gone = tuple(peer for peer in self._records if peer not in records)
         self._records = records
         # Reasons may quote what was refused.
-        reasons = {validation.clean(reason): n for reason, n in list(self._refused().items())[:MAX_REASONS]}
+        reasons = {clean(reason): n for reason, n in list(self._refused().items())[:MAX_REASONS]}
         refused = reasons if reasons != self._reasons else None
         self._reasons = reasons
         statuses, self._statuses = tuple(self._statuses), []
@@ -100,12 +148,12 @@ class Monitor:
         )
 
     def _ask_some(self) -> None:
-        """Ask those who have waited longest."""
+        """Ask the peers that have waited longest."""
         now = time.monotonic()
         records = {r.peer: r for r in self._directory.peers() if r.state != "left"}
         self._ask_at = {peer: self._ask_at.get(peer, 0.0) for peer in records}
         due = [peer for peer, at in self._ask_at.items() if at <= now and peer not in self._asked]
-        room = min(MAX_PER_LOOK, MAX_ASKED - len(self._asked))
+        room = min(MAX_ASKED_EACH, MAX_ASKED - len(self._asked))
         for peer in sorted(due, key=lambda peer: (self._ask_at[peer], peer))[: max(0, room)]:
             self._asked[peer] = asyncio.create_task(self._ask(records[peer]))
 
@@ -113,14 +161,14 @@ class Monitor:
         peer, again_s = record.peer, self._peer_every_s
         began = time.monotonic()
         try:
-            status = await ask_one(
+            answer = await ask_or_why(
                 self._run, self._transport, record, deadline_s=self._ask_s, directory=self._directory
             )
-            if status is not None:
-                self._statuses.append(status)
-        except SwarmError as error:
-            self._silent[peer] = validation.clean(error.text.removeprefix(f"peer {short(peer)}: "))
-            again_s = self._silent_every_s
+            if isinstance(answer, str):
+                self._silent[peer] = answer
+                again_s = self._silent_every_s
+            elif answer is not None:
+                self._statuses.append(answer)
         finally:
             self._ask_at[peer] = began + again_s
             del self._asked[peer]

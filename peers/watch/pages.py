@@ -65,7 +65,7 @@ class WholeRun:
         with div("pair"):
             self._timeline = Lines("Timeline", "nothing has happened since we look")
             self._work = Table("Contributions", "peer", "stage", "computed", "share", key="id", rows=10)
-        self._moves = Lines("Moves", "nobody has decided about moves yet")
+        self._moves = Lines("Moves", "no moves have been decided yet")
         self._show()
         ui.timer(REFRESH_S, self._show)
 
@@ -205,4 +205,4 @@ def _about(peer: PeerHealth) -> list[str]:
         f"{audit.undone} undone in time",
     ]
     lines += [f"does not answer: {peer.why}"] if peer.why else []
-    return lines + [f"doubted: {doubt}" for doubt in peer.inconsistencies]
+    return lines + [f"doubted: {text}" for text in peer.inconsistencies]

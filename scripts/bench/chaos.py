@@ -118,7 +118,7 @@ def missing_here() -> dict[str, str]:
     found = {}
     if reason := why_not():
         found |= dict.fromkeys(NEED_LAB, f"a network lab {reason}")
-    if "keeper" not in dict(COMMANDS):
+    if "keeper" not in COMMANDS:
         found["kill keeper"] = "there is no keeper"
     return found
 
@@ -445,7 +445,7 @@ class Chaos:
         self.swarm.start_bootstrap("--identity", str(key), "--port", port)
 
     def _start_keeper(self) -> None:
-        if "keeper" in dict(COMMANDS):
+        if "keeper" in COMMANDS:
             self.swarm.keeper(self._folder / "kept")
 
     def _refill_trainers(self) -> None:

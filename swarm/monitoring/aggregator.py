@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from swarm.errors import short
+from swarm.errors import clean, short
 from swarm.ids import PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.monitoring import alerts, validation
@@ -399,7 +399,7 @@ class Aggregator:
         since = self._stepped[-1][0] if self._stepped else self._began
         picture = SwarmHealth(
             run=self.run.id,
-            name=validation.clean(self.run.name),
+            name=clean(self.run.name),
             at=now,
             version=self._position.version,
             steps=self.run.steps,
@@ -621,4 +621,4 @@ def _slower(seen: _Seen, speeds: Sequence[tuple[float, PeerId]]) -> float:
 def _address(record: PeerRecord) -> str:
     """One that other machines can dial, if there is any."""
     far = [a for a in record.addresses if not a.startswith(("/ip4/127.", "/ip6/::1/"))]
-    return validation.clean(next(iter((*far, *record.addresses)), ""))
+    return clean(next(iter((*far, *record.addresses)), ""))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from swarm.errors import Refused
+from swarm.errors import Refused, clean
 from swarm.ids import PeerId
 from swarm.manifest import Run
 from swarm.protocol.rollback import check_position
@@ -36,13 +36,6 @@ MAX_TRAINERS = 16
 DEVICE_CHARS = 40
 ID_CHARS = 64
 """A peer id has 52, a digest in hex has 64."""
-WORDS_CHARS = 400
-
-
-def clean(text: str, max_chars: int = WORDS_CHARS) -> str:
-    """At most `max_chars` characters of `text`, all of them printable."""
-    cut = text if len(text) <= max_chars else text[: max_chars - 1] + "…"
-    return "".join(c if c.isprintable() else "?" for c in cut)
 
 
 def number(value: float) -> float:

@@ -13,9 +13,9 @@ import pytest
 
 from peers.net.identity import Identity
 from peers.net.node import Node
-from peers.options import CheckOptions
 from peers.programs import check
 from peers.programs.check import Finding, check_all, run_check, to_json, to_text
+from peers.programs.tool_options import CheckOptions
 
 
 def wrong(finding: Finding, found: str, fix: str) -> None:
@@ -138,7 +138,7 @@ def test_a_port_that_is_wrong_is_not_reported_twice(monkeypatch: pytest.MonkeyPa
 def test_who_listens_for_this_machine_only_is_not_told_to_forward_a_port(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fine = Finding(name="p2pd", ok=True, found="starts")
+    fine = Finding("p2pd", "starts")
     monkeypatch.setattr(check, "check_p2pd", lambda *_: fine)
     monkeypatch.setattr(check, "check_reach", lambda *_: pytest.fail("asked others to dial 127.0.0.1"))
     found = check_all(CheckOptions(device="cpu", join=("192.0.2.7:1",)))
@@ -148,8 +148,8 @@ def test_who_listens_for_this_machine_only_is_not_told_to_forward_a_port(
 
 
 FINDINGS = [
-    Finding(name="python", ok=True, found="3.12.1"),
-    Finding(name="port", ok=False, found="port 5 is taken", fix="take another"),
+    Finding("python", "3.12.1"),
+    Finding("port", "port 5 is taken", "take another"),
 ]
 
 
@@ -164,7 +164,7 @@ def test_the_text_says_how_many_to_fix() -> None:
 
 
 def test_what_a_terminal_would_obey_is_not_in_the_text() -> None:
-    finding = Finding(name="reach", ok=False, found="no\x1b[2J route", fix="call\r again")
+    finding = Finding("reach", "no\x1b[2J route", "call\r again")
     assert "no?[2J route\n               -> call? again\n" in to_text([finding])
 
 

@@ -14,24 +14,23 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from peers import cli, options
-from peers.cli import COMMANDS, OPTIONS, ROLES, Exit, build_parser, exit_code, main
+from peers.cli import COMMANDS, PROGRAMS, ROLES, Exit, build_parser, exit_code, main, options_of
 from peers.events import Failed, parse_event
-from peers.options import options_from
+from peers.options import description, options_from
+from peers.programs import tool_options
 from peers.programs.roles import manifest
 from swarm.errors import Busy, PeerGone, Refused, SetupError, SwarmError
 from swarm.manifest import CustomModelSpec, example_run
 
 RUN = "0123456789abcdef" * 2
 JOIN = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
-NAMES = [name for name, _ in COMMANDS]
-
 NEEDED = {
     "bootstrap": ["--manifest", "run.toml"],
     "peer": ["--run", RUN, "--join", JOIN],
@@ -81,11 +80,13 @@ def test_the_help_fits_a_screen_and_names_every_command(
     lines = help_of(capsys, monkeypatch).splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
-    for name, words in COMMANDS:
+    assert set(COMMANDS) == set(PROGRAMS)
+    for name in COMMANDS:
+        words = description(options_of(name))[0][1:-1]
         assert any(name in line and words in line for line in lines)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_an_example_that_parses(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +163,7 @@ def test_a_wrong_argument_is_said_with_the_way_to_the_help(
 
 
 def given(command: str, *more: str) -> Any:
-    return options_from(OPTIONS[command], parse(command, *more))
+    return options_from(options_of(command), parse(command, *more))
 
 
 def test_repeated_addresses_and_files_become_tuples(tmp_path: Path) -> None:
@@ -177,19 +178,19 @@ def test_repeated_addresses_and_files_become_tuples(tmp_path: Path) -> None:
 
 
 def test_what_is_not_given_is_as_the_dataclass_has_it() -> None:
-    assert given("check") == options.CheckOptions()
-    assert given("generate") == options.GenerateOptions(checkpoint_dir=Path("ckpt"))
+    assert given("check") == tool_options.CheckOptions()
+    assert given("generate") == tool_options.GenerateOptions(checkpoint_dir=Path("ckpt"))
     model = Path("model.safetensors")
-    assert given("export") == options.ExportOptions(checkpoint_dir=Path("ckpt"), out=model)
-    assert given("eval") == options.EvalOptions(model=model)
-    assert given("dashboard") == options.DashboardOptions(run=RUN, join=(JOIN,))
-    assert given("status") == options.StatusOptions(run=RUN, join=(JOIN,))
+    assert given("export") == tool_options.ExportOptions(checkpoint_dir=Path("ckpt"), out=model)
+    assert given("eval") == tool_options.EvalOptions(model=model)
+    assert given("dashboard") == tool_options.DashboardOptions(run=RUN, join=(JOIN,))
+    assert given("status") == tool_options.StatusOptions(run=RUN, join=(JOIN,))
     for text in ("8080", ":8080", "127.0.0.1:8080"):
         assert given("dashboard", "--web", text).web == ("127.0.0.1", 8080)
     assert given("dashboard", "--metrics", "[::1]:9").metrics == ("::1", 9)
 
 
-@pytest.mark.parametrize("command", NAMES)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_options_are_frozen_and_every_argument_is_one(command: str) -> None:
     built = given(command)
     names = [field.name for field in dataclasses.fields(built)]
@@ -276,23 +277,23 @@ def test_errors_have_exit_codes(error: BaseException, code: Exit) -> None:
     assert exit_code(error) == code
 
 
-def raising(error: BaseException) -> dict[str, Any]:
+def raising(error: BaseException) -> Callable[[argparse.Namespace], int]:
     def run(args: argparse.Namespace) -> int:
         raise error
 
-    return dict.fromkeys(NAMES, run)
+    return run
 
 
 def test_an_error_is_one_line_and_a_traceback_is_for_those_who_ask(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "RUN", raising(SetupError("the port is taken: choose another")))
+    monkeypatch.setattr(cli, "_run_tool", raising(SetupError("the port is taken: choose another")))
     assert main(["demo"]) == Exit.SETUP
     assert capsys.readouterr().err == "swarm demo: the port is taken: choose another\n"
-    monkeypatch.setattr(cli, "RUN", raising(Refused("go\x1b[2J away")))
+    monkeypatch.setattr(cli, "_run_tool", raising(Refused("go\x1b[2J away")))
     assert main(["demo"]) == Exit.NETWORK
     assert capsys.readouterr().err == "swarm demo: go?[2J away\n"
-    monkeypatch.setattr(cli, "RUN", raising(SetupError("the port is taken: choose another")))
+    monkeypatch.setattr(cli, "_run_tool", raising(SetupError("the port is taken: choose another")))
     with pytest.raises(SetupError):
         main(["demo", "--traceback"])
 
@@ -351,19 +352,19 @@ def test_a_second_signal_ends_a_process_whose_threads_are_stuck() -> None:
 def test_a_bug_says_that_it_is_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "RUN", raising(ZeroDivisionError("division by zero")))
+    monkeypatch.setattr(cli, "_run_tool", raising(ZeroDivisionError("division by zero")))
     assert main(["demo"]) == Exit.FAILED
     assert "a bug in swarm: ZeroDivisionError: division by zero" in capsys.readouterr().err
     with pytest.raises(ZeroDivisionError):
         main(["demo", "--traceback"])
-    monkeypatch.setattr(cli, "RUN", raising(KeyboardInterrupt()))
+    monkeypatch.setattr(cli, "_run_tool", raising(KeyboardInterrupt()))
     assert main(["demo"]) == Exit.STOPPED
 
 
 def test_where_events_are_json_the_error_is_one_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "RUN", raising(SetupError("no route")))
+    monkeypatch.setattr(cli, "_run_role", raising(SetupError("no route")))
     assert main(["peer", *NEEDED["peer"], "--log-format", "json"]) == Exit.SETUP
     shown = capsys.readouterr()
     assert parse_event(shown.out.strip()) == Failed(text="no route")
@@ -422,7 +423,7 @@ def test_check_prints_json_and_its_code_says_how_it_went(
 ) -> None:
     from peers.programs import check
 
-    bad = check.Finding(name="port", ok=False, found="taken", fix="another")
+    bad = check.Finding("port", "taken", "another")
     monkeypatch.setattr(check, "check_all", lambda options: [bad])
     assert main(["check", "--json"]) == Exit.CHECK
     assert json.loads(capsys.readouterr().out)["ok"] is False

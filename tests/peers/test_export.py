@@ -17,9 +17,10 @@ import safetensors.torch
 import torch
 
 from peers.cli import Exit, main
-from peers.options import ExportOptions, WeightsOptions
+from peers.options import WeightsOptions
 from peers.programs.evaluate import evaluate, open_text, spread
 from peers.programs.export import export, run_export
+from peers.programs.tool_options import ExportOptions
 from peers.storage import atomic_file, checkpoint, model_file
 from peers.storage.dataset import Dataset, open_dataset
 from peers.storage.weights import Weights, load_weights, model_shapes

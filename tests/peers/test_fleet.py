@@ -8,38 +8,40 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from peers.cli import without
 from peers.events import Event, Note, Trouble
+from peers.options import PeerOptions
 from peers.programs import fleet
-from peers.programs.fleet import Fleet, FleetOptions, arguments, labelled, names_of
+from peers.programs.fleet import Fleet, arguments, labelled, names_of, shared
 from swarm.errors import SetupError
 
 
+def of(device: str, **more: Any) -> PeerOptions:
+    return PeerOptions(run="5a", join=("x",), device=device, **more)
+
+
 def test_each_device_has_a_key_and_ports_of_its_own(tmp_path: Path) -> None:
-    options = FleetOptions(
-        device="all", words=("--run", "5a"), identity=tmp_path / "keys", port=31337, max_upload=20e6,
-        announce=("192.0.2.7:4000",), metrics=("127.0.0.1", 9090),
-    )  # fmt: skip
-    found = arguments(options, ["cuda:0", "cuda:1"])
+    options = of("all", identity=tmp_path / "keys", port=31337, max_upload=20e6, announce=("192.0.2.7:4000",))
+    found = arguments(options, ["cuda:0", "cuda:1"], ["--run", "5a"], ("127.0.0.1", 9090))
     assert found["cuda:1"] == [
         "--run", "5a", "--device", "cuda:1", "--identity", str(tmp_path / "keys" / "cuda-1.key"),
         "--port", "31338", "--announce", "192.0.2.7:4001", "--metrics", "127.0.0.1:9091",
         "--max-upload", "10000kbit",
     ]  # fmt: skip
-    assert list(arguments(FleetOptions(device="cpu,cpu"), names_of("cpu,cpu"))) == ["cpu", "cpu#2"]
+    assert list(arguments(of("cpu,cpu"), names_of("cpu,cpu"))) == ["cpu", "cpu#2"]
 
 
 def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("")
     with pytest.raises(SetupError, match="is one key, and there are 2 peers: name a folder"):
-        arguments(FleetOptions(device="all", identity=tmp_path / "key"), ["cuda:0", "cuda:1"])
+        arguments(of("all", identity=tmp_path / "key"), ["cuda:0", "cuda:1"])
     with pytest.raises(SetupError, match="is shared by 8 peers: they need 2048kbit at least"):
-        arguments(FleetOptions(device="all", max_upload=1e6), [f"cuda:{number}" for number in range(8)])
+        arguments(of("all", max_upload=1e6), [f"cuda:{number}" for number in range(8)])
     with pytest.raises(SetupError, match="with several devices take HOST:PORT"):
-        arguments(FleetOptions(device="all", announce=("/ip4/1.2.3.4/tcp/5",)), ["cuda:0", "cuda:1"])
+        arguments(of("all", announce=("/ip4/1.2.3.4/tcp/5",)), ["cuda:0", "cuda:1"])
 
 
 def test_all_on_a_machine_without_gpu_says_what_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,8 +52,7 @@ def test_all_on_a_machine_without_gpu_says_what_to_take(monkeypatch: pytest.Monk
 
 def test_the_words_of_the_command_line_are_passed_on_without_what_differs() -> None:
     words = ["--run", "5a", "--device", "all", "--port=7", "--join", "x", "--identity", "k", "--recompute"]
-    own = {"--device", "--identity", "--port"}
-    assert without(words, own) == ("--run", "5a", "--join", "x", "--recompute")
+    assert shared(words) == ["--run", "5a", "--join", "x", "--recompute"]
 
 
 def test_lines_say_which_device_they_are_of() -> None:
@@ -87,7 +88,7 @@ PROGRAMS = {
 
 
 async def run(device: str, events: list[Event], until: str) -> tuple[Fleet, asyncio.Task[int]]:
-    running = Fleet(FleetOptions(device=device), emit=events.append)
+    running = Fleet(of(device), emit=events.append)
     task = asyncio.create_task(running.run())
     async with asyncio.timeout(60) if sys.version_info >= (3, 11) else _Forever():
         while not any(until in event.words() for event in events):

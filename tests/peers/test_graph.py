@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from peers.cli import Exit, main
-from peers.options import GraphOptions
 from peers.programs.graph import in_a_row, run_graph
+from peers.programs.tool_options import GraphOptions
 from swarm.errors import SetupError
 from swarm.model.graph.ir import Operator, OpGraph
 from swarm.model.graph.model_source import from_code, from_hf

@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from peers.cli import Exit, main
 from peers.events import Event, Logged, said_in_logs
 from peers.options import HealthOptions
 from peers.owner import health_socket as health
+from peers.owner import local_socket
 from peers.owner.health_socket import Health, Pulse, answering, ask, observe
 from swarm.errors import SetupError, SwarmError
 
@@ -32,7 +33,9 @@ async def three() -> int:
 
 
 @contextlib.asynccontextmanager
-async def running(path: Path, *said: Event, connected: health.Connected = three) -> AsyncIterator[None]:
+async def running(
+    path: Path, *said: Event, connected: Callable[[], Awaitable[int]] = three
+) -> AsyncIterator[None]:
     pulse = Pulse("peer", lambda event: None)
     for event in said:
         pulse(event)
@@ -120,7 +123,7 @@ async def test_a_process_that_hangs_is_ill_though_it_accepts(tmp_path: Path) -> 
 
 
 async def test_who_is_not_there_or_is_another_program_is_said(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=r"nobody answers at .*: No such file or directory"):
+    with pytest.raises(SetupError, match=r"no program answers at .*: No such file or directory"):
         await ask(tmp_path / "s")
 
     async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -136,7 +139,7 @@ async def test_the_socket_is_its_owners_is_one_programs_and_is_gone_at_the_end(t
     path = tmp_path / "s"
     async with running(path, STARTED):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        with pytest.raises(SetupError, match="another program answers there; give each its own socket"):
+        with pytest.raises(SetupError, match="another program answers there; give each its own"):
             async with running(path, STARTED):
                 pass
         assert not (await ask(path)).ill
@@ -159,7 +162,7 @@ def test_the_command_ends_with_what_docker_takes_for_ill(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["health", str(tmp_path / "s")]) == Exit.FAILED == 1
-    assert capsys.readouterr().err.startswith("swarm health: nobody answers at")
+    assert capsys.readouterr().err.startswith("swarm health: no program answers at")
 
 
 async def test_the_command_prints_a_line_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +195,7 @@ def test_what_modules_log_is_an_event() -> None:
 def test_the_mask_of_new_files_is_as_before(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        health.listen(tmp_path / "s", "--health").close()
+        local_socket.listen(tmp_path / "s", "--health").close()
         assert os.umask(0o022) == 0o022
     finally:
         os.umask(before)

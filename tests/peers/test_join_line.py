@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peers.programs.roles import to_hand_out
+from peers.programs.roles import address_for_others
 
 HERE, HERE_6 = "/ip4/127.0.0.1/tcp/31337/p2p/x", "/ip6/::1/tcp/31337/p2p/x"
 THERE, NAMED = "/ip4/192.0.2.2/tcp/31337/p2p/x", "/dns4/bootstrap/tcp/31337/p2p/x"
@@ -17,4 +17,4 @@ THERE, NAMED = "/ip4/192.0.2.2/tcp/31337/p2p/x", "/dns4/bootstrap/tcp/31337/p2p/
 def test_an_address_is_handed_out_that_other_machines_can_dial(
     addresses: tuple[str, ...], expected: str
 ) -> None:
-    assert to_hand_out(addresses) == expected
+    assert address_for_others(addresses) == expected

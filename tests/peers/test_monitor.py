@@ -12,9 +12,8 @@ import msgspec
 import pytest
 
 from peers.ports import Answer, Request
-from peers.status_query import ask_one
 from peers.watch import monitor
-from peers.watch.monitor import Monitor
+from peers.watch.monitor import Monitor, ask_one
 from swarm.errors import PeerGone
 from swarm.manifest import demo_run
 from swarm.monitoring.aggregator import Aggregator
@@ -75,7 +74,13 @@ class Scene:
 
     @contextlib.asynccontextmanager
     async def watched(self, **settings: float) -> AsyncIterator[None]:
-        pace = {"look_every_s": 0.01, "peer_every_s": 0.03, "silent_every_s": 0.05, "ask_s": 0.5, **settings}
+        pace = {
+            "observe_every_s": 0.01,
+            "peer_every_s": 0.03,
+            "silent_every_s": 0.05,
+            "ask_s": 0.5,
+            **settings,
+        }
         watcher = self.watcher
         call = watcher.transport.call
 
@@ -139,8 +144,8 @@ async def test_of_many_peers_a_few_are_asked_per_look_and_all_have_their_turn(sc
         await scene.add(f"p{i:03d}", i % 2)
     async with scene.watched(peer_every_s=0.0):
         await scene.until(lambda: len(scene.asked) == 103)
-    assert max(len(look.statuses) for look in scene.looks) <= monitor.MAX_PER_LOOK
-    assert len(scene.looks) >= 103 // monitor.MAX_PER_LOOK
+    assert max(len(look.statuses) for look in scene.looks) <= monitor.MAX_ASKED_EACH
+    assert len(scene.looks) >= 103 // monitor.MAX_ASKED_EACH
     assert max(scene.asked.values()) <= 2
 
 

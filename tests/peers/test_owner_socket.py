@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from peers.options import OwnerOptions
-from peers.owner import control_socket as owner_socket
+from peers.options import PauseOptions, ResumeOptions
+from peers.owner import control_socket, local_socket
 from peers.owner.commands import Owner
-from peers.owner.control_socket import OwnerCommand, Said, ask, control_folder, heard, run_wish
+from peers.owner.control_socket import OwnerCommand, PeerAnswer, control_folder, obeying, run_command
 from swarm.errors import SetupError
 
 
@@ -31,8 +31,8 @@ async def peer(device: str = "cpu", identity: str = "") -> AsyncIterator[Owner]:
     """A peer that pauses and resumes a moment after it was told to."""
     owner = Owner()
 
-    def said() -> Said:
-        return Said(
+    def said() -> PeerAnswer:
+        return PeerAnswer(
             pid=os.getpid(), peer="12D3abcdef", device=device, identity=identity, doing=owner.doing, words="",
         )  # fmt: skip
 
@@ -45,18 +45,18 @@ async def peer(device: str = "cpu", identity: str = "") -> AsyncIterator[Owner]:
             else:
                 await changed.wait()
 
-    async with heard(owner, said):
-        obeying = asyncio.create_task(obey())
+    async with obeying(owner, said):
+        task = asyncio.create_task(obey())
         yield owner
-        obeying.cancel()
+        task.cancel()
 
 
 async def test_a_pause_is_answered_once_the_device_is_free(capsys: pytest.CaptureFixture[str]) -> None:
     async with peer() as owner:
-        await run_wish("pause", OwnerOptions())
+        await run_command(PauseOptions())
         assert owner.paused and owner.doing == "paused" and owner.why == "swarm pause"
-        await run_wish("pause", OwnerOptions(pid=os.getpid()))
-        await run_wish("resume", OwnerOptions(device="cpu"))
+        await run_command(PauseOptions(pid=os.getpid()))
+        await run_command(ResumeOptions(device="cpu"))
         assert not owner.paused and owner.doing == "serving"
     line = f"peer abcdef on cpu, pid {os.getpid()}: "
     assert capsys.readouterr().out.splitlines() == [line + "paused", line + "paused", line + "serving"]
@@ -74,30 +74,30 @@ async def test_only_this_user_can_open_the_socket_and_nothing_is_left_of_it(cach
 async def test_who_is_meant_is_told_by_key_device_or_process(tmp_path: Path) -> None:
     async with peer("cuda:1", str(tmp_path / "a.key")) as owner:
         for other in (
-            OwnerOptions(identity=tmp_path / "b.key"), OwnerOptions(device="cuda:0"), OwnerOptions(pid=1),
-            OwnerOptions(identity=tmp_path / "a.key", device="cpu"),
+            PauseOptions(identity=tmp_path / "b.key"), PauseOptions(device="cuda:0"), PauseOptions(pid=1),
+            PauseOptions(identity=tmp_path / "a.key", device="cpu"),
         ):  # fmt: skip
             with pytest.raises(SetupError, match="no peer of yours on this machine is meant by that"):
-                await run_wish("pause", other)
+                await run_command(other)
         assert not owner.paused
-        await run_wish("pause", OwnerOptions(identity=tmp_path / "a.key", device="cuda:1"))
+        await run_command(PauseOptions(identity=tmp_path / "a.key", device="cuda:1"))
         assert owner.paused
 
 
 async def test_where_no_peer_runs_that_is_said_and_what_a_killed_one_left_goes_away() -> None:
     with pytest.raises(SetupError, match="is meant by that: none runs"):
-        await run_wish("pause", OwnerOptions())
+        await run_command(PauseOptions())
     control_folder().mkdir()
     path = control_folder() / "99999999.sock"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
     with pytest.raises(SetupError, match="none runs"):
-        await run_wish("resume", OwnerOptions())
+        await run_command(ResumeOptions())
     assert not path.exists()
 
 
 async def test_one_that_hangs_or_is_no_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner_socket, "LOOK_S", 0.05)
+    monkeypatch.setattr(control_socket, "QUESTION_S", 0.05)
     control_folder().mkdir()
     path = control_folder() / "77.sock"
 
@@ -109,10 +109,10 @@ async def test_one_that_hangs_or_is_no_peer_is_named(monkeypatch: pytest.MonkeyP
         writer.write(b"hello\n")
         writer.close()
 
-    for handler, words in ((nothing, "pid 77 does not answer within"), (nonsense, "no peer of the swarm")):
+    for handler, words in ((nothing, "pid 77 does not answer within"), (nonsense, "no program of the swarm")):
         server = await asyncio.start_unix_server(handler, str(path))
         with pytest.raises(SetupError, match=words):
-            await run_wish("pause", OwnerOptions())
+            await run_command(PauseOptions())
         server.close()
         await server.wait_closed()
 
@@ -120,7 +120,7 @@ async def test_one_that_hangs_or_is_no_peer_is_named(monkeypatch: pytest.MonkeyP
 async def test_one_that_hangs_keeps_no_other_from_its_pause(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(owner_socket, "LOOK_S", 0.2)
+    monkeypatch.setattr(control_socket, "QUESTION_S", 0.2)
     control_folder().mkdir()
     hung, crowded = control_folder() / "0.sock", control_folder() / "00.sock"
     with socket.socket(socket.AF_UNIX) as accepts_only, socket.socket(socket.AF_UNIX) as full:
@@ -131,7 +131,7 @@ async def test_one_that_hangs_keeps_no_other_from_its_pause(
             waiting.connect(str(crowded))  # there is no room for the next one
             async with peer() as owner:
                 with pytest.raises(SetupError) as error:
-                    await run_wish("pause", OwnerOptions())
+                    await run_command(PauseOptions())
                 assert owner.paused
     first, second = error.value.text.split("; ")
     assert first == "the peer with pid 0 does not answer within 0.2 s: it hangs"
@@ -150,8 +150,11 @@ async def test_what_is_no_wish_is_not_obeyed() -> None:
                 assert await reader.read() == b""
             writer.close()
         assert not owner.paused
-        said = await ask(path, OwnerCommand(do="look"), 5.0)
-        assert msgspec.json.decode(msgspec.json.encode(said), type=Said) == said and said.doing == "starting"
+        answer = await local_socket.ask(path, "it", PeerAnswer, OwnerCommand(do="look"), limit_s=5.0)
+        assert (
+            msgspec.json.decode(msgspec.json.encode(answer), type=PeerAnswer) == answer
+            and answer.doing == "starting"
+        )
 
 
 async def test_a_folder_that_cannot_be_made_is_a_clear_error(cache: Path) -> None:
@@ -166,14 +169,14 @@ async def test_a_peer_that_ends_instead_of_pausing_still_says_why(
 ) -> None:
     owner = Owner()
 
-    def said() -> Said:
-        return Said(
+    def said() -> PeerAnswer:
+        return PeerAnswer(
             pid=os.getpid(), peer="12D3abcdef", device="cuda:0", identity="", doing=owner.doing,
             words=owner.words,
         )  # fmt: skip
 
-    async with heard(owner, said):
-        asking = asyncio.create_task(run_wish("pause", OwnerOptions()))
+    async with obeying(owner, said):
+        asking = asyncio.create_task(run_command(PauseOptions()))
         while not owner.paused:
             await asyncio.sleep(0.01)
         owner.does("leaving", "the device hangs. It cannot pause: this process ends")

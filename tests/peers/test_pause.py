@@ -14,7 +14,7 @@ import torch
 
 from peers.events import HandedOver, Note, Paused, RolledBack, StateFetched, Stepped, Trouble
 from peers.stage.pause import ABSENT
-from peers.status_query import ask_one
+from peers.watch.monitor import ask_one
 from swarm.errors import Leaving, SetupError
 from swarm.manifest import audit_run
 from swarm.model.stage import StageCompute

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from peers.cli import Exit, main
-from peers.options import SimulateOptions
 from peers.programs.descriptions import job_of
 from peers.programs.simulate import render, run_simulate, simulate_run
+from peers.programs.tool_options import SimulateOptions
 from swarm.errors import SetupError
 from swarm.manifest import audit_run, demo_run
 from swarm.model.gpt import layer_flops

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from peers.options import StatusOptions
 from peers.ports import Answer, Request
 from peers.programs.status import ask, join_line, picture, run_status, table, to_json
+from peers.programs.tool_options import StatusOptions
 from swarm.errors import Refused, SetupError
 from swarm.ids import Generation
 from swarm.manifest import CodecSpec, demo_run

@@ -8,7 +8,7 @@ import random
 import msgspec
 import pytest
 
-from swarm.errors import Refused
+from swarm.errors import MAX_WORDS_CHARS, Refused, clean
 from swarm.ids import Generation
 from swarm.manifest import demo_run
 from swarm.monitoring import alerts, validation
@@ -466,8 +466,8 @@ def test_a_keeper_stands_apart() -> None:
 
 
 def test_texts_are_cut_and_steer_no_terminal() -> None:
-    assert validation.clean("a\x1b[31mb\u202ec\n\0") == "a?[31mb?c??"
-    assert validation.clean("x" * 100, 10) == "x" * 9 + "…"
+    assert clean("a\x1b[31mb\u202ec\n\0") == "a?[31mb?c??"
+    assert clean("x" * 100, 10) == "x" * 9 + "…"
 
 
 def test_a_record_is_made_fit_to_be_shown() -> None:
@@ -514,7 +514,7 @@ def test_what_an_honest_answer_may_hold_is_kept_within_bounds() -> None:
     )  # fmt: skip
     tame = validation.checked(wild, FOUR[0], RUN)
     assert (tame.loss, tame.since, tame.busy_s) == (None, 0.0, 0.0)
-    assert tame.rebalance.isprintable() and len(tame.rebalance) == validation.WORDS_CHARS
+    assert tame.rebalance.isprintable() and len(tame.rebalance) == MAX_WORDS_CHARS
     assert len(tame.trainers) == validation.MAX_TRAINERS
     assert len(tame.links) == validation.MAX_LINKS - 1
     assert tame.digest.isprintable() and len(tame.digest) == validation.ID_CHARS

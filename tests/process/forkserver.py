@@ -28,7 +28,6 @@ ROOT = Path(__file__).resolve().parents[2]
 MAX_REQUEST_BYTES = 1 << 20
 PRELOADED = (
     "peers.owner.health_socket",
-    "peers.programs.keeper",
     "peers.programs.roles",
     "peers.stage.server",
     "peers.trainer",

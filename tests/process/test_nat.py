@@ -98,7 +98,7 @@ def test_at_home_behind_routers_that_keep_ports_tensors_pass_no_server(tmp_path:
 CHECK = """
 import sys
 from peers.programs.check import check_reach, to_json
-from peers.options import CheckOptions
+from peers.programs.tool_options import CheckOptions
 print(to_json([check_reach(CheckOptions(host="0.0.0.0", port=4001, join=tuple(sys.argv[1:])))]))
 """
 """One line of `swarm check --host 0.0.0.0 --port 4001 --join ... --json`; the others take longer."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from peers.options import DashboardOptions
+from peers.programs.tool_options import DashboardOptions
 from peers.watch.dashboard import run_dashboard
 from peers.watch.history import Recorder, read
 from swarm.errors import SetupError
@@ -105,7 +105,7 @@ def test_a_line_that_is_too_long_is_said(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("peers.watch.history.MAX_LINE_BYTES", 1 << 20)
     with path.open("ab") as file:
         file.write(b" " * (1 << 20) + b"\n")
-    with pytest.raises(SetupError, match=rf"line {len(LOOKS) + 1} is no look: it is longer than 1 MiB"):
+    with pytest.raises(SetupError, match=rf"line {len(LOOKS) + 1} is no observation: it is longer"):
         list(read(path)[1])
 
 
@@ -161,7 +161,7 @@ def test_a_line_that_is_no_look_is_named(tmp_path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     lines[2] = b'{"at": "noon"}\n'
     path.write_bytes(b"".join(lines))
-    with pytest.raises(SetupError, match=r"history.jsonl, line 3 is no look: .*at"):
+    with pytest.raises(SetupError, match=r"history.jsonl, line 3 is no observation: .*at"):
         list(read(path)[1])
 
 
@@ -179,7 +179,7 @@ def test_a_history_of_a_stranger_cannot_steer_the_terminal_nor_say_what_cannot_b
     assert [peer.peer for peer in last.peers] == ["peer-a"] and last.version == 3
     assert "\x1b" not in repr(last).replace("\\x1b", "\x1b")
     recorded(path, [Observation(at=1e300, records=(record("peer-a", 0),))])
-    with pytest.raises(SetupError, match=r"line 5 is no look: an observation at an impossible time: 1e\+300"):
+    with pytest.raises(SetupError, match=r"line 5 is no observation: .* at an impossible time: 1e\+300"):
         list(read(path)[1])
 
 

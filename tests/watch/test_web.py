@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from peers.options import DashboardOptions
+from peers.programs.tool_options import DashboardOptions
 from peers.watch import dashboard
 from peers.watch.dashboard import run_dashboard
 from peers.watch.history import Recorder

@@ -1,0 +1,298 @@
+# ruff: noqa: RUF009 (the functions called in the classes make fields)
+"""The options of each tool of `swarm`, as `peers.options` has those of the roles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from peers.options import (
+    COUNT,
+    DEVICE,
+    DIR,
+    FACES,
+    FILE,
+    HISTORY,
+    IP,
+    LISTEN,
+    NEEDED_FILE,
+    NUMBER,
+    PEER_ADDRESS,
+    PORT,
+    SECONDS,
+    TOKENIZER_HELP,
+    WEIGHTS,
+    Kind,
+    Listen,
+    ListenOptions,
+    MaybeMembership,
+    Membership,
+    WeightsOptions,
+    between,
+    option,
+    optional,
+    repeated,
+    several,
+    switch,
+    wrong,
+)
+from swarm.codecs import KNOWN, parse_codec
+
+HISTORY_BYTES = 1 << 30
+"""Of a recorded history, before the next file is begun."""
+JSON_HELP = "print one JSON object instead of lines"
+TERMS_HELP = "the terms of the run (TOML)"
+
+
+def _codec(text: str) -> str:
+    if parse_codec(text) is None:
+        raise wrong(text, f"a codec: {KNOWN}, such as topk:0.05")
+    return text
+
+
+def _gibibytes(text: str) -> int:
+    wanted = "GiB of a file: above 0, up to 1000000"
+    size_bytes = int(between(1e6, wanted)(text) * 2**30)
+    if not size_bytes:
+        raise wrong(text, wanted)
+    return size_bytes
+
+
+TEXT = Kind(str, "PROMPT")
+PNG = Kind(Path, "PNG")
+MODEL = Kind(str, "MODEL")
+CODEC = Kind(_codec, "NAME")
+HOURS = Kind(between(10_000, "a number of hours: above 0, up to 10000", above=True), "H")
+TEMPERATURE = Kind(between(100, "a temperature: 0 to 100"), "X")
+SPEED = Kind(between(1e6, "a speed: above 0, up to 1000000", above=True), "X")
+PART = Kind(between(1, "a part of all numbers: above 0, below 1, such as 0.01", above=True, below=True), "R")
+GIBIBYTES = Kind(_gibibytes, "GIB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(WeightsOptions):
+    """Weights that are computed with."""
+
+    tokenizer: Path | None = optional(FILE, TOKENIZER_HELP, group=WEIGHTS)
+    device: str = option(DEVICE, "default: %(default)s", "cpu", group=WEIGHTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManifestOptions:
+    """Print an example of a run's manifest, or check one.
+
+    swarm manifest > run.toml
+    swarm manifest run.toml
+    """
+
+    manifest: Path | None = optional(
+        FILE, "check this one: print its canonical text; without FILE, print an example to edit", flag="-"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions(Membership, ListenOptions):
+    """List which peer serves which stage, and how far the run is.
+
+    swarm status --run 5a7c... --join ADDRESS
+    """
+
+    json: bool = switch("print one JSON object instead of the table")
+    no_calls: bool = switch("directory records only: do not ask the peers themselves")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DashboardOptions(MaybeMembership, ListenOptions):
+    """Watch a run: in this terminal, as a web page, for Prometheus.
+
+    swarm dashboard --run 5a7c... --join ADDRESS
+    swarm dashboard --run 5a7c... --join ADDRESS --web :8080
+    swarm dashboard --replay history.jsonl --speed 10
+    """
+
+    web: Listen | None = optional(
+        LISTEN,
+        "a web page, and /api/health (default IP: 127.0.0.1, for this machine only)",
+        group=FACES,
+    )
+    metrics: Listen | None = optional(
+        LISTEN, "numbers for Prometheus at /metrics (default IP: 127.0.0.1)", group=FACES
+    )
+    record: Path | None = optional(FILE, "append all that is seen to a file", group=HISTORY)
+    record_max_bytes: int = option(
+        GIBIBYTES,
+        "of that file; a full one becomes FILE.1, in the place of an older one (default: 1)",
+        HISTORY_BYTES,
+        group=HISTORY,
+        flag="--record-max",
+    )
+    replay: Path | None = optional(FILE, "show such a file instead of a run", group=HISTORY)
+    speed: float = option(SPEED, "of a replay: times as fast (default: 1)", 1.0, group=HISTORY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """Check that this machine can be a peer, or say what to change.
+
+    swarm check --port 31337 --device cuda
+    swarm check --host 0.0.0.0 --port 31337 --join ADDRESS
+    """
+
+    device: str = option(Kind(str, "auto|cpu|cuda[:N]"), "the device you will use", "auto")
+    host: str = option(IP, "address to listen on (default: %(default)s)", "127.0.0.1")
+    port: int = option(PORT, "port to listen on (default: any)", 0)
+    join: tuple[str, ...] = repeated(
+        PEER_ADDRESS, "a peer of the run that tries to dial this machine; several tell more of its router"
+    )
+    json: bool = switch(JSON_HELP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """Run a whole swarm here: it trains, loses peers, and loses no work.
+
+    swarm demo --stages 3 --peers 2 --preempt 2 --verify
+    """
+
+    stages: int | None = optional(COUNT, "stages of the model (default: 3)")
+    peers: int = option(COUNT, "peers of each stage (default: %(default)s)", 2)
+    steps: int | None = optional(COUNT, "optimizer steps")
+    preempt: int = option(NUMBER, "peers to kill on the way (default: %(default)s)", 1)
+    codec: str | None = optional(
+        CODEC,
+        "how activations and gradients travel: none, bf16, blockwise8 (default), or the largest of them "
+        "only: topk:0.1, topk:0.1+blockwise8",
+    )
+    data: tuple[Path, ...] = repeated(
+        NEEDED_FILE, "text to train on; repeatable (default: the prose in Python's own documentation)"
+    )
+    manifest: Path | None = optional(FILE, "train this run instead of the built-in one")
+    seed: int | None = optional(NUMBER, "of weights, data and kills")
+    yes: bool = switch("start as many processes as that takes, however few cores there are")
+    json: bool = switch("print a JSON object as the last line of stdout")
+    verify: bool = switch("train the same in one process too, and compare every loss and weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(WeightsOptions):
+    """Make one model file of the stages' checkpoints.
+
+    swarm export --checkpoint-dir ckpt --out model.safetensors
+    swarm export --checkpoint-dir ckpt --hf folder
+    swarm export @join.txt --out model.safetensors
+    """
+
+    model: Path | None = optional(FILE, "a file of --out, for --hf", group=WEIGHTS, one_of="weights!")
+    checkpoint_dir: Path | None = optional(
+        DIR, "with the checkpoints of all stages, such as a keeper's --dir", group=WEIGHTS, one_of="weights!"
+    )
+    join: tuple[str, ...] = repeated(
+        PEER_ADDRESS,
+        "a peer of the run: fetch the newest version that its peers and keepers can give; needs --run",
+        group=WEIGHTS,
+        one_of="weights!",
+    )
+    out: Path | None = optional(
+        FILE, "a .safetensors file; what it is will stand in a .json beside it", one_of="target!"
+    )
+    """Of checkpoints only."""
+    hf: Path | None = optional(
+        DIR,
+        "a new folder for transformers' from_pretrained; for runs of a model of transformers",
+        one_of="target!",
+    )
+    tokenizer: Path | None = optional(FILE, "its JSON, to go into the folder of --hf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(ModelOptions):
+    """Let a trained model continue a text.
+
+    swarm generate --model model.safetensors 'The import '
+    swarm generate --checkpoint-dir ckpt --tokens 500 'The import '
+    """
+
+    prompt: str = option(TEXT, "what to continue (default: %(default)r)", "The ", flag="-")
+    tokens: int = option(COUNT, "how many to write (default: %(default)s)", 200)
+    temperature: float = option(TEMPERATURE, "0 = always the likeliest (default: 0.8)", 0.8)
+    seed: int = option(NUMBER, "default: %(default)s", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(ModelOptions):
+    """Measure how well a trained model knows a text.
+
+    swarm eval --model model.safetensors
+    swarm eval --model model.safetensors --data held-out.txt --samples 500 --json
+    """
+
+    data: tuple[Path, ...] = several(NEEDED_FILE, "any text files (default: the text of the training)")
+    """Where code makes the samples: one `package.module:function` that makes others."""
+    samples: int = option(COUNT, "how many, spread evenly over the text (default: %(default)s)", 64)
+    threads: int | None = optional(COUNT, "cores to compute on (default: all)")
+    json: bool = switch(JSON_HELP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(MaybeMembership, ListenOptions):
+    """Say which machine should serve which stage, and how fast that is.
+
+    swarm plan --manifest run.toml --devices devices.toml --budget 10
+    swarm plan --run 5a7c... --join ADDRESS
+    """
+
+    manifest: Path | None = optional(FILE, TERMS_HELP)
+    devices: Path | None = optional(FILE, "the machines and what lies between them (TOML)")
+    seed: int = option(NUMBER, "default: %(default)s", 0)
+    budget: float = option(SECONDS, "CPU seconds to search for (default: %(default)s)", 5.0)
+    keep: float | None = optional(
+        PART, "also say which codecs slow boundaries should have: a top-k, with at least this part"
+    )
+    json: bool = switch(JSON_HELP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """Tell how fast a run would be on machines that are only described.
+
+    swarm simulate --manifest run.toml --devices devices.toml
+    swarm simulate --manifest run.toml --devices devices.toml --trace spot.json --plot x.png
+    """
+
+    manifest: Path = option(FILE, TERMS_HELP)
+    devices: Path = option(FILE, "the machines and their lines (TOML)")
+    """`swarm.plan.network.EXAMPLE` shows one."""
+    trace: Path | None = optional(
+        FILE,
+        "how many of them are up when: lines of `seconds,count`, or JSON with metadata.gap_seconds and "
+        "data (default: all, for ever)",
+    )
+    hours: float = option(HOURS, "of virtual time (default: %(default)s)", 1.0)
+    """A trace that is shorter ends it."""
+    seed: int = option(NUMBER, "of all chance (default: %(default)s)", 0)
+    plot: Path | None = optional(PNG, "draw it, too; needs matplotlib")
+    json: bool = switch(JSON_HELP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphOptions:
+    """Show a model as its operators, and cut into stages.
+
+    swarm graph --model my_package.models:build --stages 4
+    swarm graph --model hf:config.json --stages 3 --png model.png
+    """
+
+    model: str = option(
+        MODEL,
+        "package.module:function of an installed package, hf:CONFIG.json of transformers, or a manifest "
+        "(.toml); a function gives (module, inputs), or (module, inputs, loss, targets)",
+    )
+    stages: int = option(COUNT, "default: %(default)s", 1)
+    rows: int = option(COUNT, "samples, for hf: (default: %(default)s)", 2)
+    length: int = option(COUNT, "tokens, for hf: (default: %(default)s)", 128)
+    calibrate: bool = switch(
+        "time this machine (some 20 s): costs are seconds, and the slowest stage is as fast as can be"
+    )
+    png: Path | None = optional(FILE, "draw it; needs matplotlib")
+    dot: bool = switch("print it for Graphviz", one_of="shown")
+    json: bool = switch(JSON_HELP, one_of="shown")
