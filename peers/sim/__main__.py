@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import TextIO
 
 import torch
 
+from peers.device import die_with_parent
 from peers.sim.report import report
 from peers.sim.shrink import shrink, timeline
 from peers.sim.world import Outcome, run_schedule
@@ -83,7 +85,7 @@ def played(seeds: Sequence[int], jobs: int) -> Iterator[tuple[Outcome, float]]:
         if jobs == 1:
             yield from map(play, seeds)
             return
-        with ProcessPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        with ProcessPoolExecutor(jobs, initializer=begin_work, initargs=(os.getpid(),)) as pool:
             try:
                 yield from pool.map(play, seeds, chunksize=4)
             except BaseException:
@@ -92,6 +94,13 @@ def played(seeds: Sequence[int], jobs: int) -> Iterator[tuple[Outcome, float]]:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+def begin_work(parent_pid: int) -> None:
+    """Prepare a worker: one thread, and an end with the program that started it, also by SIGKILL."""
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        die_with_parent(parent_pid)
 
 
 def play(seed: int) -> tuple[Outcome, float]:

@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 
+import psutil
 import pytest
 
 from peers.sim import __main__ as program
@@ -31,6 +33,21 @@ def test_two_thousand_schedules_of_faults_change_no_weight() -> None:
     assert row["undone"] > SCHEDULES / 40 and row["replayed"] > SCHEDULES / 2
     assert row["generations"] > SCHEDULES / 200
     assert all(row["checked"][name] > SCHEDULES for name in ("I1", "I2", "I3", "I4", "shared"))
+
+
+@pytest.mark.process
+def test_workers_end_with_the_program_that_is_killed() -> None:
+    command = [sys.executable, "-m", "peers.sim", "--schedules", "100000", "--jobs", "2"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as simulation:
+        try:
+            parent = psutil.Process(simulation.pid)
+            while len(workers := parent.children()) < 2:
+                assert simulation.poll() is None
+                time.sleep(0.05)
+        finally:
+            simulation.kill()
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not alive
 
 
 def test_some_schedules_for_those_in_a_hurry() -> None:
