@@ -27,6 +27,8 @@ class SwarmError(Exception):
     """Base of all errors below. `text` is a sentence for a person."""
 
     code: ClassVar[str] = "error"
+    numbers: ClassVar[tuple[str, ...]] = ()
+    """Fields that travel besides `code` and `text`, keywords of the constructor."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -34,10 +36,8 @@ class SwarmError(Exception):
 
     def to_wire(self) -> dict[str, Any]:
         """A small msgpack-able dict: code, text and the error's own numbers."""
-        return {"code": self.code, "text": self.text[:500], **self._numbers()}
-
-    def _numbers(self) -> dict[str, Any]:
-        return {}
+        numbers = {name: getattr(self, name) for name in self.numbers}
+        return {"code": self.code, "text": self.text[:500], **numbers}
 
 
 class SetupError(SwarmError):
@@ -84,14 +84,11 @@ class BadAnswer(PeerFault):
 class NotNow(SwarmError):
     """A healthy peer cannot take this now. Retrying after `retry_after_s` makes sense."""
 
-    code = "not-now"
+    code, numbers = "not-now", ("retry_after_s",)
 
     def __init__(self, text: str, *, retry_after_s: float = 0.05) -> None:
         super().__init__(text)
         self.retry_after_s = retry_after_s
-
-    def _numbers(self) -> dict[str, Any]:
-        return {"retry_after_s": self.retry_after_s}
 
 
 class Busy(NotNow):
@@ -109,27 +106,21 @@ class Leaving(NotNow):
 class NotReady(NotNow):
     """The peer's weights are at `version`, older than what was asked for."""
 
-    code = "not-ready"
+    code, numbers = "not-ready", ("version",)
 
     def __init__(self, text: str, *, version: int, retry_after_s: float = 0.05) -> None:
         super().__init__(text, retry_after_s=retry_after_s)
         self.version = version
 
-    def _numbers(self) -> dict[str, Any]:
-        return {"version": self.version, "retry_after_s": self.retry_after_s}
-
 
 class Stale(SwarmError):
     """The step that was asked for is over: the peer's weights are at `version`."""
 
-    code = "stale"
+    code, numbers = "stale", ("version",)
 
     def __init__(self, text: str, *, version: int) -> None:
         super().__init__(text)
         self.version = version
-
-    def _numbers(self) -> dict[str, Any]:
-        return {"version": self.version}
 
 
 class Refused(SwarmError):
@@ -144,14 +135,11 @@ class Refused(SwarmError):
 class OtherVersion(Refused):
     """The answering peer speaks `version` of the protocol, which is not this one's."""
 
-    code = "other-version"
+    code, numbers = "other-version", ("version",)
 
     def __init__(self, text: str, *, version: int) -> None:
         super().__init__(text)
         self.version = version
-
-    def _numbers(self) -> dict[str, Any]:
-        return {"version": self.version}
 
 
 _WIRE = {cls.code: cls for cls in (NotNow, Busy, Leaving, NotReady, Stale, Refused, OtherVersion)}
@@ -166,20 +154,8 @@ def from_wire(peer: str, fields: dict[str, Any]) -> SwarmError:
     version, retry = fields.get("version", 0), fields.get("retry_after_s", 0.05)
     if type(version) is not int or type(retry) not in (int, float) or not 0 <= retry <= 60:
         return BadAnswer(peer, f"answered {code!r} with impossible numbers")
-    text = one_line(text[:500])
-    if cls is NotReady:
-        return NotReady(text, version=version, retry_after_s=retry)
-    if cls is Stale:
-        return Stale(text, version=version)
-    if cls is OtherVersion:
-        return OtherVersion(text, version=version)
-    if cls is Busy:
-        return Busy(text, retry_after_s=retry)
-    if cls is Leaving:
-        return Leaving(text, retry_after_s=retry)
-    if cls is NotNow:
-        return NotNow(text, retry_after_s=retry)
-    return Refused(text)
+    told = {"version": version, "retry_after_s": retry}
+    return cls(one_line(text[:500]), **{name: told[name] for name in cls.numbers})
 
 
 def short(peer: str) -> str:

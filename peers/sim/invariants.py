@@ -44,7 +44,7 @@ class Invariants:
         stage, version = compute.stage, compute.version
         self.looked["I1"] += 1
         self.looked["I2"] += 1
-        weights = torch.cat(list(compute.named_weights().values()))
+        weights = torch.cat(list(compute.state.named_weights().values()))
         counts = (weights * -self._run.M).tolist()
         due = version * self._counts[stage]
         if any(abs(count - due) > 1e-6 for count in counts):

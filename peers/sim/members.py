@@ -17,7 +17,8 @@ from peers.trainer import Trainer
 from swarm.data import token_dtype
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
-from swarm.model.stage import Gradients, StageCompute, SumLost
+from swarm.model.gradient_sum import Gradients, SumLost
+from swarm.model.stage import StageCompute
 
 
 class Zeros:
@@ -44,13 +45,13 @@ class AuditCompute(StageCompute):
         ends = {0, run.S - 1}
         if tied and stage in ends and len(ends) == 2:
             (other,) = ends - {stage}
-            self.shares = {other: tuple(self._layout.terms)}
+            self.shared.names = {other: tuple(self.layout.terms)}
 
     def add(self, found: Gradients) -> None:
         t = found.mb.t
-        if self.breaks and t in self._sums:
+        if self.breaks:
+            self.sums.of(t).zero_()
             self.breaks -= 1
-            self._sums[t].zero_()
             raise SumLost(f"the sum of step {t} is lost", t=t)
         super().add(found)
 

@@ -149,14 +149,14 @@ class Swarm:
 
         compute.apply = looked(compute.apply)  # type: ignore[method-assign]
         compute.load_state = looked(compute.load_state)  # type: ignore[method-assign]
-        complete = compute.complete
+        complete = compute.shared.complete
 
         def completed(reduced: torch.Tensor, shared: Mapping[Stage, torch.Tensor]) -> torch.Tensor:
             for other, part in {compute.stage: reduced, **shared}.items():
                 self.check(self.checks.part, member.name, compute.stage, other, part)
             return complete(reduced, shared)
 
-        compute.complete = completed  # type: ignore[method-assign]
+        compute.shared.complete = completed  # type: ignore[method-assign]
 
     # -- trainers ---------------------------------------------------------------------------------
 

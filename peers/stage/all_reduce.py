@@ -24,7 +24,7 @@ from peers.ports import Answer, Buffer, Request, Transport
 from peers.waiting import happens
 from swarm.errors import BadAnswer, NotReady, Refused, SwarmError
 from swarm.ids import PeerId
-from swarm.model.stage import sqnorm
+from swarm.model.reductions import sqnorm
 from swarm.protocol.rounds import Plan, Prepared
 from swarm.wire.codec import TensorMeta, decode, encode, encoded_sizes
 from swarm.wire.messages import Part, PartDone, check_run, pack, unpack, unpack_answer

@@ -163,7 +163,7 @@ class StepCoordination:
     def _stages_watched(self, *, leads: bool) -> set[Stage]:
         """This stage and its neighbours, those that share weights with it, and for a coordinator stage 0."""
         around = {stage for stage in range(self._stage - 1, self._stage + 2) if 0 <= stage < self._run.S}
-        around |= self._core.compute.shares.keys()
+        around |= self._core.compute.shared.names.keys()
         return around | {0} if leads else around
 
     # -- the protocol -----------------------------------------------------------------------------

@@ -171,7 +171,7 @@ class Handoff:
         if step.over or step.ledger.frozen_for is not None:
             raise NotNow("the step is being averaged")
         step.ledger.freeze("handing over")
-        total = self._core.compute.sum(step.t)
+        total = self._core.compute.sums.of(step.t)
         losses = [step.loss_of(m) for m in members_of(step.ledger.done)]
         return total.cpu() if total.is_cuda else total, step.ledger.done, losses
 
@@ -193,7 +193,7 @@ class Handoff:
         core = self._core
         self._aside[request.peer] = _Aside(
             offer.t,
-            torch.empty(core.compute.numel, dtype=core.compute.sum_dtype),
+            torch.empty(core.compute.numel, dtype=core.compute.sums.dtype),
             set(range(0, core.compute.numel, CHUNK_ELEMENTS)),
             now,
         )
@@ -253,7 +253,7 @@ class Handoff:
             raise NotNow("the step is being averaged here")
         if ledger.done & done:
             raise NotNow("some of it was computed here meanwhile")
-        self._core.compute.add_to_sum(step.t, aside.vector)
+        self._core.compute.sums.add_sum(step.t, aside.vector)
         ledger.take_over(done)
         step.losses.update(zip(members_of(done), losses, strict=False))
 

@@ -19,7 +19,8 @@ from peers.stage.state import StageCore
 from swarm.codecs import choose_codec
 from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused, SwarmError
 from swarm.ids import Microbatch, PeerId
-from swarm.model.stage import Forward, Gradients, SumLost
+from swarm.model.gradient_sum import Gradients, SumLost
+from swarm.model.stage import Forward
 from swarm.model.stage_io import allowed_gradients, allowed_inputs, body_bytes, boundary_bytes
 from swarm.protocol.ledger import Claim
 from swarm.wire.codec import Encoded, TensorMeta, encoded_sizes
@@ -225,7 +226,7 @@ class MicrobatchServer:
             mb = self._alive(step, work)
             fault_point("backward")
             found = self._core.compute.loss_gradients(mb, inputs, weights=step.ledger.may_add(work.m))
-            grads_in = found.answer.result()
+            grads_in = found.answer
             hop = self._hop(own_s=now_s() - began, compute_s=self._took_s())
             return self._count(step, found, Kept(inputs, (), _done(found.loss, grads_in, hop), grads_in))
 
@@ -272,7 +273,7 @@ class MicrobatchServer:
                 assert mb == fwd.mb
                 fault_point("backward")
                 found = core.compute.gradients(fwd, grads, weights=step.ledger.may_add(work.m))
-                grads_in = found.answer.result()
+                grads_in = found.answer
                 hop = self._hop(own_s=now_s() - began - behind_s, compute_s=timed[0] + self._took_s())
                 answer = _done(done.loss, grads_in, hop, *done.hops)
                 return self._count(step, found, Kept(inputs, grads, answer, grads_in))

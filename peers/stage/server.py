@@ -47,7 +47,8 @@ from peers.waiting import happens, unless
 from swarm.errors import DeviceHangs, PeerFault, Refused, SetupError, SwarmError
 from swarm.ids import Microbatch, PeerId, Position, Stage
 from swarm.manifest import Run
-from swarm.model.stage import StageCompute, SumLost
+from swarm.model.gradient_sum import SumLost
+from swarm.model.stage import StageCompute
 from swarm.policy.backoff import Backoff
 from swarm.policy.rebalance import Moves, Stay, is_due, rebalance
 from swarm.policy.router import Router
@@ -186,9 +187,9 @@ class StagePeer:
             transport.peer_id,
             transport,
             run.codec.reduce,
-            compute.sum_dtype,
-            compute.settle,
-            compute.sqnorm,
+            compute.sums.dtype,
+            compute.sums.value,
+            compute.shared.sqnorm,
         )
         checkpoints = settings.checkpoints
         self.store = CheckpointStore(run, stage, settings.resumed_from, tell=self._say_damaged)
@@ -389,7 +390,7 @@ class StagePeer:
         core, speed = self.core, self._speed()
         record = PeerRecord(
             peer=core.me, run=self._run.id, stage=self.stage, state=self._state, version=core.version,  # type: ignore[arg-type]
-            speed=speed, load=core.device.mean_queue(), state_bytes=core.compute.state_bytes,
+            speed=speed, load=core.device.mean_queue(), state_bytes=core.compute.state.nbytes,
             bandwidth_bps=self.all_reduce.bandwidth_bps, movable=self._settings.movable,
             max_inflight=self.desk.max_inflight, device=self._settings.device_name,
             addresses=self._settings.addresses, since=self._settings.joined_at,
@@ -611,7 +612,7 @@ class StagePeer:
             if why is not None:
                 return why, None
             step.ledger.freeze(plan.round)
-            total = core.compute.sum(step.t)
+            total = core.compute.sums.of(step.t)
             return None, total.cpu() if total.is_cuda else total
 
         try:
@@ -747,7 +748,7 @@ class StagePeer:
         saved = self._writer is not None and (last or self.store.on_disk)
         if not saved and not pinned:
             return
-        tensors = await self.core.device.run(Rank.STEP, version, self.core.compute.state)
+        tensors = await self.core.device.run(Rank.STEP, version, self.core.compute.state.copy)
         if saved and self._writer is not None:
             self._writer.save(version, tensors)
         if pinned:

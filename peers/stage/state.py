@@ -151,7 +151,7 @@ class StageCore:
             self.steps.pop(t).close()
         for t in range(self.version, self.newest_step() + 1):
             if t not in self.steps:
-                await self.device.run(Rank.STEP, t, self.compute.begin, t)
+                await self.device.run(Rank.STEP, t, self.compute.sums.begin, t)
                 self.steps[t] = OpenStep(t, Ledger(t, self.run.M, self.device.books.check))
         self.report_trigger.urgent()
         self._move()
@@ -160,8 +160,8 @@ class StageCore:
         """In a job of rank STEP: forget all of a step's sum and its ledger; it starts again from nothing."""
         step.drop()
         if not step.over:
-            self.compute.drop_sum(step.t)
-            self.compute.begin(step.t)
+            self.compute.sums.drop(step.t)
+            self.compute.sums.begin(step.t)
 
     def replicas(self, records: Iterable[PeerRecord]) -> list[PeerRecord]:
         """The records of the other replicas of this stage."""
@@ -243,7 +243,7 @@ class StageCore:
     def _digest_of(self, version: int) -> str | None:
         if self.compute.version != version:
             return None
-        return self.compute.digest(canonical=realigns(self.run, version))
+        return self.compute.state.digest(canonical=realigns(self.run, version))
 
     async def load(self, position: Position, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace the state by one of another member or a checkpoint; whatever was summed here is dropped."""

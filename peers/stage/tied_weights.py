@@ -47,11 +47,11 @@ class TiedWeights:
         if step.prepared is None:
             step.reduced = reduced
             step.reduced_there.set()
-        if compute.shares:
+        if compute.shared.names:
             try:
-                await asyncio.gather(*(self._part(step, other) for other in compute.shares))
-                whole = await asyncio.to_thread(compute.complete, reduced, step.shared)
-                sqnorm = await asyncio.to_thread(compute.sqnorm, whole)
+                await asyncio.gather(*(self._part(step, other) for other in compute.shared.names))
+                whole = await asyncio.to_thread(compute.shared.complete, reduced, step.shared)
+                sqnorm = await asyncio.to_thread(compute.shared.sqnorm, whole)
             except BaseException:
                 step.incomplete()
                 raise
@@ -63,7 +63,7 @@ class TiedWeights:
     async def _part(self, step: OpenStep, other: Stage) -> None:
         """Put what `other` found into the step: from one of its members, or from a replica whom they told."""
         core = self._core
-        numel = core.compute.shared_numel(other)
+        numel = core.compute.shared.numel(other)
         while not step.over and other not in step.shared:
             members, replicas = self._serving(other), self._serving(core.stage)
             asks = [(peer, core.stage, -1) for peer in members[:ASKED_AT_ONCE]]

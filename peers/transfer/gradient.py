@@ -37,9 +37,9 @@ async def fetch_gradient(
         PeerFault, NotReady, Refused: ask another.
     """
     vector, named = await fetch_vector(core, transport, source, t, core.compute.numel, round_name=round_name)
-    held = await asyncio.to_thread(holds, named.round, vector, core.compute.sqnorm)
+    held = await asyncio.to_thread(holds, named.round, vector, core.compute.shared.sqnorm)
     # Where stages share weights, what a replica says of the norm has their parts in it.
-    if held.digest != named.digest or (not core.compute.shares and held.sqnorm != named.sqnorm):
+    if held.digest != named.digest or (not core.compute.shared.names and held.sqnorm != named.sqnorm):
         raise BadAnswer(source, "the gradient does not fit its digest")
     commit = Commit(t, named.total_sqnorm) if named.total_sqnorm >= 0 else None
     return vector, held, commit
@@ -61,7 +61,7 @@ async def fetch_vector(
     Raises:
         PeerFault, NotReady, Refused: ask another.
     """
-    dtype = core.compute.dtype
+    dtype = core.compute.state.dtype
     vector = torch.empty(numel, dtype=dtype)
     named: VectorChunk | None = None
     for start in range(0, numel, CHUNK_ELEMENTS):
@@ -113,7 +113,7 @@ async def _stage_weights(
 ) -> tuple[int, dict[str, torch.Tensor]]:
     """(version, weights by name) of one stage. Raises SetupError if `until` passes without."""
     compute = StageCompute(run, stage)
-    like, partial = compute.state(), Partial()
+    like, partial = compute.state.copy(), Partial()
     reasons: dict[PeerId, str] = {}
     while True:
         records = await directory.refresh({stage})
@@ -124,7 +124,7 @@ async def _stage_weights(
             reasons.update(failed.reasons)
         else:
             compute.load_state(got.opened.version, got.tensors)
-            return got.opened.version, compute.named_weights()
+            return got.opened.version, compute.state.named_weights()
         if now_s() + RETRY_S >= until:
             why = "; ".join(reasons.values()) or "nobody serves it"
             raise SetupError(f"the weights of stage {stage} are not to be had: {why}")

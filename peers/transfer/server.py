@@ -370,7 +370,7 @@ class StateServer:
         core = self._core
         version = core.compute.version
         return Snapshot(
-            version=version, tensors=core.compute.state(), generation=core.generation,
+            version=version, tensors=core.compute.state.copy(), generation=core.generation,
             last_go=core.commits.get(version - 1),
         )  # fmt: skip
 
@@ -408,9 +408,9 @@ class StateServer:
         else:
             raise NotReady(f"the gradient of step {wanted.t} is not added up here", version=core.version)
         compute, other = core.compute, wanted.shared_with
-        total = compute.shared_numel(other)
+        total = compute.shared.numel(other)
         _check_range(wanted.start, wanted.numel, total, VECTOR_ELEMENTS)
-        part = compute.shared_part(reduced, other, wanted.start, wanted.start + wanted.numel)
+        part = compute.shared.part(reduced, other, wanted.start, wanted.start + wanted.numel)
         return _chunk(part, total, Prepared("", 0.0, ""), -1.0)
 
     def _was_given(self, wanted: FetchVector) -> Answer:

@@ -5,8 +5,7 @@
 A middle stage of GPT-2-XL sized layers, and one of GPT-3 sized ones, in bfloat16 with blockwise8 at both
 ends, computes microbatches on a device thread as a peer's does: tensors come and go as bytes in host memory,
 `window` of them are in flight, backwards go before forwards. The bare module has its inputs on the device
-and does nothing else but autocast. `sync`: each call waits for its result, as the stage's loop does;
-`ahead`: the next one is launched before the last result is awaited.
+and does nothing else but autocast. Each call waits for its result, as the stage's loop does.
 
 Prints a table, and a JSON object on the last line; without a CUDA device it says so and has no rows.
 """
@@ -19,13 +18,12 @@ import json
 import queue
 import statistics
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
@@ -34,8 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from swarm.ids import Microbatch
 from swarm.manifest import BatchSpec, CodecSpec, DataSpec, ModelSpec, OptimizerSpec, Run
 from swarm.model.gpt import replace_parameters, stage_skeleton
-from swarm.model.stage import StageCompute, sqnorm
-from swarm.wire.codec import Encoded, Pending, encode
+from swarm.model.reductions import sqnorm
+from swarm.model.stage import Forward, StageCompute
+from swarm.wire.codec import encode
 
 MB = Microbatch(0, 0)
 
@@ -113,63 +112,33 @@ class Peer:
 
     def __init__(self, run: Run, device: str) -> None:
         self.compute = StageCompute(run, 1, device)
-        self.compute.begin(0)
+        self.compute.sums.begin(0)
         B, T, H = run.batch.microbatch_size, run.data.sequence_length, run.built_in.hidden
         hidden = torch.randn((B, T, H)).to(torch.bfloat16)
         self.inputs = [encode(hidden, "blockwise8"), encode(torch.zeros((B, T), dtype=torch.uint8), "none")]
         self.grads = [encode(torch.randn((B, T, H)).mul_(1e-4).to(torch.bfloat16), "blockwise8")]
 
-    def microbatches(self, count: int, window: int, ahead: int) -> None:
-        """Do `count` microbatches, `window` in flight, at most `ahead` launched and not awaited."""
-        jobs: queue.PriorityQueue[tuple[int, int, Callable[[], Pending[Any]] | None]] = queue.PriorityQueue()
-        results: queue.Queue[Any] = queue.Queue()
+    def microbatches(self, count: int, window: int) -> None:
+        """Do `count` microbatches, `window` in flight, backwards first."""
+        jobs: queue.PriorityQueue[tuple[int, int, Forward | None]] = queue.PriorityQueue()
         order = itertools.count()
-
-        def device_thread() -> None:
-            launched: deque[Pending[Any]] = deque()
-            try:
-                while True:
-                    if launched and (len(launched) >= ahead or jobs.empty()):
-                        results.put(launched.popleft().result())
-                        continue
-                    job = jobs.get()[2]
-                    if job is None:
-                        return
-                    launched.append(job())
-            except BaseException as error:
-                results.put(error)
-                raise
-
-        def forward() -> None:
-            jobs.put((1, next(order), lambda: self.compute.start_forward(MB, self.inputs)))
-
-        thread = threading.Thread(target=device_thread, daemon=True)
-        thread.start()
         for _ in range(min(window, count)):
-            forward()
+            jobs.put((1, next(order), None))
         started, done = min(window, count), 0
         while done < count:
-            result = results.get()
-            if isinstance(result, BaseException):
-                thread.join()
-                raise result
-            if isinstance(result, Encoded):  # a backward's
-                done += 1
-                if started < count:
-                    started += 1
-                    forward()
-            else:
-                job = cast(
-                    "Callable[[], Pending[Any]]",
-                    lambda fwd=result: self.compute.start_backward(fwd, self.grads, add=True),
-                )
-                jobs.put((0, next(order), job))
-        jobs.put((2, next(order), None))
-        thread.join()
+            fwd = jobs.get()[2]
+            if fwd is None:
+                jobs.put((0, next(order), self.compute.forward(MB, self.inputs)))
+                continue
+            self.compute.add(self.compute.gradients(fwd, self.grads, weights=True))
+            done += 1
+            if started < count:
+                started += 1
+                jobs.put((1, next(order), None))
 
     def step_s(self) -> float:
         """Seconds of one optimizer step."""
-        total = self.compute.settle(self.compute.sum(0))
+        total = self.compute.sums.value(self.compute.sums.of(0))
         norm = sqnorm(total)
         torch.cuda.synchronize()
         began = time.perf_counter()
@@ -191,16 +160,14 @@ def measure(
 ) -> list[dict[str, Any]]:
     run, device = run_of(size, optimizer), "cuda"
     module, peer = bare(run, torch.device(device)), Peer(run, device)
-    modes = [(window, ahead) for window in WINDOWS for ahead in (1, 2)]
     module(2)
-    peer.microbatches(4, 2, 2)
+    peer.microbatches(4, 2)
     bare_s: list[float] = []
-    taken: dict[tuple[int, int], list[float]] = {mode: [] for mode in modes}
+    taken: dict[int, list[float]] = {window: [] for window in WINDOWS}
     for _ in range(rounds):  # interleaved, so that a drift of the clock rate hits all alike
         bare_s.append(seconds(lambda: module(count)))
-        for window, ahead in modes:
-            work = lambda window=window, ahead=ahead: peer.microbatches(count, window, ahead)  # noqa: E731
-            taken[window, ahead].append(seconds(work))
+        for window in WINDOWS:
+            taken[window].append(seconds(partial(peer.microbatches, count, window)))
     saved = peer.compute.saved_bytes()
     step_s = peer.step_s()
     base = statistics.median(bare_s)
@@ -210,10 +177,8 @@ def measure(
             "optimizer": optimizer,
             "window": window,
             "bare_tokens_per_s": round(count * size.tokens / base),
-            "sync_tokens_per_s": round(count * size.tokens / statistics.median(taken[window, 1])),
-            "ahead_tokens_per_s": round(count * size.tokens / statistics.median(taken[window, 2])),
-            "sync_ratio": round(base / statistics.median(taken[window, 1]), 4),
-            "ahead_ratio": round(base / statistics.median(taken[window, 2]), 4),
+            "sync_tokens_per_s": round(count * size.tokens / statistics.median(taken[window])),
+            "sync_ratio": round(base / statistics.median(taken[window]), 4),
             "saved_mb": round(saved / 1e6),
             "step_s": round(step_s, 4),
         }
@@ -232,7 +197,7 @@ def main() -> None:
         print("no CUDA device here: nothing was measured")
     else:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.optimizer}")
-        print("stage                window  bare tok/s   sync  ahead  MB/mb  step s")
+        print("stage                window  bare tok/s   sync  MB/mb  step s")
         for size in SIZES:
             try:
                 found = measure(size, options.optimizer, options.rounds, options.microbatches)
@@ -243,7 +208,7 @@ def main() -> None:
             for row in found:
                 print(
                     f"{row['size']:<20} {row['window']:>6} {row['bare_tokens_per_s']:>11} "
-                    f"{row['sync_ratio']:>6.3f} {row['ahead_ratio']:>6.3f} "
+                    f"{row['sync_ratio']:>6.3f} "
                     f"{row['saved_mb']:>6} {row['step_s']:>7.3f}"
                 )
             torch.cuda.empty_cache()

@@ -52,6 +52,8 @@ COORDINATION = "peers/stage/coordination.py"
 TRAINER = "peers/trainer.py"
 CHECKPOINT = "peers/storage/checkpoint.py"
 COMPUTE = "swarm/model/stage.py"
+SUMS = "swarm/model/gradient_sum.py"
+WEIGHTS = "swarm/model/state.py"
 QUEUE = "swarm/policy/fair_queue.py"
 BACKOFF = "swarm/policy/backoff.py"
 REBALANCE = "swarm/policy/rebalance.py"
@@ -540,7 +542,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "drop-the-ledger-only",
         STATE,
-        "            self.compute.drop_sum(step.t)\n",
+        "            self.compute.sums.drop(step.t)\n",
         "",
         "The ledger is empty, the sum is not: what is computed again counts twice.",
         (*MOVES, "test_loops"),
@@ -588,7 +590,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "tied-part-dropped",
         TIED_WEIGHTS,
-        "whole = await asyncio.to_thread(compute.complete, reduced, step.shared)",
+        "whole = await asyncio.to_thread(compute.shared.complete, reduced, step.shared)",
         "whole = reduced",
         "The copies of a tied weight drift apart.",
         ("test_brought",),
@@ -669,7 +671,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "gradient-not-compared",
         "peers/transfer/gradient.py",
-        "if held.digest != named.digest or (not core.compute.shares and held.sqnorm != named.sqnorm):",
+        "if held.digest != named.digest or (not core.compute.shared.names and held.sqnorm != named.sqnorm):",
         "if False:",
         "A step is taken with a gradient that is not the stage's.",
         (*FETCHED, "test_latecomers"),
@@ -1263,9 +1265,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "tied-weight-in-two-norms",
-        COMPUTE,
-        "for stage, names in self.shares.items() if stage < self.stage for name",
-        "for stage, names in self.shares.items() if False for name",
+        SUMS,
+        "for stage, names in self.names.items() if stage < self._stage for name",
+        "for stage, names in self.names.items() if False for name",
         "A tied weight counts twice in the norm by which gradients are clipped.",
         ("test_brought",),
     ),
@@ -1832,14 +1834,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "sum-of-another-state",
         COMPUTE,
-        "        if self._loads != found.loads:\n",
+        "        if self.state.loads != found.loads:\n",
         "        if False:\n",
         "A gradient of weights that are gone enters the sum of others.",
         ("test_stage_lost", "test_loops"),
     ),
     Mutation(
         "sum-broken-half-way-kept",
-        COMPUTE,
+        SUMS,
         "            total.zero_()\n            raise SumLost",
         "            raise SumLost",
         "A sum has half of a microbatch in it.",
@@ -1847,7 +1849,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "step-applied-to-other-weights",
-        COMPUTE,
+        WEIGHTS,
         "        if t != self.version:\n            cls",
         "        if False:\n            cls",
         "A gradient is applied to weights that it does not belong to.",
@@ -1855,7 +1857,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "diverged-run-goes-on",
-        COMPUTE,
+        WEIGHTS,
         "        if not 0.0 <= total_sqnorm < math.inf:\n",
         "        if False:\n",
         "A run that diverged goes on with weights that are no numbers.",
@@ -1863,7 +1865,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "state-that-is-not-finite",
-        COMPUTE,
+        WEIGHTS,
         "                if not -math.inf < low <= high < math.inf:\n",
         "                if False:\n",
         "A state with numbers that are none is loaded.",

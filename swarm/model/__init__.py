@@ -8,8 +8,10 @@ layout.py              where each weight lies in a stage's flat vector
 seeded_random.py       initial weights and dropout: functions of names
 fixed_point.py         sums that do not depend on their order; same_bits.py threads and alignment
 optimizer.py           AdamW and SGD on flat vectors
-stage.py               what a stage peer computes
-reference.py           the same run in a single process; reference_pipeline.py its stages in a row
+stage.py               the path of a microbatch through a stage, and of a step, with
+                       boundary.py (bytes <-> tensors), gradient_sum.py and state.py
+reductions.py          norms and digests of vectors
+reference.py           the same run in a single process
 full_model.py          a custom model as one module
 evaluate.py            the loss of given weights; generate.py text from them
 """

@@ -1,38 +1,39 @@
 """The same run in a single process: what every swarm must arrive at, and what `--verify` compares with.
 
-Deliberately not built on `StageCompute`: plain modules, gradients in `.grad`, torch's own optimizer. Only the
-weights' initial values and the codecs at the boundaries are shared.
+Deliberately not built on `StageCompute`: plain modules, gradients in `.grad`, torch's own optimizer. They
+share what a stage is (`swarm.model.stage_function`), the initial weights, and the codecs at the boundaries.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from swarm.data import sample_offsets
 from swarm.errors import SetupError
-from swarm.ids import Microbatch
+from swarm.ids import Microbatch, Stage
 from swarm.manifest import Run
-from swarm.model.graph.custom_model import custom_model, model_inputs
-from swarm.model.reference_pipeline import Chain, DecoderChain, StageModuleChain
-from swarm.model.same_bits import use_threads_of
+from swarm.model.custom import model_inputs
+from swarm.model.fixed_point import add_exact, to_float
+from swarm.model.gpt import replace_parameters, weights_dtype
+from swarm.model.layout import initial_statistics, initial_weights, stage_layout
+from swarm.model.reductions import sqnorm
+from swarm.model.same_bits import aligned, use_threads_of
+from swarm.model.stage_function import stage_function
+from swarm.wire.codec import decode, encode, places_of, round_trip
 
 
 class SingleProcess:
     """All stages of a run in a row, with the codecs' round trips at the boundaries."""
 
     def __init__(
-        self,
-        run: Run,
-        batch: Callable[[list[int]], Any],
-        device: str | torch.device = "cpu",
-        *,
-        chain: Chain | None = None,
+        self, run: Run, batch: Callable[[list[int]], Any], device: str | torch.device = "cpu"
     ) -> None:
-        """`batch`: offsets -> samples, as a dataset's method of that name. `chain`: instead of the run's own.
+        """`batch`: offsets -> samples, as a dataset's method of that name.
 
         Raises:
             SetupError: the optimizer is adamw8bit, which has no reference, or what is sent depends on routes.
@@ -43,51 +44,86 @@ class SingleProcess:
             raise SetupError(
                 "a run with codec.adaptive cannot be verified: what it arrives at depends on its routes"
             )
-        self.run, self.version, self._batch = run, 0, batch
-        self.chain = chain or _chain_of(run, torch.device(device))
-        spec, parameters = run.optimizer, list(self.chain.parameters.values())
-        groups = [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": spec.weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
-        if spec.name == "adamw":
-            self._optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-                groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, foreach=False
-            )
-        else:
-            # torch's SGD has no decoupled decay: it is done by hand in `step`.
-            for group in groups:
-                group["decay"] = group.pop("weight_decay")
-            self._optimizer = torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, foreach=False)
+        self.run, self.version, self._batch, self._device = run, 0, batch, torch.device(device)
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        """The newest weights by full name. One that several stages hold is one tensor here."""
+        self._statistics: dict[str, torch.Tensor] = {}
+        """Those of batch norms, likewise."""
+        layouts = [stage_layout(run, stage) for stage in range(run.S)]
+        for layout in layouts:
+            for name, value in layout.views(initial_weights(run, layout, torch.device("cpu"))):
+                self.parameters[name] = torch.nn.Parameter(value.to(self._device, copy=True))
+            flat = initial_statistics(run, layout, self._device)
+            self._statistics |= dict(layout.statistics_views(flat))
+        # With delayed updates a step is computed with the weights before the newest.
+        self._held = {
+            name: weights.detach().clone() if run.delayed_updates else weights.detach()
+            for name, weights in self.parameters.items()
+        }
+        self._stages = [_Stage(run, stage, self._held, self._device) for stage in range(run.S)]
+        self._optimizer = _optimizer_of(run, list(self.parameters.values()))
 
     def loss(self, mb: Microbatch, *, grad: bool = True) -> float:
         """The mean loss of a microbatch of the present step; `grad`: also add its gradient."""
-        use_threads_of(self.run)
-        rows = self._batch(sample_offsets(self.run, mb.t, mb.m))
-        if self.run.brings_model:
-            rows = model_inputs(self.run, rows)
-        return self.chain.loss(rows, mb, grad=grad)
+        run = self.run
+        use_threads_of(run)
+        rows = self._batch(sample_offsets(run, mb.t, mb.m))
+        inputs = model_inputs(run, rows) if run.brings_model else [torch.from_numpy(rows.astype(np.int64))]
+        arriving = [aligned(values).to(self._device) for values in inputs]
+        passed: list[_Passed] = []
+        for stage in self._stages:
+            passed.append(stage.forward(arriving, mb, grad=grad))
+            arriving = passed[-1].arriving
+        (loss,) = passed[-1].outputs
+        if grad:
+            back = [torch.ones_like(loss)]
+            before = [None, *passed[:-1]]
+            for stage, own, sender in zip(self._stages[::-1], passed[::-1], before[::-1], strict=True):
+                back = stage.backward(own, back, sender.places if sender else [])
+        return float(loss.item())
 
+    def totals(self) -> tuple[dict[str, torch.Tensor], float]:
+        """(the sums since the last call by name, not divided by M, the sum of the gradients' squares).
+
+        A weight's total is the sum of its stages', in their order; its square counts at the first.
+        """
+        totals: dict[str, torch.Tensor] = {}
+        first: list[list[str]] = []
+        for stage in self._stages:
+            own = stage.totals()
+            first.append([name for name in stage.layout.spans if name not in totals])
+            for name, total in own.items():
+                totals[name] = totals[name] + total if name in totals else total
+        squares = 0.0
+        for names in first:
+            squares += sqnorm(torch.cat([totals[name].reshape(-1) for name in names])) if names else 0.0
+        return totals, squares
+
+    @torch.no_grad()
     def step(self, t: int) -> list[float]:
         """Do step `t`, the next one; return the losses of its microbatches in order."""
         assert t == self.version, "steps are done in order"
         run, spec = self.run, self.run.optimizer
         losses = [self.loss(Microbatch(t, m)) for m in range(run.M)]
-        sums, sqnorm = self.chain.totals()
+        totals, squares = self.totals()
         # One factor for the mean and the clipping, as the stages have it: two would round twice.
         scale = 1.0 / run.M
         if spec.clip_norm:
-            norm = math.sqrt(sqnorm) / run.M
-            scale *= min(1.0, spec.clip_norm / (norm + 1e-6))
-        self.chain.take(run.M)
-        for name, parameter in self.chain.parameters.items():
-            parameter.grad = sums[name] * scale
+            scale *= min(1.0, spec.clip_norm / (math.sqrt(squares) / run.M + 1e-6))
+        for name, (_, momentum) in {
+            n: s for one in self._stages for n, s in one.layout.statistics.items()
+        }.items():
+            mean = totals[name] * (1.0 / run.M)
+            self._statistics[name].mul_(1.0 - momentum).add_(mean, alpha=momentum)
         lr = spec.lr_at(t, run.steps)
+        for name, parameter in self.parameters.items():
+            if run.delayed_updates:
+                self._held[name].copy_(parameter)
+            parameter.grad = totals[name] * scale
         for group in self._optimizer.param_groups:
             group["lr"] = lr
             for parameter in group["params"]:
-                parameter.data.mul_(1.0 - lr * group.get("decay", 0.0))
+                parameter.mul_(1.0 - lr * group.get("decay", 0.0))
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.version = t + 1
@@ -95,12 +131,128 @@ class SingleProcess:
 
     def named_weights(self) -> dict[str, torch.Tensor]:
         """The newest weights of all stages by full name, on the CPU."""
-        found = {**self.chain.parameters, **self.chain.buffers()}
+        found = {**self.parameters, **self._statistics}
         return {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
 
 
-def _chain_of(run: Run, device: torch.device) -> Chain:
-    if not run.brings_model:
-        return DecoderChain(run, device)
-    model = custom_model(run)
-    return StageModuleChain(run, model.traced, model.assignment, device)
+class _Passed(NamedTuple):
+    """A microbatch that has passed a stage."""
+
+    leaves: list[torch.Tensor]
+    """The inputs that have a gradient, cut off from the stage before."""
+    outputs: list[torch.Tensor]
+    """Those that have a gradient; of the last stage the loss."""
+    statistics: dict[str, torch.Tensor]
+    arriving: list[torch.Tensor]
+    """The inputs of the next stage, after their codec."""
+    places: list[torch.Tensor | None]
+    """Of each output with a gradient: where the numbers were that a top-k kept."""
+
+
+class _Stage:
+    """One stage: its module, and the sums of the present step by name, as whole numbers or as floats."""
+
+    def __init__(
+        self, run: Run, stage: Stage, weights: Mapping[str, torch.Tensor], device: torch.device
+    ) -> None:
+        """`weights`: those of all stages by full name; not copied."""
+        self._run, self._number, self._device = run, stage, device
+        self.layout = stage_layout(run, stage)
+        self._function = stage_function(run, stage)
+        self._module = self._function.module()
+        replace_parameters(self._module, lambda name, _: weights[name])
+        self._module.to(device)
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def forward(self, arriving: list[torch.Tensor], mb: Microbatch, *, grad: bool) -> _Passed:
+        """Compute the stage, and what its outputs are for the next one."""
+        run, function = self._run, self._function
+        entering = function.enter(arriving)
+        leaves: list[torch.Tensor] = []
+        values: list[torch.Tensor | None] = []
+        with torch.set_grad_enabled(grad):
+            for entry, value in zip(function.entries, entering, strict=True):
+                if entry.graded:
+                    leaves.append(value.requires_grad_(grad))
+                values.append(None if entry.dtype is None else value.to(entry.dtype))
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=run.dtype == "bfloat16"):
+                made, statistics = function.compute(self._module, values, mb)
+            if not function.gives:
+                return _Passed(leaves, [made[0]], statistics, [], [])
+            outputs = [
+                made[number].to(getattr(torch, what.dtype))
+                for number, what in enumerate(function.gives)
+                if what.graded
+            ]
+        passed = _Passed(leaves, outputs, statistics, [], [])
+        graded = iter(outputs)
+        for number, what in enumerate(function.gives):
+            if what.graded:
+                sent = encode(next(graded), run.codec.forward_at(self._number))
+                arrived = decode(*sent, device=self._device)
+                passed.places.append(places_of(sent))
+            else:
+                arrived = entering[function.passes[number]] if number in function.passes else made[number]
+            passed.arriving.append(arrived.detach().clone(memory_format=torch.contiguous_format))
+        return passed
+
+    def backward(
+        self, passed: _Passed, gradients: Sequence[torch.Tensor], places: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor]:
+        """Add to the sums; return the gradients of the inputs as the stage before gets them.
+
+        `places`: of the inputs that have a gradient.
+        """
+        roots = [(y, g) for y, g in zip(passed.outputs, gradients, strict=True) if y.requires_grad]
+        torch.autograd.backward([y for y, _ in roots], [g for _, g in roots])
+        for name, parameter in self._module.named_parameters():
+            if parameter.grad is not None:
+                self._add(name, parameter.grad)
+                parameter.grad = None
+        for name, told in passed.statistics.items():
+            self._add(name, told)
+        if not passed.leaves:
+            return []
+        codec = self._run.codec
+        answer = codec.backward_at(self._number - 1, codec.forward_at(self._number - 1))
+        return [
+            round_trip(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, answer, places=kept)
+            for leaf, kept in zip(passed.leaves, places, strict=True)
+        ]
+
+    def totals(self) -> dict[str, torch.Tensor]:
+        """The sums by name, in the dtype of the weights; they begin anew."""
+        dtype, totals = weights_dtype(self._run), {}
+        for name, span in self.layout.terms.items():
+            total = self._sums.pop(name, None)
+            if total is None:
+                total = torch.zeros(span.shape, dtype=dtype, device=self._device)
+            totals[name] = (to_float(total, dtype) if total.dtype == torch.int64 else total).view(span.shape)
+        return totals
+
+    def _add(self, name: str, term: torch.Tensor) -> None:
+        """`term` keeps its memory to itself."""
+        total = self._sums.get(name)
+        if self._run.adds_exactly:
+            if total is None:
+                total = self._sums[name] = torch.zeros(term.numel(), dtype=torch.int64, device=term.device)
+            add_exact(total, term)
+        elif total is None:
+            self._sums[name] = term.detach().clone()
+        else:
+            total.add_(term)
+
+
+def _optimizer_of(run: Run, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    spec = run.optimizer
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": spec.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if spec.name == "adamw":
+        betas = (spec.beta1, spec.beta2)
+        return torch.optim.AdamW(groups, lr=spec.lr, betas=betas, eps=spec.eps, foreach=False)
+    for group in groups:  # torch's SGD has no decoupled decay: `SingleProcess.step` does it by hand
+        group["decay"] = group.pop("weight_decay")
+    return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, foreach=False)

@@ -58,12 +58,12 @@ class StageFunction:
     """What came without a gradient (on the host), and hidden, as entries."""
 
 
-def body_of(run: Run, stage: Stage) -> StageFunction:
+def stage_function(run: Run, stage: Stage) -> StageFunction:
     """The function of `stage`."""
-    return _brought(run, stage) if run.brings_model else _decoder(run, stage)
+    return _custom(run, stage) if run.brings_model else _built_in(run, stage)
 
 
-def _decoder(run: Run, stage: Stage) -> StageFunction:
+def _built_in(run: Run, stage: Stage) -> StageFunction:
     first, last = stage == 0, stage == run.S - 1
     hidden = Entry(torch.int64, False) if first else Entry(boundary_dtype(run), True)
     labels = Entry(torch.int64 if last else None, False)
@@ -87,7 +87,7 @@ def _decoder(run: Run, stage: Stage) -> StageFunction:
     )
 
 
-def _brought(run: Run, stage: Stage) -> StageFunction:
+def _custom(run: Run, stage: Stage) -> StageFunction:
     model = custom_model(run)
     graph, plan = model.traced.graph, model.plans[stage]
     last = stage == run.S - 1

@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -52,20 +52,6 @@ class Encoded(NamedTuple):
         return sum(encoded_sizes(self.meta))
 
 
-_T = TypeVar("_T")
-
-
-class Pending(Generic[_T]):
-    """A result that the device may still be working on. On the CPU it is there at once."""
-
-    def __init__(self, finish: Callable[[], _T]) -> None:
-        self._finish = finish
-
-    def result(self) -> _T:
-        """Wait for the device, check, and return the result. To be called once."""
-        return self._finish()
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype on the wire, such as `bfloat16`."""
     return _NAMES[dtype]
@@ -83,16 +69,16 @@ def encode(
     Raises:
         Refused: a number that is not finite, or that is too large for the codec.
     """
-    return start_encode(tensor, codec, name=name, places=places).result()
+    return start_encode(tensor, codec, name=name, places=places)()
 
 
 def start_encode(
     tensor: torch.Tensor, codec: str, *, name: str = "a tensor", places: torch.Tensor | None = None
-) -> Pending[Encoded]:
-    """As `encode`, but does not wait for CUDA: work that is launched next keeps the device busy.
+) -> Callable[[], Encoded]:
+    """As `encode`, but does not wait for CUDA: the function that it returns does, and is to be called once.
 
     All of it, the copies to pinned memory included, is on the current stream, so nothing can overtake
-    anything. On CUDA a number that is not finite is only found by `result`.
+    anything. On CUDA a number that is not finite is only found by the function.
     """
     tensor = tensor.detach()
     meta = TensorMeta(tuple(tensor.shape), _NAMES[tensor.dtype], codec)
@@ -137,7 +123,7 @@ def start_encode(
 
     if not on_cuda:
         result = encoded(parts)
-        return Pending(lambda: result)
+        return lambda: result
     if extremes is not None:
         parts.append(torch.stack(extremes).double())
     hosts = [_start_copy(part) for part in parts]
@@ -150,7 +136,7 @@ def start_encode(
             check(*hosts.pop().tolist())
         return encoded(hosts)
 
-    return Pending(finish)
+    return finish
 
 
 def decode(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -12,7 +12,8 @@ import torch
 from swarm.data import sample_offsets
 from swarm.ids import Microbatch
 from swarm.manifest import Run, demo_run
-from swarm.model.stage import Forward, StageCompute, sqnorm
+from swarm.model.reductions import digest_of, sqnorm
+from swarm.model.stage import Forward, StageCompute
 from swarm.wire.codec import Encoded, encode
 
 Answer: TypeAlias = tuple[Encoded, ...]
@@ -49,6 +50,29 @@ def tokens_of(run: Run, mb: Microbatch) -> Encoded:
     return encode(torch.from_numpy(batch_of(run)(sample_offsets(run, *mb))), "none")
 
 
+def backward(stage: StageCompute, fwd: Forward, grads: Sequence[Encoded], *, add: bool) -> Answer:
+    """As a peer does it: the weights' gradients enter the sum if the answer is good."""
+    found = stage.gradients(fwd, grads, weights=add)
+    if add:
+        stage.add(found)
+    return found.answer
+
+
+def loss_backward(
+    stage: StageCompute, mb: Microbatch, inputs: Sequence[Encoded], *, add: bool
+) -> tuple[float, Answer]:
+    """Likewise, of the last stage: (mean loss, gradients of the inputs)."""
+    found = stage.loss_gradients(mb, inputs, weights=add)
+    if add:
+        stage.add(found)
+    return found.loss, found.answer
+
+
+def state_digest(state: Mapping[str, torch.Tensor]) -> str:
+    """Of all vectors of a state."""
+    return digest_of((state[name] for name in sorted(state)), on_device=False)
+
+
 class Chain:
     """One `StageCompute` a stage, called as peers would call them."""
 
@@ -58,7 +82,7 @@ class Chain:
 
     def begin(self, t: int) -> None:
         for stage in self.stages:
-            stage.begin(t)
+            stage.sums.begin(t)
 
     def forward(self, mb: Microbatch) -> tuple[list[Forward], list[Encoded]]:
         """Up to the last stage: (what each stage before it keeps, the inputs of the last)."""
@@ -75,17 +99,17 @@ class Chain:
         for stage, fwd in zip(self.stages[-2::-1], kept[::-1], strict=True):
             assert answer
             grads.append(answer)
-            answer = stage.backward(fwd, answer, add=add)
+            answer = backward(stage, fwd, answer, add=add)
         return grads[::-1]
 
     def microbatch(self, mb: Microbatch, *, add: bool = True) -> float:
         kept, wire = self.forward(mb)
-        loss, answer = self.stages[-1].loss_backward(mb, wire, add=add)
+        loss, answer = loss_backward(self.stages[-1], mb, wire, add=add)
         self.backward(kept, answer, add=add)
         return loss
 
     def apply(self, t: int) -> None:
-        settled = [stage.settle(stage.sum(t)) for stage in self.stages]
+        settled = [stage.sums.value(stage.sums.of(t)) for stage in self.stages]
         self.apply_settled(t, settled)
 
     def apply_settled(self, t: int, reduced: list[torch.Tensor]) -> None:
@@ -101,7 +125,7 @@ class Chain:
         return losses
 
     def named_weights(self) -> dict[str, torch.Tensor]:
-        return {name: w for stage in self.stages for name, w in stage.named_weights().items()}
+        return {name: w for stage in self.stages for name, w in stage.state.named_weights().items()}
 
 
 def farthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

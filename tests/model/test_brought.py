@@ -288,7 +288,7 @@ def test_whole_numbers_that_cross_are_bounded_by_what_they_are_looked_up_in() ->
     ):
         sent = encode(torch.full(best.shape, number, dtype=torch.int64), "none")
         with pytest.raises(Refused, match=text):
-            stage._decode(best, sent)
+            stage._boundary._decode(best, sent)
 
 
 def test_a_config_of_transformers_is_pinned_with_its_version() -> None:

@@ -67,16 +67,17 @@ class CustomModel(Chain):
         return kept, wire
 
     def apply(self, t: int) -> None:
-        settled = [stage.settle(stage.sum(t)) for stage in self.stages]
+        settled = [stage.sums.value(stage.sums.of(t)) for stage in self.stages]
 
         def whole(stage: StageCompute) -> torch.Tensor:
             told = {
-                other: self.stages[other].shared_part(settled[other], stage.stage) for other in stage.shares
+                other: self.stages[other].shared.part(settled[other], stage.stage)
+                for other in stage.shared.names
             }
-            return stage.complete(settled[stage.stage], told)
+            return stage.shared.complete(settled[stage.stage], told)
 
         totals = [whole(stage) for stage in self.stages]
-        squares = sum(stage.sqnorm(total) for stage, total in zip(self.stages, totals, strict=True))
+        squares = sum(stage.shared.sqnorm(total) for stage, total in zip(self.stages, totals, strict=True))
         for stage, total in zip(self.stages, totals, strict=True):
             stage.apply(t, total, squares)
 

@@ -9,39 +9,20 @@ import pytest
 import torch
 
 from swarm.data import sample_offsets
-from swarm.manifest import Run
-from swarm.model.graph.trace import trace
+from swarm.manifest import BatchSpec, OptimizerSpec, Run
+from swarm.model.graph.custom_model import build
 from swarm.model.reference import SingleProcess
-from swarm.model.reference_pipeline import StageModuleChain
-from tests.model import zoo
-from tests.model.chain import tiny_run
-from tests.model.parity import random_cuts
-
-
-def inputs_of(name: str, offsets: list[int]) -> tuple[torch.Tensor, ...]:
-    """Others for each microbatch."""
-    chance = torch.Generator().manual_seed(offsets[0])
-    _, sample = zoo.MODELS[name]()
-    return tuple(
-        torch.randn(x.shape, generator=chance, dtype=torch.float64)
-        if x.is_floating_point()
-        else x if x.dtype == torch.bool
-        else torch.randint(1, 7, x.shape, generator=chance)
-        for x in sample
-    )  # fmt: skip
-
-
-def model_of(name: str) -> torch.nn.Module:
-    torch.manual_seed(0)
-    return zoo.MODELS[name]()[0].double().train()
+from tests.model.parity import whole
+from tests.model.test_brought_exact import run_of, samples
+from tests.model.test_stage_brought import cuts
 
 
 class Plain:
     """A training loop as anybody writes it."""
 
-    def __init__(self, run: Run, name: str) -> None:
+    def __init__(self, run: Run) -> None:
         spec = run.optimizer
-        self.run, self.name, self.model = run, name, model_of(name)
+        self.run, self.model = run, build(run).module.train()
         matrices = [p for p in self.model.parameters() if p.dim() >= 2]
         others = [p for p in self.model.parameters() if p.dim() < 2]
         groups: list[dict[str, Any]] = [
@@ -61,7 +42,8 @@ class Plain:
         for m in range(run.M):
             for name, buffer in buffers.items():
                 buffer.copy_(before[name])
-            loss = self.model(*inputs_of(self.name, sample_offsets(run, t, m)))
+            inputs = map(torch.as_tensor, samples(run, sample_offsets(run, t, m)))
+            loss = self.model(*(x.double() if x.is_floating_point() else x for x in inputs))
             (loss / run.M).backward()
             losses.append(loss.item())
             for name, buffer in buffers.items():
@@ -76,13 +58,9 @@ class Plain:
         return losses
 
 
-def far(run: Run, name: str, cut: int) -> float:
+def far(run: Run) -> float:
     """The largest difference of any loss, weight or statistic after all steps, relative to its tensor."""
-    traced = trace(model_of(name), inputs_of(name, [0]))
-    assignment = [*random_cuts(traced.graph, cut + 1, seed=1)][cut]
-    chain = StageModuleChain(run, traced, assignment, torch.device("cpu"))
-    single = SingleProcess(run, lambda offsets: inputs_of(name, offsets), chain=chain)
-    plain = Plain(run, name)
+    single, plain = SingleProcess(run, lambda offsets: samples(run, offsets)), Plain(run)
     worst = 0.0
     for t in range(run.steps):
         ours, theirs = single.step(t), plain.step(t)
@@ -107,5 +85,9 @@ def far(run: Run, name: str, cut: int) -> float:
 )
 def test_a_model_in_pieces_is_trained_as_by_plain_torch(name: str, optimizer: dict[str, Any]) -> None:
     """float64: tied weights, clipping, and batch norm by the rule of the step; 1e-9 relative."""
-    run = tiny_run(optimizer={"schedule": "constant", **optimizer}, batch={"microbatches_per_step": 3})
-    assert far(run, name, cut=3) < 1e-9
+    (assignment,) = cuts(whole(name).traced.graph, 1, seed=1)
+    run = run_of(
+        name, assignment, dtype="float64", optimizer=OptimizerSpec(schedule="constant", **optimizer),
+        batch=BatchSpec(microbatch_size=3, microbatches_per_step=3),
+    )  # fmt: skip
+    assert far(run) < 1e-9

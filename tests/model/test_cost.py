@@ -225,9 +225,9 @@ def test_the_state_is_that_of_a_stage(optimizer: str, delayed: bool) -> None:
     run = tiny_run(dtype="float32", optimizer={"name": optimizer}, delayed_updates=delayed)
     compute = StageCompute(run, 0)
     for t in range(2 if delayed else 1):
-        compute.begin(t)
-    sums = sum(compute.sum(t).nbytes for t in range(2 if delayed else 1))
-    assert holding_of(run).state_bytes(compute.numel, 4) == compute.state_bytes + sums
+        compute.sums.begin(t)
+    sums = sum(compute.sums.of(t).nbytes for t in range(2 if delayed else 1))
+    assert holding_of(run).state_bytes(compute.numel, 4) == compute.state.nbytes + sums
 
 
 def test_memory_counts_state_once_for_what_operators_share() -> None:

@@ -11,7 +11,7 @@ from swarm.ids import Microbatch
 from swarm.manifest import CodecSpec, Run, audit_run
 from swarm.model.gpt import build_stage
 from swarm.model.reference import SingleProcess
-from tests.model.chain import Chain, batch_of, farthest
+from tests.model.chain import Chain, batch_of, farthest, loss_backward
 
 
 @pytest.fixture(params=["none", "bf16", "blockwise8"])
@@ -30,7 +30,7 @@ def test_each_microbatch_leaves_its_mark_on_every_stage(run: Run) -> None:
     for m in (3, 1, 3):
         chain.microbatch(Microbatch(0, m))
     expected = [0.0, 1.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0]
-    assert [stage.sum(0).tolist() for stage in chain.stages] == [expected] * 3
+    assert [stage.sums.of(0).tolist() for stage in chain.stages] == [expected] * 3
     chain.apply(0)
     assert weights(chain) == [[-count / run.M for count in expected]] * 3
 
@@ -49,12 +49,12 @@ def test_an_undo_erases_the_mark(run: Run) -> None:
     chain.begin(0)
     chain.microbatch(Microbatch(0, 5))
     kept, wire = chain.forward(Microbatch(0, 2))
-    _, grad = chain.stages[-1].loss_backward(Microbatch(0, 2), wire, add=True)
+    _, grad = loss_backward(chain.stages[-1], Microbatch(0, 2), wire, add=True)
     grads = chain.backward(kept, grad)
     for stage, fwd, g in zip(chain.stages, kept, grads, strict=False):
         stage.subtract(Microbatch(0, 2), fwd.inputs, g)
     chain.stages[-1].subtract(Microbatch(0, 2), wire, None)
-    assert [stage.sum(0).nonzero().flatten().tolist() for stage in chain.stages] == [[5]] * 3
+    assert [stage.sums.of(0).nonzero().flatten().tolist() for stage in chain.stages] == [[5]] * 3
 
 
 def test_the_single_process_counts_the_same(run: Run) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from swarm.model.stage import device_digest
+from swarm.model.reductions import device_digest
 
 
 def test_a_change_of_any_bit_or_of_the_order_changes_the_digest() -> None:

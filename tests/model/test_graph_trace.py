@@ -13,11 +13,10 @@ from torch.nn import functional
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
 from swarm.model.graph.capture import Untraceable
-from swarm.model.graph.remote_autodiff import gradients
 from swarm.model.graph.stage_module import cut
 from swarm.model.graph.trace import trace
 from tests.model import zoo
-from tests.model.parity import check_parity, compute, random_cuts, whole
+from tests.model.parity import check_parity, compute, gradients, random_cuts, whole
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 

@@ -29,7 +29,7 @@ SMALL = replace(demo_run(stages=2), model=replace(demo_run(stages=2).model, laye
 def test_the_empty_and_the_initial_state_are_like_the_real_one(run: Run) -> None:
     for stage in range(run.S):
         compute = StageCompute(run, stage)
-        state, empty = compute.state(), empty_state(run, stage)
+        state, empty = compute.state.copy(), empty_state(run, stage)
         assert {name: (t.shape, t.dtype) for name, t in state.items()} == {
             name: (t.shape, t.dtype) for name, t in empty.items()
         }
@@ -38,7 +38,7 @@ def test_the_empty_and_the_initial_state_are_like_the_real_one(run: Run) -> None
         assert list(initial) == list(state)
         assert all(torch.equal(initial[name], state[name]) for name in state)
         named = named_weights(run, stage, state["weights"])
-        expected = compute.named_weights()
+        expected = compute.state.named_weights()
         assert list(named) == list(expected)
         assert all(torch.equal(named[name], expected[name]) for name in named)
 

@@ -14,7 +14,7 @@ from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
 from swarm.model.stage_io import gradient_metas, input_metas
 from swarm.wire.codec import Encoded
-from tests.model.chain import Chain, batch_of, farthest, tiny_run, tokens_of
+from tests.model.chain import Chain, backward, batch_of, farthest, loss_backward, tiny_run, tokens_of
 
 CASES: dict[str, dict[str, Any]] = {
     "layernorm, learned": {"model": {"norm": "layernorm", "positions": "learned"}},
@@ -108,7 +108,7 @@ def test_what_a_top_k_leaves_out_is_zero_to_the_gradient_too() -> None:
     run = tiny_run(codec={"forward": "topk:0.3", "backward": "none"})
     reference, mb = SingleProcess(run, batch_of(run)), Microbatch(0, 0)
     reference.loss(mb)
-    gradients, weights = reference.chain.totals().gradients, reference.chain.parameters
+    (gradients, _), weights = reference.totals(), reference.parameters
     name = next(n for n, p in weights.items() if p.dim() == 2 and len(p) == 48 and n.startswith("layers.0"))
     weight, gradient = weights[name], gradients[name]
     direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1), dtype=weight.dtype)
@@ -127,7 +127,7 @@ def test_a_gradient_comes_back_with_the_places_of_what_was_sent() -> None:
     run = tiny_run(codec={"forward": "topk:0.1+blockwise8", "backward": "bf16"})
     chain = Chain(run)
     kept, wire = chain.forward(Microbatch(0, 0))
-    _, (grad,) = chain.stages[-1].loss_backward(Microbatch(0, 0), wire, add=False)
+    _, (grad,) = loss_backward(chain.stages[-1], Microbatch(0, 0), wire, add=False)
     assert (grad.meta,) == gradient_metas(run, 1, input_metas(run, 2))
     assert grad.meta.codec == "topk:0.1+bf16"
     assert bytes(grad.buffers[0]) == bytes(kept[-1].outputs[0].buffers[0])
@@ -163,26 +163,26 @@ def replicated_step(replicas: list[Chain], t: int, draw: random.Random) -> list[
         for stage in route[:-1]:
             kept.append(stage.forward(mb, inputs[-1]))
             inputs.append(kept[-1].outputs)
-        losses[m], grad = route[-1].loss_backward(mb, inputs[-1], add=True)
+        losses[m], grad = loss_backward(route[-1], mb, inputs[-1], add=True)
         grads: list[tuple[Encoded, ...]] = [()]
         for stage, fwd in zip(route[-2::-1], kept[::-1], strict=True):
             grads.insert(0, grad)
-            grad = stage.backward(fwd, grad, add=True)
+            grad = backward(stage, fwd, grad, add=True)
         # A retry raced: another replica of some stage did it too.
         s = draw.randrange(run.S)
         again = draw.choice(replicas).stages[s]
         if s == run.S - 1:
-            again.loss_backward(mb, inputs[s], add=True)
+            loss_backward(again, mb, inputs[s], add=True)
         else:
-            again.backward(again.forward(mb, inputs[s]), grads[s], add=True)
+            backward(again, again.forward(mb, inputs[s]), grads[s], add=True)
         twice.append((again, mb, inputs[s], grads[s]))
     for stage, mb, wires, grads_out in draw.sample(twice, len(twice)):
         stage.subtract(mb, wires, grads_out)
     totals = [
-        torch.stack([replica.stages[s].sum(t) for replica in draw.sample(replicas, len(replicas))]).sum(0)
+        torch.stack([replica.stages[s].sums.of(t) for replica in draw.sample(replicas, len(replicas))]).sum(0)
         for s in range(run.S)
     ]
-    reduced = [stage.settle(total) for stage, total in zip(replicas[0].stages, totals, strict=True)]
+    reduced = [stage.sums.value(total) for stage, total in zip(replicas[0].stages, totals, strict=True)]
     for replica in replicas:
         replica.apply_settled(t, reduced)
     return losses

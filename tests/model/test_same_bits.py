@@ -15,7 +15,7 @@ from swarm.model.reference import SingleProcess
 from swarm.model.same_bits import CACHE_LINE_BYTES, aligned
 from swarm.model.stage import StageCompute
 from swarm.wire.codec import Encoded, encode
-from tests.model.chain import Chain, tiny_run
+from tests.model.chain import Chain, backward, loss_backward, tiny_run
 
 MB = Microbatch(0, 0)
 
@@ -51,15 +51,15 @@ def test_a_step_gives_the_same_bits_whatever_threads_the_process_was_given(hidde
         stages = [StageCompute(run, stage) for stage in range(2)]
         kinds = [stage.rehearse() for stage in stages]
         for stage in stages:
-            stage.begin(0)
+            stage.sums.begin(0)
         fwd = stages[0].forward(MB, [encode(torch.from_numpy(random_tokens([1, 2, 3, 4])), "none")])
-        _, grads = stages[1].loss_backward(MB, fwd.outputs, add=True)
-        stages[0].backward(fwd, grads, add=True)
-        sums = [stage.settle(stage.sum(0)) for stage in stages]
+        _, grads = loss_backward(stages[1], MB, fwd.outputs, add=True)
+        backward(stages[0], fwd, grads, add=True)
+        sums = [stage.sums.value(stage.sums.of(0)) for stage in stages]
         torch.set_num_threads(threads)
         for stage, total in zip(stages, sums, strict=True):
-            stage.apply(0, total, sum(s.sqnorm(t) for s, t in zip(stages, sums, strict=True)))
-        found.add((*kinds, *(stage.digest() for stage in stages)))
+            stage.apply(0, total, sum(s.shared.sqnorm(t) for s, t in zip(stages, sums, strict=True)))
+        found.add((*kinds, *(stage.state.digest() for stage in stages)))
     assert len(found) == 1
 
 
@@ -101,15 +101,19 @@ def test_a_stage_gives_the_same_bits_wherever_what_came_lies(dtype: str) -> None
     chain = Chain(run)
     chain.begin(0)
     stage = chain.stages[1]
-    hidden = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(1), dtype=chain.stages[1].dtype)
+    hidden = torch.randn(
+        1, 5, 32, generator=torch.Generator().manual_seed(1), dtype=stage.state.dtype
+    )
     labels = encode(torch.zeros((1, 5), dtype=torch.uint8), "none")
     found: set[tuple[bytes, ...]] = set()
     for offset in (0, 4, 8, 16, 32, 61):
-        stage.drop_sum(0)
-        stage.begin(0)
+        stage.sums.drop(0)
+        stage.sums.begin(0)
         fwd = stage.forward(MB, [lying_at(encode(hidden, "none"), offset), labels])
-        (grad,) = stage.backward(fwd, [lying_at(encode(hidden, "none"), offset)], add=True)
-        found.add((bytes(fwd.outputs[0].buffers[0]), bytes(grad.buffers[0]), stage.sum(0).numpy().tobytes()))
+        (grad,) = backward(stage, fwd, [lying_at(encode(hidden, "none"), offset)], add=True)
+        found.add(
+            (bytes(fwd.outputs[0].buffers[0]), bytes(grad.buffers[0]), stage.sums.of(0).numpy().tobytes())
+        )
     assert len(found) == 1
 
 

@@ -11,12 +11,14 @@ import torch
 from swarm.errors import NotReady, Refused, SetupError, Stale
 from swarm.ids import Microbatch
 from swarm.manifest import audit_run
-from swarm.model import stage as stage_module
+from swarm.model import gradient_sum
 from swarm.model.fixed_point import SCALE, add_exact
 from swarm.model.gpt import boundary_dtype
-from swarm.model.stage import StageCompute, SumLost, sqnorm, state_digest
+from swarm.model.gradient_sum import SumLost
+from swarm.model.reductions import sqnorm
+from swarm.model.stage import StageCompute
 from swarm.wire.codec import Encoded, TensorMeta, encode
-from tests.model.chain import Chain, tiny_run, tokens_of
+from tests.model.chain import Chain, backward, loss_backward, state_digest, tiny_run, tokens_of
 
 MB = Microbatch(0, 0)
 
@@ -24,11 +26,11 @@ MB = Microbatch(0, 0)
 def accumulated(chain: Chain, *microbatches: Microbatch) -> list[torch.Tensor]:
     t = microbatches[0].t
     for stage in chain.stages:
-        stage.drop_sum(t)
+        stage.sums.drop(t)
     chain.begin(t)
     for mb in microbatches:
         chain.microbatch(mb)
-    return [stage.sum(t).clone() for stage in chain.stages]
+    return [stage.sums.of(t).clone() for stage in chain.stages]
 
 
 def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -70,15 +72,15 @@ def test_a_backward_that_does_not_add_gives_the_same_answer_and_leaves_the_sum_a
     chain = Chain(tiny_run())
     before = accumulated(chain, MB)
     kept, wire = chain.forward(Microbatch(0, 1))
-    loss, grad = chain.stages[-1].loss_backward(Microbatch(0, 1), wire, add=False)
+    loss, grad = loss_backward(chain.stages[-1], Microbatch(0, 1), wire, add=False)
     grads = chain.backward(kept, grad, add=False)
-    assert equal(before, [stage.sum(0) for stage in chain.stages])
-    again, grad = chain.stages[-1].loss_backward(Microbatch(0, 1), wire, add=True)
+    assert equal(before, [stage.sums.of(0) for stage in chain.stages])
+    again, grad = loss_backward(chain.stages[-1], Microbatch(0, 1), wire, add=True)
     assert again == loss
     adding = chain.backward(chain.forward(Microbatch(0, 1))[0], grad)
     for a, b in zip(grads, adding, strict=True):
         assert bytes(a[0].buffers[0]) == bytes(b[0].buffers[0])
-    assert not equal(before, [stage.sum(0) for stage in chain.stages])
+    assert not equal(before, [stage.sums.of(0) for stage in chain.stages])
 
 
 def test_not_adding_needs_no_sum_at_all() -> None:
@@ -101,12 +103,12 @@ def test_an_undo_restores_the_sum(dtype: str, exact: bool, tolerance: float) -> 
     chain = Chain(run)
     expected = accumulated(chain, MB, Microbatch(0, 2))
     for stage in chain.stages:
-        stage.drop_sum(0)
+        stage.sums.drop(0)
     chain.begin(0)
     chain.microbatch(MB)
     wrong = Microbatch(0, 1)
     kept, wire = chain.forward(wrong)
-    _, grad = chain.stages[-1].loss_backward(wrong, wire, add=True)
+    _, grad = loss_backward(chain.stages[-1], wrong, wire, add=True)
     grads = chain.backward(kept, grad)
     chain.microbatch(Microbatch(0, 2))
     copies = [bytes(grad.buffers[0]) for (grad,) in grads]
@@ -115,19 +117,19 @@ def test_an_undo_restores_the_sum(dtype: str, exact: bool, tolerance: float) -> 
     chain.stages[-1].subtract(wrong, wire, ())
     assert [bytes(grad.buffers[0]) for (grad,) in grads] == copies, "what was kept is not changed by its use"
     for stage, vector in zip(chain.stages, expected, strict=True):
-        assert (stage.sum(0) - vector).abs().max().item() <= tolerance * vector.abs().max().item()
+        assert (stage.sums.of(0) - vector).abs().max().item() <= tolerance * vector.abs().max().item()
 
 
 def test_an_undo_takes_away_the_very_bits_that_were_added() -> None:
     chain = Chain(tiny_run(dtype="bfloat16"))
     accumulated(chain, MB)
     kept, wire = chain.forward(MB)
-    _, grad = chain.stages[-1].loss_backward(MB, wire, add=False)
+    _, grad = loss_backward(chain.stages[-1], MB, wire, add=False)
     grads = chain.backward(kept, grad, add=False)
     for stage, fwd, g in zip(chain.stages, kept, grads, strict=False):
         stage.subtract(MB, fwd.inputs, g)
     chain.stages[-1].subtract(MB, wire, ())
-    assert all(not stage.sum(0).any() for stage in chain.stages)
+    assert all(not stage.sums.of(0).any() for stage in chain.stages)
 
 
 def test_an_undo_before_the_last_stage_needs_the_gradient() -> None:
@@ -150,9 +152,9 @@ def test_a_backward_may_be_asked_for_again() -> None:
     chain = Chain(tiny_run())
     chain.begin(0)
     kept, wire = chain.forward(MB)
-    _, grad = chain.stages[2].loss_backward(MB, wire, add=False)
+    _, grad = loss_backward(chain.stages[2], MB, wire, add=False)
     assert grad is not None
-    (first,), (again,) = (chain.stages[1].backward(kept[1], grad, add=False) for _ in range(2))
+    (first,), (again,) = (backward(chain.stages[1], kept[1], grad, add=False) for _ in range(2))
     assert bytes(first.buffers[0]) == bytes(again.buffers[0])
 
 
@@ -172,11 +174,11 @@ def test_an_exact_sum_is_of_whole_numbers_and_leaves_nothing_at_the_parameters(d
             one.microbatch(Microbatch(0, m))
     for stage, other in zip(chain.stages, floats.stages, strict=True):
         assert not grads_of(stage, 0)
-        assert (stage.sum(0).dtype, stage.sum(0).shape) == (torch.int64, (stage.numel,))
-        settled = stage.settle(stage.sum(0))
+        assert (stage.sums.of(0).dtype, stage.sums.of(0).shape) == (torch.int64, (stage.numel,))
+        settled = stage.sums.value(stage.sums.of(0))
         assert settled.dtype == torch.float32
-        assert (settled - other.sum(0)).abs().max().item() < 1e-6 * settled.abs().max().item()
-        assert other.settle(other.sum(0)) is other.sum(0)
+        assert (settled - other.sums.of(0)).abs().max().item() < 1e-6 * settled.abs().max().item()
+        assert other.sums.value(other.sums.of(0)) is other.sums.of(0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -190,12 +192,12 @@ def test_two_sums_may_be_alive_and_interleave_on_the_same_weights(dtype: str) ->
     chain.begin(1)
     inflight = [(mb, *chain.forward(mb)) for pair in zip(zero, one, strict=True) for mb in pair]
     for mb, kept, wire in inflight:
-        _, grad = chain.stages[-1].loss_backward(mb, wire, add=True)
+        _, grad = loss_backward(chain.stages[-1], mb, wire, add=True)
         chain.backward(kept, grad)
         for stage in chain.stages:
             assert not grads_of(stage, 0)
     for t in (0, 1):
-        assert equal(alone[t], [stage.sum(t) for stage in chain.stages])
+        assert equal(alone[t], [stage.sums.of(t) for stage in chain.stages])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -218,20 +220,20 @@ def test_the_sum_of_the_next_step_is_untouched_by_the_step_before(dtype: str) ->
     rest = [chain.microbatch(Microbatch(2, m)) for m in range(2, run.M)]
     assert first + rest == plain_losses[2]
     chain.apply(2)
-    assert [s.digest() for s in chain.stages] == [s.digest() for s in plain.stages]
+    assert [s.state.digest() for s in chain.stages] == [s.state.digest() for s in plain.stages]
 
 
 def test_begin_does_nothing_the_second_time_and_memory_is_used_again() -> None:
     stage = Chain(tiny_run()).stages[0]
-    stage.begin(0)
-    stage.sum(0).fill_(3.0)
-    stage.begin(0)
-    assert bool((stage.sum(0) == 3.0).all())
-    address = stage.sum(0).data_ptr()
-    stage.drop_sum(0)
-    stage.drop_sum(0)
-    stage.begin(1)
-    assert stage.sum(1).data_ptr() == address and not stage.sum(1).any()
+    stage.sums.begin(0)
+    stage.sums.of(0).fill_(3.0)
+    stage.sums.begin(0)
+    assert bool((stage.sums.of(0) == 3.0).all())
+    address = stage.sums.of(0).data_ptr()
+    stage.sums.drop(0)
+    stage.sums.drop(0)
+    stage.sums.begin(1)
+    assert stage.sums.of(1).data_ptr() == address and not stage.sums.of(1).any()
 
 
 def test_recompute_holds_a_fraction_of_the_memory() -> None:
@@ -258,9 +260,11 @@ def test_a_bfloat16_microbatch_holds_no_copy_of_the_weights() -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_measured_memory_is_more_than_nothing_at_every_stage_and_leaves_no_trace(stage: int) -> None:
     compute = Chain(tiny_run()).stages[stage]
-    before = compute.digest()
+    before = compute.state.digest()
     assert compute.saved_bytes() == compute.saved_bytes() > 10_000
-    assert compute.digest() == before and not compute._sums
+    assert compute.state.digest() == before
+    with pytest.raises(NotReady):
+        compute.sums.of(0)
 
 
 # --- what breaks -----------------------------------------------------------------------------------
@@ -272,7 +276,7 @@ def test_the_measured_memory_is_more_than_nothing_at_every_stage_and_leaves_no_t
 def test_a_rehearsal_leaves_no_trace(dtype: str, recompute: bool, exact: bool) -> None:
     run = tiny_run(dtype=dtype, exact_sums=exact)
     rehearsed, plain = (Chain(run, recompute=recompute) for _ in range(2))
-    before = [stage.digest() for stage in plain.stages]
+    before = [stage.state.digest() for stage in plain.stages]
     rehearsed.begin(0)
     plain.begin(0)
     for m in range(2):
@@ -281,8 +285,8 @@ def test_a_rehearsal_leaves_no_trace(dtype: str, recompute: bool, exact: bool) -
         assert rehearsed.microbatch(Microbatch(0, m)) == plain.microbatch(Microbatch(0, m))
     for stage in rehearsed.stages:
         stage.rehearse()
-    assert equal([s.sum(0) for s in rehearsed.stages], [s.sum(0) for s in plain.stages])
-    assert [stage.digest() for stage in rehearsed.stages] == before
+    assert equal([s.sums.of(0) for s in rehearsed.stages], [s.sums.of(0) for s in plain.stages])
+    assert [stage.state.digest() for stage in rehearsed.stages] == before
 
 
 def test_the_audit_model_can_be_rehearsed_too() -> None:
@@ -295,7 +299,7 @@ def test_a_backward_that_breaks_leaves_the_sum(dtype: str, monkeypatch: pytest.M
     chain = Chain(tiny_run(dtype=dtype))
     before = accumulated(chain, MB)
     kept, wire = chain.forward(Microbatch(0, 1))
-    _, grad = chain.stages[2].loss_backward(Microbatch(0, 1), wire, add=False)
+    _, grad = loss_backward(chain.stages[2], Microbatch(0, 1), wire, add=False)
     assert grad is not None
 
     def broken(*_: Any, **__: Any) -> None:
@@ -304,11 +308,11 @@ def test_a_backward_that_breaks_leaves_the_sum(dtype: str, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(torch.autograd, "grad", broken)
         with pytest.raises(RuntimeError, match="out of memory"):
-            chain.stages[1].backward(kept[1], grad, add=True)
-    assert equal(before, [stage.sum(0) for stage in chain.stages])
+            backward(chain.stages[1], kept[1], grad, add=True)
+    assert equal(before, [stage.sums.of(0) for stage in chain.stages])
     assert not any(grads_of(stage, 0) for stage in chain.stages)
-    chain.stages[1].backward(kept[1], grad, add=True)
-    assert not torch.equal(chain.stages[1].sum(0), before[1])
+    backward(chain.stages[1], kept[1], grad, add=True)
+    assert not torch.equal(chain.stages[1].sums.of(0), before[1])
 
 
 def test_a_gradient_that_overflows_is_refused_and_leaves_a_sum_of_floats() -> None:
@@ -318,8 +322,8 @@ def test_a_gradient_that_overflows_is_refused_and_leaves_a_sum_of_floats() -> No
     shape = (2, 16, 32)
     huge = encode(torch.full(shape, 3e38), "none")
     with pytest.raises(Refused, match=r"the gradient of stage 1 for \(0, 1\) is not finite"):
-        chain.stages[1].backward(kept[1], [huge], add=True)
-    assert torch.equal(chain.stages[1].sum(0), before[1])
+        backward(chain.stages[1], kept[1], [huge], add=True)
+    assert torch.equal(chain.stages[1].sums.of(0), before[1])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -338,16 +342,16 @@ def test_a_gradient_beyond_what_an_exact_sum_holds_is_refused_and_leaves_the_sum
     kept, _ = chain.forward(Microbatch(0, 1))
     huge = encode(torch.full((2, 16, 32), number).to(boundary_dtype(chain.run)), "none")
     with pytest.raises(Refused, match=text):
-        chain.stages[1].backward(kept[1], [huge], add=True)
-    assert torch.equal(chain.stages[1].sum(0), before[1])
+        backward(chain.stages[1], kept[1], [huge], add=True)
+    assert torch.equal(chain.stages[1].sums.of(0), before[1])
     assert not grads_of(chain.stages[1], 0)
     # A better gradient is taken for the same microbatch, as if nothing had been.
     fine = encode(torch.ones((2, 16, 32)).to(boundary_dtype(chain.run)), "none")
-    chain.stages[1].backward(kept[1], [fine], add=True)
+    backward(chain.stages[1], kept[1], [fine], add=True)
     other = Chain(tiny_run(dtype=dtype))
     accumulated(other, MB)
-    other.stages[1].backward(other.forward(Microbatch(0, 1))[0][1], [fine], add=True)
-    assert torch.equal(chain.stages[1].sum(0), other.stages[1].sum(0))
+    backward(other.stages[1], other.forward(Microbatch(0, 1))[0][1], [fine], add=True)
+    assert torch.equal(chain.stages[1].sums.of(0), other.stages[1].sums.of(0))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 65537.0, -65537.0])
@@ -368,10 +372,10 @@ def test_one_bad_number_in_the_gradient_of_any_weight_is_refused(stage: int, bad
         Refused, match=rf"the gradient of the weights of stage {stage} for \(0, 1\) is beyond"
     ):
         chain.microbatch(Microbatch(0, 1))
-    assert torch.equal(chain.stages[stage].sum(0), before[stage])
+    assert torch.equal(chain.stages[stage].sums.of(0), before[stage])
     hook.remove()
     chain.microbatch(Microbatch(0, 1))
-    assert not torch.equal(chain.stages[stage].sum(0), before[stage])
+    assert not torch.equal(chain.stages[stage].sums.of(0), before[stage])
 
 
 def test_many_numbers_that_fit_are_taken_though_their_norm_is_beyond() -> None:
@@ -381,14 +385,14 @@ def test_many_numbers_that_fit_are_taken_though_their_norm_is_beyond() -> None:
     chain.begin(0)
     chain.microbatch(Microbatch(0, 0))
     hook.remove()
-    assert (chain.stages[1].sum(0) == 65000 * SCALE).sum() == parameter.numel() > 1
+    assert (chain.stages[1].sums.of(0) == 65000 * SCALE).sum() == parameter.numel() > 1
 
 
 def test_an_addition_that_breaks_part_way_voids_an_exact_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = Chain(tiny_run(dtype="float32"))
     accumulated(chain, MB)
     kept, wire = chain.forward(Microbatch(0, 1))
-    _, grad = chain.stages[2].loss_backward(Microbatch(0, 1), wire, add=False)
+    _, grad = loss_backward(chain.stages[2], Microbatch(0, 1), wire, add=False)
     assert grad is not None
     done: list[int] = []
 
@@ -399,14 +403,14 @@ def test_an_addition_that_breaks_part_way_voids_an_exact_sum(monkeypatch: pytest
         add_exact(total, term)
 
     with monkeypatch.context() as patch:
-        patch.setattr(stage_module, "add_exact", broken)
+        patch.setattr(gradient_sum, "add_exact", broken)
         with pytest.raises(
             SumLost, match=r"adding \(0, 1\) broke \(out of memory\): the sum of step 0 is lost"
         ):
-            chain.stages[1].backward(kept[1], grad, add=True)
-    assert len(done) == 2 and not chain.stages[1].sum(0).any()
-    chain.stages[1].backward(kept[1], grad, add=True)
-    assert chain.stages[1].sum(0).any()
+            backward(chain.stages[1], kept[1], grad, add=True)
+    assert len(done) == 2 and not chain.stages[1].sums.of(0).any()
+    backward(chain.stages[1], kept[1], grad, add=True)
+    assert chain.stages[1].sums.of(0).any()
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -415,14 +419,13 @@ def test_gradients_enter_the_sum_that_there_is_when_they_are_added(exact: bool) 
     expected = accumulated(chain, MB)
     _, wire = chain.forward(MB)
     stage = chain.stages[-1]
-    pending = stage.start_loss_backward(MB, wire, add=True)
-    stage.drop_sum(0)
+    found = stage.loss_gradients(MB, wire, weights=True)
+    stage.sums.drop(0)
     with pytest.raises(NotReady, match="step 0 has not begun at stage 2"):
-        pending.result()
-    pending = stage.start_loss_backward(MB, wire, add=True)
-    stage.begin(0)
-    pending.result()
-    assert torch.equal(stage.sum(0), expected[-1])
+        stage.add(found)
+    stage.sums.begin(0)
+    stage.add(found)
+    assert torch.equal(stage.sums.of(0), expected[-1])
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -431,12 +434,12 @@ def test_gradients_of_weights_that_are_gone_enter_no_sum(exact: bool) -> None:
     accumulated(chain, MB)
     _, wire = chain.forward(MB)
     stage = chain.stages[-1]
-    pending = stage.start_loss_backward(MB, wire, add=True)
-    stage.load_state(0, stage.state())
-    stage.begin(0)
+    found = stage.loss_gradients(MB, wire, weights=True)
+    stage.load_state(0, stage.state.copy())
+    stage.sums.begin(0)
     with pytest.raises(Stale, match=r"\(0, 0\) was computed with weights that are gone"):
-        pending.result()
-    assert not stage.sum(0).any()
+        stage.add(found)
+    assert not stage.sums.of(0).any()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -445,12 +448,12 @@ def test_an_output_or_loss_that_is_not_finite_is_refused_and_leaves_the_sum(bad:
     before = accumulated(chain, MB)
     _, wire = chain.forward(MB)
     for stage in chain.stages:
-        stage._weights[0][: stage.numel // 2] = bad
+        stage.state.weights(0)[: stage.numel // 2] = bad
     with pytest.raises(Refused, match=r"the output of stage 0 for \(0, 0\) is not finite"):
         chain.stages[0].forward(MB, [tokens_of(chain.run, MB)])
     with pytest.raises(Refused, match=r"the loss of \(0, 0\) is not finite: nan"):
-        chain.stages[2].loss_backward(MB, wire, add=True)
-    assert equal(before, [stage.sum(0) for stage in chain.stages])
+        loss_backward(chain.stages[2], MB, wire, add=True)
+    assert equal(before, [stage.sums.of(0) for stage in chain.stages])
 
 
 # --- what is refused -------------------------------------------------------------------------------
@@ -492,13 +495,13 @@ def test_a_gradient_that_is_not_what_the_run_prescribes_is_refused_and_the_graph
     fwd = chain.forward(MB)[0][1]
     bad = Encoded(TensorMeta((2, 16, 32), "float64", "bf16"), [bytes(2 * 2 * 16 * 32)])
     with pytest.raises(Refused, match="the gradient came as 'bf16'; this run sends it as 'none'"):
-        chain.stages[1].backward(fwd, [bad], add=True)
+        backward(chain.stages[1], fwd, [bad], add=True)
     nan = encode(torch.zeros(2, 16, 32, dtype=torch.float64), "none")
     nan = Encoded(nan.meta, [b"\xff" * 8 + bytes(nan.buffers[0])[8:]])
     with pytest.raises(Refused, match="the gradient is not finite"):
-        chain.stages[1].backward(fwd, [nan], add=True)
+        backward(chain.stages[1], fwd, [nan], add=True)
     with pytest.raises(Refused, match="0 gradients for stage 1; expected 1"):
-        chain.stages[1].backward(fwd, [], add=True)
+        backward(chain.stages[1], fwd, [], add=True)
     assert fwd.graph is not None
 
 
@@ -525,9 +528,9 @@ def test_only_weights_that_are_held_are_used() -> None:
         chain.stages[0].forward(MB, tokens)
     assert late.value.version == 1
     with pytest.raises(Stale, match=r"\(0, 0\) needs weights 0"):
-        chain.stages[0].backward(old, old.outputs[0], add=False)
+        backward(chain.stages[0], old, old.outputs[0], add=False)
     with pytest.raises(Stale, match="step 0 is over: stage 0 is at weights 1"):
-        chain.stages[0].sum(0)
+        chain.stages[0].sums.of(0)
 
 
 def test_delayed_updates_hold_two_versions() -> None:
@@ -577,16 +580,18 @@ def test_a_state_carries_on_where_it_was_taken(delayed: bool, optimizer: dict[st
     chain = Chain(run)
     for t in range(3):
         chain.step(t)
-    states = [(stage.version, stage.state()) for stage in chain.stages]
+    states = [(stage.version, stage.state.copy()) for stage in chain.stages]
     copies = [{name: v.clone() for name, v in state.items()} for _, state in states]
     other = Chain(run)
     for stage, (version, state) in zip(other.stages, states, strict=True):
         stage.load_state(version, state)
-    assert [s.digest() for s in other.stages] == [s.digest() for s in chain.stages]
+    assert [s.state.digest() for s in other.stages] == [s.state.digest() for s in chain.stages]
     for t in range(3, 6):
         assert other.step(t) == chain.step(t)
-    assert [s.digest() for s in other.stages] == [s.digest() for s in chain.stages]
-    assert [state_digest(s.state()) for s in other.stages] == [state_digest(s.state()) for s in chain.stages]
+    assert [s.state.digest() for s in other.stages] == [s.state.digest() for s in chain.stages]
+    assert [state_digest(s.state.copy()) for s in other.stages] == [
+        state_digest(s.state.copy()) for s in chain.stages
+    ]
     for (_, state), copy in zip(states, copies, strict=True):
         assert all(torch.equal(state[name], copy[name]) for name in copy), "a state is a copy"
 
@@ -594,7 +599,7 @@ def test_a_state_carries_on_where_it_was_taken(delayed: bool, optimizer: dict[st
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
     chain = Chain(tiny_run())
     stage = chain.stages[0]
-    state, before = stage.state(), stage.digest()
+    state, before = stage.state.copy(), stage.state.digest()
     for change, text in [
         ({"weights": state["weights"][:-1]}, r"state weights has \[\d+\] numbers of torch.float64; expected"),
         ({"weights": state["weights"].float()}, "numbers of torch.float32; expected"),
@@ -608,7 +613,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
             stage.load_state(1, {**state, **change})
     with pytest.raises(Refused, match="a state of version -1"):
         stage.load_state(-1, state)
-    assert stage.digest() == before and stage.version == 0
+    assert stage.state.digest() == before and stage.version == 0
 
 
 def test_what_was_in_flight_when_a_state_was_loaded_is_void() -> None:
@@ -616,32 +621,32 @@ def test_what_was_in_flight_when_a_state_was_loaded_is_void() -> None:
     chain.begin(0)
     stage = chain.stages[0]
     fwd = stage.forward(MB, [tokens_of(chain.run, MB)])
-    stage.load_state(0, stage.state())
+    stage.load_state(0, stage.state.copy())
     with pytest.raises(Stale, match=r"\(0, 0\) was computed with weights that are gone"):
-        stage.backward(fwd, fwd.outputs[:1], add=True)
+        backward(stage, fwd, fwd.outputs[:1], add=True)
     with pytest.raises(NotReady, match="step 0 has not begun"):
-        stage.sum(0)
+        stage.sums.of(0)
 
 
 def test_a_digest_sees_every_bit_and_every_vector() -> None:
     stage = Chain(tiny_run()).stages[0]
-    state, digest = stage.state(), stage.digest()
-    assert len(digest) == 32 and digest == stage.digest()
+    state, digest = stage.state.copy(), stage.state.digest()
+    assert len(digest) == 32 and digest == stage.state.digest()
     whole = state_digest(state)
     state["exp_avg"][5] = torch.finfo(torch.float64).tiny
     assert state_digest(state) != whole
-    stage._weights[0][-1] += 1e-9
-    assert stage.digest() != digest
+    stage.state.weights(0)[-1] += 1e-9
+    assert stage.state.digest() != digest
 
 
 def test_the_named_weights_are_copies_under_full_names() -> None:
     stage = Chain(tiny_run()).stages[1]
-    weights = stage.named_weights()
+    weights = stage.state.named_weights()
     assert {name.split(".")[0] for name in weights} == {"layers"}
-    before = stage.digest()
+    before = stage.state.digest()
     for weight in weights.values():
         weight.zero_()
-    assert stage.digest() == before
+    assert stage.state.digest() == before
 
 
 def test_the_squared_norm_does_not_depend_on_the_number_of_threads() -> None:
@@ -669,12 +674,12 @@ def test_what_was_sent_keeps_its_bits_when_the_weights_change() -> None:
     """The audit model's first stage sends a view of its weights; a retry must send the same again."""
     run = audit_run(stages=2, steps=2, microbatches_per_step=2)
     compute = StageCompute(run, 0)
-    compute.begin(0)
+    compute.sums.begin(0)
     rows, length = run.batch.microbatch_size, run.data.sequence_length
     tokens = encode(torch.zeros((rows, length + 1), dtype=torch.uint8), "none")
     sent = compute.forward(Microbatch(0, 0), [tokens]).outputs[0]
     before = [bytes(part) for part in sent.buffers]
-    state = compute.state()
+    state = compute.state.copy()
     state["weights"] -= 3.0
     compute.load_state(1, state)
     assert [bytes(part) for part in sent.buffers] == before

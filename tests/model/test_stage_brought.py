@@ -19,7 +19,7 @@ from swarm.model.stage import StageCompute
 from swarm.model.stage_io import stage_inputs
 from swarm.wire.codec import Encoded, encode
 from tests.model import zoo
-from tests.model.chain import Chain
+from tests.model.chain import Chain, loss_backward
 from tests.model.parity import random_cuts, whole
 
 MODELS = ["resnet", "gpt2", "llama", "unet", "encoder_decoder"]
@@ -84,8 +84,8 @@ def test_the_stages_of_any_cut_add_up_to_one_process(name: str) -> None:
         assert losses == pytest.approx([one.loss.item()] * 2, rel=1e-9)
         found: dict[str, torch.Tensor] = {}
         for stage in chain.stages:
-            for term, (start, end, shape) in stage._layout.terms.items():
-                part = stage.sum(0)[start:end].view(shape)
+            for term, (start, end, shape) in stage.layout.terms.items():
+                part = stage.sums.of(0)[start:end].view(shape)
                 found[term] = found[term] + part if term in found else part
         for term, expected in one.gradients.items():
             error = (found[term] / 2 - expected).abs().max().item()
@@ -97,12 +97,14 @@ def step(chain: CustomModel, t: int) -> None:
     chain.begin(t)
     for m in range(chain.run.M):
         chain.microbatch(Microbatch(t, m))
-    reduced = [stage.settle(stage.sum(t)) for stage in chain.stages]
+    reduced = [stage.sums.value(stage.sums.of(t)) for stage in chain.stages]
     whole = [
-        stage.complete(own, {s: chain.stages[s].shared_part(reduced[s], stage.stage) for s in stage.shares})
+        stage.shared.complete(
+            own, {s: chain.stages[s].shared.part(reduced[s], stage.stage) for s in stage.shared.names}
+        )
         for stage, own in zip(chain.stages, reduced, strict=True)
     ]
-    total = sum(stage.sqnorm(vector) for stage, vector in zip(chain.stages, whole, strict=True))
+    total = sum(stage.shared.sqnorm(vector) for stage, vector in zip(chain.stages, whole, strict=True))
     for stage, vector in zip(chain.stages, whole, strict=True):
         stage.apply(t, vector, total)
 
@@ -121,13 +123,13 @@ def test_copies_of_a_tied_weight_take_the_same_step(dtype: str) -> None:
     """It is the step that one process takes, and the norm that clips counts the weight once."""
     spec = OptimizerSpec(name="sgd", lr=0.1, clip_norm=0.05, weight_decay=0.0)
     chain = tied(dtype=dtype, optimizer=spec)
-    holders = [s for s in chain.stages if "tokens.weight" in s._layout.terms]
-    assert len(holders) == 2 and set(holders[0].shares) == {holders[1].stage}
+    holders = [s for s in chain.stages if "tokens.weight" in s.layout.terms]
+    assert len(holders) == 2 and set(holders[0].shared.names) == {holders[1].stage}
     one = whole("gpt2")
     norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in one.gradients.values()])).item()
     assert norm > 0.05
     step(chain, 0)
-    copies = [stage.named_weights()["tokens.weight"] for stage in holders]
+    copies = [stage.state.named_weights()["tokens.weight"] for stage in holders]
     assert torch.equal(*copies)
     found = chain.named_weights()
     for name, gradient in one.gradients.items():
@@ -141,27 +143,31 @@ def test_what_is_shared_is_asked_of_those_who_share_it_and_checked() -> None:
     chain = tied()
     chain.begin(0)
     first, last = chain.stages[0], chain.stages[-1]
-    own = first.settle(first.sum(0))
-    (other,) = first.shares
+    own = first.sums.value(first.sums.of(0))
+    (other,) = first.shared.names
     with pytest.raises(Refused, match=r"stage 7 shares no weights with stage 0"):
-        first.shared_part(own, 7)
+        first.shared.part(own, 7)
     with pytest.raises(Refused, match=r"stage 2 gave nothing; due was \[984\] of torch.float64"):
-        first.complete(own, {})
+        first.shared.complete(own, {})
     with pytest.raises(Refused, match=r"stage 2 gave \[3\] numbers of torch.float64; due was"):
-        first.complete(own, {other: torch.zeros(3, dtype=torch.float64)})
-    assert first.shared_numel(other) == last.shared_numel(0) == 984
+        first.shared.complete(own, {other: torch.zeros(3, dtype=torch.float64)})
+    assert first.shared.numel(other) == last.shared.numel(0) == 984
     whole = torch.arange(first.numel, dtype=torch.float64)
-    parts = [first.shared_part(whole, other, start, min(start + 100, 984)) for start in range(0, 984, 100)]
-    assert torch.equal(torch.cat(parts), first.shared_part(whole, other)) and len(parts[-1]) == 84
+    parts = [first.shared.part(whole, other, start, min(start + 100, 984)) for start in range(0, 984, 100)]
+    assert torch.equal(torch.cat(parts), first.shared.part(whole, other)) and len(parts[-1]) == 84
 
 
 def test_the_statistics_of_batch_norms_are_averaged_over_a_step_and_part_of_the_state() -> None:
     one = whole("resnet")
     chain = CustomModel(brought_run("resnet", next(cuts(one.traced.graph, 1, seed=2))))
-    before = {name: b for s in chain.stages for name, b in s.named_weights().items() if "running" in name}
-    digests = [stage.digest() for stage in chain.stages]
+    before = {
+        name: b for s in chain.stages for name, b in s.state.named_weights().items() if "running" in name
+    }
+    digests = [stage.state.digest() for stage in chain.stages]
     step(chain, 0)
-    after = {name: b for s in chain.stages for name, b in s.named_weights().items() if "running" in name}
+    after = {
+        name: b for s in chain.stages for name, b in s.state.named_weights().items() if "running" in name
+    }
     twin, sample = zoo.MODELS["resnet"]()
     twin.load_state_dict({**twin.state_dict(), **{n: p.detach() for n, p in one.traced.parameters.items()}})
     twin.double().train()(*(x.double() if x.is_floating_point() else x for x in sample))
@@ -169,16 +175,16 @@ def test_the_statistics_of_batch_norms_are_averaged_over_a_step_and_part_of_the_
     assert len(after) == 2 * 23 and not any(torch.equal(before[name], after[name]) for name in after)
     for name, value in after.items():  # both microbatches are the same, so their mean is what torch takes
         torch.testing.assert_close(value, told[name], rtol=1e-9, atol=1e-12)
-    assert all(stage.digest() != digest for stage, digest in zip(chain.stages, digests, strict=True))
+    assert all(stage.state.digest() != digest for stage, digest in zip(chain.stages, digests, strict=True))
     for stage in chain.stages:
-        state, like = stage.state(), empty_state(chain.run, stage.stage)
+        state, like = stage.state.copy(), empty_state(chain.run, stage.stage)
         assert state.keys() == like.keys()
         assert all((v.shape, v.dtype) == (like[n].shape, like[n].dtype) for n, v in state.items())
         fresh = StageCompute(chain.run, stage.stage)
         for name, vector in initial_state(chain.run, stage.stage).items():
-            assert torch.equal(vector, fresh.state()[name])
+            assert torch.equal(vector, fresh.state.copy()[name])
         fresh.load_state(1, state)
-        assert fresh.digest() == stage.digest()
+        assert fresh.state.digest() == stage.state.digest()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])
@@ -192,15 +198,15 @@ def test_an_undo_takes_away_the_very_bits_statistics_included(name: str, dtype: 
     chain = CustomModel(run)
     chain.begin(0)
     chain.microbatch(Microbatch(0, 0))
-    expected = [stage.sum(0).clone() for stage in chain.stages]
+    expected = [stage.sums.of(0).clone() for stage in chain.stages]
     kept, wire = chain.forward(Microbatch(0, 1))
-    _, answer = chain.stages[-1].loss_backward(Microbatch(0, 1), wire, add=True)
+    _, answer = loss_backward(chain.stages[-1], Microbatch(0, 1), wire, add=True)
     grads = chain.backward(kept, answer)
-    assert not any(torch.equal(stage.sum(0), e) for stage, e in zip(chain.stages, expected, strict=True))
+    assert not any(torch.equal(stage.sums.of(0), e) for stage, e in zip(chain.stages, expected, strict=True))
     for stage, fwd, given in zip(chain.stages, kept, grads, strict=False):
         stage.subtract(Microbatch(0, 1), fwd.inputs, given)
     chain.stages[-1].subtract(Microbatch(0, 1), wire, ())
-    assert all(torch.equal(stage.sum(0), e) for stage, e in zip(chain.stages, expected, strict=True))
+    assert all(torch.equal(stage.sums.of(0), e) for stage, e in zip(chain.stages, expected, strict=True))
     assert all(stage.saved_bytes() > 0 for stage in chain.stages)
     for stage in chain.stages:
         stage.rehearse()
@@ -210,20 +216,20 @@ def test_a_statistic_that_is_too_large_is_named() -> None:
     one = whole("resnet")
     run = brought_run("resnet", next(cuts(one.traced.graph, 1, seed=2)), dtype="float32")
     stage = StageCompute(run, 0)
-    name = next(iter(stage._layout.statistics))
-    computed = stage._compute(Microbatch(0, 0), 0, stage._enter(sample_of(run)))
+    name = next(iter(stage.layout.statistics))
+    computed = stage._compute(Microbatch(0, 0), 0, stage._boundary.enter(sample_of(run)))
     computed.statistics[name].fill_(1e6)
-    stage.begin(0)
+    stage.sums.begin(0)
     ones = [torch.ones_like(output) for output in computed.outputs]
     with pytest.raises(Refused, match=rf"{name} of stage 0 for \(0, 0\) is beyond 131072, the most that"):
-        stage.add(stage._differentiate(Microbatch(0, 0), 0, computed, ones, weights=True, answers=None))
-    assert not stage.sum(0).any()
+        stage.add(stage._differentiate(Microbatch(0, 0), 0, computed, ones, weights=True, inputs=None))
+    assert not stage.sums.of(0).any()
 
 
 def test_a_whole_number_that_cannot_be_looked_up_is_refused() -> None:
     chain = tied()
     stage = chain.stages[0]
-    beyond = stage._enter(sample_of(chain.run))
+    beyond = stage._boundary.enter(sample_of(chain.run))
     for value in beyond.values:
         if value is not None and value.dtype == torch.int64:
             value.fill_(1000)

@@ -218,7 +218,8 @@ class Swarm:
     def count_matrix(self) -> dict[str, torch.Tensor]:
         """Per live peer: how often each microbatch index counted, over all steps taken (audit model)."""
         return {
-            name: -peer.core.compute.named_weights().popitem()[1] * self.run.M for name, peer in self.live()
+            name: -peer.core.compute.state.named_weights().popitem()[1] * self.run.M
+            for name, peer in self.live()
         }
 
     async def counted(self, name: str) -> tuple[int, list[float]]:
@@ -226,7 +227,7 @@ class Swarm:
         compute = self.peers[name].core.compute
 
         def count() -> tuple[int, list[float]]:
-            return compute.version, (-compute.named_weights().popitem()[1] * self.run.M).tolist()
+            return compute.version, (-compute.state.named_weights().popitem()[1] * self.run.M).tolist()
 
         return await self.peers[name].core.device.run(Rank.STEP, 0, count)  # between two jobs
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from swarm.manifest import BatchSpec, CodecSpec, CustomModelSpec, DataSpec, OptimizerSpec, Run
+from swarm.model.gradient_sum import SharedWeights
 from swarm.model.graph.custom_model import custom_model
 from swarm.model.graph.partition import shared_parameters
 from swarm.model.reference import SingleProcess
-from swarm.model.stage import StageCompute
 from tests.peers.loops import Swarm, swarm
 
 pytestmark = pytest.mark.virtual_time
@@ -79,7 +79,7 @@ def one_process(run: Run, data: Text) -> dict[str, torch.Tensor]:
 def check(built: Swarm, expected: dict[str, torch.Tensor], *, tolerance: float) -> None:
     """All that live have the weights of one process."""
     for name, peer in built.live():
-        found = peer.core.compute.named_weights()
+        found = peer.core.compute.state.named_weights()
         for weight, value in found.items():
             worst = (value.double() - expected[weight].double()).abs().max().item()
             assert worst <= tolerance * expected[weight].abs().max().item(), (name, weight, worst)
@@ -145,15 +145,15 @@ async def test_a_member_that_has_no_memory_for_its_result_says_so_and_the_round_
 ) -> None:
     run = gpt2_run()
     data = Text(run)
-    complete, broken = StageCompute.complete, []
+    complete, broken = SharedWeights.complete, []
 
-    def without_memory(self: StageCompute, reduced: torch.Tensor, shared: Any) -> torch.Tensor:
-        if self.stage == 2 and len(broken) < 3:
+    def without_memory(self: SharedWeights, reduced: torch.Tensor, shared: Any) -> torch.Tensor:
+        if self._stage == 2 and len(broken) < 3:
             broken.append(1)
             raise MemoryError("no memory")
         return complete(self, reduced, shared)
 
-    monkeypatch.setattr(StageCompute, "complete", without_memory)
+    monkeypatch.setattr(SharedWeights, "complete", without_memory)
     async with swarm(run, replicas=1, batches=data) as built:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)  # it tells of a bug
         await built.until_serving()

@@ -32,7 +32,7 @@ from tests.peers.loops import swarm
 from tests.peers.memory_net import MemoryNetwork
 
 RUN = audit_run(stages=1, steps=20, microbatches_per_step=40)
-LIKE = StageCompute(RUN, 0).state()
+LIKE = StageCompute(RUN, 0).state.copy()
 CHUNKS = 14
 """Of the 40 weights, three in each."""
 
@@ -396,7 +396,7 @@ async def test_a_pinned_version_is_given_out() -> None:
         pinned = {"weights": torch.full((s.run.M,), 0.5, dtype=torch.float64)}
         peer.store.pin(2, pinned)
         end = s.add_stranger().end
-        like = peer.core.compute.state()
+        like = peer.core.compute.state.copy()
         got = await download_state(s.run, 0, like, end.transport, ["s0p0"], version=2)
         assert got.opened.version == 2 and torch.equal(got.tensors["weights"], pinned["weights"])
         newest = await download_state(s.run, 0, like, end.transport, ["s0p0"])

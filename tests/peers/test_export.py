@@ -56,7 +56,7 @@ def pinned(run: Run, text: Path) -> tuple[Run, Dataset]:
 
 def saved(folder: Path, run: Run, step: int = 3) -> None:
     for stage in range(run.S):
-        state = StageCompute(run, stage).state()
+        state = StageCompute(run, stage).state.copy()
         state["weights"] += step / 1000
         checkpoint.save(folder, run, stage, step, state, {}, keep=9)
 
@@ -240,7 +240,7 @@ def reference_loss(run: Run, weights: dict[str, torch.Tensor], rows: np.ndarray)
     """What the single process says, with the same weights, of the same samples."""
     batches = iter([rows])
     single = SingleProcess(run, lambda offsets: next(batches))
-    for name, parameter in single.chain.parameters.items():
+    for name, parameter in single.parameters.items():
         parameter.data.copy_(weights[name])
     return single.loss(Microbatch(0, 0), grad=False)
 
@@ -277,7 +277,7 @@ def test_a_swarms_own_training_loss_is_found_again(text: Path, tmp_path: Path) -
 
 def test_dropout_is_off(text: Path) -> None:
     run, data = pinned(replace(SMALL, model=replace(SMALL.model, dropout=0.5)), text)
-    weights = {n: w for s in range(run.S) for n, w in StageCompute(run, s).named_weights().items()}
+    weights = {n: w for s in range(run.S) for n, w in StageCompute(run, s).state.named_weights().items()}
     rows = data.batch([0, 5])
     assert Evaluator(run, weights).loss(rows) == Evaluator(replace(run, model=SMALL.model), weights).loss(
         rows
@@ -350,7 +350,7 @@ def test_samples_are_spread_over_the_text(
 
 def test_what_does_not_fit_the_run_is_refused() -> None:
     run = SMALL
-    weights = {n: w for s in range(run.S) for n, w in StageCompute(run, s).named_weights().items()}
+    weights = {n: w for s in range(run.S) for n, w in StageCompute(run, s).state.named_weights().items()}
     name = next(iter(weights))
     with pytest.raises(SetupError, match=f"no weights for {name}: take those of all 3 stages"):
         Evaluator(run, {n: w for n, w in weights.items() if n != name})

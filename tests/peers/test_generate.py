@@ -25,7 +25,7 @@ RUN = pin(
 
 
 def save(folder: Path, run: Run, stage: int, step: int = 4) -> None:
-    state = StageCompute(run, stage).state()
+    state = StageCompute(run, stage).state.copy()
     state["weights"] += step  # so that each step has weights of its own
     checkpoint.save(folder, run, stage, step, state, {}, keep=9)
 
@@ -34,7 +34,7 @@ def weights_at(step: int) -> dict[str, torch.Tensor]:
     return {
         name: weights + step
         for stage in range(RUN.S)
-        for name, weights in StageCompute(RUN, stage).named_weights().items()
+        for name, weights in StageCompute(RUN, stage).state.named_weights().items()
     }
 
 

@@ -247,7 +247,7 @@ async def test_with_the_ledger_forgotten_the_count_is_wrong(monkeypatch: pytest.
     """The guard of this file's tests: a taker that adds and forgets to write it down is found out."""
 
     def add(self: handoff.Handoff, step: object, aside: object, done: int, losses: object) -> None:
-        self._core.compute.add_to_sum(step.t, aside.vector)  # type: ignore[attr-defined]
+        self._core.compute.sums.add_sum(step.t, aside.vector)  # type: ignore[attr-defined]
 
     monkeypatch.setattr(handoff.Handoff, "_add", add)
     async with swarm(a_run(stages=2)) as built:

@@ -117,10 +117,10 @@ async def test_disks_that_hold_one_stage_each_start_the_run_together(tmp_path: P
     run = replace(RUN, steps=6)
     for stage in range(run.S):
         for version in (2, 4):
-            state = StageCompute(run, stage).state()
+            state = StageCompute(run, stage).state.copy()
             state["weights"] -= version / run.M
             checkpoint.save(tmp_path / f"{stage}", run, stage, version, state, {}, keep=9)
-    checkpoint.save(tmp_path / "1", run, 1, 5, StageCompute(run, 1).state(), {}, keep=9)
+    checkpoint.save(tmp_path / "1", run, 1, 5, StageCompute(run, 1).state.copy(), {}, keep=9)
     async with swarm(run, replicas=0) as s:
         for stage in range(run.S):
             s.add_peer(f"p{stage}", stage, checkpoints=Checkpoints(folder=tmp_path / f"{stage}"))
@@ -256,7 +256,7 @@ async def test_a_full_disk_is_said_the_old_is_kept_and_the_new_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for each in range(RUN.S):
-        checkpoint.save(tmp_path, RUN, each, 2, StageCompute(RUN, each).state(), {})
+        checkpoint.save(tmp_path, RUN, each, 2, StageCompute(RUN, each).state.copy(), {})
     original, full = atomic.write_all, True
 
     def write_all(file: Any, data: Any) -> None:
@@ -402,8 +402,8 @@ async def test_a_state_that_is_not_finite_is_not_kept_though_its_hashes_fit(tmp_
         await s.until_serving()
         await s.until(lambda: s.network.records.get("keeper") is not None)
         compute = s.peers["s1p0"].core.compute
-        honest = compute.state
-        compute.state = lambda: {  # type: ignore[method-assign]
+        honest = compute.state.copy
+        compute.state.copy = lambda: {  # type: ignore[method-assign]
             name: tensor * float("nan") for name, tensor in honest().items()
         }
         s.add_trainer("trainer")

@@ -21,9 +21,9 @@ MIB = 1 << 20
 def held_bytes(compute: StageCompute) -> int:
     """Of all vectors that a stage has on its device, with the sums of the steps that are open at once."""
     for t in range(1 + compute.run.delayed_updates):
-        compute.begin(t)
-    vectors = [*compute._weights, *compute._low, *compute._sums.values()]
-    return sum(vector.nbytes for vector in (*vectors, *compute._optimizer.vectors.values()))
+        compute.sums.begin(t)
+    vectors = [*compute.state._weights, *compute.state._low, *compute.sums._sums.values()]
+    return sum(vector.nbytes for vector in (*vectors, *compute.state._optimizer.vectors.values()))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def held_bytes(compute: StageCompute) -> int:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_what_a_stage_needs_is_what_it_holds_and_one_vector_of_gradients(run: Run, stage: int) -> None:
     compute = StageCompute(run, stage)
-    gradients = compute._layout.numel * (8 if run.dtype == "float64" else 4)
+    gradients = compute.layout.numel * (8 if run.dtype == "float64" else 4)
     assert needs_of(run, stage).fixed == held_bytes(compute) + gradients
 
 

@@ -86,12 +86,12 @@ async def test_the_device_is_free_and_nothing_of_the_server_is_left() -> None:
         await s.until_version(2)
         peer = s.peers["s1p0"]
         compute = peer.core.compute
-        tensors = [*compute.state().values()]
+        tensors = [*compute.state.copy().values()]
         device = [
             weakref.ref(tensor.untyped_storage())
-            for tensor in (*compute._weights, *compute._low, *compute._sums.values(), *compute._spare)
+            for tensor in (*compute.state._weights, *compute.state._low, *compute.sums._sums.values())
         ]
-        device += [weakref.ref(vector) for vector in compute._optimizer.vectors.values()]
+        device += [weakref.ref(vector) for vector in compute.state._optimizer.vectors.values()]
         device += [weakref.ref(module) for module in compute._modules]
         served = weakref.ref(peer)
         assert len(device) >= 3 and tensors

@@ -18,7 +18,7 @@ from peers.stage.all_reduce import AllReduce, RoundAborted, checksum, read_part,
 from peers.stage.open_step import OpenStep
 from swarm.errors import BadAnswer, NotReady, Refused
 from swarm.manifest import audit_run
-from swarm.model.stage import sqnorm
+from swarm.model.reductions import sqnorm
 from swarm.protocol.ledger import Bitmap, Ledger
 from swarm.protocol.messages import Directive, StepDirective
 from swarm.protocol.rounds import Plan, Prepared, round_id

@@ -25,7 +25,7 @@ RUN = replace(audit_run(stages=2, steps=9, microbatches_per_step=4), checkpoint_
 def saved(folder: Path, *versions: int) -> None:
     for version in versions:
         for stage in range(RUN.S):
-            checkpoint.save(folder, RUN, stage, version, StageCompute(RUN, stage).state(), {})
+            checkpoint.save(folder, RUN, stage, version, StageCompute(RUN, stage).state.copy(), {})
 
 
 async def test_damaged_checkpoints_are_named_before_an_older_one_is_resumed(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ async def test_peers_of_a_finished_run_offer_its_last_version_without_any_disk()
         await built.until_finished()
         found = await ask_saved(run, stranger.end.transport, records)
         assert found == {0: {2: ["s0p0"]}, 1: {2: ["s1p0"]}}
-        like = StageCompute(run, 1).state()
+        like = StageCompute(run, 1).state.copy()
         got = await download_state(run, 1, like, stranger.end.transport, found[1][2], version=2)
         assert (-got.tensors["weights"] * run.M == run.steps).all()
         assert any("it is saved nowhere: export it before" in event.text for event in built.seen(Note))

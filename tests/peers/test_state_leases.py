@@ -61,7 +61,9 @@ class SavedHere:
         self.loads += 1
         if version in self.damaged:
             raise SetupError(f"the file of version {version} is damaged")
-        return {name: torch.full_like(t, float(version)) for name, t in StageCompute(RUN, 0).state().items()}
+        return {
+            name: torch.full_like(t, float(version)) for name, t in StageCompute(RUN, 0).state.copy().items()
+        }
 
 
 class Source:
@@ -77,7 +79,7 @@ class Source:
         self.core.joined = True
 
     def step(self) -> None:
-        self.core.compute.load_state(self.core.version + 1, self.core.compute.state())
+        self.core.compute.load_state(self.core.version + 1, self.core.compute.state.copy())
 
     def asker(self, name: str = "asker") -> MemoryTransport:
         return (
@@ -99,7 +101,7 @@ class Source:
         )
 
     async def download(self, version: int = -1, by: str = "asker") -> tuple[int, dict[str, torch.Tensor]]:
-        like = self.core.compute.state()
+        like = self.core.compute.state.copy()
         got = await download_state(RUN, 0, like, self.asker(by), ["source"], version=version)
         return got.opened.version, got.tensors
 
@@ -247,7 +249,7 @@ async def test_the_body_of_an_answer_has_the_hash_of_each_chunk(
 ) -> None:
     monkeypatch.setattr(state_server, "CHUNK_ELEMENTS", 3)
     answer = await source.call("state", OpenState(run=RUN.id, stage=0))
-    state = source.core.compute.state()
+    state = source.core.compute.state.copy()
     opened = unpack(answer.header, StateOpened)
     expected = b""
     for described in opened.tensors:
@@ -255,7 +257,7 @@ async def test_the_body_of_an_answer_has_the_hash_of_each_chunk(
         for start in range(0, len(data), 3):
             expected += hashlib.sha256(data[start : start + 3].tobytes()).digest()
     assert b"".join(answer.body) == expected
-    assert opened.weights_digest == source.core.compute.digest()
+    assert opened.weights_digest == source.core.compute.state.digest()
 
 
 # --- saved versions -----------------------------------------------------------------------------------------
@@ -317,7 +319,7 @@ async def test_a_live_version_that_is_passed_while_it_is_copied_is_not_given_out
             return Generation()
 
         async def snapshot(self) -> Snapshot:
-            return Snapshot(version=5, tensors=StageCompute(RUN, 0).state())
+            return Snapshot(version=5, tensors=StageCompute(RUN, 0).state.copy())
 
     network = MemoryNetwork()
     StateLeases(RUN.id, network.add("source").transport, {0: SavedHere()}, live=Stepping())
@@ -379,7 +381,7 @@ async def test_a_keeper_gives_out_what_is_on_its_shelves() -> None:
     shelves = {0: SavedHere(2, 4), 1: SavedHere()}
     StateLeases(RUN.id, network.add("source").transport, shelves, most_saved=1)
     asker = network.add("asker").transport
-    like = StageCompute(RUN, 0).state()
+    like = StageCompute(RUN, 0).state.copy()
     got = await download_state(RUN, 0, like, asker, ["source"])
     assert (got.opened.version, got.opened.last_go) == (4, None)
     for stage, text in (

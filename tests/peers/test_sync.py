@@ -211,7 +211,7 @@ async def test_the_weights_of_all_stages_are_to_be_had() -> None:
     async with swarm(RUN, replicas=2) as s:
         stranger = await trained(s)
         found = await fetch_weights(RUN, stranger.end.transport, stranger.end.directory)
-        expected = {n: w for _, p in s.live() for n, w in p.core.compute.named_weights().items()}
+        expected = {n: w for _, p in s.live() for n, w in p.core.compute.state.named_weights().items()}
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in found)
 
@@ -253,7 +253,7 @@ async def test_weights_are_waited_for_while_the_directory_fills() -> None:
             return await honest(peer, method, *args, **options)
 
         stranger.end.transport.call = call  # type: ignore[method-assign]
-        expected = {n: w for _, p in s.live() for n, w in p.core.compute.named_weights().items()}
+        expected = {n: w for _, p in s.live() for n, w in p.core.compute.state.named_weights().items()}
         found = await fetch_weights(RUN, stranger.end.transport, stranger.end.directory)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         assert calls.count("s0p0") > 1, "it was tried more than once"

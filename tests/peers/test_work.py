@@ -16,7 +16,8 @@ from peers.ports import Answer, NetworkPath, Request
 from peers.stage.microbatches import MicrobatchServer
 from swarm.errors import Busy, Leaving, NotNow, NotReady, Refused, SetupError, Stale
 from swarm.manifest import AdmissionSpec, CodecSpec, Run, audit_run
-from swarm.model.stage import Gradients, StageCompute, SumLost
+from swarm.model.gradient_sum import Gradients, SumLost
+from swarm.model.stage import StageCompute
 from swarm.model.stage_io import input_metas
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Directive, StepDirective
@@ -229,7 +230,7 @@ async def test_an_activation_that_is_not_finite_is_refused_and_counts_nothing(va
         ledger = s.step("s1p0").ledger
         assert (ledger.done, ledger.in_progress) == (0, 0)
         assert s.peers["s1p0"].desk.inflight == 0
-        assert not s.peers["s1p0"].core.compute.sum(0).any()
+        assert not s.peers["s1p0"].core.compute.sums.of(0).any()
 
 
 async def test_a_repeated_request_is_answered_from_memory() -> None:
@@ -416,7 +417,7 @@ async def test_an_addition_that_breaks_takes_its_ledger_with_it_and_all_is_run_a
         if self.stage == number:
             left -= 1
             if left == 0:
-                self.sum(0).zero_()
+                self.sums.of(0).zero_()
                 raise SumLost("out of memory", t=0)
 
     monkeypatch.setattr(StageCompute, "add", breaks)
@@ -437,7 +438,7 @@ async def test_an_undo_that_breaks_takes_the_ledger_with_it(monkeypatch: pytest.
         peer = s.peers["s1p0"]
 
         def breaks(self: StageCompute, *_: object) -> None:
-            self.sum(0).zero_()
+            self.sums.of(0).zero_()
             raise SumLost("out of memory", t=0)
 
         with monkeypatch.context() as patch:
@@ -479,7 +480,7 @@ async def test_what_was_undone_is_computed_again_when_asked() -> None:
         await s.until_serving()
         sender = announced(s, "sender", 0, "joining")
         await sender.send("s1p0", "work", second(), hidden())
-        peer, total = s.peers["s1p0"], encode(s.peers["s1p0"].core.compute.sum(0).clone(), "none")
+        peer, total = s.peers["s1p0"], encode(s.peers["s1p0"].core.compute.sums.of(0).clone(), "none")
         obey(
             peer,
             Directive(
@@ -491,7 +492,7 @@ async def test_what_was_undone_is_computed_again_when_asked() -> None:
             ),
         )
         await s.until(lambda: s.done("s1p0") == 0)
-        assert not peer.core.compute.sum(0).any()
+        assert not peer.core.compute.sums.of(0).any()
         await sender.send("s1p0", "work", second(), hidden())
-        assert bytes(encode(peer.core.compute.sum(0), "none").buffers[0]) == bytes(total.buffers[0])
+        assert bytes(encode(peer.core.compute.sums.of(0), "none").buffers[0]) == bytes(total.buffers[0])
         assert (peer.core.computed, peer.core.undone) == (2, 1)

@@ -582,10 +582,10 @@ class Swarm(Processes):
                 for program in self.serving(stage):
                     node.transport.learn(program.peer_id, program.heard(Started)[0].addresses)
                     got = await download_state(
-                        self.run, stage, compute.state(), node.transport, [program.peer_id]
+                        self.run, stage, compute.state.copy(), node.transport, [program.peer_id]
                     )
                     compute.load_state(got.opened.version, got.tensors)
-                    weights = {name: w.clone() for name, w in compute.named_weights().items()}
+                    weights = {name: w.clone() for name, w in compute.state.named_weights().items()}
                     found.append((program, stage, got.opened.version, weights))
             return found
 

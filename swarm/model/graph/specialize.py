@@ -49,7 +49,7 @@ class Traced:
     parameters: Mapping[str, nn.Parameter]
     """The model's own, by full name, with the values it has. Those not in the graph never change."""
     buffers: Mapping[str, torch.Tensor]
-    """Buffers, frozen parameters and constants that the graph reads, and the counters of its batch norms."""
+    """Buffers, frozen parameters and constants that the graph reads."""
     statistics: Mapping[int, tuple[Statistic, ...]]
     """Operator (a batch norm's) -> what it tells."""
     fixed: Mapping[str, int]
@@ -115,17 +115,11 @@ class _Builder:
         graph = self._graph(kept, loss.name)
         calls = tuple(self._calls[op.name][3] for op in graph.operators)
         statistics = self._statistics(graph)
-        counters = {
-            name: self._all_buffers[name]
-            for told in statistics.values()
-            for name in (f"{told[0].buffer.rpartition('.')[0]}.num_batches_tracked".lstrip("."),)
-            if name in self._all_buffers
-        }
         return Traced(
             graph=graph,
             calls=calls,
             parameters={name: self._all[name] for name in self._names.values()},
-            buffers={name: self._buffers[name] for name in graph.buffers} | counters,
+            buffers={name: self._buffers[name] for name in graph.buffers},
             statistics=statistics,
             fixed=self._fixed,
             by=self._source.way,

@@ -1,18 +1,17 @@
 """The stages of a cut model as modules: `cut`.
 
-A piece has the parameters that its operators read, under their full names, and gives the same numbers
+A stage has the parameters that its operators read, under their full names, and gives the same numbers
 however often it is called. A parameter that several stages read is in each of them: its gradient is the sum
-of theirs (`boundary.shared_parameters`), and so each of them steps alike.
+of theirs (`partition.shared_parameters`), and so each of them steps alike.
 
-Batch norm, in training: a piece normalises by the microbatch's own statistics, as torch does, and gives them
+Batch norm, in training: a stage normalises by the microbatch's own statistics, as torch does, and gives them
 (mean and unbiased variance) beside its outputs, under the names of the buffers that they are for. Added up
-over the microbatches of a step like gradients, and divided by M, they enter the buffers when the step is
-taken: new = (1 - momentum) · old + momentum · mean. `num_batches_tracked` counts steps.
+over the microbatches of a step like gradients, they enter the state when the step is taken (`StageState`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,8 +32,7 @@ class StageModule(nn.Module):
     def __init__(self, traced: Traced, plan: StagePlan, *, seed: int) -> None:
         super().__init__()
         self.plan, self._seed = plan, seed
-        self._statistics = [told for i in plan.operators for told in traced.statistics.get(i, ())]
-        self._told = {told.value: told for told in self._statistics}
+        self._told = {told.value: told for i in plan.operators for told in traced.statistics.get(i, ())}
         calls = [traced.calls[i] for i in plan.operators]
         done = _last_uses(calls, keep={value.name for value in plan.outputs})
         self._work = [
@@ -45,18 +43,10 @@ class StageModule(nn.Module):
         # Last, so that no tensor takes the place of one of our own attributes unseen.
         for name in plan.parameters:
             self._adopt(name).register_parameter(_leaf(name), nn.Parameter(traced.parameters[name].detach()))
-        counters = dict.fromkeys(_counter(told.buffer) for told in self._statistics)
-        for name in (*plan.buffers, *(name for name in counters if name in traced.buffers)):
-            # A copy where it changes: stage modules and the model must not share it.
-            own = traced.buffers[name].clone() if self._changes(name) else traced.buffers[name]
-            self._adopt(name).register_buffer(_leaf(name), own)
+        for name in plan.buffers:
+            self._adopt(name).register_buffer(_leaf(name), traced.buffers[name])
         read = (*plan.parameters, *plan.buffers)
         self._held = [(name, self.get_submodule(name.rpartition(".")[0]), _leaf(name)) for name in read]
-
-    @property
-    def statistics(self) -> tuple[str, ...]:
-        """The buffers of batch norms, which `take_statistics` changes."""
-        return tuple(dict.fromkeys(told.buffer for told in self._statistics))
 
     def forward(self, *inputs: torch.Tensor | None, mb: Microbatch) -> Output:
         """`inputs` in the order of `plan.inputs`, all on the device of the parameters. What none of its
@@ -81,20 +71,6 @@ class StageModule(nn.Module):
             for name in finished:
                 del env[name]
         return Output(tuple(env[value.name] for value in self.plan.outputs), statistics)
-
-    @torch.no_grad()
-    def take_statistics(self, means: Mapping[str, torch.Tensor]) -> None:
-        """A step is taken: `means`, by buffer, over its microbatches (summed over stages that share one)."""
-        for told in {told.buffer: told for told in self._statistics}.values():
-            old = self.get_buffer(told.buffer)
-            old.mul_(1.0 - told.momentum).add_(means[told.buffer].to(old), alpha=told.momentum)
-        for name in dict.fromkeys(_counter(told.buffer) for told in self._statistics):
-            owner = self.get_submodule(name.rpartition(".")[0])
-            if hasattr(owner, _leaf(name)):
-                getattr(owner, _leaf(name)).add_(1)
-
-    def _changes(self, name: str) -> bool:
-        return any(name in (told.buffer, _counter(told.buffer)) for told in self._statistics)
 
     def _adopt(self, name: str) -> nn.Module:
         """The module that is to own `name`, made if need be."""
@@ -126,12 +102,6 @@ def _check_free(owner: nn.Module, part: str) -> None:
 
 def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _counter(buffer: str) -> str:
-    """The buffer that counts the steps of the batch norm that this buffer is of."""
-    owner = buffer.rpartition(".")[0]
-    return f"{owner}.num_batches_tracked" if owner else "num_batches_tracked"
 
 
 def _last_uses(calls: Sequence[Call], *, keep: set[str]) -> list[list[str]]:

@@ -1,0 +1,178 @@
+"""What enters and leaves a stage: bytes of other peers, checked (I7), to tensors on the device, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from swarm.errors import Refused
+from swarm.ids import Microbatch, Stage
+from swarm.manifest import Run
+from swarm.model.same_bits import aligned
+from swarm.model.stage_function import StageFunction
+from swarm.model.stage_io import StageInput
+from swarm.wire.buffers import Buffer
+from swarm.wire.codec import Encoded, TensorMeta, decode, places_of, start_encode, to_device
+
+Wire: TypeAlias = tuple[TensorMeta, Sequence[Buffer]]
+"""A tensor as it arrived: its meta and its buffers. An `Encoded` is one."""
+
+
+class Entered(NamedTuple):
+    """The inputs of a microbatch as a stage computes with them, entry by entry."""
+
+    values: list[torch.Tensor | None]
+    """On the device; None where nothing here reads it."""
+    passing: list[torch.Tensor]
+    """On the host, the values without a gradient: for a stage that only passes them on."""
+
+
+class Computed(NamedTuple):
+    """One microbatch through one stage, as autograd knows it."""
+
+    leaves: list[torch.Tensor]
+    """The inputs that have a gradient, as they came."""
+    outputs: list[torch.Tensor]
+    """Those that have a gradient, in the dtypes of the boundary; of the last stage the loss."""
+    others: dict[int, torch.Tensor]
+    """Output -> the tensor, of what was computed here and has no gradient."""
+    statistics: dict[str, torch.Tensor]
+    """Buffer of a batch norm -> this microbatch's statistic for it."""
+
+
+class Boundary:
+    """The two boundaries of one stage."""
+
+    def __init__(self, run: Run, stage: Stage, function: StageFunction, device: torch.device) -> None:
+        self._run, self._stage, self._function, self._device = run, stage, function, device
+        self.answers = any(what.graded for what in function.takes)
+        """Whether the stage before expects gradients."""
+
+    def enter(self, inputs: Sequence[Wire]) -> Entered:
+        """The inputs as the stage function's entries.
+
+        Raises:
+            Refused: they are not what the run prescribes. Values that only pass are checked too: a wrong one
+                should be refused where it enters.
+        """
+        takes = self._function.takes
+        if len(inputs) != len(takes):
+            raise Refused(f"{len(inputs)} tensors for stage {self._stage}; expected {len(takes)}")
+        return self._placed([self._decode(what, came) for what, came in zip(takes, inputs, strict=True)])
+
+    def made_up(self, *, zeros: bool) -> Entered:
+        """A microbatch of zeros, or of numbers that are the same everywhere."""
+        generator = torch.Generator().manual_seed(1)
+        taken: list[torch.Tensor] = []
+        for what in self._function.takes:
+            dtype = dtype_of(what)
+            if what.below and not zeros:
+                made = torch.randint(what.least, what.below, what.shape, generator=generator)
+            elif dtype.is_floating_point and not zeros:  # exact in every dtype, and spread like hidden states
+                made = torch.randint(-128, 128, what.shape, generator=generator) / 64
+            else:
+                made = torch.zeros(what.shape)
+            taken.append(made.to(self._device if what.graded else "cpu", dtype))
+        return self._placed(taken)
+
+    def encode_outputs(
+        self, mb: Microbatch, entered: Entered, computed: Computed, codec: str | None
+    ) -> list[Encoded]:
+        """The inputs of the next stage. `codec`: of those with a gradient; None: the manifest's.
+
+        Raises:
+            Refused: an output is not finite.
+        """
+        name = f"the output of stage {self._stage} for {mb}"
+        codec, function = codec or self._run.codec.forward_at(self._stage), self._function
+        graded = iter(computed.outputs)
+        pending = []
+        for number, what in enumerate(function.gives):
+            if what.graded:
+                pending.append(start_encode(next(graded), codec, name=name))
+            elif number in function.passes:
+                pending.append(start_encode(entered.passing[function.passes[number]], "none", name=name))
+            else:
+                pending.append(start_encode(computed.others[number].to(dtype_of(what)), "none", name=name))
+        return [finish() for finish in pending]
+
+    def decode_gradients(self, gradients: Sequence[Wire]) -> list[torch.Tensor]:
+        """The gradients of the outputs that have one, from the next stage.
+
+        Raises:
+            Refused: they are not what the run prescribes.
+        """
+        codec = self._run.codec
+        due = [what for what in self._function.gives if what.graded]
+        if len(gradients) != len(due):
+            raise Refused(f"{len(gradients)} gradients for stage {self._stage}; expected {len(due)}")
+        allowed = [codec.backward_at(self._stage, sent) for sent in codec.allowed_at(self._stage)]
+        return [
+            self._tensor(what, came, allowed, "the gradient")
+            for what, came in zip(due, gradients, strict=True)
+        ]
+
+    def encode_gradients(
+        self,
+        mb: Microbatch,
+        leaves: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+        inputs: Sequence[Encoded],
+    ) -> tuple[Encoded, ...]:
+        """The gradients of the inputs that have one, `inputs` being all that came, for the stage before.
+
+        Raises:
+            Refused: one is not finite.
+        """
+        name = f"the gradient of stage {self._stage} for {mb}"
+        graded = [came for what, came in zip(self._function.takes, inputs, strict=True) if what.graded]
+        pending = [
+            start_encode(
+                torch.zeros_like(leaf) if gradient is None else gradient,
+                self._run.codec.backward_at(self._stage - 1, came.meta.codec),
+                name=name,
+                places=places_of(came),
+            )
+            for leaf, gradient, came in zip(leaves, gradients, graded, strict=True)
+        ]
+        return tuple(finish() for finish in pending)
+
+    def _decode(self, what: StageInput, came: Wire) -> torch.Tensor:
+        """On the device, if it has a gradient, else on the host."""
+        allowed = self._run.codec.allowed_at(self._stage - 1) if what.graded else "none"
+        tensor = self._tensor(what, came, allowed, what.name)
+        if what.below and tensor.numel():
+            low, high = (int(end) for end in tensor.to(torch.int64).aminmax())
+            if high >= what.below:
+                raise Refused(f"{what.name} hold {high}; the vocabulary has {what.below}")
+            if low < what.least:
+                raise Refused(f"{what.name} hold {low}; they are {what.least} or more")
+        return tensor
+
+    def _tensor(self, what: StageInput, came: Wire, codec: str | Sequence[str], name: str) -> torch.Tensor:
+        tensor = decode(
+            *came,
+            device=self._device if what.graded else "cpu",
+            expect_shape=what.shape,
+            expect_dtype=dtype_of(what),
+            expect_codec=codec,
+            name=name,
+        )
+        return aligned(tensor)
+
+    def _placed(self, taken: list[torch.Tensor]) -> Entered:
+        passing = self._function.enter(taken)
+        values: list[torch.Tensor | None] = []
+        for entry, value in zip(self._function.entries, passing, strict=True):
+            if entry.dtype is None:
+                values.append(None)
+            else:
+                values.append(value if entry.graded else to_device(value.to(entry.dtype), self._device))
+        return Entered(values, passing)
+
+
+def dtype_of(what: StageInput) -> torch.dtype:
+    """The dtype of a tensor on the wire, before its codec."""
+    return getattr(torch, what.dtype)

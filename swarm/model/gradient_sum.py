@@ -1,0 +1,229 @@
+"""The gradient sums of the steps that are open, and the weights that several stages sum together.
+
+A sum is one vector: the gradients of the weights as `swarm.model.layout` has them, then the statistics of
+batch norms. Called by one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from swarm.errors import NotReady, Refused, Stale, SwarmError
+from swarm.ids import Microbatch, Stage
+from swarm.manifest import Run
+from swarm.model.fixed_point import add_exact, largest_term, to_float
+from swarm.model.gpt import weights_dtype
+from swarm.model.layout import Layout, shared_terms
+from swarm.model.reductions import sqnorm
+from swarm.wire.codec import Encoded
+
+
+class SumLost(SwarmError):
+    """An addition failed part-way: the sum of step `t` was set to zero, with all that it had.
+
+    The microbatches that it held have to be recomputed. The cause is chained.
+    """
+
+    code = "sum-lost"
+
+    def __init__(self, text: str, *, t: int) -> None:
+        super().__init__(text)
+        self.t = t
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Gradients:
+    """The gradients of one microbatch's backward. In no sum yet: `StageCompute.add` does that."""
+
+    mb: Microbatch
+    loads: int
+    """How many states had been loaded when it was computed."""
+    answer: tuple[Encoded, ...] = ()
+    """The gradients of the inputs that have one, for the stage before."""
+    terms: dict[str, torch.Tensor]
+    """By the name of the weight, or of the statistic; empty if they were not asked for."""
+    norms: list[torch.Tensor]
+    """Of the terms, where they are added exactly."""
+    statistics: frozenset[str]
+    """The names of the terms that are no gradients."""
+    terms_wanted: bool
+    """Those of the weights were asked for."""
+    loss: float = 0.0
+    """Of the last stage."""
+
+
+class GradientSums:
+    """The sums of one stage, by step."""
+
+    def __init__(self, run: Run, stage: Stage, layout: Layout, device: torch.device) -> None:
+        self._run, self._stage, self._layout, self._device = run, stage, layout, device
+        self.dtype = torch.int64 if run.adds_exactly else weights_dtype(run)
+        self.version = 0
+        """Steps before it are over."""
+        self._sums: dict[int, torch.Tensor] = {}
+        self._spare: torch.Tensor | None = None
+
+    def begin(self, t: int) -> None:
+        """Make an all-zero sum for step `t`, unless there is one."""
+        if t not in self._sums:
+            # Reused memory: fresh pages would cost more than zeroing.
+            spare, self._spare = self._spare, None
+            if spare is None:
+                spare = torch.empty(self._layout.sum_numel, dtype=self.dtype, device=self._device)
+            self._sums[t] = spare.zero_()
+
+    def of(self, t: int) -> torch.Tensor:
+        """The gradients of step `t` added up over microbatches (not divided by M): 1-D, the live vector.
+
+        int64 where the run adds exactly, see `swarm.model.fixed_point`; `value` is what they stand for.
+
+        Raises:
+            NotReady, Stale: there is no sum of that step.
+        """
+        found = self._sums.get(t)
+        if found is not None:
+            return found
+        if t < self.version:
+            raise Stale(
+                f"step {t} is over: stage {self._stage} is at weights {self.version}", version=self.version
+            )
+        raise NotReady(f"step {t} has not begun at stage {self._stage}", version=self.version)
+
+    def value(self, total: torch.Tensor) -> torch.Tensor:
+        """The value of a sum in the dtype of the weights: what `StageCompute.apply` takes."""
+        return to_float(total, weights_dtype(self._run)) if self._run.adds_exactly else total
+
+    def add(self, found: Gradients) -> None:
+        """Add a microbatch to the sum of its step, which must have begun.
+
+        Raises:
+            Refused: it is beyond what is added exactly; the sum is as it was.
+            NotReady, Stale: there is no sum of that step.
+            SumLost: it broke part-way; see there.
+        """
+        t = found.mb.t
+        total = self.of(t)
+        self._check(found)
+        try:
+            for name, term in found.terms.items():
+                start, end, _ = self._layout.terms[name]
+                if self._run.adds_exactly:
+                    add_exact(total[start:end], term)
+                else:
+                    total[start:end].add_(term.reshape(-1))
+        except BaseException as error:  # no memory, perhaps: some parameters have it and some do not
+            total.zero_()
+            raise SumLost(f"adding {found.mb} broke ({error}): the sum of step {t} is lost", t=t) from error
+
+    def add_sum(self, t: int, other: torch.Tensor) -> None:
+        """Add another replica's sum of step `t`, of `dtype`; raises as `of`."""
+        self.of(t).add_(other.to(self._device))
+
+    def drop(self, t: int) -> None:
+        """Forget the sum of step `t`, if there is one."""
+        self._spare = self._sums.pop(t, self._spare)  # one is enough: it is there for the next step's
+
+    def move_to(self, version: int, *, keep_later: bool) -> None:
+        """Weights of `version` are held: drop the sums of the steps before it, or all."""
+        self.version = version
+        for t in [t for t in self._sums if t < version or not keep_later]:
+            self.drop(t)
+
+    def free(self) -> None:
+        """Release the memory."""
+        self._sums, self._spare = {}, None
+
+    def _check(self, found: Gradients) -> None:
+        limit = largest_term(self._run.M)
+        if not found.norms or torch.stack(found.norms).max().item() <= limit:
+            return
+        beyond = [name for name, term in found.terms.items() if not term.abs().max().item() <= limit]
+        if any(name in found.statistics for name in beyond):
+            raise Refused(
+                f"{beyond[0]} of stage {self._stage} for {found.mb} is beyond {limit:g}, the most that is "
+                "added up exactly: give the model smaller inputs, or a norm before this one"
+            )
+        if beyond:
+            raise Refused(
+                f"the gradient of the weights of stage {self._stage} for {found.mb} is beyond {limit:g}"
+            )
+
+
+class SharedWeights:
+    """The weights and statistics that other stages hold as well: their parts of a step's sum are added up.
+
+    Changes nothing but its results: any thread may call it.
+    """
+
+    def __init__(self, run: Run, stage: Stage, layout: Layout) -> None:
+        self._stage, self._layout = stage, layout
+        self.names = shared_terms(run, stage)
+        """Other stage -> what it holds as well as this one, sorted."""
+
+    def numel(self, other: Stage) -> int:
+        """Numbers in the `part` of either.
+
+        Raises:
+            Refused: that stage holds nothing of what this one does.
+        """
+        names = self.names.get(other)
+        if not names:
+            raise Refused(f"stage {other} shares no weights with stage {self._stage}")
+        return sum(self._layout.terms[name].shape.numel() for name in names)
+
+    def part(
+        self, reduced: torch.Tensor, other: Stage, start: int = 0, end: int | None = None
+    ) -> torch.Tensor:
+        """What `other` needs of the value of this stage's sum: 1-D, in the order of `names[other]`; of that
+        the numbers from `start` to `end`, and no others are copied. Raises as `numel`.
+        """
+        end, at = self.numel(other) if end is None else end, 0
+        parts: list[torch.Tensor] = []
+        for name in self.names[other]:
+            span = self._layout.terms[name]
+            first, last = max(start - at, 0), min(end - at, span.end - span.start)
+            if first < last:
+                parts.append(reduced[span.start + first : span.start + last])
+            at += span.end - span.start
+        return torch.cat(parts)
+
+    def complete(self, reduced: torch.Tensor, shared: Mapping[Stage, torch.Tensor]) -> torch.Tensor:
+        """The value of this stage's sum, with what the other stages found of the weights that they share.
+
+        `shared`: stage -> its `part`. Added in the order of the stages, so that all end with the same.
+
+        Raises:
+            Refused: a part is missing, or is not as long as it should be.
+        """
+        parts: dict[str, dict[Stage, torch.Tensor]] = {}
+        for stage, names in self.names.items():
+            spans = [self._layout.terms[name] for name in names]
+            sizes = [span.end - span.start for span in spans]
+            part = shared.get(stage)
+            if part is None or part.shape != (sum(sizes),) or part.dtype != reduced.dtype:
+                given = "nothing" if part is None else f"{list(part.shape)} numbers of {part.dtype}"
+                due = f"[{sum(sizes)}] of {reduced.dtype}"
+                raise Refused(f"of the weights it shares, stage {stage} gave {given}; due was {due}")
+            for name, own in zip(names, part.split(sizes), strict=True):
+                parts.setdefault(name, {})[stage] = own
+        whole = reduced.clone() if parts else reduced
+        for name, found in parts.items():
+            start, end, _ = self._layout.terms[name]
+            found[self._stage] = reduced[start:end]
+            total = torch.zeros_like(whole[start:end])
+            for stage in sorted(found):
+                total += found[stage]
+            whole[start:end] = total
+        return whole
+
+    def sqnorm(self, reduced: torch.Tensor) -> float:
+        """This stage's share of `total_sqnorm`; a weight that several stages hold counts at the first."""
+        earlier = {name for stage, names in self.names.items() if stage < self._stage for name in names}
+        if not earlier:
+            return sqnorm(reduced[: self._layout.numel])
+        spans = [span for name, span in self._layout.spans.items() if name not in earlier]
+        own = [reduced[start:end] for start, end, _ in spans]
+        return sqnorm(torch.cat(own)) if own else 0.0

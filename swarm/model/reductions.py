@@ -1,0 +1,59 @@
+"""Single values that stand for a whole vector: its squared norm, and its digests."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+
+_SLICE = 1 << 20
+"""Elements that are reduced at once: a fixed number, since it decides the rounding."""
+_ROW = 1 << 10
+"""Of which each row is summed by itself: `_SLICE` holds few enough that one thread adds the rows."""
+
+
+def sqnorm(vector: torch.Tensor) -> float:
+    """The sum of squares, in float64 whatever the dtype: a stage's share of `total_sqnorm`.
+
+    Replicas with the same bits get the same number on the same kind of device, whatever their thread counts.
+    """
+    return float(sum(_sum_of_squares(part) for part in vector.split(_SLICE)))
+
+
+def _sum_of_squares(part: torch.Tensor) -> float:
+    """torch shares one long sum among its threads, which decides its rounding; a row is one thread's."""
+    squares = part.double().square()
+    whole = squares.numel() - squares.numel() % _ROW
+    rows = squares[:whole].view(-1, _ROW).sum(dim=1)
+    return float((rows.sum() + squares[whole:].sum()).item())
+
+
+def digest_of(vectors: Iterable[torch.Tensor], *, on_device: bool) -> str:
+    """32 hex digits over the bits of all vectors: SHA-256 of their bytes.
+
+    `on_device`: of their `device_digest`s instead, so that no vector of a GPU is copied to the host.
+    """
+    found = list(vectors)
+    if on_device:
+        digests = [device_digest(vector) for vector in found]
+        return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
+    digest = hashlib.sha256()
+    for vector in found:
+        digest.update(vector.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:32]
+
+
+def device_digest(vector: torch.Tensor) -> str:
+    """32 hex digits from two sums modulo 2^64 over the bits, weighted by position; on the vector's device.
+
+    Finds accidents, not forgeries: a change of any one element changes both sums.
+    """
+    flat = vector.detach().contiguous().view(-1)
+    words = flat.view({1: torch.int8, 2: torch.int16}.get(flat.element_size(), torch.int32))
+    sums = [0, 0]
+    for number, part in enumerate(words.split(_SLICE)):
+        place = torch.arange(part.numel(), device=part.device, dtype=torch.int64) + number * _SLICE
+        for i, factor in enumerate((0x9E3779B97F4A7C1, 0x2545F4914F6CDD1D)):
+            sums[i] += int((part.to(torch.int64) * ((place * factor) | 1)).sum().item())
+    return "".join(f"{total % 2**64:016x}" for total in sums)

@@ -1,0 +1,178 @@
+"""One stage's weights and optimizer, as flat vectors: made, stepped, read, replaced.
+
+The weights are ONE vector (the parameters of the module are views of it), and so are the optimizer's moments.
+With delayed updates step t is computed with version t - 1 while version t is being made, so two versions are
+held, in two vectors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from swarm.errors import NotReady, Refused, SetupError, Stale
+from swarm.ids import Stage
+from swarm.manifest import Run
+from swarm.model.gpt import Matrix, replace_parameters, weights_dtype
+from swarm.model.layout import Layout, initial_statistics, initial_weights
+from swarm.model.optimizer import FlatOptimizer
+from swarm.model.reductions import digest_of
+from swarm.model.same_bits import use_threads_of
+
+
+class StageState:
+    """All that a version of one stage is made of, on one device."""
+
+    def __init__(self, run: Run, stage: Stage, layout: Layout, device: torch.device) -> None:
+        """Version 0, a function of the run alone.
+
+        Raises:
+            SetupError: this device cannot compute this run.
+        """
+        self._run, self._stage, self._layout, self._device = run, stage, layout, device
+        self.version = self.loads = 0
+        """`loads`: how many states were loaded."""
+        self.dtype = weights_dtype(run)
+        self._optimizer = FlatOptimizer(run.optimizer, layout.numel, layout.decayed, self.dtype, device)
+        # Version v lives in number v % len.
+        self._weights = [initial_weights(run, layout, device)]
+        if run.delayed_updates:
+            self._weights.append(self._weights[0].clone())
+        # The decoder's matrices in bfloat16, for bfloat16 runs: see `Matrix`. They are the decayed weights.
+        low = layout.decayed if run.dtype == "bfloat16" and not run.brings_model else 0
+        self._low = [flat[:low].to(torch.bfloat16) for flat in self._weights]
+        self._statistics = initial_statistics(run, layout, device)
+        """Of batch norms: of the newest version only, since training does not read them."""
+        self._storages = {v.untyped_storage().data_ptr() for v in (*self._weights, *self._low)}
+
+    @property
+    def versions(self) -> int:
+        """How many are held at once."""
+        return len(self._weights)
+
+    def weights(self, version: int) -> torch.Tensor:
+        """The vector of a version that is held."""
+        return self._weights[version % len(self._weights)]
+
+    def bind(self, module: nn.Module, version: int) -> nn.Module:
+        """Make the parameters of `module` views of the vector in which that version lives."""
+        views, low = dict(self._layout.views(self.weights(version))), self._low[version % len(self._low)]
+        replace_parameters(module, lambda name, _: views[name])
+        for name, part in module.named_modules():
+            if isinstance(part, Matrix) and low.numel():
+                start, end, shape = self._layout.spans[f"{name}.weight"]
+                part.low = low[start:end].view(shape)
+        return module.to(self._device)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of the weights, which change under it."""
+        return tensor.untyped_storage().data_ptr() in self._storages
+
+    def step(self, t: int, reduced: torch.Tensor, total_sqnorm: float) -> None:
+        """Make weights of version t + 1; as `StageCompute.apply`."""
+        if t != self.version:
+            cls = Stale if t < self.version else NotReady
+            raise cls(f"step {t} cannot be applied to weights {self.version}", version=self.version)
+        numel = self._layout.sum_numel
+        if reduced.shape != (numel,) or reduced.dtype != self.dtype:
+            raise Refused(
+                f"the gradient of stage {self._stage} has {list(reduced.shape)} numbers of {reduced.dtype}; "
+                f"expected [{numel}] of {self.dtype}"
+            )
+        if not 0.0 <= total_sqnorm < math.inf:
+            raise SetupError(
+                f"the gradient of step {t} is not finite: the run diverged; "
+                "start it again with a lower optimizer.lr"
+            )
+        use_threads_of(self._run)
+        spec, M = self._run.optimizer, self._run.M
+        scale = 1.0 / M
+        if spec.clip_norm:
+            scale *= min(1.0, spec.clip_norm / (math.sqrt(total_sqnorm) / M + 1e-6))
+        old, new = self.weights(t), self.weights(t + 1)
+        gradient, told = reduced.to(self._device).split([self._layout.numel, self._layout.statistics_numel])
+        self._optimizer.step(t, spec.lr_at(t, self._run.steps), old, new, gradient, scale)
+        means = told * (1.0 / M)
+        for (start, end, _), momentum in self._layout.statistics.values():
+            self._statistics[start:end].mul_(1.0 - momentum).add_(means[start:end], alpha=momentum)
+        self._round(t + 1)
+        self.version = t + 1
+
+    def load(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Become version `version`.
+
+        Raises:
+            Refused: names, shapes, dtypes or numbers are not what this stage has; nothing is changed.
+        """
+        if version < 0:
+            raise Refused(f"a state of version {version}")
+        mine = self._vectors(version)
+        if set(tensors) != set(mine):
+            raise Refused(f"a state of {sorted(tensors)[:10]}; stage {self._stage} has {sorted(mine)}")
+        for name, vector in mine.items():
+            other = tensors[name]
+            if other.shape != vector.shape or other.dtype != vector.dtype:
+                raise Refused(
+                    f"state {name} has {list(other.shape)} numbers of {other.dtype}; "
+                    f"expected {list(vector.shape)} of {vector.dtype}"
+                )
+            if other.dtype.is_floating_point and other.numel():
+                low, high = (bound.item() for bound in torch.aminmax(other))
+                if not -math.inf < low <= high < math.inf:
+                    raise Refused(f"state {name} is not finite")
+        for name, vector in mine.items():
+            vector.copy_(tensors[name])
+        for held in range(version, version + self.versions):
+            self._round(held)
+        self.version = version
+        self.loads += 1
+
+    def copy(self) -> dict[str, torch.Tensor]:
+        """All that version `self.version` is made of: flat vectors, copied to the CPU.
+
+        `weights`, the optimizer's vectors, `statistics` if there are batch norms, and with delayed updates
+        `weights_previous`, which the next step is computed with.
+        """
+        vectors = self._vectors(self.version)
+        return {name: vector.detach().to("cpu", copy=True) for name, vector in vectors.items()}
+
+    def named_weights(self) -> dict[str, torch.Tensor]:
+        """The newest weights and batch norms' statistics by full name, copied to the CPU."""
+        flat = self.weights(self.version).detach().cpu().clone()
+        statistics = self._statistics.cpu().clone()
+        return {**dict(self._layout.views(flat)), **dict(self._layout.statistics_views(statistics))}
+
+    def digest(self, *, canonical: bool = True) -> str:
+        """32 hex digits of the newest weights: SHA-256 of their bytes.
+
+        Not `canonical`: comparable among devices of one kind only, and on a GPU computed there, since
+        bringing gigabytes to the host at every step would cost more than the step.
+        """
+        vectors = [self.weights(self.version), *([self._statistics] if self._statistics.numel() else [])]
+        return digest_of(vectors, on_device=not canonical and self._device.type != "cpu")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of `copy`: what a newcomer has to download."""
+        return sum(vector.nbytes for vector in self._vectors(self.version).values())
+
+    def free(self) -> None:
+        """Release every tensor; nothing works after it."""
+        self._weights, self._low, self._statistics = [], [], self._statistics[:0].clone()
+        self._optimizer.vectors = {}
+
+    def _round(self, version: int) -> None:
+        """The weights of a version changed: so do their low-precision copies."""
+        low = self._low[version % len(self._low)]
+        low.copy_(self.weights(version)[: low.numel()])
+
+    def _vectors(self, version: int) -> dict[str, torch.Tensor]:
+        vectors = {"weights": self.weights(version), **self._optimizer.vectors}
+        if self._statistics.numel():
+            vectors["statistics"] = self._statistics
+        if self._run.delayed_updates:
+            vectors["weights_previous"] = self.weights(version + 1)
+        return vectors
