@@ -29,6 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from equal_cuts import equal_flops, equal_layers
 from harness import machine, report
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -41,7 +42,7 @@ from swarm.model.graph.stage_module import StageModule, cut
 from swarm.model.graph.trace import Traced, trace
 from swarm.model.layout import Holding
 from swarm.partitioner.cost import DeviceModel, fit
-from swarm.partitioner.search import Link, Place, Split, SplitTerms, equal_flops, equal_layers, judge, split
+from swarm.partitioner.search import Link, Place, Split, SplitTerms, judge, split
 from swarm.partitioner.segments import WireTerms
 from tests.model.zoo import EncoderDecoder, Gpt2, Llama, ResNet, UNet
 
@@ -257,7 +258,8 @@ def comparisons(device: DeviceModel, traces: dict[str, Traced]) -> list[dict[str
                 }
                 for what, cut_by in (("layers", equal_layers), ("flops", equal_flops)):
                     try:
-                        row[what] = cut_by(traced.graph, places, links, WIDE).period_s / ours.period_s
+                        cut = judge(traced.graph, cut_by(traced.graph, len(places)), places, links, WIDE)
+                        row[what] = cut.period_s / ours.period_s
                     except SetupError as error:
                         row[what] = error.text
                 rows.append(row)

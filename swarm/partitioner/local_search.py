@@ -73,29 +73,29 @@ class Moves:
             return math.inf, math.inf, ()
         first = np.where(self._makers < 0, 0, stages[self._makers])
         last = np.maximum.reduceat(stages[self._readers], self._starts)
-        crossing = [
+        sent = [
             np.cumsum(
                 np.bincount(first, weights=nbytes, minlength=S)
                 - np.bincount(last, weights=nbytes, minlength=S)
             )[: S - 1]
             for nbytes in self._bytes
         ]
-        forth, back = (8 * nbytes / self._bandwidths for nbytes in crossing)
+        forth, back = (8 * nbytes / self._bandwidths for nbytes in sent)
         busy = np.maximum(forth, back)
         held = np.unique(self._held[:, 0] * S + stages[self._held[:, 1]])
         again = self._weight_bytes[held // S].sum() - self._weight_bytes.sum()
-        way = float(
+        latency = float(
             (compute.sum() + forth.sum() + back.sum()) + 2 * self._latencies.sum() + again * self._sharing_s
         )
         slowest, line = int(compute.argmax()), int(busy.argmax())
         if compute[slowest] >= busy[line]:
-            return float(compute[slowest]), way, (slowest,)
-        return float(busy[line]), way, (line, line + 1)
+            return float(compute[slowest]), latency, (slowest,)
+        return float(busy[line]), latency, (line, line + 1)
 
     def climb(self, assignment: Sequence[int], most: int) -> list[int]:
         """Make the best move out of what limits the period, again and again; at most so many are tried."""
         stages = np.array(assignment, dtype=np.int64)
-        period, way, limits = self.cost(stages)
+        period, latency, limits = self.cost(stages)
         while most > 0:
             best = None
             for group, to in self._moves(stages, limits):
@@ -103,11 +103,11 @@ class Moves:
                 changed = stages.copy()
                 changed[group] = to
                 cost = self.cost(changed)
-                if _less(cost[:2], (period, way) if best is None else best[0][:2]):
+                if is_less(cost[:2], (period, latency) if best is None else best[0][:2]):
                     best = cost, changed
             if best is None:
                 break
-            (period, way, limits), stages = best
+            (period, latency, limits), stages = best
         return [int(stage) for stage in stages]
 
     def _moves(self, stages: np.ndarray, limits: Sequence[int]) -> list[tuple[list[int], int]]:
@@ -124,7 +124,8 @@ class Moves:
         return [(list(group), to) for group, to in found]
 
 
-def _less(one: tuple[float, float], other: tuple[float, float]) -> bool:
+def is_less(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Whether a (period, latency) is smaller than another, by the period or else by the latency."""
     if one[0] < other[0] * (1 - NEARLY):
         return True
     return one[0] <= other[0] * (1 + NEARLY) and one[1] < other[1] * (1 - NEARLY)

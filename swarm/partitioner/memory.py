@@ -133,7 +133,7 @@ class MemoryLine:
         spans = _spans(graph, kept, reads, order)
         n, values, operators = len(order), graph.values, [graph.operators[index] for index in order]
 
-        def crossing(
+        def alive(
             wanted: Sequence[_Span], first: str = "made", last: str = "last", nbytes: str = "nbytes"
         ) -> np.ndarray:
             """[n + 1] bytes of these after so many operators."""
@@ -145,27 +145,27 @@ class MemoryLine:
                     steps[end] -= getattr(span, nbytes)
             return np.cumsum(steps)[: n + 1]
 
-        loose = [span for span in spans if span.saver is None]
-        saved = [span for span in spans if span.saver is not None]
-        self.crossing = crossing(spans)
-        self._gradient = crossing(spans, nbytes="gradient_bytes")
-        self._wider = crossing(spans, nbytes="wider_bytes")
+        loose = [span for span in spans if span.saved_at is None]
+        saved = [span for span in spans if span.saved_at is not None]
+        self._alive = alive(spans)
+        self._gradient = alive(spans, nbytes="gradient_bytes")
+        self._wider = alive(spans, nbytes="wider_bytes")
         self._made_at = np.array([span.made for span in spans])
         self._last_at = np.array([span.last for span in spans])
-        self._loose = np.array([span.nbytes * (span.saver is None) for span in spans])
+        self._loose = np.array([span.nbytes * (span.saved_at is None) for span in spans])
         # Saved by nobody so far: held only because a later stage wants it.
-        self._unsaved = crossing(loose) + crossing(saved, "made", "until")
-        self._inputs_saved = crossing(saved, "made", "saver")
+        self._unsaved = alive(loose) + alive(saved, "made", "until")
+        self._inputs_saved = alive(saved, "made", "saved_at")
 
         made = np.array([kept.keeps[index].saved for index in order])
         self._made = np.concatenate(([0.0], np.cumsum(made)))
         freed, beside, own, dying = np.zeros(n), np.zeros(n), np.zeros(n), np.zeros(n)
         for span in spans:
-            if span.saver is not None and span.saver >= 0:
-                freed[span.saver] += span.nbytes
+            if span.saved_at is not None and span.saved_at >= 0:
+                freed[span.saved_at] += span.nbytes
             if 0 <= span.last < n and span.made < span.last:
                 own[span.last] += span.gradient_bytes + span.wider_bytes
-                dying[span.last] += span.nbytes * (span.saver is None)
+                dying[span.last] += span.nbytes * (span.saved_at is None)
         seen: set[str] = set()
         weights = np.zeros(n)
         for number, op in enumerate(operators):
@@ -178,7 +178,7 @@ class MemoryLine:
                     seen.add(name)
                     weights[number] += values[name].nbytes
         self._freed = np.concatenate(([0.0], np.cumsum(freed + beside)))
-        self._forward = self._made[1:] + crossing(loose)[1:] + dying
+        self._forward = self._made[1:] + alive(loose)[1:] + dying
         self._weights = np.concatenate(([0.0], np.cumsum(weights))) * holding.gradients_at_once
         alone = 0.0 if holding.gradients_at_once else weights
         self._backward = (
@@ -188,7 +188,7 @@ class MemoryLine:
     def peak(self, start: int) -> np.ndarray:
         """[n - start] bytes of the microbatches in flight at worst, by length of the stretch less one."""
         ends = slice(start + 1, None)
-        inputs, outputs = self.crossing[start], self._unsaved[ends] - self._passing_through(start)
+        inputs, outputs = self._alive[start], self._unsaved[ends] - self._passing_through(start)
         forward = np.maximum.accumulate(self._forward[start:]) - self._made[start]
         gone = self._freed[start] + self._inputs_saved[start]
         backward = np.maximum.accumulate(self._backward[start:]) - gone + self._weights[ends] + outputs
@@ -226,20 +226,20 @@ class _Span:
     """-1: an input of the model."""
     last: int
     """Its last reader."""
-    saver: int | None
+    saved_at: int | None
     """The first whose backward needs it; None if none does."""
 
     @property
     def until(self) -> int:
         """The place up to which only its readers hold it: from then on it is saved, or not needed."""
-        return self.last if self.saver is None else min(self.saver, self.last)
+        return self.last if self.saved_at is None else min(self.saved_at, self.last)
 
 
 def _spans(
     graph: OpGraph, kept: Kept, reads: Mapping[int, Sequence[str]], order: Sequence[int]
 ) -> list[_Span]:
     made: dict[str, int] = {kept.root[name]: -1 for name in graph.inputs}
-    last, saver = dict(made), dict[str, int]()
+    last, saved_at = dict(made), dict[str, int]()
     for number, index in enumerate(order):
         op = graph.operators[index]
         for name in op.outputs:
@@ -247,7 +247,7 @@ def _spans(
         for name in (*reads[index], *op.outputs):
             last[kept.root[name]] = number
         for root in kept.saves[index] & made.keys():
-            saver.setdefault(root, number)
+            saved_at.setdefault(root, number)
     wider = dict.fromkeys(made, 0.0)
     for number, index in enumerate(order):
         op = graph.operators[index]
@@ -265,7 +265,7 @@ def _spans(
             wider_bytes=wider[root],
             made=first,
             last=last[root],
-            saver=saver.get(root),
+            saved_at=saved_at.get(root),
         )
         for root, first in made.items()
     ]

@@ -13,7 +13,7 @@ again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,8 +23,8 @@ from swarm.model.graph.ir import OpGraph
 from swarm.model.layout import Holding
 from swarm.partitioner.cost import DeviceModel
 from swarm.partitioner.flops import works
-from swarm.partitioner.local_search import NEARLY, Moves
-from swarm.partitioner.segments import Facts, NetworkPath, WireTerms
+from swarm.partitioner.local_search import NEARLY, Moves, is_less
+from swarm.partitioner.segments import Facts, OrderedGraph, Stretches, WireTerms
 from swarm.partitioner.topological_orders import orders
 
 MAX_MOVES = 2000
@@ -106,44 +106,6 @@ def split(
     return task.best([task.refined(cut) for cut in _different(found)[:MAX_REFINED]])
 
 
-def equal_layers(
-    graph: OpGraph, places: Sequence[Place], links: Sequence[Link] = (), terms: SplitTerms | None = None
-) -> Split:
-    """For comparison: as many layers for each stage. A layer is a module with a number in its name.
-
-    Raises:
-        SetupError: fewer layers than stages.
-    """
-    task = _Task(graph, places, links, terms or SplitTerms())
-    layer, layers = "", list[list[int]]()
-    for op in graph.operators:
-        name = _layer_of(op.module) or layer
-        if not layers or (name != layer and not op.cheap):
-            layers.append([])
-            layer = name
-        layers[-1].append(op.index)
-    S = len(places)
-    if len(layers) < S:
-        raise SetupError(f"{len(layers)} layers cannot be cut into {S} stages of whole layers")
-    stage_of = {i: n * S // len(layers) for n, layer_ops in enumerate(layers) for i in layer_ops}
-    return task.judged([stage_of[op.index] for op in graph.operators])
-
-
-def equal_flops(
-    graph: OpGraph, places: Sequence[Place], links: Sequence[Link] = (), terms: SplitTerms | None = None
-) -> Split:
-    """For comparison: in the order of the graph, cut where so many S-ths of all operations are done."""
-    task = _Task(graph, places, links, terms or SplitTerms())
-    flops = [work.flops + work.backward_flops for work in works(graph)]
-    done, total, S = 0.0, math.fsum(flops), len(places)
-    assignment = []
-    for number in flops:
-        # An operator goes where its middle lies.
-        assignment.append(min(S - 1, int((done + number / 2) * S / total)) if total else 0)
-        done += number
-    return task.judged(assignment)
-
-
 def judge(
     graph: OpGraph,
     assignment: Sequence[int],
@@ -157,13 +119,6 @@ def judge(
         SetupError: not a cut: a value flows to an earlier stage, or a stage that is not there.
     """
     return _Task(graph, places, links, terms or SplitTerms()).judged(assignment)
-
-
-def _layer_of(module: str) -> str:
-    """`decoder.layers.3.attention.q` -> `decoder.layers.3`; the first part of a name without a number."""
-    parts = module.split(".")
-    number = next((n for n, part in enumerate(parts) if part.isdigit()), 0)
-    return ".".join(parts[: number + 1])
 
 
 def _different(cuts: Sequence[Split]) -> list[Split]:
@@ -213,28 +168,40 @@ class _Task:
 
     # --- a row of operators ---
 
-    def line(self, order: Sequence[int]) -> NetworkPath:
-        return NetworkPath(self.graph, order, self.seconds, self.terms.holding, self.terms.wire, self.facts)
+    def ordered(self, order: Sequence[int]) -> OrderedGraph:
+        return OrderedGraph(self.graph, order, self.seconds, self.terms.holding, self.terms.wire, self.facts)
 
-    def transfers(self, line: NetworkPath) -> tuple[np.ndarray, np.ndarray]:
-        """([S - 1, n + 1] seconds that a line is busy, of the way there and back), by place."""
-        busy, way = np.zeros((self.S - 1, line.n + 1)), np.zeros((self.S - 1, line.n + 1))
+    def transfers(self, row: OrderedGraph) -> tuple[np.ndarray, np.ndarray]:
+        """([S, n + 1] seconds that a link is busy, of the transfers there and back), by place; 0 after the
+        last stage.
+        """
+        busy, trip = np.zeros((self.S, row.n + 1)), np.zeros((self.S, row.n + 1))
         for number, link in enumerate(self.links):
-            forth, back = (8 * b / link.bandwidth_bps for b in (line.forward_bytes, line.backward_bytes))
+            forth, back = (8 * b / link.bandwidth_bps for b in (row.forward_bytes, row.backward_bytes))
             busy[number] = np.maximum(forth, back)
-            way[number] = forth + back + 2 * link.latency_s
-        return busy, way
+            trip[number] = forth + back + 2 * link.latency_s
+        return busy, trip
 
     def best_of(self, order: Sequence[int]) -> Split | None:
         """The best cut of this order; None if none fits."""
-        line = self.line(order)
-        busy, way = self.transfers(line)
-        period = _shortest_period(line, self.device, self.limits, busy)
-        if period == math.inf:
+        row, sharing_s = self.ordered(order), self._sharing_s()
+        busy, trip = self.transfers(row)
+
+        def period(stage: int, start: int, so_far: float, found: Stretches) -> np.ndarray:
+            slowest = np.maximum(found.seconds[self.device[stage]], busy[stage, start + 1 :])
+            return np.where(found.memory > self.limits[stage], math.inf, np.maximum(slowest, so_far))
+
+        limit = _best_cut(row, self.S, period)[0] * (1 + NEARLY)
+        if limit == math.inf:
             return None
-        sharing_s, limit = self._sharing_s(), period * (1 + NEARLY)
-        ends = _shortest_way(line, self.device, self.limits, busy, way, limit, sharing_s)
-        found = self._split_of(line, ends)
+
+        def latency(stage: int, start: int, so_far: float, found: Stretches) -> np.ndarray:
+            seconds, line_s = found.seconds[self.device[stage]], busy[stage, start + 1 :]
+            late = (found.memory > self.limits[stage]) | (seconds > limit) | (line_s > limit)
+            costs = so_far + seconds + found.again * sharing_s + trip[stage, start + 1 :]
+            return np.where(late, math.inf, costs)
+
+        found = self._split_of(row, _best_cut(row, self.S, latency)[1])
         if tuple(order) == self.facts.row:
             return found
         # A stage computes in the graph's order, whichever order the cut was found in: its memory is another.
@@ -260,11 +227,7 @@ class _Task:
 
     def less(self, one: Split, other: Split) -> bool:
         """Whether `one` is better: by its period, or else by its latency."""
-        if one.period_s < other.period_s * (1 - NEARLY):
-            return True
-        return one.period_s <= other.period_s * (1 + NEARLY) and one.latency_s < other.latency_s * (
-            1 - NEARLY
-        )
+        return is_less((one.period_s, one.latency_s), (other.period_s, other.latency_s))
 
     def order_of(self, assignment: Sequence[int]) -> list[int]:
         """The operators stage by stage."""
@@ -279,9 +242,8 @@ class _Task:
         self._check(assignment)
         order = self.order_of(assignment)
         stages = np.array([assignment[index] for index in order])
-        return self._split_of(
-            self.line(order), list(np.searchsorted(stages, np.arange(self.S), side="right"))
-        )
+        ends = list(np.searchsorted(stages, np.arange(self.S), side="right"))
+        return self._split_of(self.ordered(order), ends)
 
     def _check(self, assignment: Sequence[int]) -> None:
         graph = self.graph
@@ -298,25 +260,25 @@ class _Task:
                         f"on stage {assignment[source]}: values flow to later stages only"
                     )
 
-    def _split_of(self, line: NetworkPath, ends: Sequence[int]) -> Split:
+    def _split_of(self, row: OrderedGraph, ends: Sequence[int]) -> Split:
         """`ends`: the place after each stage's last operator."""
         starts = [0, *ends[:-1]]
         wanted = {start: stage for stage, start in enumerate(starts) if start < ends[stage]}
         compute, memory, again = [0.0] * self.S, [0.0] * self.S, 0.0
-        for start, row in enumerate(line.rows()):
+        for start, stretches in enumerate(row.stretches()):
             if start in wanted:
-                stage, found = wanted[start], row()
+                stage, found = wanted[start], stretches()
                 length = ends[stage] - start - 1
                 compute[stage] = float(found.seconds[self.device[stage], length])
                 memory[stage] = float(found.memory[length])
                 again += float(found.again[length])
-        busy, way = self.transfers(line)
+        busy, trip = self.transfers(row)
         cuts = list(ends[:-1])
         transfer = tuple(float(busy[number, cut]) for number, cut in enumerate(cuts))
-        latency_s = math.fsum(compute) + math.fsum(float(way[b, cut]) for b, cut in enumerate(cuts))
+        latency_s = math.fsum(compute) + math.fsum(float(trip[b, cut]) for b, cut in enumerate(cuts))
         assignment = [-1] * len(self.graph.operators)
         for stage, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            for index in line.order[start:end]:
+            for index in row.order[start:end]:
                 assignment[index] = stage
                 for cheap in self.facts.needs[index]:
                     assignment[cheap] = stage if assignment[cheap] < 0 else assignment[cheap]
@@ -326,8 +288,8 @@ class _Task:
             latency_s=latency_s + again * self._sharing_s(),
             compute_s=tuple(compute),
             transfer_s=transfer,
-            forward_bytes=tuple(float(line.forward_bytes[cut]) for cut in cuts),
-            backward_bytes=tuple(float(line.backward_bytes[cut]) for cut in cuts),
+            forward_bytes=tuple(float(row.forward_bytes[cut]) for cut in cuts),
+            backward_bytes=tuple(float(row.backward_bytes[cut]) for cut in cuts),
             memory_bytes=tuple(memory),
         )
 
@@ -357,14 +319,18 @@ class _Task:
 
     def too_large(self) -> SetupError:
         """The error that nothing fits: names the cut whose worst stage is the least beyond its device."""
-        line = self.line(self.facts.row)
-        worst, ends = _least_overflow(line, self.limits)
-        found = self._split_of(line, ends)
+        row = self.ordered(self.facts.row)
+
+        def overflow(stage: int, start: int, so_far: float, found: Stretches) -> np.ndarray:
+            return np.maximum(found.memory / self.limits[stage], so_far)
+
+        worst, ends = _best_cut(row, self.S, overflow)
+        assert worst > 1
+        found = self._split_of(row, ends)
         stage = max(range(self.S), key=lambda s: found.memory_bytes[s] / self.limits[s])
-        inside = line.order[([0, *ends])[stage] : ends[stage]]
+        inside = row.order[[0, *ends][stage] : ends[stage]]
         first, last = (self.graph.operators[index].name for index in (inside[0], inside[-1]))
         what = f"the operator {first}" if len(inside) == 1 else f"the operators from {first} to {last}"
-        assert worst > 1
         return SetupError(
             f"a stage that no device can hold: even in the best cut for memory stage {stage} ({what}) needs "
             f"{found.memory_bytes[stage] / 1e9:.3g} GB, and its device has {self.limits[stage] / 1e9:.3g} "
@@ -373,112 +339,32 @@ class _Task:
         )
 
 
-def _shortest_period(
-    line: NetworkPath, device: Sequence[int], limits: Sequence[float], busy: np.ndarray
-) -> float:
-    """The least of the largest of all stages and lines; inf if nothing fits."""
-    S, n = len(device), line.n
-    best = np.full((S + 1, n + 1), math.inf)
-    best[0, 0] = 0.0
-    for start, row in enumerate(line.rows()):
-        stages = _reached(best, busy, start)
-        if not stages:
-            continue
-        found = row()
-        least = _first_with_weights(line, start)
-        for stage, sofar in stages:
-            costs = np.maximum(found.seconds[device[stage]], sofar)
-            costs[found.memory > limits[stage]] = math.inf
-            costs[:least] = math.inf
-            np.minimum(best[stage + 1, start + 1 :], costs, out=best[stage + 1, start + 1 :])
-    return float(best[S, n])
-
-
-def _reached(best: np.ndarray, busy: np.ndarray, start: int) -> list[tuple[int, float]]:
-    """(stage, the period so far) of the stages that can begin here."""
-    found = []
-    for stage in range(len(best) - 1):
-        sofar = float(best[stage, start])
-        if sofar < math.inf:
-            found.append((stage, max(sofar, float(busy[stage - 1, start])) if stage else sofar))
-    return found
-
-
-def _first_with_weights(line: NetworkPath, start: int) -> int:
-    """How many operators a stage that begins here has at least, less one."""
-    return int(np.argmax(line.trains[start:])) if line.trains[start:].any() else line.n
-
-
-def _shortest_way(
-    line: NetworkPath,
-    device: Sequence[int],
-    limits: Sequence[float],
-    busy: np.ndarray,
-    way: np.ndarray,
-    period: float,
-    sharing_s: float,
-) -> list[int]:
-    """The place after each stage of the cut with the shortest latency among those of this period."""
-    S, n = len(device), line.n
-    best = np.full((S + 1, n + 1), math.inf)
-    origin = np.zeros((S + 1, n + 1), dtype=np.int64)
-    best[0, 0] = 0.0
-    for start, row in enumerate(line.rows()):
-        stages = [
-            stage
-            for stage in range(S)
-            if best[stage, start] < math.inf and (not stage or busy[stage - 1, start] <= period)
-        ]
-        if not stages:
-            continue
-        found, least = row(), _first_with_weights(line, start)
-        for stage in stages:
-            seconds = found.seconds[device[stage]]
-            before = best[stage, start] + (way[stage - 1, start] if stage else 0.0)
-            costs = before + seconds + found.again * sharing_s
-            costs[(found.memory > limits[stage]) | (seconds > period)] = math.inf
-            costs[:least] = math.inf
-            _relax(best, origin, stage, start, costs)
-    return _ends(origin)
-
-
-def _least_overflow(line: NetworkPath, limits: Sequence[float]) -> tuple[float, list[int]]:
-    """(memory ÷ limit of the worst stage, ends) of the cut that comes nearest to fitting."""
-    S, n = len(limits), line.n
-    best = np.full((S + 1, n + 1), math.inf)
-    origin = np.zeros((S + 1, n + 1), dtype=np.int64)
-    best[0, 0] = 0.0
-    for start, row in enumerate(line.rows()):
-        if not (best[:S, start] < math.inf).any():
-            continue
-        found, least = row(), _first_with_weights(line, start)
-        for stage in range(S):
-            if best[stage, start] == math.inf:
-                continue
-            costs = np.maximum(found.memory / limits[stage], best[stage, start])
-            costs[:least] = math.inf
-            _relax(best, origin, stage, start, costs)
-    return float(best[S, n]), _ends(origin)
-
-
-def _relax(best: np.ndarray, origin: np.ndarray, stage: int, start: int, costs: np.ndarray) -> None:
-    """Take the cuts in which `stage` begins at `start` where they cost less than the best so far.
+def _best_cut(
+    row: OrderedGraph, S: int, cost: Callable[[int, int, float, Stretches], np.ndarray]
+) -> tuple[float, list[int]]:
+    """The least cost of a cut of this order, and the place after each stage's last operator.
 
     Args:
-        best: [S + 1, n + 1] the least cost of so many stages up to a place.
-        origin: [S + 1, n + 1] the place at which the last of these stages begins.
-        costs: [n - start] by the place after the stage's last operator.
+        cost: (stage, start, the least cost up to there, stretches from there) -> [n - start] the cost with
+            that stage and the boundary behind it, by the place after the stage's last operator.
     """
-    target = best[stage + 1, start + 1 :]
-    less = costs < target
-    target[less] = costs[less]
-    origin[stage + 1, start + 1 :][less] = start
-
-
-def _ends(origin: np.ndarray) -> list[int]:
-    """The place after each stage of the best cut, traced back from the end."""
-    stages, n = (size - 1 for size in origin.shape)
-    ends = [n]
-    for stage in range(stages, 1, -1):
+    best = np.full((S + 1, row.n + 1), math.inf)
+    origin = np.zeros((S + 1, row.n + 1), dtype=np.int64)  # where the last of so many stages begins
+    best[0, 0] = 0.0
+    for start, stretches in enumerate(row.stretches()):
+        reached = np.flatnonzero(best[:S, start] < math.inf).tolist()
+        if not reached:
+            continue
+        found, trains = stretches(), row.trains[start:]
+        shortest = int(np.argmax(trains)) if trains.any() else row.n  # a stage has weights
+        for stage in reached:
+            costs = cost(stage, start, float(best[stage, start]), found)
+            costs[:shortest] = math.inf
+            target = best[stage + 1, start + 1 :]
+            less = costs < target
+            target[less] = costs[less]
+            origin[stage + 1, start + 1 :][less] = start
+    ends = [row.n]
+    for stage in range(S, 1, -1):
         ends.append(int(origin[stage, ends[-1]]))
-    return ends[::-1]
+    return float(best[S, row.n]), ends[::-1]

@@ -34,7 +34,7 @@ class WireTerms:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Stretches:
     """Stretches that begin at one place, by their length less one."""
 
     seconds: np.ndarray
@@ -105,7 +105,7 @@ def _recomputed(graph: OpGraph) -> frozenset[int]:
     return frozenset(found)
 
 
-class NetworkPath:
+class OrderedGraph:
     """A graph in a given order: what a cut at any place sends, and what any stretch costs."""
 
     def __init__(
@@ -121,7 +121,7 @@ class NetworkPath:
         self.order = tuple(order)
         self.n = n = len(order)
         self._memory = MemoryLine(graph, facts.kept, facts.reads, order, holding)
-        self.forward_bytes, self.backward_bytes = _crossing(graph, facts, order, wire)
+        self.forward_bytes, self.backward_bytes = _boundary_bytes(graph, facts, order, wire)
         trains = [any(name in graph.parameters for name in facts.weights[index]) for index in order]
         self.trains = np.array(trains, dtype=bool)
         """Which operators read a parameter."""
@@ -153,26 +153,26 @@ class NetworkPath:
         self._base = np.zeros((devices + 2, n))
         self._base[:devices] = seconds[:, list(order)]
 
-    def rows(self):
-        """One `Row` for each place to begin at, in order. A row is computed when it is called for."""
+    def stretches(self):
+        """For each place to begin at, in order, a function that computes its `Stretches`."""
         fresh = self._base.copy()
         for name, number in self._first.items():
             column = self._amounts[name].copy()
             column[-1] = 0.0  # the first to hold it
             fresh[:, number] += column
         for start in range(self.n):
-            yield lambda start=start: self._row(fresh, start)
+            yield lambda start=start: self._stretches(fresh, start)
             for name, following in zip(self._needs[start], self._next[start], strict=True):
                 if following is not None:
                     fresh[:, following] += self._amounts[name]
 
-    def _row(self, fresh: np.ndarray, start: int) -> Row:
+    def _stretches(self, fresh: np.ndarray, start: int) -> Stretches:
         sums = np.cumsum(fresh[:, start:], axis=1)
         d = self._devices
-        return Row(sums[:d], sums[d] + self._memory.peak(start), sums[d + 1])
+        return Stretches(sums[:d], sums[d] + self._memory.peak(start), sums[d + 1])
 
 
-def _crossing(
+def _boundary_bytes(
     graph: OpGraph, facts: Facts, order: Sequence[int], wire: WireTerms
 ) -> tuple[np.ndarray, np.ndarray]:
     """([n + 1] forward, [n + 1] backward) bytes that cross after so many operators."""

@@ -28,8 +28,8 @@ def orders(graph: OpGraph, facts: Facts) -> list[tuple[int, ...]]:
     found += [_fewest_bytes(graph, facts), _by_depth(before)]
     rng = np.random.default_rng(0)
     for _ in range(RANDOM_ORDERS):
-        draws = rng.permutation(len(before)).tolist()
-        found.append(_depth_first(facts, dict(zip(before, draws, strict=True))))
+        ranks = rng.permutation(len(before)).tolist()
+        found.append(_depth_first(facts, dict(zip(before, ranks, strict=True))))
     return list(dict.fromkeys(found))
 
 

@@ -1,0 +1,46 @@
+"""Cuts of a model to compare with: as many layers for each stage, or as many operations."""
+
+from __future__ import annotations
+
+import math
+
+from swarm.errors import SetupError
+from swarm.model.graph.ir import OpGraph
+from swarm.partitioner.flops import works
+
+
+def equal_layers(graph: OpGraph, stages: int) -> list[int]:
+    """The stage of each operator. A layer is a module with a number in its name.
+
+    Raises:
+        SetupError: fewer layers than stages.
+    """
+    layer, layers = "", list[list[int]]()
+    for op in graph.operators:
+        name = _layer_of(op.module) or layer
+        if not layers or (name != layer and not op.cheap):
+            layers.append([])
+            layer = name
+        layers[-1].append(op.index)
+    if len(layers) < stages:
+        raise SetupError(f"{len(layers)} layers cannot be cut into {stages} stages of whole layers")
+    stage_of = {i: n * stages // len(layers) for n, layer_ops in enumerate(layers) for i in layer_ops}
+    return [stage_of[op.index] for op in graph.operators]
+
+
+def equal_flops(graph: OpGraph, stages: int) -> list[int]:
+    """In the order of the graph, cut where so many S-ths of all operations are done."""
+    flops = [work.flops + work.backward_flops for work in works(graph)]
+    done, total, assignment = 0.0, math.fsum(flops), []
+    for number in flops:
+        # An operator goes where its middle lies.
+        assignment.append(min(stages - 1, int((done + number / 2) * stages / total)) if total else 0)
+        done += number
+    return assignment
+
+
+def _layer_of(module: str) -> str:
+    """`decoder.layers.3.attention.q` -> `decoder.layers.3`; the first part of a name without a number."""
+    parts = module.split(".")
+    number = next((n for n, part in enumerate(parts) if part.isdigit()), 0)
+    return ".".join(parts[: number + 1])
