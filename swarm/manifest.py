@@ -534,7 +534,7 @@ class CodecSpec(_Spec):
                     raise wrong("codec.backward", answer, allowed)
 
     @classmethod
-    def both_ways(cls, codec: str) -> CodecSpec:
+    def symmetric(cls, codec: str) -> CodecSpec:
         """`codec` at all boundaries, and for the gradients that come back; with a top-k these have its codec
         of values.
         """
@@ -1022,7 +1022,7 @@ def demo_run(*, stages: int = 3, steps: int = 50, codec: str = "blockwise8", see
         data=DataSpec(source="pydoc", sequence_length=128),
         batch=BatchSpec(microbatch_size=4, microbatches_per_step=16),
         optimizer=OptimizerSpec(lr=2e-3, warmup_steps=min(10, steps - 1), schedule="cosine"),
-        codec=CodecSpec.both_ways(codec),
+        codec=CodecSpec.symmetric(codec),
     )
 
 

@@ -656,11 +656,11 @@ def test_each_boundary_may_have_a_codec_of_its_own() -> None:
 
 
 def test_a_codec_for_both_ways_returns_the_values_that_were_sent() -> None:
-    assert CodecSpec.both_ways("bf16") == CodecSpec(forward="bf16", backward="bf16")
-    assert CodecSpec.both_ways("topk:0.05+bf16") == CodecSpec(forward="topk:0.05+bf16", backward="bf16")
-    assert CodecSpec.both_ways("topk:0.05").backward == "none"
+    assert CodecSpec.symmetric("bf16") == CodecSpec(forward="bf16", backward="bf16")
+    assert CodecSpec.symmetric("topk:0.05+bf16") == CodecSpec(forward="topk:0.05+bf16", backward="bf16")
+    assert CodecSpec.symmetric("topk:0.05").backward == "none"
     with pytest.raises(SetupError, match=r'codec\.forward = "zip" in the run.s manifest: it must be'):
-        CodecSpec.both_ways("zip")
+        CodecSpec.symmetric("zip")
 
 
 def test_a_list_of_equal_codecs_is_the_run_with_one() -> None:

@@ -71,17 +71,14 @@ PRONOUNS = re.compile(r"\b(who|whoever|whom|somebody|nobody|anybody)\b", re.IGNO
 REMAINING: dict[str, int] = {
     "peers": 7,
     "peers/net": 37,
-    "peers/programs": 6,
+    "peers/programs": 4,
     "peers/sim": 14,
     "peers/stage": 21,
     "peers/storage": 11,
     "peers/transfer": 25,
     "peers/watch": 4,
-    "swarm": 1,
     "swarm/model": 6,
     "swarm/model/graph": 7,
-    "swarm/partitioner": 8,
-    "swarm/plan": 3,
     "swarm/protocol": 5,
     "swarm/wire": 1,
 }

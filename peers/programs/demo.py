@@ -135,7 +135,7 @@ def _manifest_of(options: DemoOptions) -> Run:
         if options.steps is not None:
             run = replace(run, steps=options.steps)
         if options.codec is not None:
-            codecs = CodecSpec.both_ways(options.codec)
+            codecs = CodecSpec.symmetric(options.codec)
             run = replace(run, codec=replace(run.codec, forward=codecs.forward, backward=codecs.backward))
         if options.seed is not None:
             run = replace(run, seed=options.seed)

@@ -176,7 +176,7 @@ def plan_codecs(
     def bytes_of(boundary: int, codec: str) -> tuple[float, float]:
         same = codec == base[boundary]
         return boundary_bytes(
-            run if same else replace(run, codec=CodecSpec.both_ways(codec)), boundary, codec
+            run if same else replace(run, codec=CodecSpec.symmetric(codec)), boundary, codec
         )
 
     bandwidths_bps = boundary_bandwidths(network, stage_of, run.S)

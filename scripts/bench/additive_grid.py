@@ -1,7 +1,8 @@
 """The additive objective of a grid, stage by pipeline, and of all grids that are one swap away.
 
 A grid's rows are stages and its columns pipelines, so the slowest pair of a boundary is a maximum over
-columns and no matching is needed while searching; `cost.additive_cost` orders rows and columns afterwards.
+columns and no matching is needed while searching;
+`additive_objective.additive_cost` orders rows and columns afterwards.
 
 Maxima make plains: most swaps change no maximum. The search therefore looks at a *smooth* cost in which each
 maximum over columns or stages is an 8-norm, and whose changes by all N²/2 swaps are a few dozen operations on
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from swarm.plan.objectives import AdditiveTerms
+from scripts.bench.additive_objective import AdditiveTerms
 
 
 def _power(x: np.ndarray) -> np.ndarray:

@@ -1,7 +1,9 @@
-"""What a layout costs. Two objectives, both in seconds for one step; smaller is better.
+"""The additive objective, for comparison: seconds of a step if nothing overlaps.
 
-**Additive** (DT-FM: Yuan et al., Decentralized Training of Foundation Models in Heterogeneous Environments,
-NeurIPS 2022, section 3): nothing overlaps and nobody computes. Each stage has the same number of devices, D.
+DT-FM: Yuan et al., Decentralized Training of Foundation Models in Heterogeneous Environments, NeurIPS 2022,
+section 3.
+
+Computing takes no time, and each stage has the same number of devices, D.
 
     data parallel     2 · (latency + gradient / (bandwidth · D)) for a pair; a device's are added up over its
                       stage, the slowest device of all stages counts

@@ -68,7 +68,7 @@ def bench_run(
         data=DataSpec(source="pydoc", sequence_length=sequence_length),
         batch=BatchSpec(microbatch_size=microbatch_size, microbatches_per_step=microbatches),
         optimizer=OptimizerSpec(name=optimizer, lr=1e-4),  # type: ignore[arg-type]
-        codec=CodecSpec.both_ways(codec),
+        codec=CodecSpec.symmetric(codec),
     )  # fmt: skip
 
 

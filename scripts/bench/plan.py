@@ -30,12 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
+from scripts.bench.additive_objective import AdditiveTerms, additive_cost, additive_terms
+from scripts.bench.additive_search import megatron_grid, random_grid, search_additive
 from swarm.errors import SetupError
-from swarm.plan.layouts import megatron_grid, random_grid
 from swarm.plan.network import Device, Job, Network
-from swarm.plan.objectives import AdditiveTerms, additive_cost, additive_terms
 from swarm.plan.overlapped import Overlap
-from swarm.plan.search import search_additive, search_overlapped
+from swarm.plan.search import search_overlapped
 
 ROOT = Path(__file__).resolve().parents[2]
 DTFM = ROOT.parent / "shared" / "data" / "networks" / "dtfm.json"

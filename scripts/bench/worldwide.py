@@ -31,11 +31,11 @@ import numpy as np
 from harness import machine, report
 from plan import network_of
 
+from scripts.bench.additive_objective import additive_terms
+from scripts.bench.additive_search import megatron_grid, random_grid, search_additive
 from swarm.errors import SetupError
-from swarm.plan.layouts import megatron_grid, random_grid
 from swarm.plan.network import Device, Job, Network
-from swarm.plan.objectives import additive_terms
-from swarm.plan.search import search_additive, search_overlapped
+from swarm.plan.search import search_overlapped
 from swarm.sim.engine import simulate
 from swarm.sim.report import Settings
 

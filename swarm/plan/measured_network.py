@@ -156,43 +156,43 @@ def _by_region(
 def _filled(
     values: Iterable[tuple[tuple[int, int], float]], region_of: Sequence[int], regions: int
 ) -> np.ndarray:
-    """[R, R] latencies: measured, else the shortest way around, else the median of all."""
+    """[R, R] latencies: measured, else the shortest path around, else the median of all."""
     known = _by_region(values, region_of)
-    way = np.full((regions, regions), math.inf)
+    line_RR = np.full((regions, regions), math.inf)
     for (a, b), value in known.items():
-        way[a, b] = way[b, a] = value
-    np.fill_diagonal(way, 0.0)
+        line_RR[a, b] = line_RR[b, a] = value
+    np.fill_diagonal(line_RR, 0.0)
     for via in range(regions):
-        way = np.minimum(way, way[:, via, None] + way[None, via, :])
-    for (a, b), value in known.items():  # a measured line is not replaced by a way around
-        way[a, b] = way[b, a] = value
+        line_RR = np.minimum(line_RR, line_RR[:, via, None] + line_RR[None, via, :])
+    for (a, b), value in known.items():  # a measured line is not replaced by a path around
+        line_RR[a, b] = line_RR[b, a] = value
     apart = [value for (a, b), value in known.items() if a != b]
-    way[np.isinf(way)] = median(apart) if apart else NEAR_S / 2
+    line_RR[np.isinf(line_RR)] = median(apart) if apart else NEAR_S / 2
     inside = [value for (a, b), value in known.items() if a == b]
     for region in range(regions):
-        way[region, region] = known.get((region, region), median(inside) if inside else NEAR_S / 2)
-    return way
+        line_RR[region, region] = known.get((region, region), median(inside) if inside else NEAR_S / 2)
+    return line_RR
 
 
 def _widest(
     values: Sequence[tuple[tuple[int, int], float]], region_of: Sequence[int], regions: int
 ) -> np.ndarray:
-    """[R, R] bandwidths: measured, else that of the widest way around, else the median of all."""
+    """[R, R] bandwidths: measured, else that of the widest path around, else the median of all."""
     known = _by_region(values, region_of)
     usual = median(known.values()) if known else DEFAULT_BPS
-    way = np.zeros((regions, regions))
+    line_RR = np.zeros((regions, regions))
     for (a, b), value in known.items():
-        way[a, b] = way[b, a] = value
-    inside = {region: way[region, region] for region in range(regions)}
-    np.fill_diagonal(way, math.inf)
+        line_RR[a, b] = line_RR[b, a] = value
+    inside = {region: line_RR[region, region] for region in range(regions)}
+    np.fill_diagonal(line_RR, math.inf)
     for via in range(regions):
-        way = np.maximum(way, np.minimum(way[:, via, None], way[None, via, :]))
+        line_RR = np.maximum(line_RR, np.minimum(line_RR[:, via, None], line_RR[None, via, :]))
     for (a, b), value in known.items():
-        way[a, b] = way[b, a] = value
+        line_RR[a, b] = line_RR[b, a] = value
     for region, value in inside.items():  # neighbours have at least what each has to places far away
-        way[region, region] = value or max([usual, *np.delete(way[region], region)])
-    way[way == 0.0] = usual
-    return way
+        line_RR[region, region] = value or max([usual, *np.delete(line_RR[region], region)])
+    line_RR[line_RR == 0.0] = usual
+    return line_RR
 
 
 def _label(names: Sequence[str], region_of: Sequence[int], region: int) -> str:

@@ -1,8 +1,7 @@
-"""The search for a layout: structured starts, then an evolution of the best of them.
+"""The search for a division of devices into stages: layouts made by rule, then annealing of the best of them.
 
 Deterministic: the seed, and what the caller's clock says, decide everything. Anytime: whenever the clock is
-past the budget the best so far is the answer, and that is never worse than the structured starts that were
-looked at, of which the first two (by pipeline and by stage) always are.
+past the budget the best so far is the answer, and that is never worse than a layout made by rule.
 """
 
 from __future__ import annotations
@@ -15,164 +14,30 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from swarm.errors import SetupError
-from swarm.plan.additive_grid import Grid
-from swarm.plan.layouts import MAX_PLACED, anneal, clustered_grid, random_grid, shapes
+from swarm.plan.clusters import clustered_layouts
 from swarm.plan.network import Job, Network
-from swarm.plan.objectives import AdditiveCost, AdditiveTerms, additive_cost, additive_terms
 from swarm.plan.op_fence import cut_row, fenced_row
 from swarm.plan.overlapped import IDLE, Overlap, StepTime
 
-POPULATION = 10
-NEWCOMERS = 0.3
-"""Part of the evolution's turns that go to a new start instead of a member."""
-STARTING = 0.5
-"""Part of the budget after which no more starts are made; it matters to a thousand devices only."""
-BLURS = (0.05, 0.15, 0.3)
-"""Of distances, for a new start to be another one; see `clustered_grid`."""
-HOPELESS = 1.5
-"""A new start that costs so many times the best is not improved."""
-MIN_HEAT, MAX_HEAT = 0.003, 0.03
-"""Of annealing, in parts of the best cost. Outside nothing was found on DT-FM's layouts (2026-11-22)."""
-HOT, HOTTER = 0.1, 10.0
-"""One turn in ten starts anywhere, ten times as hot: optima of wild prices may resemble no start."""
-MIN_STEPS, FIRST_STEPS, MORE_STEPS, MAX_STEPS = 200, 400, 40, 2500
-"""Of one annealing: the most are `FIRST_STEPS`, and `MORE_STEPS` more each turn. Long ones find more where
-every line differs, but take their time from the others: with 500 to 2500 from the beginning, and fewer
-newcomers, one jittered layout of DT-FM's was 2 to 5 % cheaper after 10 s, another 2 to 3 % dearer
-(2026-11-22)."""
 WALK_STEPS = 1500
-"""Proposals of one annealing of the overlapped objective."""
+"""Proposals of one annealing."""
 MOVES = 0.4
 """Part of these that move one device; the others swap two."""
 MAX_CLUSTERED = 1024
-"""Devices up to which the overlapped search looks at clusters by distance, whose cost grows with N²."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Found:
-    """What a search came to."""
-
-    cost: AdditiveCost
-    start_s: float
-    """The least cost of a structured start, before any swap."""
-    origin: str
-    """Which start the answer descends from."""
-    turns: int
-    """Of the evolution."""
-
-
-@dataclass(slots=True, eq=False)
-class _Member:
-    total_s: float
-    cost: AdditiveCost
-    shape: tuple[int, int]
-    bands: bool
-
-
-def search_additive(
-    terms: AdditiveTerms, *, seed: int, budget_s: float, spent_s: Callable[[], float]
-) -> Found:
-    """A layout of small additive cost.
-
-    Args:
-        spent_s: seconds spent so far, by any clock that starts at 0 and never goes back.
-    """
-    rng = np.random.default_rng(seed)
-
-    def over() -> bool:
-        return spent_s() >= budget_s
-
-    members: list[_Member] = []
-    for shape, bands in _plans(terms):
-        if len(members) >= 2 and spent_s() >= STARTING * budget_s:
-            break
-        cost = additive_cost(terms, clustered_grid(terms, shape, rng, bands=bands))
-        members.append(_Member(cost.total_s, cost, shape, bands))
-    members.sort(key=lambda member: member.total_s)
-    start_s = members[0].total_s
-    grid = Grid(terms, members[0].cost.grid)
-    for member in members:
-        if over() or member.total_s > HOPELESS * start_s:
-            break
-        grid.place(member.cost.grid)
-        better = additive_cost(terms, anneal(grid, steps=grid.size, heat_s=0.0, rng=rng, stop=over))
-        if better.total_s < member.total_s:
-            member.total_s, member.cost = better.total_s, better
-    members = _best_of(members)
-    turns = 0
-    while not over() and terms.stages * terms.replicas > 1:
-        turns += 1
-        _evolve(terms, grid, members, rng, over, min(MAX_STEPS, FIRST_STEPS + MORE_STEPS * turns))
-        members = _best_of(members)
-    best = members[0]
-    origin = f"clusters of {best.shape[0]} stages × {best.shape[1]} pipelines" + ", banded" * best.bands
-    return Found(best.cost, start_s, origin, turns)
-
-
-def _plans(terms: AdditiveTerms) -> list[tuple[tuple[int, int], bool]]:
-    """The starts (shape, bands) in order: by pipeline, by stage, then all banded ones, which cost little."""
-    all_shapes = list(shapes(terms.stages, terms.replicas))
-    banded = [(shape, True) for shape in all_shapes if shape[0] < terms.stages]
-    return [
-        *((shape, False) for shape in all_shapes[:2]),
-        *banded,
-        *((shape, False) for shape in all_shapes[2:]),
-    ]
-
-
-def _evolve(
-    terms: AdditiveTerms,
-    grid: Grid,
-    members: list[_Member],
-    rng: np.random.Generator,
-    over: Callable[[], bool],
-    most_steps: int,
-) -> None:
-    """One turn: a member is annealed and takes its own place if better, or a new start joins."""
-    best_s = members[0].total_s
-    heat_s = best_s * math.exp(rng.uniform(math.log(MIN_HEAT), math.log(MAX_HEAT)))
-    hot = rng.random() < HOT
-    if hot or rng.random() < NEWCOMERS:
-        like = members[int(len(members) * rng.random() * rng.random())]
-        blur = float(rng.choice(BLURS))
-        if hot:
-            start = additive_cost(terms, random_grid(grid.size, terms.stages, rng))
-            heat_s *= HOTTER
-        else:
-            start = additive_cost(terms, clustered_grid(terms, like.shape, rng, bands=like.bands, blur=blur))
-        if not hot and start.total_s > HOPELESS * best_s:
-            return
-        grid.place(start.grid)
-        found = additive_cost(terms, anneal(grid, steps=MIN_STEPS, heat_s=heat_s, rng=rng, stop=over))
-        found = min(start, found, key=lambda c: c.total_s)
-        if all(abs(found.total_s - member.total_s) > 1e-9 * best_s for member in members):
-            members.append(_Member(found.total_s, found, like.shape, like.bands))
-        return
-    member = members[int(len(members) * rng.random() ** 2)]
-    steps = int(math.exp(rng.uniform(math.log(MIN_STEPS), math.log(most_steps))))
-    grid.place(member.cost.grid)
-    found = additive_cost(terms, anneal(grid, steps=steps, heat_s=heat_s, rng=rng, stop=over))
-    if found.total_s < member.total_s:
-        member.total_s, member.cost = found.total_s, found
-
-
-def _best_of(members: list[_Member]) -> list[_Member]:
-    return sorted(members, key=lambda member: member.total_s)[:POPULATION]
-
-
-# --- the overlapped objective -------------------------------------------------------------------------------
+"""Devices up to which clusters by distance are tried, whose cost grows with N²."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """A division of devices into stages for the overlapped objective."""
+    """A division of devices into stages."""
 
     stage_of: np.ndarray
     """[N] of every device, or `IDLE`."""
     step: StepTime
     starts: dict[str, float]
     """Predicted seconds of each layout made by rule."""
-    turns: int
+    walks: int
+    """How often it was annealed."""
 
 
 def search_overlapped(
@@ -193,18 +58,18 @@ def search_overlapped(
     heat_of = [members[0][0] * heat for heat in (0.01, 0.003, 0.1)]
     best_s, _, best = members[0]
     best = best.copy()
-    turns = 0
+    walks = 0
     kinds = _kinds(network)
     while spent_s() < budget_s and len(network) > 1 and job.stages > 1:
-        total_s, order, of_N = members[turns % len(members)]
-        heat_s = heat_of[(turns // len(members)) % len(heat_of)]
-        turns += 1
+        total_s, order, of_N = members[walks % len(members)]
+        heat_s = heat_of[(walks // len(members)) % len(heat_of)]
+        walks += 1
         walked, lowest_s = _walk(overlap, of_N, kinds, heat_s, rng, lambda: spent_s() >= budget_s)
         if lowest_s < total_s:
-            members[(turns - 1) % len(members)] = (lowest_s, order, walked)
+            members[(walks - 1) % len(members)] = (lowest_s, order, walked)
         if lowest_s < best_s:
             best_s, best = lowest_s, walked.copy()
-    return Plan(best, overlap.predict(best), starts, turns)
+    return Plan(best, overlap.predict(best), starts, walks)
 
 
 def baselines(network: Network, job: Job, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
@@ -234,21 +99,11 @@ def _starts(overlap: Overlap, rng: np.random.Generator) -> Iterator[tuple[str, n
             alone[row[chosen]] = np.arange(job.stages * many) // many
             yield f"the fastest {job.stages * many}", alone
     if len(network) % job.stages == 0 and len(network) // job.stages > 1 and len(network) <= MAX_CLUSTERED:
-        terms = additive_terms(
-            network,
-            stages=job.stages,
-            gradient_bytes=max(job.gradient_bytes),
-            activation_bytes=max(job.forward_bytes, default=0.0),
-        )
-        for shape in shapes(terms.stages, terms.replicas):
-            if shape[0] * shape[1] == 1:
-                continue
-            for bands in (False, True) if len(network) <= MAX_PLACED else (True,):
-                grid = clustered_grid(terms, shape, rng, bands=bands)
-                of_N = np.empty(len(network), dtype=np.int64)
-                for stage, row_D in enumerate(grid):
-                    of_N[row_D] = stage
-                yield f"clusters {shape[0]} × {shape[1]}" + ", banded" * bands, of_N
+
+        def cost_s(of_N: np.ndarray) -> float:
+            return overlap.soft_s(repaired(overlap, of_N))
+
+        yield from clustered_layouts(network, job, cost_s, rng)
 
 
 def balanced(overlap: Overlap) -> np.ndarray:
@@ -312,7 +167,7 @@ def _walk(
     rng: np.random.Generator,
     over: Callable[[], bool],
 ) -> tuple[np.ndarray, float]:
-    """Annealing by moves and swaps of single devices; returns the best division met, and its seconds."""
+    """Annealing by moves and swaps of single devices; rewalks the best division met, and its seconds."""
     of_N, stages, devices = start.copy(), overlap.job.stages, len(start)
     count_S = np.bincount(of_N[of_N >= 0], minlength=stages)
     here_s = overlap.soft_s(of_N)

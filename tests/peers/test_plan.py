@@ -84,7 +84,7 @@ def test_slow_boundaries_are_given_codecs_that_the_manifest_takes(
 
 def test_only_what_crosses_a_slow_boundary_changes_in_either_direction() -> None:
     """8 Mbit/s between stages 0 and 1, as much as anybody wants between 1 and 2."""
-    run = replace(demo_run(stages=3), codec=CodecSpec.both_ways("none"))
+    run = replace(demo_run(stages=3), codec=CodecSpec.symmetric("none"))
     devices = tuple(Device(f"d{i}", i, 1e12) for i in range(3))
     lines = np.array([[math.inf, 8e6, 8e6], [8e6, math.inf, math.inf], [8e6, math.inf, math.inf]])
     network = Network(devices, ("a", "b", "c"), np.zeros((3, 3)), lines)
@@ -98,7 +98,7 @@ def test_only_what_crosses_a_slow_boundary_changes_in_either_direction() -> None
 
 def test_few_microbatches_wait_for_lines_that_many_hide() -> None:
     """Each transfer takes half of what the devices compute: with many in flight that costs nothing."""
-    many = replace(demo_run(stages=3), codec=CodecSpec.both_ways("none"))
+    many = replace(demo_run(stages=3), codec=CodecSpec.symmetric("none"))
     many = replace(many, batch=replace(many.batch, microbatches_per_step=256))
     few = replace(many, batch=replace(many.batch, microbatches_per_step=4))
     job = job_of(few)

@@ -10,11 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.errors import SetupError
-from swarm.plan.additive_grid import Grid, twins
-from swarm.plan.layouts import anneal, clustered_grid, even_clusters, megatron_grid, random_grid, shapes
-from swarm.plan.network import Device, Network
-from swarm.plan.objectives import (
+from scripts.bench.additive_grid import Grid, twins
+from scripts.bench.additive_objective import (
     MAX_EXACT_STAGES,
     AdditiveTerms,
     additive_cost,
@@ -22,7 +19,10 @@ from swarm.plan.objectives import (
     bottleneck_matching,
     shortest_open_path,
 )
-from swarm.plan.search import search_additive
+from scripts.bench.additive_search import anneal, clustered_grid, megatron_grid, random_grid, search_additive
+from swarm.errors import SetupError
+from swarm.plan.clusters import even_clusters, shapes
+from swarm.plan.network import Device, Network
 
 
 def prices(size: int, rng: np.random.Generator, *, kinds: int = 0) -> np.ndarray:

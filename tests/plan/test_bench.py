@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scripts.bench.additive_objective import additive_cost, additive_terms
 from swarm.errors import SetupError
-from swarm.plan.objectives import additive_cost, additive_terms
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "plan.py"
 DTFM = SCRIPT.parents[2].parent / "shared" / "data" / "networks" / "dtfm.json"

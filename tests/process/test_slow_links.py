@@ -134,7 +134,7 @@ def test_codecs_are_compared_seed_by_seed() -> None:
 
 
 def test_a_codec_may_be_one_for_each_boundary() -> None:
-    assert codec_spec("topk:0.05+blockwise8") == CodecSpec.both_ways("topk:0.05+blockwise8")
+    assert codec_spec("topk:0.05+blockwise8") == CodecSpec.symmetric("topk:0.05+blockwise8")
     assert codec_spec("topk:0.05+bf16,none") == CodecSpec(
         forward=("topk:0.05+bf16", "none"), backward=("bf16", "none")
     )
