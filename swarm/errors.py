@@ -20,6 +20,8 @@ Errors of the last four kinds travel as answers: `to_wire` and `from_wire` keep 
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 
@@ -156,6 +158,12 @@ def from_wire(peer: str, fields: dict[str, Any]) -> SwarmError:
         return BadAnswer(peer, f"answered {code!r} with impossible numbers")
     told = {"version": version, "retry_after_s": retry}
     return cls(one_line(text[:500]), **{name: told[name] for name in cls.numbers})
+
+
+def did_you_mean(name: str, names: Sequence[str]) -> str:
+    """A hint for an unknown name: the one of `names` that is most like it, or nothing."""
+    near = difflib.get_close_matches(name[:80], names, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def short(peer: str) -> str:

@@ -12,20 +12,20 @@ never change: manifests that are older than the key keep their hash.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 import json
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, cast
 
 from swarm.codecs import KNOWN, PPM, VALUES, parse_codec
-from swarm.errors import SetupError
+from swarm.errors import SetupError, did_you_mean
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -47,164 +47,122 @@ ID_HEX = 32
 # --- rules for one value ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
 class _Rule:
-    """The rule of one key. `check` returns the value in its canonical type or raises ValueError."""
+    """The values that a key may have."""
 
     allowed: str
+    """In words, for errors."""
+    accepts: Callable[[Any], Any]
+    canonical: Callable[[Any], Any] = lambda value: value
 
     def check(self, value: Any) -> Any:
-        raise NotImplementedError
+        """The value in its canonical type and form.
 
-
-class _Integer(_Rule):
-    def __init__(self, low: int, high: int) -> None:
-        self.low, self.high = low, high
-        self.allowed = f"an integer from {low} to {high}"
-
-    def check(self, value: Any) -> int:
-        # type() and not isinstance(): `true` is an int to Python and a typo to us.
-        if type(value) is not int or not self.low <= value <= self.high:
+        Raises:
+            ValueError: the key cannot have this value.
+        """
+        if not self.accepts(value):
             raise ValueError
-        return value
+        return self.canonical(value)
 
 
-class _Number(_Rule):
-    def __init__(self, low: float, high: float, *, above: bool = False, below: bool = False) -> None:
-        self.low, self.high, self.above, self.below = low, high, above, below
-        low_text = f"above {low:g}" if above else f"at least {low:g}"
-        self.allowed = f"a number {low_text} and {'below' if below else 'at most'} {high:g}"
-
-    def check(self, value: Any) -> float:
-        if type(value) not in (int, float) or not self.low <= value <= self.high:  # NaN fails here as well
-            raise ValueError
-        if (self.above and value == self.low) or (self.below and value == self.high):
-            raise ValueError
-        return float(value) + 0.0  # + 0.0 makes one zero of -0.0 and 0.0: equal runs have equal texts
+def _integer(low: int, high: int) -> _Rule:
+    # type() and not isinstance(): `true` is an int to Python and a typo to us.
+    return _Rule(f"an integer from {low} to {high}", lambda v: type(v) is int and low <= v <= high)
 
 
-class _Flag(_Rule):
-    allowed = "true or false"
+def _number(low: float, high: float, *, above: bool = False, below: bool = False) -> _Rule:
+    def accepts(v: Any) -> bool:
+        if type(v) not in (int, float) or not low <= v <= high:  # NaN fails here as well
+            return False
+        return not ((above and v == low) or (below and v == high))
 
-    def check(self, value: Any) -> bool:
-        if type(value) is not bool:
-            raise ValueError
-        return value
-
-
-class _Choice(_Rule):
-    def __init__(self, *choices: Any, told: Sequence[Any] = ()) -> None:
-        """`told`: what an error offers; more than the choices, if others make it another table."""
-        self.choices = choices
-        self.allowed = _one_of(told or choices)
-
-    def check(self, value: Any) -> Any:
-        for choice in self.choices:
-            if type(value) is type(choice) and value == choice:
-                return choice
-        raise ValueError
+    low_text = f"above {low:g}" if above else f"at least {low:g}"
+    allowed = f"a number {low_text} and {'below' if below else 'at most'} {high:g}"
+    return _Rule(allowed, accepts, lambda v: float(v) + 0.0)  # one zero of -0.0 and 0.0
 
 
-class _Text(_Rule):
+_FLAG = _Rule("true or false", lambda v: type(v) is bool)
+
+
+def _choice(*choices: Any, told: Sequence[Any] = ()) -> _Rule:
+    """`told`: what an error offers; more than the choices, if others make it another table."""
+    return _Rule(_one_of(told or choices), lambda v: any(type(v) is type(c) and v == c for c in choices))
+
+
+def _text(pattern: str, allowed: str) -> _Rule:
     """No character that needs an escape in TOML may match `pattern`, so that `to_toml` is trivial."""
+    known = re.compile(pattern)
+    return _Rule(allowed, lambda v: type(v) is str and known.fullmatch(v))
 
-    def __init__(self, pattern: str, allowed: str) -> None:
-        self.pattern, self.allowed = re.compile(pattern), allowed
 
-    def check(self, value: Any) -> str:
-        if type(value) is not str or not self.pattern.fullmatch(value):
-            raise ValueError
+def _canonical_json(value: str) -> str:
+    """Sorted keys, no spaces, ASCII only, and no single quote: a literal string of TOML."""
+    if not value:
         return value
+    try:
+        found = json.loads(value)
+        text = json.dumps(found, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except RecursionError:
+        raise ValueError from None
+    if type(found) is not dict:
+        raise ValueError
+    return text.replace("'", "\\u0027")
 
 
-class _Json(_Rule):
-    """A JSON object as text, or empty. The canonical text has sorted keys, no spaces, ASCII only, and no
-    single quote, so that it is a literal string of TOML."""
-
-    allowed = 'a JSON object as text, such as \'{"model_type":"gpt2"}\', without NaN or infinite numbers'
-
-    def check(self, value: Any) -> str:
-        if type(value) is not str:
-            raise ValueError
-        if not value:
-            return value
-        try:
-            found = json.loads(value)
-            text = json.dumps(found, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        except RecursionError:
-            raise ValueError from None
-        if type(found) is not dict:
-            raise ValueError
-        return text.replace("'", "\\u0027")
+_JSON = _Rule(
+    'a JSON object as text, such as \'{"model_type":"gpt2"}\', without NaN or infinite numbers',
+    lambda v: type(v) is str,
+    _canonical_json,
+)
 
 
-class _Cut(_Rule):
-    """The stage of each operator of a graph, or empty."""
+def _is_cut(value: Any) -> bool:
+    if type(value) is not str:
+        return False
+    runs = [re.fullmatch(r"(0|[1-9][0-9]{0,3})\*([1-9][0-9]{0,6})", run) for run in value.split(" ") if value]
+    return all(runs) and all(a[1] != b[1] for a, b in itertools.pairwise(runs) if a and b)
 
-    allowed = "the stage of each operator, runs of one stage as stage*count, such as 0*120 1*44; or empty"
-    _pattern = re.compile(r"(0|[1-9][0-9]{0,3})\*([1-9][0-9]{0,6})")
 
-    def check(self, value: Any) -> str:
-        if type(value) is not str:
-            raise ValueError
-        runs = [self._pattern.fullmatch(run) for run in value.split(" ")] if value else []
-        stages = [run and run[1] for run in runs]
-        if not all(runs) or any(a == b for a, b in itertools.pairwise(stages)):
-            raise ValueError
-        return value
+_CUT = _Rule(
+    "the stage of each operator, runs of one stage as stage*count, such as 0*120 1*44; or empty", _is_cut
+)
+
+
+def _set_of(accepts: Callable[[Any], bool], most: int, allowed: str) -> _Rule:
+    """A list without duplicates. A set has no order: the same elements are the same text."""
+
+    def are(values: Any) -> bool:
+        if type(values) not in (list, tuple) or len(values) > most:
+            return False
+        return all(accepts(value) for value in values) and len(set(values)) == len(values)
+
+    return _Rule(f"a list of at most {most} different {allowed}", are, lambda v: tuple(sorted(v)))
 
 
 # An Ed25519 key inside a libp2p identity multihash: 38 bytes that start with 00 24 08 01 12 20, in base58.
 _PEER_ID = r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}"
 
 
-class _PeerIds(_Rule):
-    allowed = f"a list of at most {MAX_TRAINERS} different peer ids (12D3KooW…, 52 characters each)"
-
-    def check(self, value: Any) -> tuple[str, ...]:
-        if type(value) not in (list, tuple):
-            raise ValueError
-        ids = cast(Sequence[Any], value)
-        if len(ids) > MAX_TRAINERS or not all(type(i) is str and re.fullmatch(_PEER_ID, i) for i in ids):
-            raise ValueError
-        if len(set(ids)) != len(ids):
-            raise ValueError
-        return tuple(sorted(ids))  # a set has no order: the same admission is the same text
+def _is_codec(value: Any) -> bool:
+    return type(value) is str and parse_codec(value) is not None
 
 
-def _codec_name(value: Any) -> str:
-    if type(value) is not str or parse_codec(value) is None:
-        raise ValueError
-    return value
-
-
-class _Codec(_Rule):
-    allowed = f"one of {KNOWN}, where R, the part that is kept, is between 0 and 1, such as 0.05"
-
-    def check(self, value: Any) -> str:
-        return _codec_name(value)
-
-
-class _Codecs(_Rule):
-    """A codec, or one for each boundary; the number of boundaries is not known here."""
-
-    allowed = f"{_Codec.allowed}; or a list of them, one for each of the boundaries between stages, in order"
-
-    def check(self, value: Any) -> str | tuple[str, ...]:
-        if type(value) in (list, tuple):
-            return tuple(_codec_name(item) for item in cast(Sequence[Any], value))
-        return _codec_name(value)
-
-
-class _CodecSet(_Rule):
-    allowed = f"a list of at most {MAX_ADAPTIVE} different codecs, each {_Codec.allowed}"
-
-    def check(self, value: Any) -> tuple[str, ...]:
-        if type(value) not in (list, tuple):
-            raise ValueError
-        names = [_codec_name(item) for item in cast(Sequence[Any], value)]
-        if len(names) > MAX_ADAPTIVE or len(set(names)) != len(names):
-            raise ValueError
-        return tuple(sorted(names))  # a set has no order
+_CODEC = _Rule(f"one of {KNOWN}, where R, the part that is kept, is between 0 and 1, such as 0.05", _is_codec)
+_CODECS = _Rule(
+    f"{_CODEC.allowed}; or a list of them, one for each of the boundaries between stages, in order",
+    lambda v: all(_is_codec(one) for one in (v if type(v) in (list, tuple) else (v,))),
+    lambda v: v if type(v) is str else tuple(v),
+)
+"""A codec, or one for each boundary; the number of boundaries is not known here."""
+_ADAPTIVE = _set_of(_is_codec, MAX_ADAPTIVE, f"codecs, each {_CODEC.allowed}")
+_TRAINERS = _set_of(
+    lambda v: type(v) is str and re.fullmatch(_PEER_ID, v) is not None,
+    MAX_TRAINERS,
+    "peer ids (12D3KooW…, 52 characters each)",
+)
+_DIGEST = _text(r"([0-9a-f]{64})?", "64 lower-case hex digits, or empty: not pinned yet")
 
 
 def _rule(rule: _Rule, default: Any = MISSING, *, later: bool = False) -> Any:
@@ -268,7 +226,11 @@ class _Spec:
         self._cross_check()
 
     def _cross_check(self) -> None:
-        """Raise `wrong(...)` for values that are possible each but not together."""
+        """Raise an error for values that are possible each but not together."""
+
+    def wrong(self, name: str, allowed: str) -> SetupError:
+        """The error for the present value of a key."""
+        return wrong(self._key(name), getattr(self, name), allowed)
 
     @classmethod
     def _key(cls, name: str) -> str:
@@ -288,46 +250,42 @@ class ModelSpec(_Spec):
 
     section: ClassVar[str] = "model"
 
-    kind: Literal["gpt", "counting"] = _rule(_Choice("gpt", "counting", told=MODEL_KINDS), "gpt")
+    kind: Literal["gpt", "counting"] = _rule(_choice("gpt", "counting", told=MODEL_KINDS), "gpt")
     """A decoder, or the audit model whose weights count microbatches (its sizes below mean nothing)."""
-    layers: int = _rule(_Integer(1, 1024))
+    layers: int = _rule(_integer(1, 1024))
     """Transformer blocks in all stages together; at least one per stage."""
-    hidden: int = _rule(_Integer(1, 65_536))
+    hidden: int = _rule(_integer(1, 65_536))
     """Width of the residual stream, which is what crosses a stage boundary per token."""
-    heads: int = _rule(_Integer(1, 1024))
+    heads: int = _rule(_integer(1, 1024))
     """Attention heads; divides `hidden`."""
-    ffn_hidden: int = _rule(_Integer(1, 524_288))
+    ffn_hidden: int = _rule(_integer(1, 524_288))
     """Width inside the feed-forward part of a block."""
-    vocab_size: int = _rule(_Integer(2, 1_048_576))
+    vocab_size: int = _rule(_integer(2, 1_048_576))
     """Tokens the model knows; at least as many as the tokenizer makes (256 for bytes)."""
-    norm: Literal["rmsnorm", "layernorm"] = _rule(_Choice("rmsnorm", "layernorm"), "rmsnorm")
+    norm: Literal["rmsnorm", "layernorm"] = _rule(_choice("rmsnorm", "layernorm"), "rmsnorm")
     """Normalisation before attention, before the feed-forward part and before the head."""
-    positions: Literal["rotary", "learned"] = _rule(_Choice("rotary", "learned"), "rotary")
+    positions: Literal["rotary", "learned"] = _rule(_choice("rotary", "learned"), "rotary")
     """How a token knows its place. Rotary needs an even number of channels per head."""
-    dropout: float = _rule(_Number(0.0, 1.0, below=True), 0.0)
+    dropout: float = _rule(_number(0.0, 1.0, below=True), 0.0)
     """Probability of dropping a channel; the random numbers are a function of the microbatch."""
-    stages: int = _rule(_Integer(1, 1024))
+    stages: int = _rule(_integer(1, 1024))
     """S: the number of stages that the model is cut into."""
 
     def _cross_check(self) -> None:
         if self.kind == "counting":
             return
         if self.hidden % self.heads:
-            raise wrong("model.heads", self.heads, f"a divisor of model.hidden ({self.hidden})")
+            raise self.wrong("heads", f"a divisor of model.hidden ({self.hidden})")
         if self.positions == "rotary" and (self.hidden // self.heads) % 2:
-            raise wrong(
-                "model.heads",
-                self.heads,
+            raise self.wrong(
+                "heads",
                 f"such that model.hidden ({self.hidden}) / heads is even, which rotary positions need",
             )
         if self.stages > self.layers:
-            raise wrong(
-                "model.stages", self.stages, f"at most model.layers ({self.layers}): one layer per stage"
-            )
+            raise self.wrong("stages", f"at most model.layers ({self.layers}): one layer per stage")
 
 
 _FUNCTION = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
-_NOT_PINNED = "or empty: not pinned yet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,40 +296,40 @@ class CustomModelSpec(_Spec):
 
     section: ClassVar[str] = "model"
 
-    kind: Literal["code", "hf"] = _rule(_Choice("code", "hf", told=MODEL_KINDS))
+    kind: Literal["code", "hf"] = _rule(_choice("code", "hf", told=MODEL_KINDS))
     """A function that is installed on every peer, or a config of Hugging Face's transformers."""
     source: str = _rule(
-        _Text(rf"({_FUNCTION})?", 'package.module:function, or empty when model.kind is "hf"'), ""
+        _text(rf"({_FUNCTION})?", 'package.module:function, or empty when model.kind is "hf"'), ""
     )
     """The function; see `swarm.model.graph.model_source.from_code`."""
-    config: str = _rule(_Json(), "")
+    config: str = _rule(_JSON, "")
     """The content of a `config.json`, as text."""
-    stages: int = _rule(_Integer(1, 1024))
+    stages: int = _rule(_integer(1, 1024))
     """S: the number of stages that the model is cut into."""
-    vocab_size: int = _rule(_Integer(2, 1_048_576), 256)
+    vocab_size: int = _rule(_integer(2, 1_048_576), 256)
     """Integers that enter the model (tokens, labels) are 0 … vocab_size - 1."""
     version: str = _rule(
-        _Text(
+        _text(
             r"([A-Za-z0-9][A-Za-z0-9._-]{0,100} [A-Za-z0-9][A-Za-z0-9.+!_-]{0,100})?",
-            f"transformers and its version, or sha256 and the digest of a file; {_NOT_PINNED}",
+            "transformers and its version, or sha256 and the digest of a file; or empty: not pinned yet",
         ),
         "",
     )
     """Of the code: `transformers 5.1.0`; `sha256 …` of the source file of a user's own."""
-    graph: str = _rule(_Text(r"([0-9a-f]{64})?", f"64 lower-case hex digits, {_NOT_PINNED}"), "")
+    graph: str = _rule(_DIGEST, "")
     """SHA-256 of the operators as traced."""
-    weights: str = _rule(_Text(r"([0-9a-f]{64})?", f"64 lower-case hex digits, {_NOT_PINNED}"), "")
+    weights: str = _rule(_DIGEST, "")
     """SHA-256 of version 0: parameters and buffers, as the code initialises them."""
-    cut: str = _rule(_Cut(), "")
+    cut: str = _rule(_CUT, "")
     """The stage of each operator."""
 
     def _cross_check(self) -> None:
         given, other = ("source", "config") if self.kind == "code" else ("config", "source")
         if not getattr(self, given):
-            what = "package.module:function" if given == "source" else _Json.allowed
-            raise wrong(f"model.{given}", "", f'{what} when model.kind is "{self.kind}"')
+            what = "package.module:function" if given == "source" else _JSON.allowed
+            raise self.wrong(given, f'{what} when model.kind is "{self.kind}"')
         if getattr(self, other):
-            raise wrong(f"model.{other}", getattr(self, other), f'empty when model.kind is "{self.kind}"')
+            raise self.wrong(other, f'empty when model.kind is "{self.kind}"')
 
     @property
     def pinned(self) -> bool:
@@ -388,27 +346,25 @@ class DataSpec(_Spec):
 
     section: ClassVar[str] = "data"
 
-    source: Literal["pydoc", "files", "code"] = _rule(_Choice("pydoc", "files", "code"))
+    source: Literal["pydoc", "files", "code"] = _rule(_choice("pydoc", "files", "code"))
     """The help topics inside every Python (they differ between versions), the user's text files, or samples
     that an installed function makes."""
     code: str = _rule(
-        _Text(rf"({_FUNCTION})?", 'package.module:function, or empty unless data.source is "code"'),
+        _text(rf"({_FUNCTION})?", 'package.module:function, or empty unless data.source is "code"'),
         "",
         later=True,
     )
     """The function: it returns a sequence of samples, each a tuple of arrays, one for each input of the model
     and without the batch's dimension."""
-    sha256: str = _rule(_Text(r"([0-9a-f]{64})?", "64 lower-case hex digits, or empty: not pinned yet"), "")
+    sha256: str = _rule(_DIGEST, "")
     """SHA-256 of the tokens as little-endian integers of the narrow dtype, or of all samples; by `pin`."""
-    tokens: int = _rule(_Integer(0, 2**48), 0)
+    tokens: int = _rule(_integer(0, 2**48), 0)
     """Number of tokens, or of samples; 0 = not pinned yet."""
-    tokenizer: Literal["bytes", "file"] = _rule(_Choice("bytes", "file"), "bytes")
+    tokenizer: Literal["bytes", "file"] = _rule(_choice("bytes", "file"), "bytes")
     """One token per byte, or a `tokenizers` JSON file."""
-    tokenizer_sha256: str = _rule(
-        _Text(r"([0-9a-f]{64})?", "64 lower-case hex digits, or empty: not pinned yet"), ""
-    )
+    tokenizer_sha256: str = _rule(_DIGEST, "")
     """SHA-256 of the tokenizer's JSON file."""
-    sequence_length: int = _rule(_Integer(1, 1_048_576))
+    sequence_length: int = _rule(_integer(1, 1_048_576))
     """T: tokens the model sees in one sample; a sample reads one more, for the last label. Of samples that
     code makes: tokens in each, for a model of transformers; else 1, which may be left out."""
 
@@ -416,25 +372,21 @@ class DataSpec(_Spec):
         if self.source == "code":
             self._check_code()
         elif self.code:
-            raise wrong("data.code", self.code, f'empty when data.source is "{self.source}"')
+            raise self.wrong("code", f'empty when data.source is "{self.source}"')
         if self.sha256 and not self.tokens:
-            raise wrong("data.tokens", self.tokens, "the number of tokens when data.sha256 is set")
+            raise self.wrong("tokens", "the number of tokens when data.sha256 is set")
         if self.source != "code" and self.tokens and self.tokens <= self.sequence_length:
-            raise wrong(
-                "data.tokens",
-                self.tokens,
-                f"more than data.sequence_length ({self.sequence_length}), or 0: not pinned",
+            raise self.wrong(
+                "tokens", f"more than data.sequence_length ({self.sequence_length}), or 0: not pinned"
             )
         if self.tokenizer == "bytes" and self.tokenizer_sha256:
-            raise wrong(
-                "data.tokenizer_sha256", self.tokenizer_sha256, 'empty when data.tokenizer is "bytes"'
-            )
+            raise self.wrong("tokenizer_sha256", 'empty when data.tokenizer is "bytes"')
 
     def _check_code(self) -> None:
         if not self.code:
-            raise wrong("data.code", "", 'package.module:function when data.source is "code"')
+            raise self.wrong("code", 'package.module:function when data.source is "code"')
         if self.tokenizer != "bytes":
-            raise wrong("data.tokenizer", self.tokenizer, '"bytes", or left out, when data.source is "code"')
+            raise self.wrong("tokenizer", '"bytes", or left out, when data.source is "code"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -443,11 +395,11 @@ class BatchSpec(_Spec):
 
     section: ClassVar[str] = "batch"
 
-    microbatch_size: int = _rule(_Integer(1, 65_536))
+    microbatch_size: int = _rule(_integer(1, 65_536))
     """Samples in one microbatch."""
-    microbatches_per_step: int = _rule(_Integer(1, 8192))
+    microbatches_per_step: int = _rule(_integer(1, 8192))
     """M: microbatches whose gradients are averaged into one step."""
-    microbatch_threads: int = _rule(_Integer(1, 1024), 1, later=True)
+    microbatch_threads: int = _rule(_integer(1, 1024), 1, later=True)
     """CPU threads that share one microbatch. They split sums inside its operators and so decide
     the last bits: all peers have as many, and a peer's other cores compute other microbatches."""
 
@@ -458,32 +410,32 @@ class OptimizerSpec(_Spec):
 
     section: ClassVar[str] = "optimizer"
 
-    name: Literal["adamw", "sgd", "adamw8bit"] = _rule(_Choice("adamw", "sgd", "adamw8bit"), "adamw")
+    name: Literal["adamw", "sgd", "adamw8bit"] = _rule(_choice("adamw", "sgd", "adamw8bit"), "adamw")
     """`adamw8bit` keeps its moments in 8 bits and needs CUDA."""
-    lr: float = _rule(_Number(0.0, 1000.0, above=True))
+    lr: float = _rule(_number(0.0, 1000.0, above=True))
     """Highest learning rate, after the warm-up."""
-    beta1: float = _rule(_Number(0.0, 1.0, below=True), 0.9)
+    beta1: float = _rule(_number(0.0, 1.0, below=True), 0.9)
     """Decay of the first moment (AdamW)."""
-    beta2: float = _rule(_Number(0.0, 1.0, below=True), 0.95)
+    beta2: float = _rule(_number(0.0, 1.0, below=True), 0.95)
     """Decay of the second moment (AdamW)."""
-    eps: float = _rule(_Number(0.0, 1.0, above=True), 1e-8)
+    eps: float = _rule(_number(0.0, 1.0, above=True), 1e-8)
     """Added to the root of the second moment (AdamW)."""
-    weight_decay: float = _rule(_Number(0.0, 10.0), 0.1)
+    weight_decay: float = _rule(_number(0.0, 10.0), 0.1)
     """Decoupled decay, times the learning rate, of weights with two or more dimensions."""
-    momentum: float = _rule(_Number(0.0, 1.0, below=True), 0.0)
+    momentum: float = _rule(_number(0.0, 1.0, below=True), 0.0)
     """Of SGD; must be 0 otherwise."""
-    warmup_steps: int = _rule(_Integer(0, 1_000_000_000), 0)
+    warmup_steps: int = _rule(_integer(0, 1_000_000_000), 0)
     """Steps over which the learning rate grows linearly; fewer than `steps`."""
-    schedule: Literal["constant", "cosine"] = _rule(_Choice("constant", "cosine"), "constant")
+    schedule: Literal["constant", "cosine"] = _rule(_choice("constant", "cosine"), "constant")
     """The learning rate after the warm-up: as it is, or half a cosine down to `min_lr_ratio * lr`."""
-    min_lr_ratio: float = _rule(_Number(0.0, 1.0), 0.1)
+    min_lr_ratio: float = _rule(_number(0.0, 1.0), 0.1)
     """Learning rate of the last step ÷ `lr`, for the cosine."""
-    clip_norm: float = _rule(_Number(0.0, 1e9), 1.0)
+    clip_norm: float = _rule(_number(0.0, 1e9), 1.0)
     """The mean gradient of the whole model is scaled down to this norm if it is longer; 0 = never."""
 
     def _cross_check(self) -> None:
         if self.name != "sgd" and self.momentum:
-            raise wrong("optimizer.momentum", self.momentum, f'0 when optimizer.name is "{self.name}"')
+            raise self.wrong("momentum", f'0 when optimizer.name is "{self.name}"')
 
     def lr_at(self, t: int, total_steps: int) -> float:
         """The rate of step `t` (0 … total_steps - 1): the warm-up ends at `lr`, the cosine at its floor."""
@@ -508,13 +460,13 @@ class CodecSpec(_Spec):
 
     section: ClassVar[str] = "codec"
 
-    forward: str | tuple[str, ...] = _rule(_Codecs(), "blockwise8")
+    forward: str | tuple[str, ...] = _rule(_CODECS, "blockwise8")
     """Activations between stages: at all boundaries, or at each."""
-    backward: str | tuple[str, ...] = _rule(_Codecs(), "blockwise8")
+    backward: str | tuple[str, ...] = _rule(_CODECS, "blockwise8")
     """Gradients of what was sent, likewise. With a top-k, of the numbers that were sent."""
-    reduce: str = _rule(_Codec(), "none")
+    reduce: str = _rule(_CODEC, "none")
     """Weight gradients between the replicas of a stage."""
-    adaptive: tuple[str, ...] = _rule(_CodecSet(), (), later=True)
+    adaptive: tuple[str, ...] = _rule(_ADAPTIVE, (), later=True)
     """What a peer may send forward instead, as its line to the next peer needs; empty = nothing. If there
     is any, the result of a microbatch depends on its route: each still counts once, but no two runs are
     alike."""
@@ -573,10 +525,10 @@ class AdmissionSpec(_Spec):
     section: ClassVar[str] = "admission"
 
     owner: str = _rule(
-        _Text(rf"({_PEER_ID})?", "a peer id (12D3KooW…, 52 characters), or empty: no owner"), ""
+        _text(rf"({_PEER_ID})?", "a peer id (12D3KooW…, 52 characters), or empty: no owner"), ""
     )
     """Peer id whose signature the published manifest carries; empty = the hash is enough."""
-    trainers: tuple[str, ...] = _rule(_PeerIds(), ())
+    trainers: tuple[str, ...] = _rule(_TRAINERS, ())
     """Peer ids that may feed microbatches; empty = anyone."""
 
 
@@ -584,31 +536,31 @@ class AdmissionSpec(_Spec):
 class Run(_Spec):
     """The terms of a run. Equal runs have equal texts and ids, and the other way round."""
 
-    format: int = _rule(_Choice(1), 1)
+    format: int = _rule(_choice(1), 1)
     """Version of this file's meaning: it changes whenever the same keys would train another model."""
     name: str = _rule(
-        _Text(
+        _text(
             r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,62}",
             "1 to 63 letters, digits, spaces or . _ + - and no space first",
         )
     )
     """For people. Two runs that differ in nothing else are two runs."""
-    seed: int = _rule(_Integer(0, 2**63 - 1))
+    seed: int = _rule(_integer(0, 2**63 - 1))
     """Seed of weights, samples and dropout."""
-    steps: int = _rule(_Integer(1, 1_000_000_000))
+    steps: int = _rule(_integer(1, 1_000_000_000))
     """T: optimizer steps in the run; they are 0 … steps - 1."""
     dtype: Literal["float32", "bfloat16", "float64"] = _rule(
-        _Choice("float32", "bfloat16", "float64"), "float32"
+        _choice("float32", "bfloat16", "float64"), "float32"
     )
     """The dtype of the arithmetic. bfloat16 is autocast over float32 weights; float64 is for proofs."""
-    delayed_updates: bool = _rule(_Flag(), False)
+    delayed_updates: bool = _rule(_FLAG, False)
     """Compute step t with the weights of t - 1, so that averaging overlaps the next step."""
-    exact_sums: bool = _rule(_Flag(), True)
+    exact_sums: bool = _rule(_FLAG, True)
     """Add gradients as fixed-point numbers, so that the result does not depend on the order of additions, not
     by a bit; costs 2 to 4 % on a CPU. float64 runs, and a lossy codec.reduce, add floats in any case."""
-    checkpoint_every: int = _rule(_Integer(0, 1_000_000_000), 0)
+    checkpoint_every: int = _rule(_integer(0, 1_000_000_000), 0)
     """Steps between checkpoints; 0 = never."""
-    rebalance_every_s: int = _rule(_Integer(0, 86_400), 60)
+    rebalance_every_s: int = _rule(_integer(0, 86_400), 60)
     """Seconds between decisions on which peers move to a slower stage; 0 = no peer ever moves."""
     model: AnyModel
     data: DataSpec
@@ -622,20 +574,14 @@ class Run(_Spec):
 
     def _cross_check(self) -> None:
         if self.optimizer.warmup_steps >= self.steps:
-            raise wrong(
-                "optimizer.warmup_steps", self.optimizer.warmup_steps, f"less than steps ({self.steps})"
-            )
+            raise self.optimizer.wrong("warmup_steps", f"less than steps ({self.steps})")
         if self.optimizer.name == "adamw8bit" and self.dtype == "float64":
-            raise wrong("optimizer.name", "adamw8bit", 'adamw or sgd when dtype is "float64"')
+            raise self.optimizer.wrong("name", 'adamw or sgd when dtype is "float64"')
         if self.data.source == "code":
             if isinstance(self.model, ModelSpec):
-                raise wrong(
-                    "data.source", "code", f'"pydoc" or "files" when model.kind is "{self.model.kind}"'
-                )
+                raise self.data.wrong("source", f'"pydoc" or "files" when model.kind is "{self.model.kind}"')
         elif self.data.tokenizer == "bytes" and self.model.vocab_size < 256:
-            raise wrong(
-                "model.vocab_size", self.model.vocab_size, 'at least 256 when data.tokenizer is "bytes"'
-            )
+            raise self.model.wrong("vocab_size", 'at least 256 when data.tokenizer is "bytes"')
         object.__setattr__(self, "codec", self._codec_of_each_boundary())
         text = self.to_toml()
         if len(text) > MAX_MANIFEST_BYTES:
@@ -742,27 +688,12 @@ def _values(spec: _Spec) -> list[tuple[str, Any]]:
 # --- presets ------------------------------------------------------------------------------------------------
 
 
-def _sizes(
-    layers: int,
-    hidden: int,
-    heads: int,
-    *,
-    vocab: int = 256,
-    norm: str = "rmsnorm",
-    positions: str = "rotary",
-) -> dict[str, Any]:
-    return {
-        "layers": layers,
-        "hidden": hidden,
-        "heads": heads,
-        "ffn_hidden": 4 * hidden,
-        "vocab_size": vocab,
-        "norm": norm,
-        "positions": positions,
-    }
+def _sizes(layers: int, hidden: int, heads: int, **others: Any) -> dict[str, Any]:
+    found = {"layers": layers, "hidden": hidden, "heads": heads, "ffn_hidden": 4 * hidden}
+    return {**found, "vocab_size": 256, "norm": "rmsnorm", "positions": "rotary", **others}
 
 
-_GPT2 = {"vocab": 50_257, "norm": "layernorm", "positions": "learned"}
+_GPT2 = {"vocab_size": 50_257, "norm": "layernorm", "positions": "learned"}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "1M": _sizes(5, 128, 4),
@@ -774,10 +705,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpt2-medium": _sizes(24, 1024, 16, **_GPT2),
     "gpt2-large": _sizes(36, 1280, 20, **_GPT2),
     "gpt2-xl": _sizes(48, 1600, 25, **_GPT2),
-    "1B": _sizes(18, 2048, 16, vocab=32_000),
-    "3B": _sizes(24, 3072, 24, vocab=32_000),
+    "1B": _sizes(18, 2048, 16, vocab_size=32_000),
+    "3B": _sizes(24, 3072, 24, vocab_size=32_000),
     "gpt3-6.7b": _sizes(32, 4096, 32, **_GPT2),
-    "7B": _sizes(32, 4096, 32, vocab=32_000),
+    "7B": _sizes(32, 4096, 32, vocab_size=32_000),
 }
 """Sizes by name, for `model.preset`. Keys that stand beside the preset in a manifest win over it."""
 
@@ -800,6 +731,7 @@ def parameter_count(model: ModelSpec, *, sequence_length: int = 0) -> int:
 # --- text -> Run --------------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=16)  # a manifest passes several hands on its way in
 def parse_run(text: str) -> Run:
     """The run that a manifest describes.
 
@@ -891,15 +823,13 @@ def _refuse_unknown(spec: type[_Spec], values: dict[str, Any]) -> None:
         # A stranger's text: control characters are not printed.
         told = "".join(c if c.isprintable() else "?" for c in name[:80])
         if not spec.section and type(value) is dict:
-            near = difflib.get_close_matches(f"[{name[:80]}]", tables, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
+            hint = did_you_mean(f"[{name}]", tables)
             raise SetupError(
                 f"[{told}] in the run's manifest: unknown table{hint}; its tables are {', '.join(tables)}"
             )
         key = spec._key(told)  # pyright: ignore[reportPrivateUsage]
         where = f"[{spec.section}]" if spec.section else "a manifest, before its tables,"
-        near = difflib.get_close_matches(name[:80], names if spec.section else [*names, *_TABLES], n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
+        hint = did_you_mean(name, names if spec.section else [*names, *_TABLES])
         more = "" if spec.section else f"; its tables are {', '.join(tables)}"
         raise SetupError(
             f"{key[:80]} = {_shown(value)} in the run's manifest: unknown key{hint}; "

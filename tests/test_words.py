@@ -71,7 +71,7 @@ PRONOUNS = re.compile(r"\b(who|whoever|whom|somebody|nobody|anybody)\b", re.IGNO
 REMAINING: dict[str, int] = {
     "peers": 7,
     "peers/net": 37,
-    "peers/programs": 4,
+    "peers/programs": 2,
     "peers/sim": 14,
     "peers/stage": 21,
     "peers/storage": 11,

@@ -184,8 +184,8 @@ def plan_codecs(
     def step_s(forward: Sequence[str]) -> float:
         sent = [bytes_of(boundary, codec) for boundary, codec in enumerate(forward)]
         there, back = tuple(each[0] for each in sent), tuple(each[1] for each in sent)
-        crossing = replace(job, forward_bytes=there, backward_bytes=back)
-        return Overlap(network, crossing).predict(stage_of).total_s
+        sending = replace(job, forward_bytes=there, backward_bytes=back)
+        return Overlap(network, sending).predict(stage_of).total_s
 
     tried = dict.fromkeys(
         boundary_codecs(bandwidths_bps, bytes_of, base, least=least, enough_s=part * max(compute_s))
@@ -273,8 +273,8 @@ def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
             f"with these codecs a step takes about {answer.codecs_step_s:.3g} s; the manifest then says, in "
             "[codec]:"
         )
-        for way, codecs in (("forward", answer.codecs.forward), ("backward", answer.codecs.backward)):
-            lines.append(f"  {way} = {json.dumps(codecs)}")
+        for direction in ("forward", "backward"):
+            lines.append(f"  {direction} = {json.dumps(getattr(answer.codecs, direction))}")
     lines.append("a device joins its stage with: swarm peer --stage N ...")
     return "\n".join(lines)
 

@@ -9,7 +9,6 @@ every pair differs, each device is a region of its own.
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from swarm.errors import SetupError
+from swarm.errors import SetupError, did_you_mean
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -334,7 +333,7 @@ def _lines(
         _known(link, ("between", *_LINE), where)
         for end in ends:
             if end not in regions:
-                raise SetupError(f"{where}: no device is in {end!r}{_hint(end, regions)}")
+                raise SetupError(f"{where}: no device is in {end!r}{did_you_mean(end, regions)}")
         a, b = sorted(regions.index(end) for end in ends)
         if (a, b) in given:
             raise SetupError(f"{where} is given twice (also as {given[a, b]}): a line is the same both ways")
@@ -359,13 +358,8 @@ def _known(table: dict[str, Any], names: Sequence[str], where: str) -> None:
     for name in table:
         if name not in names:
             raise SetupError(
-                f"{name[:80]} in {where}: unknown key{_hint(name, names)}; it takes {', '.join(names)}"
+                f"{name[:80]} in {where}: unknown key{did_you_mean(name, names)}; it takes {', '.join(names)}"
             )
-
-
-def _hint(name: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name[:80], names, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _table(value: Any, where: str) -> dict[str, Any]:
