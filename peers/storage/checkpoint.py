@@ -15,14 +15,12 @@ believed, and nothing is ever unpickled.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import msgspec
 import torch
 
 from peers.storage import atomic_file, safetensors_file
@@ -48,13 +46,8 @@ def unheard_of(text: str) -> None:
     """For callers that treat a damaged checkpoint as none."""
 
 
-class _Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    format: int
-    run: str
+class _Index(safetensors_file.Described, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stage: int
-    step: int
-    bytes: int
-    sha256: str
     tensors: dict[str, TensorInfo]
     meta: dict[str, Any]
 
@@ -124,7 +117,7 @@ def _write(
             written = where / _tensors_name(stage, digest)
             atomic_file.commit(file, temporary, written)
         index = _Index(
-            format=1,
+            format=safetensors_file.FORMAT,
             run=run.id,
             stage=stage,
             step=step,
@@ -134,9 +127,7 @@ def _write(
             meta=meta,
         )
         path = where / _index_name(stage)
-        atomic_file.write_whole(
-            path, json.dumps(msgspec.to_builtins(index), indent=1, allow_nan=False).encode()
-        )
+        safetensors_file.write_json(path, index)
     except OSError:
         _tidy(where, run, stage, step, written)
         raise
@@ -206,7 +197,7 @@ def load(
 
     Args:
         only: names of tensors; the others are verified and not held. None: all.
-        progress: told the size of each piece of the file that was verified.
+        progress: told the size of each part of the file that was verified.
 
     Raises:
         SetupError: missing, of another run, damaged, or not finite. Says which file, and what to do.
@@ -292,9 +283,9 @@ def _prune(root: Path, run: Run, stage: Stage, written: int, keep: int, together
     What is damaged at first sight counts for nothing: it neither stands for a step nor makes one go.
     """
     mine = sorted(_steps_of(root, [stage]), reverse=True)
-    whole = [step for step in mine if _looks_whole(root, run, stage, step)]
+    whole = [step for step in mine if _seems_whole(root, run, stage, step)]
     shared = sorted(_steps_of(root, together), reverse=True)
-    common = next((step for step in shared if all(_looks_whole(root, run, s, step) for s in together)), None)
+    common = next((step for step in shared if all(_seems_whole(root, run, s, step) for s in together)), None)
     kept = whole[: max(1, keep)]
     for step in mine:
         if step in (common, written) or not kept or step >= kept[-1]:
@@ -317,22 +308,13 @@ def _prune(root: Path, run: Run, stage: Stage, written: int, keep: int, together
 def _read_index(where: Path, run: Run, stage: Stage, step: int) -> _Index:
     path = where / _index_name(stage)
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_INDEX_BYTES + 1)
+        index = safetensors_file.read_json(path, _Index, MAX_INDEX_BYTES)
     except FileNotFoundError:
         raise SetupError(
             f"there is no checkpoint of stage {stage}, step {step} of run {run.id} in {where}"
         ) from None
-    except OSError as error:
-        raise SetupError(f"cannot read {path}: {error.strerror or error}") from None
-    if len(text) > MAX_INDEX_BYTES:
-        raise _damaged(path, f"longer than {MAX_INDEX_BYTES} bytes")
-    try:
-        index = msgspec.json.decode(text, type=_Index)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _damaged(path, str(error)[:200]) from None
-    if index.format != 1:
-        raise SetupError(f"{path} has format {index.format}; this version reads format 1: update it")
+    except Damaged as damaged:
+        raise _damaged(path, str(damaged)) from None
     if index.run != run.id:
         raise SetupError(
             f"{path} is of run {index.run[:80]}, not of run {run.id}: choose another --checkpoint-dir"
@@ -355,7 +337,7 @@ def _verify(path: Path, sha256: str, expected_bytes: int, progress: Progress = u
 
 
 def _verify_once(path: Path, index: _Index) -> None:
-    """`_verify`, unless this very file was found whole before: who serves checkpoints is asked often."""
+    """`_verify`, unless this very file was found whole before: a keeper is asked often."""
     try:
         now = path.stat()
     except OSError as error:
@@ -379,7 +361,7 @@ def _is_whole(root: Path, run: Run, stage: Stage, step: int, tell: Tell = unhear
     return True
 
 
-def _looks_whole(root: Path, run: Run, stage: Stage, step: int) -> bool:
+def _seems_whole(root: Path, run: Run, stage: Stage, step: int) -> bool:
     """As `_is_whole` without reading the tensors: a good index, and a file of its length."""
     where = root / _step_name(step)
     try:

@@ -6,7 +6,7 @@ by its own SHA-256, the same that the manifest pins:
     CACHE/tokens/SHA256.uint8        the tokens, little-endian, nothing else
     CACHE/tokens/KEY.json            what a source became: KEY is a hash of its bytes and of the tokenizer
 
-Files are read in pieces and never held whole. What is in the cache is verified when it is opened, so a
+Files are read in parts and never held whole. What is in the cache is verified when it is opened, so a
 damaged or half-written cache costs time and never a wrong token.
 """
 
@@ -36,14 +36,14 @@ from swarm.manifest import Run, pin
 CACHE_ENV = "SWARM_CACHE"
 """Environment variable with the cache folder; ~/.cache/swarm without it."""
 
-PIECE_CHARS = 1 << 16
-"""A file tokenizer gets text in pieces of at most this many characters, ending after a line if there is one.
+PART_CHARS = 1 << 16
+"""A file tokenizer gets text in parts of at most this many characters, ending after a line if there is one.
 
-Part of what the tokens are (no token spans two pieces), hence not an option. Large enough that a boundary
-costs one token in ten thousand, small enough that a piece is tokenized in milliseconds."""
+Part of what the tokens are (no token spans two parts), hence not an option. Large enough that a boundary
+costs one token in ten thousand, small enough that a part is tokenized in milliseconds."""
 
-_PIECES_AT_ONCE = 32
-"""The tokenizers library spreads the pieces of one call over the cores."""
+_PARTS_AT_ONCE = 32
+"""The tokenizers library spreads the parts of one call over the cores."""
 
 _LAYOUT = "1"
 """Part of every key: raise it when the same source would give other tokens."""
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class Readable(Protocol):
-    """A text that is read in pieces."""
+    """A text that is read in parts."""
 
     def read(self, size: int, /) -> bytes:
         """At most `size` bytes; none at the end."""
@@ -75,7 +75,7 @@ class Tokenizer:
             return "bytes"
         import tokenizers
 
-        return f"{self.sha256} {PIECE_CHARS} tokenizers {tokenizers.__version__}"
+        return f"{self.sha256} {PART_CHARS} tokenizers {tokenizers.__version__}"
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, such as a prompt."""
@@ -90,7 +90,7 @@ class Tokenizer:
         return str(self._library.decode(list(tokens), skip_special_tokens=False))
 
     def encode_file(self, file: Readable, name: str) -> Iterator[np.ndarray]:
-        """The tokens of a file, in pieces of any length.
+        """The tokens of a file, in parts of any length.
 
         Raises:
             SetupError: the file is not UTF-8 and the tokenizer needs it to be.
@@ -100,16 +100,16 @@ class Tokenizer:
                 yield np.frombuffer(chunk, np.uint8)
             return
         batch: list[str] = []
-        for piece in _text_pieces(file, name):
-            batch.append(piece)
-            if len(batch) == _PIECES_AT_ONCE:
+        for part in _text_parts(file, name):
+            batch.append(part)
+            if len(batch) == _PARTS_AT_ONCE:
                 yield self._encode_batch(batch)
                 batch = []
         if batch:
             yield self._encode_batch(batch)
 
-    def _encode_batch(self, pieces: list[str]) -> np.ndarray:
-        encoded = self._library.encode_batch(pieces, add_special_tokens=False)
+    def _encode_batch(self, parts: list[str]) -> np.ndarray:
+        encoded = self._library.encode_batch(parts, add_special_tokens=False)
         return np.concatenate([np.asarray(one.ids, np.uint32) for one in encoded])
 
 
@@ -216,7 +216,7 @@ def open_tokenizer(run: Run, path: str | Path | None = None) -> Tokenizer:
         library = tokenizers.Tokenizer.from_str(raw.decode("utf-8"))
     except Exception as error:  # noqa: BLE001 - the library raises no narrower type than Exception
         raise SetupError(f"{path} is not a `tokenizers` JSON file: {str(error)[:200]}") from None
-    # A JSON may ask for these; they would cut or fill every piece.
+    # A JSON may ask for these; they would cut or fill every part.
     library.no_truncation()
     library.no_padding()
     largest = max(library.get_vocab(with_added_tokens=True).values(), default=0)
@@ -309,8 +309,8 @@ def _pydoc_text() -> bytes:
     return "\n".join(topics[name] for name in sorted(topics)).encode()
 
 
-def _text_pieces(file: Readable, name: str) -> Iterator[str]:
-    """The text in pieces that depend on nothing but the text (see PIECE_CHARS)."""
+def _text_parts(file: Readable, name: str) -> Iterator[str]:
+    """The text in parts that depend on nothing but the text (see PART_CHARS)."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     text, before = "", 0
     while True:
@@ -326,8 +326,8 @@ def _text_pieces(file: Readable, name: str) -> Iterator[str]:
             ) from None
         before += len(chunk)
         start = 0
-        while len(text) - start > PIECE_CHARS:
-            end = text.rfind("\n", start, start + PIECE_CHARS) + 1 or start + PIECE_CHARS
+        while len(text) - start > PART_CHARS:
+            end = text.rfind("\n", start, start + PART_CHARS) + 1 or start + PART_CHARS
             yield text[start:end]
             start = end
         text = text[start:]
@@ -342,7 +342,7 @@ def _text_pieces(file: Readable, name: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """A verified file of tokens, still open (it may be unnamed, or removed by someone else)."""
+    """A verified file of tokens, still open (it may be unnamed, or removed by another process)."""
 
     file: BinaryIO
     sha256: str

@@ -12,7 +12,6 @@ A model may come from a stranger: digest, names, shapes and finiteness are check
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,19 +30,11 @@ MAX_CONFIG_BYTES = 4 * MAX_MANIFEST_BYTES
 SUFFIX = ".safetensors"
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ModelConfig(safetensors_file.Described, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What stands in the JSON."""
 
-    format: int
-    run: str
-    """The run's id."""
     name: str
     """The run's name."""
-    step: int
-    """Steps that were taken: the version of the weights."""
-    sha256: str
-    """Of the safetensors file."""
-    bytes: int
     dtype: str
     """Of the weights in the file."""
     parameters: int
@@ -89,7 +80,7 @@ def write(
             digest, size = safetensors_file.write(file, shapes, value, origin, progress=progress)
             atomic_file.commit(file, temporary, path)
         config = ModelConfig(
-            format=1,
+            format=safetensors_file.FORMAT,
             run=run.id,
             name=run.name,
             step=step,
@@ -97,14 +88,10 @@ def write(
             bytes=size,
             dtype=" ".join(sorted({safetensors_file.info(tensor).dtype for tensor in shapes.values()})),
             parameters=sum(tensor.numel() for tensor in shapes.values()),
-            model=dataclasses.asdict(run.model),
-            sequence_length=run.data.sequence_length,
-            tokenizer=run.data.tokenizer,
-            tokenizer_sha256=run.data.tokenizer_sha256,
             manifest=run.to_toml(),
+            **_of_manifest(run),
         )
-        text = json.dumps(msgspec.to_builtins(config), indent=1, allow_nan=False)
-        atomic_file.write_whole(config_path(path), text.encode() + b"\n")
+        safetensors_file.write_json(config_path(path), config)
     except OSError as error:
         raise atomic_file.trouble(
             "cannot write the model", path.parent, error, "choose another --out"
@@ -112,8 +99,19 @@ def write(
     return config
 
 
+def _of_manifest(run: Run) -> dict[str, Any]:
+    """The fields that only repeat the manifest, for other programs."""
+    data = run.data
+    return {
+        "model": dataclasses.asdict(run.model),
+        "sequence_length": data.sequence_length,
+        "tokenizer": data.tokenizer,
+        "tokenizer_sha256": data.tokenizer_sha256,
+    }
+
+
 def _refuse_strange(where: Path) -> None:
-    """Do not write over a JSON file that is somebody else's."""
+    """Refuse to write over a JSON file of another kind."""
     try:
         msgspec.json.decode(where.read_bytes(), type=ModelConfig)
     except FileNotFoundError:
@@ -132,34 +130,19 @@ def read_config(path: Path) -> tuple[ModelConfig, Run]:
         raise SetupError(f"there is no model file {path}: swarm export makes one from checkpoints")
     where = config_path(path)
     try:
-        with where.open("rb") as file:
-            text = file.read(MAX_CONFIG_BYTES + 1)
+        config = safetensors_file.read_json(where, ModelConfig, MAX_CONFIG_BYTES)
     except FileNotFoundError:
         raise SetupError(
             f"{where} is missing: it says what {path} is. Copy it there, or export again"
         ) from None
-    except OSError as error:
-        raise SetupError(f"cannot read {where}: {error.strerror or error}") from None
-    if len(text) > MAX_CONFIG_BYTES:
-        raise _damaged(where, f"longer than {MAX_CONFIG_BYTES} bytes")
-    try:
-        config = msgspec.json.decode(text, type=ModelConfig)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _damaged(where, str(error)[:200]) from None
-    if config.format != 1:
-        raise SetupError(f"{where} has format {config.format}; this version reads format 1: update it")
+    except Damaged as damaged:
+        raise _damaged(where, str(damaged)) from None
     try:
         run = check_id(config.manifest, config.run)
     except SetupError as error:
         raise _damaged(where, error.text) from None
-    told = (config.model, config.sequence_length, config.tokenizer, config.tokenizer_sha256)
-    data = run.data
-    if told != (
-        dataclasses.asdict(run.model),
-        data.sequence_length,
-        data.tokenizer,
-        data.tokenizer_sha256,
-    ):
+    told = {name: getattr(config, name) for name in _of_manifest(run)}
+    if told != _of_manifest(run):
         raise _damaged(where, "its fields are not those of its manifest")
     if not 0 <= config.step <= run.steps:
         raise _damaged(where, f"step {config.step} of a run of {run.steps}")

@@ -11,13 +11,15 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
 from peers.storage import atomic_file
+from swarm.errors import SetupError
+from swarm.wire.codec import bytes_of
 
 # Names of the safetensors format.
 DTYPES: dict[torch.dtype, str] = {
@@ -40,11 +42,28 @@ Progress = Callable[[int], None]
 
 
 def unheard(size: int) -> None:
-    """The progress that nobody watches."""
+    """Progress that is not shown."""
 
 
 class Damaged(Exception):
     """A file that is not what it should be; the text says why, without the name of the file."""
+
+
+class Described(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What stands in the JSON that describes such a file."""
+
+    format: int
+    run: str
+    """The run's id."""
+    step: int
+    """Steps that were taken: the version of the weights."""
+    sha256: str
+    """Of the safetensors file."""
+    bytes: int
+
+
+FORMAT = 1
+T = TypeVar("T", bound=Described)
 
 
 class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,27 +111,58 @@ def write(
     text += b" " * (-len(text) % 8)
     digest, written = hashlib.sha256(), 0
 
-    def pieces() -> Iterable[bytes | memoryview]:
+    def blocks() -> Iterable[bytes | memoryview]:
         yield len(text).to_bytes(8, "little")
         yield text
         for name in order:
             tensor = value(name)
             assert info(tensor) == info(shapes[name])
-            yield _raw(tensor)
+            yield bytes_of(tensor)
 
-    for piece in pieces():
-        for start in range(0, len(piece), atomic_file.CHUNK_BYTES):
-            part = piece[start : start + atomic_file.CHUNK_BYTES]
+    for block in blocks():
+        for start in range(0, len(block), atomic_file.CHUNK_BYTES):
+            part = block[start : start + atomic_file.CHUNK_BYTES]
             digest.update(part)
             atomic_file.write_all(file, part)
             progress(len(part))
-        written += len(piece)
+        written += len(block)
     return digest.hexdigest(), written
 
 
-def _raw(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+def write_json(path: Path, value: msgspec.Struct) -> None:
+    """Write the JSON that describes such a file, whole or not at all.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    text = json.dumps(msgspec.to_builtins(value), indent=1, allow_nan=False)
+    atomic_file.write_whole(path, text.encode() + b"\n")
+
+
+def read_json(path: Path, kind: type[T], max_bytes: int) -> T:
+    """The JSON that describes such a file.
+
+    Raises:
+        Damaged: it is too long, or no `kind`.
+        SetupError: it cannot be read, or has another format than this version.
+        FileNotFoundError: it is not there.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(max_bytes + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise SetupError(f"cannot read {path}: {error.strerror or error}") from None
+    if len(text) > max_bytes:
+        raise Damaged(f"longer than {max_bytes} bytes")
+    try:
+        value = msgspec.json.decode(text, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Damaged(str(error)[:200]) from None
+    if value.format != FORMAT:
+        raise SetupError(f"{path} has format {value.format}; this version reads format {FORMAT}: update it")
+    return value
 
 
 def verify(path: Path, sha256: str, expected_bytes: int, progress: Progress = unheard) -> None:

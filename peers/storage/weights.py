@@ -44,7 +44,7 @@ def find_weights(options: WeightsOptions) -> Run:
     """Of which run the weights are.
 
     Raises:
-        SetupError: nobody can say; or the options contradict one another.
+        SetupError: the options do not say it, or contradict one another.
     """
     if (options.model is None) == (options.checkpoint_dir is None):
         raise SetupError("say which weights: --model FILE, or --checkpoint-dir DIR")

@@ -40,7 +40,7 @@ from scripts.bench.mutations import MUTATIONS, Mutation  # noqa: E402
 
 RINGS = ("pure", "peers", "sim")
 PURE = {
-    "swarm/model": ("tests/model/test_stage.py", "tests/model/test_exact.py"),
+    "swarm/model": ("tests/model/test_stage.py", "tests/model/test_fixed_point.py"),
     "swarm/policy": ("tests/policy",),
     "swarm/protocol": ("tests/protocol", "tests/policy"),
     "swarm/wire": ("tests/wire",),

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from swarm.errors import SetupError
 from swarm.manifest import Run
 from swarm.model.full_model import FullModel
-from swarm.model.gpt import boundary_dtype, replace_parameters, stage_skeleton, weights_dtype
+from swarm.model.gpt import boundary_dtype, given_stage
 from swarm.model.graph.custom_model import model_inputs
-from swarm.model.same_bits import aligned, use_threads_of
+from swarm.model.same_bits import use_threads_of
 from swarm.wire.codec import round_trip
 
 
@@ -54,24 +53,8 @@ class Evaluator:
         if run.model.kind != "gpt":
             raise SetupError(f'model.kind = "{run.model.kind}" has no loss of its own')
         self._run, self._device = run, torch.device(device)
-        self._stages: list[nn.Module] = []
-        used: set[str] = set()
-
-        def found(name: str, empty: nn.Parameter) -> torch.Tensor:
-            tensor = weights.get(name)
-            if tensor is None:
-                raise SetupError(f"no weights for {name}: take those of all {run.S} stages")
-            if tensor.shape != empty.shape:
-                raise SetupError(
-                    f"weights {name} have shape {list(tensor.shape)}; expected {list(empty.shape)}"
-                )
-            used.add(name)
-            return aligned(tensor.to(device=self._device, dtype=weights_dtype(run)))
-
-        for stage in range(run.S):
-            module = stage_skeleton(run, stage)
-            replace_parameters(module, found)
-            self._stages.append(module.to(self._device).eval())
+        self._stages = [given_stage(run, stage, weights, self._device) for stage in range(run.S)]
+        used = {name for stage in self._stages for name, _ in stage.named_parameters()}
         if strange := sorted(weights.keys() - used):
             raise SetupError(f"weights that run {run.id} does not have: {', '.join(strange[:5])}")
 

@@ -9,7 +9,7 @@ import torch
 
 from swarm.errors import SetupError
 from swarm.manifest import Run
-from swarm.model.gpt import replace_parameters, stage_skeleton, weights_dtype
+from swarm.model.gpt import given_stage
 
 
 @torch.no_grad()
@@ -39,18 +39,8 @@ def generate(
         raise SetupError(f'model.kind = "{run.model.kind}" does not generate text')
     if not prompt_tokens or not all(0 <= token < run.model.vocab_size for token in prompt_tokens):
         raise SetupError(f"a prompt is one token or more, each from 0 to {run.model.vocab_size - 1}")
-    module = stage_skeleton(replace(run, model=replace(run.model, stages=1)), 0)
-
-    def found(name: str, empty: torch.nn.Parameter) -> torch.Tensor:
-        tensor = weights.get(name)
-        if tensor is None:
-            raise SetupError(f"no weights for {name}: take those of all {run.S} stages")
-        if tensor.shape != empty.shape:
-            raise SetupError(f"weights {name} have shape {list(tensor.shape)}; expected {list(empty.shape)}")
-        return tensor.to(device=device, dtype=weights_dtype(run))
-
-    replace_parameters(module, found)
-    module.to(device).eval()
+    whole = replace(run, model=replace(run.model, stages=1))
+    module = given_stage(whole, 0, weights, torch.device(device))
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt_tokens)
     for _ in range(n):

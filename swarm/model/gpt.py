@@ -14,16 +14,18 @@ functions of that name: any split trains the same model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from swarm.errors import SetupError
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import ModelSpec, Run
 from swarm.model.audit_model import AuditStage
+from swarm.model.same_bits import aligned
 from swarm.model.seeded_random import Dropout, initial_normal
 
 NORM_EPS = 1e-5
@@ -162,9 +164,8 @@ class GptStage(nn.Module):
             self.norm = _norm(model)
             self.head = Matrix(model.hidden, model.vocab_size)
         # On the CPU also when the rest is built on the meta device: `.to` moves it with the weights.
-        turn = (
-            None if self.learned else _turns(run.data.sequence_length, model.hidden // model.heads, run.dtype)
-        )
+        T, D = run.data.sequence_length, model.hidden // model.heads
+        turn = None if self.learned else _rotations(T, D, run.dtype)
         self.register_buffer("turn", turn, persistent=False)
 
     def forward(
@@ -234,6 +235,28 @@ def initial_value(run: Run, name: str, shape: torch.Size) -> torch.Tensor:
     return initial_normal(run.seed, name, shape, INIT_STD / depth)
 
 
+def given_stage(
+    run: Run, stage: Stage, weights: Mapping[str, torch.Tensor], device: torch.device
+) -> nn.Module:
+    """The module of a stage with these weights, by full name, in evaluation mode; not copied needlessly.
+
+    Raises:
+        SetupError: weights are missing or have another shape.
+    """
+
+    def found(name: str, empty: nn.Parameter) -> torch.Tensor:
+        tensor = weights.get(name)
+        if tensor is None:
+            raise SetupError(f"no weights for {name}: take those of all stages")
+        if tensor.shape != empty.shape:
+            raise SetupError(f"weights {name} have shape {list(tensor.shape)}; expected {list(empty.shape)}")
+        return aligned(tensor.to(device=device, dtype=weights_dtype(run)))
+
+    module = stage_skeleton(run, stage)
+    replace_parameters(module, found)
+    return module.to(device).eval()
+
+
 def replace_parameters(module: nn.Module, value: Callable[[str, nn.Parameter], torch.Tensor]) -> None:
     """Give every parameter the memory of `value(full name, old parameter)`."""
     for name, old in list(module.named_parameters()):
@@ -247,7 +270,7 @@ def _norm(model: ModelSpec) -> nn.Module:
     return nn.RMSNorm(model.hidden, eps=NORM_EPS)
 
 
-def _turns(T: int, D: int, dtype: str) -> torch.Tensor:
+def _rotations(T: int, D: int, dtype: str) -> torch.Tensor:
     """Rotary positions: unit complex numbers [T, D / 2]; pair i of token t turns by t * 10000^(-2i / D).
 
     Computed in float64 in any case: in float32 the angles of late tokens would be off by 1e-4.

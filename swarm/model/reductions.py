@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
+from swarm.wire.codec import bytes_of
+
 _SLICE = 1 << 20
 """Elements that are reduced at once: a fixed number, since it decides the rounding."""
 _ROW = 1 << 10
@@ -40,7 +42,7 @@ def digest_of(vectors: Iterable[torch.Tensor], *, on_device: bool) -> str:
         return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
     digest = hashlib.sha256()
     for vector in found:
-        digest.update(vector.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        digest.update(bytes_of(vector))
     return digest.hexdigest()[:32]
 
 

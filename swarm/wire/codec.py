@@ -117,9 +117,9 @@ def start_encode(
 
     def encoded(hosts: Sequence[torch.Tensor]) -> Encoded:
         if places is None:
-            return Encoded(meta, [_bytes_of(host) for host in hosts])
+            return Encoded(meta, [bytes_of(host) for host in hosts])
         packed = pack_places(hosts[0].numpy(), tensor.numel())
-        return Encoded(meta, [packed, *(_bytes_of(host) for host in hosts[1:])])
+        return Encoded(meta, [packed, *(bytes_of(host) for host in hosts[1:])])
 
     if not on_cuda:
         result = encoded(parts)
@@ -281,7 +281,8 @@ def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor of any device; of a contiguous one on the CPU its own memory."""
     host = tensor.detach().contiguous().reshape(-1).cpu()
     return host.view(torch.uint8).numpy().data
 
@@ -315,8 +316,8 @@ _SLICE = 1 << 16
 def _slices(numel: int) -> list[tuple[int, int, int]]:
     """(start, end, numbers per row) of slices of whole blocks, and of the shorter last block."""
     whole = numel // BLOCK * BLOCK
-    pieces = [(start, min(start + _SLICE, whole), BLOCK) for start in range(0, whole, _SLICE)]
-    return pieces if whole == numel else [*pieces, (whole, numel, numel - whole)]
+    parts = [(start, min(start + _SLICE, whole), BLOCK) for start in range(0, whole, _SLICE)]
+    return parts if whole == numel else [*parts, (whole, numel, numel - whole)]
 
 
 def _scales_of(scales: torch.Tensor, start: int, end: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
@@ -49,6 +49,7 @@ MAX_ERROR_BYTES = 4096
 MAX_BODY_BYTES = 1 << 40
 
 _PREFIX = struct.Struct(">HBBIII")
+T = TypeVar("T")
 
 
 class FrameError(ValueError):
@@ -163,6 +164,13 @@ _result_decoder = msgspec.msgpack.Decoder(ResultHeader)
 _error_decoder = msgspec.msgpack.Decoder(dict[str, str | int | float])
 
 
+def _unpacked(kind: Kind, decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise FrameError(f"{kind.name} with a malformed header: {error}") from None
+
+
 def _check_outgoing(header: bytes, body_sizes: Sequence[int]) -> None:
     # What this process sends itself: a violation is a bug of the caller.
     if len(header) > MAX_HEADER_BYTES:
@@ -186,10 +194,7 @@ def pack_call(call: int, method: str, header: bytes, body_sizes: Sequence[int]) 
 
 def unpack_call(data: bytes | memoryview) -> CallHeader:
     """The header of a CALL; raises FrameError if it is not one."""
-    try:
-        return _call_decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise FrameError(f"CALL with a malformed header: {error}") from None
+    return _unpacked(Kind.CALL, _call_decoder, data)
 
 
 def pack_result(call: int, header: bytes, body_sizes: Sequence[int]) -> bytes:
@@ -201,10 +206,7 @@ def pack_result(call: int, header: bytes, body_sizes: Sequence[int]) -> bytes:
 
 def unpack_result(data: bytes | memoryview) -> ResultHeader:
     """The header of a RESULT; raises FrameError if it is not one."""
-    try:
-        return _result_decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise FrameError(f"RESULT with a malformed header: {error}") from None
+    return _unpacked(Kind.RESULT, _result_decoder, data)
 
 
 def pack_error(call: int, fields: dict[str, str | int | float], version: int = PROTOCOL_VERSION) -> bytes:
@@ -217,10 +219,7 @@ def pack_error(call: int, fields: dict[str, str | int | float], version: int = P
 
 def unpack_error(data: bytes | memoryview) -> dict[str, str | int | float]:
     """An error's fields, for `errors.from_wire`. Raises FrameError if this is not a flat map."""
-    try:
-        return _error_decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise FrameError(f"ERROR with a malformed header: {error}") from None
+    return _unpacked(Kind.ERROR, _error_decoder, data)
 
 
 def pack_alive(newest_call: int, pending: Sequence[int]) -> bytes:

@@ -131,9 +131,9 @@ def test_rotary_attention_depends_on_distance_only() -> None:
     model = build_stage(run, 0)
     assert torch.allclose(model(torch.tensor([[5, 9]])), model(torch.tensor([[5, 9, 1]]))[:, :2])
     q = torch.randn(1, 1, 2, 8, dtype=torch.float64)
-    from swarm.model.gpt import _rotate, _turns  # pyright: ignore[reportPrivateUsage]
+    from swarm.model.gpt import _rotate, _rotations  # pyright: ignore[reportPrivateUsage]
 
-    turn = _turns(16, 8, "float64")
+    turn = _rotations(16, 8, "float64")
     near, far = _rotate(q, turn[:2]), _rotate(q, turn[3:5])
     assert torch.allclose(near[0, 0, 0] @ near[0, 0, 1], far[0, 0, 0] @ far[0, 0, 1])
 

@@ -101,9 +101,7 @@ def test_a_stage_gives_the_same_bits_wherever_what_came_lies(dtype: str) -> None
     chain = Chain(run)
     chain.begin(0)
     stage = chain.stages[1]
-    hidden = torch.randn(
-        1, 5, 32, generator=torch.Generator().manual_seed(1), dtype=stage.state.dtype
-    )
+    hidden = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(1), dtype=stage.state.dtype)
     labels = encode(torch.zeros((1, 5), dtype=torch.uint8), "none")
     found: set[tuple[bytes, ...]] = set()
     for offset in (0, 4, 8, 16, 32, 61):

@@ -120,8 +120,8 @@ def test_a_tokenizer_file_makes_its_tokens(text: Path, words: Path) -> None:
 
 
 def test_many_pieces_are_tokenized_in_order(text: Path, words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset, "PIECE_CHARS", 16)
-    monkeypatch.setattr(dataset, "_PIECES_AT_ONCE", 3)
+    monkeypatch.setattr(dataset, "PART_CHARS", 16)
+    monkeypatch.setattr(dataset, "_PARTS_AT_ONCE", 3)
     lines = "".join(f"the cat number {i}\n" for i in range(50))
     text.write_text(lines)
     data = open_dataset(WORDS, [text], words)
@@ -151,13 +151,13 @@ class _Bytes:
 @given(text=st.text(alphabet="ab é\n\r€😀", max_size=200), chunk=st.integers(1, 300))
 def test_pieces_depend_on_the_text_and_not_on_how_it_is_read(text: str, chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dataset, "PIECE_CHARS", 16)
+        patch.setattr(dataset, "PART_CHARS", 16)
         raw = text.encode()
-        whole = list(dataset._text_pieces(_Bytes(raw, 1000), "x"))
+        whole = list(dataset._text_parts(_Bytes(raw, 1000), "x"))
         assert "".join(whole) == text
         assert all(0 < len(piece) <= 16 for piece in whole)
         assert all(piece.endswith("\n") or len(piece) == 16 for piece in whole[:-1])
-        assert list(dataset._text_pieces(_Bytes(raw, chunk), "x")) == whole
+        assert list(dataset._text_parts(_Bytes(raw, chunk), "x")) == whole
 
 
 def test_bytes_encode_and_decode_a_prompt() -> None:

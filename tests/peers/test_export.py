@@ -352,7 +352,7 @@ def test_what_does_not_fit_the_run_is_refused() -> None:
     run = SMALL
     weights = {n: w for s in range(run.S) for n, w in StageCompute(run, s).state.named_weights().items()}
     name = next(iter(weights))
-    with pytest.raises(SetupError, match=f"no weights for {name}: take those of all 3 stages"):
+    with pytest.raises(SetupError, match=f"no weights for {name}: take those of all stages"):
         Evaluator(run, {n: w for n, w in weights.items() if n != name})
     with pytest.raises(SetupError, match=rf"weights {name} have shape \[2\]; expected"):
         Evaluator(run, {**weights, name: torch.zeros(2)})

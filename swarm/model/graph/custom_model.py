@@ -44,6 +44,7 @@ from swarm.model.same_bits import use_threads_of
 from swarm.model.stage_io import StageInput
 from swarm.partitioner.cost import FAR_BYTES, DeviceModel, Law
 from swarm.partitioner.search import Link, Place, split
+from swarm.wire.codec import bytes_of
 from swarm.wire.tensor_meta import ITEM_BYTES, MAX_DIMS
 
 LABELS = ("target", "targets", "target_0", "labels")
@@ -72,7 +73,7 @@ WORTH = 0.2
 """A cut that sends less may take this part longer to compute: people's lines are slow."""
 LINES_BPS = (4e5, 1e11)
 """Between them a line is looked for that is as slow as that allows."""
-LOOKS = 9
+BISECTIONS = 9
 
 
 class Input(NamedTuple):
@@ -220,13 +221,13 @@ def stage_inputs(run: Run, stage: Stage) -> tuple[StageInput, ...]:
     model = custom_model(run)
     entering = {taken.name for taken in model.inputs}
 
-    def crossing(value: Value) -> StageInput:
+    def described(value: Value) -> StageInput:
         flags = Bounds(0, 2 if value.dtype == "bool" else 0)
         least, below = model.bounds.get(value.name, flags)
         dtype = wire_dtype(run, value, entering=value.name in entering)
         return StageInput(value.name, value.shape, dtype, value.differentiable, below, least)
 
-    return tuple(map(crossing, model.plans[stage].inputs))
+    return tuple(map(described, model.plans[stage].inputs))
 
 
 def stage_module(run: Run, stage: Stage) -> StageModule:
@@ -395,8 +396,7 @@ def _word(part: Any) -> str:
 
 def _add(digest: Any, name: str, tensor: torch.Tensor) -> None:
     digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-    flat = tensor.detach().contiguous().reshape(-1)
-    digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    digest.update(bytes_of(tensor) if tensor.numel() else b"")
 
 
 # --- the cut ------------------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ def _found_cut(graph: OpGraph, stages: int) -> tuple[int, ...]:
     best = split(graph, places)
     enough_s = max(best.compute_s) * (1.0 + WORTH)
     slow, fast = LINES_BPS
-    for _ in range(LOOKS if stages > 1 else 0):
+    for _ in range(BISECTIONS if stages > 1 else 0):
         bandwidth_bps = math.sqrt(slow * fast)
         cut = split(graph, places, [Link(bandwidth_bps=bandwidth_bps)] * (stages - 1))
         if max(cut.compute_s) > enough_s:

@@ -224,7 +224,7 @@ class _Functional:
                 return  # counted by steps, not by microbatches
             raise SetupError(
                 f"{where(node)}operator {op} changes the {kind} {name} while the model computes; what it is "
-                "would depend on who computed what: only the statistics of batch norm may change"
+                "would depend on which peer computed what: only the statistics of batch norm may change"
             )
         rest = map_arg(node.args[1:], self._read)
         kwargs = map_arg(node.kwargs, self._read)

@@ -29,19 +29,19 @@ class SeededRandom:
         return Dropout(self.seed, self.mb, p)(x, site) if p < 1.0 else x * 0.0
 
 
-def dropout(draws: SeededRandom, x: torch.Tensor, p: float, *, site: str) -> torch.Tensor:
+def dropout(chance: SeededRandom, x: torch.Tensor, p: float, *, site: str) -> torch.Tensor:
     """aten.dropout in training."""
-    return draws.drop(x, p, site)
+    return chance.drop(x, p, site)
 
 
-def feature_dropout(draws: SeededRandom, x: torch.Tensor, p: float, *, site: str) -> torch.Tensor:
+def feature_dropout(chance: SeededRandom, x: torch.Tensor, p: float, *, site: str) -> torch.Tensor:
     """aten.feature_dropout in training, [N, C, ..]: whole channels are dropped."""
     ones = torch.ones((*x.shape[:2], *(1 for _ in x.shape[2:])), dtype=x.dtype, device=x.device)
-    return x * draws.drop(ones, p, site)
+    return x * chance.drop(ones, p, site)
 
 
 def attention(
-    draws: SeededRandom,
+    chance: SeededRandom,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -65,7 +65,7 @@ def attention(
         mask = torch.ones((L, S), dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    return draws.drop(torch.ops.aten._safe_softmax(scores, -1), p, site) @ v
+    return chance.drop(torch.ops.aten._safe_softmax(scores, -1), p, site) @ v
 
 
 def batch_norm(

@@ -36,7 +36,7 @@ class Source:
     """Placeholder -> name."""
     shapes: Mapping[str, tuple[int, ...]]
     """Of the sample's inputs by name."""
-    way: str
+    method: str
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -122,7 +122,7 @@ class _Builder:
             buffers={name: self._buffers[name] for name in graph.buffers},
             statistics=statistics,
             fixed=self._fixed,
-            by=self._source.way,
+            by=self._source.method,
             _source=self._source,
         )
 

@@ -54,15 +54,15 @@ def trace(
         zip(names, (tuple(leaf.shape) for leaf in itertools.compress(leaves, tensors)), strict=True)
     )
     reasons: dict[str, str] = {}
-    for way, attempt in captures(whole, example):
+    for method, attempt in captures(whole, example):
         try:
             captured = attempt()
             graph, end, constants = lower(captured)
             inputs = dict(zip(itertools.compress(captured.inputs, tensors), names, strict=True))
-            return build(Source(whole, captured, graph, end, constants, inputs, shapes, way), shapes)
+            return build(Source(whole, captured, graph, end, constants, inputs, shapes, method), shapes)
         except Untraceable as error:
-            reasons.setdefault(str(error), way)
-    told = "; ".join(f"{way}: {reason}" for reason, way in reasons.items())
+            reasons.setdefault(str(error), method)
+    told = "; ".join(f"{method}: {reason}" for reason, method in reasons.items())
     raise SetupError(f"{type(model).__name__} cannot be traced as one graph of operators. {told}")
 
 

@@ -21,7 +21,7 @@ from swarm.model.stage_io import stage_inputs
 from swarm.wire.codec import encode
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-HERE = "tests.model.bringing"
+HERE = "tests.model.custom_models"
 EXACT = CodecSpec(forward="none", backward="none")
 SAMPLES = DataSpec(source="code", code=f"{HERE}:samples", sequence_length=1)
 
@@ -29,7 +29,7 @@ SAMPLES = DataSpec(source="code", code=f"{HERE}:samples", sequence_length=1)
 def of(
     name: str, *, stages: int = 2, rows: int = 3, length: int = 6, data: DataSpec | None = None, **model: Any
 ) -> Run:
-    """A run of a function of `bringing`."""
+    """A run of a function of `custom_models`."""
     return replace(
         demo_run(steps=20),
         model=CustomModelSpec(kind="code", source=f"{HERE}:{name}", stages=stages, **model),
@@ -80,7 +80,7 @@ def test_building_follows_the_seed_and_leaves_torch_s_generator_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
     assert one.model.weights != other.model.weights and one.model.graph == other.model.graph  # type: ignore[union-attr]
     torch.manual_seed(1)
-    from tests.model.bringing import Bag
+    from tests.model.custom_models import Bag
 
     mine = dict(Bag().named_parameters())
     for name, parameter in custom_model(one).traced.parameters.items():
@@ -145,9 +145,9 @@ def test_samples_of_code_become_the_inputs_of_the_model() -> None:
     ],
 )
 def test_samples_that_do_not_fit_the_model_are_refused(name: str, text: str) -> None:
-    from tests.model import bringing
+    from tests.model import custom_models
 
-    made = getattr(bringing, name)()
+    made = getattr(custom_models, name)()
     run = of("classifier", rows=4, data=replace(SAMPLES, code=f"{HERE}:{name}"))
     with pytest.raises(SetupError, match=text):
         model_inputs(run, [np.stack(arrays) for arrays in zip(*made[:4], strict=True)])
@@ -203,9 +203,9 @@ def test_what_is_not_as_the_manifest_pins_it_is_refused(key: str) -> None:
         (of("moody"), r"begins with other weights each time .* by torch's own generator"),
         (of("scalar", data=SAMPLES), r"an input of the model is a single number"),
         (of("empty"), r"sample input is empty: give at least one row"),
-        (of("broken"), r"the model tests\.model\.bringing:broken fails: no such luck$"),
-        (of("gone"), r"^tests\.model\.bringing has no gone: check the name"),
-        (of("Bag"), r"bringing:Bag is a type: it must be a function"),
+        (of("broken"), r"the model tests\.model\.custom_models:broken fails: no such luck$"),
+        (of("gone"), r"^tests\.model\.custom_models has no gone: check the name"),
+        (of("Bag"), r"custom_models:Bag is a type: it must be a function"),
         (changed(of("bag"), source="os:abort"), r"model os:abort is Python's own and makes none"),
         (
             changed(of("bag"), source="no.such:thing"),

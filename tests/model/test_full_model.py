@@ -1,4 +1,4 @@
-"""A brought model with trained weights, in one piece and in evaluation mode."""
+"""A custom model with trained weights, as one module and in evaluation mode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest.importorskip("transformers", reason="the extra [hf] is not installed")
 
 def run_of(model: CustomModelSpec, data: DataSpec) -> Run:
     return Run(
-        name="brought",
+        name="custom",
         seed=3,
         steps=4,
         dtype="float64",

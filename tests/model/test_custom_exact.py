@@ -1,4 +1,4 @@
-"""A brought model's stages, chained through their wire format, equal the single process to the last bit."""
+"""A custom model's stages, chained through their wire format, equal the single process to the last bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.model.parity import random_cuts
 
 def run_of(name: str, assignment: Sequence[int], **changes: Any) -> Run:
     terms: dict[str, Any] = {
-        "name": "brought",
+        "name": "custom",
         "seed": 0,
         "steps": 3,
         "model": CustomModelSpec(
@@ -56,7 +56,7 @@ def samples(run: Run, offsets: list[int]) -> list[np.ndarray]:
 
 
 class CustomModel(Chain):
-    """All stages of a brought model, and what stages that share a weight tell one another at the end."""
+    """All stages of a custom model, and what stages that share a weight tell one another at the end."""
 
     def forward(self, mb: Microbatch) -> tuple[list[Any], list[Encoded]]:
         rows = samples(self.run, sample_offsets(self.run, *mb))

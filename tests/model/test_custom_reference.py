@@ -1,4 +1,4 @@
-"""A model that was brought, trained by pieces in one process, is the same model trained by plain torch."""
+"""A custom model, trained stage by stage in one process, is the same model trained by plain torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from swarm.manifest import BatchSpec, OptimizerSpec, Run
 from swarm.model.graph.custom_model import build
 from swarm.model.reference import SingleProcess
 from tests.model.parity import whole
-from tests.model.test_brought_exact import run_of, samples
-from tests.model.test_stage_brought import cuts
+from tests.model.test_custom_exact import run_of, samples
+from tests.model.test_custom_stage import cuts
 
 
 class Plain:

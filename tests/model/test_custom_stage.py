@@ -1,4 +1,4 @@
-"""A brought model's stages, called as peers would call them: against one process that knows no stages."""
+"""A custom model's stages, called as peers would call them: against one process that knows no stages."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tests.model.parity import random_cuts, whole
 MODELS = ["resnet", "gpt2", "llama", "unet", "encoder_decoder"]
 
 
-def brought_run(name: str, assignment: Sequence[int], **changes: Any) -> Run:
+def custom_run(name: str, assignment: Sequence[int], **changes: Any) -> Run:
     rows = len(next(iter(whole(name).inputs.values())))
     terms: dict[str, Any] = {
-        "name": "brought",
+        "name": "custom",
         "seed": 0,
         "steps": 3,
         "dtype": "float64",
@@ -64,7 +64,7 @@ def sample_of(run: Run) -> list[Encoded]:
 
 
 class CustomModel(Chain):
-    """All stages of a brought model, fed with its sample."""
+    """All stages of a custom model, fed with its sample."""
 
     def forward(self, mb: Microbatch) -> tuple[list[Any], list[Encoded]]:
         kept, wire = [], sample_of(self.run)
@@ -78,7 +78,7 @@ class CustomModel(Chain):
 def test_the_stages_of_any_cut_add_up_to_one_process(name: str) -> None:
     one = whole(name)
     for assignment in cuts(one.traced.graph, 2, seed=1):
-        chain = CustomModel(brought_run(name, assignment))
+        chain = CustomModel(custom_run(name, assignment))
         chain.begin(0)
         losses = [chain.microbatch(Microbatch(0, m)) for m in range(2)]
         assert losses == pytest.approx([one.loss.item()] * 2, rel=1e-9)
@@ -109,7 +109,7 @@ def step(chain: CustomModel, t: int) -> None:
         stage.apply(t, vector, total)
 
 
-def tied(run_of: Any = brought_run, **changes: Any) -> CustomModel:
+def tied(run_of: Any = custom_run, **changes: Any) -> CustomModel:
     """GPT-2 with its embedding on the first and on the last stage."""
     graph = whole("gpt2").traced.graph
     readers = [op.index for op in graph.operators if "tokens.weight" in op.parameters]
@@ -159,7 +159,7 @@ def test_what_is_shared_is_asked_of_those_who_share_it_and_checked() -> None:
 
 def test_the_statistics_of_batch_norms_are_averaged_over_a_step_and_part_of_the_state() -> None:
     one = whole("resnet")
-    chain = CustomModel(brought_run("resnet", next(cuts(one.traced.graph, 1, seed=2))))
+    chain = CustomModel(custom_run("resnet", next(cuts(one.traced.graph, 1, seed=2))))
     before = {
         name: b for s in chain.stages for name, b in s.state.named_weights().items() if "running" in name
     }
@@ -191,7 +191,7 @@ def test_the_statistics_of_batch_norms_are_averaged_over_a_step_and_part_of_the_
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_undo_takes_away_the_very_bits_statistics_included(name: str, dtype: str) -> None:
     one = whole(name)
-    run = brought_run(
+    run = custom_run(
         name, next(cuts(one.traced.graph, 1, seed=5)), dtype=dtype,
         codec=CodecSpec(forward="blockwise8", backward="bf16"),
     )  # fmt: skip
@@ -214,7 +214,7 @@ def test_an_undo_takes_away_the_very_bits_statistics_included(name: str, dtype: 
 
 def test_a_statistic_that_is_too_large_is_named() -> None:
     one = whole("resnet")
-    run = brought_run("resnet", next(cuts(one.traced.graph, 1, seed=2)), dtype="float32")
+    run = custom_run("resnet", next(cuts(one.traced.graph, 1, seed=2)), dtype="float32")
     stage = StageCompute(run, 0)
     name = next(iter(stage.layout.statistics))
     computed = stage._compute(Microbatch(0, 0), 0, stage._boundary.enter(sample_of(run)))
