@@ -222,8 +222,10 @@ class SharedWeights:
     def sqnorm(self, reduced: torch.Tensor) -> float:
         """This stage's share of `total_sqnorm`; a weight that several stages hold counts at the first."""
         earlier = {name for stage, names in self.names.items() if stage < self._stage for name in names}
-        if not earlier:
-            return sqnorm(reduced[: self._layout.numel])
-        spans = [span for name, span in self._layout.spans.items() if name not in earlier]
-        own = [reduced[start:end] for start, end, _ in spans]
-        return sqnorm(torch.cat(own)) if own else 0.0
+        own = reduced[: self._layout.numel]
+        if earlier:
+            own = own.clone()
+            for name in earlier & self._layout.spans.keys():
+                start, end, _ = self._layout.spans[name]
+                own[start:end] = 0
+        return sqnorm(own)

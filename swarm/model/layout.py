@@ -1,7 +1,9 @@
 """The shape of a stage's state, without any of its memory: for readers and keepers of states.
 
 The weights of a stage are one vector: the decayed parameters (two or more dimensions) first, then the others,
-each in the module's order. The optimizer's vectors lie beside it.
+each in the module's order. The optimizer's vectors lie beside it. Every parameter begins on a cache line, as
+in a single process, since its place decides the last bits of some products (`swarm.model.same_bits`): the
+numbers between two parameters are 0.
 """
 
 from __future__ import annotations
@@ -18,6 +20,10 @@ from swarm.manifest import Run
 from swarm.model.custom import custom_model
 from swarm.model.gpt import initial_value, stage_skeleton, weights_dtype
 from swarm.model.optimizer import vector_layout
+from swarm.model.same_bits import CACHE_LINE_BYTES
+
+LINE = CACHE_LINE_BYTES // 4
+"""Numbers of float32 in a cache line; parameters begin at multiples of it."""
 
 
 class Span(NamedTuple):
@@ -75,7 +81,8 @@ def make_layout(
     spans: dict[str, Span] = {}
     end = decayed = 0
     for name in sorted(shapes, key=lambda name: len(shapes[name]) < 2):  # stable: matrices first
-        start, end = end, end + shapes[name].numel()
+        start = -(-end // LINE) * LINE
+        end = start + shapes[name].numel()
         spans[name] = Span(start, end, shapes[name])
         decayed = end if len(shapes[name]) >= 2 else decayed
     told: dict[str, Statistic] = {}
@@ -129,7 +136,7 @@ def empty_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
 
 def initial_weights(run: Run, layout: Layout, device: torch.device) -> torch.Tensor:
     """The vector of version 0, a function of the run alone."""
-    weights = torch.empty(layout.numel, dtype=weights_dtype(run), device=device)
+    weights = torch.zeros(layout.numel, dtype=weights_dtype(run), device=device)
     own = custom_model(run).traced.parameters if run.brings_model else None
     for name, view in layout.views(weights):
         view.copy_(initial_value(run, name, view.shape) if own is None else own[name].detach())

@@ -95,8 +95,13 @@ class SingleProcess:
             for name, total in own.items():
                 totals[name] = totals[name] + total if name in totals else total
         squares = 0.0
-        for names in first:
-            squares += sqnorm(torch.cat([totals[name].reshape(-1) for name in names])) if names else 0.0
+        for stage, names in zip(self._stages, first, strict=True):
+            # As a stage adds them: at their places in its vector.
+            flat = torch.zeros(stage.layout.numel, dtype=weights_dtype(self.run), device=self._device)
+            views = dict(stage.layout.views(flat))
+            for name in names:
+                views[name].copy_(totals[name])
+            squares += sqnorm(flat)
         return totals, squares
 
     @torch.no_grad()

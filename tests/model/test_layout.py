@@ -10,6 +10,7 @@ import torch
 from swarm.errors import Refused
 from swarm.manifest import OptimizerSpec, Run, audit_run, demo_run
 from swarm.model.layout import empty_state, initial_state, named_weights
+from swarm.model.same_bits import CACHE_LINE_BYTES
 from swarm.model.stage import StageCompute
 
 SMALL = replace(demo_run(stages=2), model=replace(demo_run(stages=2).model, layers=2, hidden=32, heads=2))
@@ -51,6 +52,20 @@ def test_the_eight_bit_optimizer_counts_the_blocks_of_both_parts() -> None:
     vectors = 2 * run.built_in.layers // run.S * run.built_in.hidden  # two norms a layer, which do not decay
     blocks = -(-(weights - vectors) // 256) + -(-vectors // 256)
     assert empty["exp_avg_sq_scale"].shape == (blocks,)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_every_parameter_begins_on_a_cache_line_whatever_comes_before_it(dtype: str) -> None:
+    """In a single process it does; some products of small matrices depend on it."""
+    odd = replace(SMALL.built_in, hidden=36, ffn_hidden=49, heads=3, vocab_size=257, norm="layernorm")
+    run = replace(SMALL, dtype=dtype, model=odd)
+    for stage in range(run.S):
+        compute = StageCompute(run, stage)
+        module = compute._modules[0]
+        assert any(parameter.numel() % 16 for parameter in module.parameters())
+        assert not [name for name, p in module.named_parameters() if p.data_ptr() % CACHE_LINE_BYTES]
+        held = sum(parameter.numel() for parameter in module.parameters())
+        assert compute.numel > held and compute.state.weights(0).count_nonzero() <= held
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(9, dtype=torch.float64)])

@@ -745,8 +745,8 @@ async def test_a_swarm_of_another_version_is_not_joined(stack: contextlib.AsyncE
     with pytest.raises(SetupError) as refusal:
         await start(stack, join=[first.addresses[0]])
     assert refusal.value.text == (
-        "this program speaks version 1 of the swarm's protocol, the swarm that it joins version 7: "
-        "update the older program"
+        f"this program speaks version {PROTOCOL_VERSION} of the swarm's protocol, the swarm that it joins "
+        "version 7: update the older program"
     )
 
 

@@ -849,7 +849,7 @@ async def test_a_caller_of_another_version_is_told_so_in_its_own(relay: Relay) -
         error = frames.unpack_error(await stranger.reader.readexactly(header.header_bytes))
         assert (error["code"], error["text"]) == (
             code,
-            "the peer that was called speaks version 1 of the swarm's protocol, "
+            f"the peer that was called speaks version {frames.PROTOCOL_VERSION} of the swarm's protocol, "
             f"its caller version {version}: update the older program",
         )
         assert await stranger.reader.read() == b"", "and nothing else is heard"

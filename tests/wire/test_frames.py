@@ -11,6 +11,7 @@ from peers.events import JoinLine, Note, to_text
 from swarm.errors import BadAnswer, Busy, Leaving, NotNow, NotReady, Refused, from_wire
 from swarm.wire import frames
 from swarm.wire.frames import FrameError, Kind
+from swarm.wire.version import PROTOCOL_VERSION
 
 
 def split(frame: bytes) -> tuple[frames.Prefix, bytes]:
@@ -86,9 +87,10 @@ def test_a_heartbeat_lists_as_many_calls_as_may_be_pending() -> None:
         (b"GET / HTTP/1.1\r\n", r"not a frame: it starts with b'GET '"),
         (
             frames.pack_prefix(Kind.ABORT, 1, version=200),
-            "it speaks version 200 of the swarm's protocol, this program version 1: update the older program",
+            "it speaks version 200 of the swarm's protocol, this program version "
+            f"{PROTOCOL_VERSION}: update the older program",
         ),
-        (b"\x53\x57\x63\1" + bytes(12), "unknown kind of frame: 99"),
+        (bytes((0x53, 0x57, 99, PROTOCOL_VERSION)) + bytes(12), "unknown kind of frame: 99"),
         (frames.pack_prefix(Kind.CALL, 1, 1 << 31), "CALL with a header of 2147483648 bytes; 1 to "),
         (frames.pack_prefix(Kind.CALL, 1, 0), "CALL with a header of 0 bytes"),
         (frames.pack_prefix(Kind.CALL, 1, 5, 1), "CALL with 1 bytes of body; at most 0"),
