@@ -136,7 +136,7 @@ def write_json(path: Path, value: msgspec.Struct) -> None:
         OSError: it could not be written.
     """
     text = json.dumps(msgspec.to_builtins(value), indent=1, allow_nan=False)
-    atomic_file.write_whole(path, text.encode() + b"\n")
+    atomic_file.write_whole(path, text.encode())
 
 
 def read_json(path: Path, kind: type[T], max_bytes: int) -> T:
