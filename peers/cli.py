@@ -47,7 +47,10 @@ class Exit(enum.IntEnum):
 
 
 class Role(Protocol):
-    """What `_serve` runs: constructed without side effects, `run()` does everything."""
+    """What `_with_signals` runs: constructed without side effects, `run()` does everything."""
+
+    preparing: bool
+    """Whether a thread of it still imports torch, which no signal stops."""
 
     async def run(self) -> int | None:
         """Work until done or until `leave()`; raises SwarmError. An int is the exit code."""
@@ -228,13 +231,19 @@ def _run_role(args: argparse.Namespace) -> int:
                 async with answering(args.health, lambda: pulse.health, role.connected):
                     return await role.run()
 
+        def ends_now(error: SwarmError) -> bool:
+            """Report an error while threads work that no signal ends; then the process has to."""
+            if not (isinstance(error, DeviceHangs) or role.preparing):
+                return False
+            with contextlib.suppress(OSError):  # no reader is left: the memory matters more
+                _ = traceback.print_exception(error) if args.traceback else _say(args, error.text)
+            return True
+
         return _with_signals(
             run,
             role.leave,
             on_leave=lambda: emit(StopNow(role=args.command)),
-            on_hang=lambda error: (
-                traceback.print_exception(error) if args.traceback else _say(args, error.text)
-            ),
+            ends_now=ends_now,
         )
 
 
@@ -257,12 +266,12 @@ def _with_signals(
     leave: Callable[[], Coroutine[Any, Any, None]] | None,
     *,
     on_leave: Callable[[], None] = lambda: None,
-    on_hang: Callable[[DeviceHangs], None] = lambda _: None,
+    ends_now: Callable[[SwarmError], bool] = lambda _: False,
 ) -> int:
     """Run to the end. First SIGINT or SIGTERM: `leave()`, or cancel without one. Second: cancel at once.
 
     An int that `run` returns is the exit code. Leaving in good order exits with 0. After a second signal, and
-    when the device hangs, the process ends here.
+    after an error of which `ends_now` says so, the process ends here.
     """
 
     async def main() -> int:
@@ -299,10 +308,10 @@ def _with_signals(
             if stopped and leave is not None:
                 _end_now(Exit.STOPPED)
             return Exit.STOPPED
-        except DeviceHangs as error:
-            with contextlib.suppress(OSError):  # no reader is left: the memory matters more
-                on_hang(error)
-            _end_now(exit_code(error))
+        except SwarmError as error:
+            if ends_now(error):
+                _end_now(exit_code(error))
+            raise
         finally:
             if say_leaving is not None:
                 say_leaving.cancel()

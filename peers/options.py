@@ -140,7 +140,7 @@ def _is_peer_address(flag: str, text: str) -> None:
 
 def _is_there(flag: str, path: Path) -> None:
     if not path.exists() and ":" not in path.name:  # package.module:function
-        raise SetupError(f"{flag} {path} cannot be read: there is no such file")
+        raise SetupError(f"{flag} {path} cannot be read: there is no such file or folder")
 
 
 def _has_driver(flag: str, device: str) -> None:
@@ -162,6 +162,7 @@ WORD = Kind(str, "NAME")
 FILE = Kind(Path, "FILE")
 NEEDED_FILE = Kind(Path, "FILE", _is_there)
 DIR = Kind(Path, "DIR")
+NEEDED_DIR = Kind(Path, "DIR", _is_there)
 SOCKET = Kind(Path, "SOCKET")
 IP = Kind(str, "IP")
 PORT = Kind(_port, "N")
@@ -295,9 +296,11 @@ class NetworkOptions(ListenOptions):
 class WeightsOptions:
     """Which weights: one of `model` and `checkpoint_dir`."""
 
-    model: Path | None = optional(FILE, "a file that swarm export made", group=WEIGHTS, one_of="weights!")
+    model: Path | None = optional(
+        NEEDED_FILE, "a file that swarm export made", group=WEIGHTS, one_of="weights!"
+    )
     checkpoint_dir: Path | None = optional(
-        DIR, "or a folder with the checkpoints of all stages", group=WEIGHTS, one_of="weights!"
+        NEEDED_DIR, "or a folder with the checkpoints of all stages", group=WEIGHTS, one_of="weights!"
     )
     run: str | None = optional(RUN_ID, "which run (default: the only one there)", group=WEIGHTS)
     step: int | None = optional(

@@ -113,6 +113,8 @@ def arguments(
 class Fleet:
     """Starts the peers, passes on what they say, and ends when all have ended."""
 
+    preparing = False
+
     def __init__(
         self, options: PeerOptions, words: Sequence[str] = (), metrics: Listen | None = None, *, emit: Emit
     ) -> None:

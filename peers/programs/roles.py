@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import os
 import sys
 import time
@@ -15,11 +16,19 @@ from peers.events import Emit, JoinLine, Note, Started, Trouble
 from peers.net.nat import settled
 from peers.net.node import Node
 from peers.net.p2pd import Daemon, DaemonOptions
-from peers.options import BootstrapOptions, KeeperOptions, NetworkOptions, PeerOptions, TrainOptions
+from peers.options import (
+    BootstrapOptions,
+    KeeperOptions,
+    Membership,
+    NetworkOptions,
+    PeerOptions,
+    TrainOptions,
+)
 from peers.owner.commands import Owner
 from peers.owner.control_socket import PeerAnswer, obeying
 from peers.programs.stage_choice import choose_stage
 from peers.storage import results_folder
+from peers.waiting import unless
 from swarm.errors import SetupError, SwarmError
 from swarm.ids import Stage
 from swarm.manifest import Run, check_id, load_run, parse_run
@@ -37,6 +46,9 @@ RoleName: TypeAlias = Literal["bootstrap", "peer", "train", "keeper"]
 
 class Networked(Generic[OptionsT]):
     """A program with a node."""
+
+    preparing = False
+    """Whether torch is still being imported."""
 
     def __init__(self, options: OptionsT, *, emit: Emit) -> None:
         self.options, self._emit = options, emit
@@ -65,23 +77,31 @@ class Networked(Generic[OptionsT]):
 
     @contextlib.asynccontextmanager
     async def _joined(
-        self, role: RoleName, run_id: str, join: Sequence[str], prepare: Callable[[], object]
+        self,
+        role: RoleName,
+        run: Membership,
+        prepare: Callable[[], None],
+        accepts: Callable[[Run], object] = lambda _: None,
     ) -> AsyncIterator[tuple[Node, Run]]:
-        """The node in the network, and the run's manifest.
+        """The node in the network, and the run's manifest; an error of `accepts` is raised at once.
 
-        `prepare` imports torch while p2pd starts: both take time, and they use different processes.
+        Meanwhile `prepare` imports torch in a thread, which may take seconds.
         """
-        options = await self._daemon_options(join, dialled=role != "train")
+        options = await self._daemon_options(run.join, dialled=role != "train")
         daemon = Daemon.spawn(options, identity_path=self.options.identity)
+        self.preparing = True
+        prepared = asyncio.ensure_future(asyncio.to_thread(prepare))
         try:
-            prepare()
-        except BaseException:
-            daemon.close_now()
-            raise
-        async with Node(daemon=daemon, join=join, run_id=run_id) as node:
-            self._node = node
-            self._emit(started(role, node, run_id))
-            yield node, await manifest(node, run_id)
+            async with Node(daemon=daemon, join=run.join, run_id=run.run) as node:
+                self._node = node
+                self._emit(started(role, node, run.run))
+                terms = await unless(prepared, manifest(node, run.run))
+                accepts(terms)
+                await prepared
+                self.preparing = False
+                yield node, terms
+        finally:
+            prepared.cancel()
 
 
 def address_for_others(addresses: Sequence[str]) -> str:
@@ -169,20 +189,21 @@ class Peer(Networked[PeerOptions]):
 
         def prepare() -> None:
             nonlocal device
-            import torch
-
             from peers.device import choose_device
 
             device = choose_device(options.device)
-            torch.set_num_threads(1)  # cores are for several microbatches at once
 
-        async with contextlib.AsyncExitStack() as stack:
-            joined = self._joined("peer", options.run, options.join, prepare)
-            node, run = await stack.enter_async_context(joined)
-            if options.max_upload is not None:
-                node.transport.limit_upload(options.max_upload)
+        def accepts(run: Run) -> None:
             if options.stage != "auto" and options.stage >= run.S:
                 raise SetupError(f"--stage {options.stage}: run {run.name!r} has stages 0 to {run.S - 1}")
+
+        async with contextlib.AsyncExitStack() as stack:
+            node, run = await stack.enter_async_context(self._joined("peer", options, prepare, accepts))
+            import torch
+
+            torch.set_num_threads(1)  # cores are for several microbatches at once
+            if options.max_upload is not None:
+                node.transport.limit_upload(options.max_upload)
             await self._obey_the_owner(stack, node, device)
             if options.pause_when_busy:
                 self._watch_the_device(stack, device)
@@ -331,7 +352,7 @@ class Train(_Looping[TrainOptions]):
 
     async def run(self) -> None:
         options = self.options
-        async with self._joined("train", options.run, options.join, lambda: None) as (node, run):
+        async with self._joined("train", options, lambda: None) as (node, run):
             from peers.storage.samples import open_data
             from peers.trainer import Trainer, TrainerSettings
 
@@ -352,9 +373,12 @@ class Keeper(_Looping[KeeperOptions]):
         options = self.options
 
         def prepare() -> None:
-            pass
+            importlib.import_module("peers.transfer.keeper")
 
-        async with self._joined("keeper", options.run, options.join, prepare) as (node, run):
+        def accepts(run: Run) -> None:
+            kept_stages(run, options.stages)
+
+        async with self._joined("keeper", options, prepare, accepts) as (node, run):
             from peers.transfer.keeper import CheckpointKeeper, KeepingSettings
 
             settings = KeepingSettings(

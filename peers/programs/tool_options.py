@@ -15,6 +15,7 @@ from peers.options import (
     HISTORY,
     IP,
     LISTEN,
+    NEEDED_DIR,
     NEEDED_FILE,
     NUMBER,
     PEER_ADDRESS,
@@ -182,9 +183,12 @@ class ExportOptions(WeightsOptions):
     swarm export @join.txt --out model.safetensors
     """
 
-    model: Path | None = optional(FILE, "a file of --out, for --hf", group=WEIGHTS, one_of="weights!")
+    model: Path | None = optional(NEEDED_FILE, "a file of --out, for --hf", group=WEIGHTS, one_of="weights!")
     checkpoint_dir: Path | None = optional(
-        DIR, "with the checkpoints of all stages, such as a keeper's --dir", group=WEIGHTS, one_of="weights!"
+        NEEDED_DIR,
+        "with the checkpoints of all stages, such as a keeper's --dir",
+        group=WEIGHTS,
+        one_of="weights!",
     )
     join: tuple[str, ...] = repeated(
         PEER_ADDRESS,

@@ -1,16 +1,12 @@
-"""The live display of the demo and of a trainer: events in, a screen out.
-
-`Progress` is what is known, `observe` adds an event to it, `render` draws it: both pure, so that the screen
-has golden tests. `Display` owns the terminal: a live screen on a terminal, plain lines anywhere else.
-"""
+"""The live display of the demo: events in, lines and a few figures out."""
 
 from __future__ import annotations
 
 import itertools
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TextIO
 
@@ -20,84 +16,19 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from peers.events import Downloading, Event, Level, Note, StateFetched, StepDone, to_text
+from peers.events import Downloading, Event, Level, StateFetched, StepDone, to_text
 from swarm.errors import printable
-
-LAST_EVENTS = 8
-"""Lines of events on the screen; with the figures above them the display fits 24 lines."""
+from swarm.ids import Stage
 
 LOSSES_KEPT = 10_000
 BARS = "▁▂▃▄▅▆▇█"
 STYLE: dict[Level, str] = {"info": "", "warning": "yellow", "error": "bold red"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """All that the screen shows."""
-
-    title: str = ""
-    steps: int = 0
-    """Of the whole run; 0 = not known yet."""
-    done: int = 0
-    losses: tuple[float, ...] = ()
-    """Mean loss of each step that was seen, oldest first."""
-    tokens_per_s: float = 0.0
-    peers: tuple[int, ...] = ()
-    """Peers that serve each stage."""
-    started_at: float | None = None
-    """Unix seconds; None = nothing happened yet."""
-    last: tuple[Event, ...] = ()
-    """The newest events that are worth a line."""
-
-
-def observe(progress: Progress, event: Event) -> Progress:
-    """What is known after `event`."""
-    if progress.started_at is None:
-        progress = replace(progress, started_at=event.at)
-    if isinstance(event, StepDone):
-        losses = progress.losses if event.loss is None else (*progress.losses, event.loss)
-        return replace(
-            progress,
-            steps=event.steps,
-            done=max(progress.done, event.t + 1),
-            losses=losses[-LOSSES_KEPT:],
-            tokens_per_s=event.tokens_per_s,
-            peers=event.peers or progress.peers,
-        )
-    # A download is one line, which grows: not one each two seconds.
-    last = [line for line in progress.last if not (isinstance(line, Downloading) and _ends(event, line))]
-    return replace(progress, last=(*last, event)[-LAST_EVENTS:])
-
-
-def _ends(event: Event, shown: Downloading) -> bool:
-    """Whether `event` tells more of the download that `shown` tells of."""
-    return isinstance(event, (Downloading, StateFetched)) and event.stage == shown.stage
-
-
-def render(progress: Progress, *, now: float, width: int = 80) -> RenderableType:
-    """The screen. `now` in Unix seconds, `width` in columns."""
-    elapsed = 0.0 if progress.started_at is None else max(0.0, now - progress.started_at)
-    figures = Table.grid(padding=(0, 2))
-    figures.add_column(justify="right", style="dim", min_width=7)
-    figures.add_column(overflow="ellipsis", no_wrap=True)
-    figures.add_row("step", _steps(progress, elapsed, width - 13))
-    figures.add_row("loss", _loss(progress.losses, width - 13))
-    figures.add_row("speed", f"{progress.tokens_per_s:,.0f} tokens/s" if progress.tokens_per_s else "–")
-    figures.add_row("peers", _peers(progress.peers))
-    lines = [_line(event, width) for event in progress.last]
-    return Group(
-        Text(progress.title, style="bold", no_wrap=True, overflow="ellipsis"), figures, Text(), *lines
-    )
-
-
-def _steps(progress: Progress, elapsed: float, room: int) -> RenderableType:
-    total = str(progress.steps) if progress.steps else "?"
-    words = f"{progress.done}/{total}  {clock(elapsed)}"
+def _bar(done: int, steps: int, elapsed_s: float, room: int) -> RenderableType:
+    words = f"{done}/{steps or '?'}  {clock(elapsed_s)}"
     row = Table.grid(padding=(0, 2))
-    row.add_row(
-        ProgressBar(total=progress.steps or 1, completed=progress.done, width=max(4, room - len(words) - 2)),
-        words,
-    )
+    row.add_row(ProgressBar(total=steps or 1, completed=done, width=max(4, room - len(words) - 2)), words)
     return row
 
 
@@ -117,14 +48,6 @@ def _peers(peers: Sequence[int]) -> Text:
         words.append(f"stage {stage}: ", style="dim")
         words.append(f"{n}" if n else "none", style="" if n else "bold red")
     return words
-
-
-def _line(event: Event, width: int) -> Text:
-    stamp = time.strftime("%H:%M:%S", time.localtime(event.at))
-    words = printable(" ".join(event.words().split()))
-    text = Text(f"  {stamp}  {words}", style=STYLE[event.level], no_wrap=True, overflow="ellipsis")
-    text.truncate(width, overflow="ellipsis")
-    return text
 
 
 def clock(seconds: float) -> str:
@@ -150,31 +73,53 @@ def sparkline(values: Sequence[float], width: int) -> str:
 class Display:
     """Shows events while a `with` block runs; `display(event)` from the thread of the block.
 
-    On a terminal: a live screen. Elsewhere: a line per event, and of the steps about `LINES` lines in all.
+    A line for each event. On a terminal the figures stay below them; elsewhere steps are lines, too, about
+    `LINES` in all.
     """
 
     LINES = 40
 
     def __init__(self, title: str, *, stream: TextIO | None = None, live: bool | None = None) -> None:
-        """`live` None: a screen if `stream` (stdout by default) is a terminal."""
+        """`live` None: figures if `stream` (stdout by default) is a terminal."""
+        self._title = title
         self._stream = stream if stream is not None else sys.stdout
         self._console = Console(file=self._stream, highlight=False)
-        self.progress = Progress(title=title)
+        self.done = self.steps = 0
+        """Steps, and those of the whole run; 0 = not known yet."""
+        self.losses: deque[float] = deque(maxlen=LOSSES_KEPT)
+        """Mean loss of each step that was seen, oldest first."""
+        self._tokens_per_s = 0.0
+        self._peers: tuple[int, ...] = ()
+        self._started_at: float | None = None
+        self._downloads: dict[Stage, Downloading] = {}
+        """Those that go on: each is a line that grows, not one each two seconds."""
         live = self._console.is_terminal and not self._console.is_dumb_terminal if live is None else live
         self._live = (
-            Live(console=self._console, get_renderable=self._render, refresh_per_second=4, transient=False)
-            if live
-            else None
+            Live(console=self._console, get_renderable=self._figures, refresh_per_second=4) if live else None
         )
 
-    def _render(self) -> RenderableType:
-        return render(self.progress, now=time.time(), width=self._console.width)
+    def _figures(self) -> RenderableType:
+        return self.figures(now=time.time(), width=self._console.width)
+
+    def figures(self, *, now: float, width: int) -> RenderableType:
+        """What stays on the screen. `now` in Unix seconds, `width` in columns."""
+        elapsed_s = 0.0 if self._started_at is None else max(0.0, now - self._started_at)
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(justify="right", style="dim", min_width=7)
+        grid.add_column(overflow="ellipsis", no_wrap=True)
+        grid.add_row("step", _bar(self.done, self.steps, elapsed_s, width - 13))
+        grid.add_row("loss", _loss(list(self.losses), width - 13))
+        grid.add_row("speed", f"{self._tokens_per_s:,.0f} tokens/s" if self._tokens_per_s else "–")
+        grid.add_row("peers", _peers(self._peers))
+        for download in list(self._downloads.values()):
+            grid.add_row("", Text(printable(download.words())))
+        return Group(Text(self._title, style="bold", no_wrap=True, overflow="ellipsis"), grid)
 
     def __enter__(self) -> Display:
         if self._live is not None:
             self._live.start()
         else:
-            self._print(self.progress.title)
+            print(self._title, file=self._stream, flush=True)
         return self
 
     def __exit__(
@@ -185,19 +130,20 @@ class Display:
 
     def __call__(self, event: Event) -> None:
         """Take note of an event and show it."""
-        before = self.progress.done
-        self.progress = observe(self.progress, event)
-        if self._live is not None:
-            return  # its own thread draws
+        self._started_at = event.at if self._started_at is None else self._started_at
         if isinstance(event, StepDone):
+            before, self.done, self.steps = self.done, max(self.done, event.t + 1), event.steps
+            self.losses.extend([] if event.loss is None else [event.loss])
+            self._tokens_per_s, self._peers = event.tokens_per_s, event.peers or self._peers
             every = max(1, event.steps // self.LINES)
-            if self.progress.done // every == before // every and self.progress.done != event.steps:
+            shown = self.done // every != before // every or self.done == event.steps
+            if self._live is not None or not shown:
                 return
-        self._print(to_text(event))
-
-    def note(self, text: str) -> None:
-        """Shorthand for a line of text."""
-        self(Note(text=text))
-
-    def _print(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+        if isinstance(event, Downloading | StateFetched):
+            self._downloads.pop(event.stage, None)
+        if self._live is None:
+            print(to_text(event), file=self._stream, flush=True)
+        elif isinstance(event, Downloading) and event.done_bytes < event.total_bytes:
+            self._downloads[event.stage] = event
+        else:
+            self._console.print(Text(to_text(event), style=STYLE[event.level]))

@@ -14,6 +14,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,10 @@ from peers import cli, options
 from peers.cli import COMMANDS, PROGRAMS, ROLES, Exit, build_parser, exit_code, main, options_of
 from peers.events import Failed, parse_event
 from peers.options import description, options_from
-from peers.programs import tool_options
+from peers.programs import roles, tool_options
 from peers.programs.roles import manifest
 from swarm.errors import Busy, PeerGone, Refused, SetupError, SwarmError
-from swarm.manifest import CustomModelSpec, example_run
+from swarm.manifest import CustomModelSpec, demo_run, example_run
 
 RUN = "0123456789abcdef" * 2
 JOIN = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -46,6 +47,14 @@ NEEDED = {
     "simulate": ["--manifest", "run.toml", "--devices", "devices.toml"],
     "graph": ["--model", "package.module:build"],
 }
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that `NEEDED` names, where they have to exist."""
+    monkeypatch.chdir(tmp_path)
+    Path("ckpt").mkdir()
+    Path("model.safetensors").touch()
 
 
 def parse(command: str, *more: str) -> argparse.Namespace:
@@ -247,6 +256,16 @@ sys.exit(main(sys.argv[1:]))
             "99 stages of 99 peers are 9803 processes with torch, on",
         ),
         (["demo", "--data", sys.executable], Exit.SETUP, "is not text: it has null bytes; give a text file"),
+        (
+            ["eval", "--model", "nowhere.safetensors"],
+            Exit.SETUP,
+            "--model nowhere.safetensors cannot be read: there is no such file",
+        ),
+        (
+            ["export", "--checkpoint-dir", "nowhere", "--out", "model.safetensors"],
+            Exit.SETUP,
+            "--checkpoint-dir nowhere cannot be read: there is no such file or folder",
+        ),
         (["peer", "@nofile"], Exit.USAGE, "@nofile: there is no file 'nofile'; a bootstrap writes it with"),
     ],
 )
@@ -321,6 +340,8 @@ class Stuck:
 
     async def leave(self):
         self.left.set()
+
+    preparing = False
 
 cli._role = lambda *_: Stuck()
 sys.exit(cli.main(sys.argv[1:]))
@@ -411,6 +432,37 @@ def test_a_peer_does_not_join_a_run_that_leaves_its_model_open() -> None:
 
     with pytest.raises(SetupError, match=rf"^run {run.id} does not say which data or model it has"):
         asyncio.run(manifest(Node(), run.id))  # type: ignore[arg-type]
+
+
+async def test_a_stage_that_the_run_has_not_is_refused_while_torch_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, imported = demo_run(), threading.Event()
+
+    class Directory:
+        async def fetch_manifest(self, run_id: str) -> str:
+            return run.to_toml()
+
+    class Node:
+        directory, peer_id, addresses = Directory(), JOIN[-52:], (JOIN,)
+
+        def __init__(self, **_: object) -> None: ...
+
+        async def __aenter__(self) -> Node:
+            return self
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(roles, "Node", Node)
+    monkeypatch.setattr(roles.Daemon, "spawn", lambda *_, **__: None)
+    monkeypatch.setattr("peers.device.choose_device", lambda _: imported.wait())
+    peer = roles.Peer(options.PeerOptions(run=run.id, join=(JOIN,), stage=7), emit=lambda _: None)
+    try:
+        with pytest.raises(SetupError, match=r"--stage 7: run 'demo' has stages 0 to 2"):
+            await peer.run()
+        assert peer.preparing
+    finally:
+        imported.set()
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -163,10 +163,11 @@ def test_which_weights_and_where_to_has_to_be_clear(
     folder, _, text = kept
     source = ["--checkpoint-dir", str(folder / "ckpt")]
     file = ["--model", str(folder / "none.safetensors")]
+    (folder / "none.safetensors").mkdir()
     for words, told in (
         ([*file, "--out", str(tmp_path / "a.safetensors")], "a model file is made of checkpoints"),
         ([*source, "--out", str(tmp_path / "a.safetensors"), "--tokenizer", str(text)], "holds no tokenizer"),
-        ([*file, "--hf", str(tmp_path / "a")], "there is no model file"),
+        ([*file, "--hf", str(tmp_path / "a")], "none.safetensors"),
         ([*source, "--hf", str(tmp_path / "a"), "--tokenizer", str(text)], "the run needs no tokenizer file"),
     ):
         assert main(["export", *words]) == Exit.SETUP
