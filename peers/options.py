@@ -231,7 +231,7 @@ Listen: TypeAlias = tuple[str, int]
 Reach: TypeAlias = Literal["auto", "public", "relay"]
 """What a user says of a peer: find out; others can dial it; they cannot."""
 _RUN_HELP, _JOIN_HELP = "run id, 32 hex digits", "a bootstrap or any peer of it; repeatable"
-DATA_HELP = "text files, in the order that the manifest pins (default: Python's documentation)"
+DATA_HELP = "text files, in the order that the manifest pins; needed unless its source is pydoc or code"
 TOKENIZER_HELP = "tokenizer.json, if the run has one"
 
 
