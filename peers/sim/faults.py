@@ -7,14 +7,15 @@ is its description.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from peers.sim.disks import Tear
 from peers.sim.members import PeerMember
 from peers.sim.network import Lines
-from peers.sim.processes import PROCESS, Killed, Process
+from peers.sim.processes import PROCESS, WORLD, Killed, Process
 from peers.sim.swarm import Swarm
-from swarm.ids import PeerId
+from swarm.ids import PeerId, Stage
 from swarm.sim.dice import Dice
 
 POINTS = ("forward", "backward", "frozen", "reduce", "prepared", "took", "joining", "handing")
@@ -34,7 +35,7 @@ class Fault(NamedTuple):
 
     def words(self) -> str:
         """For a timeline."""
-        at = f" {self.point!r}, time {self.number}" if self.kind == "kill at" else ""
+        at = f" {self.point!r}, time {self.number}" if self.kind.endswith(" at") else ""
         return f"{self.at_s:.3f} s: {self.kind}{at} (which {self.which:.3f}, lasts {self.lasts_s:.2f} s)"
 
 
@@ -105,6 +106,22 @@ def kill_at(swarm: Swarm, fault: Fault) -> bool:
             raise Killed
 
     swarm.at_point(fault.point, fault.number, happens)
+    return False
+
+
+@_kind(3)
+def lose_stage_at(swarm: Swarm, fault: Fault) -> bool:
+    """When a peer has the whole gradient of a step, or has taken it, all of another stage die."""
+
+    def happens(process: Process) -> None:
+        member = next((m for m in swarm.living() if m.process is process), None)
+        others = sorted({m.stage for m in swarm.living() if m.serving and member and m.stage != member.stage})
+        stage = swarm.pick(others, fault.which)
+        if stage is not None:
+            swarm.injected["lose stage at"] += 1
+            _lose(swarm, stage, fault.lasts_s / 2)
+
+    swarm.at_point("took" if fault.number % 2 else "prepared", fault.number, happens)
     return False
 
 
@@ -186,6 +203,15 @@ def leave(swarm: Swarm, fault: Fault) -> bool:
     return True
 
 
+@_kind(40, "crowd")
+def rush(swarm: Swarm, fault: Fault) -> bool:
+    """Two replicas leave or pause within a second, and another one comes."""
+    for happen in (leave, swarm.dice.pick((leave, pause)), join):
+        again = partial(happen, swarm, fault._replace(which=swarm.dice.number()))
+        swarm.loop.call_later(swarm.dice.between(0.0, 1.0), again)
+    return True
+
+
 @_kind(6)
 def join(swarm: Swarm, fault: Fault) -> bool:
     """A newcomer downloads the state of a stage and serves."""
@@ -233,15 +259,18 @@ def storm(swarm: Swarm, fault: Fault) -> bool:
 @_kind(3)
 def lose_stage(swarm: Swarm, fault: Fault) -> bool:
     """All peers of a stage die at once; others come from a checkpoint, or from nothing."""
-    stage = int(fault.which * swarm.run.S)
+    _lose(swarm, int(fault.which * swarm.run.S), fault.lasts_s / 2)
+    return True
+
+
+def _lose(swarm: Swarm, stage: Stage, after_s: float) -> None:
     swarm.say(f"*** all of stage {stage} die")
     disk = None
     for member in swarm.living():
         if member.stage == stage and member.serving is not None:
             swarm.kill(member)
             disk = member.disk
-    swarm.loop.call_later(fault.lasts_s / 2, swarm.add_peer, stage, disk)
-    return True
+    swarm.loop.call_later(after_s, swarm.add_peer, stage, disk, context=WORLD)
 
 
 @_kind(3)

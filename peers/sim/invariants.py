@@ -7,6 +7,7 @@ weights each stage computed it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import torch
 
@@ -18,6 +19,8 @@ INVARIANTS = {
     "I2": "equal versions have equal weights, bit for bit",
     "I3": "a loss was computed with the version that was asked for",
     "I4": "weights at the end are the same whatever failed",
+    "I5": "a stage takes a step only if all stages have its whole gradient",
+    "disk": "what a disk gives back is what was saved (I1, I2)",
     "shared": "each microbatch once in what another stage found of a tied weight (I1)",
 }
 
@@ -37,14 +40,23 @@ class Invariants:
         self._counts = [2 if tied and stage in (0, run.S - 1) else 1 for stage in range(run.S)]
         self.looked: Counter[str] = Counter()
         self._bits: dict[tuple[int, int], tuple[str, bytes]] = {}
-        """(stage, version) -> who had it first, and its bytes."""
+        """(stage, version) -> the peer that had it first, and its bytes."""
+        self._prepared: set[tuple[int, int]] = set()
+        """(stage, step) of each gradient that a replica had."""
 
     def holds(self, peer: str, compute: StageCompute) -> None:
         """`peer` has new weights: it took a step, or a whole state from somewhere."""
-        stage, version = compute.stage, compute.version
         self.looked["I1"] += 1
         self.looked["I2"] += 1
         weights = torch.cat(list(compute.state.named_weights().values()))
+        self._are_due(peer, compute.stage, compute.version, weights)
+
+    def saved(self, disk: str, stage: int, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """`disk` has a checkpoint that fits its digest."""
+        self.looked["disk"] += 1
+        self._are_due(disk, stage, version, tensors["weights"])
+
+    def _are_due(self, peer: str, stage: int, version: int, weights: torch.Tensor) -> None:
         counts = (weights * -self._run.M).tolist()
         due = version * self._counts[stage]
         if any(abs(count - due) > 1e-6 for count in counts):
@@ -57,6 +69,19 @@ class Invariants:
         first, known = self._bits.setdefault((self._first_with[stage], version), (peer, bits))
         if known != bits:
             raise Violation(f"I2: stage {stage}, version {version}: {peer} has other bits than {first}")
+
+    def prepared(self, stage: int, t: int) -> None:
+        """A replica of `stage` has the whole gradient of step `t`."""
+        self._prepared.add((stage, t))
+
+    def takes(self, peer: str, stage: int, t: int) -> None:
+        """`peer` takes step `t`: no other stage may need weights of before it any more."""
+        self.looked["I5"] += 1
+        lacking = [other for other in range(self._run.S) if (other, t) not in self._prepared]
+        if lacking:
+            raise Violation(
+                f"I5: stage {stage}, peer {peer} takes step {t}, which stage {lacking[0]} has not"
+            )
 
     def part(self, peer: str, stage: int, other: int, part: torch.Tensor) -> None:
         """`peer` of `stage` adds up what `other` found of the weights that both hold."""

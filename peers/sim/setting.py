@@ -16,7 +16,8 @@ def dice_of(seed: int, purpose: str) -> Dice:
     return Dice(int.from_bytes(hashlib.sha256(f"{seed} {purpose}".encode()).digest()[:8], "big"))
 
 
-DISKS = (*("none",) * 7, "own", "own", "shared")
+CROWDS, UNLEVEL, STORED = 0.05, 0.04, 0.15
+"""Shares of all seeds."""
 
 
 @dataclass(frozen=True)
@@ -36,23 +37,42 @@ class Setting:
     first_peers: list[int]
     """By stage."""
     first_trainers: int
-    disks: str
-    """Peers have: "none", one each ("own"), or one for all ("shared")."""
-    only_last: bool
-    """They save the run's last version only, and start from nothing, as without --checkpoint-dir."""
-    keeper: bool
     dice: Dice
     """For those that come later."""
+    disks: str = "none"
+    """Peers have: "none", one each ("own"), or one for all ("shared")."""
+    only_last: bool = False
+    """They save the run's last version only, and start from nothing, as without --checkpoint-dir."""
+    keeper: bool = False
+    job_s: tuple[float, ...] = (0.005, 0.01, 0.04)
+    """What a forward or backward may take, by peer."""
+    faults_within_s: float = 3.0
+    """Without faults a run takes about so long."""
+    movable: bool = False
+    """Peers go where the rebalancer sends them."""
+    crowd: bool = False
+    """Vectors travel in chunks of one element, and replicas leave together."""
 
     @property
     def has(self) -> set[str]:
         """What kinds of faults may need."""
-        disks = {"disks"} if self.keeper or self.disks != "none" else set[str]()
-        return {"peers"} | disks | ({"keeper"} if self.keeper else set[str]())
+        disks = self.keeper or self.disks != "none"
+        there = {"peers": True, "disks": disks, "keeper": self.keeper, "crowd": self.crowd}
+        return {name for name, has in there.items() if has}
 
 
 def setting_of(seed: int) -> Setting:
-    """The swarm of a seed."""
+    """The swarm of a seed: of four kinds."""
+    dice, kind = dice_of(seed, "kind"), dice_of(seed, "kinds").number()
+    setting = _usual(seed)
+    if kind < CROWDS:
+        return _crowded(setting, dice)
+    if kind < CROWDS + UNLEVEL:
+        return _unlevel(setting, dice)
+    return _stored(setting, dice) if kind < CROWDS + UNLEVEL + STORED else setting
+
+
+def _usual(seed: int) -> Setting:
     dice = dice_of(seed, "the world")
     run = replace(
         audit_run(
@@ -64,7 +84,6 @@ def setting_of(seed: int) -> Setting:
         checkpoint_every=dice.pick((0, 1, 1, 2)),
     )
     bad = dice.pick((0.0, 0.0, 0.01, 0.04))
-    storage = dice_of(seed, "storage")
     return Setting(
         seed=seed,
         run=run,
@@ -74,8 +93,57 @@ def setting_of(seed: int) -> Setting:
         names=dice.shuffled([f"p{i:02}" for i in range(60)]),
         first_peers=[dice.pick((1, 2, 2, 2, 3)) for _ in range(run.S)],
         first_trainers=dice.pick((1, 1, 2)),
-        disks=storage.pick(DISKS),
-        only_last=storage.chance(0.2),
-        keeper=storage.chance(0.15),
         dice=dice,
     )
+
+
+def _stored(setting: Setting, dice: Dice) -> Setting:
+    """Peers save checkpoints, or a keeper does."""
+    disks = dice.pick(("none", "own", "own", "shared"))
+    return replace(
+        setting,
+        run=replace(setting.run, steps=4, checkpoint_every=dice.pick((1, 1, 2))),
+        disks=disks,
+        only_last=dice.chance(0.15),
+        keeper=disks == "none" or dice.chance(0.3),
+        job_s=(0.03, 0.06, 0.12),
+        faults_within_s=5.0,
+    )
+
+
+def _crowded(setting: Setting, dice: Dice) -> Setting:
+    """A full stage with slow devices on bad lines: duplicates, and peers that leave while they have sums."""
+    return replace(
+        setting,
+        run=_longer(setting.run, steps=3, microbatches=8),
+        lines=Lines(most_s=0.05, lost=0.01, doubled=0.1, late=0.05),
+        window=dice.pick((2, 4)),
+        first_peers=_one_full(setting.run.S, dice),
+        first_trainers=dice.pick((2, 3)),
+        job_s=(0.05, 0.1, 0.3),
+        faults_within_s=8.0,
+        crowd=True,
+    )
+
+
+def _unlevel(setting: Setting, dice: Dice) -> Setting:
+    """One stage has too many peers, and the rebalancer decides often."""
+    run = _longer(setting.run, steps=5, microbatches=4)
+    return replace(
+        setting,
+        run=replace(run, rebalance_every_s=dice.pick((1, 2))),
+        window=None,
+        first_peers=_one_full(run.S, dice),
+        job_s=(0.1, 0.15, 0.2),
+        faults_within_s=6.0,
+        movable=True,
+    )
+
+
+def _longer(run: Run, *, steps: int, microbatches: int) -> Run:
+    return replace(run, steps=steps, batch=replace(run.batch, microbatches_per_step=microbatches))
+
+
+def _one_full(stages: int, dice: Dice) -> list[int]:
+    full = dice.below(stages)
+    return [dice.pick((4, 5)) if stage == full else 1 for stage in range(stages)]

@@ -103,10 +103,11 @@ class Swarm:
             self.disks.mount(process.name, disk)
         member = PeerMember(
             process, self.network.add(process), SimDirectory(self.dht, process), Owner(),
-            job_s=self.dice.pick((0.005, 0.01, 0.04)), stage=stage, disk=disk,
+            job_s=self.dice.pick(self.setting.job_s), stage=stage, disk=disk,
         )  # fmt: skip
         settings = StageSettings(
             max_inflight=self.dice.pick((1, 2, 4)), joined_at=self.loop.unix_s() + self.dice.between(0, 0.01),
+            movable=self.setting.movable,
             checkpoints=Checkpoints(folder=disk.folder, only_last=self.setting.only_last) if disk else None,
         )  # fmt: skip
         self.peers.append(member)
@@ -147,7 +148,13 @@ class Swarm:
 
             return changed
 
-        compute.apply = looked(compute.apply)  # type: ignore[method-assign]
+        apply = looked(compute.apply)
+
+        def applied(t: int, *args: object) -> None:
+            self.check(self.checks.takes, member.name, compute.stage, t)
+            apply(t, *args)
+
+        compute.apply = applied  # type: ignore[method-assign]
         compute.load_state = looked(compute.load_state)  # type: ignore[method-assign]
         complete = compute.shared.complete
 
@@ -253,6 +260,8 @@ class Swarm:
     def pass_point(self, point: str) -> None:
         """A process passes a fault point: it may die there, between two instructions."""
         waiting, process = self._at.get(point), PROCESS.get()
+        if point == "prepared":
+            self._note_prepared(process)
         if not waiting or process is None:
             return
         (time, happens), *rest = waiting
@@ -261,6 +270,13 @@ class Swarm:
         else:
             self._at[point] = rest
             happens(process)
+
+    def _note_prepared(self, process: Process | None) -> None:
+        for member in self.peers:
+            if member.process is process and member.serving:
+                steps = member.serving.peer.core.steps
+                for t in [t for t, step in steps.items() if step.prepared]:
+                    self.checks.prepared(member.stage, t)
 
     def forget_points(self) -> None:
         """Nothing happens at any point any more."""

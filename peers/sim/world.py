@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from unittest.mock import patch
 
 from peers import fault_points
@@ -14,9 +15,9 @@ from peers.sim import faults
 from peers.sim.faults import Fault
 from peers.sim.setting import dice_of, setting_of
 from peers.sim.swarm import Swarm
+from peers.stage import all_reduce, handoff
+from peers.storage import checkpoint
 
-FAULTS_WITHIN_S = 3.0
-"""Without faults a run of these sizes takes about so long."""
 MAX_FAULTS = 8
 END_WITHIN_S = 240.0
 """After the last fault. A ban lasts up to 30 s, a lost stage is looked for after 6 s, a record lives 20 s,
@@ -56,11 +57,12 @@ class World:
         self.swarm = Swarm(setting_of(self.seed), self.trace)
         if self.schedule is None:
             dice = dice_of(self.seed, "faults")
+            setting = self.swarm.setting
             self.schedule = faults.schedule(
-                dice, self.swarm.setting.has, most=MAX_FAULTS, within_s=FAULTS_WITHIN_S
+                dice, setting.has, most=MAX_FAULTS, within_s=setting.faults_within_s
             )
         ends = [fault.at_s + fault.lasts_s for fault in self.schedule]
-        self.calm_s = max([FAULTS_WITHIN_S, *ends])
+        self.calm_s = max([self.swarm.setting.faults_within_s, *ends])
         self.over = False
 
     @property
@@ -76,6 +78,9 @@ class World:
             stack.enter_context(patch.object(fault_points, "on_point", swarm.pass_point))
             # Who pauses collects what is on the device. Here that would be most of the time.
             stack.enter_context(swarm.disks.in_use())
+            if swarm.setting.crowd:
+                stack.enter_context(patch.object(all_reduce, "SMALL_CHUNK_ELEMENTS", 1))
+                stack.enter_context(patch.object(handoff, "CHUNK_ELEMENTS", 1))
             stack.enter_context(patch.object(gc, "collect", lambda: 0))
             self._begin()
             ended = loop.run(lambda: self.over, limit_s=self.calm_s + END_WITHIN_S)
@@ -148,6 +153,10 @@ class World:
         for member in swarm.peers:
             if member.stays and member.serving is not None:
                 swarm.check(swarm.checks.at_the_end, member.name, member.serving.compute)
+        for folder, stage in product((disk.folder for disk in swarm.disks.all), range(swarm.run.S)):
+            for step in checkpoint.saved_steps(folder, swarm.run, stage):
+                tensors, _ = checkpoint.load(folder, swarm.run, stage, step)
+                swarm.check(swarm.checks.saved, folder.name, stage, step, tensors)
 
     def _outcome(self) -> Outcome:
         swarm = self.swarm

@@ -114,3 +114,21 @@ def test_sets_of_tasks_have_the_same_order_in_each_process() -> None:
     code = "from tests.peers.test_virtual_loop import order_of_tasks_in_sets as f; print(f())"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert eval(said) == here and len(set(here)) > 300  # noqa: S307
+
+
+@pytest.mark.virtual_time
+async def test_a_wait_with_a_limit_ends_by_the_event_the_limit_or_a_cancellation_and_leaves_nothing() -> None:
+    event, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.call_later(1.0, event.set)
+    assert not await happens(event, 0.5) and loop.time() == 0.5
+    assert await happens(event, 60.0) and loop.time() == 1.0
+    assert await happens(event, 0.0)
+    event.clear()
+    assert not await happens(event, -1.0)
+    waiting = asyncio.ensure_future(happens(event, 60.0))
+    await asyncio.sleep(0.1)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    event.set()  # with no one left who waits
+    assert await happens(event, 1.0) and loop.time() == pytest.approx(1.1)
