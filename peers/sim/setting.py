@@ -64,7 +64,7 @@ class Setting:
 def setting_of(seed: int) -> Setting:
     """The swarm of a seed: of four kinds."""
     dice, kind = dice_of(seed, "kind"), dice_of(seed, "kinds").number()
-    setting = _usual(seed)
+    setting = usual(seed)
     if kind < CROWDS:
         return _crowded(setting, dice)
     if kind < CROWDS + UNLEVEL:
@@ -72,7 +72,8 @@ def setting_of(seed: int) -> Setting:
     return _stored(setting, dice) if kind < CROWDS + UNLEVEL + STORED else setting
 
 
-def _usual(seed: int) -> Setting:
+def usual(seed: int) -> Setting:
+    """No disks, fast devices, a few steps."""
     dice = dice_of(seed, "the world")
     run = replace(
         audit_run(

@@ -13,7 +13,7 @@ from unittest.mock import patch
 from peers import fault_points
 from peers.sim import faults
 from peers.sim.faults import Fault
-from peers.sim.setting import dice_of, setting_of
+from peers.sim.setting import Setting, dice_of, setting_of
 from peers.sim.swarm import Swarm
 from peers.stage import all_reduce, handoff
 from peers.storage import checkpoint
@@ -47,22 +47,23 @@ class Outcome:
 
 @dataclass
 class World:
-    """Everything that a seed says. `schedule`: other faults than those that it says."""
+    """Everything that a seed says. `schedule`, `setting`: other faults, and another swarm, than it says."""
 
     seed: int
     trace: Callable[[str], None] | None = None
     schedule: Sequence[Fault] | None = None
+    setting: Setting | None = None
 
     def __post_init__(self) -> None:
-        self.swarm = Swarm(setting_of(self.seed), self.trace)
+        self.swarm = Swarm(self.setting or setting_of(self.seed), self.trace)
+        setting = self.swarm.setting
         if self.schedule is None:
             dice = dice_of(self.seed, "faults")
-            setting = self.swarm.setting
             self.schedule = faults.schedule(
                 dice, setting.has, most=MAX_FAULTS, within_s=setting.faults_within_s
             )
         ends = [fault.at_s + fault.lasts_s for fault in self.schedule]
-        self.calm_s = max([self.swarm.setting.faults_within_s, *ends])
+        self.calm_s = max([setting.faults_within_s, *ends])
         self.over = False
 
     @property

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from peers.sim import __main__ as program
 from peers.sim.__main__ import main, play, played
 from peers.sim.faults import KINDS, Fault
+from peers.sim.setting import Setting, setting_of, usual
 from peers.sim.world import Outcome, World, run_schedule
 
 SCHEDULES = 2_000
@@ -32,7 +34,8 @@ def test_two_thousand_schedules_of_faults_change_no_weight() -> None:
     assert all(row["faults"][kind] > SCHEDULES / 100 for kind in KINDS), row["faults"]
     assert row["undone"] > SCHEDULES / 40 and row["replayed"] > SCHEDULES / 2
     assert row["generations"] > SCHEDULES / 200
-    assert all(row["checked"][name] > SCHEDULES for name in ("I1", "I2", "I3", "I4", "shared"))
+    assert all(row["checked"][name] > SCHEDULES for name in ("I1", "I2", "I3", "I4", "I5", "shared"))
+    assert row["checked"]["disk"] > SCHEDULES / 20
 
 
 @pytest.mark.process
@@ -61,7 +64,7 @@ def test_some_schedules_for_those_in_a_hurry() -> None:
 
 def test_a_peer_whose_device_failed_ends_and_no_trainer_with_it() -> None:
     lines: list[str] = []
-    world = World(0, trace=lines.append, schedule=[Fault(0.3, "device dies", 0.0, 1.0)])
+    world = World(0, trace=lines.append, schedule=[Fault(0.3, "device dies", 0.0, 1.0)], setting=usual(0))
     outcome = world.play()
     assert outcome.faults["device dies"] == 1 and not outcome.violation
     assert any("ends: the device of stage" in line for line in lines), "\n".join(lines)
@@ -71,7 +74,7 @@ def test_a_peer_whose_device_failed_ends_and_no_trainer_with_it() -> None:
 def test_a_finished_run_goes_back_only_with_a_trainer() -> None:
     """All of a stage die when the run is complete and its trainers have gone; one newcomer joins."""
     lines: list[str] = []
-    world = World(9, trace=lines.append, schedule=[Fault(3.5, "lose stage", 0.9, 1.0)])
+    world = World(9, trace=lines.append, schedule=[Fault(3.5, "lose stage", 0.9, 1.0)], setting=usual(9))
     world.play()
     story = "\n".join(lines)
     waits = story.index("going back to 0 waits for a trainer, and the other stages keep theirs")
@@ -80,19 +83,60 @@ def test_a_finished_run_goes_back_only_with_a_trainer() -> None:
     assert not world.violation, story
 
 
-def test_a_seed_replays_exactly() -> None:
-    first, again = run_schedule(17), run_schedule(17)
+def first_with(wanted: Callable[[Setting], bool]) -> Setting:
+    """The setting of the first seed that has what is wanted."""
+    return next(setting for setting in map(setting_of, range(10_000)) if wanted(setting))
+
+
+def stored(disks: str, *, keeper: bool) -> Setting:
+    return first_with(
+        lambda s: (s.disks, s.keeper, s.only_last, s.run.checkpoint_every) == (disks, keeper, False, 1)
+    )
+
+
+@pytest.mark.parametrize(("disks", "keeper"), [("own", False), ("shared", False), ("none", True)])
+def test_a_run_whose_power_fails_everywhere_goes_on_from_its_disks(disks: str, keeper: bool) -> None:
+    """With a keeper and no disks the keeper's folder is the run."""
+    lines: list[str] = []
+    setting = stored(disks, keeper=keeper)
+    at_s = 5.5 if keeper else 3.0  # a keeper asks every 3 s
+    outcome = World(1, lines.append, [Fault(at_s, "blackout", 0.0, 2.0)], setting).play()
+    story = "\n".join(lines)
+    assert not outcome.violation, story
+    after = story[story.index("the power fails everywhere") :]
+    assert "resumes from the checkpoint of version" in after, story
+
+
+def test_a_process_that_dies_while_it_saves_comes_back_and_what_it_tore_is_told() -> None:
+    lines: list[str] = []
+    faults = [Fault(0.5, "tear file", 0.0, 2.0, number=number) for number in (2, 2, 2)]
+    outcome = World(1, lines.append, faults, stored("shared", keeper=False)).play()
+    assert not outcome.violation and outcome.faults["tear file"] == 3
+    assert any("while p" in line and "writes a file" in line for line in lines)
+
+
+def test_peers_go_where_the_rebalancer_sends_them() -> None:
+    lines: list[str] = []
+    for seed in [seed for seed in range(600) if setting_of(seed).movable][:4]:
+        assert not World(seed, lines.append, []).play().violation
+    assert sum("moves from stage" in line for line in lines) >= 2, "without a fault that says so"
+
+
+@pytest.mark.parametrize("seed", [17, *(stored(disks, keeper=True).seed for disks in ("own", "none"))])
+def test_a_seed_replays_exactly(seed: int) -> None:
+    first, again = run_schedule(seed), run_schedule(seed)
     assert first == again and first.callbacks > 500
 
 
 def test_a_seed_replays_exactly_in_another_process() -> None:
     """Python salts the order of sets of texts in each process: nothing may depend on it."""
-    script = "from peers.sim.world import run_schedule; print(run_schedule(23).digest)"
+    seed = stored("own", keeper=True).seed
+    script = f"from peers.sim.world import run_schedule; print(run_schedule({seed}).digest)"
     salted = {**os.environ, "PYTHONHASHSEED": "1"}
     told = subprocess.run(
         [sys.executable, "-c", script], env=salted, capture_output=True, text=True, check=True
     )
-    assert told.stdout.strip() == run_schedule(23).digest
+    assert told.stdout.strip() == run_schedule(seed).digest
 
 
 # --- the command --------------------------------------------------------------------------------------------
@@ -138,5 +182,5 @@ def test_wrong_usage_is_explained(
 
 def test_what_waits_to_be_sent_again_does_not_change_with_the_weights() -> None:
     """Seed 792: an output was a view of the weights; sent again after a rollback it was that of others."""
-    world = World(792, schedule=[Fault(1.656, "lose stage", 0.651, 4.08)])
+    world = World(792, schedule=[Fault(1.656, "lose stage", 0.651, 4.08)], setting=usual(792))
     assert world.play().violation == ""
