@@ -7,7 +7,6 @@ is its description.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 from peers.sim.disks import Tear
@@ -195,21 +194,29 @@ def cut_off(swarm: Swarm, fault: Fault) -> bool:
 def leave(swarm: Swarm, fault: Fault) -> bool:
     """A peer drains, hands its sum over, and goes."""
     member = swarm.pick([m for m in swarm.safe() if m.stays], fault.which)
-    if member is None:
-        return False
+    if member is not None:
+        _leave(swarm, member)
+    return member is not None
+
+
+def _leave(swarm: Swarm, member: PeerMember) -> None:
     swarm.say(f"*** {member.name} of stage {member.stage} is told to leave")
     member.told_to_leave = True  # a stopped process hears of it later
     swarm.loop.call_soon(member.owner.leave, context=member.process.context)
-    return True
 
 
 @_kind(40, "crowd")
 def rush(swarm: Swarm, fault: Fault) -> bool:
-    """Two replicas leave or pause within a second, and another one comes."""
-    for happen in (leave, swarm.dice.pick((leave, pause)), join):
-        again = partial(happen, swarm, fault._replace(which=swarm.dice.number()))
-        swarm.loop.call_later(swarm.dice.between(0.0, 1.0), again)
-    return True
+    """The next replicas that have something in their sums leave, one after the other, and others come."""
+
+    def happens(process: Process) -> None:
+        member = next((m for m in swarm.safe() if m.process is process and m.stays), None)
+        if member is not None:
+            _leave(swarm, member)
+
+    for _ in range(3):
+        swarm.at_point("backward", fault.number, happens)
+    return join(swarm, fault)
 
 
 @_kind(6)
@@ -282,7 +289,7 @@ def restart(swarm: Swarm, fault: Fault) -> bool:
     return member is not None
 
 
-@_kind(4, "disks")
+@_kind(12, "disks")
 def blackout(swarm: Swarm, fault: Fault) -> bool:
     """All peers and keepers die at once, and come back one by one with their disks."""
     swarm.say("*** the power fails everywhere")
@@ -291,7 +298,7 @@ def blackout(swarm: Swarm, fault: Fault) -> bool:
     return True
 
 
-@_kind(8, "keeper")
+@_kind(14, "keeper")
 def restart_keeper(swarm: Swarm, fault: Fault) -> bool:
     """A keeper dies and comes back with its disk."""
     member = swarm.pick([m for m in swarm.keepers if m.alive], fault.which)
@@ -366,7 +373,7 @@ def slow_threads(swarm: Swarm, fault: Fault) -> bool:
     return True
 
 
-@_kind(6, "disks")
+@_kind(10, "disks")
 def fill_disk(swarm: Swarm, fault: Fault) -> bool:
     """A disk has no room for another file, for some seconds."""
     disk = swarm.pick(swarm.disks.all, fault.which)
@@ -378,7 +385,7 @@ def fill_disk(swarm: Swarm, fault: Fault) -> bool:
     return True
 
 
-@_kind(8, "disks")
+@_kind(12, "disks")
 def tear_file(swarm: Swarm, fault: Fault) -> bool:
     """A process dies while it writes a file, of which a part may be there; it comes back with its disk."""
     members = [m for m in (*swarm.living(), *swarm.keepers) if m.alive and m.disk is not None]

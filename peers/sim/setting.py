@@ -16,7 +16,7 @@ def dice_of(seed: int, purpose: str) -> Dice:
     return Dice(int.from_bytes(hashlib.sha256(f"{seed} {purpose}".encode()).digest()[:8], "big"))
 
 
-CROWDS, UNLEVEL, STORED = 0.05, 0.04, 0.15
+CROWDS, UNLEVEL, STORED = 0.03, 0.02, 0.12
 """Shares of all seeds."""
 
 
@@ -65,10 +65,8 @@ def setting_of(seed: int) -> Setting:
     """The swarm of a seed: of four kinds."""
     dice, kind = dice_of(seed, "kind"), dice_of(seed, "kinds").number()
     setting = usual(seed)
-    if kind < CROWDS:
-        return _crowded(setting, dice)
-    if kind < CROWDS + UNLEVEL:
-        return _unlevel(setting, dice)
+    if kind < CROWDS + UNLEVEL and setting.run.S > 1:
+        return _crowded(setting, dice) if kind < CROWDS else _unlevel(setting, dice)
     return _stored(setting, dice) if kind < CROWDS + UNLEVEL + STORED else setting
 
 
@@ -113,13 +111,13 @@ def _stored(setting: Setting, dice: Dice) -> Setting:
 
 
 def _crowded(setting: Setting, dice: Dice) -> Setting:
-    """A full stage with slow devices on bad lines: duplicates, and peers that leave while they have sums."""
+    """A full stage 0 with slow devices on bad lines: duplicates, and peers that leave while they have sums."""
     return replace(
         setting,
         run=_longer(setting.run, steps=3, microbatches=8),
         lines=Lines(most_s=0.05, lost=0.01, doubled=0.1, late=0.05),
         window=dice.pick((2, 4)),
-        first_peers=_one_full(setting.run.S, dice),
+        first_peers=[dice.pick((4, 5)), *(1 for _ in range(1, setting.run.S))],
         first_trainers=dice.pick((2, 3)),
         job_s=(0.05, 0.1, 0.3),
         faults_within_s=8.0,
@@ -134,7 +132,7 @@ def _unlevel(setting: Setting, dice: Dice) -> Setting:
         setting,
         run=replace(run, rebalance_every_s=dice.pick((1, 2))),
         window=None,
-        first_peers=_one_full(run.S, dice),
+        first_peers=dice.shuffled([dice.pick((4, 5)), *(1 for _ in range(1, run.S))]),
         job_s=(0.1, 0.15, 0.2),
         faults_within_s=6.0,
         movable=True,
@@ -143,8 +141,3 @@ def _unlevel(setting: Setting, dice: Dice) -> Setting:
 
 def _longer(run: Run, *, steps: int, microbatches: int) -> Run:
     return replace(run, steps=steps, batch=replace(run.batch, microbatches_per_step=microbatches))
-
-
-def _one_full(stages: int, dice: Dice) -> list[int]:
-    full = dice.below(stages)
-    return [dice.pick((4, 5)) if stage == full else 1 for stage in range(stages)]
