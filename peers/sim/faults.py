@@ -291,11 +291,17 @@ def restart(swarm: Swarm, fault: Fault) -> bool:
 
 @_kind(12, "disks")
 def blackout(swarm: Swarm, fault: Fault) -> bool:
-    """All peers and keepers die at once, and come back one by one with their disks."""
-    swarm.say("*** the power fails everywhere")
-    for member in (*swarm.living(), *(k for k in swarm.keepers if k.alive)):
-        swarm.restart(member, swarm.dice.between(0.1, fault.lasts_s))
-    return True
+    """Some steps later all peers and keepers die at once, and come back one by one with their disks."""
+
+    def happens(_: Process) -> None:
+        swarm.injected["blackout"] += 1
+        swarm.say("*** the power fails everywhere")
+        for member in (*swarm.living(), *(k for k in swarm.keepers if k.alive)):
+            swarm.restart(member, swarm.dice.between(0.1, fault.lasts_s))
+        raise Killed
+
+    swarm.at_point("took", 3 * fault.number, happens)
+    return False
 
 
 @_kind(14, "keeper")

@@ -105,13 +105,13 @@ def _stored(setting: Setting, dice: Dice) -> Setting:
         disks=disks,
         only_last=dice.chance(0.15),
         keeper=disks == "none" or dice.chance(0.3),
-        job_s=(0.03, 0.06, 0.12),
-        faults_within_s=5.0,
+        job_s=(0.1, 0.2, 0.3),
+        faults_within_s=8.0,
     )
 
 
 def _crowded(setting: Setting, dice: Dice) -> Setting:
-    """A full stage 0 with slow devices on bad lines: duplicates, and peers that leave while they have sums."""
+    """A full stage 0, slow devices, bad lines: duplicates, and peers that leave while they have sums."""
     return replace(
         setting,
         run=_longer(setting.run, steps=3, microbatches=8),

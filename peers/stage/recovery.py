@@ -165,7 +165,7 @@ class Recovery:
         The run is at `run`, and no member of this stage holds that. False if it has to wait, or nobody gave
         what he promised.
         """
-        have, from_keeper = await self._to_be_had()
+        have, from_keeper, _ = await self._to_be_had()
         goal, wait_s = way_back(
             self._stage, self._run.S, run, have, waited_s=waited_s, from_keeper=from_keeper,
             checkpoint_every=self._run.checkpoint_every, steps=self._run.steps,
@@ -203,25 +203,29 @@ class Recovery:
     async def resume(self) -> bool | None:
         """Start a run that no peer serves from the newest version that all stages can get somewhere.
 
-        True: done. False: some stage has nothing yet that fits. None: nothing is saved anywhere.
+        True: done. False: some stage has nothing yet that fits, or all that there was may be with a keeper
+        that does not answer yet. None: nothing is saved anywhere.
         """
         core = self._core
-        have, _ = await self._to_be_had()
+        have, _, keeper_absent = await self._to_be_had()
         if not any(have.values()):
-            return None
+            return False if keeper_absent else None
         newest = newest_start(self._run.S, have, most=self._run.steps)
         return newest > core.version and await self._get(Position(core.generation, newest))
 
-    async def _to_be_had(self) -> tuple[dict[Stage, set[int]], bool]:
-        """The saved versions of each stage that are here or offered; whether a keeper offers any."""
+    async def _to_be_had(self) -> tuple[dict[Stage, set[int]], bool, bool]:
+        """The saved versions of each stage, here or offered; whether a keeper offers any, and whether one is
+        silent.
+        """
         records = await self._directory.survey()
         keepers = {record.peer for record in records if is_keeper(record)}
-        saved = await ask_saved(self._run, self._transport, records)
+        faults: list[PeerFault] = []
+        saved = await ask_saved(self._run, self._transport, records, on_fault=faults.append)
         from_keeper = any(not keepers.isdisjoint(who) for had in saved.values() for who in had.values())
         have = {stage: set(versions) for stage, versions in saved.items()}
         have[self._stage] |= set(await asyncio.to_thread(self._shelf.versions))
         have[self._stage] -= self._useless
-        return have, from_keeper
+        return have, from_keeper, not keepers.isdisjoint(fault.peer for fault in faults)
 
     async def _get(self, goal: Position) -> bool:
         """Load a saved version: from here, from others, or, if it is version 0, from the seed."""

@@ -6,7 +6,7 @@ keeping a sum that was handed over.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -17,7 +17,7 @@ from peers.stage.recovery import Recovery
 from swarm.model.stage import StageCompute
 from swarm.protocol import coordinator, rounds
 from swarm.protocol.ledger import Claim, Ledger
-from swarm.protocol.rounds import Decision, MemberStep, Plan, Reduce
+from swarm.protocol.rounds import Commit, Decision, MemberStep, Plan, Reduce, StageStep
 
 Patch = pytest.MonkeyPatch
 
@@ -100,6 +100,18 @@ def keep_a_tied_gradient(patch: Patch) -> None:
     patch.setattr(StageCompute, "complete", lambda self, reduced, shared: reduced)
 
 
+def commit_early(patch: Patch) -> None:
+    """As soon as one stage is prepared."""
+
+    def commit(
+        t: int, stages: int, summaries: Mapping[int, StageStep], last_go: Mapping[int, Commit]
+    ) -> Commit | None:
+        ready = len(summaries) == stages and any(summary.ready for summary in summaries.values())
+        return last_go.get(t) or (Commit(t, 0.0) if ready else None)
+
+    patch.setattr(coordinator, "decide_commit", commit)
+
+
 @pytest.mark.parametrize(
     ("mutation", "invariant", "seeds"),
     [
@@ -109,6 +121,7 @@ def keep_a_tied_gradient(patch: Patch) -> None:
         (stay_when_a_stage_is_lost, "liveness", 60),
         (forget_a_farewell, "liveness", 60),
         (keep_a_tied_gradient, "I1", 60),
+        (commit_early, "I5", 20),
     ],
 )
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from peers.sim import __main__ as program
 from peers.sim.__main__ import main, play, played
 from peers.sim.faults import KINDS, Fault
+from peers.sim.network import Lines
 from peers.sim.setting import Setting, setting_of, usual
 from peers.sim.world import Outcome, World, run_schedule
 
@@ -98,13 +100,13 @@ def stored(disks: str, *, keeper: bool) -> Setting:
 def test_a_run_whose_power_fails_everywhere_goes_on_from_its_disks(disks: str, keeper: bool) -> None:
     """With a keeper and no disks the keeper's folder is the run."""
     lines: list[str] = []
-    setting = stored(disks, keeper=keeper)
-    at_s = 5.5 if keeper else 3.0  # a keeper asks every 3 s
-    outcome = World(1, lines.append, [Fault(at_s, "blackout", 0.0, 2.0)], setting).play()
+    setting = replace(stored(disks, keeper=keeper), lines=Lines())
+    after = Fault(0.0, "blackout", 0.0, 2.0, number=3 if keeper else 2)  # a keeper asks every 3 s
+    outcome = World(1, lines.append, [after], setting).play()
     story = "\n".join(lines)
     assert not outcome.violation, story
-    after = story[story.index("the power fails everywhere") :]
-    assert "resumes from the checkpoint of version" in after, story
+    dark = story.index("the power fails everywhere")
+    assert "resumes from the checkpoint of version" in story[dark:], story
 
 
 def test_a_process_that_dies_while_it_saves_comes_back_and_what_it_tore_is_told() -> None:
