@@ -7,11 +7,11 @@ is its description.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from peers.sim.disks import Tear
 from peers.sim.members import PeerMember
-from peers.sim.network import Lines
 from peers.sim.processes import PROCESS, WORLD, Killed, Process
 from peers.sim.swarm import Swarm
 from swarm.ids import PeerId, Stage
@@ -258,7 +258,7 @@ def storm(swarm: Swarm, fault: Fault) -> bool:
         swarm.network.lines = swarm.network.calm
 
     swarm.say("*** a storm begins")
-    swarm.network.lines = Lines(most_s=swarm.network.calm.most_s, lost=0.2, doubled=0.15, late=0.15)
+    swarm.network.lines = replace(swarm.network.calm, lost=0.2, doubled=0.15, late=0.15)
     swarm.loop.call_later(min(1.0, fault.lasts_s), ends)
     return True
 
@@ -448,7 +448,7 @@ def calm(swarm: Swarm) -> None:
         disk.full, disk.tear = False, None
     swarm.say("*** from here on nothing fails")
     swarm.forget_points()
-    swarm.network.calm = swarm.network.lines = Lines(most_s=swarm.network.calm.most_s)
+    swarm.network.calm = swarm.network.lines = replace(swarm.network.calm, lost=0.0, doubled=0.0, late=0.0)
     swarm.dht.cut_off.clear()
     for member in swarm.members():
         member.process.slow_s = 0.0

@@ -18,6 +18,8 @@ def dice_of(seed: int, purpose: str) -> Dice:
 
 CROWDS, UNLEVEL, STORED = 0.03, 0.02, 0.12
 """Shares of all seeds."""
+BYTES_PER_S = (1e6, 1e6, 1e6, 3e4, 1e4)
+"""Of a line. The slowest one carries a report or a directive in 20 to 60 ms."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,13 @@ def usual(seed: int) -> Setting:
     return Setting(
         seed=seed,
         run=run,
-        lines=Lines(most_s=dice.pick((0.01, 0.03, 0.06)), lost=bad, doubled=2 * bad, late=bad),
+        lines=Lines(
+            most_s=dice.pick((0.01, 0.03, 0.06)),
+            bytes_per_s=dice_of(seed, "bandwidth").pick(BYTES_PER_S),
+            lost=bad,
+            doubled=2 * bad,
+            late=bad,
+        ),
         tied=run.S > 1 and dice_of(seed, "tied weights").chance(1 / 3),
         window=dice.pick((None, 1, 2, 4)),
         names=dice.shuffled([f"p{i:02}" for i in range(60)]),
