@@ -20,6 +20,7 @@ from unittest.mock import patch
 from peers.sim.processes import PROCESS, Killed
 from peers.storage import atomic_file
 
+MEMORY = Path("/dev/shm")
 SIZE_BYTES = 1 << 40
 """Of each disk."""
 
@@ -55,9 +56,7 @@ class Disks:
     """All disks of a world, which vanish with it."""
 
     def __init__(self) -> None:
-        memory = Path("/dev/shm")
-        where = memory if os.access(memory, os.W_OK) else None
-        self._root = tempfile.TemporaryDirectory(prefix="swarm-sim-", dir=where)
+        self._root: tempfile.TemporaryDirectory[str] | None = None
         self.all: list[Disk] = []
         self._of: dict[str, Disk] = {}
         """By the name of a process."""
@@ -65,6 +64,9 @@ class Disks:
 
     def add(self) -> Disk:
         """An empty one."""
+        if self._root is None:
+            where = MEMORY if os.access(MEMORY, os.W_OK) else None
+            self._root = tempfile.TemporaryDirectory(prefix="swarm-sim-", dir=where)
         disk = Disk(Path(self._root.name) / f"disk{len(self.all)}")
         self.all.append(disk)
         return disk
@@ -75,7 +77,7 @@ class Disks:
 
     def without_root(self, text: str) -> str:
         """`text` with folders named as they are in each replay."""
-        return text.replace(self._root.name, "")
+        return text if self._root is None else text.replace(self._root.name, "")
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -85,7 +87,8 @@ class Disks:
             patch.object(shutil, "disk_usage", self._usage),
         ):
             yield
-        self._root.cleanup()
+        if self._root is not None:
+            self._root.cleanup()
 
     def _usage(self, path: Path) -> _Usage:
         full = any(disk.full and path.is_relative_to(disk.folder) for disk in self.all)
