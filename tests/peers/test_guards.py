@@ -1,0 +1,487 @@
+"""The last look before a sum, a ledger or a state changes: what came before may have changed meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from peers.ports import Rank
+from peers.sim.members import AuditCompute
+from peers.stage.all_reduce import vector_digest
+from peers.stage.handoff import _Aside  # pyright: ignore[reportPrivateUsage]
+from peers.stage.open_step import Kept, OpenStep
+from swarm.errors import Leaving, NotNow, NotReady, PeerGone, Refused, SwarmError
+from swarm.ids import Generation, Microbatch, Position
+from swarm.manifest import audit_run
+from swarm.model.layout import initial_state
+from swarm.model.stage import Gradients
+from swarm.model.stage_io import input_metas
+from swarm.protocol.ledger import Bitmap
+from swarm.protocol.messages import Directive
+from swarm.protocol.replica import ApplyStep, CatchUp
+from swarm.protocol.rounds import Commit, Plan, Prepared, round_id
+from swarm.protocol.step import StepState
+from swarm.records import PeerRecord
+from swarm.wire.codec import Encoded
+from swarm.wire.messages import Ack, Audit, OfferedSum, PeerStatus, TakeSum, Work, WorkDone, pack
+from tests.peers.alone import Alone
+
+pytestmark = pytest.mark.virtual_time
+
+RUN = audit_run(stages=1, steps=2, microbatches_per_step=4)
+TWO = audit_run(stages=2, steps=2, microbatches_per_step=4)
+
+
+def gradients(alone: Alone, m: int) -> tuple[Gradients, Kept]:
+    """What the backward of a microbatch gives, in no sum yet."""
+    inputs = [Encoded(meta, [bytes(9)]) for meta in input_metas(RUN, 0)]
+    found = alone.core.compute.loss_gradients(Microbatch(0, m), inputs, weights=True)
+
+    return found, Kept(inputs, (), WorkDone(loss=found.loss), ())
+
+
+async def count(alone: Alone, *microbatches: int) -> None:
+    """They enter the sum and the ledger, as `work` does it."""
+    for m in microbatches:
+        found, kept = gradients(alone, m)
+        alone.peer.desk._count(alone.core.steps[0], found, kept)  # pyright: ignore[reportPrivateUsage]
+
+
+async def freeze(alone: Alone, name: str = "a round") -> OpenStep:
+    """The sum of step 0 is promised."""
+    step = alone.core.steps[0]
+    await alone.core.device.run(Rank.STEP, 0, step.ledger.freeze, name)
+    return step
+
+
+# --- microbatches -------------------------------------------------------------------------------------------
+
+
+async def test_a_gradient_that_ends_after_its_sum_was_promised_stays_out() -> None:
+    alone = await Alone(RUN).opened()
+    await count(alone, 0)
+    late, kept = gradients(alone, 1)
+    step, before = await freeze(alone), alone.sum()
+    alone.peer.desk._count(step, late, kept)  # pyright: ignore[reportPrivateUsage]
+    assert (alone.sum(), step.ledger.done) == (before, 1) and 1 not in step.kept
+
+
+async def test_a_gradient_that_another_request_added_meanwhile_is_not_added_again() -> None:
+    alone = await Alone(RUN).opened()
+    (found, kept), _ = gradients(alone, 2), await count(alone, 2)
+    before = alone.sum()
+    alone.peer.desk._count(alone.core.steps[0], found, kept)  # pyright: ignore[reportPrivateUsage]
+    assert alone.sum() == before
+
+
+async def test_a_duplicate_is_not_taken_out_of_a_sum_that_was_promised() -> None:
+    alone = await Alone(RUN).opened()
+    await count(alone, 0, 1)
+    step, before = await freeze(alone), alone.sum()
+    await alone.peer._undo(step, 0b10)  # pyright: ignore[reportPrivateUsage]
+    assert (alone.sum(), step.ledger.done) == (before, 0b11)
+
+
+async def test_of_a_sum_that_was_taken_over_no_microbatch_is_subtracted_all_of_it_is_dropped() -> None:
+    alone = await Alone(RUN).opened()
+    await count(alone, 0)
+    step, core = alone.core.steps[0], alone.core
+    await core.device.run(Rank.STEP, 0, add(alone), step, aside(alone), 0b110, (0.0, 0.0))
+    assert (step.ledger.done, step.ledger.inherited) == (0b111, 0b110)
+    await alone.peer._undo(step, 0b010)  # pyright: ignore[reportPrivateUsage]
+    assert (step.ledger.done, step.ledger.inherited, any(alone.sum())) == (0, 0, False)
+    await count(alone, 1)
+    assert step.ledger.done == 0b10 and alone.sum()[1] and not alone.sum()[0]
+
+
+async def test_what_is_undone_and_is_the_peers_own_leaves_the_sum_and_nothing_else_does() -> None:
+    alone = await Alone(RUN).opened()
+    await count(alone, 0)
+    before = alone.sum()
+    await count(alone, 3)
+    await alone.peer._undo(alone.core.steps[0], 0b1000)  # pyright: ignore[reportPrivateUsage]
+    assert (alone.sum(), alone.core.steps[0].ledger.done, alone.core.undone) == (before, 1, 1)
+
+
+# --- freezing and thawing -----------------------------------------------------------------------------------
+
+
+async def test_a_sum_that_was_promised_anew_stays_as_it_is_though_it_was_told_to_open() -> None:
+    alone = await Alone(RUN).opened()
+    step = alone.core.steps[0]
+    step.start_round("one", now=0.0)
+    await freeze(alone, "one")
+    step.end_round("one", failed=True)
+    opening = asyncio.create_task(alone.peer._thaw(step))  # pyright: ignore[reportPrivateUsage]
+    await asyncio.sleep(0)
+    step.start_round("two", now=0.0)
+    await opening
+    assert (step.state, step.ledger.frozen_for) == (StepState.FROZEN, "one")
+
+
+async def test_of_two_changes_of_the_state_the_second_waits_to_be_told_again() -> None:
+    alone = await Alone(RUN).opened()
+    began: list[str] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        async def change(_: object) -> None:
+            began.append(name)
+            await asyncio.sleep(1.0)
+
+        return change
+
+    peer: Any = alone.peer
+    peer._apply_step, peer._catch_up = noted("step"), noted("state")
+    directive = Directive(run=RUN.id, stage=0, coordinator="me", version=1)
+    peer._act(ApplyStep(Commit(0, 1.0)))
+    peer._act(CatchUp(directive))
+    await asyncio.sleep(0.5)
+    assert began == ["step"]
+    await asyncio.sleep(1.0)
+    peer._act(CatchUp(directive))
+    await asyncio.sleep(0.5)
+    assert began == ["step", "state"]
+
+
+# --- a round ------------------------------------------------------------------------------------------------
+
+
+async def promised(alone: Alone) -> tuple[Any, OpenStep, Plan]:
+    """The peer, its step with all microbatches, and the plan of a round with itself."""
+    await count(alone, *range(RUN.M))
+    step, done = alone.core.steps[0], Bitmap(0b1111)
+    name = round_id(RUN.id, 0, 0, 0, ["me"], [done])
+    step.start_round(name, now=0.0)
+    return alone.peer, step, Plan(name, 0, ("me",), (done,), (alone.core.compute.numel,))
+
+
+async def test_a_result_that_comes_when_the_sum_is_open_again_is_not_taken() -> None:
+    alone = await Alone(RUN).opened()
+    peer, step, plan = await promised(alone)
+
+    async def late(*_: object) -> tuple[torch.Tensor, Prepared]:
+        await alone.core.device.run(Rank.STEP, 0, step.ledger.thaw)
+        return torch.ones(alone.core.compute.numel, dtype=torch.float64), Prepared(plan.round, 1.0, "")
+
+    peer.all_reduce.run = late
+    await peer._reduce(step, plan)
+    assert (step.prepared, step.reduced, step.round) == (None, None, None)
+
+
+async def test_a_round_that_breaks_here_is_said_to_have_failed() -> None:
+    alone = await Alone(RUN).opened()
+    peer, step, plan = await promised(alone)
+
+    async def breaks(*_: object) -> None:
+        raise MemoryError
+
+    peer.all_reduce.run = breaks
+    with pytest.raises(MemoryError):
+        await peer._reduce(step, plan)
+    assert (step.failed_round, step.state) == (plan.round, StepState.FROZEN)
+
+
+async def test_a_plan_that_names_another_ledger_freezes_nothing() -> None:
+    alone = await Alone(RUN).opened()
+    peer, step, plan = await promised(alone)
+    await peer._undo(step, 0b1000)
+    await peer._reduce(step, plan)
+    assert (step.failed_round, step.ledger.frozen_for, step.state) == (plan.round, None, StepState.OPEN)
+
+
+async def test_a_step_is_taken_once_and_in_its_turn() -> None:
+    run = replace(RUN, delayed_updates=True)
+    alone = await Alone(run).opened()
+    for t in (0, 1):
+        step, ones = alone.core.steps[t], torch.ones(alone.core.compute.numel, dtype=torch.float64)
+        step.start_round("r", now=0.0)
+        await alone.peer._tied_weights.hold(step, ones, Prepared("r", 1.0, ""))  # pyright: ignore[reportPrivateUsage]
+    await alone.core.apply(Commit(1, 1.0))
+    assert alone.core.version == 0 and not alone.core.steps[1].over
+    await asyncio.gather(*(alone.core.apply(Commit(0, 1.0)) for _ in range(2)))
+    assert alone.core.version == 1 and list(alone.core.commits) == [0]
+
+
+async def test_with_a_step_that_is_over_nothing_is_computed() -> None:
+    alone = await Alone(RUN).opened()
+    step, desk = alone.core.steps[0], alone.peer.desk
+    work = Work(run=RUN.id, t=0, m=0, version=0, tensors=input_metas(RUN, 0))
+    assert desk._alive(step, work) == Microbatch(0, 0)  # pyright: ignore[reportPrivateUsage]
+    step.close()
+    with pytest.raises(NotReady, match="was dropped here"):
+        desk._alive(step, work)  # pyright: ignore[reportPrivateUsage]
+
+
+# --- another state ------------------------------------------------------------------------------------------
+
+
+async def test_with_another_state_the_open_steps_and_their_commits_are_over() -> None:
+    alone = await Alone(RUN).opened()
+    await count(alone, 0)
+    core, old = alone.core, alone.core.steps[0]
+    late, kept = gradients(alone, 1)
+    core.commits = {0: Commit(0, 1.0)}
+    await core.load(Position(Generation(1, 0), 0), initial_state(RUN, 0))
+    assert old.over and core.steps[0] is not old and not core.steps[0].over
+    assert (core.commits, core.steps[0].ledger.done, any(alone.sum())) == ({}, 0, False)
+    with pytest.raises(SwarmError, match="weights that are gone"):
+        alone.peer.desk._count(old, late, kept)  # pyright: ignore[reportPrivateUsage]
+    assert not any(alone.sum())
+
+
+async def test_who_stays_where_a_generation_begins_keeps_its_sum_and_forgets_the_commits() -> None:
+    alone = await Alone(RUN).opened()
+    await count(alone, 0)
+    alone.core.commits = {0: Commit(0, 1.0)}
+    alone.core.enter(Generation(1, 0))
+    assert (alone.core.commits, alone.core.steps[0].ledger.done) == ({}, 1)
+
+
+async def test_a_digest_is_told_of_the_version_that_it_was_made_of_only() -> None:
+    alone = await Alone(RUN).opened()
+    await alone.core.refresh_digest()
+    assert alone.core.digest
+    alone.core.compute.state.version = 1
+    assert not alone.core.digest
+
+
+async def test_no_step_is_open_before_a_peer_has_joined_nor_waited_for_once_it_leaves() -> None:
+    alone = await Alone(RUN).opened()
+    alone.core.joined = False
+    with pytest.raises(NotReady, match="step 0 is not open"):
+        await alone.core.step(0, wait_s=0.0)
+    waiting = asyncio.create_task(alone.core.step(0, wait_s=1000.0))
+    await asyncio.sleep(1.0)
+    alone.core.leave()
+    await asyncio.sleep(1.0)
+    with pytest.raises(Leaving):
+        waiting.result()
+
+
+# --- handing over -------------------------------------------------------------------------------------------
+
+
+def aside(alone: Alone) -> _Aside:
+    """A sum that came whole."""
+    ones = torch.ones(alone.core.compute.numel, dtype=alone.core.compute.sums.dtype)
+    return _Aside(0, ones, set(), 0.0)
+
+
+def add(alone: Alone) -> Callable[..., None]:
+    return alone.peer._handoff._add  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("how", ["promised", "has one of them"])
+async def test_a_sum_that_comes_when_it_cannot_be_counted_changes_nothing(how: str) -> None:
+    alone = await Alone(RUN).opened()
+    await count(alone, 0)
+    step = alone.core.steps[0]
+    why, done = "some of it was computed here meanwhile", 0b11
+    if how == "promised":
+        await freeze(alone)
+        why, done = "the step is being averaged here", 0b10
+    before = alone.sum()
+    with pytest.raises(NotNow, match=why):
+        await alone.core.device.run(Rank.STEP, 0, add(alone), step, aside(alone), done, (0.0,) * 2)
+    assert (alone.sum(), step.ledger.done) == (before, 1)
+
+
+def replica(**changes: Any) -> PeerRecord:
+    return PeerRecord(
+        **{"peer": "other", "run": RUN.id, "stage": 0, "state": "serving", "version": 0, **changes}
+    )
+
+
+def offered(*_: object) -> OfferedSum:
+    return OfferedSum(overlap=Bitmap(0))
+
+
+def acknowledged(*_: object) -> Ack:
+    return Ack()
+
+
+def refuses(error: SwarmError) -> Callable[..., Ack]:
+    def refuse(*_: object) -> Ack:
+        raise error
+
+    return refuse
+
+
+@pytest.mark.parametrize("method", ["give", "take"])
+async def test_a_sum_that_a_replica_refuses_counts_here_and_goes_on_growing(method: str) -> None:
+    alone = await Alone(RUN).opened()
+    await count(alone, 0, 1)
+    before, step = alone.sum(), alone.core.steps[0]
+    alone.line.answers = {"offer": offered, "give": acknowledged, "take": acknowledged}
+    alone.line.answers[method] = refuses(NotNow("the step is being averaged here"))
+    with pytest.raises(NotNow):
+        await alone.peer._handoff._give(step, "other")  # pyright: ignore[reportPrivateUsage]
+    assert (alone.sum(), step.ledger.done, step.ledger.frozen_for) == (before, 0b11, None)
+    await count(alone, 2)
+    assert step.ledger.done == 0b111
+
+
+@pytest.mark.parametrize("answer", [acknowledged, refuses(PeerGone("other", "it died"))])
+async def test_a_sum_that_a_replica_has_or_may_have_counts_here_no_more(answer: Callable[..., Ack]) -> None:
+    alone = await Alone(RUN).opened()
+    await count(alone, 0, 1)
+    step = alone.core.steps[0]
+    alone.line.answers = {"offer": offered, "give": acknowledged, "take": answer}
+    assert await alone.peer._handoff._give(step, "other")  # pyright: ignore[reportPrivateUsage]
+    assert (any(alone.sum()), step.ledger.done, step.kept) == (False, 0, {})
+
+
+async def test_nothing_enters_a_sum_while_it_is_given_away() -> None:
+    alone = await Alone(RUN).opened()
+    await count(alone, 0)
+    late, kept = gradients(alone, 1)
+    step, before = alone.core.steps[0], alone.sum()
+
+    def given(*_: object) -> Ack:
+        alone.peer.desk._count(step, late, kept)  # pyright: ignore[reportPrivateUsage]
+        assert (alone.sum(), step.ledger.done) == (before, 1)
+        return Ack()
+
+    alone.line.answers = {"offer": offered, "give": given, "take": acknowledged}
+    assert await alone.peer._handoff._give(step, "other")  # pyright: ignore[reportPrivateUsage]
+
+
+async def test_what_a_replica_has_as_well_is_undone_before_a_sum_is_given() -> None:
+    alone = await Alone(RUN).opened()
+    await count(alone, 0, 1)
+    overlap = OfferedSum(overlap=Bitmap(0b10))
+    alone.line.answers = {"offer": lambda *_: overlap, "give": acknowledged, "take": acknowledged}
+    assert await alone.peer._handoff._give(alone.core.steps[0], "other")  # pyright: ignore[reportPrivateUsage]
+    assert alone.core.undone == 1
+
+
+class Asked:
+    """A call with a header and a body that is there already."""
+
+    peer = "giver"
+
+    def __init__(self, header: msgspec.Struct, *body: bytes) -> None:
+        self.header, self._body = pack(header), body
+
+    @property
+    def body_sizes(self) -> list[int]:
+        return [len(part) for part in self._body]
+
+    async def accept(self) -> list[bytes]:
+        return list(self._body)
+
+
+async def test_a_sum_is_taken_over_when_all_of_it_is_there_as_it_was_given_and_in_its_generation() -> None:
+    alone = await Alone(RUN).opened()
+    alone.records.known = [replica(peer="giver")]
+    handoff: Any = alone.peer._handoff  # pyright: ignore[reportPrivateUsage]
+    there = handoff._aside["giver"] = aside(alone)
+    loss = struct.pack("<d", 0.5)
+    good = TakeSum(run=RUN.id, t=0, done=Bitmap(0b100), digest=vector_digest(there.vector))
+
+    async def refused(why: str, **changes: Any) -> None:
+        with pytest.raises((Refused, NotNow), match=why):
+            await handoff._serve_take(Asked(msgspec.structs.replace(good, **changes), loss))
+        assert not alone.core.steps[0].ledger.done and not any(alone.sum())
+
+    there.missing.add(0)
+    await refused("has not come as a whole")
+    there.missing.clear()
+    await refused("does not fit its digest", digest="0" * 32)
+    await refused("in another generation", generation=Generation(1, 0))
+    await refused("do not fit the ledger", done=Bitmap(0b110))
+    await handoff._serve_take(Asked(good, loss))
+    step = alone.core.steps[0]
+    assert (step.ledger.done, step.ledger.inherited, step.loss_of(2)) == (0b100, 0b100, 0.5)
+
+
+# --- who may be relied on -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "relied_on"),
+    [
+        ({}, True),
+        ({"version": 1}, True),
+        ({"version": 0}, False),
+        ({"generation": Generation(2, 0)}, False),
+        ({"state": "leaving"}, False),
+    ],
+)
+async def test_a_stage_is_left_to_a_replica_only_that_has_its_weights(
+    changes: dict[str, Any], relied_on: bool
+) -> None:
+    alone = await Alone(RUN).opened()
+    alone.core.compute.state.version, alone.core.generation = 2, Generation(1, 0)
+    status = {
+        "peer": "other", "stage": 0, "version": 2, "generation": Generation(1, 0), "state": "serving",
+        "device": "cpu", "done": 0, "inflight": 0, "max_inflight": 1, "speed": 0.0, "computed": 0,
+        "coordinator": "", "audit": Audit(), "since": 0.0,
+    }  # fmt: skip
+    alone.records.known = [replica()]
+    alone.line.answers["status"] = lambda *_: PeerStatus(**{**status, **changes})
+    assert await alone.peer._has_a_mate(going=set()) is relied_on  # pyright: ignore[reportPrivateUsage]
+    assert not await alone.peer._has_a_mate(going={"other"})  # pyright: ignore[reportPrivateUsage]
+
+
+async def test_a_finished_run_goes_back_when_a_trainer_is_there_and_else_waits_for_one() -> None:
+    alone = await Alone(RUN).opened()
+    trainers: list[str] = []
+    recovery: Any = alone.peer._recovery  # pyright: ignore[reportPrivateUsage]
+    recovery._trainers = lambda: trainers
+    finished = Position(Generation(), RUN.steps)
+    assert not await recovery.restore(finished, waited_s=1000.0)
+    assert alone.core.generation == Generation()
+    trainers.append("trainer")
+    assert await recovery.restore(finished, waited_s=1000.0)
+    assert alone.core.generation == Generation(1, 0)
+
+
+# --- tied weights -------------------------------------------------------------------------------------------
+
+
+def tied(parts: Callable[[OpenStep], None]) -> Alone:
+    """Stage 0 of two that share a weight; `parts` puts what the other found into the step."""
+    alone = Alone(TWO, compute=AuditCompute(TWO, 0, tied=True))
+
+    async def part(step: OpenStep, _: int) -> None:
+        parts(step)
+
+    alone.peer._tied_weights._part = part  # type: ignore[method-assign]  # pyright: ignore[reportPrivateUsage]
+    return alone
+
+
+async def hold(alone: Alone) -> OpenStep:
+    step, reduced = alone.core.steps[0], torch.ones(alone.core.compute.numel, dtype=torch.float64)
+    step.start_round("r", now=0.0)
+    held = Prepared("r", alone.core.compute.shared.sqnorm(reduced), "")
+    await alone.peer._tied_weights.hold(step, reduced, held)  # pyright: ignore[reportPrivateUsage]
+    return step
+
+
+async def test_the_norm_of_a_step_is_that_of_all_that_was_found_of_its_weights() -> None:
+    def parts(step: OpenStep) -> None:
+        step.shared[1] = torch.ones(alone.core.compute.shared.numel(1), dtype=torch.float64)
+
+    alone = await tied(parts).opened()
+    step = await hold(alone)
+    assert step.whole is not None and step.prepared is not None
+    assert set(step.whole.tolist()) == {2.0}
+    assert step.prepared.sqnorm == alone.core.compute.shared.sqnorm(step.whole) == 4.0 * len(step.whole)
+
+
+async def test_a_step_whose_parts_do_not_come_waits_to_be_told_what_to_do() -> None:
+    def parts(step: OpenStep) -> None:
+        raise Refused("not yours")
+
+    alone = await tied(parts).opened()
+    with pytest.raises(Refused):
+        await hold(alone)
+    assert alone.core.steps[0].state is StepState.FROZEN

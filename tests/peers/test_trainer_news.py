@@ -1,0 +1,118 @@
+"""What a trainer believes of the run, and of the answers to its microbatches."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peers.trainer import Trainer, TrainerSettings
+from swarm.errors import BadAnswer
+from swarm.ids import Generation, Microbatch
+from swarm.manifest import audit_run
+from swarm.protocol.ledger import Bitmap
+from swarm.protocol.messages import RunStatus, StepLacking
+from swarm.protocol.worklist import REPLAY_AFTER_S, Work
+from swarm.wire.messages import Hop, Watched, WorkDone
+from tests.peers.alone import Line, Records
+
+pytestmark = pytest.mark.virtual_time
+
+RUN = audit_run(stages=2, steps=8, microbatches_per_step=4)
+FIRST, BACK = Generation(), Generation(1, 0)
+ALL = Bitmap(0b1111)
+
+
+class Rows:
+    def batch(self, offsets: list[int]) -> np.ndarray:
+        return np.zeros((len(offsets), RUN.data.sequence_length + 1), dtype=np.uint8)
+
+
+def trainer() -> Trainer:
+    line, records = Line("trainer"), Records()
+    return Trainer(RUN, Rows(), line, records, TrainerSettings(), lambda _: None)  # type: ignore[arg-type]
+
+
+def hears(this: Any, version: int, generation: Generation = FIRST, **status: Any) -> None:
+    told = RunStatus(**{"run": RUN.id, "generation": generation, "version": version, **status})
+    this._learn("p", Watched(revision=1, generation=generation, version=version, directive=told))
+
+
+async def test_after_the_run_went_back_a_peer_that_lags_behind_is_not_followed() -> None:
+    this: Any = trainer()
+    hears(this, 3)
+    hears(this, 0, BACK)
+    assert (this._version, this._generation) == (0, BACK)
+    hears(this, 4)
+    assert (this._version, this._generation) == (0, BACK)
+
+
+async def test_what_another_generation_lacked_is_not_run() -> None:
+    this: Any = trainer()
+    hears(this, 0, BACK)
+    old = RunStatus(run=RUN.id, version=0, held_by_all=0, lacking=(StepLacking(t=0, by_stage=(ALL, ALL)),))
+    this._learn("p", Watched(revision=2, generation=BACK, version=0, directive=old))
+    assert this._held_by_all == -1 and this._todo.next_wakeup(now=0.0) is None
+    hears(this, 0, BACK, held_by_all=0, lacking=old.lacking)
+    assert this._held_by_all == 0 and this._todo.next_wakeup(now=0.0) is not None
+
+
+async def test_a_trainer_stays_until_all_stages_have_the_last_version() -> None:
+    this: Any = trainer()
+    training = asyncio.create_task(this.run())
+    hears(this, RUN.steps, held_by_all=RUN.steps - 1)
+    await asyncio.sleep(60.0)
+    assert not training.done()
+    hears(this, RUN.steps, held_by_all=RUN.steps)
+    await asyncio.wait_for(training, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("version", "generation", "status"),
+    [
+        (RUN.steps + 1, Generation(), {}),
+        (-1, Generation(), {}),
+        (0, Generation(-1, 0), {}),
+        (0, Generation(1, 3), {}),
+        (0, Generation(), {"lacking": (StepLacking(t=0, by_stage=(ALL, Bitmap(1 << 400_000))),)}),
+    ],
+)
+async def test_news_that_cannot_be_change_nothing(
+    version: int, generation: Generation, status: dict[str, Any]
+) -> None:
+    this: Any = trainer()
+    with pytest.raises(BadAnswer):
+        hears(this, version, generation, **status)
+    assert (this._version, this._todo.next_wakeup(now=0.0)) == (0, None)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), 1e31])
+async def test_a_loss_that_is_none_is_the_peers_fault(loss: float) -> None:
+    this: Any = trainer()
+    this._transport.answers["work"] = lambda *_: WorkDone(loss=loss)
+    with pytest.raises(BadAnswer, match="answered with the loss"):
+        await this._call("p", ["p"], Work(Microbatch(0, 0), -1, replay=False))
+
+
+async def test_times_of_an_answer_that_cannot_be_reach_no_router() -> None:
+    this: Any = trainer()
+    hears(this, 0)
+    for stage in range(RUN.S):
+        this._router.set_peers(stage, ["p"])
+    wrong = (float("nan"), -1.0, 1e9)
+    hops = tuple(Hop(stage=0, peer="p", own_s=own_s, compute_s=0.0) for own_s in wrong)
+    for hop in hops:
+        this._transport.answers["work"] = lambda *_, hop=hop: WorkDone(loss=0.0, hops=(hop,))
+        await this._microbatch(Work(Microbatch(0, 0), -1, replay=False))
+    assert not this._router._queue_of(0).known["p"].measured
+
+
+async def test_what_was_computed_a_moment_ago_is_not_run_again_for_a_report_that_lags() -> None:
+    this: Any = trainer()
+    hears(this, 0)
+    this._todo.next(0, now=0.0)
+    this._todo.finished(Microbatch(0, 0), now=0.0)
+    hears(this, 0, lacking=(StepLacking(t=0, by_stage=(Bitmap(1), Bitmap(1))),))
+    assert this._todo.next_wakeup(now=0.0) == pytest.approx(REPLAY_AFTER_S, abs=0.01)

@@ -1,0 +1,161 @@
+"""What no honest replica or coordinator says, and what is forgotten of those who say nothing any more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swarm.errors import Leaving, NotNow, Refused
+from swarm.ids import Generation
+from swarm.manifest import audit_run
+from swarm.policy.backoff import Backoff
+from swarm.protocol.checks import MAX_STEPS, check_report, check_summary
+from swarm.protocol.coordinator import Agreed, RunCoordinator, StageCoordinator, Summarized
+from swarm.protocol.coordinator import Member as Reported
+from swarm.protocol.ledger import Bitmap
+from swarm.protocol.messages import ReplicaReport, RunStatus, StageSummary, StepReport, StepSummary
+from swarm.protocol.protocol import StepProtocol
+from swarm.protocol.replica import Local
+from swarm.protocol.rounds import Commit, Prepared
+from swarm.protocol.timings import ProtocolTimings
+from swarm.records import PeerRecord
+
+RUN = audit_run(stages=2, steps=8, microbatches_per_step=4)
+NAN = float("nan")
+BEYOND = Bitmap(1 << RUN.M)
+NOW = 100.0
+
+
+def report(**changes: Any) -> ReplicaReport:
+    return ReplicaReport(**{"run": RUN.id, "stage": 0, "version": 0, **changes})
+
+
+def summary(**changes: Any) -> StageSummary:
+    return StageSummary(**{"run": RUN.id, "stage": 1, "version": 0, "members": 1, **changes})
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"version": 9}, "of version 9 of a run of 8 steps"),
+    ({"version": -1}, "of version -1 of a run of 8 steps"),
+    ({"version": 1, "generation": Generation(1, 2)}, "in a generation that starts at version 2"),
+    ({"generation": Generation(-1, 0)}, "an impossible generation"),
+    ({"generation": Generation(1, 9)}, "an impossible generation"),
+    ({"commits": (Commit(8, 1.0),)}, "a go for step 8 of a run of 8 steps"),
+    ({"commits": (Commit(-1, 1.0),)}, "a go for step -1 of a run of 8 steps"),
+    ({"commits": (Commit(0, NAN),)}, "an impossible squared norm, nan"),
+    ({"commits": tuple(Commit(t, 1.0) for t in range(MAX_STEPS + 1))}, "5 goes at once; at most 4"),
+]
+
+
+@pytest.mark.parametrize(("changes", "text"), WRONG)
+def test_what_cannot_be_true_of_a_replica_or_a_stage_is_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(Refused, match=text):
+        check_report(report(**changes), RUN)
+    with pytest.raises(Refused, match=text):
+        check_summary(summary(**changes), RUN)
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        ({"done": BEYOND}, "a microbatch beyond 3"),
+        ({"in_progress": BEYOND}, "a microbatch beyond 3"),
+        ({"inherited": BEYOND}, "a microbatch beyond 3"),
+        ({"held": Prepared("r", NAN, "")}, "an impossible squared norm, nan"),
+        ({"held": Prepared("r", -1.0, "")}, "an impossible squared norm, -1.0"),
+        ({"t": 8}, r"\[8\] are not open steps"),
+    ],
+)
+def test_what_cannot_be_true_of_a_replicas_step_is_refused(step: dict[str, Any], text: str) -> None:
+    with pytest.raises(Refused, match=text):
+        check_report(report(steps=(StepReport(**{"t": 0, **step}),)), RUN)
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        ({"lacking": BEYOND}, "a microbatch beyond 3"),
+        ({"unclaimed": BEYOND}, "a microbatch beyond 3"),
+        ({"sqnorm": NAN}, "an impossible squared norm, nan"),
+        ({"t": -1}, r"\[-1\] are not open steps"),
+    ],
+)
+def test_what_cannot_be_true_of_a_stages_step_is_refused(step: dict[str, Any], text: str) -> None:
+    said = StepSummary(**{"t": 0, "ready": False, "sqnorm": 0.0, **step})
+    with pytest.raises(Refused, match=text):
+        check_summary(summary(steps=(said,)), RUN)
+
+
+def test_no_more_steps_are_reported_than_can_be_open() -> None:
+    steps = tuple(StepReport(t=t) for t in range(MAX_STEPS + 1))
+    check_report(report(steps=steps[:-1]), RUN)
+    with pytest.raises(Refused, match="are not open steps"):
+        check_report(report(steps=steps), RUN)
+
+
+def protocol(*, joined: bool = True, leaving: bool = False) -> StepProtocol:
+    """Of `me`, the first of stage 0, which so coordinates the run."""
+    local = Local(generation=Generation(), version=0, steps={}, commits={}, joined=joined, leaving=leaving)
+    this = StepProtocol(RUN, 0, "me", 8, local, Backoff(), ProtocolTimings(), since_s=1.0)
+    there = [PeerRecord(peer="other", run=RUN.id, stage=1, state="serving", version=0, since=2.0)]
+    this.observe(local, {0: (), 1: there}, now=NOW)
+    return this
+
+
+def test_a_stage_that_is_silent_is_no_part_of_what_the_run_is_said_to_be() -> None:
+    this, late = protocol(), NOW + 2 * ProtocolTimings().gone_after_s
+    this.speak(now=NOW)
+    assert this.summary("other", summary(), now=NOW).held_by_all == 0
+    this.speak(now=late)
+    assert this.run_status.held_by_all == -1
+    assert this.summary("other", summary(), now=late).held_by_all == 0
+
+
+def test_who_has_not_joined_or_leaves_takes_no_reports() -> None:
+    protocol().may_report(report())
+    with pytest.raises(NotNow, match="has not joined yet"):
+        protocol(joined=False).may_report(report())
+    with pytest.raises(Leaving, match="let another coordinate the stage"):
+        protocol(leaving=True).may_report(report())
+
+
+def coordinator(*reports: tuple[str, str, str]) -> StageCoordinator:
+    """Of replicas at version 1: name, digest, kind of device."""
+    this = StageCoordinator(RUN, 0, "a", 8, Agreed(Generation()))
+    for name, digest, kind in reports:
+        this.members[name] = Reported(report(version=1, digest=digest, kind=kind), [], NOW)
+    return this
+
+
+def directed(this: StageCoordinator, peer: str) -> tuple[str, tuple[str, ...]]:
+    told = this.directive_for(peer, commits={}, behind_s=0.0, run_status=RunStatus())
+    return told.digest, told.sources
+
+
+def test_a_state_is_fetched_from_those_who_have_what_most_have() -> None:
+    this = coordinator(("a", "x", "cpu"), ("b", "y", "cpu"), ("c", "y", "cpu"))
+    assert directed(this, "a") == directed(this, "b") == ("y", ("b", "c"))
+
+
+def test_devices_of_another_kind_are_not_compared_but_where_the_run_realigns() -> None:
+    this = coordinator(("a", "x", "gpu"), ("b", "y", "cpu"), ("c", "y", "cpu"))
+    assert directed(this, "a") == ("x", ("a",)) and directed(this, "b") == ("y", ("b", "c"))
+
+
+def test_a_step_is_committed_when_all_stages_have_taken_the_one_before() -> None:
+    agreed = Agreed(Generation())
+    this = RunCoordinator(RUN, "me", agreed)
+
+    def ready(stage: int, version: int, *steps: int) -> None:
+        told = tuple(StepSummary(t=t, ready=True, sqnorm=1.0) for t in steps)
+        this.stages[stage] = Summarized(summary(stage=stage, version=version, steps=told), "p", NOW)
+
+    ready(0, 1, 1)
+    ready(1, 0, 0, 1)
+    agreed.commits[0] = Commit(0, 2.0)
+    this.decide({})
+    assert set(agreed.commits) == {0}
+    ready(1, 1, 1)
+    this.decide({})
+    assert agreed.commits[1] == Commit(1, 2.0)
