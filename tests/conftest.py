@@ -7,13 +7,17 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # The time of an example says nothing on a shared machine. What fails is printed in a form that repeats it.
 settings.register_profile(
     "swarm", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow], max_examples=100
 )
 settings.register_profile("more", settings.get_profile("swarm"), max_examples=2000)
+# For `scripts/bench/mutants.py`: that a test fails is enough, no matter how simply.
+settings.register_profile(
+    "noticing", settings.get_profile("swarm"), phases=[Phase.explicit, Phase.generate], database=None
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "swarm"))
 
 

@@ -75,7 +75,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return self.frozen_for is None and not self.done >> m & 1",
         "return self.frozen_for is None",
         "A microbatch that is computed twice enters the sum twice.",
-        SWARMS,
+        ("test_guards", *SWARMS),
     ),
     Mutation(
         "add-to-a-frozen-sum",
@@ -83,7 +83,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return self.frozen_for is None and not self.done >> m & 1",
         "return not self.done >> m & 1",
         "A sum that was promised to a round changes while it is sent.",
-        SWARMS,
+        ("test_guards", *SWARMS),
     ),
     Mutation(
         "compute-what-is-done",
@@ -107,7 +107,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        self.inherited |= done\n",
         "",
         "What was taken over is told to be undone, and nothing is there to subtract.",
-        MOVES,
+        ("test_guards", *MOVES),
     ),
     Mutation(
         "undo-what-was-inherited",
@@ -115,7 +115,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "(self.done & ~self.inherited) >> m & 1",
         "self.done >> m & 1",
         "The mark of a microbatch goes although its gradient cannot be subtracted.",
-        MOVES,
+        ("test_guards", *MOVES),
     ),
     Mutation(
         "ledger-not-frozen",
@@ -139,7 +139,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "self.done = self.inherited = 0",
         "self.inherited = 0",
         "Microbatches are in no sum, and nobody computes them again.",
-        (*MOVES, "test_loops"),
+        ("test_guards", *MOVES, "test_loops"),
     ),
     Mutation(
         "believe-any-bitmap",
@@ -513,7 +513,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            if why is not None:\n                return why, None\n",
         "",
         "A replica joins a round whose plan names another sum than its own.",
-        ("test_council", "test_loops"),
+        ("test_guards", "test_council", "test_loops"),
     ),
     Mutation(
         "result-taken-after-the-unfreeze",
@@ -521,7 +521,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "step.prepared is None and step.ledger.frozen_for == plan.round:",
         "step.prepared is None:",
         "The result of a round that was given up is held, beside a sum that has changed.",
-        ("test_reduce", "test_loops"),
+        ("test_guards", "test_reduce", "test_loops"),
     ),
     Mutation(
         "forget-an-inherited-duplicate",
@@ -529,7 +529,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            if twice & step.ledger.inherited:\n",
         "            if False:\n",
         "A duplicate that came with a sum is undone without what there is to subtract.",
-        MOVES,
+        ("test_guards", *MOVES),
     ),
     Mutation(
         "undo-the-ledger-only",
@@ -537,7 +537,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         "core.compute.subtract(Microbatch(step.t, m), kept.inputs, kept.grads_out)",
         "pass",
         "A duplicate goes out of the ledger and stays in the sum.",
-        ("test_loops",),
+        (
+            "test_guards",
+            "test_loops",
+        ),
     ),
     Mutation(
         "drop-the-ledger-only",
@@ -545,7 +548,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            self.compute.sums.drop(step.t)\n",
         "",
         "The ledger is empty, the sum is not: what is computed again counts twice.",
-        (*MOVES, "test_loops"),
+        ("test_guards", *MOVES, "test_loops"),
     ),
     Mutation(
         "take-a-step-twice",
@@ -553,7 +556,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         " or step.over or commit.t != self.version:",
         ":",
         "A commit that is told again is taken again.",
-        SWARMS,
+        ("test_guards", *SWARMS),
     ),
     Mutation(
         "hand-over-and-keep",
@@ -561,7 +564,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        await core.device.run(Rank.STEP, step.t, core.drop_sum, step)\n        given",
         "        await core.device.run(Rank.STEP, step.t, step.ledger.thaw)\n        given",
         "A leaving peer gives its sum away and counts it as well.",
-        MOVES,
+        ("test_guards", *MOVES),
     ),
     Mutation(
         "take-over-half-a-sum",
@@ -569,7 +572,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "aside.t != take.t or aside.missing:",
         "aside.t != take.t:",
         "A sum is counted whose chunks have not all come.",
-        MOVES,
+        ("test_guards", *MOVES),
     ),
     Mutation(
         "handed-sum-not-compared",
@@ -577,7 +580,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if await asyncio.to_thread(vector_digest, aside.vector) != take.digest:",
         "if False:",
         "A sum with other numbers than were given is counted.",
-        (*MOVES, "test_attack"),
+        ("test_guards", *MOVES, "test_attack"),
     ),
     Mutation(
         "take-over-in-another-generation",
@@ -585,7 +588,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if take.generation != core.generation:",
         "if False:",
         "A sum of before the run went back is counted after it.",
-        (*MOVES, "test_attack"),
+        ("test_guards", *MOVES, "test_attack"),
     ),
     Mutation(
         "tied-part-dropped",
@@ -593,7 +596,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         "whole = await asyncio.to_thread(compute.shared.complete, reduced, step.shared)",
         "whole = reduced",
         "The copies of a tied weight drift apart.",
-        ("test_brought",),
+        (
+            "test_guards",
+            "test_brought",
+        ),
     ),
     Mutation(
         "claim-not-released",
@@ -617,7 +623,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if step.over:\n            raise self._core.closed(step.t)\n        return Micro",
         "        return Micro",
         "A late microbatch is computed with the weights of the next step.",
-        SWARMS,
+        ("test_guards", *SWARMS),
     ),
     Mutation(
         "admit-while-leaving",
@@ -633,7 +639,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         "run.version >= self._run.steps and not await self._is_trained():",
         "False:",
         "A finished run is thrown away although nobody trains it again.",
-        ("test_stage_lost",),
+        (
+            "test_guards",
+            "test_stage_lost",
+        ),
     ),
     # --- downloads, checkpoints, trainers ---
     Mutation(
@@ -690,7 +699,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "while self._held_by_all < self._last_step and",
         "while self._version < self._last_step and",
         "The trainer goes home when one stage has the last version; a stage that is lost then stays so.",
-        ("test_loops", "test_stage_lost"),
+        ("test_trainer_news", "test_loops", "test_stage_lost"),
     ),
     # --- what others say ---
     Mutation(
@@ -836,7 +845,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         '        step.ledger.freeze("handing over")\n',
         "",
         "A sum changes while it is given away.",
-        (*MOVES, "test_loops"),
+        ("test_guards", *MOVES, "test_loops"),
     ),
     Mutation(
         "take-over-into-a-frozen-sum",
@@ -846,7 +855,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if ledger",
         "        if ledger",
         "A sum that was promised to a round grows by another's.",
-        (*MOVES,),
+        (
+            "test_guards",
+            *MOVES,
+        ),
     ),
     Mutation(
         "take-over-what-is-counted",
@@ -854,7 +866,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if ledger.done & done:\n",
         "        if False:\n",
         "A sum is added that has a microbatch which this one has as well.",
-        (*MOVES,),
+        (
+            "test_guards",
+            *MOVES,
+        ),
     ),
     Mutation(
         "losses-not-handed-over",
@@ -862,7 +877,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        step.losses.update(zip(members_of(done), losses, strict=False))\n",
         "",
         "The mean loss of a step counts what was handed over as nothing.",
-        MOVES,
+        ("test_guards", *MOVES),
     ),
     Mutation(
         "frozen-after-a-failed-handoff",
@@ -870,7 +885,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            await core.device.run(Rank.STEP, step.t, step.ledger.thaw)\n",
         "            pass\n",
         "A sum that nobody took never counts again.",
-        MOVES,
+        ("test_guards", *MOVES),
     ),
     Mutation(
         "dropped-though-refused",
@@ -878,7 +893,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "with contextlib.suppress(PeerFault):  # it may",
         "with contextlib.suppress(SwarmError):  # it may",
         "A sum that a replica refused is thrown away.",
-        MOVES,
+        ("test_guards", *MOVES),
     ),
     Mutation(
         "hand-over-with-duplicates",
@@ -886,7 +901,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if overlap:\n",
         "        if False:\n",
         "A sum with one duplicate is refused as a whole, and all of it is run again.",
-        MOVES,
+        ("test_guards", *MOVES),
     ),
     Mutation(
         "stranger-hands-over",
@@ -913,7 +928,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            if twice",
         "            if twice",
         "A duplicate is subtracted from a sum that was promised to a round.",
-        ("test_reduce", *SWARMS),
+        ("test_guards", "test_reduce", *SWARMS),
     ),
     Mutation(
         "ledger-kept-when-an-undo-breaks",
@@ -929,7 +944,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            if step.may_thaw:\n                step",
         "            if True:\n                step",
         "A sum opens although it was promised to a new round meanwhile.",
-        ("test_reduce", *SWARMS),
+        ("test_guards", "test_reduce", *SWARMS),
     ),
     Mutation(
         "thaw-before-the-reduce-ended",
@@ -946,7 +961,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            step.end_round(plan.round, failed=True)\n",
         "",
         "A round that failed at one replica is waited for without end.",
-        ("test_brought", "test_reduce"),
+        ("test_guards", "test_brought", "test_reduce"),
     ),
     Mutation(
         "follow-after-the-end",
@@ -954,7 +969,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         'busy=lambda: self._recovering or self._state == "left",',
         "busy=lambda: self._recovering,",
         "A directive that comes late starts work that nobody ends.",
-        ("test_attack", "test_pause"),
+        ("test_guards", "test_attack", "test_pause"),
     ),
     Mutation(
         "two-changes-of-state-at-once",
@@ -962,7 +977,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            if not self._recovering:\n",
         "            if True:\n",
         "A step is taken while the whole state is replaced.",
-        ("test_reduce", *SWARMS, "test_stage_lost"),
+        ("test_guards", "test_reduce", *SWARMS, "test_stage_lost"),
     ),
     Mutation(
         "move-without-looking-again",
@@ -978,7 +993,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            and replica.version >= core.version - 1\n",
         "",
         "A stage is left to a replica that has not its weights.",
-        ("test_moves", "test_pause"),
+        ("test_guards", "test_moves", "test_pause"),
     ),
     Mutation(
         "rely-on-another-generation",
@@ -986,7 +1001,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            and replica.generation == core.generation\n",
         "",
         "A stage is left to a replica that has not gone back with the run.",
-        ("test_moves", "test_pause"),
+        ("test_guards", "test_moves", "test_pause"),
     ),
     Mutation(
         "restore-without-waiting",
@@ -994,7 +1009,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if waited_s > LOST_S and await",
         "if await",
         "A stage whose replicas are cut off for a moment goes back to its beginning.",
-        ("test_stage_lost", "test_latecomers"),
+        ("test_guards", "test_stage_lost", "test_latecomers"),
     ),
     Mutation(
         "last-version-not-saved",
@@ -1010,7 +1025,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        closed = list(self.steps.values())\n        for step in closed:\n            step.close()\n",
         "        closed = list(self.steps.values())\n",
         "What began with the state before enters the sum of the one after it.",
-        ("test_stage_lost", "test_loops"),
+        ("test_guards", "test_stage_lost", "test_loops"),
     ),
     Mutation(
         "commits-kept-with-another-state",
@@ -1018,7 +1033,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "self.applied, self.commits, self.generation = None, {}, position.generation",
         "self.applied, self.generation = None, position.generation",
         "A replica tells commits of the generation that it left.",
-        ("test_stage_lost", "test_loops"),
+        ("test_guards", "test_stage_lost", "test_loops"),
     ),
     Mutation(
         "commits-kept-by-who-stays",
@@ -1026,7 +1041,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        self.generation, self.commits = generation, {}\n",
         "        self.generation = generation\n",
         "A replica that had just the right version tells commits of the generation before.",
-        ("test_stage_lost", "test_loops"),
+        ("test_guards", "test_stage_lost", "test_loops"),
     ),
     Mutation(
         "digest-of-the-version-before",
@@ -1034,7 +1049,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         'return digest if version == self.version else ""',
         "return digest",
         "Replicas at one version tell digests of two, and download from each other.",
-        SWARMS,
+        ("test_guards", *SWARMS),
     ),
     Mutation(
         "work-before-having-joined",
@@ -1042,7 +1057,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if self.joined and t in self.steps:",
         "if t in self.steps:",
         "A peer computes before it knows that its weights are the stage's.",
-        ("test_work", "test_latecomers", "test_pause"),
+        ("test_guards", "test_work", "test_latecomers", "test_pause"),
     ),
     Mutation(
         "wait-for-a-step-while-leaving",
@@ -1050,7 +1065,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         '            if self.leaving:\n                raise Leaving("this peer is leaving")\n',
         "",
         "A request waits at a peer that leaves for a step that never opens there.",
-        ("test_work", "test_latecomers"),
+        ("test_guards", "test_work", "test_latecomers"),
     ),
     # --- microbatches ---
     Mutation(
@@ -1099,7 +1114,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if t not in core.steps and self._waiting >= MAX_WAITING:",
         "if False:",
         "Strangers make a peer hold any number of requests.",
-        ("test_work",),
+        (
+            "test_guards",
+            "test_work",
+        ),
     ),
     Mutation(
         "add-without-asking-again",
@@ -1107,7 +1125,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if found.terms_wanted and step.ledger.may_add(m):",
         "if found.terms_wanted:",
         "A gradient enters a sum that was promised to a round while it was computed.",
-        ("test_reduce", *SWARMS),
+        ("test_guards", "test_reduce", *SWARMS),
     ),
     Mutation(
         "ledger-of-a-lost-sum",
@@ -1123,7 +1141,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "                step.kept[m] = kept\n",
         "",
         "What is done is computed again when it is asked for, and a duplicate cannot be undone.",
-        ("test_work", "test_loops"),
+        ("test_guards", "test_work", "test_loops"),
     ),
     Mutation(
         "gradient-of-any-form",
@@ -1163,7 +1181,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if work.attempt > 0 or work.deepest >= 0:",
         "if False:",
         "What a peer has already is computed by another one again.",
-        ("test_loops", "test_work"),
+        ("test_guards", "test_loops", "test_work"),
     ),
     Mutation(
         "wait-for-a-deserted-stage",
@@ -1171,7 +1189,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if self._core.leaving and self._next is not None and self._next.is_deserted():",
         "if False:",
         "Peers that all leave at once wait for one another.",
-        ("test_latecomers",),
+        (
+            "test_guards",
+            "test_latecomers",
+        ),
     ),
     Mutation(
         "finish-what-is-over",
@@ -1179,7 +1200,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if step.over:\n            return self._core.closed(step.t)\n        if self._core.leaving",
         "        if self._core.leaving",
         "A microbatch is sent on though its step was taken.",
-        ("test_loops", "test_stage_lost", "test_work"),
+        ("test_guards", "test_loops", "test_stage_lost", "test_work"),
     ),
     Mutation(
         "suggest-a-peer-in-backoff",
@@ -1187,7 +1208,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if suggested is not None and known and not self._router.backoff.in_backoff(suggested, now=now):",
         "if suggested is not None and known:",
         "A trainer's route leads to a peer that has just failed.",
-        ("test_probe", "test_patience", "test_loops", "test_work"),
+        ("test_guards", "test_probe", "test_patience", "test_loops", "test_work"),
     ),
     # --- reducing ---
     Mutation(
@@ -1253,7 +1274,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            held = msgspec.structs.replace(held, sqnorm=sqnorm)\n",
         "",
         "Gradients are clipped by a norm that lacks what other stages found.",
-        ("test_brought", "test_loops"),
+        ("test_guards", "test_brought", "test_loops"),
     ),
     Mutation(
         "complete-for-ever",
@@ -1261,7 +1282,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "                step.incomplete()\n",
         "                pass\n",
         "A replica whose parts did not come takes no result of another.",
-        ("test_brought", "test_loops"),
+        ("test_guards", "test_brought", "test_loops"),
     ),
     Mutation(
         "tied-weight-in-two-norms",
@@ -1294,7 +1315,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            core.remember(found.opened.last_go)\n",
         "            pass\n",
         "A newcomer that coordinates does not know the commit that others wait for.",
-        ("test_sync", "test_loops", "test_pause"),
+        ("test_guards", "test_sync", "test_loops", "test_pause"),
     ),
     Mutation(
         "paused-peer-takes-sums",
@@ -1368,7 +1389,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            return  # a peer that has not heard of it yet\n",
         "",
         "A trainer jumps ahead to a version of before the run went back.",
-        ("test_trainer_alone", "test_stage_lost", "test_latecomers"),
+        ("test_trainer_news", "test_trainer_alone", "test_stage_lost", "test_latecomers"),
     ),
     Mutation(
         "lacking-of-another-generation",
@@ -1376,7 +1397,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if directive.generation != self._generation:\n            return\n",
         "",
         "A trainer runs what was lacking before the run went back.",
-        ("test_trainer_alone", "test_stage_lost", "test_latecomers"),
+        ("test_trainer_news", "test_trainer_alone", "test_stage_lost", "test_latecomers"),
     ),
     Mutation(
         "impossible-news",
@@ -1384,7 +1405,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         '            check_position(watched.generation, watched.version, self._run, what="news")\n',
         "            pass\n",
         "A trainer goes home because one peer says that the run is past its end.",
-        ("test_latecomers",),
+        (
+            "test_trainer_news",
+            "test_latecomers",
+        ),
     ),
     Mutation(
         "news-of-microbatches-that-are-not",
@@ -1392,7 +1416,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         "                        check_bitmap(bitmap, self._run.M)\n",
         "                        pass\n",
         "A trainer notes a time for each of half a million microbatches.",
-        ("test_latecomers",),
+        (
+            "test_trainer_news",
+            "test_latecomers",
+        ),
     ),
     Mutation(
         "refused-without-end",
@@ -1408,7 +1435,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if not -1e30 < done.loss < 1e30:\n",
         "        if False:\n",
         "One peer's loss that is not a number is shown as the run's.",
-        ("test_work", "test_latecomers", "test_attack"),
+        ("test_trainer_news", "test_work", "test_latecomers", "test_attack"),
     ),
     Mutation(
         "times-that-cannot-be",
@@ -1416,7 +1443,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if 0 <= hop.stage < self._run.S and 0 <= hop.own_s <= took_s:",
         "if 0 <= hop.stage < self._run.S:",
         "A peer that claims to need no time draws all work.",
-        ("test_attack", "test_work"),
+        ("test_trainer_news", "test_attack", "test_work"),
     ),
     Mutation(
         "offer-before-being-told",
@@ -1837,7 +1864,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if self.state.loads != found.loads:\n",
         "        if False:\n",
         "A gradient of weights that are gone enters the sum of others.",
-        ("test_stage_lost", "test_loops"),
+        ("test_guards", "test_stage_lost", "test_loops"),
     ),
     Mutation(
         "sum-broken-half-way-kept",

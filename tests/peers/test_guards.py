@@ -12,17 +12,24 @@ import msgspec
 import pytest
 import torch
 
+from peers.clock import now_s
 from peers.ports import Rank
 from peers.sim.members import AuditCompute
+from peers.stage import recovery
 from peers.stage.all_reduce import vector_digest
 from peers.stage.handoff import _Aside  # pyright: ignore[reportPrivateUsage]
+from peers.stage.microbatches import MAX_WAITING
+from peers.stage.next_stage import NextStage
 from peers.stage.open_step import Kept, OpenStep
+from peers.stage.server import LOST_S
+from peers.transfer.client import Download
 from swarm.errors import Leaving, NotNow, NotReady, PeerGone, Refused, SwarmError
 from swarm.ids import Generation, Microbatch, Position
 from swarm.manifest import audit_run
 from swarm.model.layout import initial_state
 from swarm.model.stage import Gradients
 from swarm.model.stage_io import input_metas
+from swarm.policy.router import Router
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Directive
 from swarm.protocol.replica import ApplyStep, CatchUp
@@ -30,8 +37,19 @@ from swarm.protocol.rounds import Commit, Plan, Prepared, round_id
 from swarm.protocol.step import StepState
 from swarm.records import PeerRecord
 from swarm.wire.codec import Encoded
-from swarm.wire.messages import Ack, Audit, OfferedSum, PeerStatus, TakeSum, Work, WorkDone, pack
-from tests.peers.alone import Alone
+from swarm.wire.messages import (
+    Ack,
+    Audit,
+    Located,
+    OfferedSum,
+    PeerStatus,
+    StateOpened,
+    TakeSum,
+    Work,
+    WorkDone,
+    pack,
+)
+from tests.peers.alone import Alone, Line, Records
 
 pytestmark = pytest.mark.virtual_time
 
@@ -150,6 +168,57 @@ async def test_of_two_changes_of_the_state_the_second_waits_to_be_told_again() -
     assert began == ["step", "state"]
 
 
+async def test_of_requests_for_a_step_that_is_not_open_a_bounded_number_waits() -> None:
+    alone = await Alone(RUN).opened()
+    desk: Any = alone.peer.desk
+    assert await desk._open(0) is alone.core.steps[0]
+    desk._waiting = MAX_WAITING
+    with pytest.raises(NotReady, match="many already wait for step 1"):
+        await desk._open(1)
+    assert await desk._open(0) is alone.core.steps[0] and desk._waiting == MAX_WAITING
+
+
+# --- the next stage -----------------------------------------------------------------------------------------
+
+
+def work(**changes: Any) -> Work:
+    return Work(**{"run": TWO.id, "t": 0, "m": 0, "version": 0, "tensors": input_metas(TWO, 1), **changes})
+
+
+async def test_a_microbatch_goes_to_who_has_it_else_to_who_is_suggested_and_not_in_backoff() -> None:
+    line, records, router, asked = Line(), Records(), Router(), list[str]()
+    records.known = [replica(run=TWO.id, stage=1, peer=name) for name in "abc"]
+    following = NextStage(1, line, records, router, on_fault=lambda _: None)  # type: ignore[arg-type]
+    line.answers["locate"] = lambda peer, _: Located(has=peer == "c")
+
+    def done(peer: str, _: bytes) -> WorkDone:
+        asked.append(peer)
+        return WorkDone(loss=0.0)
+
+    async def goes_to(**changes: Any) -> str:
+        await following.call(
+            work(**changes), (), max_answer_bytes=0, check=lambda *_: None, closed=lambda: None
+        )
+        return asked[-1]
+
+    line.answers["work"] = done
+    assert await goes_to(route=("b",)) == "b"
+    assert await goes_to(route=("b",), attempt=1) == "c", "it has been asked for before: who has it?"
+    assert await goes_to(route=("b",), deepest=1) == "c", "a later stage lost it"
+    router.failed("b", now=now_s())
+    assert await goes_to(route=("b",)) != "b"
+
+
+async def test_what_nobody_needs_or_nobody_can_finish_is_not_sent_on() -> None:
+    alone = await Alone(TWO).opened()
+    step, desk = alone.core.steps[0], alone.peer.desk
+    assert desk._pointless(step) is None  # pyright: ignore[reportPrivateUsage]
+    alone.core.leave()
+    assert isinstance(desk._pointless(step), Leaving), "and nobody serves the next stage"  # pyright: ignore[reportPrivateUsage]
+    step.close()
+    assert isinstance(desk._pointless(step), NotReady)  # pyright: ignore[reportPrivateUsage]
+
+
 # --- a round ------------------------------------------------------------------------------------------------
 
 
@@ -217,6 +286,21 @@ async def test_with_a_step_that_is_over_nothing_is_computed() -> None:
     step.close()
     with pytest.raises(NotReady, match="was dropped here"):
         desk._alive(step, work)  # pyright: ignore[reportPrivateUsage]
+
+
+async def test_a_directive_that_comes_when_a_peer_has_ended_starts_nothing() -> None:
+    alone = await Alone(RUN).opened()
+    peer: Any = alone.peer
+    ahead = Directive(run=RUN.id, stage=0, coordinator="other", version=1)
+
+    def comes() -> int:
+        peer.coordination._step(lambda now: peer.coordination.protocol.directive_came(ahead, now=now))
+        return len(peer._tasks)
+
+    peer._state = "left"
+    assert comes() == 0
+    peer._state = "serving"
+    assert comes() == 1
 
 
 # --- another state ------------------------------------------------------------------------------------------
@@ -405,6 +489,15 @@ async def test_a_sum_is_taken_over_when_all_of_it_is_there_as_it_was_given_and_i
 # --- who may be relied on -----------------------------------------------------------------------------------
 
 
+def status(**changes: Any) -> PeerStatus:
+    usual = {
+        "peer": "other", "stage": 0, "version": 0, "state": "serving", "device": "cpu", "done": 0,
+        "inflight": 0, "max_inflight": 1, "speed": 0.0, "computed": 0, "coordinator": "", "audit": Audit(),
+        "since": 0.0,
+    }  # fmt: skip
+    return PeerStatus(**{**usual, **changes})
+
+
 @pytest.mark.parametrize(
     ("changes", "relied_on"),
     [
@@ -420,13 +513,10 @@ async def test_a_stage_is_left_to_a_replica_only_that_has_its_weights(
 ) -> None:
     alone = await Alone(RUN).opened()
     alone.core.compute.state.version, alone.core.generation = 2, Generation(1, 0)
-    status = {
-        "peer": "other", "stage": 0, "version": 2, "generation": Generation(1, 0), "state": "serving",
-        "device": "cpu", "done": 0, "inflight": 0, "max_inflight": 1, "speed": 0.0, "computed": 0,
-        "coordinator": "", "audit": Audit(), "since": 0.0,
-    }  # fmt: skip
     alone.records.known = [replica()]
-    alone.line.answers["status"] = lambda *_: PeerStatus(**{**status, **changes})
+    alone.line.answers["status"] = lambda *_: status(
+        **{"generation": Generation(1, 0), "version": 2, **changes}
+    )
     assert await alone.peer._has_a_mate(going=set()) is relied_on  # pyright: ignore[reportPrivateUsage]
     assert not await alone.peer._has_a_mate(going={"other"})  # pyright: ignore[reportPrivateUsage]
 
@@ -434,14 +524,45 @@ async def test_a_stage_is_left_to_a_replica_only_that_has_its_weights(
 async def test_a_finished_run_goes_back_when_a_trainer_is_there_and_else_waits_for_one() -> None:
     alone = await Alone(RUN).opened()
     trainers: list[str] = []
-    recovery: Any = alone.peer._recovery  # pyright: ignore[reportPrivateUsage]
-    recovery._trainers = lambda: trainers
+    its: Any = alone.peer._recovery  # pyright: ignore[reportPrivateUsage]
+    its._trainers = lambda: trainers
     finished = Position(Generation(), RUN.steps)
-    assert not await recovery.restore(finished, waited_s=1000.0)
+    assert not await its.restore(finished, waited_s=1000.0)
     assert alone.core.generation == Generation()
     trainers.append("trainer")
-    assert await recovery.restore(finished, waited_s=1000.0)
+    assert await its.restore(finished, waited_s=1000.0)
     assert alone.core.generation == Generation(1, 0)
+
+
+async def test_a_newcomer_restores_a_stage_when_it_has_been_gone_for_long_enough() -> None:
+    alone = Alone(TWO)
+    alone.core.device.start()
+    alone.records.known = [replica(run=TWO.id, stage=1)]
+    alone.line.answers["status"] = lambda *_: status(stage=1, version=1)
+    waited: list[float] = []
+
+    async def restore(_: Position, *, waited_s: float) -> bool:
+        waited.append(waited_s)
+        return True
+
+    peer: Any = alone.peer
+    peer._recovery.restore = restore
+    await peer._join()
+    assert len(waited) == 1 and LOST_S < waited[0] < LOST_S + 2.0
+
+
+async def test_with_a_state_comes_the_commit_that_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = await Alone(RUN).opened()
+    commit = Commit(0, 1.0)
+    opened = StateOpened(lease="", version=1, weights_digest="", last_go=commit, tensors=())
+
+    async def download(*_: object, **__: object) -> Download:
+        tensors = dict(initial_state(RUN, 0))
+        return Download(opened=opened, tensors=tensors, sources=("other",), received_bytes=0)
+
+    monkeypatch.setattr(recovery, "download_state", download)
+    assert await alone.peer._recovery.download(["other"])  # pyright: ignore[reportPrivateUsage]
+    assert (alone.core.version, alone.core.commits) == (1, {0: commit})
 
 
 # --- tied weights -------------------------------------------------------------------------------------------
