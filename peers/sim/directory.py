@@ -42,21 +42,29 @@ class Dht:
 
     loop: VirtualLoop
     dice: Dice
+    lag_s: tuple[float, float] = LAG_S
+    ask_s: tuple[float, float] = ASK_S
     entries: dict[PeerId, _Entry] = field(default_factory=dict)
     pictures: list[SimDirectory] = field(default_factory=list)
     cut_off: set[PeerId] = field(default_factory=set)
     """Processes that reach nobody of the DHT."""
     _number: int = 0
 
-    def put(self, record: PeerRecord) -> None:
+    def put(self, record: PeerRecord, life_s: float = LIFE_S) -> None:
         """Keep a record, and let each picture have it after its own lag."""
         now = self.loop.now_s
         self._number += 1
-        entry = self.entries[record.peer] = _Entry(record, self._number, now + LIFE_S)
+        entry = self.entries[record.peer] = _Entry(record, self._number, now + life_s)
         for picture in self.pictures:
             if picture.process.alive:
                 own = picture.process.name == record.peer
-                picture.due.append((now if own else now + self.dice.between(*LAG_S), entry))
+                picture.due.append((now if own else now + self.dice.between(*self.lag_s), entry))
+
+    def forget(self, peer: PeerId) -> None:
+        """A record runs out at once, everywhere."""
+        self.entries.pop(peer, None)
+        for picture in self.pictures:
+            picture.forget(peer)
 
     def now(self) -> list[_Entry]:
         """What who asks is told."""
@@ -104,7 +112,7 @@ class SimDirectory:
         return self._dht.loop.now_s - self._asked_s
 
     async def refresh(self, stages: Collection[Stage] | None = None) -> Sequence[PeerRecord]:
-        await asyncio.sleep(self._dht.dice.between(*ASK_S))
+        await asyncio.sleep(self._dht.dice.between(*self._dht.ask_s))
         if self.process.name not in self._dht.cut_off:
             self._asked_s = self._dht.loop.now_s
             for entry in self._dht.now():
@@ -115,23 +123,33 @@ class SimDirectory:
         return await self.refresh()
 
     async def announce(self, record: PeerRecord) -> None:
-        await asyncio.sleep(self._dht.dice.between(*ASK_S))
+        await asyncio.sleep(self._dht.dice.between(*self._dht.ask_s))
         if self.process.name not in self._dht.cut_off:
             self._dht.put(record)
         if self._renewal is not None:
             self._renewal.cancel()
-        self._renewal = asyncio.get_running_loop().call_later(RENEW_S, self._renew, record)
+        self._renew_later(record)
 
     def _renew(self, record: PeerRecord) -> None:
         """Keep the newest record alive as long as its process runs, as `peers.net.directory` does."""
         if self.process.name not in self._dht.cut_off:
             self._dht.put(record)
-        self._renewal = asyncio.get_running_loop().call_later(RENEW_S, self._renew, record)
+        self._renew_later(record)
+
+    def _renew_later(self, record: PeerRecord) -> None:
+        context = self.process.context
+        self._renewal = self._dht.loop.call_later(RENEW_S, self._renew, record, context=context)
 
     async def withdraw(self) -> None:
         entry = self._dht.entries.get(self.process.name)
         if entry is not None:
             await self.announce(msgspec.structs.replace(entry.record, state="left"))
+
+    def forget(self, peer: PeerId) -> None:
+        """A record ran out, or was never seen."""
+        self.due = [(at_s, entry) for at_s, entry in self.due if entry.record.peer != peer]
+        if self._known.pop(peer, None) is not None:
+            self._changed()
 
     def _look(self) -> None:
         """Take in what is due by now, and forget what ran out."""

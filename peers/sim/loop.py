@@ -61,6 +61,7 @@ class Handle:
 
     def cancel(self) -> None:
         self.cancelled_ = True
+        self.args = ()  # nothing is kept for it until its time would have come
 
     def cancelled(self) -> bool:
         return self.cancelled_
@@ -264,7 +265,9 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         message, error = context.get("message", ""), context.get("exception")
-        if error is not None:
+        if self.get_exception_handler() is not None:
+            super().call_exception_handler(context)
+        elif error is not None:
             self.bug(message, error)
         elif "was destroyed but it is pending" not in message:
             self.bugs.append(message)

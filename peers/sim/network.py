@@ -1,7 +1,7 @@
 """Calls between processes over lines that lose, double, delay and reorder, and can be cut one way or both.
 
 What a caller can observe is what it would observe with `peers.net`: an answer, an error that was answered,
-a connection that broke (at once), or silence (after `SILENCE_S`). Heartbeats are not sent; the network knows
+a connection that broke (at once), or silence (after `silence_s`). Heartbeats are not sent; the network knows
 when they would have stopped. The body of a call follows when its handler accepts it.
 """
 
@@ -75,7 +75,7 @@ class _Request:
         if call.abandoned or not call.caller.process.alive:
             raise PeerGone(self.peer, "went away before its body arrived")
         if call.caller.process.stopped or network.is_cut(self.peer, call.callee.peer_id):
-            await asyncio.sleep(SILENCE_S)
+            await asyncio.sleep(network.silence_s)
             raise PeerSilent(self.peer, "its body did not arrive in time")
         return [memoryview(bytearray(part)) for part in call.body]
 
@@ -87,6 +87,8 @@ class SimTransport:
         self._network, self.process = network, process
         self.peer_id: PeerId = process.name
         self.handlers: dict[str, tuple[Handler, int]] = {}
+        self.calls: Counter[str] = Counter()
+        """How often each method of this peer was called."""
         self.sent_bytes: Counter[PeerId] = Counter()
         self.received_bytes: Counter[PeerId] = Counter()
         self.lines: dict[PeerId, NetworkPath] = {}
@@ -125,13 +127,17 @@ class Network:
     dice: Dice
     calm: Lines
     """How the lines are at other times than in a storm."""
+    silence_s: float = SILENCE_S
+    """After how long a caller gives up a peer that does not answer."""
+    breaks_s: tuple[float, float] = (0.001, 0.1)
+    """After how long a broken connection is noticed."""
     trace: Callable[[str], None] | None = None
     on_deliver: Callable[[PeerId, PeerId, str], None] | None = None
     """Called as (caller, callee, method) for each call that reaches its callee."""
     transports: dict[PeerId, SimTransport] = field(default_factory=dict)
     calls: int = 0
     _open: dict[int, _Call] = field(default_factory=dict)
-    _cuts: dict[int, tuple[frozenset[PeerId], bool]] = field(default_factory=dict)
+    _cuts: dict[int, tuple[frozenset[PeerId], frozenset[PeerId] | None, bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.lines = self.calm
@@ -162,16 +168,15 @@ class Network:
         result: asyncio.Future[Answer] = loop.create_future()
         callee = self.transports.get(peer)
         if callee is None or not (callee.process.alive or callee.process.stopped):
-            await asyncio.sleep(self.dice.between(0.001, 0.1))
+            await asyncio.sleep(self.dice.between(*self.breaks_s))
             raise PeerGone(peer, "cannot be reached")
         self.calls += 1
         views = [memoryview(part).cast("B") if memoryview(part).nbytes else memoryview(b"") for part in body]
         call = _Call(self.calls, caller, callee, method, header, views, result)
         self._open[call.number] = call
-        if deadline_s is not None:
-            loop.call_later(deadline_s, self._too_late, call, deadline_s)
+        timer = None if deadline_s is None else loop.call_later(deadline_s, self._too_late, call, deadline_s)
         if callee.process.stopped:
-            loop.call_later(SILENCE_S, self._check_stopped, call)
+            loop.call_later(self.silence_s, self._check_stopped, call)
         self._send(call, caller.peer_id, peer, len(header), self._arrive, call)
         try:
             return await result
@@ -180,6 +185,8 @@ class Network:
             raise
         finally:
             self._open.pop(call.number, None)
+            if timer is not None:
+                timer.cancel()
 
     def _send(
         self,
@@ -192,12 +199,12 @@ class Network:
     ) -> None:
         lines, dice, loop = self.lines, self.dice, self.loop
         if self.is_cut(source, destination):
-            loop.call_later(SILENCE_S, self._silent, call, context=_WORLD)
+            loop.call_later(self.silence_s, self._silent, call, context=_WORLD)
             return
         roll = dice.number()
         if roll < lines.lost:
             self._say(f"lost: {call.method} from {source} to {destination}")
-            loop.call_later(dice.between(ALIVE_EVERY_S, SILENCE_S), self._silent, call, context=_WORLD)
+            loop.call_later(dice.between(ALIVE_EVERY_S, self.silence_s), self._silent, call, context=_WORLD)
             return
         roll -= lines.lost
         if roll < lines.late:
@@ -216,6 +223,7 @@ class Network:
 
     async def _handle(self, call: _Call) -> None:
         """At the callee: a process that is stopped does nothing of this before it goes on."""
+        call.callee.calls[call.method] += 1
         if self.on_deliver is not None:
             self.on_deliver(call.caller.peer_id, call.callee.peer_id, call.method)
         outcome: Answer | SwarmError
@@ -233,17 +241,18 @@ class Network:
         except Exception as error:  # noqa: BLE001  as the real transport; here it is told as well
             self.loop.bug(f"the handler of {call.method!r} failed", error)
             outcome = Refused(f"internal error: {type(error).__name__}: {error}"[:500])
+        self._answer(call, outcome)
+
+    def _answer(self, call: _Call, outcome: Answer | SwarmError) -> None:
         if call.number in self._open and not call.abandoned:
             size = 64 if isinstance(outcome, SwarmError) else len(outcome.header) + _size(outcome.body)
             names = call.callee.peer_id, call.caller.peer_id
             self._send(call, *names, size, self._back, call, outcome)
 
     def _back(self, call: _Call, outcome: Answer | SwarmError) -> None:
-        if call.result.done():
-            return
         if isinstance(outcome, SwarmError):
-            call.result.set_exception(from_wire(call.callee.peer_id, outcome.to_wire()))
-        else:
+            self._fail(call, from_wire(call.callee.peer_id, outcome.to_wire()))
+        elif not call.result.done():
             call.result.set_result(outcome)
 
     # -- how calls fail ---------------------------------------------------------------------------
@@ -251,9 +260,10 @@ class Network:
     def _fail(self, call: _Call, error: SwarmError) -> None:
         if not call.result.done():
             call.result.set_exception(error)
+            call.result.exception()  # a caller that dies before it hears of it misses nothing
 
     def _silent(self, call: _Call) -> None:
-        self._fail(call, PeerSilent(call.callee.peer_id, f"no sign of life for {SILENCE_S} s"))
+        self._fail(call, PeerSilent(call.callee.peer_id, f"no sign of life for {self.silence_s} s"))
 
     def _too_late(self, call: _Call, deadline_s: float) -> None:
         why = f"no answer to {call.method!r} within {deadline_s:g} s"
@@ -268,16 +278,16 @@ class Network:
 
     # -- faults -----------------------------------------------------------------------------------
 
-    def kill(self, name: PeerId, *, quietly: bool) -> None:
+    def kill(self, name: PeerId, *, quietly: bool = False) -> None:
         """End a process: its connections break, or, with a machine that lost its power, nobody is told."""
         ended = self.transports[name].process
         ended.kill()
         for call in list(self._open.values()):
             if call.callee.process is ended:
                 if quietly:
-                    self.loop.call_later(SILENCE_S, self._silent, call, context=_WORLD)
+                    self.loop.call_later(self.silence_s, self._silent, call, context=_WORLD)
                 else:
-                    delay_s = self.dice.between(0.001, 0.1)
+                    delay_s = self.dice.between(*self.breaks_s)
                     self.loop.call_later(delay_s, self._gone, call, context=_WORLD)
             elif call.caller.process is ended:
                 call.abandoned = True
@@ -285,7 +295,7 @@ class Network:
         if not quietly:
             for other in self.transports.values():
                 if other.process.alive and other.on_gone is not None and not self.is_cut(name, other.peer_id):
-                    delay_s = self.dice.between(0.001, 0.1)
+                    delay_s = self.dice.between(*self.breaks_s)
                     self.loop.call_later(delay_s, other.on_gone, name, context=other.process.context)
 
     def stop(self, name: PeerId) -> None:
@@ -293,27 +303,35 @@ class Network:
         self.transports[name].process.stop()
         for call in self._open.values():
             if call.callee.peer_id == name:
-                self.loop.call_later(SILENCE_S, self._check_stopped, call, context=_WORLD)
+                self.loop.call_later(self.silence_s, self._check_stopped, call, context=_WORLD)
 
     def go_on(self, name: PeerId) -> None:
         """As SIGCONT."""
         self.transports[name].process.go_on(self.loop)
 
-    def cut(self, side: Iterable[PeerId], *, one_way: bool = False) -> int:
-        """Nothing crosses from `side` to the rest, nor, unless `one_way`, back. The number is for `heal`."""
+    def cut(
+        self, side: Iterable[PeerId], other: Iterable[PeerId] | None = None, *, one_way: bool = False
+    ) -> int:
+        """Nothing crosses from `side` to `other` (the rest unless given), nor, unless `one_way`, back.
+
+        The number is for `heal`.
+        """
         number = max(self._cuts, default=0) + 1
-        self._cuts[number] = frozenset(side), one_way
-        self.loop.call_later(SILENCE_S, self._check_cut, number, context=_WORLD)
+        self._cuts[number] = frozenset(side), None if other is None else frozenset(other), one_way
+        self.loop.call_later(self.silence_s, self._check_cut, number, context=_WORLD)
         return number
 
-    def heal(self, number: int) -> None:
-        """End a cut."""
-        self._cuts.pop(number, None)
+    def heal(self, number: int | None = None) -> None:
+        """End a cut, or all."""
+        for cut in list(self._cuts) if number is None else (number,):
+            self._cuts.pop(cut, None)
 
     def is_cut(self, source: PeerId, destination: PeerId) -> bool:
         """Whether a message would be lost for sure."""
-        for side, one_way in self._cuts.values():
-            if (source in side) != (destination in side) and (not one_way or source in side):
+        for side, other, one_way in self._cuts.values():
+            if source in side and _in_other(destination, side, other):
+                return True
+            if not one_way and destination in side and _in_other(source, side, other):
                 return True
         return False
 
@@ -327,6 +345,10 @@ class Network:
     def _say(self, text: str) -> None:
         if self.trace is not None:
             self.trace(text)
+
+
+def _in_other(peer: PeerId, side: frozenset[PeerId], other: frozenset[PeerId] | None) -> bool:
+    return peer not in side if other is None else peer in other
 
 
 def _size(body: Sequence[Buffer]) -> int:

@@ -6,7 +6,7 @@ Tests that use it are marked `virtual_time`; all that waits, waits as long as in
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -33,7 +33,7 @@ from swarm.protocol.messages import Directive
 from swarm.protocol.replica import follow
 from swarm.sim.dice import Dice
 from swarm.wire.messages import pack, unpack
-from tests.peers.memory_net import MemoryNetwork, MemoryPeer
+from tests.peers.network import CalmNetwork, End
 
 JOB_S = 0.02
 """What a forward or backward takes, on average."""
@@ -61,7 +61,7 @@ class Swarm:
     """`peers[name]` serve, `trainers[name]` train; each in a task of its own."""
 
     run: Run
-    network: MemoryNetwork
+    network: CalmNetwork
     batches: Any
     dice: Dice = field(default_factory=lambda: Dice(1))
     peers: dict[str, StagePeer] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Swarm:
     orders: list[Callable[[str, str, str], bool]] = field(default_factory=list)
 
     def add_peer(self, name: str, stage: int, **settings: object) -> StagePeer:
-        end = self.network.add(name)
+        end = self.network.join(name)
         owner = self.owners[name] = Owner()
 
         def make(stage: int, kept: Snapshot | None) -> StagePeer:
@@ -84,7 +84,7 @@ class Swarm:
             self.peers[name] = peer
             return peer
 
-        first: list[StagePeer] = [make(stage, None)]
+        first = [end.process.context.run(make, stage, None)]
 
         async def build(stage: int, kept: Snapshot | None) -> StagePeer:
             return first.pop() if first else make(stage, kept)
@@ -96,31 +96,36 @@ class Swarm:
             return PausedPeer(self.run, stage, kept, end.transport, end.directory, asked, owner)
 
         serving = paused.serve(stage, owner, build, hold, device="cpu", emit=self.events.append)
-        self.tasks[name] = asyncio.create_task(serving)
+        self.start(end, serving)
         return first[0]
 
     def add_trainer(
         self, name: str, *, batches: object | None = None, window: int | None = 6, steps: int | None = None
     ) -> Trainer:
-        end = self.network.add(name)
+        end = self.network.join(name)
         trainer = Trainer(
             self.run, batches or self.batches, end.transport, end.directory,
             TrainerSettings(window=window, steps=steps), self.events.append,
         )  # fmt: skip
         self.trainers[name] = trainer
-        self.tasks[name] = asyncio.create_task(trainer.run())
+        self.start(end, trainer.run())
         return trainer
+
+    def start(self, end: End, main: Coroutine[Any, Any, None]) -> None:
+        """Run `main` as the process that has this end of the network."""
+        end.process.start(self.network.loop, main)
+        assert end.process.main is not None
+        self.tasks[end.peer_id] = end.process.main
 
     def add_stranger(self, name: str = "stranger") -> Stranger:
         """Somebody who only sends what a test makes up."""
-        return Stranger(self.run, self.network.add(name))
+        return Stranger(self.run, self.network.join(name))
 
     # -- faults -----------------------------------------------------------------------------------
 
     def kill(self, name: str) -> None:
         """SIGKILL: it vanishes between two instructions. Its record stays for its usual 20 seconds."""
-        self.network.fail(name)
-        self.tasks[name].cancel()
+        self.network.kill(name)
 
     def on_call(
         self,
@@ -162,8 +167,12 @@ class Swarm:
 
     async def until_serving(self) -> None:
         """Wait until every live peer has joined, and said so."""
-        records = self.network.records
-        await self.until(lambda: all(n in records and records[n].state == "serving" for n, _ in self.live()))
+
+        def serving() -> bool:
+            records = self.network.records
+            return all(name in records and records[name].state == "serving" for name, _ in self.live())
+
+        await self.until(serving)
 
     async def until_version(self, version: int, *, limit_s: float = 600.0) -> None:
         """Wait until every live peer's weights are at `version`."""
@@ -266,7 +275,7 @@ class Stranger:
     """Calls peers with whatever a test wants to see refused."""
 
     run: Run
-    end: MemoryPeer
+    end: End
 
     async def send(
         self, peer: str, method: str, header: msgspec.Struct | bytes, body: list[Buffer] | None = None
@@ -301,7 +310,7 @@ async def swarm(
     batches: object | None = None,
 ) -> AsyncIterator[Swarm]:
     """A swarm of `stages` × `replicas`, named `s<stage>p<replica>`, without trainers."""
-    network = MemoryNetwork(silence_s=silence_s, latency_s=LATENCY_S)
+    network = CalmNetwork(silence_s=silence_s, latency_s=LATENCY_S)
     run = run or audit_run(stages=stages, steps=3, microbatches_per_step=8)
     built = Swarm(run, network, batches or Zeros(run))
     network.on_deliver = built.delivered
@@ -311,7 +320,5 @@ async def swarm(
                 built.add_peer(f"s{stage}p{replica}", stage)
         yield built
     finally:
-        for task in built.tasks.values():
-            task.cancel()
-        await asyncio.gather(*built.tasks.values(), return_exceptions=True)
         await network.close()
+        assert not network.loop.bugs, network.loop.bugs

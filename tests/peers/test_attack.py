@@ -37,7 +37,7 @@ from swarm.wire.messages import (
     unpack,
 )
 from tests.peers.loops import Stranger, Swarm, obey, swarm
-from tests.peers.memory_net import MemoryNetwork
+from tests.peers.network import CalmNetwork
 
 pytestmark = pytest.mark.virtual_time
 
@@ -125,7 +125,7 @@ async def test_a_go_for_a_step_that_nobody_can_have_prepared_is_forgotten(by: st
             await liar.send("s1p0", "report", report(s, 1, commits=(commit,)), [b""])
         else:
             await liar.send("s0p0", "summary", summary(s, 1, commits=(commit,)))
-        s.network.fail(LIAR)
+        s.network.kill(LIAR)
         s.add_trainer("trainer")
         await finishes(s)
 
@@ -140,14 +140,14 @@ async def test_a_stage_that_claims_to_be_far_ahead_does_not_stop_the_conductor()
 
 
 async def test_a_reduce_is_void_whatever_a_member_answers() -> None:
-    network = MemoryNetwork()
+    network = CalmNetwork()
     run, plan = "run", Plan(round_id("run", 0, 0, 0, ("a", "z"), (1, 2)), 0, ("a", "z"), (1, 2), (3, 3))
-    mine = AllReduce(run, "a", network.add("a").transport, "none", torch.float64, lambda total: total)
+    mine = AllReduce(run, "a", network.join("a").transport, "none", torch.float64, lambda total: total)
 
     async def stale(request: Request) -> Answer:
         raise Stale("step 0 is over", version=7)
 
-    network.add("z").transport.serve("part", stale, max_body_bytes=1000)
+    network.join("z").transport.serve("part", stale, max_body_bytes=1000)
     with pytest.raises(RoundAborted, match="step 0 is over"):
         await mine.run(plan, 0, torch.ones(6, dtype=torch.float64))
     await network.close()
@@ -158,11 +158,11 @@ async def test_a_reduce_is_void_whatever_a_member_answers() -> None:
 
 @pytest.mark.parametrize("own_s", [math.nan, -1e9, math.inf])
 async def test_a_time_that_cannot_be_true_draws_no_work_to_its_peer(own_s: float) -> None:
-    network = MemoryNetwork()
+    network = CalmNetwork()
     asked = {"a": 0, "z": 0}
-    me = network.add("me")
+    me = network.join("me")
     for name in asked:
-        end = network.add(name)
+        end = network.join(name)
 
         async def answer(request: Request, name: str = name) -> Answer:
             asked[name] += 1

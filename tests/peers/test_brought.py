@@ -122,9 +122,9 @@ async def test_a_member_that_missed_a_step_takes_what_is_shared_from_who_has_it(
         await built.until_serving()
         built.add_trainer("t")
         await built.until_version(1)
-        built.network.hang("s2p1")
+        built.network.stop("s2p1")
         await built.until(lambda: built.peers["s2p0"].core.version >= 2)
-        built.network.resume("s2p1")
+        built.network.go_on("s2p1")
         await built.until_finished()
         check(built, one_process(run, data), tolerance=0.0)
 
@@ -134,7 +134,7 @@ async def test_who_reaches_nobody_of_the_other_stage_takes_what_a_mate_was_told(
     data = Text(run)
     async with swarm(run, batches=data) as built:
         await built.until_serving()
-        built.network.partition(["s2p1"], ["s0p0", "s0p1"])
+        built.network.cut(["s2p1"], ["s0p0", "s0p1"])
         built.add_trainer("t")
         await built.until_finished()
         check(built, one_process(run, data), tolerance=0.0)

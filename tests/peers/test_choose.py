@@ -8,7 +8,9 @@ from peers.programs import stage_choice as choose
 from peers.programs.stage_choice import choose_stage
 from swarm.manifest import Run, audit_run, demo_run
 from swarm.records import PeerRecord
-from tests.peers.memory_net import MemoryNetwork
+from tests.peers.network import CalmNetwork
+
+pytestmark = pytest.mark.virtual_time
 
 RUN = audit_run(stages=3)
 
@@ -18,29 +20,29 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "OTHERS_S", 0.3)
 
 
-async def chosen(network: MemoryNetwork, names: list[str], run: Run = RUN) -> dict[str, int]:
+async def chosen(network: CalmNetwork, names: list[str], run: Run = RUN) -> dict[str, int]:
     async def one(name: str) -> int:
-        peer = network.add(name)
+        peer = network.join(name)
         return await choose_stage(name, run, peer.directory, ())
 
     return dict(zip(names, await asyncio.gather(*(one(name) for name in names)), strict=True))
 
 
 async def test_those_who_start_together_do_not_all_take_the_same_stage(soon: None) -> None:
-    network = MemoryNetwork()
+    network = CalmNetwork()
     stages = await chosen(network, [f"new{i}" for i in range(6)])
     assert sorted(stages.values()) == [0, 0, 1, 1, 2, 2]
     # Who comes after them sees where they go, though they do not serve yet.
-    records = {r.peer: r for r in network.records_seen_by("new0")}
+    records = {r.peer: r for r in network.peers["new0"].directory.peers()}
     assert {name: records[name].stage for name in stages} == stages
     assert {record.state for record in records.values()} == {"joining"}
     await network.close()
 
 
 async def test_who_comes_where_a_stage_is_empty_takes_it(soon: None) -> None:
-    network = MemoryNetwork()
+    network = CalmNetwork()
     for stage in (0, 2):
-        there = network.add(f"old{stage}")
+        there = network.join(f"old{stage}")
         await there.directory.announce(
             PeerRecord(peer=f"old{stage}", run=RUN.id, stage=stage, state="serving", version=1, speed=1.0)
         )

@@ -44,7 +44,7 @@ def held(sqnorm: float) -> Prepared:
 def announced(s: Swarm, name: str, stage: int, state: State = "joining") -> Stranger:
     """A stranger that announced itself at `stage`, as anybody may."""
     stranger = s.add_stranger(name)
-    s.network.records[name] = PeerRecord(peer=name, run=s.run.id, stage=stage, state=state, version=0)
+    s.network.announce(PeerRecord(peer=name, run=s.run.id, stage=stage, state=state, version=0))
     return stranger
 
 

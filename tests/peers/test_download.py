@@ -29,7 +29,9 @@ from swarm.wire.codec import TensorMeta
 from swarm.wire.messages import StateOpened, StateTensor
 from tests.peers.lies import flip_a_bit, flip_a_bit_and_sign, offered, told
 from tests.peers.loops import swarm
-from tests.peers.memory_net import MemoryNetwork
+from tests.peers.network import CalmNetwork
+
+pytestmark = pytest.mark.virtual_time
 
 RUN = audit_run(stages=1, steps=20, microbatches_per_step=40)
 LIKE = StageCompute(RUN, 0).state.copy()
@@ -64,12 +66,12 @@ class Saved:
         return self.states[version]
 
 
-class Net(MemoryNetwork):
+class Net(CalmNetwork):
     """`give("a", Saved(4))`: somebody who has that state. `get("a", "b")`: download it from them."""
 
     def __init__(self, *, latency_s: float = 0.0) -> None:
         super().__init__(silence_s=0.05, latency_s=latency_s)
-        self.me = self.add("me")
+        self.me = self.join("me")
         self.faults: list[PeerFault] = []
         self.progress: list[tuple[int, int, int]] = []
         self.act: dict[tuple[str, int], Callable[[], None]] = {}
@@ -77,7 +79,7 @@ class Net(MemoryNetwork):
         self.chunks: Counter[str] = Counter()
 
     def give(self, name: str, saved: Saved) -> Saved:
-        StateLeases(RUN.id, self.add(name).transport, {0: saved})
+        StateLeases(RUN.id, self.join(name).transport, {0: saved})
         return saved
 
     def when(self, name: str, nth: int, act: Callable[[], None]) -> None:
@@ -241,7 +243,7 @@ async def test_a_download_that_is_cancelled_leaves_nothing_running(net: Net) -> 
 async def test_a_source_that_is_killed_gives_its_chunks_back(net: Net) -> None:
     for name in "abc":
         net.give(name, Saved(4))
-    net.when("b", 2, lambda: net.fail("b"))
+    net.when("b", 2, lambda: net.kill("b"))
     got = await net.get("a", "b", "c")
     assert is_of(got, 4)
     assert net.blamed() == [("b", "peer b: the connection broke")]
@@ -250,14 +252,14 @@ async def test_a_source_that_is_killed_gives_its_chunks_back(net: Net) -> None:
 async def test_a_source_that_hangs_gives_its_chunks_back(net: Net) -> None:
     for name in "ab":
         net.give(name, Saved(4))
-    net.when("b", 1, lambda: net.hang("b"))
+    net.when("b", 1, lambda: net.stop("b"))
     assert is_of(await net.get("a", "b"), 4)
 
 
 async def test_when_all_die_what_came_is_not_fetched_again(net: Net) -> None:
     for name in "ab":
         net.give(name, Saved(4))
-        net.when(name, 5, lambda name=name: net.fail(name))
+        net.when(name, 5, lambda name=name: net.kill(name))
     partial = Partial()
     failed = await net.fails("a", "b", partial=partial)
     assert failed.reasons == {name: f"peer {name}: the connection broke" for name in "ab"}
@@ -282,7 +284,7 @@ async def test_what_came_of_another_version_is_used_where_the_bytes_are_the_same
     old, new = net.give("old", Saved(4)), Saved(5)
     new.states[5]["weights"][:12] = old.states[4]["weights"][:12]
     net.give("new", new)
-    net.when("old", 10, lambda: net.fail("old"))
+    net.when("old", 10, lambda: net.kill("old"))
     partial = Partial()
     await net.fails("old", partial=partial)
     assert net.progress[-1][0] == 9 * 24
@@ -295,14 +297,14 @@ async def test_when_the_believed_sources_die_others_with_another_version_are_rea
     net.give("a", Saved(4))
     net.give("b", Saved(4))
     net.give("c", Saved(5))
-    net.when("a", 2, lambda: net.fail("a"))
-    net.when("b", 3, lambda: net.fail("b"))
+    net.when("a", 2, lambda: net.kill("a"))
+    net.when("b", 3, lambda: net.kill("b"))
     assert is_of(await net.get("a", "b", "c"), 5)
 
 
 async def test_what_is_here_of_another_form_of_state_is_forgotten(net: Net) -> None:
     net.give("a", Saved(4))
-    net.when("a", 9, lambda: net.fail("a"))
+    net.when("a", 9, lambda: net.kill("a"))
     partial = Partial()
     await net.fails("a", partial=partial)
     partial.fit({"weights": torch.zeros(7)})
@@ -313,7 +315,7 @@ async def test_what_is_here_of_another_form_of_state_is_forgotten(net: Net) -> N
 
 async def test_each_source_that_cannot_give_says_why(net: Net) -> None:
     net.give("none", Saved())
-    net.add("stranger")
+    net.join("stranger")
     assert (await net.fails("none", "stranger", "dead")).reasons == {
         "dead": "peer dead: cannot be reached",
         "none": "peer none: no version of stage 0 is saved here yet",
@@ -521,10 +523,10 @@ async def test_the_order_of_the_tensors_does_not_matter() -> None:
         def __init__(self, *names: str) -> None:
             self.states = {4: {name: values[name] for name in names}}
 
-    network = MemoryNetwork()
+    network = CalmNetwork()
     for name, order in {"a": ("weights", "momentum"), "b": ("momentum", "weights")}.items():
-        StateLeases(RUN.id, network.add(name).transport, {0: Ordered(*order)})
-    me = network.add("me").transport
+        StateLeases(RUN.id, network.join(name).transport, {0: Ordered(*order)})
+    me = network.join("me").transport
     got = await download_state(RUN, 0, like, me, ["a", "b"])
     assert all(torch.equal(got.tensors[name], values[name]) for name in values)
     assert list(got.tensors) == list(like) and set(got.sources) == {"a", "b"}
@@ -574,7 +576,6 @@ def test_of_era_and_last_go_what_most_say_is_taken() -> None:
 # --- in a swarm ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.virtual_time
 @pytest.mark.parametrize("name", ["joiner", "z"])
 async def test_a_joiner_that_comes_in_the_middle_of_a_reduce_neither_blocks_nor_breaks_it(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -270,13 +270,13 @@ async def test_two_that_leave_in_one_moment_do_not_take_the_newest_version_along
         await built.until_serving()
         built.add_trainer("trainer")
         await built.until_version(2)
-        built.network.hang("c")
+        built.network.stop("c")
         await built.tasks["trainer"]
         await built.until(lambda: all(built.peers[name].core.version == run.steps for name in "abde"))
         slow = built.peers["c"]
         assert slow.core.version < run.steps
         slow._recovering = True  # as when a download takes its time
-        built.network.resume("c")
+        built.network.go_on("c")
         for name in "ab":
             built.peers[name].leave()
         gone = {built.tasks["a"], built.tasks["b"]}

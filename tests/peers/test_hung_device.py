@@ -22,7 +22,7 @@ async def ends(s: Swarm, name: str, serving: asyncio.Task[None]) -> None:
     """As its process does: with the error, and all its connections break."""
     with pytest.raises(SetupError, match=r"the device has worked on one job for .* then start it again"):
         await serving
-    s.network.fail(name)
+    s.network.kill(name)
 
 
 def device_of(s: Swarm, name: str) -> SimDevice:
@@ -89,7 +89,7 @@ async def test_a_pause_ends_a_peer_whose_device_hangs_and_its_owner_hears_why(
         assert device.running is not None and owner.paused and owner.doing == "leaving"
         assert "The state of its stage is given up; others have it, or a checkpoint" in owner.words
         assert s.network.records[name].state == "left"
-        s.network.fail(name)
+        s.network.kill(name)
         await s.until_finished()
         s.assert_each_counted_once()
         if where == "a microbatch":

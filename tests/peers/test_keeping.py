@@ -39,10 +39,10 @@ RUN = replace(audit_run(stages=2, steps=4, microbatches_per_step=4), checkpoint_
 
 
 def add_keeper(s: Swarm, folder: Path, name: str = "keeper", **settings: Any) -> CheckpointKeeper:
-    end = s.network.add(name)
+    end = s.network.join(name)
     chosen = replace(KeepingSettings(folder=folder), **settings)
     keeper = CheckpointKeeper(s.run, end.transport, end.directory, chosen, s.events.append)
-    s.tasks[name] = asyncio.create_task(keeper.run())
+    s.start(end, keeper.run())
     return keeper
 
 
@@ -178,8 +178,7 @@ async def test_a_keeper_that_leaves_says_so_and_what_it_kept_is_verified_when_it
         s.kill("s0p0")  # what it had is in the keeper's folder only
         s.network.expire("s0p0")
         (file,) = (tmp_path / RUN.id / "step-000000004").glob("stage-0-*.safetensors")
-        s.network.fail("keeper")
-        s.tasks["keeper"].cancel()
+        s.kill("keeper")
         raw = bytearray(file.read_bytes())
         raw[-1] ^= 1
         file.write_bytes(raw)
@@ -236,7 +235,7 @@ async def test_a_keeper_that_leaves_without_the_last_version_says_what_is_lost(
 async def test_the_last_version_is_collected_from_peers_without_a_disk(tmp_path: Path) -> None:
     run = replace(RUN, checkpoint_every=0)
     async with swarm(run, replicas=1) as s:
-        end = s.network.add("collector")
+        end = s.network.join("collector")
         await s.until_serving()
         with pytest.raises(SetupError) as none:
             await collect(run, end.transport, end.directory, tmp_path, s.events.append, limit_s=0.0)
@@ -356,7 +355,7 @@ async def test_a_version_ahead_of_the_run_is_not_even_asked_for(tmp_path: Path) 
         await s.until_serving()
         await s.until(lambda: s.network.records.get("keeper") is not None)
         answers(s, "s1p0", "saved", claims(50))
-        s.network.records["s1p0"] = msgspec.structs.replace(s.network.records["s1p0"], version=50)
+        s.network.dht.put(msgspec.structs.replace(s.network.records["s1p0"], version=50))
         s.add_trainer("trainer")
         await s.until(lambda: s.peers["s0p0"].core.version >= 6)
         asked = s.network.peers["s1p0"].transport.calls["state"]

@@ -11,32 +11,34 @@ from peers.stage.path_probe import AGAIN_S, FEW, PathProber
 from swarm.errors import Refused
 from swarm.records import PeerRecord
 from swarm.wire.messages import ProbeLine, pack
-from tests.peers.memory_net import MemoryNetwork, MemoryPeer
+from tests.peers.network import CalmNetwork, End
+
+pytestmark = pytest.mark.virtual_time
 
 RUN = "run"
 
 
-async def prober(network: MemoryNetwork, name: str) -> tuple[PathProber, MemoryPeer]:
-    end = network.add(name)
+async def prober(network: CalmNetwork, name: str) -> tuple[PathProber, End]:
+    end = network.join(name)
     await end.directory.announce(PeerRecord(peer=name, run=RUN, stage=0, state="serving", version=0))
     return PathProber(RUN, end.transport, end.directory, random.Random(1)), end
 
 
 async def test_whose_line_is_known_is_not_probed() -> None:
-    network = MemoryNetwork()
+    network = CalmNetwork()
     (mine, end), *_ = [await prober(network, name) for name in ("me", "a", "b")]
     end.transport.lines["a"] = NetworkPath(rtt_s=0.1, bandwidth_bps=1e6)
     assert mine.choose(now=0.0) == "b"
     end.transport.lines["a"] = NetworkPath(rtt_s=0.1)  # half of it is not enough
     assert {mine.choose(now=0.0) for _ in range(40)} == {"a", "b"}
-    network.fail("a")
+    network.kill("a")
     network.expire("a")
     network.expire("b")
     assert mine.choose(now=0.0) is None, "nobody is left"
 
 
 async def test_a_probe_goes_there_and_comes_back_once_small_and_once_large() -> None:
-    network = MemoryNetwork()
+    network = CalmNetwork()
     (mine, _), (_, other) = [await prober(network, name) for name in ("me", "a")]
     await mine.probe("a")
     assert other.transport.calls["line"] == 2
@@ -44,7 +46,7 @@ async def test_a_probe_goes_there_and_comes_back_once_small_and_once_large() -> 
 
 
 async def test_a_few_are_probed_and_again_after_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    network, now = MemoryNetwork(), [0.0]
+    network, now = CalmNetwork(), [0.0]
     monkeypatch.setattr("peers.stage.path_probe.now_s", lambda: now[0])
     (mine, _), *_ = [await prober(network, name) for name in ("me", *(f"p{i:02}" for i in range(FEW + 5)))]
     probed: list[str] = []
@@ -58,17 +60,17 @@ async def test_a_few_are_probed_and_again_after_long(monkeypatch: pytest.MonkeyP
 
 
 async def test_who_does_not_answer_is_left_alone() -> None:
-    network = MemoryNetwork()
+    network = CalmNetwork()
     (mine, _), _ = [await prober(network, name) for name in ("me", "a")]
-    network.fail("a")
+    network.kill("a")
     await mine.probe("a")
     assert mine.choose(now=0.0) is None
 
 
 async def test_a_probe_of_another_run_or_of_many_parts_or_too_large_is_refused() -> None:
-    network = MemoryNetwork()
+    network = CalmNetwork()
     await prober(network, "a")
-    client = network.add("client").transport
+    client = network.join("client").transport
     for run, body, text in (
         ("other", [b"x"], "this peer serves run run, not 'other'"),
         (RUN, [b"x", b"y"], "a probe of 2 parts; one is sent back"),

@@ -29,6 +29,7 @@ from swarm.protocol.ledger import Claim, Ledger
 from swarm.protocol.rounds import STAR_AFTER, Decision, MemberStep, Plan, Reduce
 from tests.model.chain import batch_of, tiny_run
 from tests.peers.loops import Swarm, swarm
+from tests.peers.network import calm
 
 pytestmark = pytest.mark.virtual_time
 
@@ -321,12 +322,12 @@ async def test_duplicates_everywhere_are_undone(retries_do_not_ask: None) -> Non
 async def test_an_answer_that_comes_after_its_retry_succeeded_changes_nothing(name: str) -> None:
     """The peer hangs with its work, another does it, and then the first wakes up and has it too."""
     async with swarm(replicas=2) as s:
-        s.on_call("work", lambda *_: s.network.hang(name), to=name)
+        s.on_call("work", lambda *_: s.network.stop(name), to=name)
         s.add_trainer("trainer")
         await s.until(lambda: any(event.peer == name for event in s.seen(PeerLost)))
         other = name[:-1] + "1"
         await s.until(lambda: s.peers[other].core.computed >= 2)
-        s.network.resume(name)
+        s.network.go_on(name)
         await finishes(s)
 
 
@@ -384,7 +385,7 @@ async def test_two_members_that_cannot_reach_each_other_average_through_a_third(
     monkeypatch.setattr(coordinator, "decide", decide)
     async with swarm(stages=2, replicas=3) as s:
         await s.until_serving()
-        s.network.partition({"s1p1"}, {"s1p2"})
+        s.network.cut({"s1p1"}, {"s1p2"})
         s.add_trainer("trainer")
         await finishes(s)
         assert any(plan.number == STAR_AFTER and plan.parts == (s.run.M, 0, 0) for plan in plans)
@@ -395,7 +396,7 @@ async def test_a_partition_that_heals_leaves_no_trace() -> None:
     async with swarm(replicas=2) as s:
         s.add_trainer("trainer")
         await s.until(lambda: s.peers["s1p0"].core.computed)
-        s.network.partition({"s0p0", "s1p0"}, {"s0p1", "s1p1", "s2p1"})
+        s.network.cut({"s0p0", "s1p0"}, {"s0p1", "s1p1", "s2p1"})
         await s.until(lambda: s.seen(PeerLost))
         s.network.heal()
         await finishes(s)
@@ -410,10 +411,10 @@ async def test_a_peer_that_hangs_is_left_out_and_catches_up_when_it_wakes(number
         s.add_trainer("trainer")
         name = f"s{number}p1"
         await s.until(lambda: s.peers[name].core.computed)
-        s.network.hang(name)
+        s.network.stop(name)
         others = [peer for other, peer in s.live() if other != name]
         await s.until(lambda: all(peer.core.version >= 2 for peer in others))
-        s.network.resume(name)
+        s.network.go_on(name)
         await finishes(s)
 
 
@@ -421,12 +422,12 @@ async def test_a_coordinator_and_a_conductor_that_hang_are_left_out() -> None:
     async with swarm(replicas=3) as s:
         s.add_trainer("trainer")
         await s.until_version(1)
-        s.network.hang("s0p0")
-        s.network.hang("s1p0")
+        s.network.stop("s0p0")
+        s.network.stop("s1p0")
         others = [peer for name, peer in s.live() if name not in ("s0p0", "s1p0")]
         await s.until(lambda: all(peer.core.version == 3 for peer in others))
-        s.network.resume("s0p0")
-        s.network.resume("s1p0")
+        s.network.go_on("s0p0")
+        s.network.go_on("s1p0")
         await finishes(s)
 
 
@@ -435,13 +436,13 @@ async def test_coordinators_of_all_stages_that_hang_at_once_believe_those_who_we
     run = audit_run(stages=2, steps=40, microbatches_per_step=8)
     async with swarm(run) as s:
         await s.until_serving()
-        s.network.hang("s0p0")
-        s.network.hang("s1p0")
+        s.network.stop("s0p0")
+        s.network.stop("s1p0")
         s.add_trainer("trainer")
         others = [s.peers["s0p1"], s.peers["s1p1"]]
         await s.until(lambda: all(peer.core.version >= 5 for peer in others))
-        s.network.resume("s0p0")
-        s.network.resume("s1p0")
+        s.network.go_on("s0p0")
+        s.network.go_on("s1p0")
         await finishes(s)
 
 
@@ -549,12 +550,12 @@ async def disturb(s: Swarm, dice: random.Random, number: int) -> str:
             s.kill(old)
         s.add_trainer(f"trainer{number}")
     elif kind == "hang":
-        s.network.hang(name)
-        asyncio.get_running_loop().call_later(dice.random(), s.network.resume, name)
+        s.network.stop(name)
+        asyncio.get_running_loop().call_later(dice.random(), s.network.go_on, name)
     elif kind == "cut":
         other = dice.choice(live)
         if other != name:
-            s.network.partition({name}, {other})
+            s.network.cut({name}, {other})
             asyncio.get_running_loop().call_later(dice.random(), s.network.heal)
     else:
         method = dice.choice(
@@ -578,7 +579,7 @@ async def test_any_schedule_of_faults_leaves_each_counted_once(seed: int, small_
     log: list[str] = []
     try:
         async with swarm(run, replicas=3) as s:
-            s.network.latency_s = dice.choice([0.0, 0.001, 0.005])
+            s.network.lines = calm(dice.choice([0.0, 0.001, 0.005]))
             s.add_trainer("trainer")
             if dice.random() < 0.5:
                 s.add_trainer("another")

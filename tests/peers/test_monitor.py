@@ -20,7 +20,9 @@ from swarm.monitoring.aggregator import Aggregator
 from swarm.monitoring.health import Observation, PeerHealth, SwarmHealth
 from swarm.records import PeerRecord
 from swarm.wire.messages import Audit, PeerStatus, pack
-from tests.peers.memory_net import MemoryNetwork
+from tests.peers.network import CalmNetwork
+
+pytestmark = pytest.mark.virtual_time
 
 RUN = demo_run(stages=2, steps=40)
 
@@ -39,19 +41,19 @@ def status(peer: str, stage: int) -> PeerStatus:
 class Scene:
     """Peers that answer, a monitor that looks at them, and what it sees."""
 
-    def __init__(self, network: MemoryNetwork) -> None:
+    def __init__(self, network: CalmNetwork) -> None:
         self.network = network
         self.asked: Counter[str] = Counter()
         self.looks: list[Observation] = []
         self.refused: dict[str, int] = {}
         self._observer = Aggregator(RUN)
         self._news = asyncio.Event()
-        self.watcher = network.add("watcher")
+        self.watcher = network.join("watcher")
         self.waiting = self.most_waiting = 0
         """Questions under way, now and at most."""
 
     async def add(self, name: str, stage: int, said: bytes | None = None) -> None:
-        peer = self.network.add(name)
+        peer = self.network.join(name)
 
         async def answer(request: Request) -> Answer:
             self.asked[name] += 1
@@ -112,7 +114,7 @@ class Scene:
 
 @pytest.fixture
 async def scene() -> AsyncIterator[Scene]:
-    network = MemoryNetwork(silence_s=0.05)
+    network = CalmNetwork(silence_s=0.05)
     scene = Scene(network)
     for name, stage in (("peer-a", 0), ("peer-b", 0), ("peer-c", 1)):
         await scene.add(name, stage)
@@ -155,7 +157,7 @@ async def test_those_that_hang_hold_nobody_up_and_are_few_at_a_time(
     monkeypatch.setattr(monitor, "MAX_ASKED", 5)
     for i in range(20):
         await scene.add(f"hung{i:02d}", 1)
-        scene.network.hang(f"hung{i:02d}")
+        scene.network.stop(f"hung{i:02d}")
     async with scene.watched():
         await scene.until(lambda: sum(bool(peer.why) for peer in scene.health.peers) == 20)
         await scene.until(lambda: all(scene.peer(f"peer-{name}").answered for name in "abc"))
@@ -165,7 +167,7 @@ async def test_those_that_hang_hold_nobody_up_and_are_few_at_a_time(
 async def test_a_dead_peer_is_named_and_leaves_with_its_record(scene: Scene) -> None:
     async with scene.watched():
         await scene.until(lambda: scene.health.stages[0].serving == 2)
-        scene.network.fail("peer-b")
+        scene.network.kill("peer-b")
         await scene.until(lambda: any(peer.why for peer in scene.health.peers))
         assert "stage 0 has one peer left" in [alert.text for alert in scene.health.alerts]
         scene.network.expire("peer-b")
@@ -214,7 +216,7 @@ async def test_nonsense_is_shown_as_such_and_crashes_nothing(scene: Scene, said:
 
 
 async def test_a_run_that_nobody_serves_is_looked_at_too() -> None:
-    network = MemoryNetwork(silence_s=0.05)
+    network = CalmNetwork(silence_s=0.05)
     scene = Scene(network)
     async with scene.watched():
         await scene.until(lambda: len(scene.looks) > 2)
@@ -223,7 +225,7 @@ async def test_a_run_that_nobody_serves_is_looked_at_too() -> None:
 
 
 async def test_a_peer_that_is_just_joining_and_serves_nothing_yet_is_no_silent_one(scene: Scene) -> None:
-    newcomer = scene.network.add("peer-d")
+    newcomer = scene.network.join("peer-d")
     joining = msgspec.structs.replace(record("peer-d", 1), state="joining")
     await newcomer.directory.announce(joining)
     async with scene.watched():

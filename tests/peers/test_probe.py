@@ -14,7 +14,7 @@ from swarm.manifest import audit_run
 from swarm.policy.backoff import Backoff
 from swarm.records import PeerRecord
 from tests.peers.loops import swarm
-from tests.peers.memory_net import MemoryNetwork
+from tests.peers.network import CalmNetwork
 
 pytestmark = pytest.mark.virtual_time
 
@@ -30,17 +30,17 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest_asyncio.fixture
-async def network() -> AsyncIterator[MemoryNetwork]:
-    network = MemoryNetwork(silence_s=0.05)
+async def network() -> AsyncIterator[CalmNetwork]:
+    network = CalmNetwork(silence_s=0.05)
     for name in ("me", "other"):
-        peer = network.add(name)
+        peer = network.join(name)
         await peer.directory.announce(PeerRecord(peer=name, run=RUN, stage=0, state="serving", version=0))
     yield network
     await network.close()
 
 
 @contextlib.asynccontextmanager
-async def probing(network: MemoryNetwork, backoff: Backoff) -> AsyncIterator[None]:
+async def probing(network: CalmNetwork, backoff: Backoff) -> AsyncIterator[None]:
     me = network.peers["me"]
     running = asyncio.create_task(Prober(RUN, me.transport, me.directory, backoff).run())
     yield
@@ -50,23 +50,23 @@ async def probing(network: MemoryNetwork, backoff: Backoff) -> AsyncIterator[Non
     assert not left
 
 
-async def test_a_stopped_peer_rests_until_it_continues(network: MemoryNetwork) -> None:
+async def test_a_stopped_peer_rests_until_it_continues(network: CalmNetwork) -> None:
     backoff = Backoff(first_s=0.001, probed=True)
-    network.hang("other")
+    network.stop("other")
     backoff.failed("other", now=0.0, silent=True)
     asked = []
     network.on_deliver = lambda caller, callee, method: asked.append((caller, callee, method))
     async with probing(network, backoff):
         await asyncio.sleep(0.3)
         assert backoff.in_backoff("other", now=1e9)
-        network.resume("other")
+        network.go_on("other")
         await until(lambda: not backoff.in_backoff("other", now=1e9))
         assert set(asked) == {("me", "other", "locate")}, "a refusal (nothing serves it here) is an answer"
 
 
-async def test_nobody_is_asked_who_is_announced_no_more(network: MemoryNetwork) -> None:
+async def test_nobody_is_asked_who_is_announced_no_more(network: CalmNetwork) -> None:
     backoff = Backoff(probed=True)
-    network.fail("other")
+    network.kill("other")
     network.expire("other")
     backoff.failed("other", now=0.0, silent=True)
     async with probing(network, backoff):
@@ -82,7 +82,7 @@ async def test_after_a_cut_heals_the_peers_behind_it_are_used_again(monkeypatch:
         s.add_trainer("trainer")
         await s.until_version(1)
         cut = ["s0p1", "s1p1", "s2p1"]
-        s.network.partition(cut, [p for p in s.network.peers if p not in cut])
+        s.network.cut(cut, [p for p in s.network.peers if p not in cut])
 
         def version() -> int:
             return max(peer.core.version for peer in s.peers.values())

@@ -25,7 +25,7 @@ from swarm.protocol.rounds import Plan, Prepared, round_id
 from swarm.wire.codec import TensorMeta, round_trip
 from swarm.wire.messages import Part, PartDone, pack
 from tests.peers.loops import obey, swarm
-from tests.peers.memory_net import MemoryNetwork
+from tests.peers.network import CalmNetwork, calm
 
 pytestmark = pytest.mark.virtual_time
 
@@ -36,7 +36,7 @@ NUMEL = 10
 class Group:
     """Members a, b, c … with a vector each, and the plan to add them up."""
 
-    network: MemoryNetwork
+    network: CalmNetwork
     plan: Plan
     totals: dict[str, torch.Tensor]
     sides: dict[str, AllReduce] = field(default_factory=dict)
@@ -88,9 +88,9 @@ def group(
     torch.manual_seed(1)
     totals = {name: torch.randn(sum(parts), dtype=dtype) for name in names}
     plan = Plan("round", 0, tuple(names), tuple(ledgers or [1 << i for i in range(len(parts))]), tuple(parts))
-    built = Group(MemoryNetwork(silence_s=0.1), plan, totals)
+    built = Group(CalmNetwork(silence_s=0.1), plan, totals)
     for name in names:
-        transport = built.network.add(name).transport
+        transport = built.network.join(name).transport
         built.sides[name] = AllReduce("run", name, transport, codec, dtype, lambda total: total)
     return built
 
@@ -101,7 +101,7 @@ async def open_group() -> AsyncIterator[Group]:
     built = group()
     running = asyncio.create_task(built.reduce("a"))
     while not built.sides["a"]._rounds:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
     yield built
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -154,14 +154,14 @@ async def test_a_member_may_start_a_little_later_than_the_others() -> None:
     built = group()
     early = asyncio.create_task(built.reduce("a"))
     while not built.sides["a"]._rounds:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
     late = await built.reduce("b")
     assert torch.equal(late[0][0], (await early)[0][0])  # type: ignore[index]
 
 
 async def test_upload_is_measured_with_parts_of_a_fair_size() -> None:
     built = group((1 << 14, 1 << 14))
-    built.network.latency_s = 0.001
+    built.network.lines = calm(0.001)
     await built.results()
     assert built.sides["a"].bandwidth_bps > 0
     small = group()
@@ -189,7 +189,7 @@ async def test_a_lost_or_broken_answer_voids_the_round_and_leaves_the_sums(fault
 
 async def test_without_one_member_nobody_gets_a_result() -> None:
     built = group((4, 3, 3))
-    built.network.fail("c")
+    built.network.kill("c")
     found = await built.reduce("a", "b")
     assert [type(one) for one in found] == [RoundAborted, RoundAborted]
     assert {str(one) for one in found} <= {"peer c: cannot be reached", "round 'round' is not open here"} | {
@@ -251,7 +251,7 @@ async def refusal(built: Group, part: Part, body: list[bytes] | None = None, *, 
 
 
 async def test_contributions_of_others_than_members_are_refused(open_group: Group) -> None:
-    open_group.network.add("stranger")
+    open_group.network.join("stranger")
     assert (
         await refusal(open_group, open_group.part(), by="stranger")
         == "stranger is not a member of round round"
@@ -299,10 +299,10 @@ async def test_a_contribution_to_a_round_that_ended_hears_that_it_is_void(open_g
     three = group((4, 3, 3))
     running = asyncio.create_task(three.reduce("a"))
     while not three.sides["a"]._rounds:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
     call = asyncio.create_task(refusal(three, three.part()))
     while not three.sides["a"]._rounds["round"].chunks[0].contributions.get("b", None) is not None:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
     running.cancel()
     assert await call == "round round is void: the round ended"
 

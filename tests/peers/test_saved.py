@@ -12,7 +12,9 @@ from swarm.errors import BadAnswer, PeerFault, Refused
 from swarm.manifest import audit_run
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import AskSaved, Saved, SavedStage, pack, unpack
-from tests.peers.memory_net import MemoryNetwork
+from tests.peers.network import CalmNetwork
+
+pytestmark = pytest.mark.virtual_time
 
 RUN = audit_run(stages=2, steps=40)
 
@@ -31,17 +33,17 @@ def offer(**versions: tuple[int, ...]) -> Saved:
     return Saved(stages=tuple(SavedStage(stage=int(k[1:]), versions=v) for k, v in versions.items()))
 
 
-class Net(MemoryNetwork):
+class Net(CalmNetwork):
     """`give(record, saved)`: somebody who answers so."""
 
     def __init__(self) -> None:
         super().__init__(silence_s=0.05)
-        self.me = self.add("me")
+        self.me = self.join("me")
         self.list: list[PeerRecord] = []
 
     def give(self, record: PeerRecord, answer: Saved | bytes | None) -> None:
         self.list.append(record)
-        transport = self.add(record.peer).transport
+        transport = self.join(record.peer).transport
 
         async def handle(request: Request) -> Answer:
             assert unpack(request.header, AskSaved).run == RUN.id
@@ -67,11 +69,12 @@ async def test_who_is_dead_cut_off_or_has_nothing_is_left_out_and_the_reason_is_
     net.give(serving("dead", 0), offer(s0=(10,)))
     net.give(serving("hung", 1), offer(s1=(10,)))
     net.give(serving("liar", 1), b"\xc1")
-    net.fail("dead")
-    net.hang("hung")
+    net.kill("dead")
+    net.stop("hung")
     faults: list[PeerFault] = []
     assert await ask_saved(RUN, net.me.transport, net.list, on_fault=faults.append) == {0: {}, 1: {}}
     assert sorted(fault.peer for fault in faults) == ["dead", "hung", "liar"]
+    await net.close()
 
 
 @pytest.mark.parametrize(

@@ -176,11 +176,11 @@ async def test_a_stage_that_was_only_asleep_follows_the_new_era_when_it_wakes(st
         await built.until_serving()
         built.add_trainer("trainer")
         await built.until_version(2)
-        built.network.hang(f"s{stage}p0")
+        built.network.stop(f"s{stage}p0")
         built.add_peer("late", stage)
         others = [built.peers["late"].core, built.peers[f"s{1 - stage}p0"].core]
         await built.until(lambda: all(core.generation.number == 1 for core in others), limit_s=30)
-        built.network.resume(f"s{stage}p0")
+        built.network.go_on(f"s{stage}p0")
         await built.until_finished(limit_s=60)
         assert built.peers[f"s{stage}p0"].core.generation.number >= 1
         built.assert_each_counted_once()

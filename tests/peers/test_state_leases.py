@@ -11,6 +11,7 @@ import torch
 
 from peers.ports import Answer
 from peers.sim.device import SimDevice
+from peers.sim.network import SimTransport
 from peers.stage.state import StageCore
 from peers.transfer import server as state_server
 from peers.transfer.client import download_state
@@ -31,7 +32,7 @@ from swarm.wire.messages import (
     pack,
     unpack,
 )
-from tests.peers.memory_net import MemoryNetwork, MemoryTransport
+from tests.peers.network import CalmNetwork
 
 pytestmark = pytest.mark.virtual_time
 
@@ -70,22 +71,22 @@ class Source:
     """A peer that gives its state out, and those that ask for it."""
 
     def __init__(self, store: Shelved | None = None) -> None:
-        self.network = MemoryNetwork()
+        self.network = CalmNetwork()
         self.core = StageCore(
             RUN, 0, "source", StageCompute(RUN, 0), lambda event: None, device=SimDevice(Dice(1), 0.01)
         )
-        self.server = StateServer(self.core, self.network.add("source").transport, store)
+        self.server = StateServer(self.core, self.network.join("source").transport, store)
         self.core.device.start()
         self.core.joined = True
 
     def step(self) -> None:
         self.core.compute.load_state(self.core.version + 1, self.core.compute.state.copy())
 
-    def asker(self, name: str = "asker") -> MemoryTransport:
+    def asker(self, name: str = "asker") -> SimTransport:
         return (
             self.network.peers[name].transport
             if name in self.network.peers
-            else self.network.add(name).transport
+            else self.network.join(name).transport
         )
 
     async def call(self, method: str, message: object, by: str = "asker") -> Answer:
@@ -275,9 +276,9 @@ async def test_saved_versions_are_told_and_given_out(saving: Source) -> None:
 
 
 async def test_of_many_saved_versions_the_newest_are_told() -> None:
-    network = MemoryNetwork()
-    StateLeases(RUN.id, network.add("source").transport, {0: SavedHere(*range(100))})
-    answer = await network.add("asker").transport.call("source", "saved", pack(AskSaved(run=RUN.id)))
+    network = CalmNetwork()
+    StateLeases(RUN.id, network.join("source").transport, {0: SavedHere(*range(100))})
+    answer = await network.join("asker").transport.call("source", "saved", pack(AskSaved(run=RUN.id)))
     assert unpack(answer.header, Saved) == Saved(
         stages=(SavedStage(stage=0, versions=tuple(range(36, 100))),)
     )
@@ -321,9 +322,9 @@ async def test_a_live_version_that_is_passed_while_it_is_copied_is_not_given_out
         async def snapshot(self) -> Snapshot:
             return Snapshot(version=5, tensors=StageCompute(RUN, 0).state.copy())
 
-    network = MemoryNetwork()
-    StateLeases(RUN.id, network.add("source").transport, {0: SavedHere()}, live=Stepping())
-    asker = network.add("asker").transport
+    network = CalmNetwork()
+    StateLeases(RUN.id, network.join("source").transport, {0: SavedHere()}, live=Stepping())
+    asker = network.join("asker").transport
     with pytest.raises(Refused) as caught:
         await asker.call("source", "state", pack(OpenState(run=RUN.id, stage=0, version=4)))
     assert caught.value.text == "version 4 of stage 0 is not to be had here; saved are: none"
@@ -377,10 +378,10 @@ async def test_copies_of_saved_versions_do_not_take_the_room_of_live_ones(
 
 
 async def test_a_keeper_gives_out_what_is_on_its_shelves() -> None:
-    network = MemoryNetwork()
+    network = CalmNetwork()
     shelves = {0: SavedHere(2, 4), 1: SavedHere()}
-    StateLeases(RUN.id, network.add("source").transport, shelves, most_saved=1)
-    asker = network.add("asker").transport
+    StateLeases(RUN.id, network.join("source").transport, shelves, most_saved=1)
+    asker = network.join("asker").transport
     like = StageCompute(RUN, 0).state.copy()
     got = await download_state(RUN, 0, like, asker, ["source"])
     assert (got.opened.version, got.opened.last_go) == (4, None)
@@ -398,7 +399,7 @@ async def test_a_keeper_gives_out_what_is_on_its_shelves() -> None:
         "source", "state", pack(OpenState(run=RUN.id, stage=0, version=2)), max_answer_bytes=1 << 20
     )
     with pytest.raises(NotReady, match=OTHERS):
-        await network.add("other").transport.call("source", "state", pack(OpenState(run=RUN.id, stage=0)))
+        await network.join("other").transport.call("source", "state", pack(OpenState(run=RUN.id, stage=0)))
 
 
 @pytest.mark.parametrize(

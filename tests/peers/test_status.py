@@ -22,7 +22,7 @@ from swarm.monitoring.health import Observation, SwarmHealth
 from swarm.monitoring.validation import checked
 from swarm.records import NO_STAGE, PeerRecord, State
 from swarm.wire.messages import AskStatus, Audit, PeerStatus, pack, unpack
-from tests.peers.memory_net import MemoryNetwork
+from tests.peers.network import CalmNetwork
 
 RUN = demo_run(stages=2, steps=40)
 
@@ -49,11 +49,11 @@ def status(peer: str, stage: int, *, version: int = 4, audit: Audit | None = Non
 
 
 @pytest.fixture
-async def network() -> AsyncIterator[MemoryNetwork]:
+async def network() -> AsyncIterator[CalmNetwork]:
     """Three peers that answer, and one who looks."""
-    network = MemoryNetwork(silence_s=0.05)
+    network = CalmNetwork(silence_s=0.05)
     for name, stage in (("peer-a", 0), ("peer-b", 0), ("peer-c", 1)):
-        peer = network.add(name)
+        peer = network.join(name)
 
         async def answer(request: Request, name: str = name, stage: int = stage) -> Answer:
             if unpack(request.header, AskStatus).run != RUN.id:
@@ -62,14 +62,14 @@ async def network() -> AsyncIterator[MemoryNetwork]:
 
         peer.transport.serve("status", answer)
         await peer.directory.announce(record(name, stage))
-    network.add("viewer")
+    network.join("viewer")
     yield network
     await network.close()
 
 
-async def look(network: MemoryNetwork) -> SwarmHealth:
-    records = network.records_seen_by("viewer")
-    return picture(RUN, await ask(RUN, network.add("looker").transport, records, now=1090.0, ask_s=1.0))
+async def look(network: CalmNetwork) -> SwarmHealth:
+    records = network.peers["viewer"].directory.peers()
+    return picture(RUN, await ask(RUN, network.join("looker").transport, records, now=1090.0, ask_s=1.0))
 
 
 def drawn(view: SwarmHealth) -> str:
@@ -78,7 +78,8 @@ def drawn(view: SwarmHealth) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-async def test_peers_say_more_than_their_records(network: MemoryNetwork) -> None:
+@pytest.mark.virtual_time
+async def test_peers_say_more_than_their_records(network: CalmNetwork) -> None:
     view = await look(network)
     assert [(peer.peer, peer.version) for peer in view.peers] == [("peer-a", 4), ("peer-b", 4), ("peer-c", 4)]
     assert (view.version, view.loss, view.alerts) == (4, 3.25, ())
@@ -118,8 +119,9 @@ def test_what_was_decided_about_moves_and_how_often_the_run_went_back_are_said()
     assert (shown["went_back"], shown["version"]) == (1, 2)
 
 
-async def test_keepers_stand_below_the_peers_and_are_none_of_them(network: MemoryNetwork) -> None:
-    keeper = network.add("keeper")
+@pytest.mark.virtual_time
+async def test_keepers_stand_below_the_peers_and_are_none_of_them(network: CalmNetwork) -> None:
+    keeper = network.join("keeper")
     held = msgspec.structs.replace(record("keeper", NO_STAGE, state="keeping", version=2), device="disk")
     await keeper.directory.announce(msgspec.structs.replace(held, speed=0.0))
 
@@ -138,9 +140,10 @@ async def test_keepers_stand_below_the_peers_and_are_none_of_them(network: Memor
     assert sum(len(stage["peers"]) for stage in said["stages"]) == 3
 
 
-async def test_a_dead_and_a_hung_peer_are_named_and_do_not_count(network: MemoryNetwork) -> None:
-    network.fail("peer-b")
-    network.hang("peer-c")
+@pytest.mark.virtual_time
+async def test_a_dead_and_a_hung_peer_are_named_and_do_not_count(network: CalmNetwork) -> None:
+    network.kill("peer-b")
+    network.stop("peer-c")
     view = await look(network)
     assert [stage.serving for stage in view.stages] == [1, 0]
     text = drawn(view)
@@ -154,13 +157,14 @@ async def test_a_dead_and_a_hung_peer_are_named_and_do_not_count(network: Memory
     ]
 
 
-async def test_a_peer_that_answers_nonsense_is_named(network: MemoryNetwork) -> None:
+@pytest.mark.virtual_time
+async def test_a_peer_that_answers_nonsense_is_named(network: CalmNetwork) -> None:
     async def nonsense(request: Request) -> Answer:
         return Answer(b"\xff")
 
-    network.add("peer-d").transport.serve("status", nonsense)
-    await network.add("peer-e").directory.announce(record("peer-d", 1))
-    view = await ask(RUN, network.add("looker").transport, [record("peer-d", 1)], now=0.0, ask_s=1.0)
+    network.join("peer-d").transport.serve("status", nonsense)
+    await network.join("peer-e").directory.announce(record("peer-d", 1))
+    view = await ask(RUN, network.join("looker").transport, [record("peer-d", 1)], now=0.0, ask_s=1.0)
     assert "malformed PeerStatus header" in view.silent["peer-d"]
 
 
@@ -204,8 +208,9 @@ def test_a_count_that_is_wrong_is_shouted() -> None:
     assert "2 microbatches counted twice" in text
 
 
-async def test_json_holds_all_that_the_table_shows(network: MemoryNetwork) -> None:
-    network.fail("peer-b")
+@pytest.mark.virtual_time
+async def test_json_holds_all_that_the_table_shows(network: CalmNetwork) -> None:
+    network.kill("peer-b")
     said = json.loads(to_json(await look(network)))
     assert (said["run"], said["version"], said["steps"], said["loss"]) == (RUN.id, 4, 40, 3.25)
     assert [stage["serving"] for stage in said["stages"]] == [1, 1]

@@ -227,7 +227,8 @@ async def test_a_stage_that_nobody_gives_is_named_with_every_peers_reason() -> N
             "the weights of stage 1 are not to be had: peer s1p1: this peer is joining itself; "
             "peer s1p0: the checksum of a chunk does not fit its bytes"
         )
-        del s.network.records["s1p0"], s.network.records["s1p1"]
+        s.network.expire("s1p0")
+        s.network.expire("s1p1")
         with pytest.raises(SetupError, match="the weights of stage 1 are not to be had: nobody serves it"):
             await fetch_weights(RUN, stranger.end.transport, stranger.end.directory, limit_s=0.05)
         s.peers["s1p1"].core.joined = True
@@ -238,13 +239,15 @@ async def test_weights_are_waited_for_while_the_directory_fills() -> None:
     async with swarm(RUN, replicas=2) as s:
         stranger = await trained(s)
         s.kill("s0p0")
-        late = {name: s.network.records.pop(name) for name in ("s0p1", "s1p0", "s1p1")}
+        late = [s.network.records[name] for name in ("s0p1", "s1p0", "s1p1")]
+        for record in late:
+            s.network.expire(record.peer)
         calls: list[str] = []
 
         def appear(caller: str, callee: str) -> None:
             calls.append(callee)
             if late:
-                s.network.records.update([late.popitem()])
+                s.network.announce(late.pop())
 
         honest = stranger.end.transport.call
 

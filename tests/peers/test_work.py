@@ -63,7 +63,7 @@ def hidden(value: float = 0.0) -> list[Any]:
 def announced(s: Swarm, name: str, stage: int, state: State = "serving") -> Stranger:
     """A stranger that announced itself at `stage`, as anybody may."""
     stranger = s.add_stranger(name)
-    s.network.records[name] = PeerRecord(peer=name, run=s.run.id, stage=stage, state=state, version=0)
+    s.network.announce(PeerRecord(peer=name, run=s.run.id, stage=stage, state=state, version=0))
     return stranger
 
 
@@ -289,7 +289,7 @@ async def test_a_full_peer_says_busy_and_a_leaving_one_says_so() -> None:
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
         stranger = s.add_stranger()
-        s.network.hang("s1p0")
+        s.network.stop("s1p0")
         desk = s.peers["s0p0"].desk
         desk.max_inflight = 1
         pending = asyncio.create_task(stranger.send("s0p0", "work", first(RUN), [bytes(9)]))
@@ -300,7 +300,7 @@ async def test_a_full_peer_says_busy_and_a_leaving_one_says_so() -> None:
         with pytest.raises(Leaving, match="this peer is leaving"):
             await stranger.send("s0p0", "work", first(RUN, m=1), [bytes(9)])
         s.peers["s0p0"].core.leaving = False
-        s.network.resume("s1p0")
+        s.network.go_on("s1p0")
         await pending
 
 
