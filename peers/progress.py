@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TextIO
 
@@ -16,16 +17,20 @@ WIDTH = 20
 class Bar:
     """A bar in a terminal, a line now and then elsewhere. Call it with what was done since the last time."""
 
-    def __init__(self, what: str, total: int, *, unit: str = "bytes", stream: TextIO | None = None) -> None:
+    def __init__(
+        self, what: str, total: int, *, unit: str = "bytes", stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self._what, self._total, self._unit = what, max(1, total), unit
         self._stream = stream if stream is not None else sys.stderr
         self._live = self._stream.isatty()
         self._done = 0
-        self._next = time.monotonic() + (0 if self._live else LINE_S)
+        self._clock = clock
+        self._next = clock() + (0 if self._live else LINE_S)
 
     def __call__(self, size: int) -> None:
         self._done = min(self._total, self._done + size)
-        now = time.monotonic()
+        now = self._clock()
         if now >= self._next:
             self._next = now + (REDRAW_S if self._live else LINE_S)
             self._write(("\r" if self._live else "") + self.words() + ("" if self._live else "\n"))

@@ -22,7 +22,6 @@ from peers.owner.commands import Owner
 from peers.waiting import happens
 from swarm.errors import SetupError, short
 
-QUESTION_S = local_socket.QUESTION_S
 DONE_S = 120.0
 """For a pause or its end. --pause-within bounds handing over; the copy of a large state takes seconds, and a
 device that hangs is given up before."""
@@ -99,7 +98,9 @@ async def _ask(path: Path, do: Do, limit_s: float) -> PeerAnswer:
     return await local_socket.ask(path, name, PeerAnswer, OwnerCommand(do=do), limit_s=limit_s)
 
 
-async def run_command(options: PauseOptions | ResumeOptions) -> None:
+async def run_command(
+    options: PauseOptions | ResumeOptions, *, question_s: float = local_socket.QUESTION_S
+) -> None:
     """Pause or resume all peers that are meant, at once, and print what each says.
 
     Raises:
@@ -112,7 +113,7 @@ async def run_command(options: PauseOptions | ResumeOptions) -> None:
         if options.pid is not None and path.stem != str(options.pid):
             continue
         try:
-            found[path] = await _ask(path, "look", QUESTION_S)
+            found[path] = await _ask(path, "look", question_s)
         except (ConnectionRefusedError, FileNotFoundError):
             path.unlink(missing_ok=True)  # it was killed
         except OSError as error:
@@ -124,7 +125,7 @@ async def run_command(options: PauseOptions | ResumeOptions) -> None:
         there = "; ".join(said.line() for said in found.values()) or "none runs"
         raise SetupError(f"no peer of yours on this machine is meant by that: {there}")
     answers = await asyncio.gather(
-        *(_ask(path, do, DONE_S + QUESTION_S) for path in meant), return_exceptions=True
+        *(_ask(path, do, DONE_S + question_s) for path in meant), return_exceptions=True
     )
     for path, answer in zip(meant, answers, strict=True):
         if isinstance(answer, PeerAnswer):

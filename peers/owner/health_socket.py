@@ -94,17 +94,19 @@ def observe(health: Health, event: Event) -> Health:
 
 
 def answering(
-    path: Path, health: Callable[[], Health], connected: Callable[[], Awaitable[int]]
-) -> AbstractAsyncContextManager[None]:
+    path: Path, health: Callable[[], Health], connected: Callable[[], Awaitable[int]],
+    *, p2pd_s: float = P2PD_S,
+) -> AbstractAsyncContextManager[None]:  # fmt: skip
     """Answer at `path` while the block runs; raises as `local_socket.answering`.
 
-    `connected` asks p2pd how many peers it is connected to; if that fails or takes long, p2pd is not well.
+    `connected` asks p2pd how many peers it is connected to. If that fails or takes longer than `p2pd_s`,
+    p2pd is not well.
     """
 
     async def answer(_: None) -> Health:
         number = -1
         with contextlib.suppress(SwarmError, asyncio.TimeoutError):
-            number = await within(connected(), P2PD_S)
+            number = await within(connected(), p2pd_s)
         return replace(health(), connected=number)
 
     return local_socket.answering(path, "--health", answer)

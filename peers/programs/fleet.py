@@ -116,11 +116,12 @@ class Fleet:
     preparing = False
 
     def __init__(
-        self, options: PeerOptions, words: Sequence[str] = (), metrics: Listen | None = None, *, emit: Emit
-    ) -> None:
+        self, options: PeerOptions, words: Sequence[str] = (), metrics: Listen | None = None, *, emit: Emit,
+        restart_s: float = RESTART_S,
+    ) -> None:  # fmt: skip
         """`words`: the whole command line after `swarm peer`."""
         self._options, self._words, self._metrics, self._emit = options, shared(words), metrics, emit
-        self._leaving = asyncio.Event()
+        self._restart_s, self._leaving = restart_s, asyncio.Event()
         self._running: dict[str, asyncio.subprocess.Process] = {}
 
     async def run(self) -> int:
@@ -154,7 +155,7 @@ class Fleet:
 
     async def _keep(self, label: str, words: Sequence[str]) -> int:
         """Run one peer, again and again if need be; its last exit code."""
-        wait_s = RESTART_S
+        wait_s = self._restart_s
         while True:
             began = time.monotonic()
             code = await self._once(label, words)
@@ -163,7 +164,7 @@ class Fleet:
                     text = f"the peer on {label} ended with exit code {code}; the others go on"
                     self._emit(Trouble(text=text))
                 return _code(code)
-            wait_s = RESTART_S if time.monotonic() - began > DID_WELL_S else wait_s
+            wait_s = self._restart_s if time.monotonic() - began > DID_WELL_S else wait_s
             why = f"signal {-code}" if code < 0 else f"exit code {code}"
             text = f"the peer on {label} died ({why}): it is started again in {wait_s:.0f} s"
             self._emit(Trouble(text=f"{text}; the others go on"))

@@ -88,9 +88,8 @@ shortly."""
 LOOK_S = 1.0
 BOUNDARY_S = 10.0
 """A peer that moves goes without a step boundary after this: perhaps the run waits for its coming."""
-HUNG_S = 600.0
 HUNG_TIMES = 20.0
-"""A job of the device that takes so many times the longest one before it, and `HUNG_S`, will never end."""
+"""A job of the device that takes so many times the longest one before it, and `hung_s`, will never end."""
 OWNER_S, OWNER_TIMES, OWNER_MOST_S = 30.0, 2.0, 90.0
 """The same once the peer leaves or pauses, and the most of it: what waits then is the owner."""
 MAX_WORDS = 400
@@ -126,6 +125,8 @@ class StageSettings:
     """Finishing and handing over may take this long; a cloud's notice is 30 s."""
     pause_within_s: float = 5.0
     """The same before a pause: the owner waits for the device."""
+    hung_s: float = 600.0
+    """A job of the device that takes less is never given up."""
     joined_at: float = field(default_factory=unix_s)
 
     @property
@@ -135,11 +136,11 @@ class StageSettings:
         return None if saved is None or saved.only_last else saved.folder
 
 
-def longest_job_s(before_s: float, *, owner_waits: bool) -> float:
+def longest_job_s(before_s: float, hung_s: float, *, owner_waits: bool) -> float:
     """How long a job of a device may take whose longest one took `before_s`."""
     if owner_waits:
         return min(OWNER_MOST_S, max(OWNER_S, OWNER_TIMES * before_s))
-    return max(HUNG_S, HUNG_TIMES * before_s)
+    return max(hung_s, HUNG_TIMES * before_s)
 
 
 class StagePeer:
@@ -782,7 +783,8 @@ class StagePeer:
             now = (device.running, self._owner_waits)
             seen, looks = now, looks + 1 if now == seen else 0
             job, waits = now
-            if job is None or looks * LOOK_S <= longest_job_s(device.longest_s, owner_waits=waits):
+            limit_s = longest_job_s(device.longest_s, self._settings.hung_s, owner_waits=waits)
+            if job is None or looks * LOOK_S <= limit_s:
                 continue
             device.abandoned = True
             ends = "This peer ends, so that others do its work"

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from peers.programs import stage_choice as choose
 from peers.programs.stage_choice import choose_stage
 from swarm.manifest import Run, audit_run, demo_run
 from swarm.records import PeerRecord
@@ -15,11 +14,6 @@ pytestmark = pytest.mark.virtual_time
 RUN = audit_run(stages=3)
 
 
-@pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "OTHERS_S", 0.3)
-
-
 async def chosen(network: CalmNetwork, names: list[str], run: Run = RUN) -> dict[str, int]:
     async def one(name: str) -> int:
         peer = network.join(name)
@@ -28,7 +22,7 @@ async def chosen(network: CalmNetwork, names: list[str], run: Run = RUN) -> dict
     return dict(zip(names, await asyncio.gather(*(one(name) for name in names)), strict=True))
 
 
-async def test_those_who_start_together_do_not_all_take_the_same_stage(soon: None) -> None:
+async def test_those_who_start_together_do_not_all_take_the_same_stage() -> None:
     network = CalmNetwork()
     stages = await chosen(network, [f"new{i}" for i in range(6)])
     assert sorted(stages.values()) == [0, 0, 1, 1, 2, 2]
@@ -39,7 +33,7 @@ async def test_those_who_start_together_do_not_all_take_the_same_stage(soon: Non
     await network.close()
 
 
-async def test_who_comes_where_a_stage_is_empty_takes_it(soon: None) -> None:
+async def test_who_comes_where_a_stage_is_empty_takes_it() -> None:
     network = CalmNetwork()
     for stage in (0, 2):
         there = network.join(f"old{stage}")

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from peers.clock import now_s
-from peers.stage.coordination import MAX_WATCHERS
+from peers.stage.coordination import MAX_WATCHERS, WATCHED_S
 from peers.stage.membership import Membership
 from swarm.errors import NotNow, Refused
 from swarm.manifest import audit_run
@@ -441,7 +441,7 @@ async def test_who_watches_by_a_peer_and_which_weights_it_holds_are_in_its_statu
         assert status.trainers == ("stranger",)
 
 
-async def test_those_who_watch_are_forgotten_and_never_many(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_those_who_watch_are_forgotten_and_never_many() -> None:
     async with swarm(RUN) as s:
         await s.until_serving()
         coordination = s.peers["s0p0"].coordination
@@ -449,5 +449,5 @@ async def test_those_who_watch_are_forgotten_and_never_many(monkeypatch: pytest.
         for name in names:
             await s.add_stranger(name).ask("s0p0", "watch", Watch(run=RUN.id), Watched)
         assert coordination.trainers == tuple(sorted(names[2:]))
-        monkeypatch.setattr("peers.stage.coordination.WATCHED_S", 0.0)
+        await asyncio.sleep(WATCHED_S + 0.1)
         assert coordination.trainers == ()

@@ -160,10 +160,7 @@ async def test_progress_is_told_from_nothing_to_everything(net: Net) -> None:
     assert max(sources for _, _, sources in net.progress) == 2
 
 
-async def test_a_fast_source_gives_more_and_takes_over_what_a_slow_one_has(
-    net: Net, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(download, "AGAIN_S", 0.01)
+async def test_a_fast_source_gives_more_and_takes_over_what_a_slow_one_has(net: Net) -> None:
     net.give("fast", Saved(4))
     net.give("slow", Saved(4))
     for nth in (1, 2, 3):
@@ -188,12 +185,12 @@ async def test_our_own_id_is_no_source_and_nobody_is_asked_twice(net: Net) -> No
     assert (await net.fails("me")).text == "the state of stage 0 is not to be had: there was nobody to ask"
 
 
-async def test_of_many_sources_a_few_are_asked(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "MAX_SOURCES", 2)
-    for name in "abc":
+async def test_of_many_sources_a_few_are_asked(net: Net) -> None:
+    names = [f"s{number}" for number in range(download.MAX_SOURCES + 1)]
+    for name in names:
         net.give(name, Saved(4))
-    assert set((await net.get("a", "b", "c")).sources) <= {"a", "b"}
-    assert net.peers["c"].transport.calls["state"] == 0
+    assert set((await net.get(*names)).sources) <= set(names[:-1])
+    assert net.peers[names[-1]].transport.calls["state"] == 0
 
 
 async def test_leases_are_closed_in_the_end(net: Net) -> None:
@@ -340,10 +337,7 @@ def stuck(net: Net, name: str, after: int) -> None:
         net.delay_answer(name, "chunk", 1000.0, nth)
 
 
-async def test_a_source_at_another_version_helps_if_it_still_has_the_believed_one(
-    net: Net, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(download, "AGAIN_S", 0.01)
+async def test_a_source_at_another_version_helps_if_it_still_has_the_believed_one(net: Net) -> None:
     for name in ("a", "b"):
         net.give(name, Saved(4))
         stuck(net, name, after=2)
@@ -354,10 +348,8 @@ async def test_a_source_at_another_version_helps_if_it_still_has_the_believed_on
 
 @pytest.mark.parametrize("before", [(4,), ()], ids=["at an earlier version", "with nothing yet"])
 async def test_a_source_that_is_a_little_behind_helps_as_soon_as_it_is_there(
-    net: Net, monkeypatch: pytest.MonkeyPatch, before: tuple[int, ...]
+    net: Net, before: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(download, "RECRUIT_TRIES", 10_000)
-    monkeypatch.setattr(download, "AGAIN_S", 0.01)
     net.give("a", Saved(5))
     stuck(net, "a", after=5)
     behind = net.give("behind", Saved(*before))

@@ -14,7 +14,6 @@ import pytest
 
 from peers.events import Event, Note, Trouble
 from peers.options import PeerOptions
-from peers.programs import fleet
 from peers.programs.fleet import Fleet, arguments, labelled, names_of, shared
 from swarm.errors import SetupError
 
@@ -71,7 +70,6 @@ def children(monkeypatch: pytest.MonkeyPatch) -> None:
         return await start(sys.executable, "-c", PROGRAMS[does], **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", exec_)
-    monkeypatch.setattr(fleet, "RESTART_S", 0.01)
 
 
 PROGRAMS = {
@@ -87,8 +85,10 @@ PROGRAMS = {
 }
 
 
-async def run(device: str, events: list[Event], until: str) -> tuple[Fleet, asyncio.Task[int]]:
-    running = Fleet(of(device), emit=events.append)
+async def run(
+    device: str, events: list[Event], until: str, *, restart_s: float = 0.01
+) -> tuple[Fleet, asyncio.Task[int]]:
+    running = Fleet(of(device), emit=events.append, restart_s=restart_s)
     task = asyncio.create_task(running.run())
     async with asyncio.timeout(60) if sys.version_info >= (3, 11) else _Forever():
         while not any(until in event.words() for event in events):
@@ -114,6 +114,7 @@ async def until_working(capfd: pytest.CaptureFixture[str], count: int) -> None:
         out += capfd.readouterr().out
 
 
+@pytest.mark.process
 async def test_one_ctrl_c_ends_all_of_them(children: None, capfd: pytest.CaptureFixture[str]) -> None:
     events: list[Event] = []
     running, task = await run("works,works", events, "on works#2 has process id")
@@ -124,6 +125,7 @@ async def test_one_ctrl_c_ends_all_of_them(children: None, capfd: pytest.Capture
     assert not said(events, Trouble)
 
 
+@pytest.mark.process
 async def test_one_that_dies_is_started_again_and_takes_no_other_along(
     children: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,17 +139,18 @@ async def test_one_that_dies_is_started_again_and_takes_no_other_along(
     assert await task == 1, "what died had not ended well"
 
 
+@pytest.mark.process
 async def test_one_that_waits_to_be_started_again_when_all_leave_had_not_ended_well(
-    children: None, monkeypatch: pytest.MonkeyPatch
+    children: None,
 ) -> None:
-    monkeypatch.setattr(fleet, "RESTART_S", 300.0)
     for device, code in (("dies", 1), ("fails", 4)):
         events: list[Event] = []
-        running, task = await run(device, events, f"on {device} died")
+        running, task = await run(device, events, f"on {device} died", restart_s=300.0)
         await running.leave()
         assert await task == code
 
 
+@pytest.mark.process
 async def test_one_that_is_killed_while_it_leaves_did_not_end_well(
     children: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,6 +164,7 @@ async def test_one_that_is_killed_while_it_leaves_did_not_end_well(
     assert await task == 1
 
 
+@pytest.mark.process
 async def test_one_that_asks_its_owner_for_something_is_not_started_again(
     children: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,6 +175,7 @@ async def test_one_that_asks_its_owner_for_something_is_not_started_again(
     assert await task == 3
 
 
+@pytest.mark.process
 async def test_a_second_ctrl_c_leaves_no_process(children: None) -> None:
     events: list[Event] = []
     _, task = await run("works", events, "has process id")

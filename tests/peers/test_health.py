@@ -34,12 +34,12 @@ async def three() -> int:
 
 @contextlib.asynccontextmanager
 async def running(
-    path: Path, *said: Event, connected: Callable[[], Awaitable[int]] = three
+    path: Path, *said: Event, connected: Callable[[], Awaitable[int]] = three, p2pd_s: float = 5.0
 ) -> AsyncIterator[None]:
     pulse = Pulse("peer", lambda event: None)
     for event in said:
         pulse(event)
-    async with answering(path, lambda: pulse.health, connected):
+    async with answering(path, lambda: pulse.health, connected, p2pd_s=p2pd_s):
         yield
 
 
@@ -87,9 +87,7 @@ def test_every_role_is_in_the_network_once_it_started() -> None:
     assert observe(at, done).version == 8
 
 
-async def test_a_p2pd_that_fails_or_says_nothing_is_ill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_p2pd_that_fails_or_says_nothing_is_ill(tmp_path: Path) -> None:
     async def fails() -> int:
         raise SwarmError("p2pd cannot be reached")
 
@@ -97,9 +95,8 @@ async def test_a_p2pd_that_fails_or_says_nothing_is_ill(
         await asyncio.Event().wait()
         return 0
 
-    monkeypatch.setattr(health, "P2PD_S", 0.01)
     for connected in (fails, hangs):
-        async with running(tmp_path / "s", STARTED, SERVING, connected=connected):
+        async with running(tmp_path / "s", STARTED, SERVING, connected=connected, p2pd_s=0.01):
             answer = await ask(tmp_path / "s")
         assert answer.words() == "peer abcdef is not well: its p2pd does not answer"
 

@@ -38,11 +38,10 @@ def hang(device: SimDevice) -> asyncio.Future[None]:
 
 
 @pytest.mark.parametrize("name", ["s0p0", "s1p1"])
-async def test_a_peer_whose_device_hangs_ends_and_others_do_its_work(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stage, "HUNG_S", 20.0)  # ten minutes of a swarm are many events
-    async with swarm(audit_run(stages=2, steps=6, microbatches_per_step=8)) as s:
+async def test_a_peer_whose_device_hangs_ends_and_others_do_its_work(name: str) -> None:
+    async with swarm(audit_run(stages=2, steps=6, microbatches_per_step=8), replicas=0) as s:
+        for each in ("s0p0", "s0p1", "s1p0", "s1p1"):
+            s.add_peer(each, int(each[1]), hung_s=20.0)  # ten minutes of a swarm are many events
         await s.until_serving()
         hanging: list[asyncio.Future[None]] = []
         device = device_of(s, name)
@@ -64,7 +63,7 @@ async def test_long_jobs_are_no_hung_device() -> None:
         began = now_s()
         for _ in range(4):
             await device.run(Rank.FORWARD, 0, lambda: None)
-        assert device.longest_s < stage.HUNG_S < now_s() - began
+        assert device.longest_s < stage.StageSettings().hung_s < now_s() - began
         assert not s.tasks["s0p0"].done()
 
 
@@ -206,8 +205,8 @@ async def test_what_the_longest_job_took_is_known_after_a_pause_as_well() -> Non
 
 
 def test_the_owner_waits_for_a_slow_job_but_not_for_long() -> None:
-    assert stage.longest_job_s(1.0, owner_waits=False) == stage.HUNG_S
-    assert stage.longest_job_s(100.0, owner_waits=False) == 2000.0
-    assert stage.longest_job_s(1.0, owner_waits=True) == 30.0
-    assert stage.longest_job_s(40.0, owner_waits=True) == 80.0
-    assert stage.longest_job_s(100.0, owner_waits=True) == 90.0 < DONE_S
+    assert stage.longest_job_s(1.0, 600.0, owner_waits=False) == 600.0
+    assert stage.longest_job_s(100.0, 600.0, owner_waits=False) == 2000.0
+    assert stage.longest_job_s(1.0, 600.0, owner_waits=True) == 30.0
+    assert stage.longest_job_s(40.0, 600.0, owner_waits=True) == 80.0
+    assert stage.longest_job_s(100.0, 600.0, owner_waits=True) == 90.0 < DONE_S

@@ -23,7 +23,6 @@ from peers.stage import server as stage_module
 from peers.stage.server import Checkpoints
 from peers.storage import atomic_file as atomic
 from peers.storage import checkpoint
-from peers.transfer import keeper as keeping
 from peers.transfer.keeper import CheckpointKeeper, KeepingSettings, collect
 from swarm.errors import SetupError, SwarmError
 from swarm.manifest import Run, audit_run
@@ -195,11 +194,10 @@ async def test_a_keeper_that_leaves_says_so_and_what_it_kept_is_verified_when_it
 
 
 async def test_a_keeper_that_is_told_to_leave_at_the_end_fetches_the_last_version_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Whoever trained presses Ctrl-C everywhere, a moment after the last step."""
     run = replace(RUN, checkpoint_every=0)
-    monkeypatch.setattr(keeping, "POLL_S", 1000.0)
     async with swarm(run, replicas=1) as s:
         keeper = await trained_with_keeper(s, tmp_path)
         keeper.leave()
@@ -215,7 +213,6 @@ async def test_a_keeper_that_leaves_without_the_last_version_says_what_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = replace(RUN, checkpoint_every=0)
-    monkeypatch.setattr(keeping, "POLL_S", 1000.0)
     async with swarm(run, replicas=1) as s:
         keeper = await trained_with_keeper(s, tmp_path)
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 from peers.events import Event, Note, Trouble
-from peers.owner import gpu_contention as owner_gpu
 from peers.owner.commands import NO_ROOM, Owner
 from peers.owner.gpu_contention import Nvml, nvml_of, watch
 from swarm.errors import SetupError
@@ -123,10 +122,8 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_it_pauses_and_resumes_and_leaves_a_pause_by_hand_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(owner_gpu, "LOOK_S", 0.0)
+@pytest.mark.virtual_time
+async def test_it_pauses_and_resumes_and_leaves_a_pause_by_hand_alone() -> None:
     quiet, game = Use(held_bytes=0, share=0.0), Use(held_bytes=4 * GIB, share=0.9)
     owner, events, reader = Owner(), list[Event](), Script(quiet, game)
     gate = ContentionDetector(contended_after_s=3, free_after_s=10)
@@ -142,10 +139,8 @@ async def test_it_pauses_and_resumes_and_leaves_a_pause_by_hand_alone(
     watching.cancel()
 
 
-async def test_a_driver_that_fails_for_good_ends_the_watch_and_its_pause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(owner_gpu, "LOOK_S", 0.0)
+@pytest.mark.virtual_time
+async def test_a_driver_that_fails_for_good_ends_the_watch_and_its_pause() -> None:
     game = Use(held_bytes=0, share=0.9)
     owner, events, reader = Owner(), list[Event](), Script(game, game, game, OSError("NVML says GPU is lost"))
     gate = ContentionDetector(contended_after_s=1)

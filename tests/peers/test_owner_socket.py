@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from peers.options import PauseOptions, ResumeOptions
-from peers.owner import control_socket, local_socket
+from peers.owner import local_socket
 from peers.owner.commands import Owner
 from peers.owner.control_socket import OwnerCommand, PeerAnswer, control_folder, obeying, run_command
 from swarm.errors import SetupError
@@ -40,7 +40,7 @@ async def peer(device: str = "cpu", identity: str = "") -> AsyncIterator[Owner]:
         while True:
             changed = owner.changed
             if owner.paused != (owner.doing == "paused"):
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0)
                 owner.does("paused" if owner.paused else "serving")
             else:
                 await changed.wait()
@@ -96,8 +96,7 @@ async def test_where_no_peer_runs_that_is_said_and_what_a_killed_one_left_goes_a
     assert not path.exists()
 
 
-async def test_one_that_hangs_or_is_no_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_socket, "QUESTION_S", 0.05)
+async def test_one_that_hangs_or_is_no_peer_is_named() -> None:
     control_folder().mkdir()
     path = control_folder() / "77.sock"
 
@@ -112,15 +111,14 @@ async def test_one_that_hangs_or_is_no_peer_is_named(monkeypatch: pytest.MonkeyP
     for handler, words in ((nothing, "pid 77 does not answer within"), (nonsense, "no program of the swarm")):
         server = await asyncio.start_unix_server(handler, str(path))
         with pytest.raises(SetupError, match=words):
-            await run_command(PauseOptions())
+            await run_command(PauseOptions(), question_s=0.05)
         server.close()
         await server.wait_closed()
 
 
 async def test_one_that_hangs_keeps_no_other_from_its_pause(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(control_socket, "QUESTION_S", 0.2)
     control_folder().mkdir()
     hung, crowded = control_folder() / "0.sock", control_folder() / "00.sock"
     with socket.socket(socket.AF_UNIX) as accepts_only, socket.socket(socket.AF_UNIX) as full:
@@ -131,7 +129,7 @@ async def test_one_that_hangs_keeps_no_other_from_its_pause(
             waiting.connect(str(crowded))  # there is no room for the next one
             async with peer() as owner:
                 with pytest.raises(SetupError) as error:
-                    await run_command(PauseOptions())
+                    await run_command(PauseOptions(), question_s=0.2)
                 assert owner.paused
     first, second = error.value.text.split("; ")
     assert first == "the peer with pid 0 does not answer within 0.2 s: it hangs"
@@ -178,7 +176,7 @@ async def test_a_peer_that_ends_instead_of_pausing_still_says_why(
     async with obeying(owner, said):
         asking = asyncio.create_task(run_command(PauseOptions()))
         while not owner.paused:
-            await asyncio.sleep(0.01)
+            await owner.changed.wait()
         owner.does("leaving", "the device hangs. It cannot pause: this process ends")
     assert not list(control_folder().iterdir())
     await asking

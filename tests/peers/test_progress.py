@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 
-import pytest
-
-from peers import progress
-from peers.progress import Bar
+from peers.progress import LINE_S, Bar
 
 
 class Terminal(io.StringIO):
@@ -25,10 +23,9 @@ def test_a_bar_says_how_much_is_done() -> None:
     assert Bar("nothing", 0, stream=io.StringIO()).words().endswith("0.0 of 0.0 MB")
 
 
-def test_in_a_terminal_it_is_one_line_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "REDRAW_S", 0.0)
+def test_in_a_terminal_it_is_one_line_that_goes_away() -> None:
     out = Terminal()
-    with Bar("reading", 4, unit="files", stream=out) as bar:
+    with Bar("reading", 4, unit="files", stream=out, clock=itertools.count().__next__) as bar:
         bar(1)
         bar(3)
     assert out.getvalue() == (
@@ -36,12 +33,11 @@ def test_in_a_terminal_it_is_one_line_that_goes_away(monkeypatch: pytest.MonkeyP
     )
 
 
-def test_elsewhere_short_work_says_nothing_and_long_work_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_short_work_says_nothing_and_long_work_a_line() -> None:
     out = io.StringIO()
     with Bar("reading", 4, unit="files", stream=out) as bar:
         bar(1)
     assert out.getvalue() == ""
-    monkeypatch.setattr(progress, "LINE_S", 0.0)
-    with Bar("reading", 4, unit="files", stream=out) as bar:
+    with Bar("reading", 4, unit="files", stream=out, clock=itertools.count(step=LINE_S).__next__) as bar:
         bar(1)
     assert out.getvalue() == "reading [#####...............] 1 of 4 files\n"

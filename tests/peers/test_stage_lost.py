@@ -14,7 +14,6 @@ from peers.stage.server import Checkpoints
 from peers.storage.checkpoint_store import CheckpointStore
 from swarm.errors import SetupError
 from swarm.manifest import audit_run
-from swarm.protocol import rollback as generations
 from swarm.protocol.messages import Directive
 from tests.peers.loops import Swarm, swarm
 
@@ -114,9 +113,8 @@ async def test_a_checkpoint_that_turns_out_damaged_is_gone_behind(
 
 
 @pytest.mark.asyncio
-async def test_a_keeper_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_keeper_that_is_away_is_waited_for(tmp_path: Path) -> None:
     """Going back to the beginning would lose more than waiting: the disk comes a little later."""
-    monkeypatch.setattr(generations, "FAR_BACK_S", 30.0)
     run = replace(audit_run(stages=2, steps=16, microbatches_per_step=4), checkpoint_every=2)
     async with swarm(run, replicas=0) as built:
         saves = Checkpoints(folder=tmp_path, keep=9)

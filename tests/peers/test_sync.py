@@ -36,7 +36,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_server, "CHUNK_ELEMENTS", 3)
     monkeypatch.setattr(state_server, "VECTOR_ELEMENTS", 3)
     monkeypatch.setattr(sync, "CHUNK_ELEMENTS", 3)
-    monkeypatch.setattr(sync, "RETRY_S", 0.01)
 
 
 async def trained(s: Swarm) -> Stranger:

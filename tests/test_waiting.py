@@ -1,0 +1,126 @@
+"""Tests without processes wait in virtual time, and pass waiting times in instead of patching constants.
+
+Both lists may only become shorter. The files are read, not run.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*$")
+ELSEWHERE = frozenset({"process", "net", "slow"})
+"""Marks of tests that are about real processes and daemons, or their time."""
+
+PATCHED_TODAY = {
+    "net/test_daemon.py": 1,
+    "net/test_directory.py": 1,
+    "net/test_holder.py": 3,
+    "net/test_home.py": 6,
+    "net/test_many_nodes.py": 2,
+    "net/test_node.py": 13,
+    "net/test_reach.py": 3,
+    "net/test_table.py": 1,
+    "net/test_transport.py": 4,
+    "peers/test_dataset.py": 3,
+    "peers/test_device.py": 2,
+    "peers/test_download.py": 4,
+    "peers/test_loops.py": 3,
+    "peers/test_reduce.py": 1,
+    "peers/test_saved.py": 1,
+    "peers/test_state_leases.py": 1,
+    "peers/test_sync.py": 3,
+    "sim/test_shipped_mutations.py": 1,
+    "watch/test_history.py": 1,
+}
+"""Constants that tests patch: sizes of chunks and of what is under way, paths of the system."""
+SLEEPS_TODAY = {"net/test_pacer.py": 1, "net/test_transport.py": 2, "watch/test_web.py": 1}
+"""Waits in real time: for an answer over a socket, or for the next line of a program."""
+
+
+def trees(*words: str) -> dict[str, ast.Module]:
+    """Path below `tests` -> what is written there, of files that have one of these words."""
+    found = {}
+    for path in sorted(path for path in TESTS.rglob("test_*.py") if path.parent.name != "process"):
+        text = path.read_text(encoding="utf-8")
+        if any(word in text for word in words):
+            found[str(path.relative_to(TESTS))] = ast.parse(text)
+    return found
+
+
+def patched(tree: ast.AST) -> Iterator[str]:
+    """Names of constants that are replaced by `monkeypatch.setattr` or `patch.object`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("setattr", "object"):
+            for word in node.args[:2]:
+                said = word.value if isinstance(word, ast.Constant) else None
+                if isinstance(said, str) and CONSTANT.match(said.rpartition(".")[2]):
+                    yield said.rpartition(".")[2]
+
+
+def marks(node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """Names of the marks of a file or of one test."""
+    said: list[ast.AST] = []
+    if isinstance(node, ast.Module):
+        for line in node.body:
+            if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "pytestmark":
+                said.append(line.value)
+    else:
+        said.extend(node.decorator_list)
+    return set(re.findall(r"pytest\.mark\.(\w+)", " ".join(map(ast.unparse, said))))
+
+
+def waits(tree: ast.Module) -> int:
+    """How often something is slept through in real time, a turn of the loop aside."""
+    found = 0
+    text = ast.unparse(tree)
+    virtual = "peers.sim.loop import" in text or "memory_dht import" in text
+    for item in tree.body:
+        own = marks(item) if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef)) else set()
+        if not getattr(item, "name", "").startswith("test_") and re.search(
+            r"mark\.(virtual_time|process)", text
+        ):
+            continue  # a helper of such tests
+        if virtual or (own | marks(tree)) & {"virtual_time", *ELSEWHERE}:
+            continue
+        for node in ast.walk(item):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "sleep":
+                found += ast.unparse(node.args[0]) != "0"
+    return found
+
+
+def test_no_constant_is_patched_that_was_not_and_no_time() -> None:
+    found = {file: list(patched(tree)) for file, tree in trees(".setattr(", ".object(").items()}
+    assert not Counter({file: len(names) for file, names in found.items()}) - Counter(PATCHED_TODAY)
+    times = {file: [name for name in names if name.endswith("_S")] for file, names in found.items()}
+    wrong = {file: names for file, names in times.items() if names and not file.startswith("net/")}
+    assert wrong == {"sim/test_shipped_mutations.py": ["GONE_AFTER_S"]}, "that one is wrong on purpose"
+
+
+def test_no_test_sleeps_that_did_not() -> None:
+    found = Counter({file: waits(tree) for file, tree in trees(".sleep(").items()})
+    assert not found - Counter(SLEEPS_TODAY)
+
+
+@pytest.mark.parametrize(
+    ("source", "sleeps", "constants"),
+    [
+        ("def test() -> None:\n    time.sleep(1)", 1, []),
+        ("async def test() -> None:\n    await asyncio.sleep(0)", 0, []),
+        ("@pytest.mark.virtual_time\nasync def test() -> None:\n    await asyncio.sleep(9)", 0, []),
+        ("pytestmark = pytest.mark.process\nasync def test() -> None:\n    await asyncio.sleep(9)", 0, []),
+        ("monkeypatch.setattr(module, 'POLL_S', 1)", 0, ["POLL_S"]),
+        ("patch.object(module, '_PIECES', 1)", 0, ["_PIECES"]),
+        ("monkeypatch.setattr('peers.x.LOOK_S', 1)", 0, ["LOOK_S"]),
+        ("monkeypatch.setattr(module, 'function', 1)", 0, []),
+    ],
+)
+def test_the_reader_of_tests_sees_all_forms(source: str, sleeps: int, constants: list[str]) -> None:
+    tree = ast.parse(source)
+    assert (waits(tree), list(patched(tree))) == (sleeps, constants)
