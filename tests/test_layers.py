@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -162,7 +163,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports_of(name: str, source: str, known: frozenset[str]) -> Iterator[Import]:
+def imports_of(name: str, tree: ast.Module, known: frozenset[str]) -> Iterator[Import]:
     """All imports in a module's source; `from a import b` is `a.b` if that is a module, else `a`."""
 
     def walk(node: ast.AST, runtime: bool, top: bool) -> Iterator[Import]:
@@ -183,15 +184,23 @@ def imports_of(name: str, source: str, known: frozenset[str]) -> Iterator[Import
                 inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
                 yield from walk(child, runtime, top and not inside)
 
-    yield from walk(ast.parse(source), True, True)
+    yield from walk(tree, True, True)
 
 
 MODULES = modules()
-IMPORTS = [
-    found
-    for name, path in MODULES.items()
-    for found in imports_of(name, path.read_text(encoding="utf-8"), frozenset(MODULES))
-]
+
+
+@cache
+def parsed(name: str) -> ast.Module:
+    """A module's source."""
+    return ast.parse(MODULES[name].read_text(encoding="utf-8"))
+
+
+@cache
+def all_imports() -> list[Import]:
+    """Those of all modules; not made before a test asks, since every worker imports this file."""
+    known = frozenset(MODULES)
+    return [found for name in MODULES for found in imports_of(name, parsed(name), known)]
 
 
 def inside(name: str, *packages: str) -> bool:
@@ -201,7 +210,7 @@ def inside(name: str, *packages: str) -> bool:
 
 def of(*importers: str) -> list[Import]:
     """Imports made in these modules or folders."""
-    return [found for found in IMPORTS if inside(found.importer, *importers)]
+    return [found for found in all_imports() if inside(found.importer, *importers)]
 
 
 def said(wrong: list[Import]) -> str:
@@ -237,7 +246,7 @@ def test_a_layer_imports_only_what_is_below_it(layer: str) -> None:
 def test_only_peers_net_imports_hivemind() -> None:
     wrong = [
         found
-        for found in IMPORTS
+        for found in all_imports()
         if inside(found.name, "hivemind") and not inside(found.importer, "peers.net")
     ]
     assert not wrong, said(wrong)
@@ -246,7 +255,7 @@ def test_only_peers_net_imports_hivemind() -> None:
 def test_only_the_planner_imports_networkx() -> None:
     wrong = [
         found
-        for found in IMPORTS
+        for found in all_imports()
         if inside(found.name, "networkx") and not inside(found.importer, "swarm.plan")
     ]
     assert not wrong, said(wrong)
@@ -282,7 +291,7 @@ def test_nothing_imports_the_command_line() -> None:
 
 def test_there_is_no_circle_of_imports() -> None:
     below: dict[str, set[str]] = {name: set() for name in MODULES}
-    for found in IMPORTS:
+    for found in all_imports():
         if found.runtime and found.top_level and found.name in MODULES and found.name != found.importer:
             below[found.importer].add(found.name)
     left = dict(below)
@@ -295,7 +304,7 @@ def test_there_is_no_circle_of_imports() -> None:
 def reached(*programs: str) -> set[str]:
     """Modules that are imported by these and by what they import, in functions too; not through `DOORS`."""
     by_importer: dict[str, list[Import]] = {}
-    for found in IMPORTS:
+    for found in all_imports():
         by_importer.setdefault(found.importer, []).append(found)
     seen: set[str] = set()
     waiting = list(programs)
@@ -321,7 +330,7 @@ def test_the_roles_import_no_tool() -> None:
     roles = reached(*ROLE_PROGRAMS)
     tools = {name for name in roles if inside(name, *TOOLS) and not inside(name, *CORE)}
     packages = {name for name in tools if MODULES[name].name == "__init__.py"}
-    wrong = [found for found in IMPORTS if found.importer in roles and found.name in tools - packages]
+    wrong = [found for found in all_imports() if found.importer in roles and found.name in tools - packages]
     assert not wrong, said(wrong)
 
 
@@ -341,8 +350,8 @@ def test_no_class_has_too_many_methods() -> None:
         f"{name}.{node.name}": sum(
             isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef)) for item in node.body
         )
-        for name, path in MODULES.items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for name in MODULES
+        for node in ast.walk(parsed(name))
         if isinstance(node, ast.ClassDef)
     }
     wrong = {name: n for name, n in found.items() if n > METHODS_TODAY.get(name, MAX_METHODS)}
@@ -357,14 +366,19 @@ def test_no_folder_has_too_many_files() -> None:
 
 def test_nothing_is_unpickled() -> None:
     banned = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
-    wrong = [found for found in IMPORTS if inside(found.name, *banned)]
+    wrong = [found for found in all_imports() if inside(found.name, *banned)]
     assert not wrong, said(wrong)
-    for name, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Attribute) and ast.unparse(node) in (
-                "torch.load",
-                "np.load",
-                "numpy.load",
+    for name in MODULES:
+        for node in ast.walk(parsed(name)):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr == "load"
+                and ast.unparse(node)
+                in (
+                    "torch.load",
+                    "np.load",
+                    "numpy.load",
+                )
             ):
                 raise AssertionError(f"{name}:{node.lineno} uses {ast.unparse(node)}, which may unpickle")
 
@@ -390,7 +404,7 @@ def test_a_trainer_and_who_only_looks_need_no_torch() -> None:
         if name in seen:
             continue
         seen.add(name)
-        for found in IMPORTS:
+        for found in all_imports():
             if found.importer == name and found.runtime and found.top_level:
                 assert not inside(found.name, "torch"), str(found)
                 waiting.append(found.name)
@@ -405,7 +419,7 @@ def test_the_reader_of_imports_sees_all_forms() -> None:
         "def h():\n    from i.j import k\n"
         "try:\n    import m\nexcept ImportError:\n    import n\n"
     )
-    found = list(imports_of("x", source, frozenset({"d.e"})))
+    found = list(imports_of("x", ast.parse(source), frozenset({"d.e"})))
     assert [one.name for one in found] == ["__future__", "a.b", "c", "d.e", "d", "g", "i.j", "m", "n"]
     assert [one.name for one in found if not one.runtime] == ["g"]
     assert [one.name for one in found if not one.top_level] == ["i.j"]

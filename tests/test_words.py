@@ -12,6 +12,7 @@ import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,6 +111,7 @@ def folder_of(path: Path) -> str:
     return path.parent.relative_to(ROOT).as_posix()
 
 
+@cache
 def all_findings() -> list[tuple[str, str]]:
     """(folder, finding) of all shipped code."""
     paths = sorted(path for top in ("swarm", "peers") for path in (ROOT / top).rglob("*.py"))

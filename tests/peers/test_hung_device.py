@@ -80,7 +80,8 @@ async def test_a_pause_ends_a_peer_whose_device_hangs_and_its_owner_hears_why(
         if where == "a microbatch":
             job = hang(device)
         else:
-            monkeypatch.setattr(peer.core.compute, "state", lambda: setattr(device, "hangs", True))
+            copy = lambda: setattr(device, "hangs", True)  # noqa: E731
+            monkeypatch.setattr(peer.core.compute.state, "copy", copy)
         s.tasks[name] = asyncio.create_task(asyncio.sleep(600.0))  # s.peers[name] counts as live until then
         owner.pause("by hand", "swarm pause")
         with pytest.raises(DeviceHangs, match="It cannot pause: this process ends, and its memory is free"):
