@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, TextIO, TypeAlias, Union
 import msgspec
 
 from peers.clock import unix_s
-from swarm.errors import one_line, printable, short
+from swarm.errors import count, one_line, printable, short
 
 LogFormat: TypeAlias = Literal["text", "json"]
 Level: TypeAlias = Literal["info", "warning", "error"]
@@ -30,13 +30,6 @@ MAX_LINE_CHARS = 100_000
 """A longer line is not an event of ours: the largest holds a passage of text or a list of addresses."""
 MAX_LOGGED = 10_000
 """Characters of a logged text: the rest of a long traceback is cut."""
-
-
-def count(n: int, noun: str) -> str:
-    """`1 peer`, `2 peers`, `2 microbatches`."""
-    if n == 1:
-        return f"1 {noun}"
-    return f"{n} {noun}es" if noun.endswith(("ch", "s")) else f"{n} {noun}s"
 
 
 class _Formatter(string.Formatter):

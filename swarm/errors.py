@@ -166,6 +166,13 @@ def did_you_mean(name: str, names: Sequence[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
+def count(n: int, noun: str) -> str:
+    """`1 peer`, `2 peers`, `2 microbatches`."""
+    if n == 1:
+        return f"1 {noun}"
+    return f"{n} {noun}es" if noun.endswith(("ch", "s")) else f"{n} {noun}s"
+
+
 def short(peer: str) -> str:
     """The end of a peer id, which is the part that differs, for log lines."""
     return peer[-6:]

@@ -81,3 +81,12 @@ def read_text(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise SetupError(f"{path} cannot be read: {reason}") from None
+
+
+def shown_bytes(size: float) -> str:
+    """`512 B`, `1.5 kB`, ... for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} TB"

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from peers.programs.descriptions import shown_bytes
 from peers.programs.plotting import load_pyplot, save
 from peers.programs.tool_options import GraphOptions
 from swarm.errors import SetupError
@@ -152,7 +153,7 @@ def render(
     weights = sum(graph.values[name].nbytes for name in graph.parameters)
     lines = [
         f"{len(graph.operators)} operators ({cheap} computed where they are needed), traced by {traced.by}; "
-        f"{len(graph.parameters)} parameters, {_bytes(weights)}",
+        f"{len(graph.parameters)} parameters, {shown_bytes(weights)}",
         "inputs: " + ", ".join(_form(graph.values[name]) for name in graph.inputs),
     ]
     if traced.fixed:
@@ -172,8 +173,8 @@ def render(
         sends = ", ".join(_form(value) for value in plan.outputs[:4])
         more = f" and {len(plan.outputs) - 4} more" if len(plan.outputs) > 4 else ""
         lines.append(
-            f"{plan.stage:>5}  {len(plan.operators):>9}  {share:>5.0%}  {_bytes(held):>9}  "
-            f"{_bytes(plan.bytes_out):>9}  {sends}{more}"
+            f"{plan.stage:>5}  {len(plan.operators):>9}  {share:>5.0%}  {shown_bytes(held):>9}  "
+            f"{shown_bytes(plan.bytes_out):>9}  {sends}{more}"
         )
     return "\n".join(lines)
 
@@ -292,14 +293,6 @@ def _form(value: Value) -> str:
 
 def _quoted(text: str) -> str:
     return '"' + text.replace('"', '\\"') + '"'
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.3g} GB"
 
 
 def _pyplot() -> Any:

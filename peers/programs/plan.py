@@ -18,7 +18,7 @@ from peers.programs.descriptions import job_of, load_devices
 from peers.programs.status import observe
 from peers.programs.tool_options import PlanOptions, StatusOptions
 from swarm.codecs import parse_codec
-from swarm.errors import SetupError
+from swarm.errors import SetupError, count
 from swarm.ids import Stage
 from swarm.manifest import CodecSpec, Run, load_run
 from swarm.model.stage_io import boundary_bytes
@@ -128,7 +128,7 @@ def plan_view(run: Run, seen: Observation, *, seed: int, budget_s: float) -> tup
     answer = replace(
         answer,
         now_s=Overlap(found.network, job).predict(now).total_s if whole else math.inf,
-        measured=f"{found.measured} of {_count(found.pairs, 'pair')} of peers measured, the others estimated",
+        measured=f"{found.measured} of {count(found.pairs, 'pair')} of peers measured, the others estimated",
     )
     return answer, found.network, job
 
@@ -240,13 +240,13 @@ def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
     """The same for people."""
     step, stage_of = answer.plan.step, answer.plan.stage_of
     lines = [
-        f"{run.name}: {run.S} stages, {run.M} microbatches a step, {_count(len(network), 'device')} in "
-        f"{_count(len(network.regions), 'region')}"
+        f"{run.name}: {run.S} stages, {run.M} microbatches a step, {count(len(network), 'device')} in "
+        f"{count(len(network.regions), 'region')}"
     ]
     for stage, members in enumerate(_members(answer.plan.stage_of, run.S)):
         need_gb = (job.state_bytes[stage] + job.activation_bytes[stage]) / 1e9
         lines.append(
-            f"stage {stage}: {_count(len(members), 'device')}, {need_gb:.3g} GB on each: "
+            f"stage {stage}: {count(len(members), 'device')}, {need_gb:.3g} GB on each: "
             f"{_names(network, members)}"
         )
     idle = np.flatnonzero(stage_of == IDLE)
@@ -287,7 +287,3 @@ def _names(network: Network, members: np.ndarray) -> str:
     shown = [network.devices[i].name for i in members[:NAMES_SHOWN]]
     more = len(members) - len(shown)
     return ", ".join(shown) + (f" and {more} more (--json names all)" if more else "")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from peers.programs.descriptions import job_of, load_devices, read_text
+from peers.programs.descriptions import job_of, load_devices, read_text, shown_bytes
 from peers.programs.plotting import load_pyplot, save
 from peers.programs.tool_options import SimulateOptions
 from swarm.manifest import Run, load_run
@@ -131,8 +131,8 @@ def render(report: ThroughputReport, run: Run, network: Network) -> str:
         f"{report.joins} joined, {report.deaths} vanished; the run went back {report.generations} times and "
         f"stood still for {_clock(report.waited_s)}",
         f"{report.replayed} microbatches replayed; computed for nothing: {_share(report)}",
-        f"sent: {_bytes(report.boundary_bytes)} between stages, {_bytes(report.reduce_bytes)} in reduces, "
-        f"{_bytes(report.download_bytes)} of state",
+        f"sent: {shown_bytes(report.boundary_bytes)} between stages, "
+        f"{shown_bytes(report.reduce_bytes)} in reduces, {shown_bytes(report.download_bytes)} of state",
         f"{len(report.moves)} moves" + (":" if report.moves else ""),
     ]
     lines += [
@@ -173,11 +173,3 @@ def _share(report: ThroughputReport) -> str:
 def _clock(seconds: float) -> str:
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.3g} TB"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from swarm.errors import short
+from swarm.errors import count, short
 from swarm.ids import PeerId
 from swarm.monitoring.health import LEVELS, Alert, PeerHealth, SwarmHealth
 
@@ -39,7 +39,7 @@ def _wrong_count(health: SwarmHealth) -> Iterator[Alert]:
             (peer.audit.duplicated, "counted twice"),
         ):
             if n:
-                text = f"peer {short(peer.peer)} reports {_count(n, 'microbatch')} {what}: report this bug"
+                text = f"peer {short(peer.peer)} reports {count(n, 'microbatch')} {what}: report this bug"
                 yield Alert(level="error", text=text, stage=peer.stage, peer=peer.peer)
 
 
@@ -62,9 +62,9 @@ def _few_left(health: SwarmHealth) -> Iterator[Alert]:
             text = f"stage {stage.stage} has no peer: the run waits until one joins"
             paused = sum(peer.state == "paused" for peer in stage.peers)
             if paused:
-                text = f"stage {stage.stage} has only {_count(paused, 'paused peer')}: the run waits"
+                text = f"stage {stage.stage} has only {count(paused, 'paused peer')}: the run waits"
             if stage.joining:
-                loading = _count(stage.joining, "peer")
+                loading = count(stage.joining, "peer")
                 text = f"stage {stage.stage} has no peer: the run waits for {loading} to load it"
             yield Alert(level="error", text=text, stage=stage.stage)
         elif stage.serving == 1 and stage.most_serving > 1:
@@ -116,17 +116,17 @@ def _inconsistent(health: SwarmHealth) -> Iterator[Alert]:
 
 def _refused(health: SwarmHealth) -> Iterator[Alert]:
     for reason, n in sorted(health.refused.items(), key=lambda item: (-item[1], item[0])):
-        yield Alert(level="info", text=f"{_count(n, 'record')} refused: {reason}")
+        yield Alert(level="info", text=f"{count(n, 'record')} refused: {reason}")
 
 
 def _over(health: SwarmHealth) -> Iterator[Alert]:
     if health.version >= health.steps:
-        yield Alert(level="info", text=f"all {_count(health.steps, 'step')} are done")
+        yield Alert(level="info", text=f"all {count(health.steps, 'step')} are done")
 
 
 def _went_back(health: SwarmHealth) -> Iterator[Alert]:
     if health.went_back:
-        times = _count(health.went_back, "time")
+        times = count(health.went_back, "time")
         text = f"a stage lost all its peers: the run went back to a checkpoint {times}"
         yield Alert(level="info", text=text)
 
@@ -144,12 +144,6 @@ def _who(peer: PeerHealth) -> str:
 def _names(peers: Sequence[PeerId]) -> str:
     shown = ", ".join(short(peer) for peer in peers[:4])
     return shown if len(peers) <= 4 else f"{shown} and {len(peers) - 4} more"
-
-
-def _count(n: int, noun: str) -> str:
-    if n == 1:
-        return f"1 {noun}"
-    return f"{n} {noun}es" if noun.endswith("ch") else f"{n} {noun}s"
 
 
 def _time(seconds: float) -> str:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.errors import SetupError
+from swarm.plan.clusters import clustered_layouts
 from swarm.plan.network import Device, Job, Network
 from swarm.plan.op_fence import cut_row, fence, fenced_row
 from swarm.plan.overlapped import IDLE, Overlap
@@ -190,6 +191,23 @@ def test_the_search_is_never_worse_than_its_starts_and_repeats_itself() -> None:
         assert one.stage_of.tolist() == two.stage_of.tolist()
         assert set(one.stage_of.tolist()) - {IDLE} == {0, 1, 2, 3}
     assert one.walks > 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_clusters_come_to_stages_where_a_step_is_about_as_short_as_can_be(seed: int) -> None:
+    """Five far regions of two devices: all orders can be tried out."""
+    rng, (a, b) = np.random.default_rng(seed), np.triu_indices(5, 1)
+    latency_s, bandwidth_bps = np.full((5, 5), 0.001), np.full((5, 5), 1e10)
+    latency_s[a, b] = latency_s[b, a] = rng.uniform(0.01, 0.2, len(a))
+    bandwidth_bps[a, b] = bandwidth_bps[b, a] = rng.uniform(1e7, 1e9, len(a))
+    net = Network(network(10, regions=5).devices, tuple("vwxyz"), latency_s, bandwidth_bps)
+    overlap = Overlap(net, job(5))
+    found = dict(clustered_layouts(net, job(5), overlap.soft_s, np.random.default_rng(0)))
+    assert set(found) == {"clusters 5 × 1", "clusters 1 × 2"}
+    least = min(overlap.soft_s(np.repeat(order, 2)) for order in itertools.permutations(range(5)))
+    assert overlap.soft_s(found["clusters 1 × 2"]) <= 1.02 * least
+    for of_N in found.values():
+        assert np.bincount(of_N).tolist() == [2] * 5
 
 
 def test_the_search_finds_the_best_division_of_a_few_devices() -> None:
