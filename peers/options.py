@@ -117,7 +117,7 @@ def _run_id(text: str) -> str:
 
 
 def _is_peer_address(flag: str, text: str) -> None:
-    """With the peer's id: an address alone could be anybody's, and p2pd dials none."""
+    """Raise SetupError for an address without a peer id: p2pd dials none of these."""
     transport, found, peer = text.rpartition("/p2p/")
     if found and transport.startswith("/") and peer and "/" not in peer:
         return
@@ -323,9 +323,7 @@ class BootstrapOptions(NetworkOptions):
     data: tuple[Path, ...] = several(NEEDED_FILE, DATA_HELP)
     tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
     join: tuple[str, ...] = repeated(PEER_ADDRESS, "another bootstrap of the same network; repeatable")
-    join_file: Path | None = optional(
-        FILE, "also write there what to join with, for others who read it: swarm peer @FILE"
-    )
+    join_file: Path | None = optional(FILE, "also write the arguments to join with there: swarm peer @FILE")
 
 
 @dataclass(frozen=True, kw_only=True)

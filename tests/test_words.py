@@ -70,7 +70,7 @@ RETIRED = {
 PRONOUNS = re.compile(r"\b(who|whoever|whom|somebody|nobody|anybody)\b", re.IGNORECASE)
 
 REMAINING: dict[str, int] = {
-    "peers": 7,
+    "peers": 6,
     "peers/net": 37,
     "peers/programs": 2,
     "peers/sim": 14,

@@ -173,7 +173,7 @@ class Fleet:
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     async def _once(self, label: str, words: Sequence[str]) -> int:
-        # In a session of its own: the terminal's Ctrl-C is for us, who pass it on once.
+        # In a session of its own: the terminal's Ctrl-C is for this process, which passes it on once.
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "peers", "peer", *words, "--die-with-parent", str(os.getpid()),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, start_new_session=True,

@@ -23,7 +23,7 @@ from swarm.model.full_model import FullModel
 
 WHY_NOT = {
     "gpt": "transformers has no architecture that is the built-in decoder",
-    "counting": "the audit model is none that anybody would load",
+    "counting": "the audit model is of no use outside its audit",
     "code": "it is a model of your own code, whose load_state_dict takes the names in a file of --out",
 }
 
@@ -59,7 +59,7 @@ def write(
     module: Any = FullModel(run, weights, steps=step).module
     transformers = importlib.import_module("transformers")
     if hasattr(module.config, "use_cache"):
-        module.config.use_cache = True  # the training had no use for it; whoever generates has
+        module.config.use_cache = True  # training has no use for it; generation has
     module.config.swarm = {"run": run.id, "name": run.name, "step": step}
     shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()

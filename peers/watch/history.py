@@ -1,8 +1,8 @@
 """Observations on disk, a line of JSON each, to be played again: the same pictures come of them.
 
 The first line is `{"manifest": …, "format": 1}`, the terms of the run; every other one an `Observation`. A
-full file becomes `FILE.1`, in the place of an older one, and a new file begins with who is there: either can
-be played.
+full file becomes `FILE.1`, in the place of an older one, and a new file begins with the peers of that moment:
+either can be played.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Recorder:
         self._path, self._most_bytes = path, most_bytes
         self._head = msgspec.json.encode(_Head(run.to_toml()))
         self._records: dict[PeerId, PeerRecord] = {}
-        """Who is there: a file begins with them."""
+        """The records of now: a file begins with them."""
         self._refused: dict[str, int] | None = None
         try:
             if path.exists() and path.stat().st_size:

@@ -48,7 +48,7 @@ class WholeRun:
         self._alerts = div("").style("width: 100%").props('data-part="alerts" aria-live="polite"')
         self._alerted: tuple[Any, ...] = ()
         with ui.card():
-            ui.label("Who serves what, and what flows").classes("title")
+            ui.label("Peers by stage, and the traffic between them").classes("title")
             self._picture = ui.html("", sanitize=False).classes("topology").style("width: 100%")
         with div("pair"):
             self._loss = Plot("Loss by step", time_axis=False)

@@ -163,8 +163,7 @@ def _speed_of(stage: StageHealth, name: str | None) -> str:
 
 def _peers(health: SwarmHealth, most: int, width: int) -> Table:
     # Where not all fit, those with something to look at come first.
-    everybody = list(health.peers)
-    chosen = sorted(everybody, key=lambda peer: not _odd(peer))[:most] if most < len(everybody) else everybody
+    chosen = sorted(health.peers, key=lambda peer: not _odd(peer))[:most]
     rows = []
     for peer in sorted(chosen, key=lambda peer: (peer.stage == NO_STAGE, peer.stage, peer.peer)):
         device = Text(peer.device)

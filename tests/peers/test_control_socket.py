@@ -1,4 +1,4 @@
-"""The owner's socket: whom a wish reaches, and what is said when it reaches nobody."""
+"""The owner's socket: which peers a command reaches, and what is said when it reaches none."""
 
 from __future__ import annotations
 
