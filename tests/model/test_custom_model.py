@@ -49,6 +49,7 @@ def hf(**config: Any) -> Run:
     return changed(of("bag"), kind="hf", source="", config=json.dumps(config))
 
 
+@pytest.mark.slow
 def test_a_model_is_the_same_in_every_process_and_its_manifest_pins_it() -> None:
     run = pin_model(of("bag"))
     assert isinstance(run.model, CustomModelSpec) and run.model.pinned
@@ -291,6 +292,7 @@ def test_whole_numbers_that_cross_are_bounded_by_what_they_are_looked_up_in() ->
             stage._boundary._decode(best, sent)
 
 
+@pytest.mark.slow
 def test_a_config_of_transformers_is_pinned_with_its_version() -> None:
     transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
     sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 256, "n_positions": 16}
@@ -302,6 +304,7 @@ def test_a_config_of_transformers_is_pinned_with_its_version() -> None:
         custom_model(changed(run, version="transformers 4.0"))
 
 
+@pytest.mark.slow
 def test_the_pin_of_code_is_the_same_from_its_own_folder_and_from_an_installed_copy(tmp_path: Path) -> None:
     """`swarm` and `python -m peers` differ in whether the folder in which they start can be imported from."""
     source = "import torch\ndef build():\n    return torch.nn.Linear(2, 2), torch.zeros(1, 2)\n"

@@ -396,6 +396,16 @@ def weight_changed(net: Net, x: torch.Tensor) -> torch.Tensor:
     return net.linear(x).sum()
 
 
+def hooked(net: Net, x: torch.Tensor) -> torch.Tensor:
+    y = net.linear(x)
+    y.register_hook(lambda grad: grad * 3)
+    return y.sum()
+
+
+def looked_up_sparsely(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return functional.embedding(x.abs().long(), net.linear.weight, sparse=True).sum()
+
+
 LINE = r"test_graph_trace.py:\d+: "
 
 
@@ -409,6 +419,14 @@ LINE = r"test_graph_trace.py:\d+: "
         (hidden_write, "operator aten.mul_.* writes to a tensor that needs a gradient, under no_grad"),
         (weight_changed, "operator aten.mul_.Tensor changes the parameter linear.weight while the model"),
         (custom, "Twice, an autograd.Function: its backward cannot be traced"),
+        (
+            hooked,
+            r"hangs a hook on the gradient of a tensor \[.*\] \(register_hook\), which cannot be traced",
+        ),
+        (
+            looked_up_sparsely,
+            "operator aten.embedding.default of the model gives sparse gradients, .* sparse=False",
+        ),
         (noisy, LINE + "operator aten.rand_like.default of the model draws random numbers"),
         (alpha, "operator aten.alpha_dropout.default of the model draws random numbers"),
         (sometimes, "operator aten.bernoulli_.float of the model draws random numbers"),
@@ -443,6 +461,16 @@ def test_layers_that_no_stage_may_compute_are_refused(layer: nn.Module, words: s
     model = nn.Sequential(nn.Unflatten(1, (2, 2)), layer, nn.Linear(2, 4))
     with pytest.raises(SetupError, match=words):
         trace(model.train(), (X,), loss=torch.sum)
+
+
+@pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_the_gradient_of_a_weight_is_refused_by_its_name(method: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    handle = getattr(model[0].weight, method)(lambda _: None)
+    with pytest.raises(SetupError, match=r"weights 0\.weight have a hook on their gradient, which no stage"):
+        trace(model, (X,), loss=torch.sum)
+    handle.remove()
+    trace(model, (X,), loss=torch.sum)
 
 
 def test_a_sample_that_does_not_fit_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 
 import msgspec
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from swarm.codecs import VALUES
 from swarm.errors import Refused
-from swarm.wire.codec import Encoded, decode, dynamic_code, encode, round_trip
+from swarm.wire.codec import Encoded, bytes_of, decode, dynamic_code, encode, round_trip
 from swarm.wire.tensor_meta import BLOCK, ITEM_BYTES, TensorMeta, encoded_sizes
 
 CODECS = VALUES
@@ -78,6 +79,7 @@ def test_a_meta_survives_msgpack() -> None:
 # --- blockwise8 is bitsandbytes' ---------------------------------------------------------------
 
 
+@pytest.mark.slow  # its import takes seconds
 def test_the_codes_are_those_of_bitsandbytes() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     assert torch.equal(dynamic_code(), functional.create_dynamic_map())
@@ -108,6 +110,14 @@ def odd_tensors() -> dict[str, torch.Tensor]:
     }
 
 
+def test_blockwise8_gives_the_bits_that_it_gave_when_it_was_compared_with_bitsandbytes() -> None:
+    digest = hashlib.sha256(bytes_of(dynamic_code()))
+    for buffer in encode(odd_tensors()["steps"], "blockwise8").buffers:
+        digest.update(buffer)
+    assert digest.hexdigest() == "b0f8bcccd8f26b7469ad0bc9f7a0a4cba6a6788bc44a0d8894a88d4fd86a235c"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", odd_tensors())
 def test_blockwise8_gives_the_bits_of_bitsandbytes(name: str, dtype: torch.dtype) -> None:

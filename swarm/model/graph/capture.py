@@ -235,7 +235,7 @@ def _where(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _no_custom_gradients() -> Iterator[None]:
-    """Refuse torch.autograd.Function: a trace keeps its forward and silently loses its backward."""
+    """Refuse torch.autograd.Function and hooks of tensors: a trace silently loses what they do backward."""
     original = torch.autograd.Function.__dict__["apply"]
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -244,11 +244,18 @@ def _no_custom_gradients() -> Iterator[None]:
             "be traced; write it with torch's own operators"
         )
 
+    def refuse_hook(self: torch.Tensor, hook: Any) -> Any:
+        raise SetupError(
+            f"the model hangs a hook on the gradient of a tensor {list(self.shape)} (register_hook), which "
+            "cannot be traced; write what it does with torch's own operators"
+        )
+
     torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[method-assign, assignment]
+    register_hook, torch.Tensor.register_hook = torch.Tensor.register_hook, refuse_hook
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original
+        torch.autograd.Function.apply, torch.Tensor.register_hook = original, register_hook
 
 
 class _NoOtherWeights(TorchFunctionMode):

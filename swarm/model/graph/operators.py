@@ -77,6 +77,8 @@ def ruled(
         raise SetupError(
             f"{place} changes running statistics; use track_running_stats=False (only batch norm's are kept)"
         )
+    if given.get("sparse"):
+        raise SetupError(f"{place} gives sparse gradients, which are not added up here; use sparse=False")
     if name == "as_strided":
         raise SetupError(f"{place} depends on how memory is laid out; use views, slices or torch.gather")
     refuse_random(op, given, place)

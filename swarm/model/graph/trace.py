@@ -74,6 +74,12 @@ def _check(whole: WithLoss) -> None:
             raise SetupError(
                 f"batch norm {name} has momentum None, the mean of all that it ever saw; give it a number"
             )
+    for name, parameter in whole.weights().items():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise SetupError(
+                f"weights {name} have a hook on their gradient, which no stage would call: take it away, and "
+                "write what it does into the model or its loss"
+            )
 
 
 def _input_names(model: nn.Module, example: tuple[Any, Any, Any]) -> list[str]:
