@@ -30,12 +30,12 @@ on_point: Callable[[str], None] | None = None
 _JOB_S = float(os.environ.get("SWARM_JOB_S") or 0.0)
 
 
-def _wishes(variable: str) -> dict[str, int]:
+def _ordered(variable: str) -> dict[str, int]:
     items = [item.partition(":") for item in os.environ.get(variable, "").split(",") if item]
     return {name: int(count or 1) for name, _, count in items}
 
 
-_left = [(signal.SIGKILL, _wishes("SWARM_KILL_AT")), (signal.SIGSTOP, _wishes("SWARM_STOP_AT"))]
+_left = [(signal.SIGKILL, _ordered("SWARM_KILL_AT")), (signal.SIGSTOP, _ordered("SWARM_STOP_AT"))]
 
 
 def fault_point(name: str) -> None:

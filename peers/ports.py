@@ -137,7 +137,7 @@ class Directory(Protocol):
         """Ask the DHT now for some stages, or for those that are watched; all records that are known then."""
         ...
 
-    async def survey(self) -> Sequence[PeerRecord]:
+    async def lookup_all(self) -> Sequence[PeerRecord]:
         """Ask the DHT now for all stages. For newcomers and monitors: in a large run it takes seconds."""
         ...
 

@@ -1,4 +1,4 @@
-"""A trainer: which microbatch, through whom, call, loss, next.
+"""A trainer: choose a microbatch and its route, call, take the loss, go on.
 
 It moves tokens and losses only and holds no weights: it may run on a laptop behind a slow line. Any
 number of them may run at once, and each may die at any time; the ledgers keep the count.
@@ -45,10 +45,11 @@ WATCH_S = 3.0
 IDLE_S = 0.25
 """The loop looks again at least this often."""
 STALE_S = 0.1
-"""How long to wait for news after a peer said that a step is over."""
+"""How long to wait for the run's status after a peer said that a step is over."""
 BACK_AFTER_S = 6.0
-"""The run is where it is said to be, if that has been earlier than we knew for so long: all who held more are
-dead, and others came back from older checkpoints. One peer that lags behind has caught up by then."""
+"""The run is where it is said to be, if that has been earlier than we knew for so long: all peers that held
+more are dead, and others came back from older checkpoints. One peer that lags behind has caught up by
+then."""
 MAX_REFUSALS = 3
 """A microbatch that so many attempts refuse stops the trainer: the run diverged, or we are not admitted."""
 
@@ -72,7 +73,7 @@ class TrainerSettings:
 
 
 def entering(run: Run, rows: np.ndarray | list[np.ndarray]) -> list[Buffer]:
-    """What stage 0 is sent of a microbatch: tokens, or the inputs of a brought model.
+    """What stage 0 is sent of a microbatch: tokens, or the inputs of a custom model.
 
     Raises:
         SetupError: the samples do not fit the model.
@@ -102,9 +103,9 @@ class Trainer:
         me = transport.peer_id
         self._router = Router(Backoff(probed=True))
         self._prober = Prober(run.id, transport, directory, self._router.backoff)
-        self.patience = AdaptiveTimeout()
+        self.timeout = AdaptiveTimeout()
         self._seen: dict[Stage, Sequence[PeerRecord]] = {}
-        self._ways = LinkLatency()
+        self._latency = LinkLatency()
         self._pace = Pace()
         self._todo = WorkList(lambda t: trainer_order(run.id, t, me, run.M), run.M)
         self._window = Window(
@@ -112,12 +113,13 @@ class Trainer:
         )
         self._generation = Generation()
         self._served: set[int] = set()
-        """Stages that somebody serves; said once when nobody does any more."""
+        """Stages that some peer serves; said once when none does any more."""
         self._version = 0
         self._full = False
         """As many microbatches of open steps are in flight as the window allows."""
         self._held_by_all = -1
-        """The version that every stage has: until it is the last one, some stage may be lost and need us."""
+        """The version that every stage has: until it is the last one, some stage may be lost and need this
+        trainer."""
         self._behind_since: float | None = None
         self._told = False
         """The version was heard from a peer."""
@@ -230,16 +232,16 @@ class Trainer:
         self._changed.set()
 
     async def _microbatch(self, item: Item) -> None:
-        """One microbatch through one random pipeline."""
+        """Run one microbatch through one route."""
         mb, peer = item.microbatch, None
         began = now_s()
         try:
             route = self._route(mb.t)
             peer = route[0]
             done = await self._call(peer, route, item)
-        except NoPeerForStage as nobody:
+        except NoPeerForStage as none:
             self._todo.failed(mb)
-            await asyncio.sleep(min(0.5, max(0.05, nobody.retry_at - now_s())))
+            await asyncio.sleep(min(0.5, max(0.05, none.retry_at - now_s())))
         except PeerFault as fault:
             self._router.failed(fault.peer, now=now_s(), silent=fault.silent)
             self._emit(events.PeerLost(peer=fault.peer, stage=0, why=fault.text))
@@ -271,7 +273,7 @@ class Trainer:
             self._todo.finished(mb, now=now_s())
             self._window.answered(now=now_s())
             self._pace.answered(now=now_s())
-            self.patience.answered(now_s() - began)
+            self.timeout.answered(now_s() - began)
             took_s = now_s() - began
             hops = done.hops[: self._run.S]
             for hop in hops:
@@ -279,7 +281,7 @@ class Trainer:
                     self._router.answered(hop.stage, hop.peer, hop.own_s, hop.work_s)
             for here, there in pairwise(hops):
                 if 0 < there.latency_s <= took_s:
-                    self._ways.took(here.peer, there.peer, there.latency_s)
+                    self._latency.took(here.peer, there.peer, there.latency_s)
             self._refusals.pop(mb, None)
 
     def _route(self, t: int) -> list[PeerId]:
@@ -288,7 +290,7 @@ class Trainer:
         horizon_s = self._pace.horizon_s(self._todo.unstarted(t) + ahead)
         route = [self._router.route(0, now=now_s(), horizon_s=horizon_s).peer]
         for stage in range(1, self._run.S):
-            latency_s = partial(self._ways.expected_s, route[-1])
+            latency_s = partial(self._latency.expected_s, route[-1])
             try:
                 found = self._router.route(stage, now=now_s(), horizon_s=horizon_s, latency_s=latency_s)
             except NoPeerForStage:
@@ -305,7 +307,7 @@ class Trainer:
         )  # fmt: skip
         body = entering(self._run, self._batches.batch(sample_offsets(self._run, t, m)))
         fault_point("trainer")
-        answer = await self._transport.call(peer, "work", pack(work), body, deadline_s=self.patience.limit_s)
+        answer = await self._transport.call(peer, "work", pack(work), body, deadline_s=self.timeout.limit_s)
         done = unpack_answer(peer, answer.header, WorkDone)
         if not -1e30 < done.loss < 1e30:
             raise BadAnswer(peer, f"answered with the loss {done.loss}")
@@ -365,15 +367,15 @@ class Trainer:
             await asyncio.sleep(0.02)  # progress need not be followed more closely
 
     def _learn(self, peer: PeerId, watched: Watched) -> None:
-        directive, now = watched.directive, now_s()
+        status, now = watched.status, now_s()
         try:
-            check_position(watched.generation, watched.version, self._run, what="news")
+            check_position(watched.generation, watched.version, self._run, what="a status")
         except Refused as refused:
             raise BadAnswer(peer, refused.text) from None
-        for t, loss in directive.losses:
+        for t, loss in status.losses:
             if 0 <= t < self._run.steps:
                 self.step_losses.setdefault(t, loss)
-        if Position(watched.generation, watched.version) >= Position(self._generation, self._version):
+        if watched.position >= Position(self._generation, self._version):
             self._behind_since = None
         elif self._behind_since is None:
             self._behind_since = now
@@ -382,26 +384,26 @@ class Trainer:
             return  # a peer that has not heard of it yet
         if watched.generation > self._generation or believed:
             self._go_back(watched.generation, watched.version)
-        if not self._told:  # what was done before we came is not ours to tell
+        if not self._told:  # what was done before this trainer came is not told
             self._version, self._step_began = watched.version, now
             self._todo.stepped(watched.version)
         self._set_version(watched.version)
         self._told = True
-        if directive.generation != self._generation:
+        if status.generation != self._generation:
             return
-        self._held_by_all = directive.held_by_all
-        for news in directive.lacking:
-            if len(news.by_stage) == self._run.S and self._version <= news.t < self._run.steps:
+        self._held_by_all = status.held_by_all
+        for lacks in status.lacking:
+            if len(lacks.by_stage) == self._run.S and self._version <= lacks.t < self._run.steps:
                 try:
-                    for bitmap in news.by_stage:
+                    for bitmap in lacks.by_stage:
                         check_bitmap(bitmap, self._run.M)
                 except Refused as refused:
                     raise BadAnswer(peer, refused.text) from None
-                self._todo.lacking(news.t, news.by_stage, now=now)
+                self._todo.lacking(lacks.t, lacks.by_stage, now=now)
         self._changed.set()
 
     def _go_back(self, generation: Generation, version: int) -> None:
-        """A stage lost all its members: the run goes on from an earlier version."""
+        """Follow the run to an earlier version: a stage lost all of its replicas."""
         self._generation, self._behind_since = generation, None
         if not self._told or version >= self._version:
             return
@@ -412,7 +414,7 @@ class Trainer:
         self._window.paused()
 
     def _set_version(self, version: int) -> None:
-        """The swarm took steps: say so, and forget what belongs to them."""
+        """Note that the run took steps: say so, and forget what belongs to them."""
         if version <= self._version:
             return
         now = now_s()
@@ -439,7 +441,7 @@ class Trainer:
         return tuple(loss for loss in found if loss is not None) if None not in found else ()
 
     def loss_of(self, t: int) -> float | None:
-        """The mean loss of step `t`: of all M microbatches if known, else of those that we ran."""
+        """The mean loss of step `t`: of all M microbatches if known, else of those that this trainer ran."""
         if t in self.step_losses:
             return self.step_losses[t]
         own = [self.losses[Microbatch(t, m)] for m in range(self._run.M) if Microbatch(t, m) in self.losses]

@@ -231,7 +231,7 @@ class NetDirectory:
         await self.reader.read_all(self.reader.near_stages() if stages is None else stages, REFRESH_LIMIT_S)
         return self.peers()
 
-    async def survey(self) -> Sequence[PeerRecord]:
+    async def lookup_all(self) -> Sequence[PeerRecord]:
         await self._find_stages()
         await self.reader.read_all(self.reader.all_stages(), _SURVEY_LIMIT_S)
         return self.peers()

@@ -297,7 +297,8 @@ class Peer(Networked[PeerOptions]):
     async def _serve(self, node: Node, run: Run, stage: Stage, device: str) -> None:
         """Serve a stage, and others if they need this device more, until the owner has it leave."""
         from peers.stage import pause as paused
-        from peers.stage.server import Checkpoints, StagePeer, StageSettings
+        from peers.stage.server import StagePeer
+        from peers.stage.settings import Checkpoints, StageSettings
 
         options, owner, emit = self.options, self.owner, self._emit
         checkpoints = None

@@ -41,7 +41,7 @@ async def choose_stage(me: PeerId, run: Run, directory: Directory, addresses: Se
 
     await announce(NO_STAGE)
     await asyncio.sleep(OTHERS_S)
-    records = await directory.survey()
+    records = await directory.lookup_all()
     others = sorted(r.peer for r in records if r.state == "choosing" and r.peer != me)[:MAX_OTHERS]
     stage = choose_stages(records, [me, *others], stages=run.S, now_s=time.time())[me]
     await announce(stage)  # peers that choose after this count us there

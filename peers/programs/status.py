@@ -121,7 +121,7 @@ async def observe(options: StatusOptions) -> tuple[Run, Observation]:
     daemon = DaemonOptions(host=options.host, port=options.port, announce=options.announce)
     async with Node(options=daemon, join=options.join, run_id=options.run) as node:
         run = check_id(await node.directory.fetch_manifest(options.run), options.run)
-        records = await node.directory.survey()
+        records = await node.directory.lookup_all()
         transport = None if options.no_calls else node.transport
         return run, await ask(run, transport, records, now=time.time(), directory=node.directory)
 

@@ -119,7 +119,7 @@ class SimDirectory:
                 self._learn(entry)
         return self.peers()
 
-    async def survey(self) -> Sequence[PeerRecord]:
+    async def lookup_all(self) -> Sequence[PeerRecord]:
         return await self.refresh()
 
     async def announce(self, record: PeerRecord) -> None:

@@ -341,7 +341,7 @@ def move(swarm: Swarm, fault: Fault) -> bool:
         return False
     to = (member.stage + 1 + int(fault.which * 97) % (swarm.run.S - 1)) % swarm.run.S
     swarm.say(f"*** {member.name} moves from stage {member.stage} to {to}")
-    member.process.spawn(swarm.loop, member.serving.peer.move(to, why="a fault", going=set()))
+    member.process.spawn(swarm.loop, member.serving.peer.moving.move(to, why="a fault", going=set()))
     return True
 
 

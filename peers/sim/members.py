@@ -100,7 +100,7 @@ class PeerMember(Member):
         serving = self.serving
         if not self.alive or serving is None or not serving.peer.core.joined:
             return False
-        going = self.told_to_leave or serving.peer.core.leaving or serving.peer.going
+        going = self.told_to_leave or serving.peer.core.leaving or serving.peer.moving.going
         return not (going or serving.device.hangs or serving.device.dies)
 
 

@@ -23,7 +23,8 @@ from peers.sim.processes import PROCESS, WORLD, Process
 from peers.sim.setting import Setting, dice_of
 from peers.stage import pause
 from peers.stage.pause import PausedPeer
-from peers.stage.server import Checkpoints, StagePeer, StageSettings
+from peers.stage.server import StagePeer
+from peers.stage.settings import Checkpoints, StageSettings
 from peers.trainer import Trainer, TrainerSettings
 from peers.transfer.keeper import CheckpointKeeper, KeepingSettings
 from peers.transfer.server import Snapshot

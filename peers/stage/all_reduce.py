@@ -1,11 +1,10 @@
 """The all-reduce between the replicas of a stage: all of it or nothing.
 
-A butterfly: each member owns a part of the flat gradient. Everybody sends its contribution to a part
-to the part's owner, and the *answer* to that call is the reduced part; so a failure anywhere is a
-failed call, and a member has either every part or no result. The owner adds contributions in the
-order of the members' ids, encodes the sum once, and uses the decoded bytes itself: all members end
-with identical bits whatever the codec. Nothing touches the members' own sums, so a void round costs
-nothing but its time.
+A butterfly: each replica owns a part of the flat gradient. All replicas send their contributions to a part to
+its owner, and the *answer* to that call is the reduced part; so a failure anywhere is a failed call, and a
+replica has either every part or no result. The owner adds contributions in the order of the replicas' ids,
+encodes the sum once, and uses the decoded bytes itself: all end with identical bits whatever the codec.
+Nothing changes the replicas' own sums, so an aborted round costs only its time.
 """
 
 from __future__ import annotations
@@ -36,12 +35,13 @@ CHUNKS_OF_A_PART = 8
 SMALL_CHUNK_ELEMENTS = 1 << 14
 """Less is not worth a call. What fits into one frame (`frames.CHUNK_BYTES`) is sent in its turn, whole."""
 CHUNKS_IN_FLIGHT = 6
-"""Per owner: less than a link holds before it is accepted, or who opens the round late takes no report."""
+"""Per owner: less than a link holds before it is accepted, or a replica that opens the round late takes no
+report."""
 START_WAIT_S = 5.0
 """A contribution may arrive before its owner has heard of the round."""
 PART_S = 300.0
-"""Limit for one chunk: 8 MB each way on a line of 1 Mbit/s take 130 s. A member that sends heartbeats and no
-chunk makes the round void."""
+"""Limit for one chunk: 8 MB each way on a line of 1 Mbit/s take 130 s. A replica that sends heartbeats and no
+chunk aborts the round."""
 NOT_READY_RETRIES = 20
 
 
@@ -83,14 +83,15 @@ class AllReduce:
         transport: Transport,
         codec: str,
         sum_dtype: torch.dtype,
-        settle: Callable[[torch.Tensor], torch.Tensor],
+        to_float: Callable[[torch.Tensor], torch.Tensor],
         sqnorm: Callable[[torch.Tensor], float] = sqnorm,
     ) -> None:
-        """`sum_dtype`: of the members' sums; `settle` gives the value of their total, as it is applied.
-        `sqnorm`: of that, what the stage says of its norm."""
+        """`sum_dtype`: of the replicas' sums; `to_float` gives the value of their total, as it is applied,
+        and `sqnorm` the squared norm of that, as the stage reports it.
+        """
         self._run, self._me, self._transport, self._codec = run, me, transport, codec
-        self._sum_dtype, self._settle, self._sqnorm = sum_dtype, settle, sqnorm
-        self._dtype = settle(torch.zeros(1, dtype=sum_dtype)).dtype
+        self._sum_dtype, self._to_float, self._sqnorm = sum_dtype, to_float, sqnorm
+        self._dtype = to_float(torch.zeros(1, dtype=sum_dtype)).dtype
         self._rounds: dict[str, _Round] = {}
         self._started = asyncio.Event()
         self.bandwidth_bps = 0.0
@@ -98,13 +99,13 @@ class AllReduce:
         transport.serve("part", self._serve_part, max_body_bytes=CHUNK_ELEMENTS * 8 + CHUNK_ELEMENTS // 8)
 
     async def run(self, plan: Plan, t: int, total: torch.Tensor) -> tuple[torch.Tensor, Prepared]:
-        """Reduce `total` (flat, host memory) with the members of `plan`.
+        """Reduce `total` (flat, host memory) with the replicas of `plan`.
 
         Returns:
-            The sum over all members, in a fresh tensor, and what to say of it.
+            The sum over all of them, in a fresh tensor, and its description.
 
         Raises:
-            RoundAborted: a member failed. `total` is as it was.
+            RoundAborted: a replica failed. `total` is as it was.
         """
         if plan.members == (self._me,):
             try:
@@ -135,7 +136,7 @@ class AllReduce:
             began = now_s()
             await asyncio.gather(*work)
             self._measured(this.sent_bytes, now_s() - began)
-        except SwarmError as error:  # whatever a member answered
+        except SwarmError as error:  # whatever a replica answered
             raise RoundAborted(error.text) from None
         finally:
             for task in work:
@@ -147,7 +148,7 @@ class AllReduce:
         """The result of a reduce by this replica alone, bit for bit as among several. In any thread."""
         reduced = torch.empty(total.numel(), dtype=self._dtype)
         for start, numel in chunks_of(0, total.numel()):
-            part = self._settle(total[start : start + numel])
+            part = self._to_float(total[start : start + numel])
             meta, buffers = encode(part, self._codec, name="a reduced gradient")
             reduced[start : start + numel] = decode(meta, buffers)
         return reduced
@@ -158,7 +159,7 @@ class AllReduce:
             for chunk in ended.chunks.values():
                 if chunk.result is not None and not chunk.result.done():
                     chunk.result.set_exception(NotReady(f"round {name[:8]} is void: {why}", version=ended.t))
-                    chunk.result.exception()  # whoever waits sees it; if nobody does, that is fine
+                    chunk.result.exception()  # callers that wait see it; there may be none
 
     def _own(self, this: _Round, start: int) -> torch.Tensor | None:
         if not this.plan.ledgers[this.plan.members.index(self._me)]:
@@ -180,7 +181,7 @@ class AllReduce:
                 total += contribution
         chunk.contributions.clear()
         try:
-            meta, buffers = encode(self._settle(total), self._codec, name="a reduced gradient")
+            meta, buffers = encode(self._to_float(total), self._codec, name="a reduced gradient")
         except Refused as refused:
             chunk.result.set_exception(refused)
             chunk.result.exception()
@@ -273,7 +274,7 @@ class AllReduce:
         return Answer(pack(done), buffers)
 
     async def _round(self, name: str) -> _Round:
-        """The round `name`, which may start here a little later than at its other members."""
+        """The round `name`, which may start here a little later than at its other replicas."""
         until = now_s() + START_WAIT_S
         while name not in self._rounds:
             left_s = until - now_s()
@@ -284,7 +285,7 @@ class AllReduce:
 
 
 def chunks_of(start: int, end: int) -> list[tuple[int, int]]:
-    """(first element, elements) of the chunks of a part: a function of the part, which all members know."""
+    """(first element, elements) of the chunks of a part: a function of the part, which all replicas know."""
     size = min(CHUNK_ELEMENTS, max(SMALL_CHUNK_ELEMENTS, -(-(end - start) // CHUNKS_OF_A_PART)))
     return [(first, min(size, end - first)) for first in range(start, end, size)]
 

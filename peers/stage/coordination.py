@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from peers.clock import now_s
@@ -20,7 +21,7 @@ from peers.stage.state import StageCore
 from peers.status_query import ask_status
 from peers.waiting import happens
 from swarm.errors import Leaving, NotNow, PeerFault, Refused, SwarmError
-from swarm.ids import PeerId, Position, Stage
+from swarm.ids import PeerId, Stage
 from swarm.policy.backoff import Backoff
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary
 from swarm.protocol.protocol import Message, Ready, StepProtocol
@@ -28,17 +29,17 @@ from swarm.protocol.replica import Action, AskWitnesses, Local
 from swarm.protocol.timings import ProtocolTimings
 from swarm.wire.messages import Ack, Watch, Watched, check_run, pack, unpack, unpack_answer
 
-REFRESH_S = 1.0
-GONE_AFTER_S = 3.5
 GATHER_S = 0.1
 """Progress within this time travels in one report; what a step waits for goes at once."""
 CALL_S = 3.0
 """Limit for one report or directive."""
+METHODS = {ReplicaReport: "report", Directive: "directive", StageSummary: "summary", RunStatus: "run"}
 MAX_WITNESSES = 8
 WATCHED_S = 5.0
 """How long a trainer counts as watching: it asks once a second; after a lost answer, another peer."""
 MAX_WATCHERS = 16
 
+M = TypeVar("M")
 T = TypeVar("T")
 
 
@@ -46,8 +47,7 @@ class StepCoordination:
     """This peer's part in the coordination of its stage and, in stage 0, of the run.
 
     Args:
-        act: called with each action; it makes the peer do it.
-        busy: whether the peer takes a step or changes its whole state.
+        bandwidth: the peer's upload to replicas, bits per second; 0: not measured.
     """
 
     def __init__(
@@ -58,21 +58,17 @@ class StepCoordination:
         membership: Membership,
         backoff: Backoff,
         *,
-        act: Callable[[Action], None],
-        busy: Callable[[], bool],
         bandwidth: Callable[[], float],
         since_s: float,
-        look_s: float,
-        lost_s: float,
     ) -> None:
         self._core, self._transport, self._directory, self._backoff = core, transport, directory, backoff
-        self._membership, self._act, self._busy, self._bandwidth = membership, act, busy, bandwidth
+        self._membership, self._bandwidth = membership, bandwidth
+        self.act: Callable[[Action], None] = lambda action: None
+        """Called with each action; it makes the peer do it."""
         self._run, self._stage, self._me = core.run, core.stage, core.me
-        self._timings = ProtocolTimings(
-            refresh_s=REFRESH_S, gone_after_s=GONE_AFTER_S, look_s=look_s, lost_s=lost_s
-        )
+        self.timings = ProtocolTimings()
         self.protocol = StepProtocol(
-            core.run, core.stage, core.me, core.compute.numel, self._local(), backoff, self._timings,
+            core.run, core.stage, core.me, core.compute.numel, self._local(), backoff, self.timings,
             since_s=since_s,
         )  # fmt: skip
         self._asking: asyncio.Task[None] | None = None
@@ -82,14 +78,12 @@ class StepCoordination:
         self._watchers: dict[PeerId, float] = {}
         """When each trainer last asked, the latest last."""
         self._silent = False
-        self._reports = LatestValueSender(self._send_report)
-        self._directives = LatestValueSender(self._send_directive)
-        self._summaries = LatestValueSender(self._send_summary)
-        self._run_statuses = LatestValueSender(self._send_run_status)
+        self._messages = LatestValueSender(self._send)
         transport.serve("report", self._serve_report, max_body_bytes=16 * self._run.M)
-        transport.serve("directive", self._serve_directive)
+        hear = self.protocol
+        transport.serve("directive", partial(self._serve_pushed, Directive, hear.hear_directive))
         transport.serve("summary", self._serve_summary)
-        transport.serve("run", self._serve_run)
+        transport.serve("run", partial(self._serve_pushed, RunStatus, hear.hear_run_status))
         transport.serve("watch", self._serve_watch)
 
     # -- asked by the stage peer ------------------------------------------------------------------
@@ -109,11 +103,6 @@ class StepCoordination:
         return self.protocol.run_status
 
     @property
-    def run_position(self) -> Position:
-        """How far the run is, as far as the run coordinator told."""
-        return self.protocol.run_position
-
-    @property
     def behind_s(self) -> float:
         """For how long this stage, which this peer coordinates, has been unable to follow the run."""
         return self.protocol.behind_s(now=self._observe())
@@ -127,7 +116,7 @@ class StepCoordination:
     async def run(self) -> None:
         """Report on every change, and every second."""
         while True:
-            await self._core.report_trigger.wait(quiet_s=self._timings.refresh_s, gather_s=GATHER_S)
+            await self._core.report_trigger.wait(quiet_s=self.timings.refresh_s, gather_s=GATHER_S)
             self._speak()
 
     async def close(self) -> None:
@@ -135,13 +124,13 @@ class StepCoordination:
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
-        for sender in (self._reports, self._directives, self._summaries, self._run_statuses):
-            await sender.close()
+        await self._messages.close()
 
     async def say_leaving(self) -> None:
         """Tell the coordinator that this peer is gone, so that its silence is not waited for."""
         self._silent = True
-        await self._reports.close()  # a report that comes after it would count us in again
+        # A report that comes after it would count this peer in again.
+        await self._messages.close(lambda key: key[1] == "report")
         coordinator = self.coordinator(self._stage)
         if coordinator is not None and coordinator != self._me:
             report = ReplicaReport(
@@ -173,13 +162,13 @@ class StepCoordination:
         return Local(
             generation=core.generation, version=core.version, steps=core.steps, commits=core.commits,
             digest=core.digest, kind=core.kind, bandwidth_bps=self._bandwidth(), joined=core.joined,
-            leaving=core.leaving, busy=self._busy(),
+            leaving=core.leaving, busy=core.busy,
         )  # fmt: skip
 
     def _observe(self, *, also: Stage = 0) -> float:
         """Let the protocol see what is; returns when that was."""
         now = now_s()
-        seen = {stage: self._membership.at(stage) for stage in {0, self._stage, also}}
+        seen = {stage: self._directory.at(stage) for stage in {0, self._stage, also}}
         self.protocol.observe(self._local(), seen, now=now)
         return now
 
@@ -193,13 +182,13 @@ class StepCoordination:
 
     def _carry_out(self, ready: Ready, now: float) -> None:
         for message in ready.messages:
-            self._post(message)
+            self._messages.post((message.to, METHODS[type(message.body)]), message)
         for action in ready.actions:
             if isinstance(action, AskWitnesses):
                 if self._asking is None or self._asking.done():
                     self._asking = asyncio.get_running_loop().create_task(self._ask_witnesses())
             else:
-                self._act(action)
+                self.act(action)
         if ready.wake_at <= now:
             self._core.report_trigger.urgent()
         if self.protocol.run_status != self._shown:
@@ -207,16 +196,6 @@ class StepCoordination:
             self._revision += 1
             revised, self._revised = self._revised, asyncio.Event()
             revised.set()
-
-    def _post(self, message: Message) -> None:
-        if isinstance(message.body, ReplicaReport):
-            self._reports.post(message.to, message)
-        elif isinstance(message.body, Directive):
-            self._directives.post(message.to, message)
-        elif isinstance(message.body, StageSummary):
-            self._summaries.post(message.to, message)
-        else:
-            self._run_statuses.post(message.to, message)
 
     async def _ask_witnesses(self) -> None:
         """Ask replicas of the other stages for their positions: their coordinators may have slept as well."""
@@ -228,52 +207,34 @@ class StepCoordination:
 
     # -- sending ----------------------------------------------------------------------------------
 
-    async def _send_report(self, coordinator: PeerId, message: Message) -> None:
+    async def _send(self, key: tuple[PeerId, str], message: Message) -> None:
+        """Send a message. A report is answered by a directive, a summary by a status of the run."""
+        peer, method = key
         body = [struct.pack(f"<{len(row)}d", *row) for row in message.losses]
+        came: Callable[..., None] | None = None
         try:
-            answer = await self._transport.call(
-                coordinator, "report", pack(message.body), body, deadline_s=CALL_S
-            )
-            directive = unpack_answer(coordinator, answer.header, Directive)
+            answer = await self._transport.call(peer, method, pack(message.body), body, deadline_s=CALL_S)
+            if method == "report":
+                directive = unpack_answer(peer, answer.header, Directive)
+                came = partial(self.protocol.directive_came, directive)
+            elif method == "summary":
+                status = unpack_answer(peer, answer.header, RunStatus)
+                came = partial(self.protocol.run_status_came, status)
         except PeerFault as fault:
-            self._unreachable(coordinator, silent=fault.silent)
-            return
-        except (Refused, Leaving):
-            # It will not hear us, whoever is wrong: let the next one coordinate us meanwhile.
-            self._backoff.failed(coordinator, now=now_s())
-            self._core.report_trigger.some()
-            return
-        except SwarmError:
-            return
-        self._backoff.answered(coordinator)
-        self._step(lambda now: self.protocol.directive_came(directive, now=now))
-
-    async def _send_directive(self, member: PeerId, message: Message) -> None:
-        try:
-            await self._transport.call(member, "directive", pack(message.body), deadline_s=CALL_S)
-        except PeerFault:
-            self.lost(member)
-        except SwarmError:
-            pass
-
-    async def _send_summary(self, coordinator: PeerId, message: Message) -> None:
-        try:
-            answer = await self._transport.call(coordinator, "summary", pack(message.body), deadline_s=CALL_S)
-            status = unpack_answer(coordinator, answer.header, RunStatus)
-        except PeerFault as fault:
-            self._unreachable(coordinator, silent=fault.silent)
-            return
-        except SwarmError:
-            return
-        self._backoff.answered(coordinator)
-        self._step(lambda now: self.protocol.run_status_came(status, now=now))
-
-    async def _send_run_status(self, peer: PeerId, message: Message) -> None:
-        with contextlib.suppress(SwarmError):  # it asks again with its next summary
-            await self._transport.call(peer, "run", pack(message.body), deadline_s=CALL_S)
-
-    def _unreachable(self, peer: PeerId, *, silent: bool) -> None:
-        self._step(lambda now: self.protocol.unreachable(peer, silent=silent, now=now))
+            if method == "directive":
+                self.lost(peer)
+            elif method != "run":  # a stage coordinator that was not told asks again with its next summary
+                silent = fault.silent
+                self._step(lambda now: self.protocol.unreachable(peer, silent=silent, now=now))
+        except SwarmError as error:
+            if method == "report" and isinstance(error, (Refused, Leaving)):
+                # It will not hear this peer, whichever is wrong: let the next one coordinate it meanwhile.
+                self._backoff.failed(peer, now=now_s())
+                self._core.report_trigger.some()
+        else:
+            if came is not None:
+                self._backoff.answered(peer)
+                self._step(lambda now: came(now=now))
 
     # -- serving ----------------------------------------------------------------------------------
 
@@ -293,11 +254,6 @@ class StepCoordination:
             pack(self._step(lambda now: self.protocol.report(request.peer, report, losses, now=now)))
         )
 
-    async def _serve_directive(self, request: Request) -> Answer:
-        directive = unpack(request.header, Directive)
-        self._step(lambda now: self.protocol.hear_directive(request.peer, directive, now=now))
-        return Answer(pack(Ack()))
-
     async def _serve_summary(self, request: Request) -> Answer:
         summary = unpack(request.header, StageSummary)
         if summary.run != self._run.id or not 0 <= summary.stage < self._run.S:
@@ -307,9 +263,9 @@ class StepCoordination:
         status = self._step(lambda now: self.protocol.summary(request.peer, summary, now=now))
         return Answer(pack(status))
 
-    async def _serve_run(self, request: Request) -> Answer:
-        status = unpack(request.header, RunStatus)
-        self._step(lambda now: self.protocol.hear_run_status(request.peer, status, now=now))
+    async def _serve_pushed(self, kind: type[M], hear: Callable[..., None], request: Request) -> Answer:
+        message = unpack(request.header, kind)
+        self._step(lambda now: hear(request.peer, message, now=now))
         return Answer(pack(Ack()))
 
     # -- for trainers -----------------------------------------------------------------------------
@@ -330,11 +286,11 @@ class StepCoordination:
         if not self._core.joined:
             raise NotNow("this peer has not joined yet")
         if watch.seen == self._revision and watch.seen >= 0:
-            await happens(self._revised, self._timings.refresh_s)
-        far = self.run_position
+            await happens(self._revised, self.timings.refresh_s)
+        far = self.run_status.position
         if self._core.joined:
             far = max(far, self._core.position)
         watched = Watched(
-            revision=self._revision, generation=far.generation, version=far.version, directive=self.run_status
+            revision=self._revision, generation=far.generation, version=far.version, status=self.run_status
         )
         return Answer(pack(watched))

@@ -14,7 +14,15 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from peers.clock import now_s
-from peers.ports import Books, Rank
+from peers.ports import Books, Device, Rank
+from swarm.errors import DeviceHangs, SetupError
+from swarm.ids import Stage
+
+CHECK_EVERY_S = 1.0
+HUNG_TIMES = 20.0
+"""A job of the device that takes so many times the longest one before it, and `hung_s`, will never end."""
+OWNER_S, OWNER_TIMES, OWNER_MAX_S = 30.0, 2.0, 90.0
+"""The same once the peer leaves or pauses, and the most of it: what waits then is the owner."""
 
 T = TypeVar("T")
 _Job: TypeAlias = "tuple[int, int, int, Callable[[], None]]"
@@ -108,11 +116,11 @@ class DeviceThreads:
             if not result.cancelled():
                 try:
                     value = job(*args)
-                except Exception as raised:  # noqa: BLE001  whoever awaits the job gets it
+                except Exception as raised:  # noqa: BLE001  the caller that awaits the job gets it
                     error = raised
                     if isinstance(raised, torch.AcceleratorError):
                         self.failure = raised
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits any more
                 loop.call_soon_threadsafe(deliver, value, error)
 
         with self._change:
@@ -150,3 +158,50 @@ class DeviceThreads:
             with self.books if rank == Rank.STEP else contextlib.nullcontext():
                 work()
             self._end(number, self.elapsed_s())
+
+
+def longest_job_s(before_s: float, hung_s: float, *, owner_waits: bool) -> float:
+    """How long a job of a device may take whose longest one took `before_s`."""
+    if owner_waits:
+        return min(OWNER_MAX_S, max(OWNER_S, OWNER_TIMES * before_s))
+    return max(hung_s, HUNG_TIMES * before_s)
+
+
+async def watch_device(
+    device: Device, stage: Stage, hung_s: float, ends: Callable[[], tuple[bool, bool]]
+) -> None:
+    """End a stage peer whose device hangs or fails: it still says that it lives, so its replicas wait.
+
+    `hung_s`: as in `StageSettings`. `ends`: whether its owner waits for the end of the peer, and whether the
+    end is a pause.
+
+    Raises:
+        DeviceHangs: a job will never end, or not soon enough for the owner.
+        SetupError: the device failed for good.
+    """
+    seen, count = None, 0
+    while True:
+        await asyncio.sleep(CHECK_EVERY_S)
+        if device.failure is not None:
+            # Nothing works on it any more in this process. Others do this peer's work.
+            raise SetupError(f"the device of stage {stage} failed: {str(device.failure)[:300]}")
+        # Rounds are counted, not seconds: while this process was stopped the job was, too.
+        job = device.running
+        owner_waits, pauses = ends()
+        now = (job, owner_waits)
+        seen, count = now, count + 1 if now == seen else 0
+        limit_s = longest_job_s(device.longest_s, hung_s, owner_waits=owner_waits)
+        if job is None or count * CHECK_EVERY_S <= limit_s:
+            continue
+        device.abandoned = True
+        what_ends = "This peer ends, so that others do its work"
+        if pauses:
+            what_ends = (
+                "It cannot pause: this process ends, and its memory is free. The state of its stage is "
+                "given up; others have it, or a checkpoint"
+            )
+        raise DeviceHangs(
+            f"the device has worked on one job for {count * CHECK_EVERY_S:.0f} s, on the longest one before "
+            f"for {device.longest_s:.1f} s. {what_ends}. Look after the device (nvidia-smi, dmesg), then "
+            "start it again"
+        )

@@ -1,15 +1,15 @@
-"""A member that leaves gives its gradient sum to a replica, so that nothing of it is run again.
+"""Handoff: a replica that leaves gives its gradient sum to another, so that nothing of it is run again.
 
-    leaving → replica   offer   these microbatches are in my sum         → those that you have too: I undo
-    them leaving → replica   give    the sum, chunk by chunk                  → kept aside
-    leaving → replica   take    all is there, this is its digest         → added, in one job, with the ledger
+    leaving → taker   offer   these microbatches are in my sum     → those that you have too: I retract them
+    leaving → taker   give    the sum, chunk by chunk              → kept aside
+    leaving → taker   take    all is there, this is its digest     → added, in one job, with the ledger
 
-From the offer on the sum is frozen, and reported as being computed: nobody counts it, nobody runs it again.
-Whatever happens to the answer of `take`, the leaving member drops its sum: the microbatches are in the
-replica's ledger, or in nobody's, and then they are lacking and run again. They can never count twice.
+From the offer on the sum is frozen, and reported as being computed: no replica counts it, no trainer runs it
+again. Whatever happens to the answer of `take`, the leaving replica drops its sum: the microbatches are in
+the taker's ledger, or in none, and then they are lacking and run again. They can never count twice.
 
-What was handed over cannot be undone (its boundary tensors stay behind), so ledgers call it fixed: of a
-duplicate the other one is undone. A repeated request for it is computed again and not added.
+What was handed off cannot be retracted (its boundary tensors stay behind), so ledgers call it inherited: of a
+duplicate the other copy is retracted. A repeated request for it is computed again and not added.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +25,9 @@ import torch
 from peers import events
 from peers.clock import now_s
 from peers.fault_points import fault_point
-from peers.ports import Answer, Directory, Rank, Request, Transport
+from peers.ports import Answer, Rank, Request, Transport
 from peers.stage.all_reduce import CHUNK_ELEMENTS, checksum, read_part, vector_digest
-from peers.stage.membership import Membership
+from peers.stage.membership import Membership, Replicas
 from peers.stage.open_step import OpenStep
 from peers.stage.state import StageCore
 from swarm.errors import NotNow, PeerFault, Refused, SwarmError
@@ -49,7 +49,7 @@ from swarm.wire.messages import (
 
 CALL_S = 20.0
 """Limit for one chunk of 8 MB."""
-LOOK_S = 0.05
+CHECK_EVERY_S = 0.05
 PAUSE_S = 1.5
 """Pause after a replica could not take a sum: longer than it takes until all have reported again."""
 MAX_GIVERS = 2
@@ -68,23 +68,16 @@ class _Aside:
 
 
 class Handoff:
-    """Both sides of a handoff. `undo` takes microbatches out of this peer's own sum of a step."""
+    """Both sides of a handoff."""
 
     def __init__(
         self,
         core: StageCore,
         transport: Transport,
-        directory: Directory,
         membership: Membership,
-        undo: Callable[[OpenStep, int], Awaitable[None]],
+        replicas: Replicas,
     ) -> None:
-        self._core, self._transport, self._directory, self._membership = (
-            core,
-            transport,
-            directory,
-            membership,
-        )
-        self._undo = undo
+        self._core, self._transport, self._membership, self._replicas = core, transport, membership, replicas
         self._aside: dict[PeerId, _Aside] = {}
         transport.serve("offer", self._serve_offer)
         transport.serve("give", self._serve_give, max_body_bytes=CHUNK_ELEMENTS * 8)
@@ -104,11 +97,11 @@ class Handoff:
         """One step: if it is being averaged, that is waited for; it may be over then."""
         dead: set[PeerId] = set()
         while now_s() < until and not step.over and step.ledger.done:
-            replicas = [replica for replica in self._mates() if replica not in dead]
+            replicas = [replica for replica in self._takers() if replica not in dead]
             if not replicas:
                 return
             if step.state is not StepState.OPEN or step.ledger.frozen_for is not None:
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(CHECK_EVERY_S)
                 continue
             step.hand_over()
             self._core.report_trigger.urgent()
@@ -123,16 +116,15 @@ class Handoff:
             finally:
                 step.keep()
                 self._core.report_trigger.urgent()
-            # We count again. If the others are about to average, they have to hear that, and we their plan.
+            # This sum counts again. If the others are about to average, they have to hear of it.
             await asyncio.sleep(PAUSE_S)
 
-    def _mates(self) -> list[PeerId]:
+    def _takers(self) -> list[PeerId]:
         """The replicas that could take a sum, the least loaded first."""
-        replicas = self._core.replicas(self._directory.at(self._core.stage))
-        return [r.peer for r in sorted(replicas, key=lambda r: (r.load, r.peer))]
+        return [r.peer for r in sorted(self._replicas.announced(), key=lambda r: (r.load, r.peer))]
 
     async def _give(self, step: OpenStep, replica: PeerId) -> bool:
-        """True if the replica has it, or may have it. Raises if it certainly has not."""
+        """Hand a sum off to `replica`. True if it has it, or may have it; raises if it certainly has not."""
         core = self._core
         done = step.ledger.done
         offer = OfferSum(run=core.run.id, generation=core.generation, t=step.t, done=Bitmap(done))
@@ -140,7 +132,7 @@ class Handoff:
         overlap = unpack_answer(replica, answer.header, OfferedSum).overlap
         check_bitmap(overlap, core.run.M)
         if overlap:
-            await self._undo(step, overlap & done)
+            await core.retract(step, overlap & done)
         total, done, losses = await core.device.run(Rank.STEP, step.t, self._freeze, step)
         try:
             for start in range(0, core.compute.numel, CHUNK_ELEMENTS):
@@ -189,7 +181,7 @@ class Handoff:
         for giver in [g for g, aside in self._aside.items() if now - aside.began > 4 * CALL_S]:
             del self._aside[giver]
         if len(self._aside) >= MAX_GIVERS and request.peer not in self._aside:
-            raise NotNow("others are handing over to this peer")
+            raise NotNow("others are handing off to this peer")
         core = self._core
         self._aside[request.peer] = _Aside(
             offer.t,
@@ -236,9 +228,9 @@ class Handoff:
         body = await request.accept()
         losses = struct.unpack(f"<{done.bit_count()}d", body[0]) if core.is_last else ()
         if not all(-1e30 < loss < 1e30 for loss in losses):
-            raise Refused("a loss that is not finite was handed over")
+            raise Refused("a loss that is not finite was handed off")
         if await asyncio.to_thread(vector_digest, aside.vector) != take.digest:
-            raise Refused("the sum that was handed over does not fit its digest")
+            raise Refused("the sum that was handed off does not fit its digest")
         if take.generation != core.generation:
             raise NotNow("this peer is in another generation")
         await core.device.run(Rank.STEP, take.t, self._add, step, aside, done, losses)

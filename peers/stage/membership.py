@@ -1,29 +1,30 @@
-"""Which peers may speak for a stage: those that announced themselves there, in records that they signed."""
+"""Which peers may speak for a stage, and which replicas of this stage answer just now."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from peers.clock import now_s
-from peers.ports import Directory
+from peers.ports import Directory, Transport
+from peers.stage.state import StageCore
+from peers.status_query import ask_status
 from swarm.errors import NotNow, short
 from swarm.ids import PeerId, Stage
 from swarm.records import PeerRecord
+from swarm.wire.messages import PeerStatus
 
 REFRESH_S = 0.5
 """A newcomer may call before the cached records have it; strangers must not cause endless queries."""
+MAX_ASKED = 16
+"""Peers that are asked for their status at once, the replicas of this stage first."""
 
 
 class Membership:
-    """The announced replicas of each stage, as the directory has them."""
+    """The announced replicas of each stage, in records that they signed, as the directory has them."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._asked_at = float("-inf")
-
-    def at(self, stage: Stage) -> Sequence[PeerRecord]:
-        """The records of a stage, in whatever state, sorted by peer id."""
-        return self._directory.at(stage)
 
     def has(self, peer: PeerId, stage: Stage) -> bool:
         """Whether `peer` announced that it serves, or joins, `stage`."""
@@ -44,3 +45,31 @@ class Membership:
             if self.has(peer, stage):
                 return
         raise NotNow(f"peer {short(peer)} is not announced at stage {stage}", retry_after_s=REFRESH_S)
+
+
+class Replicas:
+    """The other replicas of this peer's stage. Records outlive their peers, so what counts is asked."""
+
+    def __init__(self, core: StageCore, transport: Transport, directory: Directory) -> None:
+        self._core, self._transport, self._directory = core, transport, directory
+
+    def announced(self) -> list[PeerRecord]:
+        """The records of those that serve."""
+        records = self._directory.at(self._core.stage)
+        return [r for r in records if r.state == "serving" and r.peer != self._core.me]
+
+    async def ask(self, records: Sequence[PeerRecord]) -> dict[PeerId, PeerStatus]:
+        """What those peers say of themselves; of very many, the replicas and the furthest."""
+        asked = sorted(records, key=lambda r: (r.stage != self._core.stage, -r.version, r.peer))
+        return await ask_status(self._core.run, self._transport, [r.peer for r in asked[:MAX_ASKED]])
+
+    async def keep_stage(self, *, going: Collection[PeerId] = ()) -> bool:
+        """Whether a replica that stays has the weights of this stage (I6). `going`: those that leave too."""
+        core = self._core
+        told = await self.ask([replica for replica in self.announced() if replica.peer not in going])
+        return any(
+            replica.state == "serving"
+            and replica.generation == core.generation
+            and replica.version >= core.version - 1
+            for replica in told.values()
+        )

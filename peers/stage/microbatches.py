@@ -53,13 +53,8 @@ class MicrobatchServer:
         *,
         max_inflight: int,
     ) -> None:
-        self._core, self._membership, self._next, self.max_inflight = (
-            core,
-            membership,
-            next_stage,
-            max_inflight,
-        )
-        self._transport = transport
+        self._core, self._transport, self._membership, self._next = core, transport, membership, next_stage
+        self.max_inflight = max_inflight
         self._takes = allowed_inputs(core.run, core.stage)
         self._gradients: tuple[tuple[TensorMeta, ...], ...] = ()
         if next_stage is not None:
@@ -116,7 +111,13 @@ class MicrobatchServer:
         return Answer(pack(kept.answer), [buffer for grad in kept.grads_in for buffer in grad.buffers])
 
     def _check(self, work: Work, request: Request) -> None:
-        """Refuse what does not belong here, before any of its tensors is received."""
+        """Refuse what does not belong here, before any of its tensors is received.
+
+        A request names no generation, and needs none. One that was sent before the run rolled back may come
+        after it, and is computed or answered as any other: the tensors of `(t, m)` follow from the manifest
+        and weights of `version`, which are the same in every generation, and the ledger of the present step
+        counts it once. A refusal would only make trainers that have not heard of the rollback give up.
+        """
         core = self._core
         check_run(work.run, core.run.id)
         trainers = core.run.admission.trainers
@@ -144,7 +145,7 @@ class MicrobatchServer:
             raise Leaving("this peer is leaving")
 
     async def _open(self, t: int) -> OpenStep:
-        """The step, held for if it is about to open. Those that wait hold no memory."""
+        """The step, once it is open, if that is soon. Requests that wait hold no memory."""
         core = self._core
         if t not in core.steps and self._waiting >= MAX_WAITING:
             raise NotReady(f"many already wait for step {t}", version=core.version, retry_after_s=0.5)
@@ -214,10 +215,10 @@ class MicrobatchServer:
     def _fail(job: Job, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):
             error = NotReady("the microbatch was given up here", version=-1)
-        if isinstance(error, PeerFault):  # towards our caller, who can do nothing about it
+        if isinstance(error, PeerFault):  # the caller can do nothing about it
             error = NotReady(error.text, version=-1)
         job.done.set_exception(error)
-        job.done.exception()  # nobody may be waiting any more
+        job.done.exception()  # perhaps no caller waits any more
 
     async def _last(self, step: OpenStep, work: Work, inputs: list[Encoded]) -> Kept:
         began = now_s()
@@ -233,7 +234,7 @@ class MicrobatchServer:
         return await self._core.device.run(Rank.FORWARD, work.t, compute)
 
     def _codec_for(self, work: Work) -> str | None:
-        """What the line to the next peer needs, of what the manifest allows; None: the manifest's own."""
+        """The codec for the line to the next peer, of those that the manifest allows; None: its first."""
         core = self._core
         line = self._transport.lines.get(work.route[0]) if work.route else None
         if not core.run.codec.adaptive or line is None or not core.computed:
@@ -318,7 +319,7 @@ class MicrobatchServer:
             return self._core.closed(step.t)
         if self._core.leaving and self._next is not None and self._next.is_deserted():
             # All of a swarm that are stopped together would else wait for one another.
-            return Leaving("this peer is leaving, and nobody of the next stage answers", retry_after_s=0.0)
+            return Leaving("this peer is leaving, and no peer of the next stage answers", retry_after_s=0.0)
         return None
 
     async def _pass_on(self, step: OpenStep, work: Work, kept: Kept) -> None:
@@ -351,7 +352,8 @@ class MicrobatchServer:
         return Microbatch(work.t, work.m)
 
     def _count(self, step: OpenStep, found: Gradients, kept: Kept) -> Kept:
-        """Into the sum and the ledger with it, if it may; both are lost if that breaks half-way."""
+        """Add a microbatch to the sum and the ledger, if it may count; both are lost if that breaks
+        half-way."""
         m = found.mb.m
         with self._core.device.books:
             if found.terms_wanted and step.ledger.may_add(m):

@@ -39,7 +39,7 @@ class NextStage:
         self.stage = stage
         self._transport, self._directory = transport, directory
         self._router, self._on_fault = router, on_fault
-        self.patience = AdaptiveTimeout()
+        self.timeout = AdaptiveTimeout()
         self._seen: Sequence[PeerRecord] | None = None
 
     async def call(
@@ -70,21 +70,17 @@ class NextStage:
                 if work.attempt > 0 or work.deepest >= 0:
                     holder = await self._locate(work)
                 peer = holder if holder and holder not in refusals else self._choose(work, {*refusals, *busy})
-            except NoPeerForStage as nobody:
+            except NoPeerForStage as none:
                 busy.clear()
-                await asyncio.sleep(min(1.0, max(0.05, nobody.retry_at - now_s())))
+                await asyncio.sleep(min(1.0, max(0.05, none.retry_at - now_s())))
                 await self._directory.refresh({self.stage})
                 continue
             began = now_s()
             try:
                 answer = await self._transport.call(
-                    peer,
-                    "work",
-                    pack(work),
-                    body,
-                    max_answer_bytes=max_answer_bytes,
-                    deadline_s=self.patience.limit_s,
-                )
+                    peer, "work", pack(work), body, max_answer_bytes=max_answer_bytes,
+                    deadline_s=self.timeout.limit_s,
+                )  # fmt: skip
                 done = unpack_answer(peer, answer.header, WorkDone)
                 check(peer, done, answer)
             except PeerFault as fault:
@@ -101,7 +97,7 @@ class NextStage:
                     raise Refused(f"stage {self.stage} refuses {work.t, work.m}: {refused.text}") from None
             else:
                 took_s = now_s() - began
-                self.patience.answered(took_s)
+                self.timeout.answered(took_s)
                 hop = next((hop for hop in done.hops if hop.peer == peer), None)
                 # A time that cannot be true (NaN, below zero) would draw all work to its peer, for ever.
                 if hop is not None and 0.0 <= hop.own_s <= took_s:

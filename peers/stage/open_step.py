@@ -13,7 +13,7 @@ import torch
 
 from swarm.ids import Stage
 from swarm.protocol.ledger import Ledger, everything
-from swarm.protocol.rounds import Plan
+from swarm.protocol.rounds import Commit, Plan
 from swarm.protocol.step import ReplicaStep
 from swarm.wire.codec import Encoded
 from swarm.wire.messages import Audit, WorkDone
@@ -57,6 +57,8 @@ class OpenStep(ReplicaStep):
         """Of weights that other stages hold as well: what those found."""
         self.whole: torch.Tensor | None = None
         """`reduced` with those: what the step is taken with."""
+        self.commit: Commit | None = None
+        """The commit that the step was taken with."""
         self.audited: Audit | None = None
         self.work: dict[str, asyncio.Task[Any]] = {}
         """Running tasks of this step by kind: reduce, fetch, thaw, undo."""
@@ -71,6 +73,12 @@ class OpenStep(ReplicaStep):
     def drop(self) -> None:
         """The sum is lost or given away: its ledger goes with it. In a job that holds the books."""
         self.ledger.clear()
+        self.kept.clear()
+        self.losses.clear()
+
+    def keep_result(self, commit: Commit) -> None:
+        """Keep of the step, which was taken, only what replicas that missed it ask for."""
+        self.commit, self.whole = commit, None
         self.kept.clear()
         self.losses.clear()
 

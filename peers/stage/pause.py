@@ -1,10 +1,9 @@
 """A peer whose owner wants the device: it keeps its place in the run, and the state of its stage.
 
-`serve` is the life of a peer with its pauses. A pause is a leaving that comes back: what is in flight ends,
-sums go to a replica, the device is freed. Then a `PausedPeer` says in the directory that it is paused, so
-that nobody sends it work, and gives the state out to whoever lost it. Afterwards a new `StagePeer` starts
-from the state in host memory: if the run still has those weights nothing is downloaded, a step later one
-gradient.
+`serve` is the life of a peer with its pauses. Before a pause the peer leaves: what is in flight ends, sums go
+to a replica, the device is freed. Then a `PausedPeer` says in the directory that it is paused, so that no
+work is sent, and gives the state out to peers that lost it. Afterwards a new `StagePeer` starts from the
+state in host memory: if the run still has those weights nothing is downloaded, a step later one gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +18,9 @@ from peers.device import release_cached
 from peers.events import Emit, Paused, Trouble
 from peers.owner.commands import NO_ROOM, Owner
 from peers.ports import Answer, Directory, Request, Transport
-from peers.stage.server import ANNOUNCE_S, StagePeer, StageSettings
+from peers.stage.server import StagePeer
+from peers.stage.settings import StageSettings
+from peers.stage.status import ANNOUNCE_S
 from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.server import Snapshot, StateLeases
 from peers.waiting import happens
@@ -27,21 +28,11 @@ from swarm.errors import DeviceHangs, Leaving, SetupError
 from swarm.ids import Generation, Stage
 from swarm.manifest import Run
 from swarm.records import PeerRecord
-from swarm.wire.messages import AskStatus, Audit, PeerStatus, check_run, pack, unpack
+from swarm.wire.messages import AskStatus, PeerStatus, check_run, pack, unpack
 
 ABSENT = (
-    "work",
-    "locate",
-    "report",
-    "directive",
-    "summary",
-    "run",
-    "watch",
-    "part",
-    "offer",
-    "give",
-    "take",
-    "held",
+    *("work", "locate", "report", "directive", "summary", "run"),
+    *("watch", "part", "offer", "give", "take", "held"),
 )
 """What a paused peer takes no part in."""
 _ANY_BYTES = 1 << 62
@@ -64,16 +55,16 @@ class PausedPeer:
         self._run, self._stage, self._kept, self._settings = run, stage, kept, settings
         self._transport, self._directory, self._owner = transport, directory, owner
         self._since = unix_s()
-        self._shelf = CheckpointStore(run, stage, settings.resumed_from)
+        self._store = CheckpointStore(run, stage, settings.resumed_from)
         if kept is not None:
-            self._shelf.pin(kept.version, kept.tensors)
+            self._store.pin(kept.version, kept.tensors)
 
     async def begin(self) -> None:
         """Take the place of the `StagePeer` that served here: from now on no caller needs it."""
         for method in ABSENT:
             self._transport.serve(method, self._refuse, max_body_bytes=_ANY_BYTES)
         self._transport.serve("status", self._serve_status)
-        StateLeases(self._run.id, self._transport, {self._stage: self._shelf})
+        StateLeases(self._run.id, self._transport, {self._stage: self._store})
         await self._announce()
 
     async def until_resumed(self) -> None:
@@ -100,27 +91,13 @@ class PausedPeer:
 
     async def _serve_status(self, request: Request) -> Answer:
         check_run(unpack(request.header, AskStatus).run, self._run.id)
-        kept, peer = self._kept, self._transport.peer_id
-        sent, received = self._transport.sent_bytes, self._transport.received_bytes
         status = PeerStatus(
-            peer=peer,
-            stage=self._stage,
-            state="paused",
-            device=self._settings.device_name,
-            generation=Generation() if kept is None else kept.generation,
-            version=0 if kept is None else kept.version,
-            done=0,
-            inflight=0,
-            max_inflight=0,
-            speed=0.0,
-            computed=0,
-            coordinator="",
-            audit=Audit(),
-            since=self._since,
-            bytes_in=sum(received.values()),
-            bytes_out=sum(sent.values()),
-            rebalance=f"paused: {self._owner.why}",
-        )
+            peer=self._transport.peer_id, stage=self._stage, state="paused", since=self._since,
+            generation=self._kept.generation if self._kept else Generation(),
+            version=self._kept.version if self._kept else 0, device=self._settings.device_name,
+            bytes_in=sum(self._transport.received_bytes.values()),
+            bytes_out=sum(self._transport.sent_bytes.values()), rebalance=f"paused: {self._owner.why}",
+        )  # fmt: skip
         return Answer(pack(status))
 
 
@@ -143,7 +120,7 @@ async def serve(
     """
     kept: Snapshot | None = None
     resumes = alone = False
-    longest_s = 0.0  # of the device's jobs in all its stages: who resumes a slow one is not taken for hung
+    longest_s = 0.0  # of the device's jobs in all its stages: a slow one that resumes is not taken for hung
 
     def stays_paused(why: str) -> None:
         # Another program has the memory now. What this peer has done so far is not lost for that.

@@ -1,9 +1,9 @@
-"""Coming to where the stage is: by one gradient, by its whole state, or from a checkpoint.
+"""Getting to the stage's position: by one gradient, by its whole state, or from a checkpoint.
 
 one step behind           the reduced gradient of that step, from a replica that applied it
 further behind, joining   the state, from replicas
-nobody of the stage has   a checkpoint: own disk, a replica's, a keeper's; version 0 follows from the seed
-  what the run needs      (`restore`: starts a new generation if the run must go back for it, I5)
+no replica has what       a checkpoint: own disk, a replica's, a keeper's; version 0 follows from the seed
+  the run needs           (`restore`: starts a new generation if the run must go back for it, I5)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from peers import events
 from peers.clock import now_s
-from peers.ports import Directory, Rank, Transport
+from peers.ports import Directory, Transport
 from peers.stage.state import StageCore
 from peers.stage.tied_weights import TiedWeights
 from peers.status_query import ask_status
@@ -26,10 +26,12 @@ from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.model.layout import empty_state, initial_state
 from swarm.policy.backoff import Backoff
 from swarm.protocol.messages import Directive
-from swarm.protocol.rollback import is_one_step, newest_start, way_back
+from swarm.protocol.rollback import is_one_step, newest_start, plan_rollback
 
 MAX_ASKED = 8
 """Peers that are asked whether they know a trainer."""
+SAY_EVERY_S = 15.0
+"""How often the time is said that is left before the run goes far back."""
 SHARED_S = 20.0
 """Other stages may have gone on by more than a step, and no longer hold what they found in this one."""
 
@@ -44,31 +46,25 @@ class Recovery:
         directory: Directory,
         store: CheckpointStore,
         backoff: Backoff,
-        sharing: TiedWeights,
-        emit: Callable[[events.Event], None],
+        tied_weights: TiedWeights,
+        *,
         trainers: Callable[[], Sequence[PeerId]],
     ) -> None:
         """`trainers`: those that this peer knows of itself."""
-        self._trainers = trainers
         self._core, self._transport, self._directory = core, transport, directory
-        self._shelf, self._backoff, self._emit = store, backoff, emit
-        self._tied_weights = sharing
+        self._store, self._backoff, self._tied_weights = store, backoff, tied_weights
+        self._trainers, self._emit = trainers, core.emit
         self._run, self._stage = core.run, core.stage
-        self._waiting = False
+        self._said_at = float("-inf")
+        """When it was last said what `restore` waits for."""
         self._partial = Partial()
         self._useless: set[int] = set()
         """Saved versions that were offered and could not be downloaded."""
 
     async def to(self, directive: Directive) -> bool:
         """Go to the stage's position in a directive. False if no peer could give it."""
-        core = self._core
-        sources = [p for p in directive.sources if p != core.me]
-        goal = Position(directive.generation, directive.version)
-        if is_one_step(core.position, goal) and core.version in core.steps:
-            for source in sources:
-                if await self._one_step(source):
-                    return True
-        if sources and await self.download(sources):
+        core, goal = self._core, directive.position
+        if await self.follow({source: goal for source in directive.sources if source != core.me}):
             return True
         return (
             goal.generation > core.generation
@@ -76,11 +72,13 @@ class Recovery:
             and await self.enter(goal.generation)
         )
 
-    async def join(self, replicas: Mapping[PeerId, Position]) -> bool:
-        """Go to the replicas' position, perhaps only a step further. False if no peer gave what is
+    async def follow(self, replicas: Mapping[PeerId, Position]) -> bool:
+        """Go to the replicas' newest position, perhaps only a step further. False if none gave what is
         lacking.
         """
         core = self._core
+        if not replicas:
+            return False
         if is_one_step(core.position, max(replicas.values())) and core.version in core.steps:
             for replica, position in replicas.items():
                 if position > core.position and await self._one_step(replica):
@@ -94,13 +92,8 @@ class Recovery:
             reduced, held, commit = await fetch_gradient(core, self._transport, source, step.t, "")
             if commit is None:
                 return False
-            step.promise(held.round, now=now_s())
-            try:
-                await core.device.run(Rank.STEP, step.t, step.ledger.freeze, held.round)
-                step.audited = None
-                await asyncio.wait_for(self._tied_weights.hold(step, reduced, held), SHARED_S)
-            finally:
-                step.end_round(held.round, failed=False)
+            step.audited = None
+            await self._tied_weights.hold_fetched(step, reduced, held, limit_s=SHARED_S)
         except (SwarmError, asyncio.TimeoutError):
             return False
         await core.apply(commit)
@@ -137,7 +130,7 @@ class Recovery:
             self._emit(events.Note(text=error.text))
             return False
         if generation is None:
-            core.remember(found.opened.last_go)
+            core.remember(found.opened.last_commit)
         source = found.sources[0] if found.sources else ""
         self._emit(
             events.StateFetched(
@@ -150,7 +143,7 @@ class Recovery:
     # -- when the whole stage was lost ------------------------------------------------------------
 
     async def enter(self, generation: Generation) -> bool:
-        """Go back to the start of a generation. False if its version cannot be had."""
+        """Go back to the start of a generation. False if no peer gives its version."""
         core = self._core
         if core.version == generation.start:
             core.enter(generation)
@@ -162,38 +155,40 @@ class Recovery:
     async def restore(self, run: Position, *, waited_s: float) -> bool:
         """Give the run a state of this stage that it can go on from.
 
-        The run is at `run`, and no member of this stage holds that. False if it has to wait, or nobody gave
-        what he promised.
+        The run is at `run`, and no replica of this stage holds that. False if it has to wait, or no peer gave
+        what it had offered.
         """
-        have, from_keeper, _ = await self._to_be_had()
-        goal, wait_s = way_back(
+        have, from_keeper, _ = await self._available()
+        goal, wait_s = plan_rollback(
             self._stage, self._run.S, run, have, waited_s=waited_s, from_keeper=from_keeper,
             checkpoint_every=self._run.checkpoint_every, steps=self._run.steps,
         )  # fmt: skip
         if wait_s > 0:
-            if not self._waiting:
-                self._waiting = True
-                start = goal.version
-                text = (
-                    f"stage {self._stage} waits for a checkpoint newer than version {start}, on a disk or "
-                    f"at a keeper; the run, at version {run.version}, goes back to {start} in {wait_s:.0f} s"
-                )
-                self._emit(events.Trouble(text=text))
+            start = goal.version
+            text = (
+                f"stage {self._stage} waits for a checkpoint newer than version {start}, on a disk or "
+                f"at a keeper; the run, at version {run.version}, goes back to {start} in {wait_s:.0f} s"
+            )
+            self._say_again(text, SAY_EVERY_S)
             return False
         if goal != run and run.version >= self._run.steps and not await self._is_trained():
-            if not self._waiting:
-                self._waiting = True
-                text = (
-                    f"the run is complete, but no peer gives version {run.version} of stage {self._stage}: "
-                    f"going back to {goal.version} waits for a trainer, and the other stages keep theirs"
-                )
-                self._emit(events.Trouble(text=text))
+            text = (
+                f"the run is complete, but no peer gives version {run.version} of stage {self._stage}: "
+                f"going back to {goal.version} waits for a trainer, and the other stages keep theirs"
+            )
+            self._say_again(text, float("inf"))
             return False
-        self._waiting = False
+        self._said_at = float("-inf")
         return await (self._get(run) if goal == run else self.enter(goal.generation))
 
+    def _say_again(self, text: str, every_s: float) -> None:
+        """Say what is waited for, the first time and then every so often."""
+        if self._said_at == float("-inf") or now_s() - self._said_at >= every_s:
+            self._said_at = now_s()
+            self._emit(events.Trouble(text=text))
+
     async def _is_trained(self) -> bool:
-        """Whether a trainer would run again what going back takes off."""
+        """Whether a trainer would run again what a rollback undoes."""
         if self._trainers():
             return True
         first = [r.peer for r in self._directory.at(0) if r.state in ("serving", "joining")]
@@ -207,23 +202,23 @@ class Recovery:
         that does not answer yet. None: nothing is saved anywhere.
         """
         core = self._core
-        have, _, keeper_absent = await self._to_be_had()
+        have, _, keeper_absent = await self._available()
         if not any(have.values()):
             return False if keeper_absent else None
         newest = newest_start(self._run.S, have, most=self._run.steps)
         return newest > core.version and await self._get(Position(core.generation, newest))
 
-    async def _to_be_had(self) -> tuple[dict[Stage, set[int]], bool, bool]:
+    async def _available(self) -> tuple[dict[Stage, set[int]], bool, bool]:
         """The saved versions of each stage, here or offered; whether a keeper offers any, and whether one is
         silent.
         """
-        records = await self._directory.survey()
+        records = await self._directory.lookup_all()
         keepers = {record.peer for record in records if is_keeper(record)}
         faults: list[PeerFault] = []
         saved = await ask_saved(self._run, self._transport, records, on_fault=faults.append)
-        from_keeper = any(not keepers.isdisjoint(who) for had in saved.values() for who in had.values())
+        from_keeper = any(not keepers.isdisjoint(peers) for had in saved.values() for peers in had.values())
         have = {stage: set(versions) for stage, versions in saved.items()}
-        have[self._stage] |= set(await asyncio.to_thread(self._shelf.versions))
+        have[self._stage] |= set(await asyncio.to_thread(self._store.versions))
         have[self._stage] -= self._useless
         return have, from_keeper, not keepers.isdisjoint(fault.peer for fault in faults)
 
@@ -233,13 +228,13 @@ class Recovery:
         if version == 0:
             await core.load(goal, await asyncio.to_thread(initial_state, self._run, self._stage))
             return True
-        if version in await asyncio.to_thread(self._shelf.versions):
+        if version in await asyncio.to_thread(self._store.versions):
             try:
-                await core.load(goal, await asyncio.to_thread(self._shelf.load, version))
+                await core.load(goal, await asyncio.to_thread(self._store.load, version))
                 return True
-            except SwarmError as error:  # others may have a whole one
+            except SwarmError as error:  # others may have an undamaged one
                 self._emit(events.Trouble(text=error.text))
-        saved = await ask_saved(self._run, self._transport, await self._directory.survey())
+        saved = await ask_saved(self._run, self._transport, await self._directory.lookup_all())
         sources = saved[self._stage].get(version, [])
         if sources and await self.download(sources, version=version, generation=goal.generation):
             return True

@@ -1,43 +1,35 @@
-"""What the parts of a stage peer share: weights and sums, open steps, and news of them."""
+"""The state that the parts of a stage peer share: weights and sums, open steps, and what to report."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from typing import Literal, TypeAlias
 
 import torch
 
 from peers.clock import now_s
-from peers.events import Event
+from peers.events import Event, Undone
 from peers.ports import Device, Rank
 from peers.stage.device import DeviceThreads
 from peers.stage.open_step import OpenStep
 from peers.waiting import happens
 from swarm.errors import Leaving, NotReady, Stale, SwarmError
-from swarm.ids import Generation, PeerId, Position, Stage
+from swarm.ids import Generation, Microbatch, PeerId, Position, Stage
 from swarm.manifest import Run
+from swarm.model.gradient_sum import SumLost
 from swarm.model.stage import StageCompute
 from swarm.protocol.coordinator import realigns
-from swarm.protocol.ledger import Ledger
+from swarm.protocol.ledger import Ledger, members_of
 from swarm.protocol.replica import COMMITS_KEPT
-from swarm.protocol.rounds import Commit, Prepared
-from swarm.records import PeerRecord
+from swarm.protocol.rounds import Commit
 from swarm.wire.messages import Audit
 
-
-@dataclass(slots=True)
-class Applied:
-    """The last step that was taken, kept for members that missed it."""
-
-    commit: Commit
-    reduced: torch.Tensor
-    held: Prepared
-    shared: Mapping[Stage, torch.Tensor]
+Life: TypeAlias = Literal["joining", "serving", "leaving", "left"]
 
 
 class ReportTrigger:
-    """Says when there is something to report: at once if a step waits for it, else gathered."""
+    """Says when to report: at once if a step waits for it, else gathered."""
 
     def __init__(self) -> None:
         self._any, self._urgent = asyncio.Event(), asyncio.Event()
@@ -84,7 +76,8 @@ class StageCore:
         self.steps: dict[int, OpenStep] = {}
         self.commits: dict[int, Commit] = {}
         """Of the last steps that were taken, by step."""
-        self.applied: Applied | None = None
+        self.applied: OpenStep | None = None
+        """The last step that was taken, kept for replicas that missed it."""
         self._digest = (-1, "")
         self.audit = Audit()
         self.undone = 0
@@ -95,7 +88,12 @@ class StageCore:
         self.joined = False
         """Serving: the weights are the stage's."""
         self.leaving = False
-        """Nothing more is admitted, and another member coordinates, if there is one."""
+        """Nothing more is admitted, and another replica coordinates, if there is one."""
+        self.life: Life = "joining"
+        self.changing = False
+        """A task takes a step or changes the whole state; no other does meanwhile."""
+        self.stepped = asyncio.Event()
+        """Set after each step that is taken."""
 
     @property
     def version(self) -> int:
@@ -106,6 +104,11 @@ class StageCore:
     def position(self) -> Position:
         """How far this peer is."""
         return Position(self.generation, self.version)
+
+    @property
+    def busy(self) -> bool:
+        """Whether no directive is followed now."""
+        return self.changing or self.life == "left"
 
     @property
     def digest(self) -> str:
@@ -127,7 +130,7 @@ class StageCore:
         return min(self.version + (1 if self.run.delayed_updates else 0), self.run.steps - 1)
 
     def close(self) -> None:
-        """Nothing may change a sum any more; the device thread ends after its running job."""
+        """Close all steps: nothing changes a sum any more. The device ends after its running job."""
         for step in self.steps.values():
             step.close()
         if self._hashing is not None:
@@ -135,13 +138,13 @@ class StageCore:
         self.device.stop()
 
     def free(self) -> None:
-        """After `close`: nothing of what was computed is needed any more."""
+        """After `close`: free all memory of the device."""
         self.steps.clear()
         self.applied = None
         self.compute.free()
 
     def remember(self, commit: Commit | None) -> None:
-        """The go of the step before the state that was loaded: replicas may still wait for it."""
+        """Keep the commit of the step before the state that was loaded: replicas may still wait for it."""
         if commit is not None:
             self.commits[commit.t] = commit
 
@@ -163,9 +166,33 @@ class StageCore:
             self.compute.sums.drop(step.t)
             self.compute.sums.begin(step.t)
 
-    def replicas(self, records: Iterable[PeerRecord]) -> list[PeerRecord]:
-        """The records of the other replicas of this stage."""
-        return [r for r in records if r.stage == self.stage and r.state == "serving" and r.peer != self.me]
+    async def retract(self, step: OpenStep, microbatches: int) -> None:
+        """Take duplicates out of the sum: run their backward again and subtract."""
+
+        def subtract() -> int:
+            count = 0
+            if step.over or step.ledger.frozen_for is not None:
+                return 0
+            if microbatches & step.ledger.inherited:
+                # It came with the sum of a replica that left, and cannot be told apart any more.
+                self.drop_sum(step)
+                return 0
+            for m in members_of(microbatches & step.ledger.done):
+                kept = step.kept[m]
+                try:
+                    self.compute.subtract(Microbatch(step.t, m), kept.inputs, kept.grads_out)
+                except SumLost:
+                    step.drop()
+                    raise
+                step.ledger.remove(m)
+                del step.kept[m]
+                count += 1
+            return count
+
+        count = await self.device.run(Rank.STEP, step.t, subtract)
+        if count:
+            self.undone += count
+            self.emit(Undone(stage=self.stage, t=step.t, count=count))
 
     def leave(self) -> None:
         """End all waits for a step: none opens any more."""
@@ -212,21 +239,23 @@ class StageCore:
         step = self.steps.get(commit.t)
         if step is None or step.prepared is None or step.over or commit.t != self.version:
             return
-        reduced, whole, audited = step.reduced, step.whole, step.audited
-        assert reduced is not None and whole is not None
+        assert step.whole is not None
         # From here on nothing may enter the step; its graphs see weights that are about to change.
         step.close(taken=True)
         await step.stopped()
 
-        await self.device.run(Rank.STEP, commit.t, self.compute.apply, commit.t, whole, commit.total_sqnorm)
-        self.applied = Applied(commit, reduced, step.prepared, step.shared)
+        await self.device.run(
+            Rank.STEP, commit.t, self.compute.apply, commit.t, step.whole, commit.total_sqnorm
+        )
+        self.applied = step
+        step.keep_result(commit)
         self.commits = {t: known for t, known in self.commits.items() if t > commit.t - COMMITS_KEPT}
         self.commits[commit.t] = commit
-        if audited is not None:
+        if step.audited is not None:
             self.audit = Audit(
                 steps=self.audit.steps + 1,
-                missing=self.audit.missing + audited.missing,
-                duplicated=self.audit.duplicated + audited.duplicated,
+                missing=self.audit.missing + step.audited.missing,
+                duplicated=self.audit.duplicated + step.audited.duplicated,
                 undone=self.undone,
             )
         await self.open_steps()
@@ -246,7 +275,7 @@ class StageCore:
         return self.compute.state.digest(canonical=realigns(self.run, version))
 
     async def load(self, position: Position, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace the state by one of another member or a checkpoint; whatever was summed here is dropped."""
+        """Replace the state by a replica's or a checkpoint's; all sums here are dropped."""
         version = position.version
         closed = list(self.steps.values())
         for step in closed:
@@ -260,8 +289,7 @@ class StageCore:
         await self.refresh_digest()
 
     def enter(self, generation: Generation) -> None:
-        """A later generation that starts at the version that is held: nothing is lost, and nobody goes on
-        alone."""
+        """Enter a later generation that starts at the version that is held: nothing is lost."""
         assert generation > self.generation and generation.start == self.version
         self.generation, self.commits = generation, {}
         self.report_trigger.urgent()

@@ -1,9 +1,9 @@
-"""Weights that lie on several stages: what each found of their gradient is added up before a step is taken.
+"""Weights that lie on several stages: their gradients are added up before a step is taken.
 
-A stage that has its own sum of a step gives out the part of it that others share, and asks a member of each
-of those for theirs. Only a member that has all of them says that it holds the step's gradient; so the go
-comes when every stage can complete it, and all copies of a tied weight take the same step. Any complete sum
-of a stage is the sum (`swarm.protocol.rounds`), so it does not matter who is asked.
+A stage that has its own sum of a step gives out the part of it that others share, and asks a replica of each
+of those for theirs. Only a replica that has all of them is prepared; so the commit comes when every stage can
+complete the gradient, and all copies of a tied weight take the same step. Any complete sum of a stage is the
+sum (`swarm.protocol.rounds`), so it does not matter which replica is asked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from peers.clock import now_s
-from peers.ports import Directory, Transport
+from peers.ports import Directory, Rank, Transport
 from peers.stage.open_step import OpenStep
 from peers.stage.state import StageCore
 from peers.transfer.gradient import fetch_vector
@@ -25,19 +25,19 @@ from swarm.policy.backoff import Backoff
 from swarm.protocol.rounds import Prepared
 
 RETRY_S = 0.1
-"""Who is asked holds the request while its own reduce runs, so this is for those who are not there."""
+"""A peer that is asked holds the request while its own reduce runs, so this is for peers that are gone."""
 ASKED_AT_ONCE = 4
-"""Members of another stage that are asked, one after the other, before a pause."""
+"""Replicas of another stage that are asked, one after the other, before a pause."""
 
 
 class TiedWeights:
-    """Completes the summed gradient of a member's steps."""
+    """Completes the summed gradient of this replica's steps."""
 
     def __init__(self, core: StageCore, transport: Transport, directory: Directory, backoff: Backoff) -> None:
         self._core, self._transport, self._directory, self._backoff = core, transport, directory, backoff
 
     async def hold(self, step: OpenStep, reduced: torch.Tensor, held: Prepared) -> None:
-        """`reduced` is the stage's sum: hold it, once what other stages found of shared weights is here.
+        """Hold `reduced`, the stage's sum, once the other stages' parts of shared weights are here.
 
         Raises:
             NotReady: the step ended meanwhile.
@@ -60,14 +60,30 @@ class TiedWeights:
             step.reduced, step.whole = reduced, whole
             step.prepare(held)
 
+    async def hold_fetched(
+        self, step: OpenStep, reduced: torch.Tensor, held: Prepared, *, limit_s: float | None = None
+    ) -> None:
+        """Hold a result that another replica gave: nothing enters this replica's own sum any more.
+
+        Raises:
+            NotReady: the step ended meanwhile.
+            asyncio.TimeoutError: what other stages found did not come within `limit_s`.
+        """
+        step.promise(held.round, now=now_s())
+        try:
+            await self._core.device.run(Rank.STEP, step.t, step.ledger.freeze, held.round)
+            await asyncio.wait_for(self.hold(step, reduced, held), limit_s)
+        finally:
+            step.end_round(held.round, failed=False)
+
     async def _part(self, step: OpenStep, other: Stage) -> None:
-        """Put what `other` found into the step: from one of its members, or from a replica whom they told."""
+        """Get the part of `other`: from one of its replicas, or from a replica of this stage that has it."""
         core = self._core
         numel = core.compute.shared.numel(other)
         while not step.over and other not in step.shared:
-            members, replicas = self._serving(other), self._serving(core.stage)
-            asks = [(peer, core.stage, -1) for peer in members[:ASKED_AT_ONCE]]
-            asks += [(peer, -1, other) for peer in replicas[:ASKED_AT_ONCE]]
+            theirs, ours = self._serving(other), self._serving(core.stage)
+            asks = [(peer, core.stage, -1) for peer in theirs[:ASKED_AT_ONCE]]
+            asks += [(peer, -1, other) for peer in ours[:ASKED_AT_ONCE]]
             for peer, shared_with, shared_of in asks:
                 try:
                     part, _ = await fetch_vector(
@@ -86,7 +102,7 @@ class TiedWeights:
             raise NotReady(f"step {step.t} ended before all that it shares was here", version=core.version)
 
     def _serving(self, stage: Stage) -> list[PeerId]:
-        """Other peers of a stage. Each of us begins with another of them."""
+        """Other peers of a stage, for each asking peer in another order."""
         now, me = now_s(), self._core.me
         found = [r.peer for r in self._directory.at(stage) if r.state in ("serving", "leaving")]
         awake = [peer for peer in found if peer != me and not self._backoff.in_backoff(peer, now=now)]

@@ -1,4 +1,4 @@
-"""Which saved versions (checkpoints) of which stage can be had, and from whom.
+"""Which saved versions (checkpoints) of which stage are available, and at which peers.
 
 Peers are asked for the versions of their own stage, keepers for those of all. What they say is a claim: the
 download checks the bytes. Here only claims are refused that cannot be true.
@@ -20,12 +20,12 @@ from swarm.wire.messages import AskSaved, Saved, pack, unpack_answer
 ASK_S = 4.0
 """Longer than the silence limit of a connection, so that a hung peer is named as such."""
 MAX_ASKED = 8
-"""Peers of one stage, and keepers: members of a stage save the same versions, so a few know all."""
+"""Peers of one stage, and keepers: replicas of a stage save the same versions, so a few know all."""
 MAX_VERSIONS = 64
-"""Of one stage, from one peer: more than anybody keeps. The newest ones matter."""
+"""Of one stage, from one peer: more than any peer keeps. The newest ones matter."""
 
 Sources: TypeAlias = "dict[Stage, dict[int, list[PeerId]]]"
-"""Stage -> version -> who has it: keepers first, since they have nothing else to do."""
+"""Stage -> version -> the peers that have it, keepers first, since they have nothing else to do."""
 
 
 def is_keeper(record: PeerRecord) -> bool:
@@ -43,7 +43,7 @@ async def ask_saved(
 ) -> Sources:
     """Ask peers of each stage, and keepers, at once. Every stage is in the answer, if only with no version.
 
-    Who does not answer, or says what cannot be, is left out; `on_fault` hears of each and why.
+    Peers that do not answer, or say what cannot be, are left out; `on_fault` hears of each and why.
     """
     found: Sources = {stage: {} for stage in range(run.S)}
     asked = chosen(run, records, transport.peer_id)
@@ -67,7 +67,7 @@ async def ask_saved(
 
 
 def chosen(run: Run, records: Sequence[PeerRecord], me: PeerId) -> list[PeerRecord]:
-    """Who is asked: a bounded number of keepers, and of each stage; the furthest first.
+    """The peers to ask: a bounded number of keepers, and of each stage; the furthest first.
 
     Also peers that are joining or paused: what they hold, on a disk or in memory, may be the last of it.
     """

@@ -1,9 +1,9 @@
 """Downloading the state of a stage from several peers at once.
 
-Each source is asked to open a lease; it answers with the version and the SHA-256 of every chunk. Sources
-that say the same of every chunk form a group, and the largest group is believed. Its members are then read
-all at once: each has a few requests in flight and takes the next missing chunk, so fast ones give more. A
-chunk is kept only if it fits its hash, so nothing that one source says can spoil what another one gave; who
+Each source is asked to open a lease; it answers with the version and the SHA-256 of every chunk. Sources that
+say the same of every chunk form a group, and the largest group is believed. Its members are then read all at
+once: each has a few requests in flight and takes the next missing chunk, so fast ones give more. A chunk is
+kept only if it fits its hash, so nothing that one source says can spoil what another one gave; a source that
 sends anything else is not asked again. A source that dies gives its chunks back to the others, and what is
 here is kept even when all of them die (`Partial`).
 
@@ -33,7 +33,7 @@ from peers.stage.all_reduce import read_part
 from peers.transfer.server import HASH_BYTES, chunks_of, raw
 from peers.waiting import happens
 from swarm.errors import BadAnswer, Busy, NotNow, NotReady, PeerFault, SwarmError, short
-from swarm.ids import PeerId, Position, Stage
+from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.wire.codec import dtype_name
 from swarm.wire.messages import (
@@ -47,11 +47,11 @@ from swarm.wire.messages import (
 )
 
 MAX_SOURCES = 8
-"""Each makes a copy of its state for us."""
+"""Each makes a copy of its state for this download."""
 IN_FLIGHT = 6
 """Chunks asked of one source at once: 6 MB of float32 fill 500 Mbit/s over 100 ms."""
 OPEN_S = 120.0
-"""To copy and hash gigabytes. Who is dead or hung is noticed much earlier, by its silence."""
+"""To copy and hash gigabytes. A dead or hung source is noticed much earlier, by its silence."""
 GATHER_S = 5.0
 """Once a source is open, others have this long to open too; later ones join in on the way."""
 CHUNK_S = 120.0
@@ -92,14 +92,14 @@ def shown(stage: Stage, version: int, emit: Emit) -> Progress:
 
 
 class DownloadFailed(SwarmError):
-    """Nobody that was asked gives the whole state. What came is in the `Partial`."""
+    """No source gives the whole state. What came is in the `Partial`."""
 
     code = "download"
 
     def __init__(self, stage: Stage, reasons: Mapping[PeerId, str]) -> None:
         self.reasons = dict(reasons)
-        why = "; ".join(reasons.values()) or "there was nobody to ask"
-        super().__init__(f"the state of stage {stage} is not to be had: {why}")
+        why = "; ".join(reasons.values()) or "no peer serves it"
+        super().__init__(f"could not download stage {stage}: {why}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class Download:
     opened: StateOpened
     tensors: dict[str, torch.Tensor]
     sources: tuple[PeerId, ...]
-    """Who gave it, those who gave most first."""
+    """Those that gave it, the one that gave most first."""
     received_bytes: int
     """Without what was here already."""
 
@@ -125,7 +125,8 @@ class _Chunk:
 class Partial:
     """What is here of a state. Given to the next download of that stage, it saves what still fits.
 
-    Chunks are known by their hashes, so it does not matter who gave them, or of which version they were.
+    Chunks are known by their hashes, so it does not matter which source gave them, or of which version they
+    were.
     """
 
     def __init__(self) -> None:
@@ -168,7 +169,7 @@ class Partial:
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """What one source opened for us."""
+    """The lease that one source opened."""
 
     source: PeerId
     opened: StateOpened
@@ -184,17 +185,13 @@ class Offer:
             tuple((name, whole[name], self.hashes[name]) for name in sorted(self.hashes)),
         )
 
-    @property
-    def position(self) -> Position:
-        return Position(self.opened.generation, self.opened.version)
-
 
 def believed(offers: Sequence[Offer]) -> list[Offer]:
     """The largest group of equal offers; of equally large ones the newest, then that of the smallest peer."""
     groups: dict[tuple[object, ...], list[Offer]] = {}
     for offer in sorted(offers, key=lambda offer: offer.source):
         groups.setdefault(offer.content, []).append(offer)
-    return max(groups.values(), key=lambda group: (len(group), max(offer.position for offer in group)))
+    return max(groups.values(), key=lambda group: (len(group), max(offer.opened.position for offer in group)))
 
 
 def agreed(group: Sequence[Offer]) -> StateOpened:
@@ -204,11 +201,11 @@ def agreed(group: Sequence[Offer]) -> StateOpened:
     directive.
     """
     generations = Counter(offer.opened.generation for offer in group)
-    commits = Counter(offer.opened.last_go for offer in group if offer.opened.last_go is not None)
+    commits = Counter(offer.opened.last_commit for offer in group if offer.opened.last_commit is not None)
     return msgspec.structs.replace(
         group[0].opened,
         generation=min(generations, key=lambda generation: (-generations[generation], generation)),
-        last_go=max(commits, key=lambda commit: commits[commit], default=None),
+        last_commit=max(commits, key=lambda commit: commits[commit], default=None),
     )
 
 
@@ -351,7 +348,7 @@ class _Downloading:
         return Offer(source=source, opened=opened, hashes=hashes)
 
     async def _close(self, sources: Sequence[PeerId]) -> None:
-        """Tell them that we have done, so that the next one need not wait. Not more than a courtesy."""
+        """End leases, so that the next reader need not wait. A courtesy: failures do not matter."""
 
         async def close(source: PeerId) -> None:
             header = pack(CloseState(run=self.run.id, lease=self.leases.pop(source)))
@@ -395,7 +392,7 @@ class _Downloading:
         return pull.complete.is_set() and await self._verify(group, chunks)
 
     async def _recruit(self, pull: _Pull, model: Offer, source: PeerId) -> None:
-        """Ask one who offered another version, or nothing in time, for the one that is being downloaded."""
+        """Ask a source of another version, or a late one, for the version that is being downloaded."""
         for _ in range(RECRUIT_TRIES):
             try:
                 offer = await self._open(source, model.opened.version)
@@ -427,7 +424,7 @@ class _Downloading:
 
 
 class _Pull:
-    """The chunks that are missing, and who fetches which."""
+    """The chunks that are missing, and which source is asked for which."""
 
     def __init__(self, of: _Downloading, chunks: Sequence[_Chunk]) -> None:
         self._of = of
@@ -435,7 +432,7 @@ class _Pull:
         self._queue = deque(missing)
         self._missing = set(missing)
         self._flying: dict[_Chunk, dict[PeerId, float]] = {}
-        """Who fetches it, and since when."""
+        """The sources that were asked for it, and since when."""
         self._slowest_s: dict[PeerId, float] = {}
         """The longest that a source took for a chunk."""
         self._changed = asyncio.Event()
@@ -503,8 +500,8 @@ class _Pull:
             ]
             if slow:
                 since, chunk = min(slow, key=lambda item: item[0])
-                patience_s = max(AGAIN_S, AGAIN_AFTER * self._slowest_s.get(source, 0.0))
-                wait_s = since + patience_s - now_s()
+                allowed_s = max(AGAIN_S, AGAIN_AFTER * self._slowest_s.get(source, 0.0))
+                wait_s = since + allowed_s - now_s()
                 if wait_s <= 0:
                     return chunk
             await happens(self._changed, wait_s)

@@ -1,6 +1,6 @@
-"""Bringing others up to date: the gradient of a step that a member missed, and weights for who only looks.
+"""The gradient of a step that a replica missed, and the weights of all stages: how they are fetched.
 
-The whole state of a stage: `peers.transfer.client`. Who gives all this out: `peers.transfer.server`.
+The whole state of a stage: `peers.transfer.client`. The other side: `peers.transfer.server`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RETRY_S = 0.5
 async def fetch_gradient(
     core: StageCore, transport: Transport, source: PeerId, t: int, round_name: str
 ) -> tuple[torch.Tensor, Prepared, Commit | None]:
-    """The reduced gradient of step `t` from a member that holds it (or applied it: then with its go).
+    """The reduced gradient of step `t` from a replica that holds it (or applied it: then with its commit).
 
     Raises:
         PeerFault, NotReady, Refused: ask another.
@@ -86,12 +86,12 @@ async def fetch_vector(
 async def fetch_weights(
     run: Run, transport: Transport, directory: Directory, *, limit_s: float = WEIGHTS_S
 ) -> dict[str, torch.Tensor]:
-    """The newest weights of all stages by name, from whoever serves them; for programs that only look.
+    """The newest weights of all stages by name, from the peers that serve them.
 
     Tries again for `limit_s`: peers that died are still in the directory for a while, others not yet.
 
     Raises:
-        SetupError: a stage has nobody who gives them; says why each peer does not.
+        SetupError: no peer of a stage gives them; says why each does not.
     """
     until = now_s() + limit_s
     found: dict[Stage, tuple[int, dict[str, torch.Tensor]]] = {}
@@ -126,6 +126,6 @@ async def _stage_weights(
             compute.load_state(got.opened.version, got.tensors)
             return got.opened.version, compute.state.named_weights()
         if now_s() + RETRY_S >= until:
-            why = "; ".join(reasons.values()) or "nobody serves it"
-            raise SetupError(f"the weights of stage {stage} are not to be had: {why}")
+            why = "; ".join(reasons.values()) or "no peer serves it"
+            raise SetupError(f"could not download the weights of stage {stage}: {why}")
         await asyncio.sleep(RETRY_S)

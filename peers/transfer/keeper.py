@@ -26,14 +26,14 @@ from peers.transfer.catalog import ask_saved, is_keeper
 from peers.transfer.client import DownloadFailed, Partial, download_state, shown
 from peers.transfer.server import StateLeases
 from peers.waiting import happens, within
-from swarm.errors import BadAnswer, PeerFault, Refused, SetupError
+from swarm.errors import BadAnswer, PeerFault, SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.layout import empty_state
 from swarm.policy.backoff import Backoff
 from swarm.policy.keeping import newest_common, next_download, reached
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.wire.messages import AskStatus, Audit, PeerStatus, pack, unpack
+from swarm.wire.messages import AskStatus, PeerStatus, check_run, pack, unpack
 
 POLL_S = 3.0
 """A peer without a disk holds a version until its next checkpoint; these are minutes apart in earnest."""
@@ -42,7 +42,7 @@ FULL_S = 60.0
 """Until a full disk is tried again."""
 FIRST_REST_S = 5.0
 LONGEST_REST_S = 300.0
-"""Of who offered what it then did not give: there are others, and no hurry."""
+"""Backoff of a peer that did not give what it offered: there are others, and no hurry."""
 LAST_S = 25.0
 """On leaving, for the run's last version: a cloud gives 30 s from the notice to the end."""
 COLLECT_S = 15.0
@@ -71,17 +71,17 @@ async def collect(
     *,
     limit_s: float = COLLECT_S,
 ) -> int:
-    """Fetch the newest version that can be had of all stages into `folder`, and return it.
+    """Fetch the newest version that is available for all stages into `folder`, and return it.
 
     Tries again for `limit_s`: a directory that was opened a moment ago may know half of the peers.
 
     Raises:
-        SetupError: it cannot be had; says of which stage.
+        SetupError: no peer gives it; says of which stage.
     """
     keeper = CheckpointKeeper(run, transport, directory, KeepingSettings(folder=folder), emit)
     until = now_s() + limit_s
     while True:
-        await directory.survey()
+        await directory.lookup_all()
         await keeper.fetch()
         newest = newest_common(keeper.offers)
         if newest is not None and newest == keeper.version:
@@ -112,9 +112,9 @@ class CheckpointKeeper:
         self._run, self._settings, self._emit = run, settings, emit
         self._transport, self._directory = transport, directory
         self.stages = settings.stages or tuple(range(run.S))
-        shelves = {stage: CheckpointStore(run, stage, settings.folder) for stage in self.stages}
+        stores = {stage: CheckpointStore(run, stage, settings.folder) for stage in self.stages}
         # Their tensors are maps of files: a copy in memory is the system's to drop.
-        self._desk = StateLeases(run.id, transport, shelves, most_saved=2 * len(shelves))
+        self._leases = StateLeases(run.id, transport, stores, most_saved=2 * len(stores))
         transport.serve("status", self._serve_status)
         self._backoff = Backoff(first_s=FIRST_REST_S, longest_s=LONGEST_REST_S)
         self._partials: dict[Stage, Partial] = {}
@@ -136,7 +136,7 @@ class CheckpointKeeper:
     async def run(self) -> None:
         """Look at what is on the disk, then keep and serve until `leave`."""
         await asyncio.to_thread(self._inspect)
-        await self._look()
+        await self._take_stock()
         if self.version is None:
             every = self._run.checkpoint_every
             when = f"every {every} steps" if every else "at the end of the run only (checkpoint_every = 0)"
@@ -170,7 +170,7 @@ class CheckpointKeeper:
 
     def peer_gone(self, peer: PeerId) -> None:
         """The transport noticed that the connection to `peer` broke."""
-        self._desk.gone(peer)
+        self._leases.gone(peer)
 
     async def _announce(self) -> None:
         record = PeerRecord(
@@ -196,8 +196,8 @@ class CheckpointKeeper:
                 except SetupError as error:
                     self._emit(events.Trouble(text=f"not kept: {error.text}"))
 
-    async def _look(self) -> None:
-        """See what is here now; say so if the newest whole version is another."""
+    async def _take_stock(self) -> None:
+        """Note what is on the disk now; say so if the newest whole version is another."""
 
         def saved() -> dict[Stage, list[int]]:
             return {s: checkpoint.saved_steps(self._settings.folder, self._run, s) for s in self.stages}
@@ -212,7 +212,7 @@ class CheckpointKeeper:
     async def fetch(self) -> None:
         """Look at what is on the disk, and fetch what is newer, once."""
         await asyncio.to_thread(self._inspect)
-        await self._look()
+        await self._take_stock()
         await self._keep()
 
     async def _keep_often(self) -> None:
@@ -248,7 +248,7 @@ class CheckpointKeeper:
                 if now_s() < self._full_until:
                     return
                 continue
-            await self._look()
+            await self._take_stock()
             await self._announce()
 
     async def _keep_the_last(self) -> None:
@@ -265,7 +265,7 @@ class CheckpointKeeper:
             self._emit(events.Trouble(text=text))
 
     async def _fetch(self, stage: Stage, version: int, sources: list[PeerId]) -> bool:
-        """Download and save one version of one stage; False: it cannot be had now, and why was said."""
+        """Download and save one version of one stage; False: not now, and why was said."""
         folder, began = self._settings.folder, now_s()
         state = empty_state(self._run, stage)
         size = sum(vector.nbytes for vector in state.values())
@@ -331,7 +331,7 @@ class CheckpointKeeper:
     # -- what goes wrong ----------------------------------------------------------------------------
 
     def _not_believed(self, fault: PeerFault) -> None:
-        """Let it rest. Who is gone is left out without a word; nonsense is said, once."""
+        """Put the peer into backoff. One that is gone is left out without a word; nonsense is said, once."""
         self._backoff.failed(fault.peer, now=now_s())
         if isinstance(fault, BadAnswer):
             self._complain(fault.peer, f"not believed: {fault.text}")
@@ -345,13 +345,10 @@ class CheckpointKeeper:
     # -- status -----------------------------------------------------------------------------------
 
     async def _serve_status(self, request: Request) -> Answer:
-        asked = unpack(request.header, AskStatus)
-        if asked.run != self._run.id:
-            raise Refused(f"this keeper keeps run {self._run.id}, not {asked.run[:40]!r}")
+        check_run(unpack(request.header, AskStatus).run, self._run.id)
         status = PeerStatus(
             peer=self._transport.peer_id, stage=NO_STAGE, version=self.version or 0, state="keeping",
-            device="disk", done=0, inflight=0, max_inflight=0, speed=0.0, computed=0, coordinator="",
-            audit=Audit(), since=self._settings.joined_at,
+            device="disk", since=self._settings.joined_at,
             bytes_in=sum(self._transport.received_bytes.values()),
             bytes_out=sum(self._transport.sent_bytes.values()),
         )  # fmt: skip

@@ -6,12 +6,12 @@
     saved   AskSaved    → Saved
     held    FetchVector → VectorChunk + elements                       the gradient of one step (members only)
 
-`StateLeases` serves the first four, and needs nobody who trains: a keeper is a desk over its shelves,
+`StateLeases` serves the first four, and needs no training: a keeper serves its checkpoint stores by it,
 
-    StateLeases(run.id, transport, {stage: Shelf(run, stage, folder) for stage in range(run.S)})
+    StateLeases(run.id, transport, {stage: CheckpointStore(run, stage, folder) for stage in range(run.S)})
 
-and a stage peer's `StateServer` is a desk with one shelf and live weights, plus `held`. Shelves are read in
-worker threads; they may change at any time, and be added to the mapping.
+and a stage peer's `StateServer` one store and live weights, plus `held`. Stores are read in worker threads;
+they may change at any time, and be added to the mapping.
 """
 
 from __future__ import annotations
@@ -58,27 +58,28 @@ sources; the hashes of 10 GB take 320 kB. A gradient comes from one source, in c
 HASH_BYTES = 32
 """SHA-256."""
 SHARED_WAIT_S = 2.0
-"""How long who shares weights with this stage waits here for our sum of them, before asking another."""
+"""How long a stage that shares weights waits here for this stage's sum, before it asks another peer."""
 LEASE_S = 60.0
-"""A copy is dropped when nobody read from it for this long, and before that if another one is wanted and
-nobody seems to read it."""
+"""A copy that no peer read for this long is dropped; sooner if another one is wanted and no live peer seems
+to read it."""
 QUIET_S = 10.0
-"""A reader from whom nothing came for this long is taken for dead while others wait ..."""
-PATIENCE = 3.0
+"""A reader that asked for nothing for this long is taken for dead while others wait ..."""
+SLOW_TIMES = 3.0
 """... unless it was always slow: then this many times the longest pause that it made."""
 MAX_LEASES = 2
 """Copies of live weights in host memory at once, each with its optimizer; and as many of saved versions."""
+NO_RESULT = Prepared("", 0.0, "")
 MAX_VERSIONS_TOLD = 64
 """Of each stage, the newest ones."""
 
 
-class Shelved(Protocol):
+class SavedStates(Protocol):
     """The saved versions of one stage. Both methods may block: they are called in worker threads."""
 
     def versions(self) -> Sequence[int]: ...
 
     def load(self, version: int) -> Mapping[str, torch.Tensor]:
-        """Host tensors that nobody writes to.
+        """Host tensors that are not written to.
 
         Raises:
             SetupError: it is not there, or damaged.
@@ -88,38 +89,12 @@ class Shelved(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A whole state of one version. Nobody writes to its tensors."""
+    """A whole state of one version. Its tensors are not written to."""
 
     version: int
     tensors: Mapping[str, torch.Tensor]
     generation: Generation = field(default=Generation())
-    last_go: Commit | None = None
-
-
-class Live(Protocol):
-    """Weights that are being trained."""
-
-    def version(self, stage: Stage) -> int:
-        """What `snapshot` would give now.
-
-        Raises:
-            Refused: this peer serves another stage.
-            NotReady: it has no weights yet.
-        """
-        ...
-
-    @property
-    def generation(self) -> Generation: ...
-
-    @property
-    def stage(self) -> Stage: ...
-
-    @property
-    def last(self) -> int | None:
-        """The run's last version, once it is here: as good as saved, since nothing changes it any more."""
-        ...
-
-    async def snapshot(self) -> Snapshot: ...
+    last_commit: Commit | None = None
 
 
 @dataclass(slots=True)
@@ -132,8 +107,8 @@ class _Reader:
         self.read_at = now
 
     def alive(self, now: float) -> bool:
-        patience_s = min(LEASE_S, max(QUIET_S, PATIENCE * self.longest_pause_s))
-        return now - self.read_at <= patience_s
+        silent_s = min(LEASE_S, max(QUIET_S, SLOW_TIMES * self.longest_pause_s))
+        return now - self.read_at <= silent_s
 
 
 @dataclass(slots=True)
@@ -148,7 +123,7 @@ class _Lease:
     readers: dict[PeerId, _Reader] = field(default_factory=dict)
 
     def wanted(self, now: float) -> bool:
-        """Whether somebody who seems alive has not read it to its end."""
+        """Whether a reader that seems alive has not read it to its end."""
         return any(reader.alive(now) for reader in self.readers.values())
 
 
@@ -159,13 +134,13 @@ class StateLeases:
         self,
         run: str,
         transport: Transport,
-        shelves: Mapping[Stage, Shelved],
+        stores: Mapping[Stage, SavedStates],
         *,
-        live: Live | None = None,
+        live: StateServer | None = None,
         most_saved: int | None = None,
     ) -> None:
         """`most_saved`: copies of saved versions in memory at once; by default `MAX_LEASES`."""
-        self._run, self._shelves, self._live, self._most_saved = run, shelves, live, most_saved
+        self._run, self._stores, self._live, self._most_saved = run, stores, live, most_saved
         self._leases: dict[str, _Lease] = {}
         self._opening = asyncio.Lock()
         self._sweeper: asyncio.TimerHandle | None = None
@@ -187,7 +162,7 @@ class StateLeases:
         # One at a time: two that want the same version at the same moment get the same copy.
         async with self._opening:
             for other in self._leases.values():
-                if other.stage == wanted.stage:  # who opens another version has done with the one before
+                if other.stage == wanted.stage:  # a peer that opens another version has done with this one
                     other.readers.pop(request.peer, None)
             lease = await self._lease(wanted.stage, wanted.version)
             lease.read_at = now_s()
@@ -195,14 +170,14 @@ class StateLeases:
         return Answer(pack(lease.opened), [lease.hashes] if lease.hashes else ())
 
     async def _lease(self, stage: Stage, version: int) -> _Lease:
-        """A copy of that version (negative: the newest), shared with those who read it already."""
+        """A copy of that version (negative: the newest), shared with its present readers."""
         live: int | None = None
         try:
             live = self._live.version(stage) if self._live is not None else None
         except SwarmError:
-            if version < 0 or stage not in self._shelves:
+            if version < 0 or stage not in self._stores:
                 raise
-        if self._live is None and stage not in self._shelves:
+        if self._live is None and stage not in self._stores:
             raise Refused(f"this peer keeps no checkpoints of stage {stage}")
         if version < 0 and live is None:  # a keeper: the newest that was saved
             version = max(await self._versions(stage), default=-1)
@@ -228,11 +203,11 @@ class StateLeases:
         return await self._add(stage, await self._load(stage, version, live), saved=True)
 
     async def _load(self, stage: Stage, version: int, live: int | None) -> Snapshot:
-        store = self._shelves.get(stage)
+        store = self._stores.get(stage)
         there = await self._versions(stage)
         if store is None or version not in there:
             saved = ", ".join(map(str, there)) or "none"
-            text = f"version {version} of stage {stage} is not to be had here; saved are: {saved}"
+            text = f"version {version} of stage {stage} is not here; saved are: {saved}"
             newest = max([*there, -1 if live is None else live])
             if version > newest:
                 raise NotReady(text, version=newest, retry_after_s=1.0)
@@ -241,15 +216,15 @@ class StateLeases:
         try:
             return Snapshot(version=version, tensors=await asyncio.to_thread(store.load, version))
         except SetupError as error:
-            raise Refused(f"version {version} of stage {stage} is not to be had here: {error.text}") from None
+            raise Refused(f"version {version} of stage {stage} cannot be given: {error.text}") from None
 
     async def _versions(self, stage: Stage) -> Sequence[int]:
         """Ascending."""
-        store = self._shelves.get(stage)
+        store = self._stores.get(stage)
         return sorted(await asyncio.to_thread(store.versions)) if store is not None else []
 
     def _make_room(self, *, saved: bool, version: int) -> None:
-        """For one more copy. Those that nobody reads go first."""
+        """Make room for one more copy: those without a live reader go."""
         now, most = now_s(), MAX_LEASES
         if saved and self._most_saved is not None:
             most = self._most_saved
@@ -268,7 +243,7 @@ class StateLeases:
             version=snapshot.version,
             generation=snapshot.generation,
             weights_digest=digest,
-            last_go=snapshot.last_go,
+            last_commit=snapshot.last_commit,
             tensors=described,
         )
         lease = _Lease(stage, saved, opened, tensors, hashes, now_s())
@@ -281,7 +256,7 @@ class StateLeases:
             self._sweeper = asyncio.get_running_loop().call_later(LEASE_S / 2, self._sweep)
 
     def _sweep(self) -> None:
-        """Drop what nobody reads: gigabytes must not wait for the next one who asks."""
+        """Drop copies that are not read: gigabytes must not wait for the next request."""
         self._sweeper = None
         now = now_s()
         for old in [k for k, lease in self._leases.items() if now - lease.read_at > LEASE_S]:
@@ -302,10 +277,7 @@ class StateLeases:
         lease.readers.setdefault(request.peer, _Reader(now)).reads(now)
         vector = lease.tensors[wanted.name]
         _check_range(wanted.start, wanted.numel, vector.numel(), CHUNK_ELEMENTS)
-        meta, body = encode(vector[wanted.start : wanted.start + wanted.numel], "none")
-        return Answer(
-            pack(VectorChunk(crc=checksum(body), total_numel=vector.numel(), tensors=(meta,))), body
-        )
+        return _chunk(vector[wanted.start : wanted.start + wanted.numel], vector.numel())
 
     async def _serve_close(self, request: Request) -> Answer:
         """The caller has all that it wants of a lease; the copy stays a while for others."""
@@ -318,7 +290,7 @@ class StateLeases:
 
     async def _serve_saved(self, request: Request) -> Answer:
         check_run(unpack(request.header, AskSaved).run, self._run)
-        found = {stage: set(await self._versions(stage)) for stage in self._shelves}
+        found = {stage: set(await self._versions(stage)) for stage in self._stores}
         if self._live is not None and (last := self._live.last) is not None:
             found.setdefault(self._live.stage, set()).add(last)
         stages = [
@@ -333,14 +305,19 @@ class StateServer:
     """What a stage peer gives out: to joiners its state and its checkpoints, to members that missed a step
     the gradient of that."""
 
-    def __init__(self, core: StageCore, transport: Transport, store: Shelved | None = None) -> None:
+    def __init__(self, core: StageCore, transport: Transport, store: SavedStates | None = None) -> None:
         self._core = core
-        shelves = {} if store is None else {core.stage: store}
-        self.desk = StateLeases(core.run.id, transport, shelves, live=self)
+        stores = {} if store is None else {core.stage: store}
+        self.leases = StateLeases(core.run.id, transport, stores, live=self)
         transport.serve("held", self._serve_vector)
 
     def version(self, stage: Stage) -> int:
-        """As `Live`."""
+        """The version that `snapshot` would give now.
+
+        Raises:
+            Refused: this peer serves another stage.
+            NotReady: it has no weights yet.
+        """
         core = self._core
         if stage != core.stage:
             raise Refused(f"this peer serves stage {core.stage}, not {stage}")
@@ -358,7 +335,7 @@ class StateServer:
 
     @property
     def last(self) -> int | None:
-        """As `Live`."""
+        """The run's last version, once it is here: as good as saved, since nothing changes it any more."""
         core = self._core
         return core.version if core.joined and core.finished else None
 
@@ -371,57 +348,42 @@ class StateServer:
         version = core.compute.version
         return Snapshot(
             version=version, tensors=core.compute.state.copy(), generation=core.generation,
-            last_go=core.commits.get(version - 1),
+            last_commit=core.commits.get(version - 1),
         )  # fmt: skip
 
     async def _serve_vector(self, request: Request) -> Answer:
-        """A chunk of the reduced gradient of step `t`: held, or applied last."""
+        """A chunk of a step's result: this stage's sum, or a part that this stage shares with another."""
         wanted = unpack(request.header, FetchVector)
         check_run(wanted.run, self._core.run.id)
-        if wanted.shared_with >= 0:
-            return await self._shared(wanted)
-        if wanted.shared_of >= 0:
-            return self._was_given(wanted)
-        core, step = self._core, self._core.steps.get(wanted.t)
-        if (
+        core, other = self._core, wanted.shared_with
+        step = core.steps.get(wanted.t)
+        if step is None and core.applied is not None and core.applied.t == wanted.t:
+            step = core.applied
+        held, total_sqnorm = NO_RESULT, -1.0
+        vector = None
+        if step is not None and other >= 0:
+            if step.reduced is None:  # held back while it is being averaged
+                await happens(step.reduced_there, SHARED_WAIT_S)
+            vector = step.reduced
+        elif step is not None and wanted.shared_of >= 0:  # for a replica that reaches no peer of that stage
+            vector = step.shared.get(wanted.shared_of)
+        elif (
             step is not None
             and step.prepared is not None
-            and step.reduced is not None
-            and wanted.round in ("", step.prepared.round)
+            and (step.commit is not None or wanted.round in ("", step.prepared.round))
         ):
-            vector, held, total = step.reduced, step.prepared, -1.0
-        elif core.applied is not None and core.applied.commit.t == wanted.t:
-            vector, held, total = core.applied.reduced, core.applied.held, core.applied.commit.total_sqnorm
+            vector, held = step.reduced, step.prepared
+            total_sqnorm = -1.0 if step.commit is None else step.commit.total_sqnorm
+        if vector is None:
+            raise NotReady(f"no such sum of step {wanted.t} is held here", version=core.version)
+        numel = vector.numel() if other < 0 else core.compute.shared.numel(other)
+        _check_range(wanted.start, wanted.numel, numel, VECTOR_ELEMENTS)
+        end = wanted.start + wanted.numel
+        if other < 0:
+            part = vector[wanted.start : end]
         else:
-            raise NotReady(f"no reduced gradient of step {wanted.t} is held here", version=core.version)
-        return _slice(wanted, vector, held, total)
-
-    async def _shared(self, wanted: FetchVector) -> Answer:
-        """Of this stage's own sum what another stage shares. Held back while it is being averaged."""
-        core, step = self._core, self._core.steps.get(wanted.t)
-        if step is not None and step.reduced is None:
-            await happens(step.reduced_there, SHARED_WAIT_S)
-        if step is not None and step.reduced is not None:
-            reduced = step.reduced
-        elif core.applied is not None and core.applied.commit.t == wanted.t:
-            reduced = core.applied.reduced
-        else:
-            raise NotReady(f"the gradient of step {wanted.t} is not added up here", version=core.version)
-        compute, other = core.compute, wanted.shared_with
-        total = compute.shared.numel(other)
-        _check_range(wanted.start, wanted.numel, total, VECTOR_ELEMENTS)
-        part = compute.shared.part(reduced, other, wanted.start, wanted.start + wanted.numel)
-        return _chunk(part, total, Prepared("", 0.0, ""), -1.0)
-
-    def _was_given(self, wanted: FetchVector) -> Answer:
-        """For a replica that reaches nobody of the other stage."""
-        core, step = self._core, self._core.steps.get(wanted.t)
-        found = step.shared.get(wanted.shared_of) if step is not None else None
-        if found is None and core.applied is not None and core.applied.commit.t == wanted.t:
-            found = core.applied.shared.get(wanted.shared_of)
-        if found is None:
-            raise NotReady(f"nothing of stage {wanted.shared_of} is here yet", version=core.version)
-        return _slice(wanted, found, Prepared("", 0.0, ""), -1.0)
+            part = core.compute.shared.part(vector, other, wanted.start, end)
+        return _chunk(part, numel, held, total_sqnorm)
 
 
 def chunks_of(numel: int) -> list[tuple[int, int]]:
@@ -429,16 +391,12 @@ def chunks_of(numel: int) -> list[tuple[int, int]]:
     return [(start, min(CHUNK_ELEMENTS, numel - start)) for start in range(0, numel, CHUNK_ELEMENTS)]
 
 
-def _slice(wanted: FetchVector, vector: torch.Tensor, held: Prepared, total: float) -> Answer:
-    _check_range(wanted.start, wanted.numel, vector.numel(), VECTOR_ELEMENTS)
-    return _chunk(vector[wanted.start : wanted.start + wanted.numel], vector.numel(), held, total)
-
-
-def _chunk(part: torch.Tensor, numel: int, held: Prepared, total: float) -> Answer:
+def _chunk(part: torch.Tensor, numel: int, held: Prepared = NO_RESULT, total_sqnorm: float = -1.0) -> Answer:
+    """Elements of a vector of `numel`; with a step's whole result, its description and its commit's norm."""
     meta, body = encode(part, "none")
     chunk = VectorChunk(
         crc=checksum(body), total_numel=numel, tensors=(meta,), round=held.round,
-        sqnorm=held.sqnorm, digest=held.digest, total_sqnorm=total,
+        sqnorm=held.sqnorm, digest=held.digest, total_sqnorm=total_sqnorm,
     )  # fmt: skip
     return Answer(pack(chunk), body)
 

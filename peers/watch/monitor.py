@@ -117,7 +117,7 @@ class Monitor:
         """Observe, until cancelled."""
         self._directory.watch(())  # no stage is read all the time: a run may have thousands
         try:
-            await self._directory.survey()
+            await self._directory.lookup_all()
             while True:
                 self._ask_some()
                 self._take(self._observe())

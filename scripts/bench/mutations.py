@@ -37,7 +37,11 @@ PROTOCOL = "swarm/protocol/protocol.py"
 STEP = "swarm/protocol/step.py"
 WORKLIST = "swarm/protocol/worklist.py"
 ROLLBACK = "swarm/protocol/rollback.py"
+ACTIONS = "peers/stage/actions.py"
 SERVER = "peers/stage/server.py"
+JOINING = "peers/stage/joining.py"
+MEMBERSHIP = "peers/stage/membership.py"
+MOVING = "peers/stage/moving.py"
 STATE = "peers/stage/state.py"
 HANDOFF = "peers/stage/handoff.py"
 ALL_REDUCE = "peers/stage/all_reduce.py"
@@ -170,7 +174,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "prepared-when-one-is",
         ROUNDS,
-        "ready=len(votes[chosen]) == len(members),",
+        "ready=len(sources) == replicas,",
         "ready=True,",
         "The commit comes before all replicas hold the result.",
         SWARMS,
@@ -178,15 +182,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "keep-a-plan-that-changed",
         ROUNDS,
-        "all(m is not None and m.done == ledger for",
-        "all(m is not None for",
+        "report.done == ledgers.get(peer, 0) for",
+        "(peer in ledgers or not report.done) for",
         "A plan is told again whose ledgers are not those of its members.",
         SWARMS,
     ),
     Mutation(
         "repeat-a-failed-round",
         ROUNDS,
-        "        and not any(m.failed_round == plan.round for m in members)\n",
+        "        and not any(report.failed_round == plan.round for report in reports.values())\n",
         "",
         "A round that failed at a member is told again for ever.",
         SWARMS,
@@ -194,8 +198,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "undo-at-the-one-who-cannot",
         ROUNDS,
-        "for only_fixed in (True, False):",
-        "for only_fixed in (False,):",
+        "for only_inherited in (True, False):",
+        "for only_inherited in (False,):",
         "A replica that inherited a duplicate drops its whole sum although the other could subtract.",
         MOVES,
     ),
@@ -275,7 +279,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "skip-the-undo",
         REPLICA,
-        "    elif wanted.undo:\n",
+        "    elif wanted.retract:\n",
         "    elif False:\n",
         "A duplicate stays in two sums, and the step never comes.",
         SWARMS,
@@ -509,7 +513,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "freeze-without-checking-the-plan",
-        SERVER,
+        ACTIONS,
         "            if why is not None:\n                return why, None\n",
         "",
         "A replica joins a round whose plan names another sum than its own.",
@@ -517,7 +521,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "result-taken-after-the-unfreeze",
-        SERVER,
+        ACTIONS,
         "step.prepared is None and step.ledger.frozen_for == plan.round:",
         "step.prepared is None:",
         "The result of a round that was given up is held, beside a sum that has changed.",
@@ -525,16 +529,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "forget-an-inherited-duplicate",
-        SERVER,
-        "            if twice & step.ledger.inherited:\n",
+        STATE,
+        "            if microbatches & step.ledger.inherited:\n",
         "            if False:\n",
         "A duplicate that came with a sum is undone without what there is to subtract.",
         ("test_guards", *MOVES),
     ),
     Mutation(
         "undo-the-ledger-only",
-        SERVER,
-        "core.compute.subtract(Microbatch(step.t, m), kept.inputs, kept.grads_out)",
+        STATE,
+        "self.compute.subtract(Microbatch(step.t, m), kept.inputs, kept.grads_out)",
         "pass",
         "A duplicate goes out of the ledger and stays in the sum.",
         (
@@ -648,8 +652,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "trust-one-download-source",
         CLIENT,
-        "key=lambda group: (len(group), max(offer.position for offer in group))",
-        "key=lambda group: max(offer.position for offer in group)",
+        "key=lambda group: (len(group), max(offer.opened.position for offer in group))",
+        "key=lambda group: max(offer.opened.position for offer in group)",
         "One source that lies outweighs two that agree.",
         FETCHED,
     ),
@@ -922,17 +926,17 @@ MUTATIONS: tuple[Mutation, ...] = (
     # --- a stage peer ---
     Mutation(
         "undo-in-a-frozen-sum",
-        SERVER,
+        STATE,
         "            if step.over or step.ledger.frozen_for is not None:\n"
         "                return 0\n"
-        "            if twice",
-        "            if twice",
+        "            if microbatches",
+        "            if microbatches",
         "A duplicate is subtracted from a sum that was promised to a round.",
         ("test_guards", "test_reduce", *SWARMS),
     ),
     Mutation(
         "ledger-kept-when-an-undo-breaks",
-        SERVER,
+        STATE,
         "                except SumLost:\n                    step.drop()\n",
         "                except SumLost:\n",
         "The sum is lost, the ledger says that it is there.",
@@ -940,7 +944,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "thaw-what-was-promised-anew",
-        SERVER,
+        ACTIONS,
         "            if step.may_thaw:\n                step",
         "            if True:\n                step",
         "A sum opens although it was promised to a new round meanwhile.",
@@ -948,15 +952,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "thaw-before-the-reduce-ended",
-        SERVER,
-        "        await step.stopped()\n        await self.core.device.run(Rank.STEP, step.t, thaw)",
-        "        await self.core.device.run(Rank.STEP, step.t, thaw)",
+        ACTIONS,
+        "        await step.stopped()\n        await self._core.device.run(Rank.STEP, step.t, thaw)",
+        "        await self._core.device.run(Rank.STEP, step.t, thaw)",
         "Work enters a sum while a cancelled reduce still gives it out.",
         ("test_reduce", *SWARMS),
     ),
     Mutation(
         "failed-reduce-not-said",
-        SERVER,
+        ACTIONS,
         "            # No memory, perhaps. Said, or the coordinator would wait for this round for ever.\n"
         "            step.end_round(plan.round, failed=True)\n",
         "",
@@ -965,31 +969,31 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "follow-after-the-end",
-        SERVER,
-        'busy=lambda: self._recovering or self._state == "left",',
-        "busy=lambda: self._recovering,",
+        STATE,
+        'return self.changing or self.life == "left"',
+        "return self.changing",
         "A directive that comes late starts work that nobody ends.",
         ("test_guards", "test_attack", "test_pause"),
     ),
     Mutation(
         "two-changes-of-state-at-once",
-        SERVER,
-        "            if not self._recovering:\n",
+        ACTIONS,
+        "            if not self._core.changing:\n",
         "            if True:\n",
         "A step is taken while the whole state is replaced.",
         ("test_guards", "test_reduce", *SWARMS, "test_stage_lost"),
     ),
     Mutation(
         "move-without-looking-again",
-        SERVER,
-        "            moves = await self._has_a_mate(going=going)  # it may have died meanwhile\n",
+        MOVING,
+        "            moves = await self._replicas.keep_stage(going=going)  # it may have died meanwhile\n",
         "",
         "The last replica of a stage moves to another.",
         ("test_moves",),
     ),
     Mutation(
         "rely-on-a-replica-that-is-behind",
-        SERVER,
+        MEMBERSHIP,
         "            and replica.version >= core.version - 1\n",
         "",
         "A stage is left to a replica that has not its weights.",
@@ -997,7 +1001,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rely-on-another-generation",
-        SERVER,
+        MEMBERSHIP,
         "            and replica.generation == core.generation\n",
         "",
         "A stage is left to a replica that has not gone back with the run.",
@@ -1005,7 +1009,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "restore-without-waiting",
-        SERVER,
+        JOINING,
         "if waited_s > LOST_S and await",
         "if await",
         "A stage whose replicas are cut off for a moment goes back to its beginning.",
@@ -1013,8 +1017,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "last-version-not-saved",
-        SERVER,
-        "if not (version == self._run.steps or (every and version % every == 0)):",
+        ACTIONS,
+        "if not (core.finished or (every and version % every == 0)):",
         "if not (every and version % every == 0):",
         "What the run has come to is on no disk.",
         ("test_resume", "test_keeping"),
@@ -1312,7 +1316,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "last-commit-not-downloaded",
         RECOVERY,
-        "            core.remember(found.opened.last_go)\n",
+        "            core.remember(found.opened.last_commit)\n",
         "            pass\n",
         "A newcomer that coordinates does not know the commit that others wait for.",
         ("test_guards", "test_sync", "test_loops", "test_pause"),
@@ -1320,8 +1324,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "paused-peer-takes-sums",
         PAUSE,
-        '    "take",\n',
-        "",
+        '"offer", "give", "take", "held"',
+        '"offer", "give", "held"',
         "A sum goes to a peer that counts nothing.",
         ("test_pause",),
     ),
@@ -1394,7 +1398,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "lacking-of-another-generation",
         TRAINER,
-        "        if directive.generation != self._generation:\n            return\n",
+        "        if status.generation != self._generation:\n            return\n",
         "",
         "A trainer runs what was lacking before the run went back.",
         ("test_trainer_news", "test_trainer_alone", "test_stage_lost", "test_latecomers"),
@@ -1402,8 +1406,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "impossible-news",
         TRAINER,
-        '            check_position(watched.generation, watched.version, self._run, what="news")\n',
-        "            pass\n",
+        'check_position(watched.generation, watched.version, self._run, what="a status")',
+        "pass",
         "A trainer goes home because one peer says that the run is past its end.",
         (
             "test_trainer_news",
@@ -1521,18 +1525,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "gradient-of-any-step",
         LEASES,
-        "elif core.applied is not None and core.applied.commit.t == wanted.t:\n            vector",
-        "elif core.applied is not None:\n            vector",
+        "if step is None and core.applied is not None and core.applied.t == wanted.t:",
+        "if step is None and core.applied is not None:",
         "The gradient of another step is given out.",
         ("test_sync", "test_loops"),
-    ),
-    Mutation(
-        "part-of-any-step",
-        LEASES,
-        "elif core.applied is not None and core.applied.commit.t == wanted.t:\n            reduced",
-        "elif core.applied is not None:\n            reduced",
-        "Of a tied weight another step's part is given out.",
-        ("test_brought", "test_sync"),
     ),
     Mutation(
         "state-before-having-joined",

@@ -30,8 +30,8 @@ def check_report(report: ReplicaReport, run: Run) -> None:
     for step in report.steps:
         for ledger in (step.done, step.in_progress, step.inherited):
             check_bitmap(ledger, run.M)
-        if step.held is not None:
-            _check_sqnorm(step.held.sqnorm)
+        if step.prepared is not None:
+            _check_sqnorm(step.prepared.sqnorm)
 
 
 def check_summary(summary: StageSummary, run: Run) -> None:
@@ -44,8 +44,7 @@ def check_summary(summary: StageSummary, run: Run) -> None:
     _check_steps([step.t for step in summary.steps], run)
     _check_commits(summary.commits, run)
     for step in summary.steps:
-        for bitmap in (step.lacking, step.unclaimed):
-            check_bitmap(bitmap, run.M)
+        check_bitmap(step.unclaimed, run.M)
         _check_sqnorm(step.sqnorm)
 
 
@@ -60,10 +59,10 @@ def _check_steps(steps: Sequence[int], run: Run) -> None:
 
 def _check_commits(commits: Sequence[Commit], run: Run) -> None:
     if len(commits) > MAX_STEPS:
-        raise Refused(f"{len(commits)} goes at once; at most {MAX_STEPS}")
+        raise Refused(f"{len(commits)} commits at once; at most {MAX_STEPS}")
     for commit in commits:
         if not 0 <= commit.t < run.steps:
-            raise Refused(f"a go for step {commit.t} of a run of {run.steps} steps")
+            raise Refused(f"a commit for step {commit.t} of a run of {run.steps} steps")
         _check_sqnorm(commit.total_sqnorm)
 
 

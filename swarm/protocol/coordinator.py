@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from swarm.ids import Generation, PeerId, Stage
 from swarm.manifest import Run
-from swarm.protocol.ledger import Bitmap, everything, members_of
+from swarm.protocol.ledger import Bitmap, members_of
 from swarm.protocol.messages import (
     Directive,
     ReplicaReport,
@@ -18,18 +20,17 @@ from swarm.protocol.messages import (
     StageSummary,
     StepDirective,
     StepLacking,
-    StepSummary,
 )
-from swarm.protocol.replica import newest_commits
+from swarm.protocol.replica import Local, newest_commits
 from swarm.protocol.rounds import (
     Commit,
     Decision,
     FetchResult,
     Lacking,
-    MemberStep,
     Plan,
     Reduce,
-    StageStep,
+    StepReport,
+    StepSummary,
     Undo,
     decide,
     decide_commit,
@@ -71,6 +72,11 @@ class Agreed:
                 for t in [t for t in self.commits if t < commit.t - 4]:
                     del self.commits[t]
 
+    def known(self, local: Local) -> dict[int, Commit]:
+        """The commits of the present generation: heard of, or taken by this replica."""
+        taken = local.commits if local.generation == self.generation else {}
+        return {**taken, **self.commits}
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -109,18 +115,19 @@ class StageCoordinator:
 
     def holds(self, t: int) -> bool:
         """Whether a replica is prepared for step `t`."""
-        return any(step.held for step in self._steps(t))
+        return any(step.prepared for step in self._steps(t).values())
 
     def decide(self) -> None:
         """Decide on each open step, from the reports that are here."""
         self._decisions = {}
         newest = self.newest_version()
+        uploads_bps = {peer: member.report.bandwidth_bps for peer, member in self.members.items()}
         for t in range(newest, min(newest + (2 if self._run.delayed_updates else 1), self._run.steps)):
             steps = self._steps(t)
             if not steps:
                 continue
             decision = decide(
-                self._run.id, self._stage, t, self._run.M, self._numel, steps, self._plans.get(t)
+                self._run.id, self._stage, t, self._run.M, self._numel, steps, self._plans.get(t), uploads_bps
             )
             self._decisions[t] = decision
             if isinstance(decision, Reduce):
@@ -130,22 +137,9 @@ class StageCoordinator:
         for t in [t for t in self._plans if t < newest]:
             del self._plans[t]
 
-    def _steps(self, t: int) -> list[MemberStep]:
-        return [
-            MemberStep(
-                peer=peer,
-                done=step.done,
-                in_progress=step.in_progress,
-                inherited=step.inherited,
-                frozen_for=step.frozen_for,
-                held=step.held,
-                failed_round=step.failed_round,
-                bandwidth_bps=max(0.0, report.bandwidth_bps),
-            )
-            for peer, report in self.present().items()
-            for step in report.steps
-            if step.t == t
-        ]
+    def _steps(self, t: int) -> dict[PeerId, StepReport]:
+        reports = self.present().items()
+        return {peer: step for peer, report in reports for step in report.steps if step.t == t}
 
     def _note_loss(self, t: int) -> None:
         """Note the mean loss of a step whose microbatches are all there, added in their order."""
@@ -192,18 +186,12 @@ class StageCoordinator:
         """What the run coordinator needs to know of the stage."""
         steps = []
         for t, decision in self._decisions.items():
-            lacks = decision if isinstance(decision, Lacking) else Lacking(0, 0)
-            result = decision if isinstance(decision, FetchResult) else None
-            steps.append(
-                StepSummary(
-                    t=t,
-                    lacking=Bitmap(lacks.lacking & everything(self._run.M)),
-                    unclaimed=Bitmap(lacks.unclaimed & everything(self._run.M)),
-                    ready=result is not None and result.ready,
-                    sqnorm=0.0 if result is None else result.sqnorm,
-                    loss=self.losses.get(t),
-                )
-            )
+            step = StepSummary(t=t, loss=self.losses.get(t))
+            if isinstance(decision, Lacking):
+                step = replace(step, unclaimed=Bitmap(decision.unclaimed))
+            elif isinstance(decision, FetchResult):
+                step = replace(step, ready=decision.ready, sqnorm=decision.sqnorm)
+            steps.append(step)
         return StageSummary(
             run=self._run.id,
             stage=self._stage,
@@ -219,9 +207,9 @@ def _step_directive(t: int, decision: Decision, peer: PeerId) -> StepDirective:
     if isinstance(decision, Reduce):
         return StepDirective(t=t, plan=decision.plan)
     if isinstance(decision, FetchResult):
-        return StepDirective(t=t, adopt=decision)
+        return StepDirective(t=t, fetch=decision)
     if isinstance(decision, Undo):
-        return StepDirective(t=t, undo=Bitmap(decision.by.get(peer, 0)))
+        return StepDirective(t=t, retract=Bitmap(decision.by.get(peer, 0)))
     return StepDirective(t=t)
 
 
@@ -251,74 +239,53 @@ class RunCoordinator:
             if said.summary.generation == self._agreed.generation
         }
 
-    def decide(self, losses: dict[int, float]) -> tuple[int, tuple[StepLacking, ...]]:
-        """The run's version, and what its open steps lack; notes new commits and losses.
+    def decide(self, losses: dict[int, float], local: Local) -> RunStatus:
+        """What all stages and trainers are told; notes new commits and losses. A stage must be present.
 
-        At least one stage must be present.
+        What a silent stage lacks is left out: it could not be run again now.
         """
         summaries = self.present()
-        version = max(summary.version for summary in summaries.values())
+        versions = [summary.version for summary in summaries.values()]
+        version, oldest = max(versions), min(versions)
         for summary in summaries.values():
             for step in summary.steps:
                 if step.loss is not None:
                     losses.setdefault(step.t, step.loss)
         while len(losses) > LOSSES_KEPT:
             del losses[min(losses)]
-        oldest = min(summary.version for summary in summaries.values())
         ahead = 1 if self._run.delayed_updates else 0
-        lacking = []
+        lacking: list[StepLacking] = []
         for t in sorted({oldest, *range(version, version + ahead + 1)}):
             if t >= self._run.steps:
                 continue
-            views = {stage: _stage_step(summary, t) for stage, summary in summaries.items()}
+            views = {stage: _summary_of(summary, t) for stage, summary in summaries.items()}
             known = {stage: view for stage, view in views.items() if view is not None}
             if t == oldest:  # steps are taken in their order
                 commit = decide_commit(t, self._run.S, known, self._agreed.commits)
                 if commit is not None:
                     self._agreed.commits[t] = commit
             if t >= version:
-                lacking.append(self._lacking(t, known))
-        return version, tuple(lacking)
-
-    def _lacking(self, t: int, known: Mapping[Stage, StageStep]) -> StepLacking:
-        """What step `t` lacks, by the stages that have spoken: the microbatches of a silent one could not be
-        run again now.
-        """
-        by_stage = [known[stage].unclaimed if stage in known else 0 for stage in range(self._run.S)]
-        return StepLacking(t=t, by_stage=tuple(map(Bitmap, by_stage)))
+                silent = StepSummary(t=t)
+                by_stage = [known.get(stage, silent).unclaimed for stage in range(self._run.S)]
+                lacking.append(StepLacking(t=t, by_stage=tuple(by_stage)))
+        return RunStatus(
+            run=self._run.id,
+            generation=self._agreed.generation,
+            version=version,
+            held_by_all=self.held_by_all(),
+            lacking=tuple(lacking),
+            commits=newest_commits(self._agreed.known(local)),
+            losses=tuple(sorted(losses.items())),
+            run_coordinator=self._me,
+        )
 
     def held_by_all(self) -> int:
         """The version that all stages have at least; -1 while one of them is silent."""
         versions = [summary.version for summary in self.present().values()]
         return min(versions) if len(versions) == self._run.S else -1
 
-    def status(
-        self,
-        version: int,
-        lacking: tuple[StepLacking, ...],
-        commits: Mapping[int, Commit],
-        losses: Mapping[int, float],
-    ) -> RunStatus:
-        """What all stages and trainers are told."""
-        return RunStatus(
-            run=self._run.id,
-            generation=self._agreed.generation,
-            version=version,
-            held_by_all=self.held_by_all(),
-            lacking=lacking,
-            commits=newest_commits(commits),
-            losses=tuple(sorted(losses.items())),
-            run_coordinator=self._me,
-        )
 
-
-def _stage_step(summary: StageSummary, t: int) -> StageStep | None:
+def _summary_of(summary: StageSummary, t: int) -> StepSummary | None:
     """A stage's summary of step `t`. A stage past that step lacks nothing of it, and its commit is known."""
-    for step in summary.steps:
-        if step.t == t:
-            return StageStep(
-                summary.stage, summary.version, step.lacking, step.unclaimed, step.ready, step.sqnorm
-            )
-    if summary.version > t:
-        return StageStep(summary.stage, summary.version, 0, 0, False, 0.0)
-    return None
+    past = StepSummary(t=t) if summary.version > t else None
+    return next((step for step in summary.steps if step.t == t), past)

@@ -10,27 +10,23 @@ from __future__ import annotations
 
 import msgspec
 
-from swarm.ids import Generation, PeerId, Stage
+from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.protocol.ledger import Bitmap
-from swarm.protocol.rounds import Commit, FetchResult, Plan, Prepared
-
-NOTHING = Bitmap(0)
+from swarm.protocol.rounds import NOTHING, Commit, FetchResult, Plan, StepReport, StepSummary
 
 
-class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica's ledger of one step."""
+class Positioned(msgspec.Struct, frozen=True, kw_only=True):
+    """A message that says how far its sender, stage or run is."""
 
-    t: int
-    done: Bitmap = NOTHING
-    in_progress: Bitmap = NOTHING
-    frozen_for: str = ""
-    held: Prepared | None = None
-    failed_round: str = ""
-    inherited: Bitmap = NOTHING
-    """The part of `done` that cannot be retracted: it was handed over by a replica that left."""
+    generation: Generation = Generation()
+    version: int
+
+    @property
+    def position(self) -> Position:
+        return Position(self.generation, self.version)
 
 
-class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaReport(Positioned, frozen=True, kw_only=True):
     """All that a coordinator needs to know of a replica. State, not events.
 
     The last stage adds a body: per step, the float64 losses of the microbatches in `done`, ascending.
@@ -38,8 +34,6 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     stage: Stage
-    generation: Generation = Generation()
-    version: int
     digest: str = ""
     """Digest of the weights of `version`; empty while it is being computed."""
     kind: str = ""
@@ -53,12 +47,12 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepDirective(msgspec.Struct, frozen=True, kw_only=True):
-    """What the stage does about step `t`. At most one of plan, adopt and undo is set."""
+    """What the stage does about step `t`. At most one of the others is set."""
 
     t: int
     plan: Plan | None = None
-    adopt: FetchResult | None = None
-    undo: Bitmap = NOTHING
+    fetch: FetchResult | None = None
+    retract: Bitmap = NOTHING
     """Microbatches that this replica subtracts."""
 
 
@@ -69,11 +63,10 @@ class StepLacking(msgspec.Struct, frozen=True, kw_only=True):
     by_stage: tuple[Bitmap, ...]
 
 
-class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+class RunStatus(Positioned, frozen=True, kw_only=True):
     """The run coordinator's picture of the run."""
 
     run: str = ""
-    generation: Generation = Generation()
     version: int = 0
     held_by_all: int = -1
     """The version that every stage has reached; -1: some stage has been silent lately."""
@@ -85,7 +78,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     run_coordinator: PeerId = ""
 
 
-class Directive(msgspec.Struct, frozen=True, kw_only=True):
+class Directive(Positioned, frozen=True, kw_only=True):
     """What a coordinator tells a replica of its stage."""
 
     run: str
@@ -93,11 +86,9 @@ class Directive(msgspec.Struct, frozen=True, kw_only=True):
     coordinator: PeerId
     number: int = 0
     """Rises with each directive of this coordinator, so that a late one is recognised."""
-    generation: Generation = Generation()
-    version: int
-    """Newest version in the stage: a replica behind it catches up from `sources`."""
     sources: tuple[PeerId, ...] = ()
-    """Empty: no replica of the stage has it yet, and each gets it where it can."""
+    """Replicas at `version`, the newest in the stage, from which those behind it catch up. Empty: none has
+    it yet, and each gets it where it can."""
     behind_s: int = 0
     """For how long the stage has been unable to follow the run; the next coordinator goes on counting."""
     digest: str = ""
@@ -107,23 +98,11 @@ class Directive(msgspec.Struct, frozen=True, kw_only=True):
     run_status: RunStatus = RunStatus()
 
 
-class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
-    t: int
-    lacking: Bitmap = NOTHING
-    unclaimed: Bitmap = NOTHING
-    ready: bool
-    sqnorm: float
-    loss: float | None = None
-    """Last stage, once covered: the mean over the M microbatches, added in their order."""
-
-
-class StageSummary(msgspec.Struct, frozen=True, kw_only=True):
+class StageSummary(Positioned, frozen=True, kw_only=True):
     """A stage's state, from its coordinator to the run coordinator."""
 
     run: str
     stage: Stage
-    generation: Generation = Generation()
-    version: int
     members: int
     steps: tuple[StepSummary, ...] = ()
     commits: tuple[Commit, ...] = ()

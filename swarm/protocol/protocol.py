@@ -85,7 +85,7 @@ class StepProtocol:
         self._told: dict[PeerId, Directive] = {}
         self._number = 0
         self._behind_since: float | None = None
-        self._looked_s = -math.inf
+        self._checked_s = -math.inf
         self._witnessed = local.position
         """The furthest position that a replica of another stage reported."""
         self.directive: Directive | None = None
@@ -103,9 +103,9 @@ class StepProtocol:
         self._local, self._peers = local, peers
         self._enter(local.generation)
         if local.busy:
-            self._looked_s = now
-        elif self._looks_lost(now):
-            self._looked_s = now
+            self._checked_s = now
+        elif self._seems_lost(now):
+            self._checked_s = now
             self._actions.append(RestoreStage())
 
     def ready(self, *, now: float) -> Ready:
@@ -251,8 +251,8 @@ class StepProtocol:
         Peers of the other stages are asked, and the replica, which repeats itself, is believed a second
         later.
         """
-        known = max(self._local.position, self.run_position, self._witnessed)
-        if self._run.S > 1 and is_alone_ahead(Position(report.generation, report.version), known):
+        known = max(self._local.position, self.run_status.position, self._witnessed)
+        if self._run.S > 1 and is_alone_ahead(report.position, known):
             self._actions.append(AskWitnesses())
             raise NotNow(
                 f"peer {short(sender)} says that it is at version {report.version}; the run is at "
@@ -274,8 +274,8 @@ class StepProtocol:
         for member in list(stage.members.values()):
             self._learn(member.report.commits, member.report.generation)
         stage.decide()
-        self._look_behind(now)
-        summary = stage.summary(self.known_commits())
+        self._check_behind(now)
+        summary = stage.summary(self._agreed.known(self._local))
         coordinator = self.coordinator(0, now=now)
         if coordinator == self._me:
             self._run_coordinator.stages[self._stage] = Summarized(summary, self._me, now)
@@ -292,7 +292,10 @@ class StepProtocol:
 
     def _directive_for(self, peer: PeerId, now: float) -> Directive:
         return self._coordinator.directive_for(
-            peer, commits=self.known_commits(), behind_s=self.stuck_s(now=now), run_status=self.run_status
+            peer,
+            commits=self._agreed.known(self._local),
+            behind_s=self.stuck_s(now=now),
+            run_status=self.run_status,
         )
 
     def _numbered(self, directive: Directive) -> Directive:
@@ -301,13 +304,13 @@ class StepProtocol:
 
     # -- a stage that cannot follow the run -------------------------------------------------------
 
-    def _look_behind(self, now: float) -> None:
+    def _check_behind(self, now: float) -> None:
         """Notice that the run has gone on without this stage: no replica has what the others have taken."""
         newest = self._coordinator.newest_version()
         behind = self.run_status.generation == self._agreed.generation and self.run_status.version > newest
         # A prepared replica waits for its commit. The run is past it: if no replica here was told, the commit
         # is lost.
-        follows = self._coordinator.holds(newest) and newest in self.known_commits()
+        follows = self._coordinator.holds(newest) and newest in self._agreed.known(self._local)
         if (behind and not follows) or not self._coordinator.present():
             self._behind_since = self._behind_since or now
         else:
@@ -321,20 +324,15 @@ class StepProtocol:
         """The same, if this peer coordinates the stage; else 0."""
         return self.stuck_s(now=now) if self.coordinates(self._stage, now=now) else 0.0
 
-    def _looks_lost(self, now: float) -> bool:
+    def _seems_lost(self, now: float) -> bool:
         return (
             self._behind_since is not None
-            and now - self._looked_s >= self._timings.look_s
+            and now - self._checked_s >= self._timings.check_s
             and self._local.joined
             and self.behind_s(now=now) > self._timings.lost_s
         )
 
     # -- the run ----------------------------------------------------------------------------------
-
-    @property
-    def run_position(self) -> Position:
-        """How far the run is, as far as its coordinator told."""
-        return Position(self.run_status.generation, self.run_status.version)
 
     def summary(self, sender: PeerId, summary: StageSummary, *, now: float) -> RunStatus:
         """Take in a stage's summary, if this peer coordinates the run; return how the run is.
@@ -359,8 +357,7 @@ class StepProtocol:
         for summary in present.values():
             self._learn(summary.commits, summary.generation)
         losses = self._coordinator.losses
-        version, lacking = run.decide(losses)
-        status = run.status(version, lacking, self.known_commits(), losses)
+        status = run.decide(losses, self._local)
         if status == self.run_status:
             return
         if status.commits != self.run_status.commits:
@@ -377,17 +374,17 @@ class StepProtocol:
             Refused: it is of another run.
         """
         if status.run != self._run.id:
-            raise Refused(f"news of run {status.run[:40]!r}; this peer serves {self._run.id}")
+            raise Refused(f"the status of run {status.run[:40]!r}; this peer serves {self._run.id}")
         if sender == status.run_coordinator == self.coordinator(0, now=now):
             self.run_status_came(status, now=now)
 
     def run_status_came(self, status: RunStatus, *, now: float) -> None:
         """Take in the run coordinator's status of the run."""
-        known = self.known_commits()
+        known = self._agreed.known(self._local)
         self._enter(status.generation)
         self._learn(status.commits, status.generation)
         self.run_status = status
-        if self.known_commits() != known and self.coordinates(self._stage, now=now):
+        if self._agreed.known(self._local) != known and self.coordinates(self._stage, now=now):
             self._soon = True
 
     def _enter(self, generation: Generation) -> None:
@@ -401,8 +398,3 @@ class StepProtocol:
         reports = self._coordinator.present().values()
         newest = max((report.version for report in reports), default=0)
         self._agreed.learn(commits, generation, newest=max(newest, self._local.version))
-
-    def known_commits(self) -> dict[int, Commit]:
-        """The commits of the present generation: taken here, or heard of."""
-        taken = self._local.commits if self._local.generation == self._agreed.generation else {}
-        return {**taken, **self._agreed.commits}

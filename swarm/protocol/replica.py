@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from swarm.ids import Generation, PeerId, Position
 from swarm.protocol.ledger import Bitmap, members_of
-from swarm.protocol.messages import Directive, ReplicaReport, StepDirective, StepReport
-from swarm.protocol.rounds import Commit, Plan, finishes_until_s
+from swarm.protocol.messages import Directive, ReplicaReport, StepDirective
+from swarm.protocol.rounds import Commit, Plan, StepReport, finishes_until_s
 from swarm.protocol.step import ReplicaStep, StepState
 
 COMMITS_KEPT = 3
@@ -119,7 +119,7 @@ def step_report(step: ReplicaStep) -> StepReport:
         in_progress=Bitmap(in_progress & ~done),
         inherited=Bitmap(inherited),
         frozen_for=step.ledger.frozen_for or "",
-        held=step.prepared,
+        prepared=step.prepared,
         failed_round=step.failed_round,
     )
 
@@ -159,7 +159,7 @@ def follow(me: PeerId, local: Local, directive: Directive, *, now: float) -> lis
         step = local.steps.get(local.version)
         if step is not None and step.state is StepState.PREPARED:
             return [ApplyStep(commit)]
-    theirs = Position(directive.generation, directive.version)
+    theirs = directive.position
     differs = directive.digest and local.digest and directive.digest != local.digest
     if theirs > local.position or (theirs == local.position and differs):
         return [CatchUp(directive)]
@@ -174,11 +174,11 @@ def follow(me: PeerId, local: Local, directive: Directive, *, now: float) -> lis
 
 
 def _follow_step(me: PeerId, step: ReplicaStep, wanted: StepDirective, now: float) -> Action | None:
-    if wanted.adopt is not None:
-        if step.prepared is None or step.prepared.round != wanted.adopt.round:
-            sources = tuple(peer for peer in wanted.adopt.sources if peer != me)
-            if sources and not _finishes_itself(step, wanted.adopt.round, now):
-                return Fetch(step.t, wanted.adopt.round, sources)
+    if wanted.fetch is not None:
+        if step.prepared is None or step.prepared.round != wanted.fetch.round:
+            sources = tuple(peer for peer in wanted.fetch.sources if peer != me)
+            if sources and not _finishes_itself(step, wanted.fetch.round, now):
+                return Fetch(step.t, wanted.fetch.round, sources)
     elif step.prepared is not None:
         return None
     elif wanted.plan is not None and me in wanted.plan.members:
@@ -186,8 +186,8 @@ def _follow_step(me: PeerId, step: ReplicaStep, wanted: StepDirective, now: floa
             return AllReduce(step.t, wanted.plan)
     elif step.state is not StepState.OPEN:
         return Unfreeze(step.t)
-    elif wanted.undo:
-        return Retract(step.t, wanted.undo)
+    elif wanted.retract:
+        return Retract(step.t, wanted.retract)
     return None
 
 

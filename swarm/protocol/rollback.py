@@ -76,7 +76,7 @@ class Rollback(NamedTuple):
     """Seconds to wait first: peers with a newer checkpoint may come back."""
 
 
-def way_back(
+def plan_rollback(
     stage: Stage,
     stages: int,
     run: Position,

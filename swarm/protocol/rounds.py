@@ -25,6 +25,8 @@ import msgspec
 from swarm.ids import PeerId, Stage
 from swarm.protocol.ledger import Bitmap, everything, members_of
 
+NOTHING = Bitmap(0)
+
 STAR_AFTER = 3
 """Aborted rounds of one step after which the coordinator reduces everything itself: two replicas may be
 unable to reach each other while both reach it."""
@@ -65,21 +67,19 @@ class Plan(msgspec.Struct, frozen=True):
     """Elements of the flat gradient that each replica owns, in order; they sum to its length."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemberStep:
-    """What one replica reports of one step."""
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica's ledger of one step."""
 
-    peer: PeerId
-    done: int = 0
-    in_progress: int = 0
+    t: int
+    done: Bitmap = NOTHING
+    in_progress: Bitmap = NOTHING
     frozen_for: str = ""
-    held: Prepared | None = None
+    prepared: Prepared | None = None
+    """The result that it holds."""
     failed_round: str = ""
     """The last round that failed at this replica."""
-    bandwidth_bps: float = 0.0
-    """Measured upload, bits per second; 0 = not measured."""
-    inherited: int = 0
-    """The part of `done` that this replica cannot retract."""
+    inherited: Bitmap = NOTHING
+    """The part of `done` that cannot be retracted: it was handed over by a replica that left."""
 
 
 class FetchResult(msgspec.Struct, frozen=True):
@@ -130,8 +130,8 @@ def round_id(
     run: str, stage: Stage, t: int, number: int, members: Sequence[PeerId], ledgers: Sequence[int]
 ) -> str:
     """The name of an all-reduce group: a hash of everything that its replicas must agree on."""
-    who = (f"{peer}:{ledger:x}" for peer, ledger in zip(members, ledgers, strict=True))
-    text = "|".join([run, str(stage), str(t), str(number), *who])
+    ledger_of = (f"{peer}:{ledger:x}" for peer, ledger in zip(members, ledgers, strict=True))
+    text = "|".join([run, str(stage), str(t), str(number), *ledger_of])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -141,94 +141,91 @@ def decide(
     t: int,
     microbatches: int,
     numel: int,
-    members: Sequence[MemberStep],
+    reports: Mapping[PeerId, StepReport],
     current: Plan | None,
+    bandwidths_bps: Mapping[PeerId, float],
 ) -> Decision:
     """What a stage should do about step `t`, from its live replicas' reports.
 
-    `current` is the plan published last, kept as long as it still fits the reports.
+    `current` is the plan published last, kept as long as it still fits the reports. `bandwidths_bps`: the
+    replicas' uploads, as far as they are measured.
     """
-    members = sorted(members, key=lambda member: member.peer)
-    holders = [m for m in members if m.held is not None]
-    if holders:
-        return _adopt(members, holders)
+    reports = dict(sorted(reports.items()))
+    held = {peer: report.prepared for peer, report in reports.items() if report.prepared is not None}
+    if held:
+        return _fetch(held, len(reports))
     union = twice = in_progress = 0
-    for member in members:
-        twice |= union & member.done
-        union |= member.done
-        in_progress |= member.in_progress
+    for report in reports.values():
+        twice |= union & report.done
+        union |= report.done
+        in_progress |= report.in_progress
     if union != everything(microbatches):
         lacking = everything(microbatches) & ~union
         return Lacking(lacking, lacking & ~in_progress)
     if twice:
-        return _undo(members, twice)
-    if current is not None and _still_fits(current, members):
+        return _undo(reports, twice)
+    if current is not None and _still_fits(current, reports):
         return Reduce(current)
     number = 0 if current is None else current.number + 1
-    ids, ledgers = tuple(m.peer for m in members), tuple(Bitmap(m.done) for m in members)
-    parts = _share_out(numel, members, star=number >= STAR_AFTER)
+    ids, ledgers = tuple(reports), tuple(report.done for report in reports.values())
+    uploads_bps = [bandwidths_bps.get(peer, 0.0) for peer in ids]
+    parts = _share_out(numel, uploads_bps, star=number >= STAR_AFTER)
     return Reduce(Plan(round_id(run, stage, t, number, ids, ledgers), number, ids, ledgers, parts))
 
 
-def _adopt(members: Sequence[MemberStep], holders: Sequence[MemberStep]) -> FetchResult:
-    votes: dict[str, list[MemberStep]] = {}
-    for member in holders:
-        assert member.held is not None
-        votes.setdefault(member.held.round, []).append(member)
+def _fetch(held: Mapping[PeerId, Prepared], replicas: int) -> FetchResult:
+    votes: dict[str, list[PeerId]] = {}
+    for peer, prepared in held.items():
+        votes.setdefault(prepared.round, []).append(peer)
     chosen = min(votes, key=lambda name: (-len(votes[name]), name))
-    held = votes[chosen][0].held
-    assert held is not None
+    sources = votes[chosen]
     return FetchResult(
         round=chosen,
-        sources=tuple(m.peer for m in votes[chosen]),
-        ready=len(votes[chosen]) == len(members),
-        sqnorm=held.sqnorm,
+        sources=tuple(sources),
+        ready=len(sources) == replicas,
+        sqnorm=held[sources[0]].sqnorm,
     )
 
 
-def _undo(members: Sequence[MemberStep], twice: int) -> Undo:
+def _undo(reports: Mapping[PeerId, StepReport], twice: int) -> Undo:
     """The directive to retract duplicates: a replica that cannot subtract keeps its own, else the smallest id
     does.
 
     Of two that cannot, the second is told all the same: it drops its whole sum.
     """
-    keeps = dict.fromkeys((member.peer for member in members), 0)
+    keeps = dict.fromkeys(reports, 0)
     left = twice
-    for only_fixed in (True, False):
-        for member in members:
-            could = member.done & member.inherited if only_fixed else member.done
-            keeps[member.peer] |= could & left
+    for only_inherited in (True, False):
+        for peer, report in reports.items():
+            could = report.done & report.inherited if only_inherited else report.done
+            keeps[peer] |= could & left
             left &= ~could
-    by = {m.peer: m.done & twice & ~keeps[m.peer] for m in members}
+    by = {peer: report.done & twice & ~keeps[peer] for peer, report in reports.items()}
     return Undo({peer: again for peer, again in by.items() if again})
 
 
-def _still_fits(plan: Plan, members: Sequence[MemberStep]) -> bool:
+def _still_fits(plan: Plan, reports: Mapping[PeerId, StepReport]) -> bool:
     """Whether a plan still fits. A replica that came since and has added nothing fetches the result later."""
-    reported = {m.peer: m for m in members}
-    planned = [reported.pop(peer, None) for peer in plan.members]
+    ledgers = dict(zip(plan.members, plan.ledgers, strict=True))
     return (
-        all(m is not None and m.done == ledger for m, ledger in zip(planned, plan.ledgers, strict=True))
-        and not any(m.done for m in reported.values())
-        and not any(m.failed_round == plan.round for m in members)
+        ledgers.keys() <= reports.keys()
+        and all(report.done == ledgers.get(peer, 0) for peer, report in reports.items())
+        and not any(report.failed_round == plan.round for report in reports.values())
     )
 
 
-def _share_out(numel: int, members: Sequence[MemberStep], *, star: bool) -> tuple[int, ...]:
+def _share_out(numel: int, uploads_bps: Sequence[float], *, star: bool) -> tuple[int, ...]:
     """Elements owned by each replica, in proportion to its upload; if unmeasured or near the median, by the
     median.
 
     Measurements contain other replicas' delays; parts made unequal by such noise are slower than equal ones.
     """
     if star:
-        return (numel, *(0 for _ in members[1:]))
-    measured = sorted(m.bandwidth_bps for m in members if m.bandwidth_bps > 0)
+        return (numel, *(0 for _ in uploads_bps[1:]))
+    measured = sorted(bps for bps in uploads_bps if bps > 0)
     usual = measured[len(measured) // 2] if measured else 1.0
     alike = usual / ALIKE, usual * ALIKE
-    weights = [
-        m.bandwidth_bps if m.bandwidth_bps and not alike[0] <= m.bandwidth_bps <= alike[1] else usual
-        for m in members
-    ]
+    weights = [bps if bps > 0 and not alike[0] <= bps <= alike[1] else usual for bps in uploads_bps]
     total, edges, running = sum(weights), [0], 0.0
     for weight in weights:
         running += weight
@@ -276,30 +273,28 @@ def finishes_until_s(began_s: float, told_s: float) -> float:
     return told_s + max(FINISHES_LEAST_S, told_s - began_s)
 
 
-@dataclass(frozen=True, slots=True)
-class StageStep:
+class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     """A stage coordinator's summary of one step."""
 
-    stage: Stage
-    version: int
-    """Newest weight version of any replica."""
-    lacking: int
-    unclaimed: int
+    t: int
+    unclaimed: Bitmap = NOTHING
     """Microbatches that no live replica has or computes (none once the stage is reducing)."""
-    ready: bool
-    sqnorm: float
+    ready: bool = False
+    sqnorm: float = 0.0
+    loss: float | None = None
+    """Last stage, once covered: the mean over the M microbatches, added in their order."""
 
 
 def decide_commit(
-    t: int, stages: int, summaries: Mapping[Stage, StageStep], last_go: Mapping[int, Commit]
+    t: int, stages: int, summaries: Mapping[Stage, StepSummary], known: Mapping[int, Commit]
 ) -> Commit | None:
     """The commit of step `t`, once every stage is prepared; the squared norms are added in stage order.
 
     A stage that has taken the step already (on an earlier run coordinator's word) knows the commit: that one
     is used.
     """
-    if t in last_go:
-        return last_go[t]
+    if t in known:
+        return known[t]
     if len(summaries) < stages or not all(s.ready for s in summaries.values()):
         return None
     return Commit(t, sum(summaries[stage].sqnorm for stage in range(stages)))

@@ -1,13 +1,21 @@
-"""One step at one replica: its state, and the modules that may move it to another. Pure.
+"""One step at one replica: its states, and which thread may change what. Pure.
 
     OPEN ⇄ HANDING                                          the replica leaves, and gives its sum to another
     OPEN → FROZEN → REDUCING → COMPLETING → PREPARED → TAKEN
              ⇄ OPEN   (a round is aborted: the sum opens again)
     any but the last two → ABORTED
 
-Only the methods of `ReplicaStep` move a step, on the event loop, never on the device thread; each names the
-module that calls it, and `tests/protocol/test_step.py` finds any other. The *ledger* changes on the device
-thread, after the state on the way in (a step is FROZEN before its ledger is) and before it on the way out.
+What belongs to a step, and where it changes:
+
+    state, round, prepared            the event loop, in the methods of `ReplicaStep`
+    ledger.in_progress                the event loop: a microbatch is claimed and released
+    sum, kept, losses; ledger.done,   one job of the device that holds the books (`peers.ports.Device`): of
+      .inherited, .frozen_for         rank STEP, which runs alone, or one that takes them to add a microbatch
+    reduced, shared, whole, audited   the event loop, in the task that reduces or fetches
+    weights, version                  a job of rank STEP, once the step is TAKEN
+
+Each method of `ReplicaStep` names the module that calls it; `tests/protocol/test_step.py` finds any other.
+The ledger is frozen after the state (a step is FROZEN before its ledger is), and opens before it.
 """
 
 from __future__ import annotations
@@ -93,7 +101,7 @@ class ReplicaStep:
         """Last stage: the loss of a microbatch in the sum; 0 if it is not known any more."""
         raise NotImplementedError
 
-    # -- all-reduce (peers.stage.server) ----------------------------------------------------------
+    # -- all-reduce (peers.stage.actions) ---------------------------------------------------------
 
     def start_round(self, name: str, *, now: float) -> None:
         """Promise the sum to a round, instead of the one before it."""
@@ -138,7 +146,7 @@ class ReplicaStep:
         if self.may_thaw:
             self._go(StepState.OPEN)
 
-    # -- another replica's result (peers.stage.server, peers.stage.recovery) ------------------------
+    # -- another replica's result (peers.stage.tied_weights) ----------------------------------------
 
     def promise(self, name: str, *, now: float) -> None:
         """Note that another replica's result of a round has arrived: nothing enters the sum any more."""

@@ -13,7 +13,7 @@ class ProtocolTimings:
     """Everything is told again this often, so that a lost message costs at most this."""
     gone_after_s: float = 3.5
     """A replica that was silent this long is left out: three missed reports, as with a call's heartbeats."""
-    look_s: float = 1.0
+    check_s: float = 1.0
     """How often a stage that cannot follow the run is checked."""
     lost_s: float = 6.0
     """A stage without any replica that has its weights counts as lost after this: replicas may be cut off

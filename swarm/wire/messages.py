@@ -28,9 +28,9 @@ from typing import TypeVar
 import msgspec
 
 from swarm.errors import BadAnswer, Refused
-from swarm.ids import Generation, PeerId, Position, Stage
+from swarm.ids import Generation, PeerId, Stage
 from swarm.protocol.ledger import Bitmap
-from swarm.protocol.messages import RunStatus
+from swarm.protocol.messages import Positioned, RunStatus
 from swarm.protocol.rounds import Commit
 from swarm.wire.tensor_meta import TensorMeta
 
@@ -123,11 +123,9 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
     seen: int = -1
 
 
-class Watched(msgspec.Struct, frozen=True, kw_only=True):
+class Watched(Positioned, frozen=True, kw_only=True):
     revision: int
-    generation: Generation = Generation()
-    version: int
-    directive: RunStatus
+    status: RunStatus
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,12 +229,10 @@ class StateTensor(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
 
 
-class StateOpened(msgspec.Struct, frozen=True, kw_only=True):
+class StateOpened(Positioned, frozen=True, kw_only=True):
     lease: str
-    version: int
-    generation: Generation = Generation()
     weights_digest: str
-    last_go: Commit | None
+    last_commit: Commit | None
     tensors: tuple[StateTensor, ...]
 
 
@@ -297,23 +293,21 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Bits per second that came from it; 0 = not measured."""
 
 
-class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
+class PeerStatus(Positioned, frozen=True, kw_only=True):
     peer: PeerId
     stage: Stage
-    version: int
     state: str
-    generation: Generation = Generation()
     device: str
-    done: int
+    done: int = 0
     """Microbatches of the current step in its sum."""
-    inflight: int
-    max_inflight: int
-    speed: float
+    inflight: int = 0
+    max_inflight: int = 0
+    speed: float = 0.0
     """Microbatches per second of its device when it is busy."""
-    computed: int
+    computed: int = 0
     """Microbatches computed since it joined."""
-    coordinator: PeerId
-    audit: Audit
+    coordinator: PeerId = ""
+    audit: Audit = Audit()
     since: float
     first_audited_step: int = 0
     loss: float | None = None
@@ -337,11 +331,6 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Trainers that asked it for the run's status lately."""
     loss_step: int = -1
     """The step that `loss` belongs to."""
-
-    @property
-    def position(self) -> Position:
-        """How far that peer is."""
-        return Position(self.generation, self.version)
 
 
 def _encode(value: object) -> bytes:

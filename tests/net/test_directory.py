@@ -159,7 +159,7 @@ async def test_a_survey_reads_everything_at_once(stack: contextlib.AsyncExitStac
     looking = await start(stack, first)
     looking.directory.reader.stages = STAGES
     looking.directory.watch({0})
-    records = await looking.directory.survey()
+    records = await looking.directory.lookup_all()
     assert Counter(record.stage for record in records) == dict.fromkeys(range(STAGES), EACH)
     assert records[0].addresses == (f"/ip4/203.0.113.7/tcp/31337/p2p/{records[0].peer}",)
 

@@ -11,7 +11,8 @@ import msgspec
 from peers.events import Event
 from peers.ports import Answer, Buffer, NetworkPath
 from peers.sim.device import SimDevice
-from peers.stage.server import StagePeer, StageSettings
+from peers.stage.server import StagePeer
+from peers.stage.settings import StageSettings
 from swarm.errors import PeerGone
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
@@ -73,7 +74,7 @@ class Records:
     async def refresh(self, stages: Collection[Stage] | None = None) -> Sequence[PeerRecord]:
         return self.known
 
-    async def survey(self) -> Sequence[PeerRecord]:
+    async def lookup_all(self) -> Sequence[PeerRecord]:
         return self.known
 
     async def announce(self, record: PeerRecord) -> None:

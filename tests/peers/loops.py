@@ -23,7 +23,8 @@ from peers.sim.device import SimDevice
 from peers.stage import pause as paused
 from peers.stage.open_step import OpenStep
 from peers.stage.pause import PausedPeer
-from peers.stage.server import StagePeer, StageSettings
+from peers.stage.server import StagePeer
+from peers.stage.settings import StageSettings
 from peers.trainer import Trainer, TrainerSettings
 from peers.transfer.server import Snapshot
 from swarm.data import sample_offsets, token_dtype
@@ -297,7 +298,7 @@ def obey(peer: StagePeer, directive: Directive) -> None:
     """Have a peer do what a directive says, however old it is."""
     local = peer.coordination._local()  # pyright: ignore[reportPrivateUsage]
     for action in follow(peer.core.me, local, directive, now=now_s()):
-        peer._act(action)  # pyright: ignore[reportPrivateUsage]
+        peer.actions.act(action)
 
 
 @asynccontextmanager

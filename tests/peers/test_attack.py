@@ -23,10 +23,8 @@ from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import (
     ReplicaReport,
     StageSummary,
-    StepReport,
-    StepSummary,
 )
-from swarm.protocol.rounds import Commit, Plan, round_id
+from swarm.protocol.rounds import Commit, Plan, StepReport, StepSummary, round_id
 from swarm.records import PeerRecord
 from swarm.wire.messages import (
     MAX_HEADER_BYTES,
@@ -68,7 +66,7 @@ def report(s: Swarm, stage: int, **changes: object) -> ReplicaReport:
 
 def summary(s: Swarm, stage: int, **changes: object) -> StageSummary:
     nothing = Bitmap(0)
-    steps = (StepSummary(t=0, lacking=nothing, unclaimed=nothing, ready=False, sqnorm=0.0),)
+    steps = (StepSummary(t=0, unclaimed=nothing, ready=False, sqnorm=0.0),)
     return msgspec.structs.replace(
         StageSummary(run=s.run.id, stage=stage, version=0, members=1, steps=steps), **changes
     )
@@ -99,7 +97,7 @@ async def test_an_impossible_bandwidth_does_not_end_the_coordinator(bad: float) 
         {"version": -(10**9)},
         {"version": 10**9},
         {"steps": (StepSummary(t=0, unclaimed=Bitmap(1 << 70), ready=False, sqnorm=0.0),)},
-        {"steps": (StepSummary(t=0, lacking=Bitmap(0), ready=True, sqnorm=math.nan),)},
+        {"steps": (StepSummary(t=0, ready=True, sqnorm=math.nan),)},
         {"commits": (Commit(t=10**9, total_sqnorm=1.0),)},
     ],
 )

@@ -21,10 +21,8 @@ from swarm.protocol.messages import (
     RunStatus,
     StageSummary,
     StepDirective,
-    StepReport,
-    StepSummary,
 )
-from swarm.protocol.rounds import Commit, Plan, Prepared, round_id
+from swarm.protocol.rounds import Commit, Plan, Prepared, StepReport, StepSummary, round_id
 from swarm.records import PeerRecord, State
 from swarm.wire.messages import AskStatus, PeerStatus, Watch, Watched
 from tests.peers.loops import Stranger, Swarm, obey, swarm
@@ -58,7 +56,7 @@ def report(**changes: Any) -> ReplicaReport:
 
 def summary(**changes: Any) -> StageSummary:
     """A good summary of stage 1, but for the changes."""
-    step = {"t": 0, "lacking": Bitmap(15), "unclaimed": Bitmap(15), "ready": False, "sqnorm": 0.0}
+    step = {"t": 0, "unclaimed": Bitmap(15), "ready": False, "sqnorm": 0.0}
     step.update(changes.pop("step", {}))
     steps = changes.pop("steps", (StepSummary(**step),))
     return StageSummary(**{"run": RUN.id, "stage": 1, "version": 0, "members": 1, "steps": steps, **changes})
@@ -129,10 +127,10 @@ async def test_everybody_can_be_asked_how_it_is_doing() -> None:
         ({"step": {"done": Bitmap(0x10)}}, "the ledger names a microbatch beyond 3"),
         ({"step": {"in_progress": Bitmap(0x80)}}, "the ledger names a microbatch beyond 3"),
         ({"step": {"inherited": Bitmap(1 << 999)}}, "the ledger names a microbatch beyond 3"),
-        ({"step": {"held": held(float("nan"))}}, "an impossible squared norm, nan"),
-        ({"step": {"held": held(-1.0)}}, "an impossible squared norm, -1.0"),
-        ({"commits": (Commit(t=3, total_sqnorm=1.0),)}, "a go for step 3 of a run of 3 steps"),
-        ({"commits": (Commit(t=-1, total_sqnorm=1.0),)}, "a go for step -1 of a run of 3 steps"),
+        ({"step": {"prepared": held(float("nan"))}}, "an impossible squared norm, nan"),
+        ({"step": {"prepared": held(-1.0)}}, "an impossible squared norm, -1.0"),
+        ({"commits": (Commit(t=3, total_sqnorm=1.0),)}, "a commit for step 3 of a run of 3 steps"),
+        ({"commits": (Commit(t=-1, total_sqnorm=1.0),)}, "a commit for step -1 of a run of 3 steps"),
         ({"commits": (Commit(t=0, total_sqnorm=float("nan")),)}, "an impossible squared norm, nan"),
     ],
 )  # fmt: skip
@@ -238,7 +236,7 @@ async def test_nobody_but_the_coordinator_is_obeyed(coordinator: str) -> None:
             s.step("s0p1").ledger.record(0)
         lie = Directive(
             run=RUN.id, stage=0, coordinator=coordinator, version=0, number=10**6,
-            steps=(StepDirective(t=0, undo=Bitmap(1)),),
+            steps=(StepDirective(t=0, retract=Bitmap(1)),),
         )  # fmt: skip
         await s.add_stranger().send("s0p1", "directive", lie)
         assert s.peers["s0p1"].coordination.directive.number < 10**6
@@ -286,9 +284,9 @@ async def test_a_plan_with_an_impossible_ledger_is_said_and_changes_nothing() ->
         ({"version": 4}, "a summary of version 4 of a run of 3 steps"),
         ({"step": {"t": 10**12}}, "[1000000000000] are not open steps of a run of 3"),
         ({"step": {"unclaimed": Bitmap(1 << 792)}}, "the ledger names a microbatch beyond 3"),
-        ({"step": {"lacking": Bitmap(0xFF)}}, "the ledger names a microbatch beyond 3"),
+        ({"step": {"unclaimed": Bitmap(0xFF)}}, "the ledger names a microbatch beyond 3"),
         ({"step": {"sqnorm": float("nan")}}, "an impossible squared norm, nan"),
-        ({"commits": (Commit(t=99, total_sqnorm=1.0),)}, "a go for step 99 of a run of 3 steps"),
+        ({"commits": (Commit(t=99, total_sqnorm=1.0),)}, "a commit for step 99 of a run of 3 steps"),
         ({"commits": (Commit(t=0, total_sqnorm=-1.0),)}, "an impossible squared norm, -1.0"),
     ],
 )
@@ -324,7 +322,7 @@ async def test_news_of_the_run_are_taken_from_the_conductor_only() -> None:
             )
             await stranger.send("s1p0", "run", lie)
             assert s.peers["s1p0"].coordination.run_status.version == 0
-        text = f"news of run 'other'; this peer serves {RUN.id}"
+        text = f"the status of run 'other'; this peer serves {RUN.id}"
         assert await refusal(stranger, "s1p0", "run", RunStatus(run="other")) == text
 
 
@@ -346,7 +344,7 @@ async def test_whoever_watches_hears_at_once_of_what_is_new_and_in_a_while_of_no
         await s.until_finished()
         last = await stranger.ask("s0p0", "watch", Watch(run=RUN.id, seen=seen), Watched)
         assert last.version == RUN.steps
-        assert last.directive.losses == tuple((t, -RUN.S * t / RUN.M) for t in range(RUN.steps))
+        assert last.status.losses == tuple((t, -RUN.S * t / RUN.M) for t in range(RUN.steps))
 
 
 async def test_another_run_is_not_told_how_this_one_is_doing() -> None:
@@ -423,7 +421,7 @@ async def test_a_peer_watches_its_stage_and_those_beside_it_and_who_coordinates_
 async def test_who_serves_says_how_fast_its_device_is_before_there_is_work() -> None:
     async with swarm(RUN) as s:
         await s.until_serving()
-        await s.until(lambda: all(peer._rehearsed_s for peer in s.peers.values()))
+        await s.until(lambda: all(peer.status.rehearsed_s for peer in s.peers.values()))
         status = await s.add_stranger().ask("s1p0", "status", AskStatus(run=RUN.id), PeerStatus)
         assert status.computed == 0 and status.speed > 0.0
 

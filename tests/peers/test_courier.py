@@ -16,7 +16,7 @@ async def test_what_is_posted_in_the_moment_the_last_one_is_answered_goes_out_at
         if message == 1:  # runs after this task, before the callbacks of its end
             asyncio.get_running_loop().call_soon(courier.post, peer, 2)
 
-    courier: LatestValueSender[int] = LatestValueSender(send)
+    courier: LatestValueSender[str, int] = LatestValueSender(send)
     courier.post("peer", 1)
     for _ in range(10):
         await asyncio.sleep(0)
@@ -32,7 +32,7 @@ async def test_what_is_posted_meanwhile_replaces_what_waits() -> None:
         sent.append((peer, message))
         await answered.wait()
 
-    courier: LatestValueSender[int] = LatestValueSender(send)
+    courier: LatestValueSender[str, int] = LatestValueSender(send)
     for message in (1, 2, 3):
         courier.post("slow", message)
         await asyncio.sleep(0)

@@ -182,7 +182,7 @@ async def test_our_own_id_is_no_source_and_nobody_is_asked_twice(net: Net) -> No
     net.give("a", Saved(4))
     got = await net.get("me", "a", "a")
     assert is_of(got, 4) and got.sources == ("a",)
-    assert (await net.fails("me")).text == "the state of stage 0 is not to be had: there was nobody to ask"
+    assert (await net.fails("me")).text == "could not download stage 0: no peer serves it"
 
 
 async def test_of_many_sources_a_few_are_asked(net: Net) -> None:
@@ -261,7 +261,7 @@ async def test_when_all_die_what_came_is_not_fetched_again(net: Net) -> None:
     failed = await net.fails("a", "b", partial=partial)
     assert failed.reasons == {name: f"peer {name}: the connection broke" for name in "ab"}
     assert failed.text == (
-        "the state of stage 0 is not to be had: " + "; ".join(failed.reasons[name] for name in failed.reasons)
+        "could not download stage 0: " + "; ".join(failed.reasons[name] for name in failed.reasons)
     )
     here = net.progress[-1][0]
     assert 0 < here < 320
@@ -377,8 +377,8 @@ async def test_a_saved_version_is_read_from_all_who_have_it(net: Net) -> None:
     assert is_of(got, 2) and set(got.sources) == {"a", "b"}
     failed = await net.fails("b", "c", version=3)
     assert failed.reasons == {
-        "b": "peer b: version 3 of stage 0 is not to be had here; saved are: 2",
-        "c": "peer c: version 3 of stage 0 is not to be had here; saved are: 4",
+        "b": "peer b: version 3 of stage 0 is not here; saved are: 2",
+        "c": "peer c: version 3 of stage 0 is not here; saved are: 4",
     }
 
 
@@ -528,7 +528,7 @@ async def test_the_order_of_the_tensors_does_not_matter() -> None:
 
 
 def offer(source: str, version: int, hashes: bytes = b"x", **said: Any) -> Offer:
-    opened = StateOpened(lease="", version=version, weights_digest="", last_go=None, tensors=(TWICE,))
+    opened = StateOpened(lease="", version=version, weights_digest="", last_commit=None, tensors=(TWICE,))
     return Offer(
         source=source, opened=msgspec.structs.replace(opened, **said),
         hashes={"weights": hashes * HASH_BYTES},
@@ -555,14 +555,14 @@ def test_the_largest_group_is_believed(offers: list[Offer], expected: list[str])
 def test_of_era_and_last_go_what_most_say_is_taken() -> None:
     commit, other = Commit(t=3, total_sqnorm=1.0), Commit(t=3, total_sqnorm=2.0)
     group = [
-        offer("a", 4, last_go=other, generation=Generation(7, 2)),
-        offer("b", 4, last_go=commit),
-        offer("c", 4, last_go=commit),
+        offer("a", 4, last_commit=other, generation=Generation(7, 2)),
+        offer("b", 4, last_commit=commit),
+        offer("c", 4, last_commit=commit),
     ]
-    assert (agreed(group).generation, agreed(group).last_go) == (Generation(), commit)
+    assert (agreed(group).generation, agreed(group).last_commit) == (Generation(), commit)
     # Nobody's "not known" outvotes what somebody knows; a later generation is told by the next directive.
-    group = [offer("a", 4), offer("b", 4, last_go=commit, generation=Generation(1, 2))]
-    assert (agreed(group).generation, agreed(group).last_go) == (Generation(), commit)
+    group = [offer("a", 4), offer("b", 4, last_commit=commit, generation=Generation(1, 2))]
+    assert (agreed(group).generation, agreed(group).last_commit) == (Generation(), commit)
 
 
 # --- in a swarm ---------------------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ from peers.sim.members import AuditCompute
 from peers.stage import recovery
 from peers.stage.all_reduce import vector_digest
 from peers.stage.handoff import _Aside  # pyright: ignore[reportPrivateUsage]
+from peers.stage.joining import LOST_S
 from peers.stage.microbatches import MAX_WAITING
 from peers.stage.next_stage import NextStage
 from peers.stage.open_step import Kept, OpenStep
-from peers.stage.server import LOST_S
 from peers.transfer.client import Download
 from swarm.errors import Leaving, NotNow, NotReady, PeerGone, Refused, SwarmError
 from swarm.ids import Generation, Microbatch, Position
@@ -69,7 +69,7 @@ async def count(alone: Alone, *microbatches: int) -> None:
     """They enter the sum and the ledger, as `work` does it."""
     for m in microbatches:
         found, kept = gradients(alone, m)
-        alone.peer.desk._count(alone.core.steps[0], found, kept)  # pyright: ignore[reportPrivateUsage]
+        alone.peer.microbatches._count(alone.core.steps[0], found, kept)  # pyright: ignore[reportPrivateUsage]
 
 
 async def freeze(alone: Alone, name: str = "a round") -> OpenStep:
@@ -87,7 +87,7 @@ async def test_a_gradient_that_ends_after_its_sum_was_promised_stays_out() -> No
     await count(alone, 0)
     late, kept = gradients(alone, 1)
     step, before = await freeze(alone), alone.sum()
-    alone.peer.desk._count(step, late, kept)  # pyright: ignore[reportPrivateUsage]
+    alone.peer.microbatches._count(step, late, kept)  # pyright: ignore[reportPrivateUsage]
     assert (alone.sum(), step.ledger.done) == (before, 1) and 1 not in step.kept
 
 
@@ -95,7 +95,7 @@ async def test_a_gradient_that_another_request_added_meanwhile_is_not_added_agai
     alone = await Alone(RUN).opened()
     (found, kept), _ = gradients(alone, 2), await count(alone, 2)
     before = alone.sum()
-    alone.peer.desk._count(alone.core.steps[0], found, kept)  # pyright: ignore[reportPrivateUsage]
+    alone.peer.microbatches._count(alone.core.steps[0], found, kept)  # pyright: ignore[reportPrivateUsage]
     assert alone.sum() == before
 
 
@@ -103,7 +103,7 @@ async def test_a_duplicate_is_not_taken_out_of_a_sum_that_was_promised() -> None
     alone = await Alone(RUN).opened()
     await count(alone, 0, 1)
     step, before = await freeze(alone), alone.sum()
-    await alone.peer._undo(step, 0b10)  # pyright: ignore[reportPrivateUsage]
+    await alone.core.retract(step, 0b10)
     assert (alone.sum(), step.ledger.done) == (before, 0b11)
 
 
@@ -113,7 +113,7 @@ async def test_of_a_sum_that_was_taken_over_no_microbatch_is_subtracted_all_of_i
     step, core = alone.core.steps[0], alone.core
     await core.device.run(Rank.STEP, 0, add(alone), step, aside(alone), 0b110, (0.0, 0.0))
     assert (step.ledger.done, step.ledger.inherited) == (0b111, 0b110)
-    await alone.peer._undo(step, 0b010)  # pyright: ignore[reportPrivateUsage]
+    await alone.core.retract(step, 0b010)
     assert (step.ledger.done, step.ledger.inherited, any(alone.sum())) == (0, 0, False)
     await count(alone, 1)
     assert step.ledger.done == 0b10 and alone.sum()[1] and not alone.sum()[0]
@@ -124,7 +124,7 @@ async def test_what_is_undone_and_is_the_peers_own_leaves_the_sum_and_nothing_el
     await count(alone, 0)
     before = alone.sum()
     await count(alone, 3)
-    await alone.peer._undo(alone.core.steps[0], 0b1000)  # pyright: ignore[reportPrivateUsage]
+    await alone.core.retract(alone.core.steps[0], 0b1000)
     assert (alone.sum(), alone.core.steps[0].ledger.done, alone.core.undone) == (before, 1, 1)
 
 
@@ -137,7 +137,7 @@ async def test_a_sum_that_was_promised_anew_stays_as_it_is_though_it_was_told_to
     step.start_round("one", now=0.0)
     await freeze(alone, "one")
     step.end_round("one", failed=True)
-    opening = asyncio.create_task(alone.peer._thaw(step))  # pyright: ignore[reportPrivateUsage]
+    opening = asyncio.create_task(alone.peer.actions._thaw(step))  # pyright: ignore[reportPrivateUsage]
     await asyncio.sleep(0)
     step.start_round("two", now=0.0)
     await opening
@@ -156,21 +156,21 @@ async def test_of_two_changes_of_the_state_the_second_waits_to_be_told_again() -
         return change
 
     peer: Any = alone.peer
-    peer._apply_step, peer._catch_up = noted("step"), noted("state")
+    peer.actions._apply_step, peer.actions._catch_up = noted("step"), noted("state")
     directive = Directive(run=RUN.id, stage=0, coordinator="me", version=1)
-    peer._act(ApplyStep(Commit(0, 1.0)))
-    peer._act(CatchUp(directive))
+    peer.actions.act(ApplyStep(Commit(0, 1.0)))
+    peer.actions.act(CatchUp(directive))
     await asyncio.sleep(0.5)
     assert began == ["step"]
     await asyncio.sleep(1.0)
-    peer._act(CatchUp(directive))
+    peer.actions.act(CatchUp(directive))
     await asyncio.sleep(0.5)
     assert began == ["step", "state"]
 
 
 async def test_of_requests_for_a_step_that_is_not_open_a_bounded_number_waits() -> None:
     alone = await Alone(RUN).opened()
-    desk: Any = alone.peer.desk
+    desk: Any = alone.peer.microbatches
     assert await desk._open(0) is alone.core.steps[0]
     desk._waiting = MAX_WAITING
     with pytest.raises(NotReady, match="many already wait for step 1"):
@@ -211,7 +211,7 @@ async def test_a_microbatch_goes_to_who_has_it_else_to_who_is_suggested_and_not_
 
 async def test_what_nobody_needs_or_nobody_can_finish_is_not_sent_on() -> None:
     alone = await Alone(TWO).opened()
-    step, desk = alone.core.steps[0], alone.peer.desk
+    step, desk = alone.core.steps[0], alone.peer.microbatches
     assert desk._pointless(step) is None  # pyright: ignore[reportPrivateUsage]
     alone.core.leave()
     assert isinstance(desk._pointless(step), Leaving), "and nobody serves the next stage"  # pyright: ignore[reportPrivateUsage]
@@ -239,8 +239,8 @@ async def test_a_result_that_comes_when_the_sum_is_open_again_is_not_taken() -> 
         await alone.core.device.run(Rank.STEP, 0, step.ledger.thaw)
         return torch.ones(alone.core.compute.numel, dtype=torch.float64), Prepared(plan.round, 1.0, "")
 
-    peer.all_reduce.run = late
-    await peer._reduce(step, plan)
+    peer.actions._all_reduce.run = late
+    await peer.actions._reduce(step, plan)
     assert (step.prepared, step.reduced, step.round) == (None, None, None)
 
 
@@ -251,17 +251,17 @@ async def test_a_round_that_breaks_here_is_said_to_have_failed() -> None:
     async def breaks(*_: object) -> None:
         raise MemoryError
 
-    peer.all_reduce.run = breaks
+    peer.actions._all_reduce.run = breaks
     with pytest.raises(MemoryError):
-        await peer._reduce(step, plan)
+        await peer.actions._reduce(step, plan)
     assert (step.failed_round, step.state) == (plan.round, StepState.FROZEN)
 
 
 async def test_a_plan_that_names_another_ledger_freezes_nothing() -> None:
     alone = await Alone(RUN).opened()
     peer, step, plan = await promised(alone)
-    await peer._undo(step, 0b1000)
-    await peer._reduce(step, plan)
+    await alone.core.retract(step, 0b1000)
+    await peer.actions._reduce(step, plan)
     assert (step.failed_round, step.ledger.frozen_for, step.state) == (plan.round, None, StepState.OPEN)
 
 
@@ -271,7 +271,7 @@ async def test_a_step_is_taken_once_and_in_its_turn() -> None:
     for t in (0, 1):
         step, ones = alone.core.steps[t], torch.ones(alone.core.compute.numel, dtype=torch.float64)
         step.start_round("r", now=0.0)
-        await alone.peer._tied_weights.hold(step, ones, Prepared("r", 1.0, ""))  # pyright: ignore[reportPrivateUsage]
+        await alone.peer.actions._tied_weights.hold(step, ones, Prepared("r", 1.0, ""))  # pyright: ignore[reportPrivateUsage]
     await alone.core.apply(Commit(1, 1.0))
     assert alone.core.version == 0 and not alone.core.steps[1].over
     await asyncio.gather(*(alone.core.apply(Commit(0, 1.0)) for _ in range(2)))
@@ -280,7 +280,7 @@ async def test_a_step_is_taken_once_and_in_its_turn() -> None:
 
 async def test_with_a_step_that_is_over_nothing_is_computed() -> None:
     alone = await Alone(RUN).opened()
-    step, desk = alone.core.steps[0], alone.peer.desk
+    step, desk = alone.core.steps[0], alone.peer.microbatches
     work = Work(run=RUN.id, t=0, m=0, version=0, tensors=input_metas(RUN, 0))
     assert desk._alive(step, work) == Microbatch(0, 0)  # pyright: ignore[reportPrivateUsage]
     step.close()
@@ -295,11 +295,11 @@ async def test_a_directive_that_comes_when_a_peer_has_ended_starts_nothing() -> 
 
     def comes() -> int:
         peer.coordination._step(lambda now: peer.coordination.protocol.directive_came(ahead, now=now))
-        return len(peer._tasks)
+        return len(peer.actions._tasks)
 
-    peer._state = "left"
+    peer.core.life = "left"
     assert comes() == 0
-    peer._state = "serving"
+    peer.core.life = "serving"
     assert comes() == 1
 
 
@@ -316,7 +316,7 @@ async def test_with_another_state_the_open_steps_and_their_commits_are_over() ->
     assert old.over and core.steps[0] is not old and not core.steps[0].over
     assert (core.commits, core.steps[0].ledger.done, any(alone.sum())) == ({}, 0, False)
     with pytest.raises(SwarmError, match="weights that are gone"):
-        alone.peer.desk._count(old, late, kept)  # pyright: ignore[reportPrivateUsage]
+        alone.peer.microbatches._count(old, late, kept)  # pyright: ignore[reportPrivateUsage]
     assert not any(alone.sum())
 
 
@@ -429,7 +429,7 @@ async def test_nothing_enters_a_sum_while_it_is_given_away() -> None:
     step, before = alone.core.steps[0], alone.sum()
 
     def given(*_: object) -> Ack:
-        alone.peer.desk._count(step, late, kept)  # pyright: ignore[reportPrivateUsage]
+        alone.peer.microbatches._count(step, late, kept)  # pyright: ignore[reportPrivateUsage]
         assert (alone.sum(), step.ledger.done) == (before, 1)
         return Ack()
 
@@ -517,14 +517,14 @@ async def test_a_stage_is_left_to_a_replica_only_that_has_its_weights(
     alone.line.answers["status"] = lambda *_: status(
         **{"generation": Generation(1, 0), "version": 2, **changes}
     )
-    assert await alone.peer._has_a_mate(going=set()) is relied_on  # pyright: ignore[reportPrivateUsage]
-    assert not await alone.peer._has_a_mate(going={"other"})  # pyright: ignore[reportPrivateUsage]
+    assert await alone.peer.replicas.keep_stage() is relied_on
+    assert not await alone.peer.replicas.keep_stage(going={"other"})
 
 
 async def test_a_finished_run_goes_back_when_a_trainer_is_there_and_else_waits_for_one() -> None:
     alone = await Alone(RUN).opened()
     trainers: list[str] = []
-    its: Any = alone.peer._recovery  # pyright: ignore[reportPrivateUsage]
+    its: Any = alone.peer.actions._recovery  # pyright: ignore[reportPrivateUsage]
     its._trainers = lambda: trainers
     finished = Position(Generation(), RUN.steps)
     assert not await its.restore(finished, waited_s=1000.0)
@@ -546,7 +546,7 @@ async def test_a_newcomer_restores_a_stage_when_it_has_been_gone_for_long_enough
         return True
 
     peer: Any = alone.peer
-    peer._recovery.restore = restore
+    peer.actions._recovery.restore = restore
     await peer._join()
     assert len(waited) == 1 and LOST_S < waited[0] < LOST_S + 2.0
 
@@ -554,14 +554,14 @@ async def test_a_newcomer_restores_a_stage_when_it_has_been_gone_for_long_enough
 async def test_with_a_state_comes_the_commit_that_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = await Alone(RUN).opened()
     commit = Commit(0, 1.0)
-    opened = StateOpened(lease="", version=1, weights_digest="", last_go=commit, tensors=())
+    opened = StateOpened(lease="", version=1, weights_digest="", last_commit=commit, tensors=())
 
     async def download(*_: object, **__: object) -> Download:
         tensors = dict(initial_state(RUN, 0))
         return Download(opened=opened, tensors=tensors, sources=("other",), received_bytes=0)
 
     monkeypatch.setattr(recovery, "download_state", download)
-    assert await alone.peer._recovery.download(["other"])  # pyright: ignore[reportPrivateUsage]
+    assert await alone.peer.actions._recovery.download(["other"])  # pyright: ignore[reportPrivateUsage]
     assert (alone.core.version, alone.core.commits) == (1, {0: commit})
 
 
@@ -575,7 +575,7 @@ def tied(parts: Callable[[OpenStep], None]) -> Alone:
     async def part(step: OpenStep, _: int) -> None:
         parts(step)
 
-    alone.peer._tied_weights._part = part  # type: ignore[method-assign]  # pyright: ignore[reportPrivateUsage]
+    alone.peer.actions._tied_weights._part = part  # type: ignore[method-assign]  # pyright: ignore[reportPrivateUsage]
     return alone
 
 
@@ -583,7 +583,7 @@ async def hold(alone: Alone) -> OpenStep:
     step, reduced = alone.core.steps[0], torch.ones(alone.core.compute.numel, dtype=torch.float64)
     step.start_round("r", now=0.0)
     held = Prepared("r", alone.core.compute.shared.sqnorm(reduced), "")
-    await alone.peer._tied_weights.hold(step, reduced, held)  # pyright: ignore[reportPrivateUsage]
+    await alone.peer.actions._tied_weights.hold(step, reduced, held)  # pyright: ignore[reportPrivateUsage]
     return step
 
 

@@ -27,13 +27,13 @@ async def half_a_step(built: Swarm, *, of: str, at_least: int = 2) -> None:
     """Stop training when a peer has some microbatches of step 0, and not all are done."""
     peer = built.peers[of]
     replicas = [replica for name, replica in built.live() if replica.stage == peer.stage and name != of]
-    room, peer.desk.max_inflight = peer.desk.max_inflight, 0
+    room, peer.microbatches.max_inflight = peer.microbatches.max_inflight, 0
 
     def turn(*_: str) -> None:
         """Its replicas had some; now it gets all. With two in flight, all but two of them were answered."""
-        peer.desk.max_inflight = room
+        peer.microbatches.max_inflight = room
         for replica in replicas:
-            replica.desk.max_inflight = 0
+            replica.microbatches.max_inflight = 0
         built.on_call("work", lambda *_: trainer.leave(), to=of, nth=at_least + 2)
 
     for replica in replicas:
@@ -42,8 +42,8 @@ async def half_a_step(built: Swarm, *, of: str, at_least: int = 2) -> None:
     await built.tasks["first"]
     built.orders.clear()  # of several replicas one turned; another must not do it in what follows
     for replica in replicas:
-        replica.desk.max_inflight = room
-    await built.until(lambda: not any(peer.desk.inflight for _, peer in built.live()))
+        replica.microbatches.max_inflight = room
+    await built.until(lambda: not any(peer.microbatches.inflight for _, peer in built.live()))
 
 
 async def leaves(built: Swarm, name: str) -> None:
@@ -275,13 +275,13 @@ async def test_two_that_leave_in_one_moment_do_not_take_the_newest_version_along
         await built.until(lambda: all(built.peers[name].core.version == run.steps for name in "abde"))
         slow = built.peers["c"]
         assert slow.core.version < run.steps
-        slow._recovering = True  # as when a download takes its time
+        slow.core.changing = True  # as when a download takes its time
         built.network.go_on("c")
         for name in "ab":
             built.peers[name].leave()
         gone = {built.tasks["a"], built.tasks["b"]}
         assert not (await asyncio.wait(gone, timeout=1.0))[0]
-        slow._recovering = False
+        slow.core.changing = False
         await asyncio.gather(*gone)
         assert slow.core.version == run.steps
         assert not built.seen(StageLost)

@@ -10,7 +10,8 @@ from peers.clock import now_s
 from peers.owner.control_socket import DONE_S
 from peers.ports import Rank
 from peers.sim.device import SimDevice
-from peers.stage import server as stage
+from peers.stage import device as stage
+from peers.stage.settings import StageSettings
 from swarm.errors import DeviceHangs, SetupError
 from swarm.manifest import audit_run
 from tests.peers.loops import Swarm, swarm
@@ -63,7 +64,7 @@ async def test_long_jobs_are_no_hung_device() -> None:
         began = now_s()
         for _ in range(4):
             await device.run(Rank.FORWARD, 0, lambda: None)
-        assert device.longest_s < stage.StageSettings().hung_s < now_s() - began
+        assert device.longest_s < StageSettings().hung_s < now_s() - began
         assert not s.tasks["s0p0"].done()
 
 
@@ -141,7 +142,7 @@ async def test_who_is_to_end_at_once_waits_for_no_job(when: str, monkeypatch: py
         await s.until(lambda: peer.core.device.running is not None)
         s.tasks["s0p0"] = asyncio.create_task(asyncio.sleep(600.0))  # s.peers[name] counts as live until then
         s.owners["s0p0"].leave()
-        await s.until(lambda: peer._state == when)
+        await s.until(lambda: peer.core.life == when)
         serving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await serving
@@ -182,7 +183,7 @@ async def test_who_moves_has_time_until_its_owner_waits(monkeypatch: pytest.Monk
             peer = s.peers[name]
             monkeypatch.setattr(peer, "_leave_well", asyncio.Event().wait)
             jobs.append(hang(device_of(s, name)))
-            await peer.move(0, why="a test", going=set())
+            await peer.moving.move(0, why="a test", going=set())
         s.owners["s1p1"].pause("by hand", "swarm pause")
         with pytest.raises(DeviceHangs, match="on one job for 31 s"):
             await s.tasks.pop("s1p1")

@@ -19,8 +19,8 @@ import torch
 from peers.clock import now_s
 from peers.events import Checkpointed, Kept, Note, Serving, StateFetched, Trouble
 from peers.ports import Answer, Request
-from peers.stage import server as stage_module
-from peers.stage.server import Checkpoints
+from peers.stage import joining
+from peers.stage.settings import Checkpoints
 from peers.storage import atomic_file as atomic
 from peers.storage import checkpoint
 from peers.transfer.keeper import CheckpointKeeper, KeepingSettings, collect
@@ -137,7 +137,7 @@ async def test_a_run_that_starts_with_an_empty_keeper_waits_for_nothing(tmp_path
         began = now_s()
         s.add_peer("p0", 0)
         await s.until_serving()
-        assert now_s() - began < 1.0 < stage_module.LOST_S
+        assert now_s() - began < 1.0 < joining.LOST_S
 
 
 async def test_a_second_keeper_copies_from_the_first_when_no_peer_is_left(tmp_path: Path) -> None:
@@ -404,7 +404,7 @@ async def test_a_state_that_is_not_finite_is_not_kept_though_its_hashes_fit(tmp_
         }
         s.add_trainer("trainer")
         await s.until_finished()
-        why = "the state of stage 1 is not to be had: peer s1p0: a tensor is not finite"
+        why = "could not download stage 1: peer s1p0: a tensor is not finite"
         text = f"version {RUN.steps} of stage 1 is not kept: {why}"
         await s.until(lambda: text in [event.text for event in s.seen(Trouble)])
         asked = s.network.peers["s1p0"].transport.calls["state"]
@@ -429,7 +429,7 @@ async def test_another_run_is_refused(tmp_path: Path) -> None:
         add_keeper(s, tmp_path)
         await s.until(lambda: s.network.records.get("keeper") is not None)
         stranger = s.add_stranger()
-        with pytest.raises(SwarmError, match=f"this keeper keeps run {RUN.id}, not 'other'"):
+        with pytest.raises(SwarmError, match=f"this peer serves run {RUN.id}, not 'other'"):
             await stranger.send("keeper", "status", AskStatus(run="other"))
 
 

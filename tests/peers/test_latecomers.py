@@ -89,14 +89,14 @@ async def test_news_that_cannot_be_are_not_believed() -> None:
     async with swarm(audit_run(stages=1, steps=5), stages=1, replicas=1) as s:
         trainer = s.add_trainer("trainer")
         for generation, version, text in (
-            (Generation(), 6, "news of version 6 of a run of 5 steps"),
-            (Generation(1, 3), 2, "news of version 2 in a generation that starts at version 3"),
+            (Generation(), 6, "a status of version 6 of a run of 5 steps"),
+            (Generation(1, 3), 2, "of version 2 in a generation that starts at version 3"),
             (Generation(1 << 40, 0), 2, "an impossible generation"),
             (Generation(-1, 0), 2, "an impossible generation"),
         ):
             with pytest.raises(BadAnswer, match=text):
                 trainer._learn(
-                    "liar", Watched(revision=1, generation=generation, version=version, directive=RunStatus())
+                    "liar", Watched(revision=1, generation=generation, version=version, status=RunStatus())
                 )
         await s.until_finished()
         s.assert_each_counted_once()

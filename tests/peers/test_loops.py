@@ -14,19 +14,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace as remade
 
 from peers.events import Note, PeerLost, Replayed, StateFetched, StepDone, Undone
+from peers.stage import actions, handoff
 from peers.stage import all_reduce as reduce
-from peers.stage import handoff
 from peers.stage import next_stage as downstream
-from peers.stage import server as stage
 from peers.transfer import server as state_server
 from swarm.ids import Microbatch
 from swarm.manifest import audit_run
 from swarm.model.reference import SingleProcess
 from swarm.protocol import coordinator, rounds
-from swarm.protocol.ledger import Claim, Ledger
-from swarm.protocol.rounds import FINISHES_LEAST_S, STAR_AFTER, Decision, MemberStep, Plan, Reduce
+from swarm.protocol.ledger import Bitmap, Claim, Ledger
+from swarm.protocol.rounds import FINISHES_LEAST_S, STAR_AFTER, Decision, Plan, Reduce, StepReport
 from tests.model.chain import batch_of, tiny_run
 from tests.peers.loops import Swarm, swarm
 from tests.peers.network import calm
@@ -613,15 +613,15 @@ def record_unchecked(self: Ledger, m: int) -> None:
 
 def decide_blindly(*args: object) -> Decision:
     """`decide`, without its look for duplicates."""
-    members: list[MemberStep] = sorted(args[5], key=lambda member: member.peer)  # type: ignore[call-overload]
-    seen, single = 0, []
-    for member in members:
-        single.append(replace(member, done=member.done & ~seen))
-        seen |= member.done
-    decision = rounds.decide(*args[:5], single, None)  # type: ignore[arg-type]
+    reports: dict[str, StepReport] = args[5]  # type: ignore[assignment]
+    seen, single = 0, dict[str, StepReport]()
+    for peer, report in sorted(reports.items()):
+        single[peer] = remade(report, done=Bitmap(report.done & ~seen))
+        seen |= report.done
+    decision = rounds.decide(*args[:5], single, None, {})  # type: ignore[arg-type]
     if isinstance(decision, Reduce):
         run, number, t = args[:3]
-        ledgers = tuple(member.done for member in members)
+        ledgers = tuple(reports[peer].done for peer in decision.plan.members)
         name = rounds.round_id(run, number, t, 0, decision.plan.members, ledgers)  # type: ignore[arg-type]
         return Reduce(Plan(name, 0, decision.plan.members, ledgers, decision.plan.parts))
     return decision
@@ -665,7 +665,7 @@ async def test_without_the_rounds_check_for_duplicates_the_count_is_wrong(
         s.assert_each_counted_once()
         assert s.undone
     monkeypatch.setattr(coordinator, "decide", decide_blindly)
-    monkeypatch.setattr(stage, "check_plan", lambda plan, **_: None)
+    monkeypatch.setattr(actions, "check_plan", lambda plan, **_: None)
     async with swarm() as s:
         await lost_answer_then_retry_to_another_peer(s)
         with pytest.raises(AssertionError):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from peers.events import Moved, Serving
-from peers.stage import server as stage_module
+from peers.stage import moving
 from swarm.manifest import audit_run
 from swarm.policy.rebalance import Move, Moves, Stay
 from swarm.records import PeerRecord
@@ -29,7 +29,7 @@ def one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
             return Stay("all is well")
         return Moves((Move(there[-1], 0, 1, "stage 1 is slow"),))
 
-    monkeypatch.setattr(stage_module, "rebalance", rule)
+    monkeypatch.setattr(moving, "rebalance", rule)
 
 
 async def three_and_one(built: Swarm) -> None:
@@ -66,7 +66,7 @@ async def test_a_peer_whose_stage_was_chosen_stays(one_goes: None) -> None:
         for name, stage in (("a", 0), ("b", 0), ("c", 0), ("d", 1)):
             built.add_peer(name, stage)
         await built.until_serving()
-        await built.until(lambda: built.peers["c"]._decided)  # pyright: ignore[reportPrivateUsage]
+        await built.until(lambda: built.peers["c"].moving.decided)
         built.add_trainer("trainer")
         await built.until_finished()
         assert not built.seen(Moved)
@@ -87,9 +87,9 @@ async def test_the_last_member_stays_though_records_speak_of_others(monkeypatch:
         await three_and_one(built)
         built.kill("a")
         built.kill("b")
-        monkeypatch.setattr(stage_module, "rebalance", rule)
+        monkeypatch.setattr(moving, "rebalance", rule)
         stays = "stage 1 is slow; it stays: no replica in stage 0 answers"
-        await built.until(lambda: built.peers["c"]._decided == stays)  # pyright: ignore[reportPrivateUsage]
+        await built.until(lambda: built.peers["c"].moving.decided == stays)
         assert asked[-1] == 3
         built.add_trainer("trainer")
         await built.until_finished()
@@ -108,10 +108,10 @@ async def test_who_goes_too_is_no_mate_to_rely_on(monkeypatch: pytest.MonkeyPatc
     async with swarm(run, replicas=0) as built:
         await three_and_one(built)
         built.kill("a")
-        monkeypatch.setattr(stage_module, "rebalance", rule)
+        monkeypatch.setattr(moving, "rebalance", rule)
         stays = "stage 1 is slow; it stays: no replica in stage 0 answers"
         for name in "bc":
-            await built.until(lambda name=name: built.peers[name]._decided == stays)  # pyright: ignore[reportPrivateUsage]
+            await built.until(lambda name=name: built.peers[name].moving.decided == stays)
         assert not built.seen(Moved)
 
 
@@ -123,12 +123,12 @@ async def test_of_two_that_would_leave_each_other_behind_neither_goes() -> None:
         await three_and_one(built)
         built.kill("a")
         for name in "bc":
-            built.peers[name].going = True  # pyright: ignore[reportPrivateUsage]
+            built.peers[name].moving.going = True
         for name in "bc":
             peer = built.peers[name]
-            assert not await peer._has_a_mate(going=set())  # pyright: ignore[reportPrivateUsage]
-        built.peers["c"].going = False  # pyright: ignore[reportPrivateUsage]
-        assert await built.peers["b"]._has_a_mate(going=set())  # pyright: ignore[reportPrivateUsage]
+            assert not await peer.replicas.keep_stage()
+        built.peers["c"].moving.going = False
+        assert await built.peers["b"].replicas.keep_stage()
 
 
 @pytest.mark.asyncio
@@ -136,10 +136,10 @@ async def test_a_peer_stays_whose_replicas_die_while_it_waits_for_the_step(one_g
     async with swarm(audit_run(stages=2, steps=3, microbatches_per_step=2)) as built:
         await built.until_serving()
         mover = built.peers["s1p0"]
-        moving = asyncio.create_task(mover.move(0, why="a test", going=set()))
+        moving = asyncio.create_task(mover.moving.move(0, why="a test", going=set()))
         await built.until(lambda: built.seen(Moved))
         built.kill("s1p1")
         await moving
-        assert mover.moving_to is None and not mover.going
+        assert mover.moving_to is None and not mover.moving.going
         status = await built.add_stranger().ask("s1p0", "status", AskStatus(run=built.run.id), PeerStatus)
         assert status.rebalance == "a test; it stays: no replica in stage 1 answers"

@@ -284,14 +284,14 @@ async def test_a_peer_that_is_moving_ends_up_where_it_went_or_where_it_was() -> 
     async with swarm(run, replicas=3) as s:
         s.add_trainer("trainer")
         await s.until_version(1)
-        moving = asyncio.create_task(s.peers["s1p0"].move(0, why="a test", going=set()))
+        moving = asyncio.create_task(s.peers["s1p0"].moving.move(0, why="a test", going=set()))
         await asyncio.sleep(0)
         await pause(s, "s1p0")
         assert s.network.records["s1p0"].stage == 1, "the pause came before the move: the place is kept"
         moving.cancel()
         await resume(s, "s1p0")
         first = s.peers["s1p0"]
-        await first.move(0, why="a test", going=set())
+        await first.moving.move(0, why="a test", going=set())
         s.owners["s1p0"].pause("by hand", "swarm pause")
         await s.until(lambda: s.owners["s1p0"].doing == "paused")
         assert s.network.records["s1p0"].stage == 0, "it had gone already"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from peers.events import Checkpointed, Note, Serving, Trouble
-from peers.stage.server import Checkpoints
+from peers.stage.settings import Checkpoints
 from peers.storage import checkpoint
 from peers.transfer.catalog import ask_saved
 from peers.transfer.client import download_state
@@ -90,7 +90,7 @@ async def test_peers_of_a_finished_run_offer_its_last_version_without_any_disk()
     async with swarm(run, replicas=1) as built:
         await built.until_serving()
         stranger = built.add_stranger()
-        records = await stranger.end.directory.survey()
+        records = await stranger.end.directory.lookup_all()
         assert await ask_saved(run, stranger.end.transport, records) == {0: {}, 1: {}}
         built.add_trainer("trainer")
         await built.until_finished()

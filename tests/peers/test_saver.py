@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from peers.events import Checkpointed, Event, Note, Trouble
-from peers.stage.server import Checkpoints
+from peers.stage.settings import Checkpoints
 from peers.storage import checkpoint, writer
 from peers.storage.writer import CheckpointWriter
 from swarm.errors import SetupError

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -10,11 +12,13 @@ import pytest
 
 from peers.clock import now_s
 from peers.events import RolledBack, StageLost, Stepped, Trouble
-from peers.stage.server import Checkpoints
+from peers.stage.settings import Checkpoints
 from peers.storage.checkpoint_store import CheckpointStore
 from swarm.errors import SetupError
 from swarm.manifest import audit_run
+from swarm.model.stage_io import input_metas
 from swarm.protocol.messages import Directive
+from swarm.wire.messages import Work, WorkDone
 from tests.peers.loops import Swarm, swarm
 
 pytestmark = pytest.mark.virtual_time
@@ -131,6 +135,47 @@ async def test_a_keeper_that_is_away_is_waited_for(tmp_path: Path) -> None:
         await built.until_finished(limit_s=60)
         built.assert_each_counted_once()
         assert all(event.step >= 6 for event in built.seen(RolledBack))
+
+
+@pytest.mark.asyncio
+async def test_how_long_the_run_waits_before_it_goes_far_back_is_said_again_and_again() -> None:
+    run = replace(audit_run(stages=2, steps=12, microbatches_per_step=4), checkpoint_every=2)
+    async with swarm(run, replicas=1) as built:
+        await built.until_serving()
+        built.add_trainer("trainer")
+        await built.until_version(7)
+        built.kill("s1p0")
+        built.add_peer("late", 1)
+        await built.until_finished()
+        said = [re.search(r"goes back to 0 in (\d+) s", event.text) for event in built.seen(Trouble)]
+        left_s = [int(found[1]) for found in said if found]
+        assert len(left_s) >= 4 and left_s[0] > 50 and left_s[-1] < 15
+        assert all(13 <= before - after <= 17 for before, after in pairwise(left_s))
+        built.assert_each_counted_once()
+
+
+@pytest.mark.asyncio
+async def test_a_request_of_before_the_run_went_back_counts_once_as_any_other() -> None:
+    """Requests name no generation: what `(t, m)` gives follows from the manifest."""
+    run = audit_run(stages=2, steps=6, microbatches_per_step=4)
+    async with swarm(run, replicas=1) as built:
+        await built.until_serving()
+        trainer, stranger = built.add_trainer("trainer"), built.add_stranger()
+        await built.until_version(3)
+        trainer.leave()
+        lose(built, 1)
+        built.add_peer("late", 1)
+        first = built.peers["s0p0"]
+        await built.until(lambda: first.core.generation.number == 1 and first.core.joined)
+        assert first.core.version == 0
+        for m in (1, 1, 3):  # as they were sent before, and one of them twice
+            sent = Work(run=run.id, t=0, m=m, version=0, tensors=input_metas(run, 0))
+            done = await stranger.ask("s0p0", "work", sent, WorkDone, stranger.tokens(0, m, built.batches))
+            assert len(done.hops) == 2
+        assert built.done("s0p0") == built.done("late") == 0b1010
+        built.add_trainer("another")
+        await built.until_finished()
+        built.assert_each_counted_once()
 
 
 @pytest.mark.asyncio

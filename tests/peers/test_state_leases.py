@@ -15,7 +15,7 @@ from peers.sim.network import SimTransport
 from peers.stage.state import StageCore
 from peers.transfer import server as state_server
 from peers.transfer.client import download_state
-from peers.transfer.server import Shelved, Snapshot, StateLeases, StateServer
+from peers.transfer.server import SavedStates, Snapshot, StateLeases, StateServer
 from swarm.errors import NotReady, Refused, SetupError, SwarmError
 from swarm.ids import Generation, Stage
 from swarm.manifest import audit_run
@@ -70,7 +70,7 @@ class SavedHere:
 class Source:
     """A peer that gives its state out, and those that ask for it."""
 
-    def __init__(self, store: Shelved | None = None) -> None:
+    def __init__(self, store: SavedStates | None = None) -> None:
         self.network = CalmNetwork()
         self.core = StageCore(
             RUN, 0, "source", StageCompute(RUN, 0), lambda event: None, device=SimDevice(Dice(1), 0.01)
@@ -164,7 +164,7 @@ async def test_half_read_copies_are_kept_until_nobody_reads_them(source: Source,
 async def test_a_reader_that_died_does_not_block_the_next_one(source: Source, clock: Clock) -> None:
     await half_read(source)
     assert (await source.refusal()).text == OTHERS
-    source.server.desk.gone("reader0")
+    source.server.leases.gone("reader0")
     assert (await source.open()).version == state_server.MAX_LEASES
     # The place of the dead is taken; the other reader has kept its own.
     source.step()
@@ -193,7 +193,7 @@ async def test_who_closes_makes_room(source: Source, clock: Clock) -> None:
     await half_read(source)
     for number in range(state_server.MAX_LEASES):
         name = f"reader{number}"
-        for lease in list(source.server.desk._leases):
+        for lease in list(source.server.leases._leases):
             await source.call("close", CloseState(run=RUN.id, lease=lease), name)
     assert (await source.open()).version == state_server.MAX_LEASES
 
@@ -201,7 +201,7 @@ async def test_who_closes_makes_room(source: Source, clock: Clock) -> None:
 async def test_closing_what_is_not_open_changes_nothing(source: Source, clock: Clock) -> None:
     await half_read(source)
     await source.call("close", CloseState(run=RUN.id, lease="nothing"))
-    for lease in list(source.server.desk._leases):
+    for lease in list(source.server.leases._leases):
         await source.call("close", CloseState(run=RUN.id, lease=lease), "somebody else")
     assert (await source.refusal()).text == OTHERS
 
@@ -227,7 +227,7 @@ async def test_a_copy_is_dropped_when_nobody_reads_it_any_more(
     source: Source,
 ) -> None:
     opened = await source.open()
-    leases = source.server.desk._leases
+    leases = source.server.leases._leases
     assert len(leases) == 1
     await asyncio.sleep(state_server.LEASE_S)
     assert leases, "somebody may still read it"
@@ -327,7 +327,7 @@ async def test_a_live_version_that_is_passed_while_it_is_copied_is_not_given_out
     asker = network.join("asker").transport
     with pytest.raises(Refused) as caught:
         await asker.call("source", "state", pack(OpenState(run=RUN.id, stage=0, version=4)))
-    assert caught.value.text == "version 4 of stage 0 is not to be had here; saved are: none"
+    assert caught.value.text == "version 4 of stage 0 is not here; saved are: none"
 
 
 async def test_a_peer_that_joins_itself_gives_out_what_it_has_saved(saving: Source) -> None:
@@ -340,16 +340,16 @@ async def test_a_peer_that_joins_itself_and_saves_nothing_says_so(source: Source
     source.core.joined = False
     assert (await source.refusal(version=2)).text == "this peer is joining itself"
     source.core.joined = True
-    text = "version 2 of stage 0 is not to be had here; saved are: none"
+    text = "version 2 of stage 0 is not here; saved are: none"
     assert (await source.refusal(version=2)).text == text
 
 
 @pytest.mark.parametrize(
     ("version", "kind", "text"),
     [
-        (7, NotReady, "version 7 of stage 0 is not to be had here; saved are: 2, 3, 4"),
-        (1, Refused, "version 1 of stage 0 is not to be had here; saved are: 2, 3, 4"),
-        (3, Refused, "version 3 of stage 0 is not to be had here: the file of version 3 is damaged"),
+        (7, NotReady, "version 7 of stage 0 is not here; saved are: 2, 3, 4"),
+        (1, Refused, "version 1 of stage 0 is not here; saved are: 2, 3, 4"),
+        (3, Refused, "version 3 of stage 0 cannot be given: the file of version 3 is damaged"),
     ],
 )
 async def test_a_version_that_is_not_there_is_refused_with_what_is(
@@ -362,16 +362,16 @@ async def test_a_version_that_is_not_there_is_refused_with_what_is(
 async def test_copies_of_saved_versions_do_not_take_the_room_of_live_ones(
     saving: Source, clock: Clock
 ) -> None:
-    assert isinstance(saving.server.desk._shelves[0], SavedHere)
-    saving.server.desk._shelves[0].here[:] = [2, 4, 6]
+    assert isinstance(saving.server.leases._stores[0], SavedHere)
+    saving.server.leases._stores[0].here[:] = [2, 4, 6]
     await saving.open("a", 2)
     await saving.open("b", 4)
     assert (await saving.refusal("c", 6)).text == OTHERS
     assert (await saving.open("c")).version == 0
     # Two that read the same version share a copy.
-    loads = saving.server.desk._shelves[0].loads
+    loads = saving.server.leases._stores[0].loads
     assert (await saving.open("d", 4)).version == 4
-    assert saving.server.desk._shelves[0].loads == loads
+    assert saving.server.leases._stores[0].loads == loads
 
 
 # --- a keeper: shelves, and nobody who trains ---------------------------------------------------------------
@@ -384,7 +384,7 @@ async def test_a_keeper_gives_out_what_is_on_its_shelves() -> None:
     asker = network.join("asker").transport
     like = StageCompute(RUN, 0).state.copy()
     got = await download_state(RUN, 0, like, asker, ["source"])
-    assert (got.opened.version, got.opened.last_go) == (4, None)
+    assert (got.opened.version, got.opened.last_commit) == (4, None)
     for stage, text in (
         (1, "no version of stage 1 is saved here yet"),
         (2, "this peer keeps no checkpoints of stage 2"),

@@ -107,7 +107,7 @@ async def test_weights_that_do_not_fit_the_digest_that_was_told_are_not_served()
             f"no such download: '{'x' * 20}', 'weights'; open one again",
         ),
         ("held", FetchVector(run="other", t=2), f"this peer serves run {RUN.id}, not 'other'"),
-        ("held", FetchVector(run=RUN.id, t=1, numel=1), "no reduced gradient of step 1 is held here"),
+        ("held", FetchVector(run=RUN.id, t=1, numel=1), "no such sum of step 1 is held here"),
         (
             "held",
             FetchVector(run=RUN.id, t=2, numel=0),
@@ -170,7 +170,7 @@ async def test_the_gradient_of_the_last_step_comes_with_its_go() -> None:
         core = s.peers["s1p0"].core
         vector, held, commit = await fetch_gradient(core, stranger.end.transport, "s1p0", 2, "")
         assert torch.equal(vector, core.applied.reduced)
-        assert (held, commit) == (core.applied.held, core.applied.commit)
+        assert (held, commit) == (core.applied.prepared, core.applied.commit)
 
 
 @pytest.mark.parametrize(
@@ -223,12 +223,12 @@ async def test_a_stage_that_nobody_gives_is_named_with_every_peers_reason() -> N
         with pytest.raises(SetupError) as caught:
             await fetch_weights(RUN, stranger.end.transport, stranger.end.directory, limit_s=0.05)
         assert caught.value.text == (
-            "the weights of stage 1 are not to be had: peer s1p1: this peer is joining itself; "
+            "could not download the weights of stage 1: peer s1p1: this peer is joining itself; "
             "peer s1p0: the checksum of a chunk does not fit its bytes"
         )
         s.network.expire("s1p0")
         s.network.expire("s1p1")
-        with pytest.raises(SetupError, match="the weights of stage 1 are not to be had: nobody serves it"):
+        with pytest.raises(SetupError, match="could not download the weights of stage 1: no peer serves it"):
             await fetch_weights(RUN, stranger.end.transport, stranger.end.directory, limit_s=0.05)
         s.peers["s1p1"].core.joined = True
 

@@ -37,7 +37,7 @@ def trainer() -> Trainer:
 
 def hears(this: Any, version: int, generation: Generation = FIRST, **status: Any) -> None:
     told = RunStatus(**{"run": RUN.id, "generation": generation, "version": version, **status})
-    this._learn("p", Watched(revision=1, generation=generation, version=version, directive=told))
+    this._learn("p", Watched(revision=1, generation=generation, version=version, status=told))
 
 
 async def test_after_the_run_went_back_a_peer_that_lags_behind_is_not_followed() -> None:
@@ -53,7 +53,7 @@ async def test_what_another_generation_lacked_is_not_run() -> None:
     this: Any = trainer()
     hears(this, 0, BACK)
     old = RunStatus(run=RUN.id, version=0, held_by_all=0, lacking=(StepLacking(t=0, by_stage=(ALL, ALL)),))
-    this._learn("p", Watched(revision=2, generation=BACK, version=0, directive=old))
+    this._learn("p", Watched(revision=2, generation=BACK, version=0, status=old))
     assert this._held_by_all == -1 and this._todo.next_wakeup(now=0.0) is None
     hears(this, 0, BACK, held_by_all=0, lacking=old.lacking)
     assert this._held_by_all == 0 and this._todo.next_wakeup(now=0.0) is not None

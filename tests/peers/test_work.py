@@ -51,7 +51,7 @@ def second(**changes: object) -> Work:
 
 def undo(bitmap: int) -> Directive:
     """What the coordinator of stage 1 says when members have the same microbatch."""
-    steps = (StepDirective(t=0, undo=Bitmap(bitmap)),)
+    steps = (StepDirective(t=0, retract=Bitmap(bitmap)),)
     return Directive(run=RUN.id, stage=1, coordinator="s1p0", version=0, steps=steps)
 
 
@@ -172,7 +172,7 @@ async def test_buffers_that_do_not_fit_their_tensors_are_refused_before_they_are
             text = await refusal(stranger, "s0p0", first(RUN), body)
             assert text == f"the announced buffers, {sizes} bytes, do not fit the tensors"
         assert "a body of 10 bytes" in await refusal(stranger, "s0p0", first(RUN), [bytes(10)])
-        assert s.peers["s0p0"].desk.taken == 0
+        assert s.peers["s0p0"].microbatches.taken == 0
 
 
 async def test_a_malformed_header_is_refused() -> None:
@@ -229,7 +229,7 @@ async def test_an_activation_that_is_not_finite_is_refused_and_counts_nothing(va
         assert await refusal(sender, "s1p0", second(), hidden(value)) == "hidden is not finite"
         ledger = s.step("s1p0").ledger
         assert (ledger.done, ledger.in_progress) == (0, 0)
-        assert s.peers["s1p0"].desk.inflight == 0
+        assert s.peers["s1p0"].microbatches.inflight == 0
         assert not s.peers["s1p0"].core.compute.sums.of(0).any()
 
 
@@ -290,7 +290,7 @@ async def test_a_full_peer_says_busy_and_a_leaving_one_says_so() -> None:
         await s.until_serving()
         stranger = s.add_stranger()
         s.network.stop("s1p0")
-        desk = s.peers["s0p0"].desk
+        desk = s.peers["s0p0"].microbatches
         desk.max_inflight = 1
         pending = asyncio.create_task(stranger.send("s0p0", "work", first(RUN), [bytes(9)]))
         await s.until(lambda: desk.inflight == 1)
@@ -448,7 +448,7 @@ async def test_an_undo_that_breaks_takes_the_ledger_with_it(monkeypatch: pytest.
                 stage=1,
                 coordinator="s1p0",
                 version=0,
-                steps=(StepDirective(t=0, undo=Bitmap(2)),),
+                steps=(StepDirective(t=0, retract=Bitmap(2)),),
             )
             obey(peer, directive)
             await s.until(lambda: s.done("s1p0") == 0 and not s.step("s1p0").kept)
@@ -467,7 +467,7 @@ async def test_an_impossible_undo_is_said_and_changes_nothing() -> None:
             stage=1,
             coordinator="s1p0",
             version=0,
-            steps=(StepDirective(t=0, undo=Bitmap(0x101)),),
+            steps=(StepDirective(t=0, retract=Bitmap(0x101)),),
         )
         obey(s.peers["s1p0"], directive)
         said = "stage 1: an impossible undo: the ledger names a microbatch beyond 3"
@@ -488,7 +488,7 @@ async def test_what_was_undone_is_computed_again_when_asked() -> None:
                 stage=1,
                 coordinator="s1p0",
                 version=0,
-                steps=(StepDirective(t=0, undo=Bitmap(1)),),
+                steps=(StepDirective(t=0, retract=Bitmap(1)),),
             ),
         )
         await s.until(lambda: s.done("s1p0") == 0)

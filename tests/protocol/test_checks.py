@@ -14,10 +14,10 @@ from swarm.protocol.checks import MAX_STEPS, check_report, check_summary
 from swarm.protocol.coordinator import Agreed, RunCoordinator, StageCoordinator, Summarized
 from swarm.protocol.coordinator import Member as Reported
 from swarm.protocol.ledger import Bitmap
-from swarm.protocol.messages import ReplicaReport, RunStatus, StageSummary, StepReport, StepSummary
+from swarm.protocol.messages import ReplicaReport, RunStatus, StageSummary
 from swarm.protocol.protocol import StepProtocol
 from swarm.protocol.replica import Local
-from swarm.protocol.rounds import Commit, Prepared
+from swarm.protocol.rounds import Commit, Prepared, StepReport, StepSummary
 from swarm.protocol.timings import ProtocolTimings
 from swarm.records import PeerRecord
 
@@ -41,10 +41,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"version": 1, "generation": Generation(1, 2)}, "in a generation that starts at version 2"),
     ({"generation": Generation(-1, 0)}, "an impossible generation"),
     ({"generation": Generation(1, 9)}, "an impossible generation"),
-    ({"commits": (Commit(8, 1.0),)}, "a go for step 8 of a run of 8 steps"),
-    ({"commits": (Commit(-1, 1.0),)}, "a go for step -1 of a run of 8 steps"),
+    ({"commits": (Commit(8, 1.0),)}, "a commit for step 8 of a run of 8 steps"),
+    ({"commits": (Commit(-1, 1.0),)}, "a commit for step -1 of a run of 8 steps"),
     ({"commits": (Commit(0, NAN),)}, "an impossible squared norm, nan"),
-    ({"commits": tuple(Commit(t, 1.0) for t in range(MAX_STEPS + 1))}, "5 goes at once; at most 4"),
+    ({"commits": tuple(Commit(t, 1.0) for t in range(MAX_STEPS + 1))}, "5 commits at once; at most 4"),
 ]
 
 
@@ -62,8 +62,8 @@ def test_what_cannot_be_true_of_a_replica_or_a_stage_is_refused(changes: dict[st
         ({"done": BEYOND}, "a microbatch beyond 3"),
         ({"in_progress": BEYOND}, "a microbatch beyond 3"),
         ({"inherited": BEYOND}, "a microbatch beyond 3"),
-        ({"held": Prepared("r", NAN, "")}, "an impossible squared norm, nan"),
-        ({"held": Prepared("r", -1.0, "")}, "an impossible squared norm, -1.0"),
+        ({"prepared": Prepared("r", NAN, "")}, "an impossible squared norm, nan"),
+        ({"prepared": Prepared("r", -1.0, "")}, "an impossible squared norm, -1.0"),
         ({"t": 8}, r"\[8\] are not open steps"),
     ],
 )
@@ -75,7 +75,6 @@ def test_what_cannot_be_true_of_a_replicas_step_is_refused(step: dict[str, Any],
 @pytest.mark.parametrize(
     ("step", "text"),
     [
-        ({"lacking": BEYOND}, "a microbatch beyond 3"),
         ({"unclaimed": BEYOND}, "a microbatch beyond 3"),
         ({"sqnorm": NAN}, "an impossible squared norm, nan"),
         ({"t": -1}, r"\[-1\] are not open steps"),
@@ -146,6 +145,7 @@ def test_devices_of_another_kind_are_not_compared_but_where_the_run_realigns() -
 def test_a_step_is_committed_when_all_stages_have_taken_the_one_before() -> None:
     agreed = Agreed(Generation())
     this = RunCoordinator(RUN, "me", agreed)
+    local = Local(generation=Generation(), version=0, steps={}, commits={})
 
     def ready(stage: int, version: int, *steps: int) -> None:
         told = tuple(StepSummary(t=t, ready=True, sqnorm=1.0) for t in steps)
@@ -154,8 +154,8 @@ def test_a_step_is_committed_when_all_stages_have_taken_the_one_before() -> None
     ready(0, 1, 1)
     ready(1, 0, 0, 1)
     agreed.commits[0] = Commit(0, 2.0)
-    this.decide({})
+    this.decide({}, local)
     assert set(agreed.commits) == {0}
     ready(1, 1, 1)
-    this.decide({})
+    this.decide({}, local)
     assert agreed.commits[1] == Commit(1, 2.0)

@@ -16,11 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
 from swarm.ids import Microbatch
 from swarm.protocol import rounds
-from swarm.protocol.ledger import Claim, Ledger, everything, members_of
-from swarm.protocol.rounds import Decision, FetchResult, Lacking, MemberStep, Plan, Prepared, Reduce, Undo
+from swarm.protocol.ledger import Bitmap, Claim, Ledger, everything, members_of
+from swarm.protocol.rounds import Decision, FetchResult, Lacking, Plan, Prepared, Reduce, StepReport, Undo
 from swarm.protocol.worklist import WorkList
 
 M = 4
@@ -45,11 +46,12 @@ class Member:
             self.ledger.record(m)
         self.ledger.release(m)
 
-    def report(self) -> MemberStep:
+    def report(self) -> StepReport:
         held = None if self.held is None else Prepared(self.held[0], 1.0, "")
-        return MemberStep(
-            self.name, self.ledger.done, self.ledger.in_progress & ~self.ledger.done,
-            self.ledger.frozen_for or "", held, self.failed_round,
+        return StepReport(
+            t=0, done=Bitmap(self.ledger.done),
+            in_progress=Bitmap(self.ledger.in_progress & ~self.ledger.done),
+            frozen_for=self.ledger.frozen_for or "", prepared=held, failed_round=self.failed_round,
         )  # fmt: skip
 
 
@@ -64,8 +66,8 @@ class Stage:
         """The last that a coordinator published."""
         self.plans: dict[str, Plan] = {}
 
-    def decide(self, reports: list[MemberStep]) -> Decision:
-        decision = rounds.decide("run", 0, 0, M, 10, reports, self.plan)
+    def decide(self, reports: dict[str, StepReport]) -> Decision:
+        decision = rounds.decide("run", 0, 0, M, 10, reports, self.plan, {})
         if isinstance(decision, Reduce):
             self.plan = decision.plan
             self.plans[decision.plan.round] = decision.plan
@@ -120,7 +122,7 @@ class Stage:
             for m in members_of(member.ledger.in_progress):
                 member.finish(m)
         for _ in range(12):
-            decision = self.decide([m.report() for m in self.members.values()])
+            decision = self.decide({m.name: m.report() for m in self.members.values()})
             for member in self.members.values():
                 self.obey(member, decision)
             if isinstance(decision, Lacking):
@@ -142,7 +144,7 @@ class AnyInterleaving(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.stage = Stage()
-        self.reports: dict[str, list[MemberStep]] = {}
+        self.reports: dict[str, list[StepReport]] = {}
         self.directives: list[Decision] = []
 
     @initialize(names=st.lists(st.sampled_from("abcde"), min_size=1, max_size=3, unique=True))
@@ -197,14 +199,14 @@ class AnyInterleaving(RuleBasedStateMachine):
 
     @rule()
     def decide_on_fresh_reports(self) -> None:
-        self.directives.append(self.stage.decide([m.report() for m in self.stage.members.values()]))
+        self.directives.append(self.stage.decide({m.name: m.report() for m in self.stage.members.values()}))
 
     @rule(data=st.data())
     def decide_on_old_reports(self, data: st.DataObject) -> None:
         """By a coordinator that has heard of some, of dead ones too, and not lately."""
         names = data.draw(st.lists(st.sampled_from(sorted(self.reports)), min_size=1, unique=True))
         self.directives.append(
-            self.stage.decide([data.draw(st.sampled_from(self.reports[n])) for n in names])
+            self.stage.decide({n: data.draw(st.sampled_from(self.reports[n])) for n in names})
         )
 
     @rule()
@@ -311,7 +313,7 @@ class World:
         lacking = []
         ready = True
         for number, stage in enumerate(self.stages):
-            decision = stage.decide([m.report() for m in stage.members.values()])
+            decision = stage.decide({m.name: m.report() for m in stage.members.values()})
             lacking.append(decision.unclaimed if isinstance(decision, Lacking) else 0)
             ready &= isinstance(decision, FetchResult) and decision.ready
             if isinstance(decision, Undo):
@@ -393,18 +395,15 @@ def unchecked(self: Ledger, m: int) -> None:
 
 def blind_decide(*args: object) -> Decision:
     """`decide` without its look for duplicates."""
-    members: list[MemberStep] = sorted(args[5], key=lambda member: member.peer)  # type: ignore[call-overload]
-    seen, single = 0, []
-    for member in members:
-        single.append(
-            MemberStep(member.peer, member.done & ~seen, member.in_progress, member.frozen_for, member.held)
-        )
-        seen |= member.done
-    decision = real_decide(*args[:5], single, args[6])  # type: ignore[arg-type]
+    reports: dict[str, StepReport] = args[5]  # type: ignore[assignment]
+    seen, single = 0, dict[str, StepReport]()
+    for peer, report in sorted(reports.items()):
+        single[peer] = replace(report, done=Bitmap(report.done & ~seen), failed_round="")
+        seen |= report.done
+    decision = real_decide(*args[:5], single, *args[6:])  # type: ignore[arg-type]
     if isinstance(decision, Reduce):
         plan = decision.plan
-        done = {member.peer: member.done for member in members}
-        ledgers = tuple(done[peer] for peer in plan.members)
+        ledgers = tuple(reports[peer].done for peer in plan.members)
         name = rounds.round_id("run", 0, 0, plan.number, plan.members, ledgers)
         return Reduce(Plan(name, plan.number, plan.members, ledgers, plan.parts))
     return decision

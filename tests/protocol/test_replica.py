@@ -23,7 +23,7 @@ from swarm.protocol.rounds import FINISHES_LEAST_S, Commit, FetchResult, Plan, P
 from swarm.protocol.step import ReplicaStep
 
 PLAN = Plan("r", 0, ("bob", "me"), (Bitmap(1), Bitmap(2)), (1, 1))
-RESULT = StepDirective(t=0, adopt=FetchResult("r", ("bob", "me"), False, 1.0))
+RESULT = StepDirective(t=0, fetch=FetchResult("r", ("bob", "me"), False, 1.0))
 
 
 def local(step: ReplicaStep) -> Local:
@@ -51,7 +51,7 @@ def test_each_order_is_an_action_of_its_own() -> None:
     step = opened()
     assert told(step) == []
     assert told(step, StepDirective(t=0, plan=PLAN)) == [AllReduce(0, PLAN)]
-    assert told(step, StepDirective(t=0, undo=Bitmap(1))) == [Retract(0, 1)]
+    assert told(step, StepDirective(t=0, retract=Bitmap(1))) == [Retract(0, 1)]
     assert told(step, RESULT) == [Fetch(0, "r", ("bob",))]
     assert told(prepared(), commits=(Commit(0, 1.0),)) == [ApplyStep(Commit(0, 1.0))]
 
@@ -78,11 +78,11 @@ def test_a_prepared_step_is_neither_reduced_again_nor_opened() -> None:
     for order in (
         StepDirective(t=0, plan=PLAN),
         StepDirective(t=0),
-        StepDirective(t=0, undo=Bitmap(1)),
+        StepDirective(t=0, retract=Bitmap(1)),
         RESULT,
     ):
         assert told(step, order) == []
-    other = StepDirective(t=0, adopt=FetchResult("s", ("bob",), False, 1.0))
+    other = StepDirective(t=0, fetch=FetchResult("s", ("bob",), False, 1.0))
     assert told(step, other) == [Fetch(0, "s", ("bob",))], "the stage chose another round's result"
 
 

@@ -18,7 +18,7 @@ from swarm.protocol.rollback import (
     join_by,
     may_leave,
     newest_start,
-    way_back,
+    plan_rollback,
     worth_waiting_s,
 )
 
@@ -92,7 +92,7 @@ def test_a_lost_stage_goes_on_or_a_new_era_starts() -> None:
     run = Position(Generation(1, 2), 8)
 
     def back(saved: dict[int, list[int]], *, waited_s: float = 0.0, from_keeper: bool = False) -> Rollback:
-        return way_back(
+        return plan_rollback(
             1, 2, run, saved, waited_s=waited_s, checkpoint_every=2, steps=20, from_keeper=from_keeper
         )
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as remade
 
-from swarm.protocol.ledger import everything, members_of
+from swarm.protocol.ledger import Bitmap, everything, members_of
 from swarm.protocol.rounds import (
     FINISHES_LEAST_S,
     STAR_AFTER,
@@ -18,11 +18,11 @@ from swarm.protocol.rounds import (
     Decision,
     FetchResult,
     Lacking,
-    MemberStep,
     Plan,
     Prepared,
     Reduce,
-    StageStep,
+    StepReport,
+    StepSummary,
     Undo,
     check_plan,
     decide,
@@ -37,8 +37,31 @@ RUN, STAGE, T, M, NUMEL = "run", 1, 7, 6, 1000
 ALL = everything(M)
 
 
-def decided(*members: MemberStep, current: Plan | None = None) -> Decision:
-    return decide(RUN, STAGE, T, M, NUMEL, members, current)
+@dataclass(frozen=True)
+class MemberStep:
+    """A replica with its report, and its upload as far as it is measured."""
+
+    peer: str
+    done: int = 0
+    in_progress: int = 0
+    frozen_for: str = ""
+    held: Prepared | None = None
+    failed_round: str = ""
+    bandwidth_bps: float = 0.0
+    inherited: int = 0
+
+    @property
+    def report(self) -> StepReport:
+        return StepReport(
+            t=T, done=Bitmap(self.done), in_progress=Bitmap(self.in_progress), frozen_for=self.frozen_for,
+            prepared=self.held, failed_round=self.failed_round, inherited=Bitmap(self.inherited),
+        )  # fmt: skip
+
+
+def decided(*members: MemberStep, current: Plan | None = None, numel: int = NUMEL) -> Decision:
+    reports = {member.peer: member.report for member in members}
+    uploads_bps = {member.peer: member.bandwidth_bps for member in members}
+    return decide(RUN, STAGE, T, M, numel, reports, current, uploads_bps)
 
 
 def planned(*members: MemberStep, current: Plan | None = None) -> Plan:
@@ -274,7 +297,7 @@ def test_parts_are_whole_and_every_member_agrees_to_an_honest_plan(
     members: list[MemberStep], number: int, numel: int
 ) -> None:
     current = Plan("old", number, (), (), ())
-    decision = decide(RUN, STAGE, T, M, numel, members, current)
+    decision = decided(*members, current=current, numel=numel)
     assert isinstance(decision, Reduce)
     plan = decision.plan
     assert plan.number == number + 1
@@ -382,31 +405,31 @@ def test_no_plan_whose_ledgers_do_not_hold_each_microbatch_once_is_ever_joined(l
 # --- conduct, digest_majority -------------------------------------------------------------------------------
 
 
-def stage_step(stage: int, *, ready: bool = True, sqnorm: float = 1.0) -> StageStep:
-    return StageStep(stage, version=7, lacking=0, unclaimed=0, ready=ready, sqnorm=sqnorm)
+def summary(*, ready: bool = True, sqnorm: float = 1.0) -> StepSummary:
+    return StepSummary(t=7, ready=ready, sqnorm=sqnorm)
 
 
 def test_the_step_is_taken_when_all_stages_are_ready() -> None:
-    summaries = {s: stage_step(s, sqnorm=10.0**-s) for s in (2, 0, 1)}
+    summaries = {s: summary(sqnorm=10.0**-s) for s in (2, 0, 1)}
     assert decide_commit(7, 3, summaries, {}) == Commit(7, 1.0 + 0.1 + 0.01)
 
 
 def test_the_norms_are_added_in_stage_order_so_that_every_conductor_gets_the_same_bits() -> None:
     norms = [1e16, 1.0, -1e16, 3.0]
-    some = {s: stage_step(s, sqnorm=norm) for s, norm in enumerate(norms)}
+    some = {s: summary(sqnorm=norm) for s, norm in enumerate(norms)}
     other = dict(reversed(some.items()))
     assert decide_commit(7, 4, some, {}) == decide_commit(7, 4, other, {}) == Commit(7, sum(norms))
 
 
 def test_the_step_is_not_taken_while_a_stage_has_not_spoken_or_is_not_ready() -> None:
-    assert decide_commit(7, 2, {0: stage_step(0)}, {}) is None
-    assert decide_commit(7, 2, {0: stage_step(0), 1: stage_step(1, ready=False)}, {}) is None
+    assert decide_commit(7, 2, {0: summary()}, {}) is None
+    assert decide_commit(7, 2, {0: summary(), 1: summary(ready=False)}, {}) is None
 
 
 def test_the_go_of_an_earlier_conductor_holds() -> None:
     earlier = Commit(7, 42.0)
     assert decide_commit(7, 2, {}, {7: earlier}) is earlier
-    assert decide_commit(7, 1, {0: stage_step(0)}, {6: Commit(6, 1.0)}) == Commit(7, 1.0)
+    assert decide_commit(7, 1, {0: summary()}, {6: Commit(6, 1.0)}) == Commit(7, 1.0)
 
 
 def test_most_members_decide_which_weights_are_right_and_a_tie_goes_to_the_smallest_id() -> None:

@@ -18,13 +18,13 @@ from swarm.protocol.step import TRANSITIONS, ImpossibleTransition, ReplicaStep, 
 
 ROOT = Path(__file__).resolve().parents[2]
 MOVERS = {
-    "start_round": {"peers/stage/server.py"},
-    "exchange": {"peers/stage/server.py"},
-    "refuse_round": {"peers/stage/server.py"},
-    "end_round": {"peers/stage/server.py", "peers/stage/recovery.py"},
-    "give_up_round": {"peers/stage/server.py"},
-    "open_again": {"peers/stage/server.py"},
-    "promise": {"peers/stage/server.py", "peers/stage/recovery.py"},
+    "start_round": {"peers/stage/actions.py"},
+    "exchange": {"peers/stage/actions.py"},
+    "refuse_round": {"peers/stage/actions.py"},
+    "end_round": {"peers/stage/actions.py", "peers/stage/tied_weights.py"},
+    "give_up_round": {"peers/stage/actions.py"},
+    "open_again": {"peers/stage/actions.py"},
+    "promise": {"peers/stage/tied_weights.py"},
     "complete": set[str](),  # also the name of a function of the stage's tensors
     "incomplete": {"peers/stage/tied_weights.py"},
     "prepare": {"peers/stage/tied_weights.py"},

@@ -28,7 +28,7 @@ from swarm.protocol.replica import (
     Retract,
     Unfreeze,
 )
-from swarm.protocol.rollback import way_back
+from swarm.protocol.rollback import plan_rollback
 from swarm.protocol.rounds import Commit, Prepared, check_plan
 from swarm.protocol.step import ReplicaStep, StepState
 from swarm.protocol.timings import ProtocolTimings
@@ -465,8 +465,8 @@ class World:
         self.say(f"{replica.name} goes to {_at(goal)}")
 
     def _restore(self, replica: Replica) -> None:
-        run = replica.protocol.run_position
-        goal, wait_s = way_back(
+        run = replica.protocol.run_status.position
+        goal, wait_s = plan_rollback(
             replica.stage, self.run.S, run, self.saved, waited_s=replica.protocol.behind_s(now=self.now),
             checkpoint_every=self.run.checkpoint_every, steps=self.run.steps,
         )  # fmt: skip
@@ -527,12 +527,12 @@ class World:
         for step in directive.steps:
             if step.plan is not None:
                 words.append(f"reduce step {step.t} in {self._round(step.plan.round)}")
-            elif step.adopt is not None:
+            elif step.fetch is not None:
                 words.append(
-                    f"{self._round(step.adopt.round)} of step {step.t} is at {', '.join(step.adopt.sources)}"
+                    f"{self._round(step.fetch.round)} of step {step.t} is at {', '.join(step.fetch.sources)}"
                 )
-            elif step.undo:
-                words.append(f"take {_set(step.undo)} out of step {step.t}")
+            elif step.retract:
+                words.append(f"take {_set(step.retract)} out of step {step.t}")
         return "; ".join(words + [f"commit {commit.t}" for commit in directive.commits])
 
     # -- what must hold ---------------------------------------------------------------------------
@@ -561,17 +561,17 @@ def _at(position: Position) -> str:
 
 
 def _report(report: ReplicaReport) -> str:
-    words = [_at(Position(report.generation, report.version))]
+    words = [_at(report.position)]
     for step in report.steps:
-        state = "prepared" if step.held is not None else "frozen" if step.frozen_for else _set(step.done)
+        state = "prepared" if step.prepared is not None else "frozen" if step.frozen_for else _set(step.done)
         words.append(f"step {step.t} {state}")
     return ", ".join(words)
 
 
 def _summary(summary: StageSummary) -> str:
-    words = [_at(Position(summary.generation, summary.version))]
+    words = [_at(summary.position)]
     for step in summary.steps:
-        state = "ready" if step.ready else f"lacks {_set(step.lacking)}" if step.lacking else "complete"
+        state = "ready" if step.ready else f"lacks {_set(step.unclaimed)}" if step.unclaimed else "claimed"
         words.append(f"step {step.t} {state}")
     return ", ".join(words)
 

@@ -7,17 +7,18 @@ keeping a sum that was handed over.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from peers.sim.__main__ import played
-from peers.stage import coordination, server
+from peers.stage import actions, coordination
 from peers.stage.recovery import Recovery
 from swarm.model.stage import StageCompute
 from swarm.protocol import coordinator, rounds
-from swarm.protocol.ledger import Claim, Ledger
-from swarm.protocol.rounds import Commit, Decision, MemberStep, Plan, Reduce, StageStep
+from swarm.protocol.ledger import Bitmap, Claim, Ledger
+from swarm.protocol.rounds import Commit, Decision, Plan, Reduce, StepReport, StepSummary
+from swarm.protocol.timings import ProtocolTimings
 
 Patch = pytest.MonkeyPatch
 
@@ -38,7 +39,7 @@ def _unchecked(self: Ledger, m: int) -> None:
 
 def overlook_duplicates(patch: Patch) -> None:
     patch.setattr(coordinator, "decide", _blind_decide)
-    patch.setattr(server, "check_plan", lambda plan, **_: None)
+    patch.setattr(actions, "check_plan", lambda plan, **_: None)
 
 
 real_decide = rounds.decide
@@ -50,20 +51,19 @@ def _blind_decide(
     t: int,
     microbatches: int,
     numel: int,
-    members: list[MemberStep],
+    reports: dict[str, StepReport],
     current: Plan | None,
+    uploads_bps: dict[str, float],
 ) -> Decision:
     """`decide` without its look for duplicates."""
-    members = sorted(members, key=lambda member: member.peer)
-    done = {m.peer: m.done for m in members}
-    seen, single = 0, list[MemberStep]()
-    for m in members:
-        single.append(replace(m, done=m.done & ~seen))
-        seen |= m.done
+    done = {peer: report.done for peer, report in reports.items()}
+    seen, single = 0, dict[str, StepReport]()
+    for peer, report in sorted(reports.items()):
+        single[peer] = replace(report, done=Bitmap(report.done & ~seen))
+        seen |= report.done
     if current is not None and current.ledgers == tuple(done.get(p) for p in current.members):
-        kept = {m.peer: m.done for m in single}
-        current = _with_ledgers(current, tuple(kept[p] for p in current.members))
-    decision = real_decide(run, stage, t, microbatches, numel, single, current)
+        current = _with_ledgers(current, tuple(single[p].done for p in current.members))
+    decision = real_decide(run, stage, t, microbatches, numel, single, current, uploads_bps)
     if not isinstance(decision, Reduce):
         return decision
     plan = decision.plan
@@ -72,10 +72,8 @@ def _blind_decide(
     return Reduce(_with_ledgers(plan, ledgers, name))
 
 
-def _with_ledgers(plan: Plan, ledgers: tuple[int, ...], name: str | None = None) -> Plan:
-    import msgspec
-
-    return msgspec.structs.replace(plan, ledgers=ledgers, round=plan.round if name is None else name)
+def _with_ledgers(plan: Plan, ledgers: tuple[Bitmap, ...], name: str | None = None) -> Plan:
+    return replace(plan, ledgers=ledgers, round=plan.round if name is None else name)
 
 
 def never_thaw(patch: Patch) -> None:
@@ -91,7 +89,7 @@ def stay_when_a_stage_is_lost(patch: Patch) -> None:
 
 def forget_a_farewell(patch: Patch) -> None:
     """Count a member that left for ever."""
-    patch.setattr(coordination, "GONE_AFTER_S", 1e9)
+    patch.setattr(coordination, "ProtocolTimings", lambda: ProtocolTimings(gone_after_s=1e9))
     patch.setattr(coordination.StepCoordination, "lost", lambda self, peer: None)
 
 
@@ -104,7 +102,7 @@ def commit_early(patch: Patch) -> None:
     """As soon as one stage is prepared."""
 
     def commit(
-        t: int, stages: int, summaries: Mapping[int, StageStep], last_go: Mapping[int, Commit]
+        t: int, stages: int, summaries: Mapping[int, StepSummary], last_go: Mapping[int, Commit]
     ) -> Commit | None:
         ready = len(summaries) == stages and any(summary.ready for summary in summaries.values())
         return last_go.get(t) or (Commit(t, 0.0) if ready else None)

@@ -13,9 +13,8 @@ from swarm.protocol.messages import (
     Directive,
     ReplicaReport,
     StepDirective,
-    StepReport,
 )
-from swarm.protocol.rounds import Plan, Prepared
+from swarm.protocol.rounds import Plan, Prepared, StepReport
 from swarm.wire import messages
 from swarm.wire.codec import TensorMeta
 from swarm.wire.messages import (
@@ -56,7 +55,7 @@ def test_what_is_packed_comes_back() -> None:
         stage=1,
         version=3,
         digest="d",
-        steps=(StepReport(t=3, done=Bitmap(1), in_progress=Bitmap(2), held=Prepared("x", 0.5, "y")),),
+        steps=(StepReport(t=3, done=Bitmap(1), in_progress=Bitmap(2), prepared=Prepared("x", 0.5, "y")),),
     )
     plan = Plan(round="x", number=1, members=("a",), ledgers=(Bitmap(255),), parts=(7,))
     directive = Directive(

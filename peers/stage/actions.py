@@ -1,0 +1,320 @@
+"""Does what the protocol asks of a stage peer: each action in a task of its own, none twice at a time.
+
+    AllReduce   freeze the sum, reduce it with the others, hold the result
+    Fetch       take the result from a replica that holds it
+    Retract     subtract duplicates from the sum
+    Unfreeze    give a round up, and open the sum again
+    ApplyStep, CatchUp, RestoreStage   change the weights: one of them at a time
+
+Everything here runs on the event loop; sums and ledgers change in jobs of the device (`peers.ports.Device`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import torch
+
+from peers import events
+from peers.clock import now_s
+from peers.fault_points import fault_point
+from peers.ports import Directory, Rank, Transport
+from peers.stage.all_reduce import AllReduce as Reducer
+from peers.stage.all_reduce import RoundAborted
+from peers.stage.coordination import StepCoordination
+from peers.stage.open_step import OpenStep, audit
+from peers.stage.recovery import Recovery
+from peers.stage.settings import Checkpoints
+from peers.stage.state import StageCore
+from peers.stage.tied_weights import TiedWeights
+from peers.storage.checkpoint_store import CheckpointStore
+from peers.storage.writer import CheckpointWriter
+from peers.transfer.catalog import is_keeper
+from peers.transfer.gradient import fetch_gradient
+from swarm.errors import PeerFault, Refused, SetupError, SwarmError
+from swarm.ids import PeerId, Position
+from swarm.policy.backoff import Backoff
+from swarm.protocol.ledger import check_bitmap
+from swarm.protocol.messages import Directive
+from swarm.protocol.replica import (
+    Action,
+    AllReduce,
+    ApplyStep,
+    AskWitnesses,
+    CatchUp,
+    Fetch,
+    RestoreStage,
+    Retract,
+    Unfreeze,
+)
+from swarm.protocol.rounds import Commit, Plan, check_plan
+from swarm.protocol.step import StepState
+from swarm.records import NO_STAGE
+
+RETRY_S = 0.5
+"""Pause when no peer gave what this one lacks."""
+
+
+class Actions:
+    """Carries out the actions of `coordination`.
+
+    Args:
+        failed: told of an error that ends this peer, such as a run that diverged.
+    """
+
+    def __init__(
+        self,
+        core: StageCore,
+        transport: Transport,
+        directory: Directory,
+        backoff: Backoff,
+        coordination: StepCoordination,
+        all_reduce: Reducer,
+        tied_weights: TiedWeights,
+        recovery: Recovery,
+        store: CheckpointStore,
+        checkpoints: Checkpoints | None,
+        *,
+        failed: Callable[[SetupError], None],
+    ) -> None:
+        self._core, self._transport, self._directory, self._backoff = core, transport, directory, backoff
+        self._coordination, self._all_reduce, self._tied_weights = coordination, all_reduce, tied_weights
+        self._recovery, self._store, self._checkpoints, self._failed = recovery, store, checkpoints, failed
+        self._writer = None
+        if checkpoints is not None:
+            self._writer = CheckpointWriter(
+                checkpoints.folder, core.run, core.stage, keep=checkpoints.keep, emit=core.emit
+            )
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._lost_at: Position | None = None
+        """The run's position when this stage was last said to be lost."""
+        coordination.act = self.act
+
+    # -- tasks --------------------------------------------------------------------------------------
+
+    def act(self, action: Action) -> None:
+        """Do what the protocol asks, unless it is under way. Actions repeat."""
+        if isinstance(action, (ApplyStep, CatchUp, RestoreStage)):
+            if not self._core.changing:
+                self._core.changing = True
+                self.spawn(self._change_state(action))
+            return
+        assert not isinstance(action, AskWitnesses)  # done by `coordination`
+        step = self._core.steps[action.t]
+        match action:
+            case AllReduce(plan=plan):
+                step.stop("reduce")
+                step.start_round(plan.round, now=now_s())
+                self._start(step, "reduce", lambda: self._reduce(step, plan))
+            case Fetch(round=name, sources=sources):
+                self._start(step, "fetch", lambda: self._fetch(step, name, sources))
+            case Unfreeze():
+                step.stop("reduce")
+                step.stop("fetch")
+                step.give_up_round()
+                self._start(step, "thaw", lambda: self._thaw(step))
+            case Retract(microbatches=twice):
+                self._start(step, "retract", lambda: self._retract(step, twice))
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` in a task that ends with this peer; its errors are told."""
+        self._spawn(work)
+
+    def cancel(self) -> None:
+        """Tell all tasks to stop."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def ended(self) -> None:
+        """Return when none runs any more."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start(self, step: OpenStep, kind: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run `work` unless the same kind of work already runs for this step."""
+        running = step.work.get(kind)
+        if running is None or running.done():
+            step.work[kind] = self._spawn(work())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        match error:
+            case SetupError():
+                self._failed(error)  # the run diverged: nothing that this peer does can help
+            case None | torch.AcceleratorError():
+                pass  # a broken device ends this peer: `peers.stage.device.watch_device`
+            case SwarmError():
+                self._core.emit(events.Note(text=f"stage {self._core.stage}: {error.text}"))
+            case _:
+                asyncio.get_running_loop().call_exception_handler(
+                    {"message": "a stage peer's task failed", "exception": error, "task": task}
+                )
+        self._core.report_trigger.urgent()
+
+    # -- a step's sum -------------------------------------------------------------------------------
+
+    async def _reduce(self, step: OpenStep, plan: Plan) -> None:
+        """Freeze the sum for this round, reduce it with the others, hold the result."""
+        core, m = self._core, self._core.run.M
+
+        def freeze() -> tuple[str | None, torch.Tensor | None]:
+            if step.over or step.state is StepState.HANDING:
+                return "the step is over" if step.over else "it leaves, and hands over its sum", None
+            why = check_plan(
+                plan, run=core.run.id, stage=core.stage, t=step.t, microbatches=m,
+                numel=core.compute.numel, me=core.me, done=step.ledger.done,
+            )  # fmt: skip
+            if why is not None:
+                return why, None
+            step.ledger.freeze(plan.round)
+            total = core.compute.sums.of(step.t)
+            return None, total.cpu() if total.is_cuda else total
+
+        try:
+            why, total = await core.device.run(Rank.STEP, step.t, freeze)
+            if total is None:
+                step.refuse_round(plan.round)
+                raise RoundAborted(f"this peer does not take part: {why}")
+            fault_point("frozen")
+            step.exchange(plan.round)
+            reduced, held = await self._all_reduce.run(plan, step.t, total)
+            if not step.over and step.prepared is None and step.ledger.frozen_for == plan.round:
+                step.audited = audit(plan, m, 0)
+                await self._tied_weights.hold(step, reduced, held)
+                fault_point("prepared")
+        except RoundAborted as aborted:
+            step.end_round(plan.round, failed=True)
+            core.emit(events.RoundAborted(stage=core.stage, t=step.t, why=aborted.text))
+        except Exception:
+            # No memory, perhaps. Said, or the coordinator would wait for this round for ever.
+            step.end_round(plan.round, failed=True)
+            raise
+        finally:
+            step.end_round(plan.round, failed=False)
+
+    async def _thaw(self, step: OpenStep) -> None:
+        """Open the sum again, once no replica can receive a mixture of before and after."""
+
+        def thaw() -> None:
+            if step.may_thaw:
+                step.ledger.thaw()
+
+        await step.stopped()
+        await self._core.device.run(Rank.STEP, step.t, thaw)
+        step.open_again()
+
+    async def _fetch(self, step: OpenStep, round_name: str, sources: Sequence[PeerId]) -> None:
+        """Take the result of a round from the first replica that gives it."""
+        core = self._core
+        for source in sources:
+            try:
+                reduced, held, _ = await fetch_gradient(core, self._transport, source, step.t, round_name)
+            except PeerFault as fault:
+                self._backoff.failed(source, now=now_s())
+                core.emit(events.PeerLost(peer=source, stage=core.stage, why=fault.text))
+            except SwarmError:
+                continue
+            else:
+                if not step.over:
+                    step.stop("reduce")
+                    await self._tied_weights.hold_fetched(step, reduced, held)
+                return
+
+    async def _retract(self, step: OpenStep, microbatches: int) -> None:
+        try:
+            check_bitmap(microbatches, self._core.run.M)
+        except Refused as refused:
+            raise Refused(f"an impossible undo: {refused.text}") from None
+        await self._core.retract(step, microbatches)
+
+    # -- the weights --------------------------------------------------------------------------------
+
+    async def _change_state(self, action: ApplyStep | CatchUp | RestoreStage) -> None:
+        try:
+            match action:
+                case ApplyStep(commit=commit):
+                    await self._apply_step(commit)
+                case CatchUp(directive=directive):
+                    await self._catch_up(directive)
+                case RestoreStage():
+                    await self._restore()
+        finally:
+            self._core.changing = False
+
+    async def _apply_step(self, commit: Commit) -> None:
+        core = self._core
+        step = core.steps.get(commit.t)
+        mine = step.ledger.done.bit_count() if step is not None else 0
+        audited = step.audited if step is not None else None
+        await core.apply(commit)
+        fault_point("took")
+        core.stepped.set()
+        core.emit(
+            events.Stepped(
+                stage=core.stage, t=commit.t, microbatches=mine,
+                missing=None if audited is None else audited.missing,
+                duplicated=None if audited is None else audited.duplicated,
+            )
+        )  # fmt: skip
+        await self._save()
+        if core.finished:
+            core.emit(events.Note(text=self._complete()))
+
+    async def _catch_up(self, directive: Directive) -> None:
+        """Go to the stage's position: steps were missed, or the run rolled back."""
+        if await self._recovery.to(directive):
+            return
+        if self._coordination.behind_s > self._coordination.timings.lost_s:
+            await self._restore()
+        else:
+            await asyncio.sleep(RETRY_S)
+
+    async def _restore(self) -> None:
+        run = self._coordination.run_status.position
+        if run != self._lost_at:
+            self._lost_at = run
+            self._core.emit(events.StageLost(stage=self._core.stage, version=run.version))
+        await self._recovery.restore(run, waited_s=self._coordination.behind_s)
+
+    # -- checkpoints --------------------------------------------------------------------------------
+
+    async def _save(self) -> None:
+        """Copy the state, and have it written beside the training; or kept in memory, for keepers."""
+        core = self._core
+        every, version = core.run.checkpoint_every, core.version
+        if not (core.finished or (every and version % every == 0)):
+            return
+        keepers = any(map(is_keeper, self._directory.at(NO_STAGE)))
+        # The last version is given out as it is.
+        pinned = keepers and not core.finished and not self._store.on_disk
+        writer = self._writer if core.finished or self._store.on_disk else None
+        if writer is None and not pinned:
+            return
+        tensors = await core.device.run(Rank.STEP, version, core.compute.state.copy)
+        if writer is not None:
+            writer.save(version, tensors)
+        if pinned:
+            self._store.pin(version, tensors)
+
+    def _complete(self) -> str:
+        also = "is saved nowhere: export it before the last peer of the stage leaves"
+        if self._checkpoints is not None:
+            also = f"goes to {self._checkpoints.folder} too"
+        core = self._core
+        return (
+            f"the run is complete: all {core.run.steps} steps are taken. This peer gives out version "
+            f"{core.version} of stage {core.stage} until Ctrl-C; it {also}"
+        )
+
+    async def finish_saving(self, *, limit_s: float) -> None:
+        """Wait until what is being written is on the disk."""
+        if self._writer is not None:
+            await self._writer.close(limit_s)

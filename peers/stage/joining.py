@@ -1,0 +1,120 @@
+"""How a newcomer gets the weights of its stage: from replicas, a checkpoint, or version 0 from the seed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from peers import events
+from peers.clock import now_s
+from peers.ports import Directory
+from peers.stage.membership import Replicas
+from peers.stage.recovery import Recovery
+from peers.stage.state import StageCore
+from peers.storage import checkpoint
+from peers.storage.checkpoint_store import CheckpointStore
+from peers.transfer.catalog import is_keeper
+from peers.transfer.server import Snapshot
+from swarm.ids import Position
+from swarm.protocol.rollback import Join, join_by
+from swarm.protocol.timings import ProtocolTimings
+from swarm.records import PeerRecord
+
+RETRY_S = 0.5
+LOST_S = ProtocolTimings().lost_s
+"""Replicas may be cut off shortly, and peers of other stages, with their disks, may come as late."""
+
+
+class Joining:
+    """Gets a stage peer its first weights. `folder`: whose checkpoints it starts from, if any."""
+
+    def __init__(
+        self,
+        core: StageCore,
+        directory: Directory,
+        replicas: Replicas,
+        recovery: Recovery,
+        store: CheckpointStore,
+        folder: Path | None,
+    ) -> None:
+        self._core, self._directory, self._replicas = core, directory, replicas
+        self._recovery, self._store, self._folder = recovery, store, folder
+
+    async def run(self, kept: Snapshot | None) -> None:
+        """Return with open steps, once the weights are here. `kept`: those of before a pause."""
+        core = self._core
+        lost_since: float | None = None
+        if kept is not None:
+            await core.load(Position(kept.generation, kept.version), kept.tensors)
+            core.remember(kept.last_commit)
+        records = await self._directory.lookup_all()
+        if await self._resume(records):
+            records = await self._directory.refresh()
+        while True:
+            others = [r for r in records if r.peer != core.me and r.state in ("serving", "joining")]
+            told = {peer: status.position for peer, status in (await self._replicas.ask(others)).items()}
+            replicas = {
+                r.peer: told[r.peer]
+                for r in others
+                if r.stage == core.stage and r.state == "serving" and r.peer in told
+            }
+            run = max(told.values(), default=Position())
+            by = join_by(core.position, replicas.values(), run)
+            if by is Join.SERVE or (by is Join.DOWNLOAD and await self._recovery.follow(replicas)):
+                break
+            if by is Join.LOST:
+                if lost_since is None:
+                    lost_since = now_s()
+                    core.emit(events.StageLost(stage=core.stage, version=run.version))
+                waited_s = now_s() - lost_since
+                if waited_s > LOST_S and await self._recovery.restore(run, waited_s=waited_s):
+                    break
+            await asyncio.sleep(RETRY_S)
+            records = await self._directory.refresh()
+        await core.open_steps()
+
+    async def _resume(self, records: Sequence[PeerRecord]) -> bool:
+        """Start from a checkpoint of this peer's folder; or, if no peer serves the run, of others'.
+
+        Whether that took a while: `records` are old then.
+        """
+        core, folder, step = self._core, self._folder, None
+        if folder is not None:
+            step = await asyncio.to_thread(
+                checkpoint.newest_common_step, folder, core.run, tell=self._store.damaged
+            )
+            if step is not None and step > core.version:
+                tensors, _ = await asyncio.to_thread(checkpoint.load, folder, core.run, core.stage, step)
+                await core.load(Position(core.generation, step), tensors)
+                self._say_resumed()
+                return True
+        mine = await asyncio.to_thread(self._store.versions)
+        if folder is not None and step is None and not mine:
+            others = await asyncio.to_thread(checkpoint.other_runs, folder, core.run)
+            if others:
+                text = (
+                    f"{folder} has no checkpoint of run {core.run.id} that could be used, only of "
+                    f"run {', '.join(others[:3])}: stage {core.stage} starts without one"
+                )
+                core.emit(events.Trouble(text=text))
+        until = now_s() + LOST_S
+        while now_s() < until:  # those of other stages come a moment later, with their disks
+            if not mine and not any(map(is_keeper, records)):
+                return False
+            serving = [r for r in records if r.state == "serving" and r.peer != core.me]
+            if await self._replicas.ask(serving):
+                return True
+            resumed = await self._recovery.resume()
+            if resumed:
+                self._say_resumed()
+            if resumed or resumed is None:
+                return True
+            await asyncio.sleep(RETRY_S)
+            records = await self._directory.lookup_all()
+        return True
+
+    def _say_resumed(self) -> None:
+        core = self._core
+        text = f"stage {core.stage} resumes from the checkpoint of version {core.version}"
+        core.emit(events.Note(text=text))

@@ -1,0 +1,88 @@
+"""Moving to a stage that needs this device more, by a rule that all peers apply to the same records."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+
+from peers import events
+from peers.clock import unix_s
+from peers.ports import Directory
+from peers.stage.membership import Replicas
+from peers.stage.state import StageCore
+from peers.waiting import happens
+from swarm.ids import PeerId, Stage
+from swarm.policy.rebalance import Moves, Stay, is_due, rebalance
+from swarm.records import PeerRecord
+
+BOUNDARY_S = 10.0
+"""A peer that moves goes without a step boundary after this: perhaps the run waits for its coming."""
+
+
+class Moving:
+    """Decides with all others which peers move, and sends this one off if it is among them.
+
+    Args:
+        movable: whether this one may be; if not, it only says what was decided.
+        go: ends this peer's service, so that its device can serve the other stage.
+    """
+
+    def __init__(
+        self,
+        core: StageCore,
+        directory: Directory,
+        replicas: Replicas,
+        *,
+        movable: bool,
+        go: Callable[[Stage], None],
+    ) -> None:
+        self._core, self._directory, self._replicas = core, directory, replicas
+        self._movable, self._go = movable, go
+        self.going = False
+        """It is about to move: no replica may rely on its staying."""
+        self.decided = ""
+        """The last decision on which peers move, and why."""
+
+    async def run(self) -> None:
+        """Decide in the middle of every period, until this peer leaves."""
+        core, period_s = self._core, self._core.run.rebalance_every_s
+        while not core.leaving:
+            now = unix_s()
+            middle_s = (now // period_s + 0.5) * period_s
+            await asyncio.sleep(middle_s - now + (period_s if middle_s <= now else 0))
+            await self._directory.refresh()
+            lag_s = self._directory.lag_s
+            if not is_due(period_s=period_s, lag_s=lag_s, now_s=unix_s()):
+                self.decided = f"not in this period: what others do is seen here after {lag_s:.0f} s"
+                continue
+            records = list(self._directory.peers())
+            decision = await asyncio.to_thread(self._decide, records, unix_s())
+            self.decided = decision.why
+            moves = decision.moves if isinstance(decision, Moves) else ()
+            move = next((move for move in moves if move.peer == core.me), None)
+            if move is not None and self._movable:
+                await self.move(move.to_stage, why=move.why, going={other.peer for other in moves})
+
+    def _decide(self, records: Sequence[PeerRecord], now_s: float) -> Moves | Stay:
+        """In any thread: it takes a while in a large run."""
+        run = self._core.run
+        return rebalance(records, stages=run.S, period_s=run.rebalance_every_s, now_s=now_s)
+
+    async def move(self, to_stage: Stage, *, why: str, going: Collection[PeerId]) -> None:
+        """Leave for another stage after the next step: until then this peer's sum is part of its stage's.
+
+        It stays if no replica keeps this stage (I6), now or after that step. `going`: others that leave it.
+        """
+        core = self._core
+        self.going = True  # said before asking: of two that ask each other at once neither goes
+        moves = await self._replicas.keep_stage(going=going)
+        if moves:
+            core.emit(events.Moved(stage=core.stage, to_stage=to_stage, why=why))
+            core.stepped.clear()
+            await happens(core.stepped, BOUNDARY_S)
+            moves = await self._replicas.keep_stage(going=going)  # it may have died meanwhile
+        if moves:
+            self._go(to_stage)
+        else:
+            self.going = False
+            self.decided = f"{why}; it stays: no replica in stage {core.stage} answers"

@@ -1,0 +1,120 @@
+"""What a stage peer says of itself: its record in the directory, and its status to those that ask."""
+
+from __future__ import annotations
+
+import asyncio
+
+from peers.ports import Answer, Directory, NetworkPath, Rank, Request, Transport
+from peers.stage.all_reduce import AllReduce
+from peers.stage.coordination import StepCoordination
+from peers.stage.microbatches import MicrobatchServer
+from peers.stage.moving import Moving
+from peers.stage.settings import StageSettings
+from peers.stage.state import StageCore
+from swarm.records import PeerRecord
+from swarm.wire.messages import AskStatus, LinkStatus, PeerStatus, check_run, pack, unpack
+
+ANNOUNCE_S = 5.0
+"""A record lives a few times longer than this in the DHT."""
+WARMING_S = 1.0
+"""The first microbatch of a device pays for warming up; of one that takes longer than this that is little."""
+MAX_WORDS = 400
+MAX_LINKS_TOLD = 64
+"""In one status: 6 kB."""
+
+
+class StageStatus:
+    """Announces the peer, and answers `status`."""
+
+    def __init__(
+        self,
+        core: StageCore,
+        transport: Transport,
+        directory: Directory,
+        settings: StageSettings,
+        coordination: StepCoordination,
+        microbatches: MicrobatchServer,
+        all_reduce: AllReduce,
+        moving: Moving,
+    ) -> None:
+        self._core, self._transport, self._directory, self._settings = core, transport, directory, settings
+        self._coordination, self._microbatches, self._all_reduce = coordination, microbatches, all_reduce
+        self._moving = moving
+        self.rehearsed_s = self._rehearsals_s = 0.0
+        """What a microbatch took before there was any; all of the device's time that went into that."""
+        transport.serve("status", self._serve)
+
+    async def announce(self) -> None:
+        """Publish the record of this peer as it is now."""
+        core, settings = self._core, self._settings
+        record = PeerRecord(
+            peer=core.me, run=core.run.id, stage=core.stage, state=core.life, version=core.version,
+            speed=self._speed(), load=core.device.mean_queue(), state_bytes=core.compute.state.nbytes,
+            bandwidth_bps=self._all_reduce.bandwidth_bps, movable=settings.movable,
+            max_inflight=self._microbatches.max_inflight, device=settings.device_name,
+            addresses=settings.addresses, since=settings.joined_at,
+        )  # fmt: skip
+        await self._directory.announce(record)
+
+    async def run(self) -> None:
+        """Announce every few seconds, until cancelled."""
+        while True:
+            await asyncio.sleep(ANNOUNCE_S)
+            await self.announce()
+
+    async def rehearse(self) -> None:
+        """Find out of which kind the device is, and how fast on this stage, before there is work."""
+        core, device = self._core, self._core.device
+
+        def once() -> tuple[str, float]:
+            return core.compute.rehearse(), device.elapsed_s()
+
+        # Before all other jobs: kinds are compared by what the weights of version 0 give.
+        core.kind, took_s = await device.run(Rank.STEP, -1, once)
+        all_s = took_s
+        if took_s < WARMING_S:
+            _, took_s = await device.run(Rank.IDLE, 0, once)
+            all_s += took_s
+        self.rehearsed_s, self._rehearsals_s = took_s / device.workers, all_s / device.workers
+
+    def _speed(self) -> float:
+        """Microbatches per second of the device when it is busy; 0 before anything is known."""
+        core = self._core
+        busy_s = core.device.busy_s - self._rehearsals_s
+        if core.computed and busy_s > 0:
+            return core.computed / busy_s
+        return 1.0 / self.rehearsed_s if self.rehearsed_s > 0 else 0.0
+
+    def _links(self) -> list[LinkStatus]:
+        """The traffic with each other peer, the busiest first."""
+        sent, received = self._transport.sent_bytes, self._transport.received_bytes
+        lines, unknown = self._transport.lines, NetworkPath()
+        links = [
+            LinkStatus(
+                peer=peer, bytes_in=received.get(peer, 0), bytes_out=sent.get(peer, 0),
+                rtt_s=lines.get(peer, unknown).rtt_s, bandwidth_bps=lines.get(peer, unknown).bandwidth_bps,
+            )
+            for peer in {*sent, *received}
+        ]  # fmt: skip
+        return sorted(links, key=lambda link: (-link.bytes_in - link.bytes_out, link.peer))
+
+    async def _serve(self, request: Request) -> Answer:
+        core, microbatches = self._core, self._microbatches
+        check_run(unpack(request.header, AskStatus).run, core.run.id)
+        step, links = core.steps.get(core.version), self._links()
+        losses = self._coordination.run_status.losses
+        status = PeerStatus(
+            peer=core.me, stage=core.stage, generation=core.generation, version=core.version,
+            state="leaving" if self._moving.going else core.life,
+            device=self._settings.device_name, done=step.ledger.done.bit_count() if step else 0,
+            inflight=microbatches.inflight, max_inflight=microbatches.max_inflight,
+            speed=self._speed(), computed=core.computed,
+            coordinator=self._coordination.coordinator(core.stage) or "", audit=core.audit,
+            since=self._settings.joined_at, loss=losses[-1][1] if losses else None,
+            loss_step=losses[-1][0] if losses else -1,
+            bytes_in=sum(link.bytes_in for link in links), bytes_out=sum(link.bytes_out for link in links),
+            links=tuple(links[:MAX_LINKS_TOLD]), rebalance=self._moving.decided[:MAX_WORDS],
+            busy_s=core.device.busy_s, taken=microbatches.taken, answered=microbatches.answered,
+            digest=core.digest, kind=core.kind, trainers=self._coordination.trainers,
+        )  # fmt: skip
+        return Answer(pack(status))
