@@ -68,6 +68,7 @@ MAY_IMPORT = {
         *SHARED,
         "swarm.monitoring.validation",
         "hivemind",
+        "base58",
         "cryptography",
         "google.protobuf",
         "msgpack",
@@ -124,14 +125,10 @@ MAX_ROLE_LINES = 24_910
 MAX_LINES = 42_500
 """Of `swarm` and `peers`; the goal is 31 000."""
 MAX_METHODS = 30
-METHODS_TODAY = {
-    "peers.net.connection_state.ConnectionState": 32,
-    "peers.net.directory.NetDirectory": 31,
-    "peers.net.transport.NetTransport": 34,
-}
+METHODS_TODAY: dict[str, int] = {}
 """Classes that have more, and how many: none may grow, none may be added."""
 MAX_FILES = 20
-FILES_TODAY = {"peers/net": 22}
+FILES_TODAY: dict[str, int] = {}
 """Folders that have more."""
 
 

@@ -70,7 +70,6 @@ RETIRED = {
 PRONOUNS = re.compile(r"\b(who|whoever|whom|somebody|nobody|anybody)\b", re.IGNORECASE)
 
 REMAINING: dict[str, int] = {
-    "peers/net": 36,
     "peers/sim": 10,
     "peers/watch": 3,
 }

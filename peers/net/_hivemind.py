@@ -21,8 +21,9 @@ import logging
 import os
 import sys
 from collections.abc import Coroutine, Iterator
-from pathlib import Path
 from typing import Any
+
+from peers.net.p2pd import hivemind_folder
 
 # What hivemind.p2p and hivemind.dht import from hivemind.utils; none of it needs torch.
 _LIGHT_NAMES = {
@@ -38,16 +39,9 @@ _LIGHT_NAMES = {
 }
 
 
-def package_dir() -> Path | None:
-    """Where hivemind is installed, without importing it; None if it is not."""
-    spec = importlib.util.find_spec("hivemind")
-    locations = spec.submodule_search_locations if spec is not None else None
-    return Path(next(iter(locations))) if locations else None
-
-
 def _register_bare_packages() -> None:
     """Put the three bare packages into sys.modules."""
-    root = package_dir()
+    root = hivemind_folder()
     if root is None:
         raise ImportError("hivemind is not installed")
     for name in ("hivemind", "hivemind.utils", "hivemind.dht"):

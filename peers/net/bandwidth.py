@@ -1,15 +1,19 @@
-"""What the line to a peer can do, from what passes over it anyway. No clock: durations are given."""
+"""What passes over the line to a peer: how much, how fast, and within which limit (`--max-upload`).
+
+No clock: times and durations are given.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 
 from peers.ports import PROBE_BYTES, NetworkPath
+from swarm.ids import PeerId
 
 SMALL_BYTES = 4096
 """A call with no more tells the round trip: its own time on the line is 3 ms at 10 Mbit/s."""
 MAX_BPS = 1e12
-"""Faster than any line: the body lay in a buffer when it was looked at."""
+"""Faster than any line: the body lay in a buffer when it was seen."""
 _ROUND_TRIPS = 32
 """Their least counts: whatever is above it is the work of the other end, or a queue."""
 _BODIES = 15
@@ -17,13 +21,14 @@ _BODIES = 15
 
 
 class BandwidthEstimator:
-    """Looks at one line."""
+    """The traffic with one peer, over all streams, and what it tells of the line."""
 
-    __slots__ = ("_rates_bps", "_round_trips_s", "brought_bytes")
+    __slots__ = ("_rates_bps", "_round_trips_s", "received_bytes", "sent_bytes")
 
     def __init__(self) -> None:
-        self.brought_bytes = 0
-        """All that came: calls of the peer and its answers to ours share the line."""
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        """Calls of the peer and its answers to ours share the line."""
         self._round_trips_s: deque[float] = deque(maxlen=_ROUND_TRIPS)
         self._rates_bps: deque[float] = deque(maxlen=_BODIES)
 
@@ -33,16 +38,76 @@ class BandwidthEstimator:
             self._round_trips_s.append(took_s)
 
     def received(self, size_bytes: int, all_bytes: int, took_s: float) -> None:
-        """A body of `size_bytes` is complete, so long after the header that announced it; the line brought
-        `all_bytes` meanwhile."""
+        """A body of `size_bytes` is complete, so long after the header that announced it; `all_bytes` came
+        over the line meanwhile."""
         if size_bytes >= PROBE_BYTES:
             self._rates_bps.append(min(MAX_BPS, 8 * all_bytes / took_s) if took_s > 0 else MAX_BPS)
 
-    @property
-    def line(self) -> NetworkPath:
-        """As far as it is known."""
-        rates_bps = sorted(self._rates_bps)
+    def path(self, *, most_bps: float = float("inf")) -> NetworkPath:
+        """The line as far as it is known. `most_bps`: what goes the other way is no wider than our limit."""
+        rates_bps = sorted(self._rates_bps) or [0.0]
         return NetworkPath(
             rtt_s=min(self._round_trips_s, default=0.0),
-            bandwidth_bps=rates_bps[len(rates_bps) // 2] if rates_bps else 0.0,
+            bandwidth_bps=min(most_bps, rates_bps[len(rates_bps) // 2]),
         )
+
+
+SHARE = 0.95
+"""Of the limit, for our bytes: those of TCP, IP and libp2p's encryption come on top, 3 to 4 % of packets."""
+TURN_S = 0.05
+"""Of the line's time that one turn takes. 70 links that send at once all send within the silence limit."""
+MIN_TURN_BYTES = 1024
+CATCH_UP_S = 0.1
+"""Of an idle past that may be used: timers are late by milliseconds."""
+URGENT_SHARE = 0.5
+"""Of the line, for frames that do not wait; what they take beyond it is not taken from bodies."""
+URGENT_S = 2.0
+"""How far ahead they may take their share."""
+
+
+class RateLimiter:
+    """Keeps what is sent within a limit: all links of a peer draw on one.
+
+    Bodies wait for their turn, first come, first served; a turn is short, so that each body keeps moving and
+    no receiver takes its sender for dead. Frames without a body (control messages, heartbeats) go at once,
+    and the bodies after them wait for what they took, but bodies keep half of the line: a stranger that makes
+    us answer without end, such as by asking for our status, cannot stop them.
+    """
+
+    def __init__(self, limit_bps: float) -> None:
+        self.limit_bps = limit_bps
+        self._bytes_per_s = SHARE * limit_bps / 8
+        self.turn_bytes = max(MIN_TURN_BYTES, int(TURN_S * self._bytes_per_s))
+        self._free_at = self._urgent_at = float("-inf")
+
+    def take(self, nbytes: int, *, now: float) -> float:
+        """Reserve the line for `nbytes`; how long they have to wait for their turn, in seconds."""
+        self._free_at = max(self._free_at, now - CATCH_UP_S)
+        wait_s = self._free_at - now
+        self._free_at += nbytes / self._bytes_per_s
+        return max(0.0, wait_s)
+
+    def took(self, nbytes: int, *, now: float) -> None:
+        """Frames of `nbytes` that did not wait: bodies wait for them, within the share of such frames."""
+        self._urgent_at = max(self._urgent_at, now)
+        share_s = max(0.0, now + URGENT_S - self._urgent_at) * URGENT_SHARE
+        taken_s = min(nbytes / self._bytes_per_s, share_s)
+        self._urgent_at += taken_s / URGENT_SHARE
+        self._free_at = max(self._free_at, now - CATCH_UP_S) + taken_s
+
+
+class Traffic:
+    """What all streams share: an estimator of the line to each peer, and one limiter."""
+
+    def __init__(self, *, most_peers: int) -> None:
+        """`most_peers`: of more, the one that opened a stream longest ago is forgotten."""
+        self.limiter: RateLimiter | None = None
+        self.lines: dict[PeerId, BandwidthEstimator] = {}
+        self._most_peers = most_peers
+
+    def of(self, peer: PeerId) -> BandwidthEstimator:
+        """The estimator of the line to a peer to which, or from which, a stream is opened."""
+        estimator = self.lines[peer] = self.lines.pop(peer, None) or BandwidthEstimator()
+        if len(self.lines) > self._most_peers:
+            del self.lines[next(iter(self.lines))]
+        return estimator

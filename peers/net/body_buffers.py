@@ -1,12 +1,16 @@
-"""The bodies of calls and answers: where they are received, and what is left of them to send."""
+"""The bodies of calls and answers: where they are received, and what is still to be sent in which order."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
+from peers.net.bandwidth import RateLimiter
 from peers.ports import Buffer
 from swarm.wire import frames
-from swarm.wire.frames import FrameError
+from swarm.wire.frames import FrameError, Kind
+
+UNLIMITED = 1 << 62
 
 
 def new_buffer(size: int) -> memoryview:
@@ -120,3 +124,80 @@ class Outgoing:
         self.left -= size
         self.credit -= size
         return chunk
+
+
+class Outbox:
+    """What one stream still has to send.
+
+    Frames that carry no body go first, then bodies in chunks, one body after the other: that first which
+    would be through first if the link had only it to send. So of bodies alike, such as microbatches, the
+    first arrives while the last still wait, and the other end has something to do; if they shared the line,
+    all would come late together. A small body passes large ones, and each lets about as many bytes pass as
+    it has.
+    """
+
+    def __init__(self) -> None:
+        self.frames: deque[bytes] = deque()
+        self.limiter: RateLimiter | None = None
+        """One for all links of the transport."""
+        self.turn_at: float | None = None
+        """When to ask for the next frame again, if the limit of the upload makes it wait."""
+        self._turn_bytes = 0
+        """What may be sent of bodies then."""
+        self._bodies: list[Outgoing] = []
+        self.sent_bytes = 0
+
+    @property
+    def empty(self) -> bool:
+        return not self.frames and not self._bodies
+
+    def add(self, outgoing: Outgoing) -> None:
+        """Send a body, as far as its credit goes."""
+        if outgoing.due is None:
+            outgoing.due = self.sent_bytes + outgoing.left
+        self._bodies.append(outgoing)
+
+    def drop(self, outgoing: Outgoing | None) -> None:
+        """Send nothing more of a body; nothing if it is not here."""
+        if outgoing in self._bodies:
+            self._bodies.remove(outgoing)
+
+    def clear(self) -> None:
+        self.frames.clear()
+        self._bodies.clear()
+
+    def next(self, now: float) -> tuple[Sequence[Buffer], int | None]:
+        """The next frame in parts, if one may be sent now; and the call whose body is complete with it."""
+        frame, whole = (), None
+        if self.frames:
+            urgent = self.frames.popleft()
+            frame = (urgent,)
+            self.sent_bytes += len(urgent)
+            if self.limiter is not None:
+                self.limiter.took(len(urgent), now=now)
+        elif self._bodies:
+            # That is due first; of those, of the oldest call.
+            outgoing = min(self._bodies, key=lambda one: (one.due, one.call))
+            most = self._may_send(outgoing, now)
+            if most:
+                chunk = outgoing.take(most)
+                frame = (frames.pack_prefix(Kind.BODY, outgoing.call, 0, chunk.nbytes), chunk)
+                self.sent_bytes += frames.PREFIX_BYTES + chunk.nbytes
+                if not outgoing.left or not outgoing.credit:
+                    self._bodies.remove(outgoing)
+                whole = None if outgoing.left else outgoing.call
+        return frame, whole
+
+    def _may_send(self, outgoing: Outgoing, now: float) -> int:
+        """Bytes of a body; 0 if its turn is still to come, at `turn_at`."""
+        limiter = self.limiter
+        if limiter is None:
+            return frames.CHUNK_BYTES
+        if self.turn_at is None:
+            wanted = min(limiter.turn_bytes, frames.CHUNK_BYTES, outgoing.left, outgoing.credit)
+            wait_s = limiter.take(wanted + frames.PREFIX_BYTES, now=now)
+            self._turn_bytes, self.turn_at = wanted, now + wait_s
+        if now < self.turn_at:
+            return 0
+        self.turn_at = None
+        return self._turn_bytes

@@ -16,11 +16,11 @@ from peers.net.connection_state import (
     ConnectionState,
     Event,
     Incoming,
-    LinkTimings,
     Opened,
     ServerState,
     pack_varint,
 )
+from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.ports import Answer
 from swarm.errors import BadAnswer, PeerFault, PeerGone, SwarmError
 from swarm.ids import PeerId
@@ -28,7 +28,6 @@ from swarm.wire import frames
 from swarm.wire.frames import FrameError
 
 _HIGH_WATER_BYTES = 2 * frames.CHUNK_BYTES
-DEFAULT_TIMINGS = LinkTimings()
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -95,7 +94,7 @@ class Connection(asyncio.BufferedProtocol):
         """Carry out what the state says. After each change of it."""
         state = self.state
         if state.over:
-            self._end()  # before those who wait hear of it
+            self._end()  # before the callers that wait hear of it
         while state.events:
             self._handle(state.events.popleft())
         self._write()
@@ -111,8 +110,8 @@ class Connection(asyncio.BufferedProtocol):
         while frame := state.next_frame(now=self._loop.time()):
             for part in frame:
                 transport.write(part)
-        if state.turn_at is not None and self._turn is None:
-            wait_s = state.turn_at - self._loop.time()
+        if state.outbox.turn_at is not None and self._turn is None:
+            wait_s = state.outbox.turn_at - self._loop.time()
             self._turn = self._loop.call_later(max(0.0, wait_s), self._turn_comes)
         if state.finished and not self._said_end and not transport.is_closing():
             self._said_end = True
@@ -150,7 +149,7 @@ class Connection(asyncio.BufferedProtocol):
 class ClientConnection(Connection):
     """The end that calls."""
 
-    def __init__(self, peer: PeerId, request: bytes, timings: LinkTimings = DEFAULT_TIMINGS) -> None:
+    def __init__(self, peer: PeerId, request: bytes, timings: NetTimings = DEFAULT_TIMINGS) -> None:
         """`request` asks p2pd to open the stream; `opened` gets p2pd's answer."""
         super().__init__()
         self.state: ClientState = ClientState(timings, now=self._loop.time())
@@ -225,10 +224,10 @@ class ServerConnection(Connection):
     def __init__(
         self,
         on_open: Callable[[ServerConnection, bytes], tuple[PeerId, BandwidthEstimator]],
-        on_call: Callable[[ServerConnection, ServedCall], SwarmError | None],
-        timings: LinkTimings = DEFAULT_TIMINGS,
+        on_call: Callable[[ServerConnection, ServedCall], None],
+        timings: NetTimings = DEFAULT_TIMINGS,
     ) -> None:
-        """`on_open` says who p2pd's message introduces; `on_call` starts a handler, or says why not."""
+        """`on_open`: which peer p2pd's message introduces. `on_call` starts a handler, or raises why not."""
         super().__init__()
         self.state: ServerState = ServerState(timings, now=self._loop.time())
         self._on_open, self._on_call = on_open, on_call
@@ -243,8 +242,9 @@ class ServerConnection(Connection):
             else:
                 self.state.introduce(peer, estimator, now=self._loop.time())
         elif isinstance(event, Called):
-            refusal = self._on_call(self, ServedCall(self, event.call))
-            if refusal is not None:
+            try:
+                self._on_call(self, ServedCall(self, event.call))
+            except SwarmError as refusal:
                 self.state.answer_error(event.call, refusal)
         elif isinstance(event, BodyEnded):
             body = self._bodies.pop(event.call.number, None)
@@ -275,13 +275,4 @@ class ServerConnection(Connection):
 
     def answer_error(self, served: ServedCall, error: SwarmError) -> None:
         self.state.answer_error(served.call, error)
-        self.advance()
-
-    def lose_answer(self, served: ServedCall) -> None:
-        """A fault on order: the call is over and nothing is sent."""
-        self.state.answer_with(served.call)
-
-    def corrupt_answer(self, served: ServedCall) -> None:
-        """A fault on order: bytes that are no frame."""
-        self.state.answer_with(served.call, b"\xff" * frames.PREFIX_BYTES)
         self.advance()

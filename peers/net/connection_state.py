@@ -12,12 +12,6 @@ bodies are parsed, and the buffer that a body belongs to, into which the kernel 
 bounded by the protocol itself (credit before ACCEPT, sizes after), so reading never has to pause and a
 heartbeat is never stuck behind a body that nobody takes.
 
-Writing has two queues: frames that carry no body go first, then bodies in chunks, one body after the other:
-that first which would be through first if the link had only it to send. So of bodies alike, such as
-microbatches, the first arrives while the last still wait, and the other end has something to do; if they
-shared the line, all would come late together. A small body passes large ones, and each lets about as many
-bytes pass as it has.
-
 A call goes through these states; a frame that its table does not name breaks the protocol:
 
     client  WAITING ─ACCEPT→ WAITING    WAITING ─RESULT→ ANSWERING ─BODY→ ANSWERING    WAITING ─ERROR→ over
@@ -29,12 +23,12 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from peers.net.bandwidth import BandwidthEstimator
-from peers.net.body_buffers import EarlySink, Outgoing, Sink
-from peers.net.rate_limit import RateLimiter
+from peers.net.body_buffers import UNLIMITED, EarlySink, Outbox, Outgoing, Sink
+from peers.net.timings import NetTimings
 from peers.ports import Answer, Buffer
 from swarm.errors import (
     BadAnswer,
@@ -59,20 +53,6 @@ _SCRATCH_BYTES = 128 * 1024
 """More than the largest header; a header has to lie in it as a whole."""
 _MAX_OPENING_BYTES = 64 * 1024
 """Of p2pd's message that opens a stream."""
-_UNLIMITED = 1 << 62
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkTimings:
-    """Waiting times of a stream, in seconds."""
-
-    tick_s: float = 0.25
-    """Between two looks at the clock."""
-    alive_every_s: float = 1.0
-    silence_s: float = 3.5
-    """Three heartbeats and a half."""
-    send_stall_s: float = 10.0
-    """A peer that takes none of an answer for this long is given up."""
 
 
 class Opened(NamedTuple):
@@ -111,15 +91,11 @@ class ConnectionState:
     """Kinds of frames that the other end may send."""
     role: str
 
-    def __init__(self, timings: LinkTimings, *, now: float) -> None:
+    def __init__(self, timings: NetTimings, *, now: float) -> None:
         self.peer: PeerId = ""
         self.timings = timings
         self.estimator = BandwidthEstimator()
         """The transport has one for all links with a peer."""
-        self.limiter: RateLimiter | None = None
-        """The transport has one for all links."""
-        self.sent_bytes = 0
-        self.received_bytes = 0
         self.over = False
         self.lost_because: PeerFault | None = None
         """Why it is over, if it is."""
@@ -140,13 +116,7 @@ class ConnectionState:
         self._sink_call = 0
         self._direct = False
         self._finishing = self._deaf = False
-        self._urgent: deque[bytes] = deque()
-        self._bulk: list[Outgoing] = []
-        """Bodies of which something may be sent."""
-        self._turn_bytes = 0
-        """What may be sent of bodies at `turn_at`; 0: a turn has to be taken first."""
-        self.turn_at: float | None = None
-        """When to ask for the next frame again, if the limit of the upload makes it wait."""
+        self.outbox = Outbox()
         self._paused_since: float | None = None
         self._last_tick: float | None = None
 
@@ -168,8 +138,8 @@ class ConnectionState:
         """The link is over, once, because of this."""
         raise NotImplementedError
 
-    def _look(self, now: float) -> bool:
-        """Look at the clocks; whether there will be a reason to look again."""
+    def _check_clocks(self, now: float) -> bool:
+        """Act on what took too long; whether the clocks have to be checked again."""
         raise NotImplementedError
 
     # -- reading --------------------------------------------------------------------------------
@@ -193,8 +163,7 @@ class ConnectionState:
         if self.over or self._deaf:
             return
         self.last_byte_at = now
-        self.received_bytes += nbytes
-        self.estimator.brought_bytes += nbytes
+        self.estimator.received_bytes += nbytes
         self._read(now, nbytes)
 
     def _read(self, now: float, nbytes: int = 0) -> None:
@@ -212,22 +181,21 @@ class ConnectionState:
     def introduce(self, peer: PeerId, estimator: BandwidthEstimator, *, now: float) -> None:
         """`Opened` was understood: go on reading what the peer at the other end says."""
         self.peer, self.estimator, self._held = peer, estimator, False
+        estimator.received_bytes += self._end - self._start
         self._read(now)
 
     def _other_version(self, error: OtherVersionError) -> None:
         self.fail(BadAnswer(self.peer, str(error)))
 
     @property
-    def _brought_bytes(self) -> int:
+    def _came_bytes(self) -> int:
         """By all links with this peer, but for what is still to be looked at here."""
-        return self.estimator.brought_bytes - (self._end - self._start)
+        return self.estimator.received_bytes - (self._end - self._start)
 
-    def _estimate(self, size: int, since: float, brought_before: int) -> None:
+    def _estimate(self, size: int, since: float, came_before: int) -> None:
         """A body is complete that was announced then. All that came meanwhile tells of the line: a body that
         waits for others to be sent first has no slower one."""
-        self.estimator.received(
-            size, self.estimator.brought_bytes - brought_before, self.last_byte_at - since
-        )
+        self.estimator.received(size, self.estimator.received_bytes - came_before, self.last_byte_at - since)
 
     def _take(self, sink: Sink | EarlySink, count: int) -> None:
         sink.advance(count)
@@ -307,63 +275,29 @@ class ConnectionState:
 
     def _send(self, frame: bytes) -> None:
         if not self.over and not self.finished:
-            self._urgent.append(frame)
+            self.outbox.frames.append(frame)
 
     def _send_body(self, outgoing: Outgoing) -> None:
         if not self.over and not self.finished:
-            if outgoing.due is None:
-                outgoing.due = self.sent_bytes + outgoing.left
-            self._bulk.append(outgoing)
-
-    def _drop_body(self, outgoing: Outgoing | None) -> None:
-        if outgoing is not None and outgoing in self._bulk:
-            self._bulk.remove(outgoing)
+            self.outbox.add(outgoing)
 
     def next_frame(self, *, now: float) -> Sequence[Buffer]:
         """What to send next, or nothing. After `finish`, `finished` says that nothing follows."""
         if self._paused_since is not None or self.over or self._opening:
             return ()
-        if self._urgent:
-            frame = self._urgent.popleft()
-            self.sent_bytes += len(frame)
-            if self.limiter is not None:
-                self.limiter.took(len(frame), now=now)
-            return (frame,)
-        if self._bulk:
-            return self._next_chunk(now)
-        self.finished = self._finishing
-        return ()
-
-    def _next_chunk(self, now: float) -> Sequence[Buffer]:
-        # That is due first; of those, of the oldest call.
-        outgoing = min(self._bulk, key=lambda one: (one.due, one.call))
-        most = self._may_send(outgoing, now)
-        if not most:
+        outbox = self.outbox
+        if outbox.empty:
+            self.finished = self._finishing
             return ()
-        chunk = outgoing.take(most)
-        self.sent_bytes += frames.PREFIX_BYTES + chunk.nbytes
-        if not outgoing.left or not outgoing.credit:
-            self._bulk.remove(outgoing)
-        if not outgoing.left:
-            self._body_sent(outgoing.call)
-        return (frames.pack_prefix(Kind.BODY, outgoing.call, 0, chunk.nbytes), chunk)
+        before = outbox.sent_bytes
+        frame, whole = outbox.next(now)
+        if whole is not None:
+            self._body_sent(whole)
+        self.estimator.sent_bytes += outbox.sent_bytes - before
+        return frame
 
     def _body_sent(self, call: int) -> None:
         """The last chunk of a body is on its way."""
-
-    def _may_send(self, outgoing: Outgoing, now: float) -> int:
-        """Bytes of a body; 0 if its turn is still to come, at `turn_at`."""
-        limiter = self.limiter
-        if limiter is None:
-            return frames.CHUNK_BYTES
-        if self.turn_at is None:
-            wanted = min(limiter.turn_bytes, frames.CHUNK_BYTES, outgoing.left, outgoing.credit)
-            wait_s = limiter.take(wanted + frames.PREFIX_BYTES, now=now)
-            self._turn_bytes, self.turn_at = wanted, now + wait_s
-        if now < self.turn_at:
-            return 0
-        self.turn_at = None
-        return self._turn_bytes
 
     def pause_writing(self, *, now: float) -> None:
         """The other end takes no more bytes."""
@@ -385,7 +319,7 @@ class ConnectionState:
             self._last_tick = now
 
     def tick(self, *, now: float) -> None:
-        """Look at the clocks."""
+        """Check the clocks."""
         if self.over or self._last_tick is None:
             return
         tick_s = self.timings.tick_s
@@ -396,7 +330,7 @@ class ConnectionState:
             if self._paused_since is not None:
                 self._paused_since += late
         self._last_tick = now
-        if not self._look(now):
+        if not self._check_clocks(now):
             self._last_tick = None
 
     # -- the end --------------------------------------------------------------------------------
@@ -407,8 +341,7 @@ class ConnectionState:
             return
         self.over, self.lost_because = True, fault
         self._last_tick = None
-        self._urgent.clear()
-        self._bulk.clear()
+        self.outbox.clear()
         self._sink = None
         self._lost(fault)
 
@@ -437,23 +370,23 @@ _CLIENT_MOVES = {
 """What a frame makes of a call. Any other frame breaks the protocol."""
 
 
+@dataclass(slots=True, eq=False)
 class _Pending:
     """A call whose answer the caller waits for."""
 
-    __slots__ = (
-        "brought_before", "header", "heard", "max_answer_bytes", "outgoing", "since", "sink", "size", "state",
-    )  # fmt: skip
-
-    def __init__(self, max_answer_bytes: int, outgoing: Outgoing | None, *, size: int, since: float) -> None:
-        self.state = Waiting.WAITING
-        self.max_answer_bytes, self.outgoing = max_answer_bytes, outgoing
-        self.size, self.since, self.heard = size, since, False
-        """Bytes of the call; when it was made, then when its answer began; whether the other end has said
-        anything to it."""
-        self.brought_before = 0
-        """What had come from this peer when the answer began."""
-        self.sink = Sink(())
-        self.header = b""
+    max_answer_bytes: int
+    outgoing: Outgoing | None
+    size: int
+    """Bytes of the call, then of its answer."""
+    since: float
+    """When it was made, then when its answer began."""
+    state: Waiting = Waiting.WAITING
+    heard: bool = False
+    """The other end has said something to it."""
+    came_before: int = 0
+    """What had come from this peer when the answer began."""
+    sink: Sink = field(default_factory=lambda: Sink(()))
+    header: bytes = b""
 
 
 class ClientState(ConnectionState):
@@ -462,7 +395,7 @@ class ClientState(ConnectionState):
     hears = frozenset({Kind.ALIVE, Kind.ACCEPT, Kind.RESULT, Kind.ERROR, Kind.BODY})
     role = "caller"
 
-    def __init__(self, timings: LinkTimings, *, now: float) -> None:
+    def __init__(self, timings: NetTimings, *, now: float) -> None:
         super().__init__(timings, now=now)
         self._calls: dict[int, _Pending] = {}
         self._waiting_since = 0.0
@@ -491,7 +424,7 @@ class ClientState(ConnectionState):
         if not self._calls:
             self._waiting_since = now
         self._calls[call] = _Pending(
-            max_answer_bytes, outgoing if outgoing.left else None, size=len(frame) + outgoing.left, since=now
+            max_answer_bytes, outgoing if outgoing.left else None, len(frame) + outgoing.left, now
         )
         self._keep_ticking(now)
         self._send(frame)
@@ -507,11 +440,11 @@ class ClientState(ConnectionState):
 
     def _forget(self, call: int) -> None:
         pending = self._calls.pop(call)
-        self._drop_body(pending.outgoing)
+        self.outbox.drop(pending.outgoing)
         if self._sink is not None and self._sink is pending.sink:
             self._sink = None
 
-    def _settle(self, call: int, answer: Answer | SwarmError) -> None:
+    def _end_call(self, call: int, answer: Answer | SwarmError) -> None:
         self._forget(call)
         self.events.append(Answered(call, answer))
 
@@ -536,15 +469,15 @@ class ClientState(ConnectionState):
         if prefix.kind is Kind.ACCEPT:
             self._accepted(pending)
         elif prefix.kind is Kind.ERROR:
-            self._settle(call, from_wire(self.peer, frames.unpack_error(header)))
+            self._end_call(call, from_wire(self.peer, frames.unpack_error(header)))
         else:
             self._result(call, pending, header, now)
 
     def _accepted(self, pending: _Pending) -> None:
         outgoing = pending.outgoing
-        if outgoing is not None and outgoing.credit < _UNLIMITED // 2:
+        if outgoing is not None and outgoing.credit < UNLIMITED // 2:
             parked = outgoing.left > 0 and outgoing.credit == 0
-            outgoing.credit = _UNLIMITED
+            outgoing.credit = UNLIMITED
             if parked:
                 self._send_body(outgoing)
 
@@ -553,21 +486,21 @@ class ClientState(ConnectionState):
         total = sum(result.body_sizes)
         if total > pending.max_answer_bytes:
             text = f"an answer of {total} bytes; at most {pending.max_answer_bytes} fit"
-            self._settle(call, BadAnswer(self.peer, text))
+            self._end_call(call, BadAnswer(self.peer, text))
             self._send(frames.pack_prefix(Kind.ABORT, call))
             return
         # It is answered: the rest of the body is of no use, whatever is accepted now.
-        self._drop_body(pending.outgoing)
+        self.outbox.drop(pending.outgoing)
         pending.outgoing = None
         pending.header, pending.size, pending.since = result.header, total, now
-        pending.brought_before = self._brought_bytes
+        pending.came_before = self._came_bytes
         pending.sink = Sink(result.body_sizes)
         self._end_if_complete(call, pending)
 
     def _end_if_complete(self, call: int, pending: _Pending) -> None:
         if not pending.sink.left:
-            self._estimate(pending.size, pending.since, pending.brought_before)
-            self._settle(call, Answer(pending.header, pending.sink.buffers))
+            self._estimate(pending.size, pending.since, pending.came_before)
+            self._end_call(call, Answer(pending.header, pending.sink.buffers))
 
     def _sink_for(self, prefix: Prefix) -> Sink | None:
         pending = self._calls.get(prefix.call)
@@ -585,9 +518,9 @@ class ClientState(ConnectionState):
         if newest_seen > self._newest:
             raise FrameError(f"ALIVE speaks of call {newest_seen}, which was never made")
         for call in [call for call in self._calls if call <= newest_seen and call not in working_on]:
-            self._settle(call, PeerSilent(self.peer, "the answer was lost"))
+            self._end_call(call, PeerSilent(self.peer, "the answer was lost"))
 
-    def _look(self, now: float) -> bool:
+    def _check_clocks(self, now: float) -> bool:
         if not self._calls:
             return False
         quiet_s = now - max(self.last_byte_at, self._waiting_since)
@@ -600,27 +533,30 @@ class ClientState(ConnectionState):
         self._calls.clear()
 
 
+@dataclass(slots=True, eq=False)
 class Incoming:
     """A call as the end that is called has it."""
 
-    __slots__ = (
-        "accepted_at", "announced_at", "awaited", "brought_before", "early", "header", "number", "refusal",
-        "sink", "total",
-    )  # fmt: skip
+    number: int
+    header: frames.CallHeader
+    announced_at: float
+    came_before: int
+    """What had come from this peer when it was announced."""
+    total: int = field(init=False)
+    """Bytes of its body."""
+    early: EarlySink | None = field(init=False)
+    """Of its body, before it was accepted."""
+    sink: Sink | None = None
+    """Of its body, once it was accepted."""
+    refusal: SwarmError | None = None
+    """Why the body cannot be had any more."""
+    accepted_at: float = 0.0
+    awaited: bool = False
+    """A handler waits for the body."""
 
-    def __init__(self, number: int, header: frames.CallHeader, announced_at: float, brought: int) -> None:
-        self.number, self.header = number, header
-        self.total = sum(header.body_sizes)
-        self.early: EarlySink | None = EarlySink(self.total)
-        """Of its body, before it was accepted."""
-        self.sink: Sink | None = None
-        """Of its body, once it was accepted."""
-        self.refusal: SwarmError | None = None
-        """Why the body cannot be had any more."""
-        self.announced_at, self.brought_before = announced_at, brought
-        self.accepted_at = 0.0
-        self.awaited = False
-        """A handler waits for the body."""
+    def __post_init__(self) -> None:
+        self.total = sum(self.header.body_sizes)
+        self.early = EarlySink(self.total)
 
 
 class ServerState(ConnectionState):
@@ -629,7 +565,7 @@ class ServerState(ConnectionState):
     hears = frozenset({Kind.CALL, Kind.ABORT, Kind.BODY})
     role = "callee"
 
-    def __init__(self, timings: LinkTimings, *, now: float) -> None:
+    def __init__(self, timings: NetTimings, *, now: float) -> None:
         super().__init__(timings, now=now)
         self._working: set[int] = set()
         """Calls not answered in full."""
@@ -656,7 +592,7 @@ class ServerState(ConnectionState):
             busy = Busy(f"{frames.MAX_PENDING} calls of yours are pending already")
             self._send(frames.pack_error(number, busy.to_wire()))
             return
-        call = Incoming(number, header, now, self._brought_bytes)
+        call = Incoming(number, header, now, self._came_bytes)
         if not self._working:
             self._last_alive = now
         self._working.add(number)
@@ -670,7 +606,7 @@ class ServerState(ConnectionState):
         call = self._receiving.pop(number, None)
         if call is not None:
             self._refuse_body(call, PeerGone(self.peer, "gave the call up"))
-        self._drop_body(self._sending.pop(number, None))
+        self.outbox.drop(self._sending.pop(number, None))
 
     def _refuse_body(self, call: Incoming, error: SwarmError) -> None:
         """The rest of the body will not come."""
@@ -713,7 +649,7 @@ class ServerState(ConnectionState):
         early = call.early
         complete = call.sink is not None and not call.sink.left
         if complete or (early is not None and early.received == early.announced):
-            self._estimate(call.total, call.announced_at, call.brought_before)
+            self._estimate(call.total, call.announced_at, call.came_before)
         if complete:
             del self._receiving[self._sink_call]
             self.events.append(BodyEnded(call, None))
@@ -755,7 +691,7 @@ class ServerState(ConnectionState):
         frame = frames.pack_result(call.number, header, [part.nbytes for part in body])
         if not self._end_of(call):
             return
-        outgoing = Outgoing(call.number, body, _UNLIMITED)
+        outgoing = Outgoing(call.number, body, UNLIMITED)
         self._send(frame)
         if outgoing.left:
             self._sending[call.number] = outgoing
@@ -764,17 +700,13 @@ class ServerState(ConnectionState):
             self._working.discard(call.number)
 
     def answer_error(self, call: Incoming, error: SwarmError) -> None:
-        self.answer_with(call, frames.pack_error(call.number, error.to_wire()))
-
-    def answer_with(self, call: Incoming, frame: bytes = b"") -> None:
-        """Send a frame instead of a result, and forget the call. None of it, if that is a fault on order."""
+        """Send an error instead of a result, and forget the call."""
         if self._end_of(call):
             self._working.discard(call.number)
-            if frame:
-                self._send(frame)
+            self._send(frames.pack_error(call.number, error.to_wire()))
 
     def _end_of(self, call: Incoming) -> bool:
-        """The handler is done: forget a body that it did not take. False if nobody wants the answer."""
+        """The handler is done: forget a body that it did not take. False if the answer is not wanted."""
         if self._receiving.pop(call.number, None) is not None:
             self._discard_chunk(call)
         call.early = None
@@ -786,13 +718,13 @@ class ServerState(ConnectionState):
 
     # -- clocks and the end ---------------------------------------------------------------------
 
-    def _look(self, now: float) -> bool:
+    def _check_clocks(self, now: float) -> bool:
         stall_s = self.timings.send_stall_s
         if self._paused_since is not None and now - self._paused_since > stall_s:
             self.fail(PeerSilent(self.peer, f"took no bytes for {stall_s:g} s"))
             return False
         if not self._working:
-            return bool(self._bulk) or self._paused_since is not None
+            return not self.outbox.empty or self._paused_since is not None
         if now - self._last_alive >= self.timings.alive_every_s - self.timings.tick_s / 2:
             self._last_alive = now
             self._send(frames.pack_alive(self._newest, list(self._working)))

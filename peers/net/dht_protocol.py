@@ -7,9 +7,9 @@ the answer only what is new, and never more than was asked for. So it costs what
 is, whichever of the nodes near a key is asked. hivemind's answers hold everything under a key each time, and
 hang beyond 4 MiB.
 
-Identities cost nothing, so a stranger can make as many records as he likes. He can fill a key, or a node, but
-a peer that brings its own record itself (libp2p proves who it is) gets the place of one that somebody else
-brought.
+Identities cost nothing, so a stranger can make as many records as he likes. He can fill a key, or a node,
+but a peer that sends its own record itself (libp2p proves which one it is) gets the place of one that another
+peer sent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from peers.clock import now_s, unix_s
-from peers.net import signed_records as envelopes
 from peers.net._hivemind import (
     DHTID,
     DHTProtocol,
@@ -40,13 +39,22 @@ from peers.net._hivemind import (
     get_dht_time,
 )
 from peers.net.identity import PEER_ID_LETTERS
-from peers.net.signed_records import Announced
+from peers.net.signed_records import (
+    MAX_LIFE_S,
+    MAX_PACKED_MANIFEST_BYTES,
+    MAX_SIGNED_BYTES,
+    Announced,
+    manifest_key,
+    open_manifest,
+    open_record,
+    record_keys,
+)
 from swarm.errors import Refused
 
 logger = logging.getLogger(__name__)
 
 MAX_SUBKEYS = 1024
-"""Under one key: eight times what `shards` puts there."""
+"""Under one key: eight times what `lookup.Scale` puts there."""
 MAX_KEYS = 4096
 MAX_ENTRIES = 16384
 """That a node keeps for others: about 10 MB."""
@@ -164,19 +172,19 @@ def answer(question: Question, held: Callable[[bytes], Sequence[Entry]]) -> byte
         share = room // (len(question.keys) - number)
         size, told = 0, 0
         known: dict[bytes, int] = dict(_KNOWN.iter_unpack(one.known))
-        news = [entry for entry in held(one.key) if _is_news(entry, known, question.salt)]
-        for entry in news:
+        new = [entry for entry in held(one.key) if _is_new(entry, known, question.salt)]
+        for entry in new:
             # A share may be less than one record takes.
             if size + entry.size > (share if told else room):
                 break
             size += entry.size
             told += 1
         room -= size
-        found.append(Found(tuple(news[:told]), len(news) - told))
+        found.append(Found(tuple(new[:told]), len(new) - told))
     return _encode(found)
 
 
-def _is_news(entry: Entry, known: Mapping[bytes, int], salt: bytes) -> bool:
+def _is_new(entry: Entry, known: Mapping[bytes, int], salt: bytes) -> bool:
     ticks = known.get(_mark(salt, entry.subkey))
     return ticks is None or _is_later(_ticks(entry.expires), ticks)
 
@@ -188,34 +196,26 @@ def _is_news(entry: Entry, known: Mapping[bytes, int], salt: bytes) -> bool:
 def _opened(key: bytes, subkey: str, value: bytes, expires: float) -> Announced | str:
     """The record, '' for a manifest, or the reason why the DHT must not hold this. Cached: all are seen
     twice."""
-    try:
-        # A manifest lies under its owner's id as well, or under ''.
-        if len(subkey) == PEER_ID_LETTERS and len(value) <= envelopes.MAX_ENVELOPE_BYTES:
-            try:
-                opened = envelopes.open_record(value, subkey, expires)
-            except Refused:
-                if _is_manifest(key, subkey, value):
-                    return ""
-                raise
+    why = "a value under a key where it does not belong"
+    is_of_peer = len(subkey) == PEER_ID_LETTERS and len(value) <= MAX_SIGNED_BYTES
+    if is_of_peer:
+        try:
+            opened = open_record(value, subkey, expires)
             if key in record_ids(opened):
                 return opened
-        elif _id(envelopes.manifest_key(envelopes.open_manifest(value, subkey)[0])) == key:
+        except Refused as refusal:
+            why = refusal.text
+    try:  # a manifest lies under its owner's id, or under ''
+        if _id(manifest_key(open_manifest(value, subkey)[0])) == key:
             return ""
     except Refused as refusal:
-        return refusal.text
-    return "a value under a key where it does not belong"
-
-
-def _is_manifest(key: bytes, subkey: str, value: bytes) -> bool:
-    try:
-        return _id(envelopes.manifest_key(envelopes.open_manifest(value, subkey)[0])) == key
-    except Refused:
-        return False
+        why = why if is_of_peer else refusal.text
+    return why
 
 
 def record_ids(opened: Announced) -> list[bytes]:
     """The keys under which a record lies, as the DHT has them."""
-    return [_id(key) for key in envelopes.record_keys(opened.record, opened.level)]
+    return [_id(key) for key in record_keys(opened.record, opened.level)]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -225,11 +225,11 @@ def _id(key: str) -> bytes:
 
 def latest_expiry(now: float) -> float:
     """The last Unix time until which a value may be stored."""
-    return now + envelopes.MAX_LIFE_S + _CLOCK_MARGIN_S
+    return now + MAX_LIFE_S + _CLOCK_MARGIN_S
 
 
 class RecordCheck(RecordValidatorBase):
-    """What our node stores, and believes when it reads: see `envelopes`. Counts what it refuses."""
+    """What our node stores, and believes when it reads: see `signed_records`. Counts what it refuses."""
 
     def __init__(self) -> None:
         self.rejected: Counter[str] = Counter()
@@ -246,7 +246,7 @@ class RecordCheck(RecordValidatorBase):
         """What lies under a key: a record, '' for a manifest, None for what must not be there."""
         if entry.expires > latest_expiry(unix_s()):
             opened = "a value that wants to live too long"
-        elif len(entry.value) > envelopes.MAX_PACKED_MANIFEST_BYTES or len(entry.subkey) > 100:
+        elif len(entry.value) > MAX_PACKED_MANIFEST_BYTES or len(entry.subkey) > 100:
             opened = "a value that is too large"
         else:
             opened = _opened(key, entry.subkey, entry.value, entry.expires)
@@ -266,9 +266,10 @@ class RecordCheck(RecordValidatorBase):
 
 
 class RecordProtocol(DHTProtocol):
-    """hivemind's DHT protocol, which stores whatever anybody sends and answers with all of it, with
-    limits."""
+    """hivemind's DHT protocol, which stores whatever strangers send and answers all of it; with limits."""
 
+    max_subkeys = MAX_SUBKEYS
+    max_entries = MAX_ENTRIES
     _entries = 0
     _counted_at = 0.0
     _pinged_at = 0.0
@@ -276,7 +277,7 @@ class RecordProtocol(DHTProtocol):
     def __init__(self, *, _initialized_with_create: bool = False) -> None:
         super().__init__(_initialized_with_create=_initialized_with_create)
         self._first_hand: dict[DHTID, set[str]] = {}
-        """Who brought its record itself."""
+        """Peers that sent their records themselves."""
         self.welcomes: list[Welcome] = []
         """What the peers that we join at answered."""
         self._rng = random.Random()
@@ -284,7 +285,7 @@ class RecordProtocol(DHTProtocol):
     # -- storing ----------------------------------------------------------------------------------
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
-        """Keep single values with subkeys; whole dictionaries, and values for the cache, nobody sends."""
+        """Keep single values with subkeys; no peer sends whole dictionaries, or values for the cache."""
         self._meet(request.peer, context)
         count = len(request.keys)
         aligned = count == len(request.values) == len(request.expiration_time) == len(request.in_cache)
@@ -314,11 +315,11 @@ class RecordProtocol(DHTProtocol):
         return True
 
     def _has_room(self, key_id: DHTID, held: int, first_hand: bool) -> bool:
-        """Whether one more fits; for who speaks for itself, somebody makes room who did not."""
+        """Whether one more fits; one that its peer sent itself replaces one that another peer sent."""
         self._count()
-        if held >= MAX_SUBKEYS:
+        if held >= self.max_subkeys:
             return first_hand and self._drop_second_hand(key_id)
-        if self._entries >= MAX_ENTRIES or (not held and len(self.storage.data) >= MAX_KEYS):
+        if self._entries >= self.max_entries or (not held and len(self.storage.data) >= MAX_KEYS):
             return first_hand and any(self._drop_second_hand(key) for key in self._largest_first())
         return True
 
@@ -389,7 +390,7 @@ class RecordProtocol(DHTProtocol):
         return dht_pb2.FindResponse(results=results, peer=self.node_info)
 
     def entries(self, key_id: DHTID) -> list[Entry]:
-        """What is here under a key: first who spoke for itself, then the others, in any order."""
+        """What is here under a key: first what peers sent themselves, then the others, in any order."""
         item = self.storage.get(key_id)
         entries = getattr(item.value, "data", {}) if item is not None else {}
         now = unix_s()  # hivemind drops what has expired when the next value comes
@@ -497,7 +498,7 @@ class RecordProtocol(DHTProtocol):
             create_task(self._send(peer_id, due))
 
     async def _send(self, peer_id: PeerID, due: Iterable[tuple[DHTID, Entry]]) -> None:
-        for some in _pieces(due):
+        for some in _batches(due):
             answered = await self.call_store(
                 peer_id,
                 [key_id for key_id, _ in some],
@@ -509,14 +510,14 @@ class RecordProtocol(DHTProtocol):
                 return
 
 
-def _pieces(due: Iterable[tuple[DHTID, Entry]]) -> Iterable[list[tuple[DHTID, Entry]]]:
+def _batches(due: Iterable[tuple[DHTID, Entry]]) -> Iterable[list[tuple[DHTID, Entry]]]:
     """Small enough for one call each."""
-    piece: list[tuple[DHTID, Entry]] = []
+    batch: list[tuple[DHTID, Entry]] = []
     size = 0
     for one in due:
         size += one[1].size
-        if piece and (size > HAND_ON_BYTES or len(piece) == MAX_KEYS_PER_CALL):
-            yield piece
-            piece, size = [], one[1].size
-        piece.append(one)
-    yield piece
+        if batch and (size > HAND_ON_BYTES or len(batch) == MAX_KEYS_PER_CALL):
+            yield batch
+            batch, size = [], one[1].size
+        batch.append(one)
+    yield batch

@@ -2,7 +2,7 @@
 # (hivemind's node does not know that its protocol is ours)
 """Our node of hivemind's DHT: joins it, finds the nodes near a key, stores values there.
 
-Nobody is needed for long: a peer that joined knows the addresses of those it met, and those to join at are
+No node is needed for long: a peer that joined knows the addresses of those it met, and those to join at are
 greeted again whenever they were lost, so that a bootstrap that returns finds the run, and two halves become
 one.
 """
@@ -23,7 +23,7 @@ from typing import Any
 from peers.clock import now_s
 from peers.net._hivemind import DHTID, DHTNode, PeerID, TaskKeeper, use_protocol
 from peers.net.dht_protocol import MAX_KEYS, Entry, RecordCheck, RecordProtocol, Welcome
-from peers.net.p2pd import CIRCUIT, split_peer_id, without_peer_id
+from peers.net.identity import CIRCUIT, split_peer_id, without_peer_id
 from peers.net.p2pd_control import AttachedP2P, ControlError, DaemonControl
 from swarm.errors import SetupError
 from swarm.ids import PeerId
@@ -31,8 +31,6 @@ from swarm.records import PeerRecord
 
 logger = logging.getLogger(__name__)
 
-GREET_EVERY_S = 5.0
-"""How often those to join at are dialled while we have lost them."""
 JOIN_S = 8.0
 REPLICAS = 5
 RPC_S = 3.0
@@ -63,7 +61,7 @@ class Place:
 
     @property
     def is_new(self) -> bool:
-        """Nobody has looked where it is."""
+        """No search for where it is was made yet."""
         return self.searched_at == -math.inf
 
 
@@ -172,7 +170,7 @@ class DhtStorage:
                 left, timeout=_JOIN_GRACE_S if reached else None, return_when=asyncio.FIRST_COMPLETED
             )
             if not done:
-                break  # the others are dialled on; who answers late is found by searching
+                break  # the others are dialled on; one that answers late is found by searching
             for dial in done:
                 peer, error = dials[dial], dial.exception()
                 if error is None:
@@ -221,8 +219,8 @@ class DhtStorage:
     def greet(self) -> None:
         """Dial, in the background, those to join at that we lost, and some of those we met and lost.
 
-        After a cut each half of the swarm has forgotten the other: somebody has to try. If all are lost,
-        everybody is tried.
+        After a cut each half of the swarm has forgotten the other: one of them has to try. If all are lost,
+        all are tried.
         """
         if self._greeting is not None and not self._greeting.done():
             return
@@ -319,7 +317,7 @@ class DhtStorage:
         ]
 
     def addresses_of(self, peers: Iterable[PeerId]) -> list[tuple[str, PeerId]]:
-        """As `_join` has them."""
+        """As `join` has them."""
         return [(without_peer_id(address), peer) for peer in peers for address in self.met[peer]]
 
 

@@ -18,14 +18,24 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import msgspec
 
 from peers.clock import now_s, unix_s
-from peers.net import signed_records as envelopes
 from peers.net.dht_protocol import MAX_ANSWER_BYTES, VERSION_S, Entry, RecordCheck, latest_expiry
-from peers.net.dht_storage import GREET_EVERY_S, REPLICAS, RPC_S, SEARCH_WAIT_S, DhtStorage
+from peers.net.dht_storage import REPLICAS, RPC_S, SEARCH_WAIT_S, DhtStorage, Place
 from peers.net.identity import Identity
+from peers.net.lookup import DEFAULT_SCALE, Scale
 from peers.net.p2pd_control import AttachedP2P, ControlError, DaemonControl
 from peers.net.record_reader import REFRESH_LIMIT_S, RecordReader
 from peers.net.record_table import Table
-from peers.net.sharding import level_for
+from peers.net.signed_records import (
+    MAX_LIFE_S,
+    manifest_key,
+    open_manifest,
+    pack_own,
+    record_keys,
+    run_id_of,
+    seal_manifest,
+    seal_record,
+)
+from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.waiting import happens
 from swarm.errors import Refused, SetupError
 from swarm.ids import PeerId, Stage
@@ -34,18 +44,9 @@ from swarm.records import PeerRecord
 
 logger = logging.getLogger(__name__)
 
-REFRESH_S = 2.0
-RENEW_S = 5.0
-LIFE_S = 20.0
-"""A dead peer's record is gone after this; four renewals may be lost before a living one's is. Both are
-stretched in a large run."""
-MANIFEST_LIFE_S = 300.0
-MANIFEST_RENEW_S = 100.0
-SEARCH_EVERY_S = 30.0
-"""For the nodes near the keys that are read often; stretched in a large run."""
 CLOCK_JUMP_S = 2.0
 """A daemon that corrects the clock moves it by less between two rounds."""
-_SURVEY_LIMIT_S = 60.0
+_READ_ALL_LIMIT_S = 60.0
 _MAX_REJOINED = 20
 
 
@@ -61,21 +62,20 @@ class NetDirectory:
         *,
         join: Sequence[str] = (),
         learn: Callable[[PeerId, Iterable[str]], None] | None = None,
-        refresh_s: float = REFRESH_S,
-        renew_s: float = RENEW_S,
-        life_s: float = LIFE_S,
-        manifest_life_s: float = MANIFEST_LIFE_S,
-        manifest_renew_s: float = MANIFEST_RENEW_S,
+        timings: NetTimings = DEFAULT_TIMINGS,
+        scale: Scale = DEFAULT_SCALE,
     ) -> None:
         """`join`: multiaddrs of peers to join at, each ending in `/p2p/<id>`. `learn` is told addresses."""
         self.run_id = run_id
         self._identity = identity
-        self._refresh_s, self._renew_s, self._life_s = refresh_s, renew_s, life_s
-        self._manifest_life_s, self._manifest_renew_s = manifest_life_s, manifest_renew_s
+        self._timings = timings
         self._random = random.Random(identity.peer_id)
         self._table = Table(identity.peer_id)
         self.storage = DhtStorage(p2p, control, identity.peer_id, join, self._random)
-        self.reader = RecordReader(self.storage, self._table, run_id, self._random, refresh_s, learn)
+        self._manifests = ManifestKeeper(self.storage, self._random, timings.manifest_life_s)
+        self.reader = RecordReader(
+            self.storage, self._table, run_id, self._random, timings.refresh_s, scale, learn
+        )
         self.joined_at: Sequence[PeerId] = ()
         """Those to join at that answered at the start."""
         self._moved_to: tuple[str, ...] = ()
@@ -85,10 +85,9 @@ class NetDirectory:
         self._level = 0
         """How far we spread our own record."""
         # Monotonic, as everything but what others are told: the machine's clock may be set at any time.
-        self._stored_at = self._manifest_stored_at = -math.inf
+        self._stored_at = -math.inf
         self._clock_offset_s = 0.0
         self._changed = asyncio.Event()
-        self._manifest: tuple[str, PeerId, bytes] | None = None
         self._loop_task: asyncio.Task[None] | None = None
 
     @property
@@ -124,15 +123,15 @@ class NetDirectory:
     ) -> None:
         """A new p2pd took the place of the one that died: join again, and announce what we announced.
 
-        With nobody in reach we go on alone, and look for them. `moved_to`: our addresses, if they changed.
+        With no peer in reach we go on alone, and look for others. `moved_to`: our addresses, if they changed.
 
         Raises:
-            SetupError: as `start`, except that nobody has to be reached.
+            SetupError: as `start`, except that no peer has to be reached.
             ControlError: the new p2pd fails too.
         """
         await self.close()
         self._moved_to = moved_to
-        self._stored_at = self._manifest_stored_at = -math.inf
+        self._stored_at = self._manifests.stored_at = -math.inf
         self.reader.refreshed = False
         self.storage.forget_places(p2p, control)
         latest = list(self.storage.met)[-_MAX_REJOINED:]
@@ -164,7 +163,7 @@ class NetDirectory:
                 except Exception:  # strangers' answers pass through hivemind here: they must not end it
                     logger.exception("a refresh of the directory failed")
                 # Not all peers at the same moment, though all may have started at once.
-                await happens(self._changed, self._refresh_s * self._random.uniform(0.8, 1.2))
+                await happens(self._changed, self._timings.refresh_s * self._random.uniform(0.8, 1.2))
                 self._changed.clear()
 
     async def _round(self) -> None:
@@ -172,17 +171,16 @@ class NetDirectory:
             return
         self._watch_clock()
         now = now_s()
-        if now - self.storage.greeted_at >= GREET_EVERY_S or not self.storage.knows_others:
+        if now - self.storage.greeted_at >= self._timings.greet_every_s or not self.storage.knows_others:
             self.storage.greeted_at = now
             self.storage.greet()
-        search_every_s = SEARCH_EVERY_S * self.reader.stretch
+        search_every_s = self._timings.search_every_s * self.reader.stretch
         if now - self.storage.searched_at >= search_every_s or not self.storage.knows_others:
             await self.storage.search(self.reader.places_of(self.reader.near_stages()))
-        renew_s = self._renew_s * self.reader.stretch
+        renew_s = self._timings.renew_s * self.reader.stretch
         if self._own is not None and now - self._stored_at >= renew_s:
             await self._store_own()
-        if self._manifest is not None and now - self._manifest_stored_at >= self._manifest_renew_s:
-            await self._store_manifest()
+        await self._manifests.renew()
         if self.run_id is not None:
             await self.reader.read_some()
 
@@ -197,7 +195,7 @@ class NetDirectory:
                 "set it (NTP)",
                 jump_s,
             )
-            self._stored_at = self._manifest_stored_at = -math.inf
+            self._stored_at = self._manifests.stored_at = -math.inf
 
     @property
     def online(self) -> bool:
@@ -233,7 +231,7 @@ class NetDirectory:
 
     async def lookup_all(self) -> Sequence[PeerRecord]:
         await self._find_stages()
-        await self.reader.read_all(self.reader.all_stages(), _SURVEY_LIMIT_S)
+        await self.reader.read_all(self.reader.all_stages(), _READ_ALL_LIMIT_S)
         return self.peers()
 
     async def announce(self, record: PeerRecord) -> None:
@@ -245,7 +243,7 @@ class NetDirectory:
         Raises:
             ValueError: the record is not about us, or larger than `MAX_RECORD_BYTES`.
         """
-        envelopes.pack_own(record, self._identity)  # a wrong record fails here
+        pack_own(record, self._identity)  # a wrong record fails here
         before = self._own
         same = before is not None and (before.run, before.stage) == (record.run, record.stage)
         with self.storage.keeping():
@@ -281,16 +279,16 @@ class NetDirectory:
             self._own_expires = -math.inf
             self.storage.node.protocol.forget(self._own.peer)
         # Later than any earlier one, also when the clock was set back a little: the DHT keeps the latest.
-        life_s = min(self._life_s * self.reader.stretch, envelopes.MAX_LIFE_S)
+        life_s = min(self._timings.life_s * self.reader.stretch, MAX_LIFE_S)
         self._own_expires = max(now + life_s, self._own_expires + 2 * VERSION_S)
         record = self._own
         if self._moved_to:
             record = msgspec.structs.replace(record, addresses=self._moved_to)
         replicas = sum(self._table.levels(record.stage).values()) if record.run == self.run_id else 0
-        self._level = level_for(1 + replicas, self._level)
-        value = envelopes.seal_record(record, self._own_expires, self._identity, level=self._level)
+        self._level = self.reader.scale.level_for(1 + replicas, self._level)
+        value = seal_record(record, self._own_expires, self._identity, level=self._level)
         entry = Entry(record.peer, value, self._own_expires)
-        keys = envelopes.record_keys(record, self._level)
+        keys = record_keys(record, self._level)
         took = await asyncio.gather(*(self.storage.store(key, entry) for key in keys))
         if took[0] == 1 and (self.storage.join or self.storage.met):
             self._stored_at = -math.inf  # no other node has it: again in the next round
@@ -301,32 +299,11 @@ class NetDirectory:
         Raises:
             SetupError: not canonical, or the manifest names an owner who is not us.
         """
-        owner, value = envelopes.seal_manifest(text, self._identity)
-        run_id = envelopes.run_id_of(text)
-        self._manifest = (run_id, owner, value)
+        run_id = run_id_of(text)
         with self.storage.keeping():
-            if self.storage.online and not self.storage.knows_others:
-                await self.storage.search([])
-            await self._store_manifest()
+            await self._manifests.publish(run_id, *seal_manifest(text, self._identity))
         self._learn_stages(run_id, text)
         return run_id
-
-    async def _find_stages(self) -> None:
-        """How many stages the run has, if its manifest was not asked for yet."""
-        if self.run_id is not None and not self.reader.knows_stages:
-            with self.storage.keeping(), contextlib.suppress(SetupError):
-                await self.fetch_manifest(self.run_id, timeout_s=SEARCH_WAIT_S)
-
-    def _learn_stages(self, run_id: str, text: str) -> None:
-        if run_id == self.run_id:
-            self.reader.stages = parse_run(text).S
-
-    async def _store_manifest(self) -> None:
-        assert self._manifest is not None
-        run_id, owner, value = self._manifest
-        self._manifest_stored_at = now_s() if self.storage.online else -math.inf
-        entry = Entry(owner, value, unix_s() + self._manifest_life_s)
-        await self.storage.store(envelopes.manifest_key(run_id), entry)
 
     async def fetch_manifest(self, run_id: str, *, timeout_s: float = 10.0) -> str:
         """The text of a run's manifest: its hash is the id, and its owner, if it names one, signed it.
@@ -334,37 +311,77 @@ class NetDirectory:
         From then on we help to keep it published.
 
         Raises:
-            SetupError: nobody has it.
+            SetupError: no node that can be reached has it.
         """
-        key = envelopes.manifest_key(run_id)
-        deadline = now_s() + timeout_s
         with self.storage.keeping():
-            while True:
-                text = await self._look_for_manifest(run_id, key, min(RPC_S, timeout_s))
-                if text is not None:
-                    self._learn_stages(run_id, text)
-                    return text
-                if now_s() >= deadline:
-                    refused = ", ".join(sorted(self.storage.check.rejected)[:3])
-                    raise SetupError(
-                        f"nobody here knows a run {run_id}: check the id, and that a peer of that run is up"
-                        + (f" (refused from others: {refused})" if refused else "")
-                    )
-                if self.storage.online:
-                    await self.storage.search([self.storage.place(key)])
-                await asyncio.sleep(0.3)
+            text = await self._manifests.fetch(run_id, timeout_s)
+        self._learn_stages(run_id, text)
+        return text
 
-    async def _look_for_manifest(self, run_id: str, key: str, limit_s: float) -> str | None:
+    async def _find_stages(self) -> None:
+        """Learn how many stages the run has, if its manifest was not asked for yet."""
+        if self.run_id is not None and not self.reader.knows_stages:
+            with contextlib.suppress(SetupError):
+                await self.fetch_manifest(self.run_id, timeout_s=SEARCH_WAIT_S)
+
+    def _learn_stages(self, run_id: str, text: str) -> None:
+        if run_id == self.run_id:
+            self.reader.stages = parse_run(text).S
+
+
+class ManifestKeeper:
+    """A run's manifest in the DHT: published by its owner, kept there by all that fetched it."""
+
+    def __init__(self, storage: DhtStorage, rng: random.Random, life_s: float) -> None:
+        self.kept: tuple[str, PeerId, bytes] | None = None
+        """Run, owner, and the signed text."""
+        self.stored_at = -math.inf
+        self._storage, self._random, self._life_s = storage, rng, life_s
+
+    async def publish(self, run_id: str, owner: PeerId, value: bytes) -> None:
+        self.kept = (run_id, owner, value)
+        if self._storage.online and not self._storage.knows_others:
+            await self._storage.search([])
+        await self._store()
+
+    async def renew(self) -> None:
+        """Store it again if a third of its life is over."""
+        if self.kept is not None and now_s() - self.stored_at >= self._life_s / 3:
+            await self._store()
+
+    async def _store(self) -> None:
+        assert self.kept is not None
+        run_id, owner, value = self.kept
+        self.stored_at = now_s() if self._storage.online else -math.inf
+        await self._storage.store(manifest_key(run_id), Entry(owner, value, unix_s() + self._life_s))
+
+    async def fetch(self, run_id: str, timeout_s: float) -> str:
+        """The text. Raises SetupError if no node has it."""
+        place = self._storage.place(manifest_key(run_id))
+        deadline = now_s() + timeout_s
+        while True:
+            text = await self._ask_nodes(run_id, place, min(RPC_S, timeout_s))
+            if text is not None:
+                return text
+            if now_s() >= deadline:
+                refused = ", ".join(sorted(self._storage.check.rejected)[:3])
+                raise SetupError(
+                    f"no peer here knows a run {run_id}: check the id, and that a peer of that run is up"
+                    + (f" (refused from others: {refused})" if refused else "")
+                )
+            if self._storage.online:
+                await self._storage.search([place])
+            await asyncio.sleep(0.3)
+
+    async def _ask_nodes(self, run_id: str, place: Place, limit_s: float) -> str | None:
         """The manifest, from the first node near its key that has it."""
-        if not self.storage.online or self.storage.node is None:
+        storage = self._storage
+        if not storage.online or storage.node is None:
             return None
-        place = self.storage.place(key)
-        text = self._take_manifest(run_id, place.key, self.storage.stored_here(place.key_id))
+        text = self._take(run_id, place.key, storage.stored_here(place.key_id))
         asking = {
-            self.storage.create_task(
-                self.storage.node.protocol.call_read(peer, {place.key: {}}, MAX_ANSWER_BYTES)
-            )
-            for peer in self.storage.nearest(place, 2 * REPLICAS)
+            storage.create_task(storage.node.protocol.call_read(peer, {place.key: {}}, MAX_ANSWER_BYTES))
+            for peer in storage.nearest(place, 2 * REPLICAS)
         }
         end = now_s() + limit_s
         while text is None and asking and now_s() < end:
@@ -374,20 +391,19 @@ class NetDirectory:
             for task in done:
                 answered = None if task.cancelled() else task.result()
                 if answered is not None:
-                    text = text or self._take_manifest(run_id, place.key, answered[0][place.key].entries)
+                    text = text or self._take(run_id, place.key, answered[0][place.key].entries)
         return text
 
-    def _take_manifest(self, run_id: str, key: bytes, entries: Iterable[Entry]) -> str | None:
+    def _take(self, run_id: str, key: bytes, entries: Iterable[Entry]) -> str | None:
         """The text of the run's manifest, if it is among the entries; we keep it published from now on."""
         for entry in entries:
-            if self.storage.check.open(key, entry) != "":
+            if self._storage.check.open(key, entry) != "":
                 continue
             with contextlib.suppress(Refused):
-                found, text = envelopes.open_manifest(entry.value, entry.subkey)
+                found, text = open_manifest(entry.value, entry.subkey)
                 if found == run_id:
-                    self._manifest = (run_id, entry.subkey, entry.value)
+                    self.kept = (run_id, entry.subkey, entry.value)
                     # Not all peers at the same moment.
-                    already_s = self._manifest_renew_s * self._random.random()
-                    self._manifest_stored_at = now_s() - already_s
+                    self.stored_at = now_s() - self._life_s / 3 * self._random.random()
                     return text
         return None

@@ -1,14 +1,23 @@
-"""A peer's identity: an Ed25519 key in the file format that p2pd reads. The peer id *is* the public key.
+"""What names a peer, in libp2p's forms: its identity, an Ed25519 key, and the addresses to dial it at.
 
-File: libp2p's protobuf `PrivateKey{type = Ed25519, data = seed + public key}`, 68 bytes.
-Peer id: base58 of an identity multihash of protobuf `PublicKey{type = Ed25519, data = public key}`.
+Key file: protobuf `PrivateKey{type = Ed25519, data = seed + public key}`, 68 bytes, as p2pd reads it.
+Peer id: base58 of an identity multihash of protobuf `PublicKey{type = Ed25519, data = public key}`. So it
+*is* the public key.
+Address: a multiaddr, direct (`/ip4/1.2.3.4/tcp/5/p2p/<peer>`) or through a relay
+(`/ip4/1.2.3.4/tcp/5/p2p/<relay>/p2p-circuit/p2p/<peer>`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
+import socket
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
+import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
@@ -17,48 +26,27 @@ from swarm.ids import PeerId
 
 _PRIVATE_PREFIX = bytes([0x08, 0x01, 0x12, 0x40])
 """Field 1 (type) = 1 (Ed25519); field 2 (data), 64 bytes follow."""
-_PUBLIC_PREFIX = bytes([0x08, 0x01, 0x12, 0x20])
-_MULTIHASH_PREFIX = bytes([0x00, 0x24])
-"""Hash function 0 = the 36 bytes themselves."""
-_ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
-_DIGITS = {letter: value for value, letter in enumerate(_ALPHABET)}
+_ID_PREFIX = bytes([0x00, 0x24, 0x08, 0x01, 0x12, 0x20])
+"""Hash function 0 = the 36 bytes themselves: field 1 = 1 (Ed25519); field 2, 32 bytes."""
 SIGNATURE_BYTES = 64
 PEER_ID_LETTERS = 52
 
 
-def _base58(data: bytes) -> str:
-    number, letters = int.from_bytes(data, "big"), ""
-    while number:
-        number, digit = divmod(number, 58)
-        letters = _ALPHABET[digit] + letters
-    zeros = len(data) - len(data.lstrip(b"\0"))
-    return "1" * zeros + letters
-
-
-def _unbase58(text: str, length: int) -> bytes | None:
-    number = 0
-    for letter in text:
-        if letter not in _DIGITS:
-            return None
-        number = number * 58 + _DIGITS[letter]
-    if number.bit_length() > length * 8:
-        return None
-    data = number.to_bytes(length, "big")
-    return data if _base58(data) == text else None
-
-
 def peer_id_of(public_key: bytes) -> PeerId:
     """The peer id of a raw 32-byte Ed25519 public key."""
-    return _base58(_MULTIHASH_PREFIX + _PUBLIC_PREFIX + public_key)
+    return base58.b58encode(_ID_PREFIX + public_key).decode()
 
 
 def public_key_of(peer_id: PeerId) -> bytes | None:
     """The raw 32-byte public key that a peer id is, or None if it is not an Ed25519 peer id."""
     if len(peer_id) != PEER_ID_LETTERS:
         return None
-    prefix = _MULTIHASH_PREFIX + _PUBLIC_PREFIX
-    data = _unbase58(peer_id, len(prefix) + 32)
-    return data[len(prefix) :] if data is not None and data.startswith(prefix) else None
+    try:
+        data = base58.b58decode(peer_id)
+    except ValueError:
+        return None
+    key = data[len(_ID_PREFIX) :]
+    return key if len(key) == 32 and peer_id_of(key) == peer_id else None
 
 
 def verify(peer_id: PeerId, data: bytes, signature: bytes) -> bool:
@@ -141,3 +129,146 @@ class Identity:
                 f"{path} is not an identity file: {error}. Move it away to get a new identity, "
                 "or name another file."
             ) from None
+
+
+# --- addresses ----------------------------------------------------------------------------------------------
+
+CIRCUIT = "/p2p-circuit"
+"""In an address: what is before it is a relay's."""
+MAX_ADDRESSES = 16
+"""Of one peer; what a stranger says beyond them is not read."""
+IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class Place(NamedTuple):
+    """What a direct address says besides the peer's id."""
+
+    kind: str
+    """`ip4`, `ip6`, `dns`, `dns4` or `dns6`."""
+    host: str
+    port: int
+
+    @property
+    def ip(self) -> IpAddress | None:
+        """None if it is a name, or nothing that p2pd reads as an address."""
+        with contextlib.suppress(ValueError):
+            ip = plain_ip(self.host)
+            return ip if self.kind == f"ip{ip.version}" else None
+        return None
+
+
+def place_of(address: str) -> Place | None:
+    """Where a multiaddr leads that can be dialled directly by TCP; None for any other."""
+    match without_peer_id(address).split("/"):
+        case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6" as kind, host, "tcp", port]:
+            return Place(kind, host, int(port)) if port.isascii() and port.isdigit() else None
+    return None
+
+
+def tcp_places(addresses: Sequence[str]) -> list[Place]:
+    """Where these lead, if all of them can be dialled directly by TCP; else nothing."""
+    places = [place_of(address) for address in addresses[:MAX_ADDRESSES]]
+    known = [place for place in places if place is not None]
+    return known if len(known) == len(places) else []
+
+
+def is_relay(address: str) -> bool:
+    """Whether this names a peer and an IP address to dial it at. p2pd ends with a panic on anything else."""
+    place, _, peer = address.rpartition("/p2p/")
+    found = place_of(place)
+    return (
+        place == without_peer_id(place) and found is not None and found.ip is not None
+        and 0 < found.port < 65536 and public_key_of(peer) is not None
+    )  # fmt: skip
+
+
+def is_public(address: str) -> bool:
+    """Whether others on the internet may dial this: a relay's address that is of no local network."""
+    place = place_of(address)
+    return is_relay(address) and place is not None and place.ip is not None and place.ip.is_global
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can dial this multiaddr, or a program that listens at this host.
+
+    Raises:
+        SetupError: a host that is no address.
+    """
+    place = place_of(address if address.startswith("/") else f"{host_part(address)}/tcp/1")
+    return place is not None and place.ip is not None and place.ip.is_loopback
+
+
+def plain_ip(host: str) -> IpAddress:
+    """The IP address, if that is all it is; else ValueError.
+
+    For Python `fe80::1%anything` is an address too, whatever follows the `%`; for p2pd it is none.
+    """
+    if "%" in host:
+        raise ValueError(f"{host!r} has a scope")
+    return ipaddress.ip_address(host)
+
+
+def to_multiaddr(address: str) -> str:
+    """`/ip4/...` as it is; `host:port` as a multiaddr.
+
+    Raises:
+        SetupError: it is neither, or its port is 0.
+    """
+    if address.startswith("/"):
+        if address.rstrip("/").endswith("/tcp/0"):
+            raise SetupError(f"announced address {address!r} has port 0: name the port that others can dial")
+        return address
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or not 0 < int(port) < 65536 or not host:
+        raise SetupError(f"{address!r} is not an address: write host:port or /ip4/1.2.3.4/tcp/31337")
+    return f"{host_part(host)}/tcp/{int(port)}"
+
+
+def host_part(host: str) -> str:
+    """The start of a multiaddr, from an address or a name. Raises SetupError if it is neither."""
+    if "%" in host:
+        raise SetupError(f"{host!r} has a scope (%...), which p2pd does not understand: leave it out")
+    try:
+        version = ipaddress.ip_address(host.strip("[]")).version
+    except ValueError:
+        try:
+            host = str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+        except OSError:
+            raise SetupError(f"{host!r} is not an address and has no name server entry") from None
+        version = 4
+    return f"/ip{version}/{host.strip('[]')}"
+
+
+def with_peer_id(addresses: Iterable[str], peer_id: PeerId) -> tuple[str, ...]:
+    """Addresses that others can paste: each ends in `/p2p/<peer id>`."""
+    return tuple(f"{without_peer_id(address)}/p2p/{peer_id}" for address in addresses)
+
+
+def without_peer_id(address: str) -> str:
+    """What is dialled: `/ip4/1.2.3.4/tcp/5`, or with a relay `/ip4/1.2.3.4/tcp/5/p2p/<relay>/p2p-circuit`."""
+    relay, circuit, _ = address.partition(CIRCUIT)
+    return relay + circuit if circuit else address.split("/p2p/")[0]
+
+
+def split_peer_id(address: str) -> tuple[str, PeerId]:
+    """`/ip4/1.2.3.4/tcp/5/p2p/12D3...` into `/ip4/1.2.3.4/tcp/5` and the id.
+
+    Raises:
+        SetupError: the address has no peer id.
+    """
+    transport, found, peer_id = address.rpartition("/p2p/")
+    if not found or not peer_id or "/" in peer_id:
+        raise SetupError(
+            f"{address!r} is not the address of a peer: it should end in /p2p/ and a peer id, "
+            "as printed by the peer that you want to join"
+        )
+    return transport, peer_id
+
+
+def by_peer(addresses: Iterable[str]) -> dict[PeerId, list[str]]:
+    """Addresses, all of which end in a peer's id: without it, by peer. Raises as `split_peer_id` does."""
+    places: dict[PeerId, list[str]] = {}
+    for address in addresses:
+        place, peer = split_peer_id(address)
+        places.setdefault(peer, []).append(place)
+    return places

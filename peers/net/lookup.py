@@ -1,4 +1,10 @@
-"""Which nodes of the DHT are asked for which keys, until enough of them answered; what that may cost. Pure.
+"""Under which keys of a run records lie, which of them are read, and which nodes are asked for them. Pure.
+
+Each stage of a run has keys of its own, so that a peer that works with two stages reads two. On level L the
+records of a stage are spread over 4^L keys; a stage has as many as keep a key below some hundred records.
+There is no vote on that: each peer takes the level from the number of replicas that it knows, says it in its
+record, and is also on every level above with a chance that makes those keys equally large. So the one key of
+level 0 always holds a sample of its stage, from which a newcomer learns how far the others are spread.
 
 The steady work of a peer is bounded whatever the size of the run: so many questions each refresh, so many
 bytes each second. In a small run that is enough to read everything each time. In a large one keys take turns,
@@ -8,27 +14,96 @@ and all times get longer with the number of peers, so that they renew 40 records
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from swarm.ids import PeerId, Stage
 
 Key = TypeVar("Key")
 Holder = TypeVar("Holder")
 
-USUAL = 200
-"""Peers of a run, up to which times are not stretched: reading all of it takes 12 kB a second."""
+FAN = 4
+MAX_LEVEL = 3
+"""64 keys of a stage."""
 MAX_STRETCHED = 20.0
 """A record lives 400 s then, twice as long as reading 10 000 of them takes."""
+_EARLY = 0.75
+"""Readers go one level further before writers do: their counts differ a little."""
+_SAID_BY = 1 / 8
+"""Of the peers of a stage, so many have to be on a level before it is read: one liar must not add 84 keys."""
 
 
-def stretch(known: int) -> float:
-    """How many times longer everything may take in a run of which so many peers are known.
+class Shard(NamedTuple):
+    """One key of a stage."""
 
-    Whoever works with others notices their deaths by calls, not by records; and there are as many more of
-    them.
-    """
-    return min(MAX_STRETCHED, max(1.0, known / USUAL))
+    stage: Stage
+    level: int
+    number: int
+
+
+def shards_at(stage: Stage, level: int) -> list[Shard]:
+    """All keys of one level."""
+    return [Shard(stage, level, number) for number in range(FAN**level)]
+
+
+@functools.lru_cache(maxsize=32768)
+def homes(peer: PeerId, stage: Stage, level: int) -> tuple[Shard, ...]:
+    """Where the record of a peer that is on `level` lies: there, and perhaps above."""
+    digest = hashlib.sha256(peer.encode()).digest()
+    place, chance = digest[0], int.from_bytes(digest[1:9], "big")
+    return tuple(
+        Shard(stage, at, place % FAN**at) for at in range(level, -1, -1) if chance % FAN ** (level - at) == 0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What the size of a run changes."""
+
+    full: int = 128
+    """Records of a key, above which its stage is spread further: 40 kB for a first reader."""
+    usual: float = 200.0
+    """Peers of a run, up to which times are not stretched: reading all of it takes 12 kB a second."""
+
+    def stretch(self, known: int) -> float:
+        """How many times longer everything may take in a run of which so many peers are known.
+
+        Deaths are noticed by calls, not by records; and for each peer there are as many more others.
+        """
+        return min(MAX_STRETCHED, max(1.0, known / self.usual))
+
+    def level_for(self, members: int, before: int = 0) -> int:
+        """How far a peer of a stage of so many spreads its record, which was on level `before`.
+
+        It goes back only when the stage is half of what it was when it went there.
+        """
+        level = before
+        while level < MAX_LEVEL and members > self.full * FAN**level:
+            level += 1
+        while level > 0 and members < self.full * FAN ** (level - 1) / 2:
+            level -= 1
+        return level
+
+    def levels_to_read(self, said: Mapping[int, int]) -> list[int]:
+        """`said`: how many known peers of the stage are on each level."""
+        members = sum(said.values())
+        levels = {0}
+        levels |= {level for level, count in said.items() if count >= _SAID_BY * members and count}
+        levels |= {lv for lv in range(1, MAX_LEVEL + 1) if members > _EARLY * self.full * FAN ** (lv - 1)}
+        # A peer on a level that only its sample above shows is found when its replicas are.
+        return sorted(level for level in levels if level <= MAX_LEVEL)
+
+    def shards_to_read(self, stage: Stage, said: Mapping[int, int]) -> list[Shard]:
+        """All keys under which records of the stage may be found."""
+        return [shard for level in self.levels_to_read(said) for shard in shards_at(stage, level)]
+
+
+DEFAULT_SCALE = Scale()
 
 
 class Allowance:
@@ -50,7 +125,7 @@ class Allowance:
         self._left -= some_bytes
 
 
-def whom_to_ask(
+def nodes_to_ask(
     holders: Mapping[Key, Sequence[Holder]],
     rng: random.Random,
     *,
@@ -79,12 +154,12 @@ def whom_to_ask(
 
 
 class Lookup(Generic[Key, Holder]):
-    """One look at all keys. The keys of a node that fails, or is late, are asked of others.
+    """One reading of all keys. The keys of a node that fails, or is late, are asked of others.
 
-    survey = Survey(holders, spare, rng, answers=1)
-    for node, keys in survey.ask().items(): ...       # again after each answer, failure or delay
-    survey.answered(node, keys); survey.failed(node, keys); survey.late(node, keys)
-    survey.over
+    lookup = Lookup(holders, spare, rng, answers=1)
+    for node, keys in lookup.ask().items(): ...       # again after each answer, failure or delay
+    lookup.answered(node, keys); lookup.failed(node, keys); lookup.late(node, keys)
+    lookup.over
     """
 
     def __init__(
@@ -110,7 +185,7 @@ class Lookup(Generic[Key, Holder]):
         """The nodes to ask now, besides those that were asked."""
         asked: dict[Holder, list[Key]] = defaultdict(list)
         while short := [key for key in self._left if self._is_short(key) and self._next(key)]:
-            for node, keys in whom_to_ask({key: self._left[key] for key in short}, self._rng).items():
+            for node, keys in nodes_to_ask({key: self._left[key] for key in short}, self._rng).items():
                 asked[node] += keys
                 for key in keys:
                     self._left[key].remove(node)
@@ -148,7 +223,7 @@ class Lookup(Generic[Key, Holder]):
         return self._answers[key] + len(self._waiting[key]) < self._wanted
 
     def _next(self, key: Key) -> list[Holder]:
-        # Those further away may hold nothing: they are asked only if nobody nearer answers.
+        # Those further away may hold nothing: they are asked only if no nearer one answers.
         if not (self._left[key] or self._answers[key] or self._waiting[key]):
             self._left[key] = self._spare.pop(key, [])
         return self._left[key]

@@ -5,8 +5,8 @@
       └─────answer─────────┤
     target ◀───────────────┘                     a second one, on the port that is to be reached
 
-Two p2pds, because one that is connected is not dialled again. That the right one was reached, and not whoever
-else stands behind the same router, is what libp2p's handshake proves. Whether libp2p could punch a hole is
+Two p2pds, because one that is connected is not dialled again. That the right one was reached, and not another
+machine behind the same router, is what libp2p's handshake proves. Whether libp2p could punch a hole is
 told by the ports at which several peers see the asker: a router that keeps them can be knocked at.
 
 p2pd's own AutoNAT would need minutes, and believes only the fourth public peer that says the same.
@@ -28,9 +28,22 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from peers.net.identity import public_key_of
-from peers.net.p2pd import CIRCUIT, MAX_RELAYS, Daemon, DaemonOptions, is_loopback, split_peer_id
-from peers.net.p2pd_control import ControlError, DaemonControl, tcp_places
+from peers.net.identity import (
+    CIRCUIT,
+    IpAddress,
+    Place,
+    by_peer,
+    is_loopback,
+    is_public,
+    is_relay,
+    place_of,
+    plain_ip,
+    public_key_of,
+    tcp_places,
+)
+from peers.net.p2pd import MAX_RELAYS, Daemon, DaemonOptions
+from peers.net.p2pd_control import ControlError, DaemonControl
+from peers.net.timings import DEFAULT_TIMINGS
 from peers.net.transport import NetTransport
 from peers.options import Reach
 from peers.ports import Answer, Request
@@ -44,7 +57,6 @@ METHOD = "reach"
 DIAL_BACK_S = 3.0
 """A round trip around the world takes 0.3 s, and a handshake three of them."""
 ASK_S = 10.0
-RESERVE_S = 10.0
 MAX_ASKED = 4
 """Peers that are asked. One would do; several tell more of the router."""
 MAX_AT_ONCE = 4
@@ -76,7 +88,7 @@ class Reached(msgspec.Struct, frozen=True, kw_only=True):
     relays: tuple[str, ...] = ()
     """Multiaddrs of peers that others can dial, ending in `/p2p/<id>`."""
     relay: bool = False
-    """Who answers relays for others."""
+    """The answering peer relays for others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +96,7 @@ class Finding:
     """What the peers that were asked say together."""
 
     kind: Literal["open", "closed", "unknown"]
-    """Others can dial us; they cannot; nobody could tell."""
+    """Others can dial us; they cannot; none could tell."""
     host: str = ""
     """Where they see us."""
     port: int = 0
@@ -92,13 +104,13 @@ class Finding:
     punchable: bool | None = None
     """Whether our router shows the same port to all, so that libp2p can punch holes; None: not known."""
     relays: tuple[str, ...] = ()
-    """Who relays for us, unless we are open."""
+    """Relays for us, unless we are open."""
     why: str = ""
     """Not open."""
 
 
 class DialBack:
-    """Answers `reach`. Cannot be made to dial anybody but who asks: the host is the connection's own."""
+    """Answers `reach`. Cannot be made to dial any host but that of the asker's own connection."""
 
     def __init__(
         self,
@@ -109,8 +121,9 @@ class DialBack:
     ) -> None:
         """`relays`: addresses of peers that may relay; `is_relay`: whether we do; `own`: our addresses."""
         self._control, self._relays, self._is_relay, self._own = control, relays, is_relay, own
+        self.most_per_host = MAX_PER_HOST
         self._room = asyncio.Semaphore(MAX_AT_ONCE)
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._at_host: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._asked: Counter[str] = Counter()
         self._minute = 0
 
@@ -119,9 +132,9 @@ class DialBack:
         ask = unpack(request.header, AskReach)
         if public_key_of(ask.peer) is None or not 0 <= ask.port < 65536:
             raise Refused(f"peer {ask.peer[:80]!r} at port {ask.port} cannot be dialled")
-        host, port = await self._seen_at(request.peer)
+        _, host, port = await self._seen_at(request.peer)
         self._count(host)
-        why = await self._dial_back(ask, host) if ask.port else "nobody was to be dialled"
+        why = await self._dial_back(ask, host) if ask.port else "no peer was to be dialled"
         relays = tuple(dict.fromkeys(filter(is_public, self._relays())))[:MAX_TOLD]
         found = Reached(host=host, port=port, reached=not why, why=why, relays=relays, relay=self._is_relay())
         return Answer(pack(found))
@@ -129,11 +142,11 @@ class DialBack:
     async def _dial_back(self, ask: AskReach, host: str) -> str:
         """Why it cannot be reached; nothing if it can."""
         if not ipaddress.ip_address(host).is_global and any(map(is_public, self._own())):
-            # A router or docker's proxy may stand there for who asks, and its ports are nobody's business.
+            # A router or docker's proxy may stand there for the asker, and its ports are not to be probed.
             raise Refused(f"I see you at {host}, which is no address of the internet: that tells nothing")
         # One at a time for each host: ports that swallow packets take 3 s each, and would take all the room.
-        turn = self._turns.setdefault(host, asyncio.Lock())
-        async with turn, self._room:
+        alone = self._at_host.setdefault(host, asyncio.Lock())
+        async with alone, self._room:
             if ask.peer in await self._control().connected():
                 raise Refused("that peer is connected to me already: ask for one that is not")
             kind = "ip6" if ":" in host else "ip4"
@@ -143,9 +156,9 @@ class DialBack:
                 return error.text[:300] or "it cannot be dialled"
             return ""
 
-    async def _seen_at(self, peer: PeerId) -> tuple[str, int]:
+    async def _seen_at(self, peer: PeerId) -> Place:
         try:
-            places = [place for end in await self._control().connections(peer) for place in tcp_places([end])]
+            places = list(filter(None, map(place_of, await self._control().connections(peer))))
         except ControlError as error:
             raise Busy(f"p2pd does not answer: {error.text}") from None
         if not places:
@@ -158,8 +171,8 @@ class DialBack:
             self._minute = minute
             self._asked.clear()
         self._asked[host] += 1
-        if self._asked[host] > MAX_PER_HOST:
-            raise Busy(f"{MAX_PER_HOST} questions came from {host} within a minute")
+        if self._asked[host] > self.most_per_host:
+            raise Busy(f"{self.most_per_host} questions came from {host} within a minute")
 
 
 async def find_reach(options: DaemonOptions, join: Sequence[str], *, hidden: bool = False) -> Finding:
@@ -170,11 +183,7 @@ async def find_reach(options: DaemonOptions, join: Sequence[str], *, hidden: boo
     Raises:
         SetupError: p2pd cannot listen there, or an address to join at is none.
     """
-    places: dict[PeerId, list[str]] = {}
-    for address in join:
-        place, peer = split_peer_id(address)
-        places.setdefault(peer, []).append(place)
-    direct = dict([(p, ends) for p, ends in places.items() if tcp_places(ends)][:MAX_ASKED])
+    direct = dict([(peer, ends) for peer, ends in by_peer(join).items() if tcp_places(ends)][:MAX_ASKED])
     async with contextlib.AsyncExitStack() as stack:
         asker = await _listening(stack, DaemonOptions(host=options.host))
         target = await _listening(stack, DaemonOptions(host=options.host, port=options.port))
@@ -186,7 +195,7 @@ async def find_reach(options: DaemonOptions, join: Sequence[str], *, hidden: boo
         for peer, ends in direct.items():
             transport.learn(peer, ends)
         asked = await asyncio.gather(*(_ask(transport, peer, question) for peer in direct))
-        answers = _of_kind(target, [answer for answer in asked if isinstance(answer, Reached)])
+        answers = _alike(target, [answer for answer in asked if isinstance(answer, Reached)])
         refusals = [answer for answer in asked if isinstance(answer, str)]
         found = conclude(answers, refusals, join, port=_port(target), asked_from=_port(asker))
         if found.kind == "open" and not hidden:
@@ -202,10 +211,7 @@ async def relaying(
     Of a peer's addresses that one, which leads to it: p2pd is to be told of none that is dead.
     """
     question = pack(AskReach(peer=transport.peer_id, port=0))
-    places: dict[PeerId, list[str]] = {}
-    for address in filter(is_relay, addresses):
-        place, peer = split_peer_id(address)
-        places.setdefault(peer, []).append(place)
+    places = by_peer(filter(is_relay, addresses))
 
     async def ask(peer: PeerId) -> str:
         transport.learn(peer, places[peer])
@@ -213,19 +219,19 @@ async def relaying(
         if not isinstance(answer, Reached) or not answer.relay:
             return ""
         try:
-            ends = set(_dialled(await control.connections(peer)))
+            ends = set(map(_dialled, await control.connections(peer)))
         except ControlError:
             return ""
-        return next((f"{at}/p2p/{peer}" for at in places[peer] if ends.issuperset(_dialled([at]))), "")
+        return next((f"{at}/p2p/{peer}" for at in places[peer] if _dialled(at) in ends), "")
 
     answers = await asyncio.gather(*map(ask, places))
     return tuple(filter(None, answers))[:MAX_RELAYS]
 
 
-def _dialled(ends: Iterable[str]) -> list[tuple[object, int]]:
-    """IP addresses, however they are written, and ports."""
-    places = [place for end in ends for place in tcp_places([end])]
-    return [(ipaddress.ip_address(host), port) for host, port in places]
+def _dialled(address: str) -> tuple[IpAddress | None, int] | None:
+    """The IP address, however it is written, and the port."""
+    place = place_of(address)
+    return (place.ip, place.port) if place is not None else None
 
 
 async def _listening(stack: contextlib.AsyncExitStack, options: DaemonOptions) -> Daemon:
@@ -235,14 +241,16 @@ async def _listening(stack: contextlib.AsyncExitStack, options: DaemonOptions) -
     return daemon
 
 
-def _of_kind(daemon: Daemon, answers: list[Reached]) -> list[Reached]:
+def _alike(daemon: Daemon, answers: list[Reached]) -> list[Reached]:
     """Those that see us at an address of the kind that we listen on (IPv4 or IPv6), if any does."""
-    version = 6 if daemon.addresses[0].startswith("/ip6/") else 4
+    version = int(daemon.addresses[0][3])
     return [a for a in answers if ipaddress.ip_address(a.host).version == version] or answers
 
 
 def _port(daemon: Daemon) -> int:
-    return tcp_places(daemon.addresses[:1])[0][1]
+    place = place_of(daemon.addresses[0])
+    assert place is not None
+    return place.port
 
 
 async def _ask(transport: NetTransport, peer: PeerId, question: bytes) -> Reached | str:
@@ -266,12 +274,12 @@ def conclude(
     """What to believe. `join`: addresses to join at; `asked_from`: the port that the questions left from."""
     # In turns, so that none of them takes the places of what the others tell.
     told_of = [relay for turn in zip_longest(*(a.relays for a in answers)) for relay in turn if relay]
-    named = filter(is_relay, map(_relay_of, join))
+    named = filter(is_relay, (address.partition(CIRCUIT)[0] for address in join))
     relays = tuple(dict.fromkeys([*named, *filter(is_public, told_of)]))[: MAX_ASKED * MAX_TOLD]
-    # Who sees us at an address of a local network says nothing about the world, if anybody else does.
+    # An answer from our local network says nothing about the world, if there is any other.
     told = [a for a in answers if ipaddress.ip_address(a.host).is_global] or list(answers)
     if not told:
-        why = "; ".join(refusals)[:500] or "there is nobody to ask"
+        why = "; ".join(refusals)[:500] or "there is no peer to ask"
         return Finding(kind="unknown", port=port, relays=relays, why=why)
     seen = {(answer.host, answer.port) for answer in told}
     punchable = None
@@ -279,7 +287,7 @@ def conclude(
         punchable = False
     elif len(told) > 1 or told[0].port == asked_from:
         punchable = True
-    # Whoever joins dials what we announce: one liar among many is not to send them all to somebody else.
+    # Newcomers dial what we announce: one liar among many is not to send them all to another host.
     hosts = Counter(answer.host for answer in told).most_common(2)
     host = hosts[0][0]
     if len(hosts) > 1 and hosts[0][1] == hosts[1][1]:
@@ -291,58 +299,16 @@ def conclude(
     return Finding(kind="closed", host=host, port=port, punchable=punchable, relays=relays, why=why)
 
 
-def _relay_of(address: str) -> str:
-    """The relay in an address that has one, else the address."""
-    return address.partition(CIRCUIT)[0]
-
-
-def is_relay(address: str) -> bool:
-    """Whether this names a peer and where to dial it. p2pd ends with a panic on anything else.
-
-    For Python `fe80::1%anything` is an address too, whatever follows the `%`; for p2pd it is none.
-    """
-    try:
-        place, peer = split_peer_id(address)
-    except SetupError:
-        return False
-    match place.split("/"):
-        case ["", "ip4" | "ip6" as kind, host, "tcp", port] if port.isascii() and port.isdigit():
-            with contextlib.suppress(ValueError):
-                version = plain_ip(host).version
-                return kind == f"ip{version}" and 0 < int(port) < 65536 and public_key_of(peer) is not None
-    return False
-
-
-def one_each(addresses: Iterable[str]) -> list[str]:
-    """The first address of each peer. All of them end in a peer's id."""
-    first: dict[PeerId, str] = {}
-    for address in addresses:
-        first.setdefault(split_peer_id(address)[1], address)
-    return list(first.values())
-
-
-def plain_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The IP address, if that is all it is; else ValueError: Python's may have any text after a `%`."""
-    if "%" in host:
-        raise ValueError(f"{host!r} has a scope")
-    return ipaddress.ip_address(host)
-
-
-def is_public(address: str) -> bool:
-    """Whether others on the internet may dial this: a relay's address that is of no local network."""
-    return is_relay(address) and ipaddress.ip_address(address.split("/")[2]).is_global
-
-
 async def settled(
     options: DaemonOptions, join: Sequence[str], reach: Reach, *, needed: bool = True
 ) -> tuple[DaemonOptions, str]:
     """How to start p2pd, from what the user says and what the peers to join at find; and words for the user.
 
-    Who listens on this machine only, or cannot ask anybody, is left as it is; but who is joined at by others
-    is taken to be reachable. `needed`: others call us; a trainer only calls.
+    A peer that listens on this machine only, or has no peer to ask, is left as it is; but the first one, at
+    which others join, is taken to be reachable. `needed`: others call us; a trainer only calls.
 
     Raises:
-        SetupError: nobody can dial us, it is needed, and nobody is known who could relay.
+        SetupError: we cannot be dialled, it is needed, and no peer is known that could relay.
     """
     if is_loopback(options.host):
         return options, ""
@@ -362,7 +328,7 @@ async def settled(
     private = replace(
         options,
         port=found.port,
-        any_port=not options.port,  # nobody is told of it
+        any_port=not options.port,  # no peer is told of it
         reachable=False,
         relays=found.relays,
         be_relay=False,
@@ -370,12 +336,14 @@ async def settled(
     return private, in_words(found)
 
 
-async def some_relay_takes_us(options: DaemonOptions, relays: Sequence[str]) -> bool:
-    """Whether one of the relays lets others reach us, tried with a p2pd of its own. Takes up to 10 s."""
+async def some_relay_takes_us(
+    options: DaemonOptions, relays: Sequence[str], reserve_s: float = DEFAULT_TIMINGS.reserve_s
+) -> bool:
+    """Whether one of the relays lets others reach us, tried with a p2pd of its own for so long."""
     async with contextlib.AsyncExitStack() as stack:
         daemon = await _listening(stack, replace(options, reachable=False, relays=tuple(relays)))
         control = DaemonControl(daemon.control_path)
-        end = time.monotonic() + RESERVE_S
+        end = time.monotonic() + reserve_s
         while time.monotonic() < end:
             _, addresses = await control.identify()
             if any(CIRCUIT in address for address in addresses):
@@ -384,13 +352,15 @@ async def some_relay_takes_us(options: DaemonOptions, relays: Sequence[str]) -> 
     return False
 
 
-async def those_that_take_us(options: DaemonOptions, relays: Sequence[str]) -> tuple[str, ...]:
+async def those_that_take_us(
+    options: DaemonOptions, relays: Sequence[str], reserve_s: float
+) -> tuple[str, ...]:
     """The relays that let others reach us, each tried alone: p2pd waits at all for one that does not.
 
     One that cannot be tried counts as one that does not. When this ends, all trials and their p2pds have.
     """
     alone = replace(options, port=0)
-    trials = [some_relay_takes_us(alone, [relay]) for relay in relays]
+    trials = [some_relay_takes_us(alone, [relay], reserve_s) for relay in relays]
     took = await asyncio.gather(*trials, return_exceptions=True)
     for relay, outcome in zip(relays, took, strict=True):
         if isinstance(outcome, BaseException):
@@ -413,7 +383,7 @@ def in_words(found: Finding) -> str:
 
 
 def what_to_do(found: Finding) -> str:
-    """For who wants to be dialled."""
+    """Advice on how to become a peer that others can dial."""
     where = _host_port(found.host or "YOUR_ADDRESS", found.port)
     return f"forward TCP port {found.port} of your router to this machine and give --announce {where}"
 

@@ -14,24 +14,22 @@ import dataclasses
 import errno
 import logging
 import os
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from peers.net.connection_state import LinkTimings
-from peers.net.fault_injection import Faults
-from peers.net.identity import Identity
-from peers.net.p2pd import (
+from peers.net.identity import (
     CIRCUIT,
-    Daemon,
-    DaemonOptions,
-    shortage,
+    by_peer,
+    is_public,
+    place_of,
     split_peer_id,
     to_multiaddr,
     with_peer_id,
 )
+from peers.net.p2pd import Daemon, DaemonOptions, shortage
+from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from swarm.errors import OtherVersion, Refused, SetupError, SwarmError
 from swarm.ids import PeerId
 from swarm.wire.version import PROTOCOL_VERSION, differ
@@ -43,33 +41,18 @@ if TYPE_CHECKING:  # hivemind is imported while p2pd starts
 
 logger = logging.getLogger(__name__)
 
-REVIVALS = 8
-"""Deaths of p2pd in a row after which we give up: about half a minute, with the pauses between them."""
 LONGEST_PAUSE_S = 30.0
 STABLE_S = 20.0
 """A p2pd that ran for so long did well: the next death is the first of a row again."""
-RELAY_S = 15.0
-"""How long a relay may take to accept us: one does so in 0.2 s, at most two are used."""
-REVIVAL_RELAY_S = 5.0
-"""The same when p2pd was started again: calls wait 10 s for that. A relay that comes later is announced."""
 OBSERVERS = 4
 """Public peers that have to see us at one address before libp2p believes it, and lets holes be punched."""
-OBSERVERS_S = 4.0
-"""Once a relay took us, we wait so long for the others to be connected: one of them may be gone."""
-NOTICE_S = 1.0
-"""Until it does, besides twice the time that connecting took: they tell it within two round trips more, and
-it looks 0.25, 0.75, 1.75, 3.75 … s after its start."""
-RELAYLESS_S = 30.0
-"""Without a relay for so long, others are tried. p2pd tries those that it has again and again."""
 MAX_RELAYED = 2
 """Relayed addresses that we announce: each makes our record 100 bytes longer."""
 VERSION_METHOD = "version"
 """That no peer serves: it is refused for that, or before that for its version."""
 VERSION_S = 3.0
-PROBE_EVERY_S = 5.0
 MAX_UNANSWERED = 4
-"""A p2pd that answers none of so many probes in a row hangs, and is killed. 40 s, a machine may be busy."""
-
+"""Probes in a row."""
 
 _KILLED = "See that nothing kills it (memory, antivirus), and start this program again"
 _SHORT = "Mend that, and start this program again"
@@ -78,7 +61,7 @@ _SHORT = "Mend that, and start this program again"
 class Deaths:
     """How long to wait before p2pd is started again, and when not to. Pure: times are given by the caller."""
 
-    def __init__(self, most: int = REVIVALS) -> None:
+    def __init__(self, most: int) -> None:
         self._most, self._row, self._began_s = most, 0, float("-inf")
 
     def pause_s(self, *, now: float) -> float | None:
@@ -110,34 +93,25 @@ class Node:
         join: Sequence[str] = (),
         run_id: str | None = None,
         daemon: Daemon | None = None,
-        timings: LinkTimings | None = None,
-        refresh_s: float | None = None,
-        faults: Faults | None = None,
-        on_death: Callable[[], None] | None = None,
-        revivals: int = REVIVALS,
-        manifest_life_s: float | None = None,
+        timings: NetTimings = DEFAULT_TIMINGS,
     ) -> None:
         """`join`: addresses of peers to join at, ending in `/p2p/<id>`; none for the first peer of a swarm.
 
         `daemon`: one that was spawned before; else `options` and `identity_path` say how to start it.
-        A p2pd that ends, or hangs, although nobody asked it to is started again, on the same identity and
-        port: calls under way fail with PeerGone, new ones wait. After `revivals` deaths in a row `on_death`
-        is called; without one, whoever entered the node is interrupted, and leaves it with a SetupError.
+        A p2pd that ends, or hangs, without being asked to is started again, on the same identity and port:
+        calls under way fail with PeerGone, new ones wait. After `timings.revivals` deaths in a row the task
+        that entered the node is interrupted, and leaves it with a SetupError.
         """
         self.daemon = daemon
         self._options = options or DaemonOptions()
         self._identity_path = identity_path
         self._join = tuple(join)
         self._run_id = run_id
-        self._timings, self._refresh_s, self._faults = timings or LinkTimings(), refresh_s, faults
-        self._on_death = on_death
-        self._deaths = Deaths(revivals)
-        self._revives = revivals > 0
-        self._manifest_life_s = manifest_life_s
+        self._timings, self._deaths = timings, Deaths(timings.revivals)
         self._reviving: asyncio.Task[None] | None = None
         self._probing: asyncio.Task[None] | None = None
         self._unanswered = 0
-        """Looks at p2pd in a row that it did not answer."""
+        """Probes in a row that p2pd did not answer."""
         self._relayed_at_s = 0.0
         """When we last had a relay, or needed none."""
         self._owner: asyncio.Task[object] | None = None
@@ -146,7 +120,7 @@ class Node:
         self._started: list[str] = []
         self._listening: tuple[str, ...] = ()
         self._told_addresses: tuple[str, ...] = ()
-        """Those at the start, which whoever announces us knows."""
+        """Those at the start, which are in the records that we are given to announce."""
 
     async def __aenter__(self) -> Node:
         try:
@@ -165,17 +139,22 @@ class Node:
     async def _start(self, daemon: Daemon) -> None:
         # p2pd needs 0.15 s to start; importing hivemind's client takes 0.1 s of them.
         from peers.net import transport
-        from peers.net.directory import MANIFEST_LIFE_S, REFRESH_S, NetDirectory
-        from peers.net.nat import METHOD, DialBack
-        from peers.net.p2pd_control import AttachedP2P, ControlError, DaemonControl
+        from peers.net.directory import NetDirectory
+        from peers.net.nat import METHOD, DialBack, those_that_take_us
+        from peers.net.p2pd_control import ControlError
 
         daemon.on_death = self._daemon_died
         await daemon.ready()
-        self.control = DaemonControl(daemon.control_path)
         try:
-            await self._look_around(RELAY_S)
-            if not self.addresses:
-                daemon = await self._without_liars(daemon)
+            await self._run_on(daemon, self._timings.relay_s)
+            relays = daemon.options.relays
+            if not self.addresses:  # another p2pd, that is told only of relays that take us
+                relays = await those_that_take_us(daemon.options, relays, self._timings.reserve_s)
+                if relays:
+                    daemon.close_now()
+                    daemon.options = dataclasses.replace(daemon.options, relays=relays)
+                    daemon = await self._spawn_again(daemon)
+                    await self._run_on(daemon, self._timings.relay_s)
             if not self.addresses:
                 raise SetupError(
                     "nobody can dial this machine, and none of these peers relays for it: "
@@ -188,22 +167,19 @@ class Node:
                 daemon.peer_id,
                 daemon.directory / "streams.sock",
                 timings=self._timings,
-                faults=self._faults,
             )
             self._started.append("transport")
             await self.transport.start()
             dial_back = DialBack(lambda: self.control, self._relays, self._is_relay, lambda: self.addresses)
             self.transport.serve(METHOD, dial_back.serve)
             self.directory = NetDirectory(
-                await self._attach(AttachedP2P, daemon),
+                await self._attach(daemon),
                 self.control,
                 daemon.identity,
                 self._run_id,
                 join=self._join,
                 learn=self.transport.learn,
-                refresh_s=self._refresh_s or REFRESH_S,
-                manifest_life_s=self._manifest_life_s or MANIFEST_LIFE_S,
-                manifest_renew_s=(self._manifest_life_s or MANIFEST_LIFE_S) / 3,
+                timings=self._timings,
             )
             self._started.append("directory")
             await self.directory.start()
@@ -229,28 +205,22 @@ class Node:
                 differ("this program", PROTOCOL_VERSION, "the swarm that it joins", others[0].version)
             )
 
-    async def _without_liars(self, daemon: Daemon) -> Daemon:
-        """Another p2pd, that is told only of relays that take us."""
-        from peers.net.nat import those_that_take_us
+    async def _run_on(self, daemon: Daemon, relay_s: float) -> None:
+        """Use this p2pd from now on, once it is known where others reach it."""
         from peers.net.p2pd_control import DaemonControl
 
-        relays = await those_that_take_us(daemon.options, daemon.options.relays)
-        if not relays:
-            return daemon
-        daemon.close_now()
-        daemon.options = dataclasses.replace(daemon.options, relays=relays)
-        self.daemon = await self._spawn_again(daemon)
-        self.control = DaemonControl(self.daemon.control_path)
-        await self._look_around(RELAY_S)
-        return self.daemon
+        self.daemon, self.control = daemon, DaemonControl(daemon.control_path, self._timings.control_s)
+        await self._await_addresses(relay_s)
 
-    async def _attach(self, kind: type[AttachedP2P], daemon: Daemon) -> AttachedP2P:
-        self._p2p = await kind.attach(daemon.control_path, daemon.directory / "client.sock")
+    async def _attach(self, daemon: Daemon) -> AttachedP2P:
+        from peers.net.p2pd_control import AttachedP2P
+
+        self._p2p = await AttachedP2P.attach(daemon.control_path, daemon.directory / "client.sock")
         return self._p2p
 
     def _daemon_died(self) -> None:
         if "transport" in self._started:
-            self.transport.daemon_died(for_good=not self._revives)
+            self.transport.daemon_died(for_good=self._timings.revivals == 0)
         if "directory" not in self._started:
             return  # `_start` fails by itself
         self.directory.daemon_died()
@@ -282,9 +252,7 @@ class Node:
     def _give_up(self, why: str, advice: str) -> None:
         logger.error("p2pd could not be started again: %s", why)
         self.transport.daemon_died(for_good=True)
-        if self._on_death is not None:
-            self._on_death()
-        elif self._owner is not None:
+        if self._owner is not None:
             self._fatal = SetupError(
                 f"p2pd, which connects this process to the others, could not be started again: {why}. "
                 f"{advice}"
@@ -293,34 +261,27 @@ class Node:
 
     async def _replace_daemon(self) -> None:
         """A new p2pd, of the same identity and on the same port, for the dead one."""
-        from peers.net.p2pd_control import AttachedP2P, DaemonControl
-
         dead = self.daemon
         assert dead is not None
         if self._p2p is not None:
             p2p, self._p2p = self._p2p, None
             await p2p.close()
         dead.close_now()  # if it did not start, its identity is still locked
-        daemon = self.daemon = await self._spawn_again(dead)
-        self.control = DaemonControl(daemon.control_path)
-        await self._look_around(REVIVAL_RELAY_S)
+        daemon = await self._spawn_again(dead)
+        await self._run_on(daemon, self._timings.revival_relay_s)
         await self.transport.daemon_is_back(self.control, daemon.directory / "streams.sock")
-        await self.directory.daemon_is_back(
-            await self._attach(AttachedP2P, daemon),
-            self.control,
-            self.addresses if self.addresses != self._told_addresses else (),
-        )
+        moved_to = self.addresses if self.addresses != self._told_addresses else ()
+        await self.directory.daemon_is_back(await self._attach(daemon), self.control, moved_to)
 
     async def _spawn_again(self, dead: Daemon) -> Daemon:
-        """On the port that it had; on another one if that is taken and was nobody's wish."""
+        """On the port that it had; on another one if that is taken and the user did not choose it."""
         options, self.daemon = dead.options, dead
-        direct = [address for address in self._listening if "/tcp/" in address and CIRCUIT not in address]
-        had = [options.port] if options.port else [int(a.split("/tcp/")[1].split("/")[0]) for a in direct]
-        wished = bool(options.port) and not options.any_port
-        for choice in had if wished else [*had[:1], 0]:
+        had = [options.port] if options.port else [p.port for p in map(place_of, self._listening) if p]
+        chosen = bool(options.port) and not options.any_port
+        for choice in had if chosen else [*had[:1], 0]:
             try:
                 daemon = self.daemon = Daemon.spawn(
-                    dataclasses.replace(options, port=choice, any_port=not wished),
+                    dataclasses.replace(options, port=choice, any_port=not chosen),
                     identity_path=dead.identity_path,
                     identity=dead.identity,
                 )
@@ -328,7 +289,7 @@ class Node:
                 await daemon.ready()
             except SetupError as error:
                 self.daemon.close_now()
-                if wished or not choice or "already in use" not in error.text:
+                if chosen or not choice or "already in use" not in error.text:
                     raise
             else:
                 return daemon
@@ -338,13 +299,13 @@ class Node:
         """A p2pd that lives and answers nothing is as bad as a dead one, and its end is not announced."""
         self._relayed_at_s = asyncio.get_running_loop().time()
         while True:
-            await asyncio.sleep(PROBE_EVERY_S)
+            await asyncio.sleep(self._timings.probe_every_s)
             try:
                 await self._probe_once()
             except (SwarmError, OSError) as error:
-                logger.warning("a look at p2pd failed: %s", error)
-            except Exception:  # the next look may do better; without any, nobody notices that p2pd hangs
-                logger.exception("a look at p2pd failed")
+                logger.warning("a probe of p2pd failed: %s", error)
+            except Exception:  # the next probe may do better; without any, a p2pd that hangs goes unnoticed
+                logger.exception("a probe of p2pd failed")
 
     async def _probe_once(self) -> None:
         from peers.net.p2pd_control import ControlError, ShortOfFiles
@@ -356,7 +317,7 @@ class Node:
         try:
             _, listening = await self.control.identify()
         except ShortOfFiles as error:
-            logger.warning("cannot look at p2pd: %s", error.text)
+            logger.warning("cannot probe p2pd: %s", error.text)
             return
         except ControlError:
             self._unanswered += 1
@@ -370,12 +331,12 @@ class Node:
         if not daemon.options.relays or any(CIRCUIT in address for address in listening):
             self._relayed_at_s = now
             self._move(listening)
-        elif now - self._relayed_at_s > RELAYLESS_S:
+        elif now - self._relayed_at_s > self._timings.relayless_s:
             self._relayed_at_s = now
             await self._take_other_relays(daemon)
 
-    async def _look_around(self, relay_s: float) -> None:
-        """Where p2pd listens. If nobody can dial us, wait until a relay takes us, but at most `relay_s`.
+    async def _await_addresses(self, relay_s: float) -> None:
+        """Ask where p2pd listens. If we cannot be dialled, wait until a relay takes us, at most `relay_s`.
 
         Where holes can be punched, wait until p2pd is ready for it too.
         """
@@ -389,9 +350,9 @@ class Node:
         while True:
             _, self._listening = await self.control.identify()
             if unmet and unmet <= await self.control.connected():
-                unmet, ready = set(), clock() + 2 * (clock() - began) + NOTICE_S
+                unmet, ready = set(), clock() + 2 * (clock() - began) + self._timings.notice_s
             elif unmet and self.addresses:
-                ready = min(ready, clock() + OBSERVERS_S)
+                ready = min(ready, clock() + self._timings.observers_s)
             if clock() > end or (clock() >= ready and (self.addresses or not relays)):
                 break
             await asyncio.sleep(0.1)
@@ -415,7 +376,7 @@ class Node:
         known = dict.fromkeys([*daemon.options.relays, *self._join, *self._relays()])
         try:
             relays = await relaying(self.transport, self.control, list(known)[: 2 * MAX_TOLD])
-            relays = await those_that_take_us(daemon.options, relays)
+            relays = await those_that_take_us(daemon.options, relays, self._timings.reserve_s)
             if not relays or not daemon.alive:
                 return
             _, listening = await self.control.identify()
@@ -436,14 +397,13 @@ class Node:
     def _relays(self) -> list[str]:
         """Public addresses of peers that may relay for others, one of each.
 
-        Ours, if it is one, then those that our user named; whom we have met comes last: identities are free.
+        Ours, if it is one, then those that our user named; those that we met come last: identities are free.
         """
-        from peers.net.nat import is_public, one_each
-
         assert self.daemon is not None
         own = self.addresses if self._is_relay() else ()
         met = self.directory.storage.met_addresses() if "directory" in self._started else []
-        return one_each(filter(is_public, [*own, *self._join, *met]))
+        public = filter(is_public, [*own, *self._join, *met])
+        return [f"{places[0]}/p2p/{peer}" for peer, places in by_peer(public).items()]
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -484,15 +444,10 @@ class Node:
         return self.daemon.peer_id
 
     @property
-    def identity(self) -> Identity:
-        assert self.daemon is not None
-        return self.daemon.identity
-
-    @property
     def addresses(self) -> tuple[str, ...]:
         """Where others can join at or dial us: announced ones first, each ending in `/p2p/<id>`.
 
-        Of who cannot be dialled, those of the relays only: the others are of a home network like many.
+        If we cannot be dialled, those of the relays only: the others are of a home network like many.
         """
         assert self.daemon is not None
         if self.daemon.options.relays:
@@ -501,38 +456,12 @@ class Node:
         announced = tuple(to_multiaddr(address) for address in self.daemon.options.announce)
         return with_peer_id(announced or self._listening, self.peer_id)
 
-    async def current_addresses(self) -> tuple[str, ...]:
-        """`addresses` as p2pd sees them now: relays and mapped ports may have come since the start."""
-        _, self._listening = await self.control.identify()
-        return self.addresses
-
-    # -- diagnostics ----------------------------------------------------------------------------
-
-    async def peer_count(self) -> int:
-        """How many peers p2pd is connected to."""
-        return await self.control.peer_count()
-
     @property
     def p2pd_pid(self) -> int | None:
         """Of the p2pd process, for diagnostics and for tests that kill it."""
         return self.daemon.pid if self.daemon is not None else None
 
     @property
-    def socket_dir(self) -> Path | None:
-        """The private directory of p2pd's sockets; gone after `close`."""
-        return self.daemon.directory if self.daemon is not None else None
-
-    @property
     def alive(self) -> bool:
         """Whether p2pd runs."""
         return self.daemon is not None and self.daemon.alive
-
-
-def own_address(towards: str = "192.0.2.1") -> str:
-    """The address of this machine on the interface that leads to `towards`; sends nothing."""
-    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        try:
-            probe.connect((towards, 9))
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])

@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import errno
 import fcntl
-import ipaddress
+import importlib.util
 import logging
 import os
 import resource
@@ -31,19 +31,17 @@ import subprocess
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from peers.net.identity import Identity
+from peers.net.identity import Identity, host_part, to_multiaddr
 from peers.waiting import happens
 from swarm.errors import SetupError
 from swarm.ids import PeerId
 
 logger = logging.getLogger(__name__)
 
-CIRCUIT = "/p2p-circuit"
-"""In an address: what is before it is a relay's."""
 START_TIMEOUT_S = 15.0
 """p2pd answers in 0.15 s on an idle core; this allows for a very busy one."""
 _STALE_AFTER_S = 60.0
@@ -65,13 +63,13 @@ kill -KILL $!
 wait
 rm -rf "$directory"
 """
-"""Ends when its standard input does. `read` keeps it asleep; nobody ever writes a line."""
+"""Ends when its standard input does. `read` keeps it asleep; no line is ever written."""
 
 P2PD_ENVIRONMENT = {
     "GOLOG_LOG_LEVEL": "fatal",
     # With more, Go's threads spin while they look for work: half of p2pd's CPU at a stage peer's rate (3.0
     # against 6.5 ms per MB, both ends; at full speed 2.3 against 3.1, and 340 against 270 MB/s on two cores).
-    # One thread moves about 800 MB/s; who has a faster link sets the variable.
+    # One thread moves about 800 MB/s; set the variable for a faster link.
     "GOMAXPROCS": "1",
 }
 """What p2pd is started with unless our own environment says otherwise."""
@@ -86,7 +84,7 @@ class DaemonOptions:
     port: int = 0
     """TCP port; 0 lets the system choose one."""
     any_port: bool = False
-    """`port` is nobody's wish: a p2pd that is started again may take another one."""
+    """The user did not choose `port`: a p2pd that is started again may take another one."""
     announce: tuple[str, ...] = ()
     """Addresses under which others reach us, if p2pd cannot see them itself (port forwarding)."""
     reachable: bool | None = None
@@ -97,49 +95,13 @@ class DaemonOptions:
     """Relay for others, on this machine's bandwidth, while we are reachable."""
     relay_guests: int = 64
     """Peers that we relay for at a time."""
-    relay_circuits: int = 16
-    """Connections to each of them that we relay at a time; each may take half a MB of memory."""
-    relay_data_limit: int = 1 << 40
-    """Bytes each way after which a connection relayed by us is reset (p2pd's default: 4 GiB)."""
-    relay_time_limit_s: int = 7 * 24 * 3600
-    """Seconds after which a connection relayed by us is reset (p2pd's default: 30 minutes)."""
-    nat_port_map: bool = False
-    """Ask the router to forward the port (UPnP)."""
 
 
-def to_multiaddr(address: str) -> str:
-    """`/ip4/...` as it is; `host:port` as a multiaddr.
-
-    Raises:
-        SetupError: it is neither, or its port is 0.
-    """
-    if address.startswith("/"):
-        if "/tcp/0" in address + "/" and address.rstrip("/").endswith("/tcp/0"):
-            raise SetupError(f"announced address {address!r} has port 0: name the port that others can dial")
-        return address
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or not 0 < int(port) < 65536 or not host:
-        raise SetupError(f"{address!r} is not an address: write host:port or /ip4/1.2.3.4/tcp/31337")
-    return f"{_host_part(host)}/tcp/{int(port)}"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can dial who listens at `host`. Raises SetupError if it is no address."""
-    return ipaddress.ip_address(_host_part(host).split("/")[2]).is_loopback
-
-
-def _host_part(host: str) -> str:
-    if "%" in host:
-        raise SetupError(f"{host!r} has a scope (%...), which p2pd does not understand: leave it out")
-    try:
-        version = ipaddress.ip_address(host.strip("[]")).version
-    except ValueError:
-        try:
-            host = str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
-        except OSError:
-            raise SetupError(f"{host!r} is not an address and has no name server entry") from None
-        version = 4
-    return f"/ip{version}/{host.strip('[]')}"
+def hivemind_folder() -> Path | None:
+    """Where hivemind is installed, without importing it; None if it is not."""
+    spec = importlib.util.find_spec("hivemind")
+    locations = spec.submodule_search_locations if spec is not None else None
+    return Path(locations[0]) if locations else None
 
 
 def p2pd_path() -> Path:
@@ -148,13 +110,10 @@ def p2pd_path() -> Path:
     Raises:
         SetupError: it is missing or not executable.
     """
-    from importlib.util import find_spec  # a lookup only: hivemind itself stays unimported
-
-    spec = find_spec("hivemind")
-    locations = list(spec.submodule_search_locations or ()) if spec is not None else []
-    if not locations:
+    folder = hivemind_folder()
+    if folder is None:
         raise SetupError("hivemind is not installed: pip install hivemind")
-    path = Path(locations[0]) / "hivemind_cli" / "p2pd"
+    path = folder / "hivemind_cli" / "p2pd"
     if not path.is_file():
         raise SetupError(f"hivemind was installed without its p2pd binary ({path}): install its wheel")
     if not os.access(path, os.X_OK):
@@ -162,24 +121,23 @@ def p2pd_path() -> Path:
     return path
 
 
+_ADVICE = {
+    "address already in use": "port {port} is already in use on {host}: stop the program that uses it, "
+    "or choose another one with --port (--port 0 picks a free one)",
+    "cannot assign requested address": "this machine has no address {host}: listen on 0.0.0.0, and announce "
+    "the address under which others reach you",
+    "permission denied": "not allowed to listen on {host}:{port}: choose a port above 1023",
+    "multiaddr": "p2pd does not understand an address: {last_line}",
+    "": "p2pd did not start on {host}:{port}: {last_line}",
+}
+"""What a person can do about p2pd's last words."""
+
+
 def _explain(last_line: str, options: DaemonOptions) -> str:
-    """What a person can do about p2pd's last words."""
-    where = f"{options.host}:{options.port}"
-    if "address already in use" in last_line:
-        return (
-            f"port {options.port} is already in use on {options.host}: stop the program that uses it, or "
-            "choose another one with --port (--port 0 picks a free one)"
-        )
-    if "cannot assign requested address" in last_line:
-        return (
-            f"this machine has no address {options.host}: listen on 0.0.0.0, "
-            "and announce the address under which others reach you"
-        )
-    if "permission denied" in last_line:
-        return f"not allowed to listen on {where}: choose a port above 1023"
-    if "multiaddr" in last_line:
-        return f"p2pd does not understand an address: {last_line}"
-    return f"p2pd did not start on {where}: {last_line or 'it ended without a word'}"
+    advice = next(text for words, text in _ADVICE.items() if words in last_line)
+    return advice.format(
+        host=options.host, port=options.port, last_line=last_line or "it ended without a word"
+    )
 
 
 def shortage(error: OSError) -> str:
@@ -201,7 +159,7 @@ def _claim_port(options: DaemonOptions) -> None:
     """
     if not options.port:
         return
-    _, kind, host = _host_part(options.host).split("/")
+    _, kind, host = host_part(options.host).split("/")
     family = socket.AF_INET6 if kind == "ip6" else socket.AF_INET
     with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as trial:
         # Connections that ended a moment ago do not hinder; one that listens does, whatever it allows.
@@ -230,7 +188,7 @@ def _private_dir() -> tuple[Path, int]:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove private directories of ours whose owners all died at once (nobody holds the lock)."""
+    """Remove private directories of ours whose owners all died at once: their locks are free."""
     for directory in parent.glob("swarm-????????"):
         with contextlib.suppress(OSError):
             status = directory.lstat()
@@ -329,22 +287,23 @@ class Daemon:
         flags: dict[str, object] = {
             "listen": f"/unix{self.control_path}",
             "id": self._identity_path,
-            "hostAddrs": f"{_host_part(options.host)}/tcp/{options.port}",
+            "hostAddrs": f"{host_part(options.host)}/tcp/{options.port}",
             "tls": 1,
             "connManager": 1,
             "autonat": 1,
             "dhtServer": 1,
-            "natPortMap": int(options.nat_port_map),
+            "natPortMap": 0,  # no UPnP
             "relay": 1,
             # With discovery p2pd looks for strangers first, and for the relays that we know 15 s later.
             "autoRelay": int(bool(options.relays)),
             "relayDiscovery": 0,
             "relayService": int(options.be_relay and options.reachable is True),
             "relayMaxReservations": options.relay_guests,
-            "relayMaxCircuits": options.relay_circuits,
+            "relayMaxCircuits": 16,  # of each guest; each may take half a MB of memory
             "relayBufferSize": _RELAY_BUFFER_BYTES,
-            "relayDataLimit": options.relay_data_limit,
-            "relayTimeLimit": f"{options.relay_time_limit_s}s",
+            # Bytes each way, and time, after which it is reset; by default 4 GiB, 30 minutes.
+            "relayDataLimit": 1 << 40,
+            "relayTimeLimit": f"{7 * 24}h",
             # Should everything else fail, p2pd ends by itself when no client attaches.
             "idleTimeout": "60s",
         }
@@ -381,34 +340,20 @@ class Daemon:
                 self._lines.append(line)
         self._up = self._up or bool(self.addresses and self.pid)
 
-    def _check_started(self) -> bool:
-        if self._ended and not self._up:
-            raise SetupError(_explain(self._lines[-1] if self._lines else "", self.options))
-        return self._up
-
-    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Block until p2pd listens.
+    async def ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until p2pd listens, and watch it from here on.
 
         Raises:
             SetupError: it did not start; the text says what to change.
         """
         assert self._process is not None and self._process.stdout is not None
-        deadline = time.monotonic() + timeout_s
-        while not self._check_started():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise SetupError(f"p2pd did not start within {timeout_s:g} s; is the machine overloaded?")
-            select.select([self._process.stdout], [], [], left)
-            self._read_output()
-
-    async def ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until p2pd listens, and watch it from here on. Raises as `wait_ready` does."""
-        assert self._process is not None and self._process.stdout is not None
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._process.stdout.fileno(), self._on_output)
         self._on_output()
         deadline = time.monotonic() + timeout_s
-        while not self._check_started():
+        while not self._up:
+            if self._ended:
+                raise SetupError(_explain(self._lines[-1] if self._lines else "", self.options))
             self._changed.clear()
             if not await happens(self._changed, deadline - time.monotonic()):
                 raise SetupError(f"p2pd did not start within {timeout_s:g} s; is the machine overloaded?")
@@ -487,44 +432,16 @@ class Daemon:
 
 def probe_p2pd(host: str = "127.0.0.1", port: int = 0) -> tuple[bool, str]:
     """Whether p2pd can start and listen there, and a sentence about it. Blocks up to 15 s."""
-    try:
+
+    async def probe() -> tuple[str, ...]:
         daemon = Daemon.spawn(DaemonOptions(host=host, port=port))
-    except SetupError as error:
-        return False, error.text
+        try:
+            await daemon.ready()
+            return daemon.addresses
+        finally:
+            daemon.close_now()
+
     try:
-        daemon.wait_ready()
+        return True, f"p2pd starts and listens on {', '.join(asyncio.run(probe()))}"
     except SetupError as error:
         return False, error.text
-    else:
-        return True, f"p2pd starts and listens on {', '.join(daemon.addresses)}"
-    finally:
-        daemon.close_now()
-
-
-def with_peer_id(addresses: Sequence[str], peer_id: PeerId) -> tuple[str, ...]:
-    """Addresses that others can paste: each ends in `/p2p/<peer id>`."""
-    return tuple(
-        f"{address}/p2p/{peer_id}" if address == without_peer_id(address) else address
-        for address in addresses
-    )
-
-
-def without_peer_id(address: str) -> str:
-    """What is dialled: `/ip4/1.2.3.4/tcp/5`, or with a relay `/ip4/1.2.3.4/tcp/5/p2p/<relay>/p2p-circuit`."""
-    relay, circuit, _ = address.partition(CIRCUIT)
-    return relay + circuit if circuit else address.split("/p2p/")[0]
-
-
-def split_peer_id(address: str) -> tuple[str, PeerId]:
-    """`/ip4/1.2.3.4/tcp/5/p2p/12D3...` into `/ip4/1.2.3.4/tcp/5` and the id.
-
-    Raises:
-        SetupError: the address has no peer id.
-    """
-    transport, found, peer_id = address.rpartition("/p2p/")
-    if not found or not peer_id or "/" in peer_id:
-        raise SetupError(
-            f"{address!r} is not the address of a peer: it should end in /p2p/ and a peer id, "
-            "as printed by the peer that you want to join"
-        )
-    return transport, peer_id

@@ -21,18 +21,24 @@ from google.protobuf.message import DecodeError
 
 from peers.net._hivemind import P2P, Client, ControlClient, DaemonConnector, Multiaddr, PeerID, p2pd_pb2
 from peers.net.connection_state import FrameError, pack_varint, read_varint
-from peers.net.identity import public_key_of
-from peers.net.p2pd import CIRCUIT, shortage, split_peer_id, without_peer_id
+from peers.net.identity import (
+    CIRCUIT,
+    MAX_ADDRESSES,
+    Place,
+    public_key_of,
+    split_peer_id,
+    tcp_places,
+    without_peer_id,
+)
+from peers.net.p2pd import shortage
+from peers.net.timings import DEFAULT_TIMINGS
 from peers.waiting import within
 from swarm.errors import SwarmError
 from swarm.ids import PeerId
 
-CONTROL_TIMEOUT_S = 5.0
-"""For requests that p2pd answers from its own memory (1 ms on an idle core)."""
 _MAX_RESPONSE_BYTES = 4 * 1024 * 1024
 _MAX_DHT_HANDLERS = 512
 """Calls of strangers to our DHT node that may be worked on at a time; each takes about 1 ms."""
-_MAX_ADDRESSES = 16
 _P2P = pack_varint(421)
 """The code of `/p2p` in a multiaddr's bytes."""
 
@@ -83,27 +89,26 @@ class _OneResponse(asyncio.Protocol):
     def _fail(self, text: str) -> None:
         if not self.response.done():
             self.response.set_exception(ControlError(text))
-            self.response.exception()  # seen: whoever asked may be gone
+            self.response.exception()  # seen: the task that asked may be gone
 
 
 class DaemonControl:
     """Requests to the p2pd that listens at `path`."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = str(path)
+    def __init__(self, path: Path, timeout_s: float = DEFAULT_TIMINGS.control_s) -> None:
+        self._path, self._timeout_s = str(path), timeout_s
 
-    async def ask(self, request: Any, timeout_s: float | None = None) -> Any:
-        """The answer to a p2pd_pb2.Request, as a p2pd_pb2.Response.
+    async def _ask(self, kind: str, timeout_s: float | None = None, **fields: Any) -> Any:
+        """The answer to a request of this kind, as a p2pd_pb2.Response.
 
         Raises:
             ControlError: p2pd refused, ended, or did not answer in time.
         """
-        timeout_s = CONTROL_TIMEOUT_S if timeout_s is None else timeout_s
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        request = _request(kind, **fields)
         loop = asyncio.get_running_loop()
         try:
-            transport, protocol = await loop.create_unix_connection(
-                lambda: _OneResponse(request.SerializeToString()), self._path
-            )
+            transport, protocol = await loop.create_unix_connection(lambda: _OneResponse(request), self._path)
         except OSError as error:
             raise _not_asked(error) from None
         try:
@@ -116,19 +121,15 @@ class DaemonControl:
 
     async def identify(self) -> tuple[PeerId, tuple[str, ...]]:
         """Our peer id, and the addresses that p2pd believes to be reachable at (without the id)."""
-        response = await self.ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY))
+        response = await self._ask("IDENTIFY")
         addresses = tuple(str(Multiaddr(raw)) for raw in response.identify.addrs)
         return PeerID(response.identify.id).to_base58(), addresses
-
-    async def peer_count(self) -> int:
-        """How many peers p2pd is connected to."""
-        return len(await self.connected())
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
         """Connect to a peer, at these addresses or those that p2pd knows; at once if it is already.
 
-        Whether anybody listens there is tried first, with a bare TCP connection. libp2p waits longer after
-        each dial that failed (5, 6, 9, 14 s … 5 minutes), and would long not see that a peer is back.
+        A bare TCP connection is tried first. libp2p waits longer after each dial that failed (5, 6, 9, 14 s …
+        5 minutes), and would long not see that a peer is back.
 
         Raises:
             ControlError: it cannot be reached.
@@ -136,40 +137,35 @@ class DaemonControl:
         places = tcp_places(addresses)
         if places and peer not in await self.connected():
             end = asyncio.get_running_loop().time() + timeout_s
-            await _anybody_listens(places, timeout_s)
+            await _one_listens(places, timeout_s)
             timeout_s = max(0.1, end - asyncio.get_running_loop().time())
         request = p2pd_pb2.ConnectRequest(
             peer=peer_bytes(peer), addrs=_raw_addresses(addresses), timeout=max(1, round(timeout_s))
         )
-        await self.ask(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=request), timeout_s)
+        await self._ask("CONNECT", timeout_s, connect=request)
 
     async def disconnect(self, peer: PeerId) -> None:
         """Close the connections to a peer: one that is silent may hold packets back for long after a cut."""
         request = p2pd_pb2.DisconnectRequest(peer=peer_bytes(peer))
-        await self.ask(p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=request))
+        await self._ask("DISCONNECT", disconnect=request)
+
+    async def _ends(self) -> list[tuple[PeerId, bytes]]:
+        """The far end of each connection: the peer, and the multiaddr without its id."""
+        response = await self._ask("LIST_PEERS")
+        return [(PeerID(info.id).to_base58(), raw) for info in response.peers for raw in info.addrs]
 
     async def connected(self) -> set[PeerId]:
         """The peers that p2pd is connected to."""
-        response = await self.ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
-        return {PeerID(info.id).to_base58() for info in response.peers}
+        return {peer for peer, _ in await self._ends()}
 
     async def connections(self, peer: PeerId) -> list[str]:
         """The far ends of our connections to a peer, as multiaddrs without its id."""
-        response, wanted = (
-            await self.ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)),
-            peer_bytes(peer),
-        )
-        return [str(Multiaddr(raw)) for info in response.peers if info.id == wanted for raw in info.addrs]
+        return [str(Multiaddr(raw)) for other, raw in await self._ends() if other == peer]
 
     async def relayed(self) -> set[PeerId]:
         """The peers that p2pd is connected to through relays only."""
-        response = await self.ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
-        ends = [
-            (PeerID(info.id).to_base58(), CIRCUIT in str(Multiaddr(raw)))
-            for info in response.peers
-            for raw in info.addrs
-        ]
-        return {peer for peer, hidden in ends if hidden} - {peer for peer, hidden in ends if not hidden}
+        ends = await self._ends()
+        return {peer for peer, _ in ends} - {peer for peer, raw in ends if CIRCUIT not in str(Multiaddr(raw))}
 
     async def is_direct(self, peer: PeerId) -> bool:
         """Whether a connection to a peer passes no relay."""
@@ -180,20 +176,22 @@ class DaemonControl:
         request = p2pd_pb2.StreamHandlerRequest(
             addr=Multiaddr(f"/unix{socket_path}").to_bytes(), proto=[protocol], balanced=False
         )
-        await self.ask(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request))
+        await self._ask("STREAM_HANDLER", streamHandler=request)
 
     async def open_stream(self, make: Callable[[bytes], Any], peer: PeerId, protocol: str) -> Any:
         """A connection to p2pd whose protocol object, `make(request)`, asks for a stream to the peer."""
-        request = p2pd_pb2.Request(
-            type=p2pd_pb2.Request.STREAM_OPEN,
-            streamOpen=p2pd_pb2.StreamOpenRequest(peer=peer_bytes(peer), proto=[protocol]),
-        ).SerializeToString()
+        wanted = p2pd_pb2.StreamOpenRequest(peer=peer_bytes(peer), proto=[protocol])
+        request = _request("STREAM_OPEN", streamOpen=wanted)
         loop = asyncio.get_running_loop()
         try:
             _, link = await loop.create_unix_connection(lambda: make(request), self._path)
         except OSError as error:
             raise _not_asked(error) from None
         return link
+
+
+def _request(kind: str, **fields: Any) -> bytes:
+    return p2pd_pb2.Request(type=p2pd_pb2.Request.Type.Value(kind), **fields).SerializeToString()
 
 
 def check_response(data: bytes) -> Any:
@@ -226,52 +224,34 @@ def peer_bytes(peer: PeerId) -> bytes:
         raise ControlError(f"{peer[:80]!r} is not a peer id") from None
 
 
-def tcp_places(addresses: Sequence[str]) -> list[tuple[str, int]]:
-    """Hosts and ports, if all addresses can be dialled directly by TCP; else nothing."""
-    places: list[tuple[str, int]] = []
-    for address in addresses[:_MAX_ADDRESSES]:
-        match without_peer_id(address).split("/"):
-            case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6", host, "tcp", port] if port.isdigit():
-                places.append((host, int(port)))
-            case _:
-                return []
-    return places
-
-
-async def _anybody_listens(places: Sequence[tuple[str, int]], timeout_s: float) -> None:
+async def _one_listens(places: Sequence[Place], timeout_s: float) -> None:
     """Return as soon as one of the places takes a TCP connection.
 
     Raises:
         ControlError: none does, with the reasons.
     """
-
-    async def knock(host: str, port: int) -> None:
-        _, writer = await asyncio.open_connection(host, port)
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
-
-    knocks = {asyncio.ensure_future(knock(host, port)): f"{host}:{port}" for host, port in set(places)}
-    waiting = set(knocks)
     reasons: list[str] = []
-    end = asyncio.get_running_loop().time() + timeout_s
+
+    async def knock(host: str, port: int) -> bool:
+        try:
+            _, writer = await within(asyncio.open_connection(host, port), timeout_s)
+        except asyncio.TimeoutError:
+            words = f"no connection within {timeout_s:g} s"
+        except (OSError, ValueError, OverflowError) as error:
+            words = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        else:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+            return True
+        reasons.append(f"{host}:{port}: {words}")
+        return False
+
+    knocks = [asyncio.ensure_future(knock(place.host, place.port)) for place in set(places)]
     try:
-        while waiting:
-            left_s = end - asyncio.get_running_loop().time()
-            done, waiting = await asyncio.wait(
-                waiting, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done:
-                reasons += [f"{knocks[knock]}: no connection within {timeout_s:g} s" for knock in waiting]
-                break
-            for knocked in done:
-                error = knocked.exception()
-                if error is None:
-                    return
-                if not isinstance(error, OSError | ValueError | OverflowError):
-                    raise error
-                words = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-                reasons.append(f"{knocks[knocked]}: {words}")
+        for knocked in asyncio.as_completed(knocks):
+            if await knocked:
+                return
     finally:
         for knocked in knocks:
             knocked.cancel()
@@ -282,7 +262,7 @@ async def _anybody_listens(places: Sequence[tuple[str, int]], timeout_s: float) 
 def _raw_addresses(addresses: Sequence[str]) -> list[bytes]:
     """Those that can be parsed: a stranger's record may hold anything."""
     raw: list[bytes] = []
-    for address in addresses[:_MAX_ADDRESSES]:
+    for address in addresses[:MAX_ADDRESSES]:
         with contextlib.suppress(Exception):
             raw.append(_raw_address(without_peer_id(address)))
     return raw

@@ -3,13 +3,13 @@
 """Reads the records of a run into a table: what is near often, the rest in turn.
 
 Kademlia finds the nodes near a key; from there on we read ourselves, because `DHTNode.get` stops at the
-first node that claims an infinite expiration (a stranger could hide everybody), and because its answers hold
+first node that claims an infinite expiration (a stranger could hide all peers), and because its answers hold
 all records each time. So each refresh asks a few random nodes, one question per node for all of its keys,
 and gets what is new (`dht_protocol`); the answers add up in a table whose entries leave when they expire. The
 keys of a node that does not answer are asked of others.
 
-Each stage has keys of its own (`sharding`). Those of the stages that this peer works with are read first,
-every refresh; the others take turns, within an allowance of bytes, as do all if there are many (`lookup`).
+Each stage has keys of its own (`lookup`). Those of the stages that this peer works with are read first,
+every refresh; the others take turns, within an allowance of bytes, as do all if there are many.
 """
 
 from __future__ import annotations
@@ -21,15 +21,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 
 from peers.clock import now_s, unix_s
-from peers.net import signed_records as envelopes
 from peers.net._hivemind import PeerID
 from peers.net.dht_protocol import MAX_ANSWER_BYTES, MAX_KEYS_PER_CALL, MAX_SUBKEYS, Entry, record_ids
 from peers.net.dht_storage import REPLICAS, SEARCH_WAIT_S, DhtStorage, Place
-from peers.net.lookup import Allowance, Lookup, whom_to_ask
-from peers.net.lookup import stretch as how_stretched
+from peers.net.lookup import Allowance, Lookup, Scale, nodes_to_ask
 from peers.net.record_table import Table
-from peers.net.sharding import shards_to_read
-from peers.net.signed_records import Announced
+from peers.net.signed_records import Announced, peers_key
 from swarm.ids import PeerId, Stage
 from swarm.records import NO_STAGE
 
@@ -65,10 +62,11 @@ class RecordReader:
         run_id: str | None,
         rng: random.Random,
         refresh_s: float,
+        scale: Scale,
         learn: Callable[[PeerId, Iterable[str]], None] | None,
     ) -> None:
         """`learn` is told addresses."""
-        self.run_id = run_id
+        self.run_id, self.scale = run_id, scale
         self.stages = 0
         """Of the run, once its manifest is known."""
         self.read_bytes = 0
@@ -102,15 +100,15 @@ class RecordReader:
         if self.run_id is None:
             return []
         places = [
-            self._storage.place(envelopes.peers_key(self.run_id, shard))
+            self._storage.place(peers_key(self.run_id, shard))
             for stage in stages
-            for shard in shards_to_read(stage, self._table.levels(stage))
+            for shard in self.scale.shards_to_read(stage, self._table.levels(stage))
         ]
         return sorted(places, key=lambda place: place.read_at)
 
     @property
     def stretch(self) -> float:
-        return how_stretched(len(self._table))
+        return self.scale.stretch(len(self._table))
 
     @property
     def lag_s(self) -> float:
@@ -129,7 +127,7 @@ class RecordReader:
                     wait_s = SEARCH_WAIT_S if self._storage.neighbours <= _ALL_NEAR else _FAR_SEARCH_WAIT_S
                     await self._storage.search(places, wait_s=wait_s)
                 if not await self._read(places, None, MAX_ANSWER_BYTES, limit_s=limit_s):
-                    break  # nobody answers
+                    break  # no node answers
         self.refreshed = self.refreshed or self._storage.knows_others
 
     async def read_some(self) -> None:
@@ -156,17 +154,17 @@ class RecordReader:
         if old:
             await self._storage.search(old[:MAX_KEYS_PER_CALL])
         holders = {place.key: self._storage.nearest(place, REPLICAS) for place in places if not place.is_new}
-        asked = whom_to_ask(holders, self._random, most=questions)
+        asked = nodes_to_ask(holders, self._random, most=questions)
         most_bytes = allowance.left(now=now) // max(1, len(asked))
         if most_bytes < _MIN_ANSWER_BYTES:
             return
-        whom = {key: peer for peer, keys in asked.items() for key in keys}
+        asked_of = {key: peer for peer, keys in asked.items() for key in keys}
         await self._read(
-            [place for place in places if place.key in whom or not holders.get(place.key, True)],
+            [place for place in places if place.key in asked_of or not holders.get(place.key, True)],
             allowance,
             most_bytes,
             limit_s=REFRESH_LIMIT_S,
-            whom=whom,
+            asked_of=asked_of,
         )
 
     async def _read(
@@ -176,14 +174,14 @@ class RecordReader:
         most_bytes: int,
         *,
         limit_s: float,
-        whom: Mapping[bytes, PeerID] | None = None,
+        asked_of: Mapping[bytes, PeerID] | None = None,
     ) -> bool:
         """Ask for what is new under some keys; whether that was answered for any of them.
 
         Args:
             allowance: what answers are taken from.
             most_bytes: of one answer.
-            whom: who is asked for a key unless it fails.
+            asked_of: the node that is asked for a key unless it fails.
         """
         by_key = {place.key: place for place in places}
         clock = asyncio.get_running_loop().time
@@ -193,28 +191,34 @@ class RecordReader:
         for place in places:
             self._take(place.key, self._storage.stored_here(place.key_id))
             near = self._storage.nearest(place, 2 * REPLICAS)
-            first = near[:REPLICAS] if whom is None else [whom[place.key]] if place.key in whom else []
+            first = (
+                near[:REPLICAS]
+                if asked_of is None
+                else [asked_of[place.key]]
+                if place.key in asked_of
+                else []
+            )
             holders[place.key], spare[place.key] = first, [peer for peer in near if peer not in first]
             if not near:
                 place.read_at = began  # we are alone
-        survey = Lookup(holders, spare, self._random, answers=1 if self.refreshed else FIRST_ANSWERS)
+        lookup = Lookup(holders, spare, self._random, answers=1 if self.refreshed else FIRST_ANSWERS)
         asking: dict[asyncio.Task[bool], tuple[PeerID, list[bytes], float]] = {}
         while self._storage.online:
-            for peer, keys in survey.ask().items():
+            for peer, keys in lookup.ask().items():
                 for start in range(0, len(keys), MAX_KEYS_PER_CALL):
                     some = keys[start : start + MAX_KEYS_PER_CALL]
                     question = self._ask(peer, [by_key[key] for key in some], allowance, most_bytes)
                     asking[self._storage.create_task(question)] = (peer, some, clock())
-            if survey.over or clock() >= end:
+            if lookup.over or clock() >= end:
                 break  # what still comes goes into the table
             done, _ = await asyncio.wait(asking, timeout=SLOW_S, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 peer, keys, _ = asking.pop(task)
                 answered = not task.cancelled() and task.result()
-                (survey.answered if answered else survey.failed)(peer, keys)
+                (lookup.answered if answered else lookup.failed)(peer, keys)
             for peer, keys, since in asking.values():
                 if clock() - since >= SLOW_S:
-                    survey.late(peer, keys)
+                    lookup.late(peer, keys)
         return any(place.read_at >= began for place in places)
 
     async def _ask(
@@ -240,15 +244,15 @@ class RecordReader:
             allowance.spend(size)
         for place in places:
             one = found[place.key]
-            news = self._take(place.key, one.entries)
-            # Else there is more, and it is read next; unless somebody only says so.
-            if not one.left or (one.entries and not news):
+            took = self._take(place.key, one.entries)
+            # Else there is more, and it is read next; unless the node only says so.
+            if not one.left or (one.entries and not took):
                 place.read_at = now_s()
         return True
 
     def _take(self, key: bytes, entries: Iterable[Entry]) -> bool:
         """Into the table: verified, ours, unexpired, newer than what we have; whether there was any such."""
-        now, news = unix_s(), False
+        now, took = unix_s(), False
         known = self._table.under(key, now=now)
         for entry in entries:
             if entry.expires <= max(now, known.get(entry.subkey, 0.0)):
@@ -257,8 +261,8 @@ class RecordReader:
             if not isinstance(opened, Announced) or opened.record.run != self.run_id:
                 continue
             if self._table.put(opened, record_ids(opened)):
-                news = True
+                took = True
                 self._storage.meet(opened.record)
                 if self._learn is not None and opened.record.addresses:
                     self._learn(opened.record.peer, opened.record.addresses)
-        return news
+        return took

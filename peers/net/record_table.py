@@ -20,8 +20,8 @@ MAX_KNOWN = 65_536
 class Table:
     """The newest record of each peer, ours included."""
 
-    def __init__(self, me: PeerId) -> None:
-        self._me = me
+    def __init__(self, me: PeerId, most_known: int = MAX_KNOWN) -> None:
+        self._me, self._most_known = me, most_known
         self._known: dict[PeerId, Announced] = {}
         self._stages: dict[Stage, dict[PeerId, Announced]] = defaultdict(dict)
         self._levels: dict[Stage, Counter[int]] = defaultdict(Counter)
@@ -36,10 +36,10 @@ class Table:
         return len(self._known)
 
     def put(self, announced: Announced, keys: Sequence[bytes]) -> bool:
-        """Take in a record that lies under some keys; whether it is news."""
+        """Take in a record that lies under some keys; whether it is new."""
         peer, ends = announced.record.peer, announced.expires
         old = self._known.get(peer)
-        if old is None and len(self._known) >= MAX_KNOWN:
+        if old is None and len(self._known) >= self._most_known:
             return False
         for key in keys:
             if ends > self._under[key].get(peer, 0.0):
@@ -72,7 +72,7 @@ class Table:
         self._own = record
 
     def under(self, key: bytes, *, now: float) -> Mapping[PeerId, float]:
-        """Whose record lies under a key, as far as we know, and until when."""
+        """The peers whose records lie under a key, as far as we know, and until when."""
         self._expire(now)
         return self._under.get(key, {})
 

@@ -1,7 +1,7 @@
 """What we keep in the DHT: a peer's record signed by that peer, and a run's manifest that proves itself.
 
-A record lies under keys of its run and stage (`shards.py`), subkey peer id. Its signature covers run,
-expiration and record, so nobody can move it, prolong it, or speak for another peer. It is packed without
+A record lies under keys of its run and stage (`lookup.py`), subkey peer id. Its signature covers run,
+expiration and record, so no stranger can move it, prolong it, or speak for another peer. It is packed without
 names of fields and without what the subkey says: 220 bytes are usual. A manifest lies at `{run}.manifest`;
 its hash is the run's id, and if it names an owner, the subkey is the owner and the owner's signature is with
 it.
@@ -18,8 +18,8 @@ from typing import Annotated
 
 import msgspec
 
-from peers.net.identity import SIGNATURE_BYTES, Identity, verify
-from peers.net.sharding import MAX_LEVEL, Shard, homes
+from peers.net.identity import MAX_ADDRESSES, SIGNATURE_BYTES, Identity, verify
+from peers.net.lookup import MAX_LEVEL, Shard, homes
 from swarm.errors import Refused, SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import parse_run
@@ -27,9 +27,8 @@ from swarm.records import MAX_RECORD_BYTES, NO_STAGE, PeerRecord, State
 from swarm.wire.version import PROTOCOL_VERSION, differ
 
 MAX_MANIFEST_BYTES = 16 * 1024
-MAX_ENVELOPE_BYTES = MAX_RECORD_BYTES + SIGNATURE_BYTES + 32
+MAX_SIGNED_BYTES = MAX_RECORD_BYTES + SIGNATURE_BYTES + 32
 MAX_PACKED_MANIFEST_BYTES = MAX_MANIFEST_BYTES + 256
-MAX_ADDRESSES = 16
 MAX_LIFE_S = 600.0
 """Nothing may be stored for longer: what a stranger leaves behind goes away by itself."""
 
@@ -49,18 +48,18 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     know."""
 
     run: str
-    stage: Stage
-    level: int
+    stage: Annotated[Stage, msgspec.Meta(ge=NO_STAGE, lt=65536)]
+    level: Annotated[int, msgspec.Meta(ge=0, le=MAX_LEVEL)]
     state: State
-    version: int
-    speed: float
+    version: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 48)]
+    speed: Annotated[float, msgspec.Meta(ge=0)]
     load: float
     movable: bool
     state_bytes: int
     bandwidth_bps: float
-    max_inflight: int
+    max_inflight: Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
     device: str
-    addresses: tuple[str, ...]
+    addresses: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
     """Without the peer's own id at the end: `/p2p/`."""
     since: float
 
@@ -129,7 +128,7 @@ def pack_own(record: PeerRecord, identity: Identity, level: int = 0) -> bytes:
 
 
 def seal_record(record: PeerRecord, expires: float, identity: Identity, *, level: int = 0) -> bytes:
-    """The envelope. `expires`: Unix time. `level`: how far its stage is spread, see `shards.level_for`.
+    """The signed record. `expires`: Unix time. `level`: how far its stage is spread, see `lookup.Scale`.
 
     Raises:
         ValueError: the record is not the identity's own, or too large.
@@ -145,8 +144,8 @@ def open_record(data: bytes, peer: PeerId, expires: float) -> Announced:
     Raises:
         Refused: oversized, malformed, of impossible values, or not signed by `peer`.
     """
-    if len(data) > MAX_ENVELOPE_BYTES:
-        raise Refused(f"a record of {len(data)} bytes; at most {MAX_ENVELOPE_BYTES} are allowed")
+    if len(data) > MAX_SIGNED_BYTES:
+        raise Refused(f"a record of {len(data)} bytes; at most {MAX_SIGNED_BYTES} are allowed")
     try:
         signed = _signed_decoder.decode(data)
         if signed.protocol != PROTOCOL_VERSION:
@@ -156,27 +155,14 @@ def open_record(data: bytes, peer: PeerId, expires: float) -> Announced:
         raise Refused(f"a malformed record: {error}") from None
     if signed.expires != expires:
         raise Refused("a record stored for another time than it was signed for")
-    reason = _impossible(packed)
-    if reason:
-        raise Refused(f"an impossible record: {reason}")
+    nowhere = packed.stage == NO_STAGE
+    if packed.state != "left" and nowhere != (packed.state in ("keeping", "choosing")):
+        raise Refused(f"an impossible record: stage {packed.stage}, state {packed.state}")
+    if not (math.isfinite(packed.speed) and math.isfinite(packed.since)):
+        raise Refused(f"an impossible record: speed {packed.speed}, since {packed.since}")
     if not verify(peer, _to_sign(packed.run, signed.expires, signed.record), signed.signature):
         raise Refused("a record with a wrong signature")
     return Announced(_unpack(packed, peer), packed.level, expires)
-
-
-def _impossible(record: _Packed) -> str:
-    if not 0 <= record.level <= MAX_LEVEL:
-        return f"level {record.level}"
-    nowhere = record.stage == NO_STAGE and record.state in ("keeping", "choosing", "left")
-    if not nowhere and (not 0 <= record.stage < 65536 or record.state in ("keeping", "choosing")):
-        return f"stage {record.stage}, state {record.state}"
-    if not -1 <= record.version < 1 << 48:
-        return f"stage {record.stage}, version {record.version}"
-    if not (math.isfinite(record.speed) and record.speed >= 0 and math.isfinite(record.since)):
-        return f"speed {record.speed}, since {record.since}"
-    if not 0 <= record.max_inflight < 1 << 20 or len(record.addresses) > MAX_ADDRESSES:
-        return f"max_inflight {record.max_inflight}, {len(record.addresses)} addresses"
-    return ""
 
 
 def run_id_of(text: str) -> str:

@@ -1,7 +1,7 @@
 """Calls between peers over kept-open libp2p streams. Fulfils `peers.ports.Transport`.
 
 One stream per (caller, callee) pair, opened by the caller at its first call and shared by all later
-ones; `links` has what happens on it. Here: dialling, serving, and who may have how much.
+ones; `connection` has what happens on it. Here: dialling, serving, and which peer may have how much.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from peers.net.bandwidth import BandwidthEstimator
+from peers.net._hivemind import TaskKeeper
+from peers.net.bandwidth import BandwidthEstimator, RateLimiter, Traffic
 from peers.net.body_buffers import flat
-from peers.net.connection import DEFAULT_TIMINGS, ClientConnection, ServedCall, ServerConnection
-from peers.net.connection_state import LinkTimings
-from peers.net.fault_injection import Faults
-from peers.net.p2pd import CIRCUIT
+from peers.net.connection import ClientConnection, Connection, ServedCall, ServerConnection
+from peers.net.identity import CIRCUIT
 from peers.net.p2pd_control import ControlError, DaemonControl, check_response, stream_peer
-from peers.net.rate_limit import RateLimiter
+from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.ports import Answer, Buffer, Handler, NetworkPath
 from peers.waiting import happens, within
 from swarm.errors import (
     BadAnswer,
     Busy,
+    Leaving,
     PeerFault,
     PeerGone,
     PeerSilent,
@@ -40,18 +40,11 @@ from swarm.wire import frames
 logger = logging.getLogger(__name__)
 
 PROTOCOL = "/swarm/calls/1"
-DIAL_S = 4.0
-"""For connecting and opening a stream; a round trip around the world takes 0.3 s, and TLS some of them.
-Who is cut off should not be noticed later than by silence."""
-REVIVAL_S = 10.0
-"""How long a call waits for our own p2pd to be started again; that takes 0.3 s. Nobody else is to blame."""
 MAX_LINKS = 2048
 """Streams from callers, all together: 0.2 kB each while idle, and a file descriptor."""
 MAX_LINKS_PER_PEER = 2
 """A caller needs one; it may redial before we notice that its first one broke."""
 MAX_HANDLERS_PER_PEER = frames.MAX_PENDING
-PUNCH_LOOKS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""When to look, each time after the last, whether libp2p has found a direct way besides a relayed one."""
 _FLUSH_S = 1.0
 _LOG_EVERY_S = 60.0
 
@@ -59,8 +52,8 @@ _LOG_EVERY_S = 60.0
 class _LocalCall:
     """A call of a peer to itself. Fulfils `peers.ports.Request`."""
 
-    def __init__(self, peer: PeerId, header: bytes, body: Sequence[memoryview]) -> None:
-        self.peer, self.header = peer, header
+    def __init__(self, peer: PeerId, method: str, header: bytes, body: Sequence[memoryview]) -> None:
+        self.peer, self.method, self.header = peer, method, header
         self.body_sizes: Sequence[int] = [part.nbytes for part in body]
         self._body = body
 
@@ -68,8 +61,133 @@ class _LocalCall:
         return [memoryview(bytearray(part)) for part in self._body]
 
 
+class Dialer:
+    """The streams to peers that we call: one each, opened when it is needed, on the best path there is."""
+
+    def __init__(
+        self, control: DaemonControl, timings: NetTimings, traffic: Traffic, tasks: TaskKeeper
+    ) -> None:
+        self.control = control
+        self.closed = ""
+        """Why no stream can be opened."""
+        self.links: dict[PeerId, ClientConnection] = {}
+        self.bypassed: set[ClientConnection] = set()
+        """Relayed streams that finish what was begun on them."""
+        self.addresses: dict[PeerId, tuple[str, ...]] = {}
+        self._timings, self._traffic, self._tasks = timings, traffic, tasks
+        self._dials: dict[PeerId, asyncio.Task[ClientConnection]] = {}
+        self._back = asyncio.Event()
+        """Our p2pd runs, or never will again."""
+        self._back.set()
+
+    def pause(self, why: str, *, for_good: bool) -> None:
+        """Open nothing from now on. Calls wait for `resume`, unless it is `for_good`."""
+        self.closed = why
+        self._back.clear()
+        if for_good:
+            self._back.set()
+
+    def resume(self, control: DaemonControl) -> None:
+        """A new p2pd took the place of the one that died."""
+        self.control, self.closed = control, ""
+        self._back.set()
+
+    async def link_to(self, peer: PeerId) -> ClientConnection:
+        """The stream to a peer, a new one if need be; concurrent calls share the attempt. Raises PeerGone."""
+        link = self.links.get(peer)
+        if link is not None and link.state.usable:
+            return link
+        if not await happens(self._back, self._timings.revival_s) or self.closed:
+            raise PeerGone(peer, f"cannot be reached: {self.closed}")
+        dial = self._dials.get(peer)
+        if dial is None:
+            dial = self._dials[peer] = self._tasks.create_task(self._open(peer))
+            dial.add_done_callback(lambda done: self._dialled(peer, done))
+        return await asyncio.shield(dial)
+
+    def _dialled(self, peer: PeerId, dial: asyncio.Task[ClientConnection]) -> None:
+        del self._dials[peer]
+        if not dial.cancelled() and dial.exception() is None and not self.closed:
+            self.links[peer] = dial.result()
+            if dial.result().relayed:
+                self._tasks.create_task(self._bypass(dial.result()))
+
+    async def _bypass(self, relayed: ClientConnection) -> None:
+        """Leave the relay when libp2p has punched a hole: a stream stays on the path it was opened on."""
+        peer = relayed.peer
+        with contextlib.suppress(ControlError, PeerFault):
+            for pause_s in self._timings.punched_after_s:
+                await asyncio.sleep(pause_s)
+                if self.links.get(peer) is not relayed:
+                    return
+                if await self.control.is_direct(peer):
+                    link = await self._open(peer)
+                    if self.links.get(peer) is not relayed or self.closed:
+                        link.fail(PeerGone(peer, "another link was opened meanwhile"))
+                        return
+                    self.links[peer] = link
+                    self.bypassed.add(relayed)
+                    relayed.closed.add_done_callback(lambda _: self.bypassed.discard(relayed))
+                    while relayed.state.pending:
+                        await asyncio.sleep(pause_s)
+                    relayed.fail(PeerGone(peer, "a direct path was found"))
+                    return
+
+    async def _open(self, peer: PeerId) -> ClientConnection:
+        link: ClientConnection | None = None
+        clock, dial_s = asyncio.get_running_loop().time, self._timings.dial_s
+        addresses, deadline = self.addresses.get(peer, ()), clock() + dial_s
+        try:
+            if addresses:
+                await self.control.connect(peer, addresses, dial_s)
+            hidden = any(CIRCUIT in address for address in addresses)
+            relayed = hidden and not await self.control.is_direct(peer)
+            link = await self.control.open_stream(
+                lambda request: ClientConnection(peer, request, self._timings), peer, PROTOCOL
+            )
+            assert link is not None
+            link.state.estimator, link.state.outbox.limiter = self._traffic.of(peer), self._traffic.limiter
+            link.relayed = relayed
+            check_response(await within(link.opened, deadline - clock()))
+        except BaseException as error:
+            fault = self._why_not(peer, error)
+            if link is not None:
+                link.fail(fault)
+            if isinstance(error, ControlError | asyncio.TimeoutError):
+                raise fault from None
+            raise
+        opened = link
+        link.closed.add_done_callback(lambda _: self._drop(opened))
+        return link
+
+    def _why_not(self, peer: PeerId, error: BaseException) -> PeerFault:
+        """What a failed attempt to open a stream is to the calls that wait for it."""
+        if isinstance(error, PeerFault):
+            return error
+        if isinstance(error, ControlError):
+            return PeerGone(peer, f"cannot be reached: {self.closed or error.text}")
+        if isinstance(error, asyncio.TimeoutError):
+            self._hang_up(peer)
+            return PeerGone(peer, f"cannot be reached: no connection within {self._timings.dial_s:g} s")
+        return PeerGone(peer, "the call was given up")
+
+    def _drop(self, link: ClientConnection) -> None:
+        if self.links.get(link.peer) is link:
+            del self.links[link.peer]
+        if isinstance(link.state.lost_because, PeerSilent):
+            self._hang_up(link.peer)
+
+    def _hang_up(self, peer: PeerId) -> None:
+        """Have the next dial make a new connection.
+
+        On the one that fell silent TCP sends again ever more rarely: 30 s after a cut of 30 s has healed.
+        """
+        if not self.closed:
+            self._tasks.create_task(self.control.disconnect(peer))
+
+
 class NetTransport:
-    """Calls over the p2pd that listens at `control_path`; incoming streams come to `streams_path`."""
+    """Calls over the p2pd of `control`; incoming streams come to `streams_path`."""
 
     def __init__(
         self,
@@ -77,40 +195,22 @@ class NetTransport:
         peer_id: PeerId,
         streams_path: Path,
         *,
-        timings: LinkTimings = DEFAULT_TIMINGS,
-        dial_s: float = DIAL_S,
-        faults: Faults | None = None,
+        timings: NetTimings = DEFAULT_TIMINGS,
     ) -> None:
         self.peer_id = peer_id
         self.calls: Counter[str] = Counter()
         """How often each method of ours was called."""
-        self._control, self._streams_path = control, streams_path
-        self._timings, self._dial_s, self._faults = timings, dial_s, faults
-        self._methods: dict[str, tuple[Handler, int]] = {}
-        self._addresses: dict[PeerId, tuple[str, ...]] = {}
-        self._links: dict[PeerId, ClientConnection] = {}
-        self._dials: dict[PeerId, asyncio.Task[ClientConnection]] = {}
-        self._callers: dict[PeerId, list[ServerConnection]] = defaultdict(list)
-        self._incoming: set[ServerConnection] = set()
-        self._handlers: set[asyncio.Task[None]] = set()
-        self._handling: Counter[PeerId] = Counter()
-        self._locals: set[asyncio.Task[Answer]] = set()
-        self._hanging_up: set[asyncio.Task[None]] = set()
-        self._straightening: set[asyncio.Task[None]] = set()
-        self._bypassed: set[ClientConnection] = set()
-        """Relayed streams that finish what was begun on them."""
-        self._server: asyncio.AbstractServer | None = None
-        self._sent: Counter[PeerId] = Counter()
         self.on_gone: Callable[[PeerId], None] | None = None
         """Told when the last stream that a peer had opened to us ended: it died, or left."""
-        self._received: Counter[PeerId] = Counter()
-        self._estimators: dict[PeerId, BandwidthEstimator] = {}
-        self._limiter: RateLimiter | None = None
+        self._streams_path, self._timings = streams_path, timings
+        self._traffic, self._tasks = Traffic(most_peers=MAX_LINKS), TaskKeeper()
+        self._dialer = Dialer(control, timings, self._traffic, self._tasks)
+        self._methods: dict[str, tuple[Handler, int]] = {}
+        self._callers: dict[PeerId, list[ServerConnection]] = defaultdict(list)
+        self._incoming: set[ServerConnection] = set()
+        self._handling: Counter[PeerId] = Counter()
+        self._server: asyncio.AbstractServer | None = None
         self._logged: dict[PeerId, float] = {}
-        self._closed: str = ""
-        self._back = asyncio.Event()
-        """Our p2pd runs, or never will again."""
-        self._back.set()
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -118,61 +218,58 @@ class NetTransport:
         """Begin to take incoming streams."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(self._make_callee, str(self._streams_path))
-        await self._control.serve_streams(PROTOCOL, self._streams_path)
+        await self._dialer.control.serve_streams(PROTOCOL, self._streams_path)
 
     async def close(self) -> None:
         """Stop serving, let written answers arrive, end everything else. Pending calls get PeerGone."""
-        self._closed = "we are closing"
-        self._back.set()
+        self._dialer.pause("we are closing", for_good=True)
         if self._server is not None:
             self._server.close()
-        await _cancel([*self._dials.values(), *self._handlers, *self._locals, *self._straightening])
-        outgoing = [*self._links.values(), *self._bypassed]
-        for link in outgoing:
-            link.fail(PeerGone(link.peer, self._closed))
-        incoming = list(self._incoming)
-        for link in incoming:
-            link.finish()
+        await self._tasks.close()
+        incoming, links = set(self._incoming), self._open_links()
+        for link in links:
+            if link in incoming:
+                link.finish()
+            else:
+                link.fail(PeerGone(link.peer, self._dialer.closed))
         if incoming:
             await asyncio.wait([link.closed for link in incoming], timeout=_FLUSH_S)
-        for link in incoming:
-            link.fail(PeerGone(link.peer, self._closed))
-        for link in [*incoming, *outgoing]:
+        for link in links:
+            link.fail(PeerGone(link.peer, self._dialer.closed))
             await link.closed
-        await _cancel(self._hanging_up)
         if self._server is not None:
             await self._server.wait_closed()
             self._server = None
 
     def daemon_died(self, *, for_good: bool) -> None:
         """Our p2pd ended: every stream is broken. New calls wait for another one, unless it is `for_good`."""
-        self._closed = "our own p2pd ended"
-        self._back.clear()
-        if for_good:
-            self._back.set()
-        for link in [*self._links.values(), *self._bypassed, *self._incoming]:
-            link.fail(PeerGone(link.peer, self._closed))
+        self._dialer.pause("our own p2pd ended", for_good=for_good)
+        for link in self._open_links():
+            link.fail(PeerGone(link.peer, self._dialer.closed))
 
     async def daemon_is_back(self, control: DaemonControl, streams_path: Path) -> None:
         """A new p2pd took the place of the one that died. Methods and addresses stay as they were."""
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()
-        self._control, self._streams_path, self._closed = control, streams_path, ""
+        self._dialer.control, self._streams_path = control, streams_path
         await self.start()
-        self._back.set()
+        self._dialer.resume(control)
 
     def limit_upload(self, most_bps: float) -> None:
         """Send no more than so many bits a second, over all links from now on."""
-        self._limiter = RateLimiter(most_bps)
-        for link in [*self._links.values(), *self._incoming]:
-            link.state.limiter = self._limiter
+        self._traffic.limiter = RateLimiter(most_bps)
+        for link in self._open_links():
+            link.state.outbox.limiter = self._traffic.limiter
+
+    def _open_links(self) -> list[Connection]:
+        return [*self._dialer.links.values(), *self._dialer.bypassed, *self._incoming]
 
     # -- calling --------------------------------------------------------------------------------
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Where to dial the peer from now on (multiaddrs, with or without `/p2p/...`)."""
-        self._addresses[peer] = tuple(addresses)
+        """Dial the peer at these from now on (multiaddrs, with or without `/p2p/...`)."""
+        self._dialer.addresses[peer] = tuple(addresses)
 
     async def call(
         self,
@@ -186,10 +283,8 @@ class NetTransport:
     ) -> Answer:
         """See `peers.ports.Transport.call`. The buffers must not change until this returns."""
         views = [flat(part) for part in body]
-        if peer == self.peer_id:
-            running = self._call_locally(method, header, views, max_answer_bytes)
-        else:
-            running = self._call_remotely(peer, method, header, views, max_answer_bytes)
+        call = self._call_locally if peer == self.peer_id else self._call_remotely
+        running = call(peer, method, header, views, max_answer_bytes)
         if deadline_s is None:
             return await running
         try:
@@ -200,148 +295,34 @@ class NetTransport:
     async def _call_remotely(
         self, peer: PeerId, method: str, header: bytes, body: Sequence[memoryview], max_answer_bytes: int
     ) -> Answer:
-        link = self._links.get(peer)
-        if link is None or not link.state.usable:
-            link = await self._dial(peer)
+        link = await self._dialer.link_to(peer)
         return await link.call(method, header, body, max_answer_bytes)
 
-    async def _dial(self, peer: PeerId) -> ClientConnection:
-        """A new link; concurrent calls share the attempt."""
-        if not await happens(self._back, REVIVAL_S) or self._closed:
-            raise PeerGone(peer, f"cannot be reached: {self._closed}")
-        dial = self._dials.get(peer)
-        if dial is None:
-            dial = asyncio.get_running_loop().create_task(self._open(peer))
-            self._dials[peer] = dial
-            dial.add_done_callback(lambda done: self._dialled(peer, done))
-        return await asyncio.shield(dial)
-
-    def _dialled(self, peer: PeerId, dial: asyncio.Task[ClientConnection]) -> None:
-        del self._dials[peer]
-        if not dial.cancelled() and dial.exception() is None and not self._closed:
-            self._links[peer] = dial.result()
-            if dial.result().relayed:
-                task = asyncio.get_running_loop().create_task(self._straighten(dial.result()))
-                self._straightening.add(task)
-                task.add_done_callback(self._straightening.discard)
-
-    async def _straighten(self, relayed: ClientConnection) -> None:
-        """Leave the relay when libp2p has punched a hole: a stream stays on the way it was opened on."""
-        peer = relayed.peer
-        with contextlib.suppress(ControlError, PeerFault):
-            for pause_s in PUNCH_LOOKS_S:
-                await asyncio.sleep(pause_s)
-                if self._links.get(peer) is not relayed:
-                    return
-                if await self._control.is_direct(peer):
-                    link = await self._open(peer)
-                    if self._links.get(peer) is not relayed or self._closed:
-                        link.fail(PeerGone(peer, "another link was opened meanwhile"))
-                        return
-                    self._links[peer] = link
-                    self._bypassed.add(relayed)
-                    relayed.closed.add_done_callback(lambda _: self._bypassed.discard(relayed))
-                    while relayed.state.pending:
-                        await asyncio.sleep(pause_s)
-                    relayed.fail(PeerGone(peer, "a direct way was found"))
-                    return
-
-    async def _open(self, peer: PeerId) -> ClientConnection:
-        link: ClientConnection | None = None
-        try:
-            addresses = self._addresses.get(peer, ())
-            deadline = asyncio.get_running_loop().time() + self._dial_s
-            if addresses:
-                await self._control.connect(peer, addresses, self._dial_s)
-            hidden = any(CIRCUIT in address for address in addresses)
-            relayed = hidden and not await self._control.is_direct(peer)
-            link = await self._control.open_stream(
-                lambda request: ClientConnection(peer, request, self._timings), peer, PROTOCOL
-            )
-            assert link is not None
-            link.state.estimator, link.state.limiter = self._estimator_of(peer), self._limiter
-            link.relayed = relayed
-            left = max(0.0, deadline - asyncio.get_running_loop().time())
-            check_response(await within(link.opened, left))
-        except ControlError as error:
-            fault: PeerFault = PeerGone(peer, f"cannot be reached: {self._closed or error.text}")
-        except asyncio.TimeoutError:
-            fault = PeerGone(peer, f"cannot be reached: no connection within {self._dial_s:g} s")
-            self._hang_up(peer)
-        except PeerFault as error:
-            fault = error
-        except BaseException:
-            if link is not None:
-                link.fail(PeerGone(peer, "the call was given up"))
-            raise
-        else:
-            opened = link
-            link.closed.add_done_callback(lambda _: self._drop(opened))
-            return link
-        if link is not None:
-            link.fail(fault)
-        raise fault
-
-    def _drop(self, link: ClientConnection) -> None:
-        self._sent[link.peer] += link.state.sent_bytes
-        self._received[link.peer] += link.state.received_bytes
-        if self._links.get(link.peer) is link:
-            del self._links[link.peer]
-        if isinstance(link.state.lost_because, PeerSilent):
-            self._hang_up(link.peer)
-
-    def _hang_up(self, peer: PeerId) -> None:
-        """Have the next dial make a new connection.
-
-        On the one that fell silent TCP sends again ever more rarely: 30 s after a cut of 30 s has healed.
-        """
-        if self._closed:
-            return
-
-        async def disconnect() -> None:
-            with contextlib.suppress(ControlError):
-                await self._control.disconnect(peer)
-
-        task = asyncio.get_running_loop().create_task(disconnect())
-        self._hanging_up.add(task)
-        task.add_done_callback(self._hanging_up.discard)
-
     async def _call_locally(
-        self, method: str, header: bytes, body: Sequence[memoryview], max_answer_bytes: int
+        self, peer: PeerId, method: str, header: bytes, body: Sequence[memoryview], max_answer_bytes: int
     ) -> Answer:
         frames.pack_call(1, method, header, [part.nbytes for part in body])  # the same limits as elsewhere
-        task = asyncio.get_running_loop().create_task(self._handle_locally(method, bytes(header), body))
-        self._locals.add(task)
-        task.add_done_callback(self._local_done)
+        task = self._tasks.create_task(self._handle_locally(_LocalCall(peer, method, bytes(header), body)))
         try:
             # Shielded: a caller that gives up does not stop the handler, as from afar.
             answer = await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled():
-                raise PeerGone(self.peer_id, self._closed or "the handler was cancelled") from None
+                raise PeerGone(peer, self._dialer.closed or "the handler was cancelled") from None
             raise
         total = sum(flat(part).nbytes for part in answer.body)
         if total > max_answer_bytes:
-            raise BadAnswer(self.peer_id, f"an answer of {total} bytes; at most {max_answer_bytes} fit")
+            raise BadAnswer(peer, f"an answer of {total} bytes; at most {max_answer_bytes} fit")
         return answer
 
-    def _local_done(self, task: asyncio.Task[Answer]) -> None:
-        self._locals.discard(task)
-        if not task.cancelled():
-            task.exception()  # seen: the caller may be gone
-
-    async def _handle_locally(self, method: str, header: bytes, body: Sequence[memoryview]) -> Answer:
-        self.calls[method] += 1
-        handler, refusal = self._find(method, sum(part.nbytes for part in body))
+    async def _handle_locally(self, request: _LocalCall) -> Answer:
         try:
-            if handler is None:
-                raise refusal
-            answer = await handler(_LocalCall(self.peer_id, header, body))
-            return Answer(bytes(answer.header), [memoryview(bytearray(flat(part))) for part in answer.body])
+            with _bugs_refused(request.method, request.peer):
+                answer = await self._find(request.method, sum(request.body_sizes))(request)
+                parts = [memoryview(bytearray(flat(part))) for part in answer.body]
+                return Answer(bytes(answer.header), parts)
         except SwarmError as error:
             raise from_wire(self.peer_id, error.to_wire()) from error
-        except Exception as error:
-            raise self._bug(method, self.peer_id, error) from error
 
     # -- serving --------------------------------------------------------------------------------
 
@@ -349,18 +330,19 @@ class NetTransport:
         """See `peers.ports.Transport.serve`."""
         self._methods[method] = (handler, max_body_bytes)
 
-    def _find(self, method: str, body_bytes: int) -> tuple[Handler | None, SwarmError]:
-        """The handler; or None and why not."""
+    def _find(self, method: str, body_bytes: int) -> Handler:
+        """The handler of a call that came. Raises Refused: there is none, or it takes no such body."""
+        self.calls[method] += 1
         handler, limit = self._methods.get(method, (None, 0))
         if handler is None:
-            return None, Refused(f"no such method: {method!r}")
+            raise Refused(f"no such method: {method!r}")
         if body_bytes > limit:
-            return None, Refused(f"a body of {body_bytes} bytes; {method!r} takes {limit}")
-        return handler, Refused("")
+            raise Refused(f"a body of {body_bytes} bytes; {method!r} takes {limit}")
+        return handler
 
     def _make_callee(self) -> ServerConnection:
         link = ServerConnection(self._introduced, self._called, self._timings)
-        link.state.limiter = self._limiter
+        link.state.outbox.limiter = self._traffic.limiter
         self._incoming.add(link)
         link.closed.add_done_callback(lambda _: self._caller_left(link))
         return link
@@ -372,20 +354,18 @@ class NetTransport:
         links.append(link)
         if len(links) > MAX_LINKS_PER_PEER:
             links[0].fail(PeerGone(peer, "opened another stream"))
-        if self._closed or len(self._incoming) > MAX_LINKS:
-            link.state.fail(PeerGone(peer, self._closed or "too many streams are open"))
-        return peer, self._estimator_of(peer)
+        if self._dialer.closed or len(self._incoming) > MAX_LINKS:
+            link.state.fail(PeerGone(peer, self._dialer.closed or "too many streams are open"))
+        return peer, self._traffic.of(peer)
 
     def _caller_left(self, link: ServerConnection) -> None:
         self._incoming.discard(link)
         links = self._callers.get(link.peer, [])
         if link in links:
             links.remove(link)
-            self._sent[link.peer] += link.state.sent_bytes
-            self._received[link.peer] += link.state.received_bytes
         if not links:
             self._callers.pop(link.peer, None)
-            if self.on_gone is not None and not self._closed:
+            if self.on_gone is not None and not self._dialer.closed:
                 self.on_gone(link.peer)
         if isinstance(link.state.lost_because, BadAnswer):
             self._log_abuse(link.peer, link.state.lost_because.text)
@@ -400,22 +380,18 @@ class NetTransport:
         self._logged[peer] = now
         logger.warning("closed a stream that broke the protocol: %s", text)
 
-    def _called(self, link: ServerConnection, served: ServedCall) -> SwarmError | None:
-        """A CALL arrived: start its handler, or say why not."""
-        self.calls[served.method] += 1
-        handler, refusal = self._find(served.method, sum(served.body_sizes))
-        if handler is None:
-            return refusal
+    def _called(self, link: ServerConnection, served: ServedCall) -> None:
+        """A CALL arrived: start its handler. Raises Refused, Leaving or Busy."""
+        handler = self._find(served.method, sum(served.body_sizes))
+        if self._dialer.closed:
+            raise Leaving(self._dialer.closed)
         if self._handling[link.peer] >= MAX_HANDLERS_PER_PEER:
-            return Busy(f"{MAX_HANDLERS_PER_PEER} calls of yours are being worked on")
+            raise Busy(f"{MAX_HANDLERS_PER_PEER} calls of yours are being worked on")
         self._handling[link.peer] += 1
-        task = asyncio.get_running_loop().create_task(self._serve(link, served, handler))
-        self._handlers.add(task)
+        task = self._tasks.create_task(self._serve(link, served, handler))
         task.add_done_callback(lambda done: self._served(link.peer, done))
-        return None
 
     def _served(self, peer: PeerId, task: asyncio.Task[None]) -> None:
-        self._handlers.discard(task)
         self._handling[peer] -= 1
         if not self._handling[peer]:
             del self._handling[peer]
@@ -424,75 +400,48 @@ class NetTransport:
 
     async def _serve(self, link: ServerConnection, served: ServedCall, handler: Handler) -> None:
         """Run the handler and send what becomes of it. Goes on when the caller is gone: the work counts."""
-        fault = self._faults.next_for(served.method) if self._faults is not None else None
         try:
-            answer = await handler(served)
-            if fault is not None and fault.kind == "delay":
-                await asyncio.sleep(fault.delay_s)
-            if fault is not None and fault.kind == "drop":
-                link.lose_answer(served)
-            elif fault is not None and fault.kind == "corrupt":
-                link.corrupt_answer(served)
-            else:
-                link.answer(served, answer.header, [flat(part) for part in answer.body])
+            with _bugs_refused(served.method, served.peer):
+                answer = await handler(served)
+                await self._answer(link, served, answer)
         except SwarmError as refusal:
             link.answer_error(served, refusal)
-        except Exception as bug:  # noqa: BLE001  a handler's bug ends its call, not the peer
-            link.answer_error(served, self._bug(served.method, served.peer, bug))
 
-    def _bug(self, method: str, caller: PeerId, error: Exception) -> Refused:
-        """What a caller hears of a bug of ours."""
-        logger.error("the handler of %r failed for peer %s", method, short(caller), exc_info=error)
-        return Refused(f"internal error: {type(error).__name__}: {error}"[:500])
+    async def _answer(self, link: ServerConnection, served: ServedCall, answer: Answer) -> None:
+        link.answer(served, answer.header, [flat(part) for part in answer.body])
 
     # -- diagnostics ----------------------------------------------------------------------------
 
     @property
     def sent_bytes(self) -> Counter[PeerId]:
         """Bytes put on streams, frames included, by the peer at the other end."""
-        return self._count(self._sent, "sent_bytes")
+        return Counter({peer: line.sent_bytes for peer, line in self._traffic.lines.items()})
 
     @property
     def received_bytes(self) -> Counter[PeerId]:
         """Bytes taken from streams, by the peer at the other end."""
-        return self._count(self._received, "received_bytes")
-
-    def _count(self, past: Counter[PeerId], attribute: str) -> Counter[PeerId]:
-        total = Counter(past)
-        for link in [*self._links.values(), *self._bypassed, *self._incoming]:
-            total[link.peer] += getattr(link.state, attribute)
-        return total
-
-    def _estimator_of(self, peer: PeerId) -> BandwidthEstimator:
-        """The one that looks at the line to `peer`; of too many the oldest is forgotten."""
-        estimator = self._estimators.setdefault(peer, BandwidthEstimator())
-        if len(self._estimators) > MAX_LINKS:
-            del self._estimators[next(iter(self._estimators))]
-        return estimator
+        return Counter({peer: line.received_bytes for peer, line in self._traffic.lines.items()})
 
     @property
     def lines(self) -> dict[PeerId, NetworkPath]:
         """What is known of the lines to others."""
-        lines = {peer: estimator.line for peer, estimator in self._estimators.items()}
-        if self._limiter is None:
-            return lines
-        # Measured is what comes; what goes is no wider than its limit, and who plans should know.
-        most_bps = self._limiter.limit_bps
-        return {
-            peer: NetworkPath(rtt_s=line.rtt_s, bandwidth_bps=min(line.bandwidth_bps, most_bps))
-            for peer, line in lines.items()
-        }
+        limiter = self._traffic.limiter
+        most_bps = limiter.limit_bps if limiter is not None else float("inf")
+        return {peer: line.path(most_bps=most_bps) for peer, line in self._traffic.lines.items()}
 
     @property
     def links(self) -> tuple[int, int]:
         """How many streams are open: to peers that we call, and from peers that call us."""
-        return len(self._links), len(self._incoming)
+        return len(self._dialer.links), len(self._incoming)
 
 
-async def _cancel(tasks: Iterable[asyncio.Task[object]]) -> None:
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*tasks, return_exceptions=True)
+@contextlib.contextmanager
+def _bugs_refused(method: str, caller: PeerId) -> Iterator[None]:
+    """Let a handler's bug end its call, not the peer: the caller hears of it."""
+    try:
+        yield
+    except SwarmError:
+        raise
+    except Exception as bug:
+        logger.error("the handler of %r failed for peer %s", method, short(caller), exc_info=bug)
+        raise Refused(f"internal error: {type(bug).__name__}: {bug}"[:500]) from bug

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar
 
 from peers.events import Emit, JoinLine, Note, Started, Trouble
+from peers.net.identity import is_loopback
 from peers.net.nat import settled
 from peers.net.node import Node
 from peers.net.p2pd import Daemon, DaemonOptions
@@ -62,7 +63,7 @@ class Networked(Generic[OptionsT]):
         """
         if self._node is None:
             raise SwarmError("not in the network yet")
-        return await self._node.peer_count()
+        return len(await self._node.control.connected())
 
     async def _daemon_options(self, join: Sequence[str], *, dialled: bool = True) -> DaemonOptions:
         """How p2pd is started, once it is known whether others can dial this machine (`dialled`: must)."""
@@ -106,7 +107,7 @@ class Networked(Generic[OptionsT]):
 
 def address_for_others(addresses: Sequence[str]) -> str:
     """The first address that another machine can dial, or else one of this machine only."""
-    return next((a for a in addresses if not a.startswith(("/ip4/127.", "/ip6/::1/"))), addresses[0])
+    return next((address for address in addresses if not is_loopback(address)), addresses[0])
 
 
 class Bootstrap(Networked[BootstrapOptions]):

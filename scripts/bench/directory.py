@@ -4,9 +4,9 @@
 
 A peer of a middle stage, in a run that is steady: everybody renews, nobody comes. Messages and signatures are
 real, encoded and checked by the classes that live peers use; how many of them pass in a minute follows from
-the constants of `peers/net/directory.py` and `survey.py`. Each key is taken to lie at nodes of its own, as in
-a large run. What one peer asks another one serves, so bytes count twice: on average all peers serve as much
-as they ask.
+`peers/net/timings.py`, `lookup.py` and `record_reader.py`. Each key is taken to lie at nodes of its own, as
+in a large run. What one peer asks another one serves, so bytes count twice: on average all peers serve as
+much as they ask.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ import random
 import time
 from typing import Any
 
-from peers.net import dht_storage, record_reader
-from peers.net import directory as net
-from peers.net import sharding as shards
-from peers.net import signed_records as envelopes
+from peers.net import dht_storage, record_reader, signed_records
 from peers.net._hivemind import dht_pb2
 from peers.net.dht_protocol import Entry, Found, RecordCheck, answer, ask, read_question, record_ids
 from peers.net.dht_protocol import _answer_decoder as decoder
 from peers.net.identity import Identity
-from peers.net.lookup import stretch
+from peers.net.lookup import DEFAULT_SCALE
 from peers.net.record_table import Table
+from peers.net.timings import DEFAULT_TIMINGS
 from swarm.records import PeerRecord
 
 RUN = "f" * 32
@@ -40,14 +38,14 @@ def entry(me: Identity, stage: int, level: int, expires: float) -> Entry:
         state_bytes=10**9, bandwidth_bps=1e8, max_inflight=8, device="cuda:0 NVIDIA A100",
         addresses=(f"/ip4/203.0.113.7/tcp/31337/p2p/{me.peer_id}",), since=expires - 3600.0,
     )  # fmt: skip
-    return Entry(me.peer_id, envelopes.seal_record(record, expires, me, level=level), expires)
+    return Entry(me.peer_id, signed_records.seal_record(record, expires, me, level=level), expires)
 
 
 class Stages:
     """The records of three stages, as a peer knows them, and as they are since a part of them was renewed."""
 
     def __init__(self, members: int, renewed: float) -> None:
-        self.level, self.check, self.table = shards.level_for(members), RecordCheck(), Table("me")
+        self.level, self.check, self.table = DEFAULT_SCALE.level_for(members), RecordCheck(), Table("me")
         self.held: dict[bytes, list[Entry]] = {}
         now, rng = time.time(), random.Random(members)
         for number in range(3 * members):
@@ -60,8 +58,8 @@ class Stages:
                 self.held.setdefault(key, []).append(new)
         self.now = now
 
-    def _open(self, one: Entry) -> envelopes.Announced:
-        return envelopes.open_record(one.value, one.subkey, one.expires)
+    def _open(self, one: Entry) -> signed_records.Announced:
+        return signed_records.open_record(one.value, one.subkey, one.expires)
 
     def question(self, keys: list[bytes]) -> bytes:
         return ask({key: self.table.under(key, now=self.now) for key in keys}, 1 << 19, SALT)
@@ -80,7 +78,7 @@ class Stages:
     def take(self, key: bytes, found: Found) -> None:
         for one in found.entries:
             opened = self.check.open(key, one)
-            assert isinstance(opened, envelopes.Announced), self.check.rejected
+            assert isinstance(opened, signed_records.Announced), self.check.rejected
             self.table.put(opened, record_ids(opened))
 
 
@@ -117,19 +115,19 @@ def directory(peers: int, stages: int) -> dict[str, Any]:
     `kB_min`: sent and received in a minute, and what of it are renewals, near and far reading, and searches
     for nodes.
     """
-    members, times = max(1, peers // stages), stretch(peers)
-    renew_s = net.RENEW_S * times
-    said = {shards.level_for(members): members}
-    keys = len(list(shards.shards_to_read(0, said)))
-    due_s = net.REFRESH_S * (1 + (times - 1) * record_reader._NEAR_STRETCH)
-    near_s = max(due_s, net.REFRESH_S * 3 * keys / record_reader.NEAR_QUESTIONS)
+    members, times = max(1, peers // stages), DEFAULT_SCALE.stretch(peers)
+    renew_s = DEFAULT_TIMINGS.renew_s * times
+    said = {DEFAULT_SCALE.level_for(members): members}
+    keys = len(list(DEFAULT_SCALE.shards_to_read(0, said)))
+    due_s = DEFAULT_TIMINGS.refresh_s * (1 + (times - 1) * record_reader._NEAR_STRETCH)
+    near_s = max(due_s, DEFAULT_TIMINGS.refresh_s * 3 * keys / record_reader.NEAR_QUESTIONS)
     near = Stages(members, min(1.0, near_s / renew_s))
     near_bytes = sum(read_bytes(near, key) for key in near.held)
     # Of the others everything has changed since they were read, or as much as was renewed meanwhile.
     far_stages = stages - 3
     whole = Stages(members, 1.0)
     whole_bytes = sum(read_bytes(whole, key) for key in whole.held) * far_stages / 3
-    turn_s = net.REFRESH_S * far_stages * keys / record_reader.FAR_QUESTIONS
+    turn_s = DEFAULT_TIMINGS.refresh_s * far_stages * keys / record_reader.FAR_QUESTIONS
     far_bytes = whole_bytes * min(1.0, turn_s / renew_s)
     survey_s = max(turn_s, far_bytes / record_reader.FAR_BYTES_PER_S)
     if survey_s > turn_s:
@@ -137,7 +135,10 @@ def directory(peers: int, stages: int) -> dict[str, Any]:
         survey_s = max(turn_s, far_bytes / record_reader.FAR_BYTES_PER_S)
     one = next(iter(near.held.values()))[0]
     copies = sum(4.0**-up for up in range(near.level + 1)) * dht_storage.REPLICAS
-    searches = 3 * keys / (net.SEARCH_EVERY_S * times) + far_stages * keys / record_reader.FAR_SEARCH_EVERY_S
+    searches = (
+        3 * keys / (DEFAULT_TIMINGS.search_every_s * times)
+        + far_stages * keys / record_reader.FAR_SEARCH_EVERY_S
+    )
     per_s = {
         "renew": copies * store_bytes(one) / renew_s,
         "near": near_bytes / near_s,
@@ -152,7 +153,7 @@ def directory(peers: int, stages: int) -> dict[str, Any]:
         "record_bytes": len(one.value),
         "near_s": round(near_s, 1),
         "survey_s": round(survey_s),
-        "life_s": round(net.LIFE_S * times),
+        "life_s": round(DEFAULT_TIMINGS.life_s * times),
         "refresh_ms": round(1e3 * near_cpu_s, 2),
         "cpu_ms_s": round(1e3 * (near_cpu_s / near_s + far_cpu_s / survey_s), 2),
         "kB_min": round(2 * 60 * sum(per_s.values()) / 1e3),

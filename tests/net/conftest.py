@@ -1,7 +1,8 @@
 """Event loops of the network's tests.
 
 Programs use uvloop where it is installed, asyncio elsewhere. What handles sockets is tested on both; what
-starts p2pd, which takes its time, on uvloop, and a few of them (`both_loops`) on both.
+starts p2pd, which takes its time, on uvloop, and a few of them (`both_loops`) on both. Tests marked
+`virtual_time` wait for nothing: their loop moves its clock instead.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ from collections.abc import Callable, Mapping
 import pytest
 import uvloop
 
+from tests.net.memory_dht import MachinesLoop
+
 
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    if item.get_closest_marker("virtual_time") is not None:
+        return {"virtual": MachinesLoop}
     factories = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
     if item.get_closest_marker("net") is not None and item.get_closest_marker("both_loops") is None:
         del factories["asyncio"]

@@ -3,12 +3,12 @@
 Time is virtual, so that a loaded machine changes nothing: waiting costs none, and what passes in a minute is
 known in seconds.
 
-    with virtual_time() as loop: loop.run_until_complete(...)
+    pytestmark = pytest.mark.virtual_time
 
     async with MemoryDht() as dht:
-        first = await dht.add(0, run_id=RUN)
-        other = await dht.add(1, run_id=RUN, join=first)
-        dht.dead.add(first.peer_id)
+        first = await dht.add(0)
+        other = await dht.add(1, join=first)
+        await dht.kill(first)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import contextvars
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -25,13 +25,18 @@ from unittest.mock import patch
 import hivemind.dht.protocol as protocol_module
 import hivemind.utils.timed_storage as timed_storage
 
+from peers.clock import unix_s
 from peers.net import dht_protocol
 from peers.net._hivemind import P2PContext, PeerID
 from peers.net.directory import NetDirectory
 from peers.net.identity import Identity
 from peers.net.p2pd_control import ControlError
+from peers.net.record_table import Table
 from peers.sim.loop import VirtualLoop
-from swarm.ids import PeerId
+from swarm.ids import PeerId, Stage
+from swarm.records import PeerRecord
+
+RUN = "f" * 32
 
 _wrong_clock: contextvars.ContextVar[Clock | None] = contextvars.ContextVar("wrong_clock", default=None)
 """Of the node that is at work."""
@@ -52,19 +57,6 @@ class MachinesLoop(VirtualLoop):
         return super().unix_s() + (wrong.ahead_s if wrong is not None else 0.0)
 
 
-@contextlib.contextmanager
-def virtual_time() -> Iterator[MachinesLoop]:
-    """A loop whose clock is that of the directory, of its protocol and of hivemind's storage as well."""
-    loop = MachinesLoop()
-    with contextlib.ExitStack() as patches:
-        for module in (timed_storage, protocol_module, dht_protocol):
-            patches.enter_context(patch.object(module, "get_dht_time", loop.unix_s))
-        try:
-            yield loop
-        finally:
-            loop.close()
-
-
 class MemoryP2P:
     """What hivemind's DHT needs of a p2pd, which is also what joining needs of its control."""
 
@@ -82,6 +74,8 @@ class MemoryP2P:
         if other is None or str(peer) in self._dht.dead:
             raise ControlError("cannot be reached")
         await asyncio.sleep(0)
+        if str(peer) in self._dht.hung:
+            await asyncio.get_running_loop().create_future()
         context = P2PContext(handle_name=name, local_id=peer, remote_id=self.peer_id)
         mine = _wrong_clock.set(other.clock)
         try:
@@ -112,26 +106,51 @@ class MemoryNode:
     def peer_id(self) -> PeerId:
         return self.identity.peer_id
 
+    @property
+    def protocol(self) -> Any:
+        """What it keeps for others."""
+        assert self.directory.storage.node is not None
+        return self.directory.storage.node.protocol
+
+    def forget_nodes(self, *others: MemoryNode) -> None:
+        """As after a long cut; all nodes, if none is named."""
+        gone, table = {other.peer_id for other in others}, self.protocol.routing_table
+        for uid in [uid for uid, peer in table.uid_to_peer_id.items() if str(peer) in gone or not gone]:
+            del table[uid]
+
+    def forget_records(self) -> None:
+        """It knows no record but its own."""
+        directory = self.directory
+        directory._table = directory.reader._table = Table(self.peer_id)
+        directory._set_own(directory._own)
+
 
 class MemoryDht:
     """The nodes, and what passed between them."""
 
     def __init__(self) -> None:
         self.nodes: dict[PeerId, MemoryNode] = {}
+        self._patches = contextlib.ExitStack()
         self.dead: set[PeerId] = set()
+        self.hung: set[PeerId] = set()
+        """They never answer."""
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 
     async def add(
-        self, number: int, *, run_id: str, join: MemoryNode | Sequence[MemoryNode] = (), ahead_s: float = 0.0,
-        **options: Any,
+        self, number: int, *, run_id: str | None = RUN, join: MemoryNode | Sequence[MemoryNode] = (),
+        ahead_s: float = 0.0, **options: Any,
     ) -> MemoryNode:  # fmt: skip
-        """A node of its own number, joined at others, on a machine whose clock is that far ahead."""
+        """A node of its own number, joined at others, on a machine whose clock is that far ahead.
+
+        One that was killed may come back.
+        """
         identity = Identity(number.to_bytes(32, "big"))
         p2p = MemoryP2P(self, identity.peer_id)
         joined = [join] if isinstance(join, MemoryNode) else join
         addresses = [f"/ip4/127.0.0.1/tcp/1/p2p/{other.peer_id}" for other in joined]
         control: Any = p2p
+        self.dead.discard(identity.peer_id)
         directory = NetDirectory(control, control, identity, run_id, join=addresses, **options)
         node = self.nodes[identity.peer_id] = MemoryNode(identity, p2p, directory, Clock(ahead_s))
         mine = _wrong_clock.set(node.clock)
@@ -141,9 +160,23 @@ class MemoryDht:
             _wrong_clock.reset(mine)
         return node
 
+    async def kill(self, node: MemoryNode) -> None:
+        """From one moment to the next it is not there any more."""
+        self.dead.add(node.peer_id)
+        await node.directory.close()
+
     async def __aenter__(self) -> MemoryDht:
+        for module in (timed_storage, protocol_module, dht_protocol):
+            self._patches.enter_context(patch.object(module, "get_dht_time", unix_s))
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._patches.close()
         for node in self.nodes.values():
             await node.directory.close()
+
+
+def record(node: MemoryNode, stage: Stage = 0, version: int = 0, **changes: Any) -> PeerRecord:
+    """What a node may announce."""
+    fields = {"peer": node.peer_id, "run": RUN, "stage": stage, "state": "serving", "version": version}
+    return PeerRecord(**(fields | changes))

@@ -16,10 +16,10 @@ from peers.net.connection_state import (
     ClientState,
     ConnectionState,
     Incoming,
-    LinkTimings,
     Opened,
     ServerState,
 )
+from peers.net.timings import NetTimings
 from peers.ports import Answer
 from swarm.errors import BadAnswer, PeerGone, PeerSilent, SwarmError
 from swarm.wire import frames
@@ -54,7 +54,7 @@ def sent(state: ConnectionState, now: float) -> bytes:
 class Pair:
     """Two ends, and the bytes between them."""
 
-    timings: LinkTimings = field(default_factory=LinkTimings)
+    timings: NetTimings = field(default_factory=NetTimings)
     now: float = 0.0
     to_server: bytes = OPENING
     to_client: bytes = OPENING
@@ -160,7 +160,7 @@ def test_any_split_of_the_bytes_says_the_same(splits: list[int]) -> None:
     said = OPENING + frames.pack_call(1, "a", b"one", [5, 0]) + frames.pack_prefix(frames.Kind.BODY, 1, 0, 2)
     said += b"he" + frames.pack_call(2, "b", b"", []) + frames.pack_prefix(frames.Kind.BODY, 1, 0, 3) + b"llo"
     said += frames.pack_call(3, "c", b"x" * 60_000, [9]) + frames.pack_prefix(frames.Kind.ABORT, 3)
-    state, rest, turn, heard = ServerState(LinkTimings(), now=0.0), said, 0, []
+    state, rest, turn, heard = ServerState(NetTimings(), now=0.0), said, 0, []
     while rest:
         size = splits[turn % len(splits)]
         feed(state, rest[:size], 0.0)
@@ -176,7 +176,7 @@ def test_any_split_of_the_bytes_says_the_same(splits: list[int]) -> None:
 @settings(max_examples=200, deadline=None)
 @given(junk=st.binary(max_size=200), kind=st.sampled_from([ClientState, ServerState]))
 def test_any_bytes_are_frames_or_end_the_stream(junk: bytes, kind: type[ConnectionState]) -> None:
-    state = kind(LinkTimings(), now=0.0)
+    state = kind(NetTimings(), now=0.0)
     state.peer = "peer"
     feed(state, OPENING + junk, 0.0)
     if len(junk) >= frames.PREFIX_BYTES and junk[:2] != b"\x53\x57":
@@ -185,7 +185,7 @@ def test_any_bytes_are_frames_or_end_the_stream(junk: bytes, kind: type[Connecti
 
 
 def test_silence_is_noticed_at_both_ends_but_not_our_own_sleep() -> None:
-    pair = Pair(LinkTimings(silence_s=1.0))
+    pair = Pair(NetTimings(silence_s=1.0))
     pair.call([2 * frames.WINDOW_BYTES])
     pair.carry(1000)
     pair.accept(pair.called[0])
@@ -212,7 +212,7 @@ def test_heartbeats_come_every_second_while_a_handler_works() -> None:
         pair.client.tick(now=pair.now)
         pair.carry(1000)
     assert not pair.client.over and pair.client.pending == 1
-    assert pair.client.received_bytes == len(OPENING) + 10 * 20
+    assert pair.client.estimator.received_bytes == 10 * 20
 
 
 def test_what_waits_gets_the_fault_each_for_itself() -> None:

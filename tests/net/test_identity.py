@@ -1,4 +1,4 @@
-"""Keys, peer ids and signatures are libp2p's."""
+"""Keys, peer ids, signatures and addresses are libp2p's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from peers.net import identity
-from peers.net.identity import Identity
+from peers.net.identity import Identity, is_loopback, split_peer_id, tcp_places, to_multiaddr
 from swarm.errors import SetupError
 
 KNOWN_SEED = bytes(range(32))
@@ -80,3 +80,42 @@ def test_a_key_that_cannot_be_written_or_read_says_so(tmp_path: Path) -> None:
         Identity.load_or_create(tmp_path / "nowhere" / "key")
     with pytest.raises(SetupError, match=r"cannot read the identity file .*: Is a directory"):
         Identity.load_or_create(tmp_path)
+
+
+# -- addresses ---------------------------------------------------------------------------------------------
+
+
+def test_only_addresses_that_can_be_dialled_directly_are_tried_before_p2pd_dials_them() -> None:
+    peer = Identity.generate().peer_id
+    direct = [f"/ip4/192.0.2.7/tcp/31337/p2p/{peer}", "/ip6/::1/tcp/5", "/dns4/example.org/tcp/80"]
+    assert [place[1:] for place in tcp_places(direct)] == [
+        ("192.0.2.7", 31337),
+        ("::1", 5),
+        ("example.org", 80),
+    ]
+    relayed = f"/ip4/192.0.2.7/tcp/1/p2p/{peer}/p2p-circuit/p2p/{peer}"
+    for other in (relayed, "/ip4/192.0.2.7/udp/1/quic", "nonsense", "/ip4/192.0.2.7/tcp/x"):
+        assert tcp_places([*direct, other]) == []
+
+
+def test_addresses_are_read_as_people_write_them() -> None:
+    assert to_multiaddr("1.2.3.4:31337") == "/ip4/1.2.3.4/tcp/31337"
+    assert to_multiaddr("[::1]:5") == "/ip6/::1/tcp/5"
+    assert to_multiaddr("/dns4/example.org/tcp/80") == "/dns4/example.org/tcp/80"
+    for wrong in ("1.2.3.4", "1.2.3.4:0", "1.2.3.4:x", ":5", ""):
+        with pytest.raises(SetupError, match="is not an address: write host:port or /ip4/"):
+            to_multiaddr(wrong)
+    with pytest.raises(SetupError, match=r"^'\[fe80::1%a\\x1b\]' has a scope \(%...\), which p2pd does not"):
+        to_multiaddr("[fe80::1%a\x1b]:5")
+    with pytest.raises(SetupError, match="has port 0: name the port that others can dial"):
+        to_multiaddr("/ip4/1.2.3.4/tcp/0")
+    assert split_peer_id("/ip4/1.2.3.4/tcp/5/p2p/12D3") == ("/ip4/1.2.3.4/tcp/5", "12D3")
+    with pytest.raises(SetupError, match="is not the address of a peer: it should end in /p2p/"):
+        split_peer_id("/ip4/1.2.3.4/tcp/5")
+
+
+def test_loopback_is_this_machine_only_however_it_is_written() -> None:
+    for here in ("127.0.0.1", "::1", "localhost", "/ip4/127.0.0.1/tcp/5/p2p/x", "/ip6/::1/tcp/5"):
+        assert is_loopback(here)
+    for there in ("0.0.0.0", "192.0.2.1", "/dns4/bootstrap/tcp/31337/p2p/x", "/ip4/192.0.2.2/tcp/5"):
+        assert not is_loopback(there)

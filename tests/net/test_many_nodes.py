@@ -1,5 +1,4 @@
-"""More nodes than a routing table holds, in virtual time: whoever reads a key asks the nodes that were given
-it."""
+"""More nodes than a routing table holds: a peer that reads a key asks the nodes that were given it."""
 
 from __future__ import annotations
 
@@ -9,19 +8,18 @@ from typing import Any
 
 import pytest
 
-from peers.net import sharding as shards
 from peers.net._hivemind import DHTNode
 from peers.net.directory import NetDirectory
-from swarm.records import PeerRecord
-from tests.net.memory_dht import MemoryDht, MemoryNode, virtual_time
+from peers.net.lookup import Scale
+from tests.net.memory_dht import MemoryDht, MemoryNode, record
 
-RUN = "f" * 32
+pytestmark = pytest.mark.virtual_time
 
 
-async def joined(dht: MemoryDht, count: int, stages: int) -> list[MemoryNode]:
+async def joined(dht: MemoryDht, count: int, stages: int, scale: Scale) -> list[MemoryNode]:
     """So many peers, spread over the stages by their numbers, that watch as stage peers do."""
-    first = await dht.add(0, run_id=RUN)
-    nodes = [first, *[await dht.add(number, run_id=RUN, join=first) for number in range(1, count)]]
+    first = await dht.add(0, scale=scale)
+    nodes = [first, *[await dht.add(number, join=first, scale=scale) for number in range(1, count)]]
     for number, node in enumerate(nodes):
         stage = number % stages
         node.directory.reader.stages = stages
@@ -30,83 +28,67 @@ async def joined(dht: MemoryDht, count: int, stages: int) -> list[MemoryNode]:
     return nodes
 
 
-def record(node: MemoryNode, stage: int, version: int = 0) -> PeerRecord:
-    return PeerRecord(peer=node.peer_id, run=RUN, stage=stage, state="serving", version=version)
-
-
 def counts(directory: NetDirectory) -> Counter[int]:
     return Counter(record.stage for record in directory.peers())
 
 
-def test_everybody_finds_its_stages_at_the_nodes_near_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "FULL", 3)  # so that 5 peers are spread over the keys of two levels
+async def test_all_peers_find_their_stages_at_the_nodes_near_their_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     create = DHTNode.create
 
     async def of_few_neighbours(**options: Any) -> DHTNode:
         return await create(**(options | {"bucket_size": 4, "depth_modulo": 1}))
 
     monkeypatch.setattr(DHTNode, "create", of_few_neighbours)
-    with virtual_time() as loop:
-
-        async def run() -> None:
-            async with MemoryDht() as dht:
-                nodes = await joined(dht, 20, 4)
-                await asyncio.sleep(25.0)  # what was stored before all were there has expired
-                for node in nodes:
-                    assert counts(node.directory) == dict.fromkeys(range(4), 5)
-                    assert node.directory._level == 1
-                    assert node.directory.lag_s < 20.0
-                tables = [node.directory.storage.node.protocol.routing_table for node in nodes]  # type: ignore[union-attr]
-                known = [len(table.get_nearest_neighbors(table.node_id, 99)) for table in tables]
-                assert min(known) < len(nodes) - 5, "routing tables alone would not do"
-                # Steady work: questions are few, and what comes is what was renewed.
-                dht.calls.clear()
-                dht.bytes.clear()
-                await asyncio.sleep(20.0)
-                each = {method: count / len(nodes) for method, count in dht.calls.items()}
-                assert each["rpc_read"] <= 10 * 1.25 * (8 + 2)
-                renewed = len(nodes) * 20 / 5
-                assert dht.bytes["rpc_read"] / len(nodes) < renewed * 2 * 300
-                # One dies, and one moves: its old stage hears that it left, and its new one that it came.
-                dead, moved = nodes[0], nodes[1]
-                dht.dead.add(dead.peer_id)
-                await dead.directory.close()
-                await moved.directory.announce(record(moved, 3))
-                await asyncio.sleep(5.0)
-                for node in nodes[2:]:
-                    seen = node.directory.find(moved.peer_id)
-                    assert seen is not None and (seen.stage, seen.state) in ((3, "serving"), (1, "left"))
-                await asyncio.sleep(22.0)
-                for node in nodes[2:]:
-                    assert counts(node.directory) == {0: 4, 1: 4, 2: 5, 3: 6}
-
-        loop.run_until_complete(run())
+    async with MemoryDht() as dht:
+        nodes = await joined(dht, 20, 4, Scale(full=3))  # 5 peers are spread over the keys of two levels
+        await asyncio.sleep(25.0)  # what was stored before all were there has expired
+        for node in nodes:
+            assert counts(node.directory) == dict.fromkeys(range(4), 5)
+            assert node.directory._level == 1
+            assert node.directory.lag_s < 20.0
+        tables = [node.directory.storage.node.protocol.routing_table for node in nodes]  # type: ignore[union-attr]
+        known = [len(table.get_nearest_neighbors(table.node_id, 99)) for table in tables]
+        assert min(known) < len(nodes) - 5, "routing tables alone would not do"
+        # Steady work: questions are few, and what comes is what was renewed.
+        dht.calls.clear()
+        dht.bytes.clear()
+        await asyncio.sleep(20.0)
+        each = {method: count / len(nodes) for method, count in dht.calls.items()}
+        assert each["rpc_read"] <= 10 * 1.25 * (8 + 2)
+        renewed = len(nodes) * 20 / 5
+        assert dht.bytes["rpc_read"] / len(nodes) < renewed * 2 * 300
+        # One dies, and one moves: its old stage hears that it left, and its new one that it came.
+        dead, moved = nodes[0], nodes[1]
+        await dht.kill(dead)
+        await moved.directory.announce(record(moved, 3))
+        await asyncio.sleep(5.0)
+        for node in nodes[2:]:
+            seen = node.directory.find(moved.peer_id)
+            assert seen is not None and (seen.stage, seen.state) in ((3, "serving"), (1, "left"))
+        await asyncio.sleep(22.0)
+        for node in nodes[2:]:
+            assert counts(node.directory) == {0: 4, 1: 4, 2: 5, 3: 6}
 
 
-def test_in_a_run_of_thousands_records_live_longer_and_what_is_far_is_read_in_turn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_in_a_run_of_thousands_records_live_longer_and_what_is_far_is_read_in_turn() -> None:
     """Sixteen nodes that take themselves for four thousand: all times are twenty times as long."""
-    monkeypatch.setattr("peers.net.lookup.USUAL", 0.5)
-    with virtual_time() as loop:
-
-        async def run() -> None:
-            async with MemoryDht() as dht:
-                nodes = await joined(dht, 16, 8)
-                await asyncio.sleep(200.0)
-                stretches = {node.directory.reader.stretch for node in nodes}
-                assert stretches == {20.0}
-                for node in nodes:
-                    assert counts(node.directory) == dict.fromkeys(range(8), 2)
-                dht.calls.clear()
-                await asyncio.sleep(60.0)
-                stored = dht.calls["rpc_store"] / len(nodes)
-                assert stored <= 5 * 60 / 80, "renewals are rare"
-                newcomer = await dht.add(99, run_id=RUN, join=nodes[5])
-                await newcomer.directory.announce(record(newcomer, 5))
-                await asyncio.sleep(15.0)
-                for number, node in enumerate(nodes):
-                    if number % 8 in (4, 5, 6):
-                        assert node.directory.find(newcomer.peer_id) is not None, "its replicas see it soon"
-
-        loop.run_until_complete(run())
+    scale = Scale(usual=0.5)
+    async with MemoryDht() as dht:
+        nodes = await joined(dht, 16, 8, scale)
+        await asyncio.sleep(200.0)
+        stretches = {node.directory.reader.stretch for node in nodes}
+        assert stretches == {20.0}
+        for node in nodes:
+            assert counts(node.directory) == dict.fromkeys(range(8), 2)
+        dht.calls.clear()
+        await asyncio.sleep(60.0)
+        stored = dht.calls["rpc_store"] / len(nodes)
+        assert stored <= 5 * 60 / 80, "renewals are rare"
+        newcomer = await dht.add(99, join=nodes[5], scale=scale)
+        await newcomer.directory.announce(record(newcomer, 5))
+        await asyncio.sleep(15.0)
+        for number, node in enumerate(nodes):
+            if number % 8 in (4, 5, 6):
+                assert node.directory.find(newcomer.peer_id) is not None, "its replicas see it soon"

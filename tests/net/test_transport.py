@@ -16,11 +16,9 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from peers.net import connection as links
-from peers.net import transport as transport_module
 from peers.net.bandwidth import BandwidthEstimator
-from peers.net.connection_state import LinkTimings
-from peers.net.fault_injection import Faults
+from peers.net.connection import ServedCall, ServerConnection
+from peers.net.timings import NetTimings
 from peers.net.transport import MAX_LINKS_PER_PEER, NetTransport
 from peers.ports import Answer, Request
 from swarm.errors import (
@@ -59,7 +57,7 @@ async def pair(relay: Relay) -> tuple[NetTransport, NetTransport]:
     return caller, callee
 
 
-QUICK = LinkTimings(tick_s=0.0125, alive_every_s=0.05, send_stall_s=0.5)
+QUICK = NetTimings(tick_s=0.0125, alive_every_s=0.05, send_stall_s=0.5)
 """Heartbeats and limits twenty times as fast."""
 IMPATIENT = replace(QUICK, silence_s=0.2)
 
@@ -97,7 +95,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [[], [0], [1], [0, 5, 0], [links.frames.CHUNK_BYTES] * 2, [3 * MIB, 1, 700_001], [7] * 500]
+    "sizes", [[], [0], [1], [0, 5, 0], [frames.CHUNK_BYTES] * 2, [3 * MIB, 1, 700_001], [7] * 500]
 )
 async def test_header_and_buffers_arrive_as_they_were_sent(
     pair: tuple[NetTransport, NetTransport], sizes: list[int]
@@ -429,13 +427,22 @@ async def test_an_answer_that_nobody_takes_does_not_stay(relay: Relay) -> None:
     call.cancel()
 
 
+class Loses(NetTransport):
+    """Its handlers run, and the second answer of `echo` is lost."""
+
+    async def _answer(self, link: ServerConnection, served: ServedCall, answer: Answer) -> None:
+        if (served.method, served.header) == ("echo", b"2"):
+            link.state._end_of(served.call)
+            link.state._working.discard(served.call.number)
+        else:
+            await super()._answer(link, served, answer)
+
+
 async def test_a_lost_answer_is_noticed_while_others_go_on(relay: Relay) -> None:
-    faults = Faults()
-    caller, callee = await relay.add(timings=QUICK), await relay.add(faults=faults, timings=QUICK)
+    caller, callee = await relay.add(timings=QUICK), await relay.add(kind=Loses, timings=QUICK)
     gate = Gate()
     callee.serve("gate", gate)
     callee.serve("echo", echo)
-    faults.drop_answer("echo", nth=2)
     waiting = asyncio.ensure_future(caller.call(callee.peer_id, "gate", b""))
     await caller.call(callee.peer_id, "echo", b"1")
     with pytest.raises(PeerSilent, match="the answer was lost"):
@@ -444,21 +451,6 @@ async def test_a_lost_answer_is_noticed_while_others_go_on(relay: Relay) -> None
     gate.commit.set()
     assert (await waiting).header == b"done"
     assert callee.calls["echo"] == 2
-
-
-async def test_ordered_faults_delay_and_corrupt(relay: Relay) -> None:
-    faults = Faults()
-    caller, callee = await relay.add(), await relay.add(faults=faults)
-    callee.serve("echo", echo)
-    faults.delay_answer("echo", 0.05)
-    before = asyncio.get_running_loop().time()
-    await caller.call(callee.peer_id, "echo", b"1")
-    assert asyncio.get_running_loop().time() - before >= 0.05
-    faults.corrupt_answer("echo")
-    with pytest.raises(BadAnswer, match="not a frame"):
-        await caller.call(callee.peer_id, "echo", b"2")
-    assert (await caller.call(callee.peer_id, "echo", b"3")).header == b"3"
-    assert relay.dials == [callee.peer_id] * 2
 
 
 async def test_a_broken_stream_fails_its_calls_at_once_and_the_next_one_dials(
@@ -484,7 +476,7 @@ async def test_a_peer_that_cannot_be_reached_is_gone(relay: Relay) -> None:
 
 
 async def test_a_peer_that_does_not_answer_the_dial_is_gone(relay: Relay) -> None:
-    caller = await relay.add(dial_s=0.1)
+    caller = await relay.add(timings=NetTimings(dial_s=0.1))
     callee = await relay.add()
 
     async def nothing(caller: str, callee: str, far: socket.socket) -> None:
@@ -529,26 +521,25 @@ async def test_when_our_own_p2pd_dies_calls_say_so(pair: tuple[NetTransport, Net
 
 
 async def test_while_our_own_p2pd_is_being_replaced_calls_wait_and_blame_nobody(
-    pair: tuple[NetTransport, NetTransport], monkeypatch: pytest.MonkeyPatch
+    relay: Relay,
 ) -> None:
-    caller, callee = pair
+    caller, callee = await relay.add(timings=NetTimings(revival_s=0.05)), await relay.add()
+    callee.serve("echo", echo)
     await caller.call(callee.peer_id, "echo", b"")
     caller.daemon_died(for_good=False)
     call = asyncio.ensure_future(caller.call(callee.peer_id, "echo", b"still here"))
     await asyncio.sleep(0)
-    await caller.daemon_is_back(caller._control, caller._streams_path)
+    await caller.daemon_is_back(caller._dialer.control, caller._streams_path)
     assert (await call).header == b"still here"
-    monkeypatch.setattr(transport_module, "REVIVAL_S", 0.01)
     caller.daemon_died(for_good=False)
     with pytest.raises(PeerGone, match="cannot be reached: our own p2pd ended"):
         await caller.call(callee.peer_id, "echo", b"")
 
 
-async def test_calls_leave_the_relay_when_a_direct_way_is_found_and_those_under_way_end_on_it(
-    relay: Relay, monkeypatch: pytest.MonkeyPatch
+async def test_calls_leave_the_relay_when_a_direct_path_is_found_and_those_under_way_end_on_it(
+    relay: Relay,
 ) -> None:
-    monkeypatch.setattr("peers.net.transport.PUNCH_LOOKS_S", [0.01] * 500)
-    caller, callee = await relay.add(), await relay.add()
+    caller, callee = await relay.add(timings=NetTimings(punched_after_s=(0.01,) * 500)), await relay.add()
     gone: list[str] = []
     callee.on_gone = gone.append
     go_on = asyncio.Event()
@@ -579,12 +570,11 @@ async def test_calls_leave_the_relay_when_a_direct_way_is_found_and_those_under_
 async def test_a_link_that_calls_have_opened_anew_is_not_lost_to_the_direct_one(
     relay: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peers.net.transport.PUNCH_LOOKS_S", [0.01] * 500)
-    caller, callee = await relay.add(), await relay.add()
+    caller, callee = await relay.add(timings=NetTimings(punched_after_s=(0.01,) * 500)), await relay.add()
     callee.serve("echo", lambda request: asyncio.sleep(0, Answer(request.header)))
     caller.learn(callee.peer_id, [f"/ip4/44.1.2.3/tcp/1/p2p/{caller.peer_id}/p2p-circuit"])
     await caller.call(callee.peer_id, "echo", b"relayed")
-    opening, go_on, open_stream = asyncio.Event(), asyncio.Event(), caller._control.open_stream
+    opening, go_on, open_stream = asyncio.Event(), asyncio.Event(), caller._dialer.control.open_stream
 
     async def slow_once(*args: Any) -> Any:
         if not opening.is_set():
@@ -592,25 +582,22 @@ async def test_a_link_that_calls_have_opened_anew_is_not_lost_to_the_direct_one(
             await go_on.wait()
         return await open_stream(*args)
 
-    monkeypatch.setattr(caller._control, "open_stream", slow_once)
+    monkeypatch.setattr(caller._dialer.control, "open_stream", slow_once)
     relay.direct.add(callee.peer_id)
     await opening.wait()
     relay.sever(callee.peer_id)
     await until(lambda: caller.links == (0, 0))
     await caller.call(callee.peer_id, "echo", b"again")
-    kept = caller._links[callee.peer_id]
+    kept = caller._dialer.links[callee.peer_id]
     go_on.set()
-    await until(lambda: relay.dials == [callee.peer_id] * 3 and not caller._straightening)
-    assert caller._links == {callee.peer_id: kept}
+    await until(lambda: relay.dials == [callee.peer_id] * 3 and not caller._tasks)
+    assert caller._dialer.links == {callee.peer_id: kept}
     await until(lambda: callee.links == (0, 1))
     assert (await caller.call(callee.peer_id, "echo", b"still")).header == b"still"
 
 
-async def test_a_peer_that_is_called_directly_is_dialled_once(
-    relay: Relay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("peers.net.transport.PUNCH_LOOKS_S", [0.0] * 5)
-    caller, callee = await relay.add(), await relay.add()
+async def test_a_peer_that_is_called_directly_is_dialled_once(relay: Relay) -> None:
+    caller, callee = await relay.add(timings=NetTimings(punched_after_s=(0.0,) * 5)), await relay.add()
     callee.serve("echo", lambda request: asyncio.sleep(0, Answer(request.header)))
     relay.direct.add(callee.peer_id)
     caller.learn(callee.peer_id, [f"/ip4/44.1.2.3/tcp/1/p2p/{caller.peer_id}/p2p-circuit"])
@@ -816,7 +803,7 @@ async def test_a_stream_cut_in_the_middle_of_a_frame_leaves_nothing(
         stranger.writer.write(whole[:cut])
         await stranger.close()
     await until(lambda: callee.links == (0, 0))
-    await until(lambda: not callee._handlers)
+    await until(lambda: not callee._tasks)
 
 
 async def test_any_bytes_end_in_an_orderly_close(
@@ -970,9 +957,11 @@ class Ended(asyncio.Transport):
 
 async def test_what_is_said_after_the_end_is_dropped_without_a_traceback() -> None:
     """A call that comes while its callee closes is refused, on a stream that is half closed already."""
-    link = links.ServerConnection(
-        lambda link, message: ("caller", BandwidthEstimator()), lambda link, served: Leaving("it closes")
-    )
+
+    def refuse(link: ServerConnection, served: ServedCall) -> None:
+        raise Leaving("it closes")
+
+    link = ServerConnection(lambda link, message: ("caller", BandwidthEstimator()), refuse)
     transport = Ended()
     link.connection_made(transport)
     said = memoryview(b"\x01x" + frames.pack_call(1, "work", b"", []))

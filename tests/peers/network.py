@@ -17,7 +17,6 @@ import asyncio
 import math
 from dataclasses import dataclass
 
-from peers.net.fault_injection import Fault, Faults
 from peers.ports import Answer
 from peers.sim.directory import Dht, SimDirectory
 from peers.sim.loop import VirtualLoop
@@ -27,6 +26,7 @@ from swarm.errors import BadAnswer, SwarmError
 from swarm.ids import PeerId
 from swarm.records import PeerRecord
 from swarm.sim.dice import Dice
+from tests.peers.ordered_faults import Fault, Faults
 
 
 def calm(latency_s: float) -> Lines:

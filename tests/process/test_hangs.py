@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from peers.events import Note, PeerLost, RoundAborted, Serving, StateFetched, StepDone, Stepped
-from peers.net.node import REVIVALS
+from peers.net.timings import DEFAULT_TIMINGS
 from swarm.manifest import audit_run
 from tests.process.swarm_processes import Program, Swarm, Training, eventually
 
@@ -196,7 +196,7 @@ def test_a_peer_whose_p2pd_dies_again_and_again_gives_up_with_the_reason(swarm: 
 
     eventually(kill_p2pd, peer.story)
     assert peer.wait() == 3, peer.story()
-    assert 3 <= len(killed) <= REVIVALS + 1
+    assert 3 <= len(killed) <= DEFAULT_TIMINGS.revivals + 1
     # What it logs and what it says last come on two streams, in any order.
     reason = "p2pd, which connects this process to the others, could not be started again"
     assert any(reason in line and "See that nothing kills it" in line for line in peer.errors), peer.story()

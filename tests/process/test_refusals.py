@@ -12,7 +12,7 @@ import pytest
 
 from peers.cli import Exit
 from peers.events import Failed
-from peers.net import signed_records as envelopes
+from peers.net import signed_records
 from peers.net.dht_protocol import Entry
 from peers.net.identity import Identity
 from peers.net.node import Node
@@ -83,7 +83,7 @@ def test_every_refusal_is_one_line_with_its_exit_code(tmp_path: Path) -> None:
             assert nobody in text
             assert "connection refused" in text.lower()
         assert said(no_run, Exit.SETUP) == (
-            f"nobody here knows a run {unknown}: check the id, and that a peer of that run is up"
+            f"no peer here knows a run {unknown}: check the id, and that a peer of that run is up"
         )
         assert "'/ip4/127.0.0.1/tcp/1' is not the address of a peer" in said(no_id, Exit.SETUP)
         assert said(no_stage, Exit.SETUP) == "--stage 7: run 'counting' has stages 0 to 0"
@@ -104,13 +104,13 @@ def test_a_manifest_that_does_not_fit_its_hash_is_not_believed(tmp_path: Path) -
         wanted = swarm.run.id
 
         async def lie(node: Node) -> str:
-            owner, value = envelopes.seal_manifest(replace(swarm.run, seed=2).to_toml(), None)
+            owner, value = signed_records.seal_manifest(replace(swarm.run, seed=2).to_toml(), None)
             entry = Entry(owner, value, time.time() + 60)
-            await node.directory.storage.store(envelopes.manifest_key(wanted), entry)
+            await node.directory.storage.store(signed_records.manifest_key(wanted), entry)
             joiner = swarm.start("train", ["train", "--run", wanted, "--join", node.addresses[0]])
             joiner.sentenced = True
             return await asyncio.to_thread(said, joiner, Exit.SETUP)
 
         text = swarm.as_a_node(lie)
-        assert text.startswith(f"nobody here knows a run {wanted}: check the id")
+        assert text.startswith(f"no peer here knows a run {wanted}: check the id")
         assert text.endswith("(refused from others: a value under a key where it does not belong)")

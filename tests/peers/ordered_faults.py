@@ -1,6 +1,6 @@
 """Faults on order, for tests: what becomes of the n-th answer to a method.
 
-The transports ask `next_for(method)` once for each call they were sent, and carry out what it says.
+The simulated network asks `next_for(method)` once for each call that it carries, and does what it says.
 """
 
 from __future__ import annotations

@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 
 import pytest
 
-from peers.net import nat as reach_module
-from peers.net import node as node_module
 from peers.net.nat import settled
 from peers.net.node import Node
 from peers.net.p2pd import DaemonOptions
+from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.ports import Answer, Request
 from scripts.bench.netlab import Lab, Link, Nat, why_not
 from swarm.errors import PeerFault, SetupError
@@ -65,17 +64,18 @@ class Hosts:
         addresses = [node.addresses[0] for node in join]
         return self.at(host, settled(DaemonOptions(host=self.lab.inner_ip(host)), addresses, "auto"))[0]
 
-    def home(self, host: str, *join: Node) -> Node:
+    def home(self, host: str, *join: Node, timings: NetTimings = DEFAULT_TIMINGS) -> Node:
         """A peer that finds out how it can be reached; it answers `echo`."""
-        node = self.node(host, self.options(host, *join), join)
+        node = self.node(host, self.options(host, *join), join, timings)
         node.transport.serve("echo", echo)
         return node
 
-    def node(self, host: str, options: DaemonOptions, join: Sequence[Node]) -> Node:
+    def node(
+        self, host: str, options: DaemonOptions, join: Sequence[Node], timings: NetTimings = DEFAULT_TIMINGS
+    ) -> Node:
         async def enter() -> Node:
-            return await Node(
-                options=options, run_id=RUN, join=[node.addresses[0] for node in join]
-            ).__aenter__()
+            addresses = [node.addresses[0] for node in join]
+            return await Node(options=options, run_id=RUN, join=addresses, timings=timings).__aenter__()
 
         node = self.at(host, enter())
         self._nodes.append((host, node))
@@ -164,14 +164,13 @@ def test_a_hole_is_punched_although_p2pd_met_the_others_before_it_could() -> Non
         hosts.at("home 1", call())
 
 
-def test_who_loses_its_relay_takes_another_and_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_module, "PROBE_EVERY_S", 0.2)
-    monkeypatch.setattr(node_module, "RELAYLESS_S", 1.0)
+def test_a_peer_that_loses_its_relay_takes_another_and_is_called_again() -> None:
+    timings = NetTimings(probe_every_s=0.2, relayless_s=1.0)
     with a_lab(servers=2, homes=2) as hosts:
         first = hosts.server("server 0")
         other = hosts.server("server 1", first)
-        callee = hosts.home("home 0", first)
-        asker = hosts.home("home 1", first, other)
+        callee = hosts.home("home 0", first, timings=timings)
+        asker = hosts.home("home 1", first, other, timings=timings)
         assert callee.addresses and all(first.peer_id in address for address in callee.addresses)
 
         async def meet() -> None:
@@ -197,27 +196,23 @@ def test_who_loses_its_relay_takes_another_and_is_called_again(monkeypatch: pyte
         hosts.at("home 1", until(call))
 
 
-def test_a_relay_takes_no_more_guests_than_it_has_places_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relay_takes_no_more_guests_than_it_has_places_for() -> None:
     with a_lab(servers=1, homes=2) as hosts:
         relay = hosts.server("server 0", relay_guests=1)
         assert hosts.home("home 0", relay).addresses
-        monkeypatch.setattr(node_module, "RELAY_S", 2.0)
-        monkeypatch.setattr(reach_module, "RESERVE_S", 2.0)
         with pytest.raises(SetupError) as refused:
-            hosts.home("home 1", relay)
+            hosts.home("home 1", relay, timings=NetTimings(relay_s=2.0, reserve_s=2.0))
         assert refused.value.text.startswith("nobody can dial this machine, and none of these peers relays")
 
 
-def test_a_relay_that_lets_nobody_in_keeps_nobody_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relay_that_lets_no_peer_in_keeps_none_from_the_others() -> None:
     """It says that it relays, and then is dead to p2pd, which takes a place nowhere for three minutes."""
-    monkeypatch.setattr(node_module, "RELAY_S", 4.0)
-    monkeypatch.setattr(reach_module, "RESERVE_S", 4.0)
     with a_lab(servers=2, homes=1) as hosts:
         honest, liar = hosts.server("server 0"), hosts.server("server 1")
         options = hosts.options("home 0", honest, liar)
         assert len(options.relays) == 2
         hosts.lab.cut("home 0", "server 1")
-        home = hosts.node("home 0", options, [honest])
+        home = hosts.node("home 0", options, [honest], NetTimings(relay_s=4.0, reserve_s=4.0))
         assert home.addresses and all(honest.peer_id in address for address in home.addresses)
         assert home.daemon is not None and home.daemon.options.relays == honest.addresses
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import pytest_asyncio
 
-from peers.net import nat as reach_module
-from peers.net.identity import Identity
+from peers.net import nat
+from peers.net.identity import Identity, is_public, is_relay, with_peer_id, without_peer_id
 from peers.net.nat import (
     AskReach,
     DialBack,
@@ -20,18 +20,21 @@ from peers.net.nat import (
     conclude,
     find_reach,
     in_words,
-    is_public,
-    is_relay,
     relaying,
     settled,
     those_that_take_us,
 )
 from peers.net.node import Node
-from peers.net.p2pd import Daemon, DaemonOptions, with_peer_id, without_peer_id
+from peers.net.p2pd import Daemon, DaemonOptions
 from peers.net.p2pd_control import ControlError, _raw_addresses
+from peers.net.timings import NetTimings
 from peers.ports import Answer, Request
 from swarm.errors import Busy, Refused, SetupError
 from swarm.wire.messages import pack, unpack
+from tests.net.relay import Relay
+from tests.net.test_transport import relay
+
+__all__ = ["relay"]
 
 A, B = Identity(b"a" * 32).peer_id, Identity(b"b" * 32).peer_id
 RELAY = f"/ip4/44.1.2.3/tcp/4001/p2p/{A}"
@@ -92,13 +95,13 @@ def concluded(answers: Sequence[Reached], refusals: Sequence[str] = (), **more: 
     return conclude(answers, refusals, JOIN, **({"port": 31337, "asked_from": 5000} | more))
 
 
-def test_one_that_got_through_is_enough_and_nobody_to_ask_is_unknown() -> None:
+def test_one_that_got_through_is_enough_and_no_peer_to_ask_is_unknown() -> None:
     found = concluded([answer(why="closed"), answer(reached=True)])
     assert (found.kind, found.host, found.port) == ("open", "44.9.9.9", 31337)
     found = concluded([answer(why="no connection")])
     assert (found.kind, found.why, found.relays) == ("closed", "no connection", JOIN)
     assert concluded([], ["too busy"]) == Finding(kind="unknown", port=31337, relays=JOIN, why="too busy")
-    assert conclude([], [], [], port=1, asked_from=2).why == "there is nobody to ask"
+    assert conclude([], [], [], port=1, asked_from=2).why == "there is no peer to ask"
 
 
 def test_one_liar_among_several_has_no_strangers_address_announced() -> None:
@@ -151,7 +154,7 @@ def test_who_tells_of_many_relays_does_not_crowd_out_those_that_others_tell_of()
 
 
 class Dials:
-    """What a `DialBack` uses of p2pd's control: who asks is named after its host, and nobody answers."""
+    """What a `DialBack` uses of p2pd's control: the asker is named after its host, and no peer answers."""
 
     def __init__(self) -> None:
         self.under_way: list[str] = []
@@ -170,10 +173,13 @@ class Dials:
         raise ControlError("no connection within 3 s")
 
 
-def dial_back(dials: Dials, *own: str) -> Callable[[str], Awaitable[Answer]]:
+def dial_back(
+    dials: Dials, *own: str, most: int = 100, peer: str = B, port: int = 9
+) -> Callable[[str], Awaitable[Answer]]:
     """Asks from a host."""
     server = DialBack(lambda: dials, list, lambda: False, lambda: own)  # type: ignore[arg-type,return-value]
-    header = pack(AskReach(peer=B, port=9))
+    server.most_per_host = most
+    header = pack(AskReach(peer=peer, port=port))
     return lambda host: server.serve(SimpleNamespace(header=header, peer=host))  # type: ignore[arg-type]
 
 
@@ -189,7 +195,20 @@ async def test_one_host_takes_one_place_of_those_that_dial_back() -> None:
     assert {found.why for found in answers} == {"no connection within 3 s"} and not dials.under_way
 
 
-async def test_who_is_of_the_internet_dials_back_into_no_local_network() -> None:
+async def test_a_question_that_cannot_be_and_one_too_many_are_refused() -> None:
+    dials = Dials()
+    dials.answer.set()
+    for peer, port in (("x" * 300, 4001), (B, -1), (B, 70000)):
+        with pytest.raises(Refused, match="cannot be dialled"):
+            await dial_back(dials, peer=peer, port=port)("44.1.1.1")
+    ask = dial_back(dials, most=2)
+    for host in ("44.1.1.1", "44.1.1.1", "44.2.2.2"):
+        await ask(host)
+    with pytest.raises(Busy, match=r"^2 questions came from 44\.1\.1\.1 within a minute$"):
+        await ask("44.1.1.1")
+
+
+async def test_a_peer_of_the_internet_dials_back_into_no_local_network() -> None:
     dials = Dials()
     dials.answer.set()
     for host in ("172.17.0.1", "127.0.0.1", "10.0.0.1"):
@@ -205,22 +224,22 @@ async def test_who_is_of_the_internet_dials_back_into_no_local_network() -> None
 async def test_a_relay_that_cannot_be_tried_ends_no_trial_of_another(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def trial(options: DaemonOptions, relays: Sequence[str]) -> bool:
+    async def trial(options: DaemonOptions, relays: Sequence[str], reserve_s: float) -> bool:
         if relays == [RELAY]:
             raise OSError(24, "Too many open files")
         for _ in range(5):
             await asyncio.sleep(0)
         return relays == ["takes us"]
 
-    monkeypatch.setattr(reach_module, "some_relay_takes_us", trial)
-    assert await those_that_take_us(DaemonOptions(), [RELAY, "takes us", "does not"]) == ("takes us",)
+    monkeypatch.setattr(nat, "some_relay_takes_us", trial)
+    assert await those_that_take_us(DaemonOptions(), [RELAY, "takes us", "does not"], 1.0) == ("takes us",)
     assert f"whether {RELAY} relays for us could not be tried: OSError(24, " in caplog.text
 
 
-async def test_who_stops_the_trials_of_relays_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_trials_of_relays_that_are_cancelled_leave_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     under_way: list[str] = []
 
-    async def trial(options: DaemonOptions, relays: Sequence[str]) -> bool:
+    async def trial(options: DaemonOptions, relays: Sequence[str], reserve_s: float) -> bool:
         under_way.extend(relays)
         try:
             await asyncio.Event().wait()
@@ -229,14 +248,51 @@ async def test_who_stops_the_trials_of_relays_leaves_none_behind(monkeypatch: py
             under_way.remove(relays[0])
         return True
 
-    monkeypatch.setattr(reach_module, "some_relay_takes_us", trial)
-    trying = asyncio.ensure_future(those_that_take_us(DaemonOptions(), ["one", "other"]))
+    monkeypatch.setattr(nat, "some_relay_takes_us", trial)
+    trying = asyncio.ensure_future(those_that_take_us(DaemonOptions(), ["one", "other"], 1.0))
     while len(under_way) < 2:
         await asyncio.sleep(0)
     trying.cancel()
     with pytest.raises(asyncio.CancelledError):
         await trying
     assert not under_way
+
+
+# -- what strangers say ------------------------------------------------------------------------------------
+
+
+async def asked(relay: Relay, *said: Reached | Refused) -> list[Reached | str]:
+    """What is made of the words of a peer that is asked; without any, it knows no such question."""
+    asker, stranger, left = await relay.add(), await relay.add(), list(said)
+
+    async def talk(request: Request) -> Answer:
+        words = left.pop(0)
+        if isinstance(words, Refused):
+            raise words
+        return Answer(pack(words))
+
+    if said:
+        stranger.serve("reach", talk)
+    return [await _ask(asker, stranger.peer_id, b"") for _ in said or [None]]
+
+
+async def test_a_peer_that_knows_no_such_question_tells_nothing(relay: Relay) -> None:
+    (why,) = await asked(relay)
+    assert isinstance(why, str) and "no such method: 'reach'" in why
+    found = concluded([], [why])
+    assert found.kind == "unknown" and "no such method: 'reach'" in found.why
+    assert in_words(found).startswith("not known whether others can dial this machine: ")
+
+
+async def test_what_p2pd_could_not_read_is_announced_on_no_peers_word(relay: Relay) -> None:
+    (why,) = await asked(relay, answer("2600::1%a,b\x1b[2J", reached=True))
+    assert isinstance(why, str) and why.endswith(" saw us at no address")
+
+
+async def test_words_of_a_stranger_are_cut_and_steer_no_terminal(relay: Relay) -> None:
+    long, refusal = await asked(relay, answer(why="\x1b[2J" + "x" * 999), Refused("\x1b[2Jgo away"))
+    assert isinstance(long, Reached) and long.why == "?[2J" + "x" * 295 + "…"
+    assert refusal == "?[2Jgo away"
 
 
 # -- with p2pd ---------------------------------------------------------------------------------------------
@@ -259,107 +315,26 @@ def port_of(node: Node) -> int:
 
 
 @pytest.mark.net
-async def test_who_can_be_dialled_is_told_so_and_where(public: Node) -> None:
-    found = await find_reach(DaemonOptions(), public.addresses)
-    assert (found.kind, found.host, found.relays) == ("open", "127.0.0.1", public.addresses)
-    assert found.punchable  # the question left from the port where its p2pd listens
-    daemon = Daemon.spawn(DaemonOptions(port=found.port))  # which is free again
-    await daemon.ready()
-    daemon.close_now()
-
-
-@pytest.mark.net
-async def test_a_dial_back_goes_to_who_is_meant_on_the_host_that_asks_and_not_too_often(
-    public: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_dial_back_goes_to_the_peer_that_is_meant_on_the_host_that_asks(public: Node) -> None:
     async with Node() as neighbour, Node(join=public.addresses) as asker:
         told = await ask(asker, public, B, port_of(neighbour))  # another peer behind the same address
         assert not told.reached and told.host == "127.0.0.1"
         assert (await ask(asker, public, neighbour.peer_id, port_of(neighbour))).reached
-        for peer, port in (("x" * 300, 4001), (B, -1), (B, 70000)):
-            with pytest.raises(Refused, match="cannot be dialled"):
-                await ask(asker, public, peer, port)
         with pytest.raises(Refused, match="that peer is connected to me already: ask for one that is not"):
             await ask(asker, public, asker.peer_id, port_of(asker))
         port = port_of(neighbour)
         await neighbour.close()
         told = await ask(asker, public, B, port)
         assert not told.reached and told.why == f"127.0.0.1:{port}: Connection refused"
-        monkeypatch.setattr(reach_module, "MAX_PER_HOST", 0)
-        with pytest.raises(Busy, match=r"^0 questions came from 127\.0\.0\.1 within a minute$"):
-            await ask(asker, public, B, port)
+        await check_vouching(asker, public)
 
 
-@pytest.mark.net
-async def test_a_peer_that_knows_no_such_question_tells_nothing(public: Node) -> None:
-    public.transport._methods.pop("reach")
-    found = await find_reach(DaemonOptions(), public.addresses)
-    assert found.kind == "unknown" and "no such method: 'reach'" in found.why
-    assert in_words(found).startswith("not known whether others can dial this machine: ")
-
-
-@pytest.mark.net
-async def test_what_p2pd_could_not_read_is_announced_on_nobodys_word(public: Node) -> None:
-    async def lie(request: Request) -> Answer:
-        return Answer(pack(answer("2600::1%a,b\x1b[2J", reached=True)))
-
-    public.transport.serve("reach", lie)
-    found = await find_reach(DaemonOptions(), public.addresses)
-    assert (found.kind, found.host) == ("unknown", "")
-    assert found.why == f"peer {public.peer_id[-6:]} saw us at no address"
-
-
-@pytest.mark.net
-async def test_words_of_a_stranger_are_cut_and_steer_no_terminal(public: Node) -> None:
-    said: list[Reached | Refused] = [answer(why="\x1b[2J" + "x" * 999), Refused("\x1b[2Jgo away")]
-
-    async def talk(request: Request) -> Answer:
-        words = said.pop(0)
-        if isinstance(words, Refused):
-            raise words
-        return Answer(pack(words))
-
-    public.transport.serve("reach", talk)
-    async with Node(join=public.addresses) as asker:
-        long, refusal = [await _ask(asker.transport, public.peer_id, b"") for _ in range(2)]
-    assert isinstance(long, Reached) and long.why == "?[2J" + "x" * 295 + "…"
-    assert refusal == "?[2Jgo away"
-
-
-@pytest.mark.net
-async def test_an_address_that_lives_vouches_for_no_other_of_its_peer(public: Node) -> None:
+async def check_vouching(asker: Node, public: Node) -> None:
+    """An address that lives vouches for no other of its peer."""
     dead = f"/ip4/127.0.0.1/tcp/1/p2p/{public.peer_id}"
-    async with Node() as asker:
-        for told in ([dead, *public.addresses], [*public.addresses, dead], [*public.addresses] * 2):
-            assert await relaying(asker.transport, asker.control, told) == public.addresses
-        assert await relaying(asker.transport, asker.control, [dead]) == ()  # although it is connected
-
-
-@pytest.mark.net
-async def test_free_identities_do_not_crowd_out_the_relays_that_a_user_named(
-    public: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with Node(join=public.addresses) as node:
-        free = [Identity(bytes([i]) * 32).peer_id for i in range(20)]
-        strangers = [f"/ip4/44.6.6.{i}/tcp/{port}/p2p/{p}" for i, p in enumerate(free) for port in (1, 2)]
-        monkeypatch.setattr(
-            node.directory.storage, "met_addresses", lambda: [f"/ip4/10.0.0.1/tcp/1/p2p/{A}", *strangers]
-        )
-        named = f"/ip4/44.1.1.1/tcp/1/p2p/{B}"
-        node._join = (named, *node._join)
-        assert node._relays() == [named, *strangers[::2]]
-
-        asked: list[str] = []
-
-        async def relaying(transport: object, control: object, addresses: Sequence[str]) -> tuple[str, ...]:
-            asked.extend(addresses)
-            return ()
-
-        monkeypatch.setattr(reach_module, "relaying", relaying)
-        assert node.daemon is not None
-        node.daemon.options = DaemonOptions(relays=(RELAY,))
-        await node._take_other_relays(node.daemon)
-        assert asked == [RELAY, named, *public.addresses, *strangers[:26:2]]
+    for told in ([dead, *public.addresses], [*public.addresses, dead], [*public.addresses] * 2):
+        assert await relaying(asker.transport, asker.control, told) == public.addresses
+    assert await relaying(asker.transport, asker.control, [dead]) == ()  # although it is connected
 
 
 @pytest.mark.net
@@ -374,15 +349,21 @@ async def test_what_is_settled_before_p2pd_is_started(public: Node, monkeypatch:
         chosen, words = await settled(options, join, wish)
         assert chosen.reachable is True and not words
     chosen, words = await settled(anywhere, public.addresses, "auto")
+    daemon = Daemon.spawn(DaemonOptions(port=chosen.port))  # which is free again
+    await daemon.ready()
+    daemon.close_now()
     assert chosen.announce == (f"127.0.0.1:{chosen.port}",) and chosen.port and chosen.reachable
     assert words == f"others can dial this machine at 127.0.0.1:{chosen.port}"
+    found = await find_reach(DaemonOptions(), public.addresses)
+    assert (found.kind, found.host, found.relays) == ("open", "127.0.0.1", public.addresses)
+    assert found.punchable  # the question left from the port where its p2pd listens
     chosen, words = await settled(anywhere, public.addresses, "relay")
     assert chosen.reachable is False and chosen.relays == public.addresses and not chosen.be_relay
 
     async def closed(options: DaemonOptions, join: Sequence[str], *, hidden: bool) -> Finding:
         return Finding(kind="closed", host="44.1.2.3", port=7, why="no connection within 3 s")
 
-    monkeypatch.setattr(reach_module, "find_reach", closed)
+    monkeypatch.setattr(nat, "find_reach", closed)
     with pytest.raises(SetupError) as refused:
         await settled(anywhere, public.addresses, "auto")
     assert refused.value.text == (
@@ -395,14 +376,11 @@ async def test_what_is_settled_before_p2pd_is_started(public: Node, monkeypatch:
 
 
 @pytest.mark.net
-async def test_where_nobody_relays_a_hidden_peer_says_so(
-    public: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("peers.net.node.RELAY_S", 0.5)
-    monkeypatch.setattr(reach_module, "RESERVE_S", 0.5)
+async def test_where_no_peer_relays_a_hidden_peer_says_so(public: Node) -> None:
+    timings = NetTimings(relay_s=0.5, reserve_s=0.5)
     options = DaemonOptions(host="0.0.0.0", reachable=False, relays=public.addresses)
     with pytest.raises(SetupError) as refused:
-        async with Node(options=options, join=public.addresses):
+        async with Node(options=options, join=public.addresses, timings=timings):
             pass
     assert refused.value.text.startswith(
         f"nobody can dial this machine, and none of these peers relays for it: {public.addresses[0]}. "

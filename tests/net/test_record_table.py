@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from peers.net import record_table as table_module
 from peers.net.record_table import Table
 from peers.net.signed_records import Announced
 from swarm.records import PeerRecord
@@ -63,7 +60,7 @@ def test_the_list_of_a_stage_is_the_same_object_until_that_stage_changes() -> No
     assert names(one) == ["b"]
 
 
-def test_our_own_record_is_what_we_say_and_nobody_else() -> None:
+def test_our_own_record_is_what_we_say_and_no_other_peer() -> None:
     table = Table("me")
     mine = announced("me", 0.0, stage=1).record
     table.set_own(mine)
@@ -87,9 +84,8 @@ def test_how_many_are_on_each_level_is_known_by_stage() -> None:
     assert table.levels(0) == {0: 2, 1: 3}
 
 
-def test_strangers_do_not_fill_our_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_module, "MAX_KNOWN", 3)
-    table = Table("me")
+def test_strangers_do_not_fill_our_memory() -> None:
+    table = Table("me", most_known=3)
     assert [table.put(announced(f"p{number}", 10.0), [KEY]) for number in range(5)] == [True] * 3 + [
         False
     ] * 2

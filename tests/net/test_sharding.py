@@ -6,16 +6,11 @@ from collections import Counter
 
 import pytest
 
-from peers.net.sharding import (
-    FULL,
-    MAX_LEVEL,
-    Shard,
-    homes,
-    level_for,
-    levels_to_read,
-    shards_at,
-    shards_to_read,
-)
+from peers.net.lookup import MAX_LEVEL, Scale, Shard, homes, shards_at
+
+SCALE = Scale()
+FULL = SCALE.full
+level_for, levels_to_read, shards_to_read = SCALE.level_for, SCALE.levels_to_read, SCALE.shards_to_read
 
 
 def peers(count: int) -> list[str]:
@@ -25,7 +20,7 @@ def peers(count: int) -> list[str]:
 def test_a_small_stage_has_one_key() -> None:
     assert level_for(1) == level_for(FULL) == 0
     assert {homes(peer, 3, 0) for peer in peers(50)} == {(Shard(3, 0, 0),)}
-    assert list(shards_to_read(3, Counter({0: 9}))) == [Shard(3, 0, 0)]
+    assert shards_to_read(3, Counter({0: 9})) == [Shard(3, 0, 0)]
 
 
 @pytest.mark.parametrize("members", [9, 130, 1000, 10_000])
@@ -38,7 +33,7 @@ def test_no_key_of_any_level_holds_much_more_than_it_should(members: int) -> Non
         assert held[Shard(0, 0, 0)] > FULL / 8, "enough to learn from how far the others are spread"
 
 
-def test_every_peer_is_found_by_who_knows_only_the_sample_of_level_0() -> None:
+def test_every_peer_is_found_by_one_that_knows_only_the_sample_of_level_0() -> None:
     level = level_for(2000)
     lies = {peer: homes(peer, 5, level) for peer in peers(2000)}
     seen = [peer for peer, where in lies.items() if Shard(5, 0, 0) in where]
@@ -46,7 +41,7 @@ def test_every_peer_is_found_by_who_knows_only_the_sample_of_level_0() -> None:
     assert all(read.intersection(where) for where in lies.values())
 
 
-def test_readers_look_further_before_writers_go_there() -> None:
+def test_readers_go_further_before_writers_do() -> None:
     for members in range(0, 9000, 7):
         assert level_for(members) in levels_to_read(Counter({0: members})) or members == 0
         assert level_for(members * 20 // 19 + 1) in levels_to_read(Counter({0: members}))
@@ -72,6 +67,6 @@ def test_a_shard_is_split_into_four_and_a_sample_is_part_of_the_next() -> None:
     for peer in peers(300):
         deep = {shard.level: shard.number for shard in homes(peer, 0, 3)}
         assert deep[3] % 16 == homes(peer, 0, 2)[0].number
-        # Who is on level 0 besides 3 is on those between as well.
+        # One that is on level 0 besides 3 is on those between as well.
         assert 0 not in deep or {1, 2} <= deep.keys()
     assert len(shards_at(0, 2)) == 16

@@ -1,6 +1,6 @@
 # pyright: reportAttributeAccessIssue=false
 # (protobuf's generated modules carry no types)
-"""What a node keeps for others, and what it answers: bounded, and who speaks for itself goes first."""
+"""What a node keeps for others, and what it answers: bounded; a peer that speaks for itself goes first."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ import functools
 import time
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 from hivemind.dht.routing import RoutingTable
 from hivemind.dht.storage import DHTLocalStorage
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.net import dht_protocol as holder
-from peers.net import sharding as shards
-from peers.net import signed_records as envelopes
+from peers.clock import unix_s
+from peers.net import dht_protocol, signed_records
 from peers.net._hivemind import DHTID, P2PContext, PeerID, dht_pb2
 from peers.net.dht_protocol import Entry, Found, RecordCheck, RecordProtocol, answer, ask, read_question
 from peers.net.identity import Identity
+from peers.net.lookup import Shard
 from swarm.errors import Refused
 from swarm.records import PeerRecord
+from swarm.wire.version import PROTOCOL_VERSION
+from tests.net.memory_dht import MemoryDht
 
 RUN = "f" * 32
 KEY, OTHER_KEY, SALT = b"k" * 20, b"o" * 20, b"saltsalt"
-STAGE_0 = envelopes.peers_key(RUN, shards.Shard(0, 0, 0))
+STAGE_0 = signed_records.peers_key(RUN, Shard(0, 0, 0))
 
 
 @functools.lru_cache(maxsize=1)
@@ -38,14 +41,14 @@ def soon() -> float:
 def entry(number: int, stage: int = 0, later_s: float = 0.0) -> Entry:
     me = Identity(number.to_bytes(32, "big"))
     record = PeerRecord(peer=me.peer_id, run=RUN, stage=stage, state="serving", version=0)
-    return Entry(me.peer_id, envelopes.seal_record(record, soon() + later_s, me), soon() + later_s)
+    return Entry(me.peer_id, signed_records.seal_record(record, soon() + later_s, me), soon() + later_s)
 
 
 def asked(
     keys: Mapping[bytes, Mapping[str, float]], held: Mapping[bytes, list[Entry]], most_bytes: int = 10**6
 ) -> list[Found]:
     told = answer(read_question(ask(keys, most_bytes, SALT)), lambda key: held.get(key, []))
-    return holder._answer_decoder.decode(told)
+    return dht_protocol._answer_decoder.decode(told)
 
 
 # -- questions and answers ---------------------------------------------------------------------------------
@@ -62,11 +65,11 @@ def test_only_what_is_not_known_is_told() -> None:
 def test_what_is_older_than_what_is_known_is_not_told_again() -> None:
     """A node that missed a renewal would tell of the version before it, each time."""
     stale = Entry("a", b"A", 100.0)
-    later = 100.0 + 2 * holder.VERSION_S
+    later = 100.0 + 2 * dht_protocol.VERSION_S
     assert asked({KEY: {"a": later}}, {KEY: [stale]}) == [Found((), 0)]
     renewed = Entry("a", b"B", later)
     assert asked({KEY: {"a": 100.0}}, {KEY: [renewed]}) == [Found((renewed,), 0)]
-    wrapped = 2.0**32 * holder.VERSION_S
+    wrapped = 2.0**32 * dht_protocol.VERSION_S
     assert asked({KEY: {"a": wrapped - 5.0}}, {KEY: [Entry("a", b"C", wrapped + 5.0)]})[0].entries
 
 
@@ -102,7 +105,7 @@ def test_a_strangers_question_is_refused_or_bounded(data: bytes) -> None:
     except Refused as refusal:
         assert refusal.text.startswith("a malformed question")
     else:
-        assert len(question.keys) <= holder.MAX_KEYS_PER_CALL
+        assert len(question.keys) <= dht_protocol.MAX_KEYS_PER_CALL
 
 
 @pytest.mark.parametrize(
@@ -144,16 +147,14 @@ def kept(at: RecordProtocol, key: str = STAGE_0) -> list[str]:
     return [one.subkey for one in at.entries(DHTID.generate(source=key))]
 
 
-async def test_of_a_flood_through_one_node_no_record_keeps_out_who_speaks_for_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(holder, "MAX_SUBKEYS", 10)
+async def test_of_a_flood_through_one_node_no_record_keeps_out_a_peer_that_speaks_for_itself() -> None:
     at = node()
+    at.max_subkeys = 10
     assert await store(at, *(entry(n) for n in range(100, 115)), sender=99) == [True] * 10 + [False] * 5
-    assert await store(at, entry(1), sender=99) == [False], "one more that somebody else brings"
+    assert await store(at, entry(1), sender=99) == [False], "one more that another peer brings"
     assert await store(at, entry(1), sender=1) == [True]
     assert len(kept(at)) == 10 and kept(at)[0] == entry(1).subkey, "told first"
-    assert await store(at, entry(1, 0, 5.0), sender=99) == [True], "who is there is renewed by anybody"
+    assert await store(at, entry(1, 0, 5.0), sender=99) == [True], "what is there is renewed by any peer"
     assert kept(at)[0] == entry(1).subkey
     for number in range(2, 11):
         assert await store(at, entry(number), sender=number) == [True]
@@ -161,25 +162,28 @@ async def test_of_a_flood_through_one_node_no_record_keeps_out_who_speaks_for_it
     assert set(kept(at)) == {entry(n).subkey for n in range(1, 11)}
 
 
-async def test_what_has_expired_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    at = node()
-    assert await store(at, entry(1), entry(2, 0, 5.0), sender=99) == [True, True]
-    monkeypatch.setattr(holder, "unix_s", lambda: soon() + 1.0)
-    assert kept(at) == [entry(2, 0, 5.0).subkey]
+@pytest.mark.virtual_time
+async def test_what_has_expired_is_not_told() -> None:
+    async with MemoryDht() as dht:
+        at, key_id = (await dht.add(0)).protocol, DHTID.generate(source=STAGE_0)
+        for subkey, life_s in (("soon", 5.0), ("later", 10.0)):
+            at.storage.store(key_id, b"", unix_s() + life_s, subkey=subkey)
+        await asyncio.sleep(6.0)
+        assert kept(at) == ["later"]
 
 
-async def test_a_node_that_is_full_makes_room_in_its_largest_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holder, "MAX_ENTRIES", 10)
-    at, other = node(), envelopes.peers_key(RUN, shards.Shard(1, 0, 0))
+async def test_a_node_that_is_full_makes_room_in_its_largest_key() -> None:
+    at, other = node(), signed_records.peers_key(RUN, Shard(1, 0, 0))
+    at.max_entries = 10
     assert all(await store(at, *(entry(n) for n in range(100, 110)), sender=99))
     assert await store(at, entry(1, 1), sender=99, key=other) == [False]
     assert await store(at, entry(1, 1), sender=1, key=other) == [True]
     assert (len(kept(at)), kept(at, other)) == (9, [entry(1, 1).subkey])
 
 
-async def test_a_record_that_is_refused_drives_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holder, "MAX_SUBKEYS", 2)
+async def test_a_record_that_is_refused_drives_none_out() -> None:
     at = node()
+    at.max_subkeys = 2
     assert all(await store(at, entry(100), entry(101), sender=99))
     assert await store(at, entry(1)._replace(value=b"forged"), sender=1) == [False]
     assert await store(at, entry(1, 1), sender=1) == [False], "of another stage"
@@ -197,18 +201,53 @@ async def test_a_store_call_of_too_many_values_or_for_the_cache_keeps_nothing() 
     assert kept(at) == []
 
 
+async def test_a_strangers_records_are_not_stored() -> None:
+    check = RecordCheck()
+    at = node(check)
+    me, victim = Identity((1).to_bytes(32, "big")), Identity((2).to_bytes(32, "big"))
+    own = PeerRecord(peer=me.peer_id, run=RUN, stage=0, state="serving", version=0)
+    about_victim = PeerRecord(peer=victim.peer_id, run=RUN, stage=0, state="serving", version=0)
+    packed = signed_records._pack(about_victim, 0)
+    forged = msgspec.msgpack.encode([packed, soon(), me.sign(b"not what it should be"), PROTOCOL_VERSION])
+    good = signed_records.seal_record(own, soon(), me)
+    other_run = signed_records.peers_key("e" * 32, Shard(0, 0, 0))
+    wrong: list[tuple[str, str, object, bytes, float]] = [
+        ("a record with a wrong signature", STAGE_0, victim.peer_id, forged, soon()),
+        ("a record with a wrong signature", STAGE_0, victim.peer_id, good, soon()),
+        ("stored for another time", STAGE_0, me.peer_id, good, soon() + 30),
+        ("a value that wants to live too long", STAGE_0, me.peer_id, good, soon() + 1e6),
+        ("a value under a key where it does not belong", other_run, me.peer_id, good, soon()),
+        ("a malformed manifest", "anything", "x", b"what is this", soon()),
+        ("a value that is too large", STAGE_0, me.peer_id, bytes(100_000), soon()),
+        ("a malformed record", STAGE_0, me.peer_id, b"\x91" * 900, soon()),
+        ("a subkey that is not a text", STAGE_0, 5, good, soon()),
+        ("a subkey that is not a text", STAGE_0, None, good, soon()),
+    ]
+    for number, (reason, key, subkey, value, expires) in enumerate(wrong, start=1):
+        assert await store(at, Entry(subkey, value, expires), sender=1, key=key) == [False], reason
+        assert sum(check.rejected.values()) == number and any(reason in text for text in check.rejected)
+    assert len(at.storage) == 0
+    # His own record, about himself, is as good as any. An older one does not replace it.
+    assert await store(at, Entry(me.peer_id, good, soon()), sender=1) == [True]
+    renewed = msgspec.structs.replace(own, version=7)
+    older = signed_records.seal_record(renewed, soon() - 5, me)
+    assert await store(at, Entry(me.peer_id, older, soon() - 5), sender=1) == [False]
+    (kept_now,) = at.entries(DHTID.generate(source=STAGE_0))
+    assert kept_now.value == good
+
+
 async def test_what_does_not_fit_a_question_is_no_answer() -> None:
     request = dht_pb2.FindRequest(keys=[b"what is this"])
     assert len((await node().rpc_read(request, context(1))).results) == 0
 
 
-def test_what_is_handed_on_goes_in_pieces() -> None:
+def test_what_is_handed_on_goes_in_batches() -> None:
     due = [(DHTID.generate(source="k"), entry(n)) for n in range(300)]
-    pieces = list(holder._pieces(due))
-    assert [one for piece in pieces for one in piece] == due
-    assert all(len(piece) <= holder.MAX_KEYS_PER_CALL for piece in pieces)
+    batches = list(dht_protocol._batches(due))
+    assert [one for batch in batches for one in batch] == due
+    assert all(len(batch) <= dht_protocol.MAX_KEYS_PER_CALL for batch in batches)
     large = [(DHTID.generate(source="k"), Entry("a", bytes(16_000), 1.0))] * 9
-    assert [len(piece) for piece in holder._pieces(large)] == [4, 4, 1]
+    assert [len(batch) for batch in dht_protocol._batches(large)] == [4, 4, 1]
 
 
 # -- believing ---------------------------------------------------------------------------------------------
@@ -218,12 +257,12 @@ def test_what_is_handed_on_goes_in_pieces() -> None:
     ("value_bytes", "node_id", "believed"),
     [(50, bytes(20), True), (50, b"\xff" * 21, False), (100_000, bytes(20), False)],
 )
-async def test_an_answer_that_cannot_be_ends_nobody_and_costs_little(
+async def test_an_answer_that_cannot_be_ends_nothing_and_costs_little(
     value_bytes: int, node_id: bytes, believed: bool
 ) -> None:
     at, peer = node(), context(1).remote_id
     entries = (Entry("a", bytes(value_bytes), soon()),)
-    value = holder._encode([Found(entries, 0)])
+    value = dht_protocol._encode([Found(entries, 0)])
 
     class Stub:
         async def rpc_read(self, request: object, timeout: float) -> dht_pb2.FindResponse:
@@ -232,7 +271,7 @@ async def test_an_answer_that_cannot_be_ends_nobody_and_costs_little(
             )
 
     class Table(dict[object, object]):
-        def get(self, **_: object) -> None:  # nobody is known
+        def get(self, **_: object) -> None:  # no node is known
             return None
 
     at.get_stub = lambda peer: Stub()  # pyright: ignore

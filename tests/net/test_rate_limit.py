@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from peers.net.rate_limit import TURN_S, RateLimiter
+from peers.net.bandwidth import TURN_S, RateLimiter
 from peers.ports import Answer, Request
 from tests.net.relay import Relay
 from tests.net.test_transport import echo, relay

@@ -1,0 +1,171 @@
+"""What a node does about its p2pd and its relays, without any: how often it is started again, and where."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from peers.net import nat
+from peers.net.identity import Identity
+from peers.net.node import LONGEST_PAUSE_S, STABLE_S, Deaths, Node
+from peers.net.p2pd import DaemonOptions
+from peers.net.timings import DEFAULT_TIMINGS, NetTimings
+
+pytestmark = pytest.mark.virtual_time
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.02)
+
+
+async def test_p2pd_is_started_again_with_growing_pauses_until_it_died_too_often_in_a_row() -> None:
+    deaths, now, pauses = Deaths(6), 100.0, []
+    while (pause_s := deaths.pause_s(now=now)) is not None:
+        pauses.append(pause_s)
+        now += pause_s
+        deaths.started(now=now)
+        now += 0.5
+    assert pauses == [0.0, 0.25, 0.5, 1.0, 2.0, 4.0]
+    deaths, now = Deaths(2), 0.0
+    for _ in range(20):  # once in a while, for ever
+        assert deaths.pause_s(now=now) == 0.0
+        deaths.started(now=now)
+        now += STABLE_S + 0.1
+    deaths = Deaths(100)
+    deaths.started(now=0.0)
+    assert max(deaths.pause_s(now=0.0) or 0.0 for _ in range(100)) == LONGEST_PAUSE_S
+
+
+# -- at home, behind a relay -------------------------------------------------------------------------------
+
+RELAYS = tuple(f"/ip4/44.0.0.{i}/tcp/1/p2p/{Identity(bytes([i]) * 32).peer_id}" for i in range(1, 5))
+RELAYED = f"{RELAYS[0]}/p2p-circuit"
+
+
+class Told:
+    """A p2pd, and its control: what it answers is set by the test."""
+
+    pid, peer_id, alive = 1, Identity(b"a" * 32).peer_id, True
+
+    def __init__(self, *relays: str) -> None:
+        self.options = DaemonOptions(relays=relays)
+        self.listening: tuple[str, ...] = ()
+        self.met: list[str] = []
+        self.kills = 0
+
+    async def identify(self) -> tuple[str, tuple[str, ...]]:
+        return self.peer_id, self.listening
+
+    async def connected(self) -> set[str]:
+        return {relay.rpartition("/")[2] for relay in self.met}
+
+    async def relayed(self) -> list[str]:
+        return []
+
+    def kill(self) -> None:
+        self.kills += 1
+
+
+def at_home(told: Told, timings: NetTimings = DEFAULT_TIMINGS) -> Node:
+    node = Node(daemon=told, timings=timings)  # type: ignore[arg-type]
+    node.control, node.transport = told, told  # type: ignore[assignment]
+    node.directory = SimpleNamespace(move=lambda addresses: None)  # type: ignore[assignment]
+    return node
+
+
+async def test_probing_p2pd_goes_on_when_files_are_short_or_a_probe_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = [ValueError("a bug"), OSError(24, "Too many open files")]
+    told = Told(RELAYS[0])
+
+    async def relaying(transport: object, control: object, addresses: object) -> tuple[str, ...]:
+        if len(failures) == 2:
+            raise failures.pop(0)
+        return RELAYS[1:]
+
+    async def those_that_take_us(
+        options: object, relays: tuple[str, ...], reserve_s: float
+    ) -> tuple[str, ...]:
+        if failures:
+            raise failures.pop(0)
+        return relays
+
+    monkeypatch.setattr(nat, "relaying", relaying)
+    monkeypatch.setattr(nat, "those_that_take_us", those_that_take_us)
+    probing = asyncio.ensure_future(at_home(told)._probe())
+    await until(lambda: told.kills > 0 or probing.done())
+    assert not probing.done() and told.options.relays == RELAYS[1:]
+    probing.cancel()
+    assert "a probe of p2pd failed" in caplog.text
+    assert "no other relays could be tried: [Errno 24] Too many open files" in caplog.text
+
+
+async def test_a_p2pd_that_a_relay_took_again_while_others_were_tried_lives_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = Told(RELAYS[0])
+
+    async def relaying(transport: object, control: object, addresses: object) -> tuple[str, ...]:
+        return RELAYS[1:]
+
+    async def those_that_take_us(
+        options: object, relays: tuple[str, ...], reserve_s: float
+    ) -> tuple[str, ...]:
+        told.listening = (RELAYED,)
+        return relays
+
+    monkeypatch.setattr(nat, "relaying", relaying)
+    monkeypatch.setattr(nat, "those_that_take_us", those_that_take_us)
+    node = at_home(told)
+    await node._take_other_relays(told)  # type: ignore[arg-type]
+    assert told.kills == 0 and told.options.relays == RELAYS[:1]
+    assert node.addresses == (f"{RELAYED}/p2p/{told.peer_id}",)
+
+
+async def test_a_public_peer_that_is_gone_is_not_waited_for_when_a_relay_has_us() -> None:
+    told = Told(*RELAYS)
+    told.listening, told.met = (RELAYED,), list(RELAYS[1:])
+    node = at_home(told)
+    await asyncio.wait_for(node._await_addresses(3600.0), DEFAULT_TIMINGS.observers_s + 1.0)
+    assert node.addresses == (f"{RELAYED}/p2p/{told.peer_id}",)
+
+
+async def test_public_peers_that_are_slow_are_waited_for_so_that_holes_can_be_punched() -> None:
+    told = Told(*RELAYS)
+    told.listening, told.met = (RELAYED,), list(RELAYS[1:])
+    waiting = asyncio.ensure_future(at_home(told)._await_addresses(3600.0))
+    await asyncio.sleep(DEFAULT_TIMINGS.observers_s - 0.5)
+    assert not waiting.done()
+    told.met = list(RELAYS)
+    await asyncio.sleep(DEFAULT_TIMINGS.notice_s)
+    assert not waiting.done(), "they tell it within two round trips more"
+    await asyncio.wait_for(waiting, 15.0)
+
+
+async def test_free_identities_do_not_crowd_out_the_relays_that_a_user_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = [Identity(bytes([i]) * 32).peer_id for i in range(20)]
+    strangers = [f"/ip4/44.6.6.{i}/tcp/{port}/p2p/{p}" for i, p in enumerate(free) for port in (1, 2)]
+    home = f"/ip4/10.0.0.1/tcp/1/p2p/{Identity(b'b' * 32).peer_id}"
+    named = f"/ip4/44.1.1.1/tcp/1/p2p/{Identity(b'c' * 32).peer_id}"
+    told = Told(RELAYS[3])
+    node = at_home(told)
+    node._join, node._started = (named, home), ["directory"]
+    node.directory.storage = SimpleNamespace(met_addresses=lambda: [home, *strangers])  # type: ignore[assignment]
+    assert node._relays() == [named, *strangers[::2]]
+
+    asked: list[str] = []
+
+    async def relaying(transport: object, control: object, addresses: list[str]) -> tuple[str, ...]:
+        asked.extend(addresses)
+        return ()
+
+    monkeypatch.setattr(nat, "relaying", relaying)
+    await node._take_other_relays(told)  # type: ignore[arg-type]
+    assert asked == [RELAYS[3], named, home, *strangers[:26:2]]
