@@ -1,19 +1,22 @@
 """Rules that are broken in the classes that ship are noticed by the simulation.
 
-A hundred schedules do not notice these three yet: adding to a frozen sum, dropping a ledger without its sum,
-keeping a sum that was handed over.
+One is not: keeping a sum that was handed over, by a peer that ends anyway.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count, islice
 
 import pytest
 from msgspec.structs import replace
 
 from peers.sim.__main__ import played
+from peers.sim.setting import setting_of
 from peers.stage import actions, coordination
 from peers.stage.recovery import Recovery
+from peers.stage.state import StageCore
 from swarm.model.stage import StageCompute
 from swarm.protocol import coordinator, rounds
 from swarm.protocol.ledger import Bitmap, Claim, Ledger
@@ -110,6 +113,17 @@ def commit_early(patch: Patch) -> None:
     patch.setattr(coordinator, "decide_commit", commit)
 
 
+def lose_inherited_marks(patch: Patch) -> None:
+    def take_over(self: Ledger, done: int) -> None:
+        self.done |= done
+
+    patch.setattr(Ledger, "take_over", take_over)
+
+
+def drop_the_ledger_only(patch: Patch) -> None:
+    patch.setattr(StageCore, "drop_sum", lambda self, step: step.drop())
+
+
 @pytest.mark.parametrize(
     ("mutation", "invariant", "seeds"),
     [
@@ -128,8 +142,36 @@ def test_a_rule_that_is_broken_is_noticed(
     mutation: Callable[[Patch], None], invariant: str, seeds: int, monkeypatch: Patch
 ) -> None:
     mutation(monkeypatch)
-    for outcome, _ in played(range(seeds), jobs=1):
+    notice(range(seeds), invariant)
+
+
+def add_to_a_frozen_sum(patch: Patch) -> None:
+    patch.setattr(Ledger, "may_add", lambda self, m: not self.done >> m & 1)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "invariant", "seeds"),
+    [
+        (lose_inherited_marks, "bug", 60),
+        (drop_the_ledger_only, "I1", 200),
+        (add_to_a_frozen_sum, "I1", 150),
+    ],
+)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_rule_about_sums_of_several_replicas_is_noticed_by_crowds(
+    mutation: Callable[[Patch], None], invariant: str, seeds: int, monkeypatch: Patch
+) -> None:
+    """Duplicates have to come while sums are frozen, or to be in sums that were handed over."""
+    mutation(monkeypatch)
+    crowds = (seed for seed in count() if setting_of(seed).crowd)
+    notice(list(islice(crowds, seeds)), invariant)
+
+
+def notice(seeds: Sequence[int], invariant: str) -> None:
+    """Fail if no schedule of `seeds` is violated in that way."""
+    for outcome, _ in played(seeds, jobs=1):
         if outcome.violation.startswith(invariant) and outcome.violation:
             print(f"noticed by seed {outcome.seed}: {outcome.violation}")
             return
-    pytest.fail(f"{seeds} schedules did not notice it")
+    pytest.fail(f"{len(seeds)} schedules did not notice it")
