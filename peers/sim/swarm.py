@@ -208,6 +208,7 @@ class Swarm:
             await life
         except SwarmError as error:
             self.say(f"{member.name} ends: {error.text}")
+        self.network.kill(member.name, quietly=False)  # a process that ends takes its connections along
 
     # -- those that a fault can hit ---------------------------------------------------------------
 

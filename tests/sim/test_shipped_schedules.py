@@ -182,6 +182,16 @@ def test_wrong_usage_is_explained(
     assert ended.value.code == 2 and error in capsys.readouterr().err
 
 
+def test_a_call_to_a_process_that_ended_by_itself_ends_as_well() -> None:
+    """Seed 851: a trainer waited for ever for a peer that its dead device had ended."""
+    faults = [
+        Fault(0.378, "pause", 0.825, 0.513),
+        Fault(0.847, "device dies", 0.008, 0.252),
+        Fault(1.96, "join", 0.716, 0.977),
+    ]
+    assert World(851, schedule=faults, setting=usual(851)).play().violation == ""
+
+
 def test_what_waits_to_be_sent_again_does_not_change_with_the_weights() -> None:
     """Seed 792: an output was a view of the weights; sent again after a rollback it was that of others."""
     world = World(792, schedule=[Fault(1.656, "lose stage", 0.651, 4.08)], setting=usual(792))
