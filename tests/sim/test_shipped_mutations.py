@@ -6,7 +6,6 @@ One is not: keeping a sum that was handed over, by a peer that ends anyway.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import count, islice
 
 import pytest
