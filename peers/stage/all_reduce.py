@@ -57,7 +57,9 @@ class _Chunk:
 
     numel: int
     contributions: dict[PeerId, torch.Tensor | None] = field(default_factory=dict)
-    result: asyncio.Future[tuple[PartDone, Sequence[Buffer]]] | None = None
+    result: asyncio.Future[tuple[PartDone, Sequence[Buffer]]] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
 
 @dataclass(slots=True)
@@ -157,7 +159,7 @@ class AllReduce:
         ended = self._rounds.pop(name, None)
         if ended is not None:
             for chunk in ended.chunks.values():
-                if chunk.result is not None and not chunk.result.done():
+                if not chunk.result.done():
                     chunk.result.set_exception(NotReady(f"round {name[:8]} is void: {why}", version=ended.t))
                     chunk.result.exception()  # callers that wait see it; there may be none
 
@@ -169,8 +171,6 @@ class AllReduce:
     def _contribute(self, this: _Round, start: int, member: PeerId, part: torch.Tensor | None) -> None:
         """Take one replica's contribution; with the last one, the chunk is reduced."""
         chunk = this.chunks[start]
-        if chunk.result is None:
-            chunk.result = asyncio.get_running_loop().create_future()
         chunk.contributions[member] = part
         if len(chunk.contributions) < len(this.plan.members) or chunk.result.done():
             return
@@ -191,7 +191,6 @@ class AllReduce:
 
     async def _collect_own(self, this: _Round) -> None:
         for chunk in this.chunks.values():
-            assert chunk.result is not None
             await asyncio.shield(chunk.result)
 
     async def _exchange(self, this: _Round, owner: PeerId, chunks: Sequence[tuple[int, int]]) -> None:
@@ -266,10 +265,7 @@ class AllReduce:
                 error=Refused,
             )  # fmt: skip
         fault_point("reduce")
-        if part.round not in self._rounds:
-            raise NotReady(f"round {part.round[:8]} is void", version=part.t)
         self._contribute(this, part.start, request.peer, contribution)
-        assert chunk.result is not None
         done, buffers = await asyncio.shield(chunk.result)
         return Answer(pack(done), buffers)
 

@@ -1242,18 +1242,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "void-round-not-told",
         ALL_REDUCE,
-        "                if chunk.result is not None and not chunk.result.done():\n",
+        "                if not chunk.result.done():\n",
         "                if False:\n",
         "A member waits for a round that ended elsewhere.",
-        ("test_reduce", "test_loops"),
-    ),
-    Mutation(
-        "contribution-to-a-void-round",
-        ALL_REDUCE,
-        "        if part.round not in self._rounds:\n"
-        '            raise NotReady(f"round {part.round[:8]} is void", version=part.t)\n',
-        "",
-        "A contribution that comes late waits for a round that ended.",
         ("test_reduce", "test_loops"),
     ),
     Mutation(
@@ -1343,7 +1334,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        peer.core.device.longest_s = longest_s\n",
         "",
         "A slow device is taken for hung after a pause.",
-        ("test_pause", "test_hung_device"),
+        ("test_guards", "test_pause", "test_hung_device"),
     ),
     Mutation(
         "full-device-hides-a-bug",
@@ -1455,7 +1446,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if not self._told:\n            return  # a trainer",
         "        if False:\n            return  # a trainer",
         "A trainer that comes late offers steps that are long over.",
-        ("test_latecomers",),
+        ("test_trainer_news", "test_latecomers"),
     ),
     # --- states that travel ---
     Mutation(

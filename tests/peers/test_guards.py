@@ -6,6 +6,7 @@ import asyncio
 import struct
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from peers.clock import now_s
+from peers.owner.commands import Owner
 from peers.ports import Rank
 from peers.sim.members import AuditCompute
 from peers.stage import recovery
@@ -22,6 +24,7 @@ from peers.stage.joining import LOST_S
 from peers.stage.microbatches import MAX_WAITING
 from peers.stage.next_stage import NextStage
 from peers.stage.open_step import Kept, OpenStep
+from peers.stage.pause import serve
 from peers.transfer.client import Download
 from swarm.errors import Leaving, NotNow, NotReady, PeerGone, Refused, SwarmError
 from swarm.ids import Generation, Microbatch, Position
@@ -563,6 +566,30 @@ async def test_with_a_state_comes_the_commit_that_made_it(monkeypatch: pytest.Mo
     monkeypatch.setattr(recovery, "download_state", download)
     assert await alone.peer.actions._recovery.download(["other"])  # pyright: ignore[reportPrivateUsage]
     assert (alone.core.version, alone.core.commits) == (1, {0: commit})
+
+
+async def test_a_device_that_was_slow_before_a_pause_is_known_as_slow_after_it() -> None:
+    known: list[float] = []
+
+    class Briefly:
+        """A stage peer that pauses at once, and the second time ends."""
+
+        has_joined, moving_to, kept, alone = True, None, None, False
+
+        def __init__(self) -> None:
+            self.core = SimpleNamespace(device=SimpleNamespace(longest_s=0.0))
+            self.paused = False
+
+        async def run(self) -> None:
+            known.append(self.core.device.longest_s)
+            self.core.device.longest_s, self.paused = 50.0, len(known) == 1
+
+    async def build(*_: object) -> Any:
+        return Briefly()
+
+    hold: Any = None
+    await serve(0, Owner(), build, hold, device="cpu", emit=lambda _: None)
+    assert known == [0.0, 50.0]
 
 
 # --- tied weights -------------------------------------------------------------------------------------------

@@ -59,6 +59,17 @@ async def test_what_another_generation_lacked_is_not_run() -> None:
     assert this._held_by_all == 0 and this._todo.next_wakeup(now=0.0) is not None
 
 
+async def test_a_trainer_offers_nothing_before_it_was_told_how_far_the_run_is() -> None:
+    this: Any = trainer()
+    this._start_work()
+    assert not this._running
+    hears(this, 5)
+    this._start_work()
+    assert set(this._running.values()) == {5}, "not steps that are long over"
+    for task in this._running:
+        task.cancel()
+
+
 async def test_a_trainer_stays_until_all_stages_have_the_last_version() -> None:
     this: Any = trainer()
     training = asyncio.create_task(this.run())
