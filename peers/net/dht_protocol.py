@@ -64,6 +64,8 @@ MAX_ANSWER_BYTES = 1 << 19
 HAND_ON_BYTES = 1 << 16
 """To a node that we met, in one call."""
 PING_EVERY_S = 1.0
+JOIN_S = 8.0
+"""For reaching a peer to join at, and again for its first answer: it may be far away, or busy."""
 _CLOCK_MARGIN_S = 60.0
 VERSION_S = 1 / 16
 """Versions of a record expire at least twice as far apart."""
@@ -410,7 +412,7 @@ class RecordProtocol(DHTProtocol):
         asked_at, request = get_dht_time(), dht_pb2.PingRequest(peer=self.node_info, validate=True)
         try:
             async with self.rpc_semaphore:
-                response = await self.get_stub(peer).rpc_ping(request, timeout=self.wait_timeout)
+                response = await self.get_stub(peer).rpc_ping(request, timeout=JOIN_S)
             node_id = DHTID.from_bytes(response.peer.node_id) if response.peer.node_id else None
         except Exception:  # whatever hivemind, p2pd and a stranger come up with
             logger.debug("%s does not answer a ping", peer, exc_info=True)

@@ -22,7 +22,7 @@ from typing import Any
 
 from peers.clock import now_s
 from peers.net._hivemind import DHTID, DHTNode, PeerID, TaskKeeper, use_protocol
-from peers.net.dht_protocol import MAX_KEYS, Entry, RecordCheck, RecordProtocol, Welcome
+from peers.net.dht_protocol import JOIN_S, MAX_KEYS, Entry, RecordCheck, RecordProtocol, Welcome
 from peers.net.identity import CIRCUIT, split_peer_id, without_peer_id
 from peers.net.p2pd_control import AttachedP2P, ControlError, DaemonControl
 from swarm.errors import SetupError
@@ -31,7 +31,6 @@ from swarm.records import PeerRecord
 
 logger = logging.getLogger(__name__)
 
-JOIN_S = 8.0
 REPLICAS = 5
 RPC_S = 3.0
 SEARCH_WAIT_S = 1.0

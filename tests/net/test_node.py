@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import re
 import resource
@@ -21,6 +22,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from peers.net.dht_protocol import RecordProtocol
+from peers.net.dht_storage import RPC_S
 from peers.net.identity import Identity
 from peers.net.node import MAX_UNANSWERED, VERSION_METHOD, Node
 from peers.net.p2pd import Daemon, DaemonOptions
@@ -358,6 +361,22 @@ async def test_a_peer_that_comes_back_is_reached_at_once_however_often_it_was_di
     back = await start(stack, daemon=daemon)
     back.transport.serve("echo", echo)
     assert (await first.transport.call(identity.peer_id, "echo", b"")).header.decode() == first.peer_id
+
+
+async def test_a_busy_peer_can_be_joined_at(
+    stack: contextlib.AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first answer takes longer than any other may take."""
+    answer = RecordProtocol.rpc_ping
+
+    @functools.wraps(answer)  # hivemind reads the types of a handler
+    async def late(self: RecordProtocol, request: Any, context: Any) -> Any:
+        await asyncio.sleep(RPC_S + 0.5 if request.validate else 0.0)
+        return await answer(self, request, context)
+
+    monkeypatch.setattr(RecordProtocol, "rpc_ping", late)
+    first = await start(stack)
+    assert (await start(stack, first)).directory.online
 
 
 async def test_what_cannot_be_joined_is_said(stack: contextlib.AsyncExitStack) -> None:
