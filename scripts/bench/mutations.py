@@ -1021,7 +1021,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if not (core.finished or (every and version % every == 0)):",
         "if not (every and version % every == 0):",
         "What the run has come to is on no disk.",
-        ("test_resume", "test_keeping"),
+        ("test_guards", "test_resume", "test_keeping"),
     ),
     Mutation(
         "state-replaced-under-open-steps",

@@ -174,6 +174,15 @@ def test_a_damaged_step_neither_counts_as_kept_nor_as_common(tmp_path: Path) -> 
     assert saved_steps(tmp_path, RUN, 0) == [4, 1]
 
 
+def test_a_damaged_step_pushes_out_no_whole_one(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, RUN, 0, step, TENSORS, {}, keep=9, together=[0])
+    os.truncate(_file(tmp_path, 0, 3), 100)
+    save(tmp_path, RUN, 0, 4, TENSORS, {}, keep=2, together=[0])
+    whole = [step for step in saved_steps(tmp_path, RUN, 0) if step != 3]
+    assert whole == [4, 2]
+
+
 def test_an_old_step_that_was_just_written_stays(tmp_path: Path) -> None:
     _save_all(tmp_path, 1)
     for step in (5, 6, 7, 3):

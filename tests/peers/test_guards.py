@@ -633,3 +633,14 @@ async def test_a_step_whose_parts_do_not_come_waits_to_be_told_what_to_do() -> N
     with pytest.raises(Refused):
         await hold(alone)
     assert alone.core.steps[0].state is StepState.FROZEN
+
+
+async def test_the_last_version_is_saved_whatever_the_period_of_checkpoints() -> None:
+    alone = await Alone(RUN).opened()
+    saved: list[int] = []
+    actions: Any = alone.peer.actions
+    actions._writer = SimpleNamespace(save=lambda version, _: saved.append(version))
+    for version in range(RUN.steps + 1):
+        alone.core.compute.state.version = version
+        await actions._save()
+    assert RUN.checkpoint_every == 0 and saved == [RUN.steps]
