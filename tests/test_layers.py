@@ -122,14 +122,10 @@ DOORS = frozenset(
 
 MAX_ROLE_LINES = 24_910
 """Of all that the four roles import; the goal is 20 500. Lower it whenever something is cut."""
-MAX_LINES = 42_500
+MAX_LINES = 41_600
 """Of `swarm` and `peers`; the goal is 31 000."""
 MAX_METHODS = 30
-METHODS_TODAY: dict[str, int] = {}
-"""Classes that have more, and how many: none may grow, none may be added."""
 MAX_FILES = 20
-FILES_TODAY: dict[str, int] = {}
-"""Folders that have more."""
 
 
 @dataclass(frozen=True)
@@ -349,13 +345,13 @@ def test_no_class_has_too_many_methods() -> None:
         for node in ast.walk(parsed(name))
         if isinstance(node, ast.ClassDef)
     }
-    wrong = {name: n for name, n in found.items() if n > METHODS_TODAY.get(name, MAX_METHODS)}
+    wrong = {name: n for name, n in found.items() if n > MAX_METHODS}
     assert not wrong, f"split these: {wrong}"
 
 
 def test_no_folder_has_too_many_files() -> None:
     files = Counter(str(path.parent.relative_to(ROOT)) for path in MODULES.values())
-    wrong = {name: n for name, n in files.items() if n > FILES_TODAY.get(name, MAX_FILES)}
+    wrong = {name: n for name, n in files.items() if n > MAX_FILES}
     assert not wrong, f"split these: {wrong}"
 
 
