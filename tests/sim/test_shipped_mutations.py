@@ -16,7 +16,7 @@ from peers.sim.setting import setting_of
 from peers.stage import actions, coordination
 from peers.stage.recovery import Recovery
 from peers.stage.state import StageCore
-from swarm.model.stage import StageCompute
+from swarm.model.gradient_sum import SharedWeights
 from swarm.protocol import coordinator, rounds
 from swarm.protocol.ledger import Bitmap, Claim, Ledger
 from swarm.protocol.rounds import Commit, Decision, Plan, Reduce, StepReport, StepSummary
@@ -97,7 +97,7 @@ def forget_a_farewell(patch: Patch) -> None:
 
 def keep_a_tied_gradient(patch: Patch) -> None:
     """Step with what the own stage found of a tied weight."""
-    patch.setattr(StageCompute, "complete", lambda self, reduced, shared: reduced)
+    patch.setattr(SharedWeights, "complete", lambda self, reduced, shared: reduced)
 
 
 def commit_early(patch: Patch) -> None:
