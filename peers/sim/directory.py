@@ -38,7 +38,7 @@ class _Entry:
 
 @dataclass
 class Dht:
-    """What was announced, and who is cut off from it."""
+    """What was announced, and which peers are cut off from it."""
 
     loop: VirtualLoop
     dice: Dice
@@ -67,7 +67,7 @@ class Dht:
             picture.forget(peer)
 
     def now(self) -> list[_Entry]:
-        """What who asks is told."""
+        """What a peer that asks is told."""
         now = self.loop.now_s
         return [entry for entry in self.entries.values() if entry.ends_s > now]
 
@@ -92,18 +92,18 @@ class SimDirectory:
         self.watched = None if stages is None else frozenset(stages)
 
     def peers(self) -> Sequence[PeerRecord]:
-        self._look()
+        self._catch_up()
         return self._peers
 
     def at(self, stage: Stage) -> Sequence[PeerRecord]:
-        self._look()
+        self._catch_up()
         found = self._at.get(stage)
         if found is None:
             found = self._at[stage] = [record for record in self._peers if record.stage == stage]
         return found
 
     def find(self, peer: PeerId) -> PeerRecord | None:
-        self._look()
+        self._catch_up()
         entry = self._known.get(peer)
         return None if entry is None else entry.record
 
@@ -151,7 +151,7 @@ class SimDirectory:
         if self._known.pop(peer, None) is not None:
             self._changed()
 
-    def _look(self) -> None:
+    def _catch_up(self) -> None:
         """Take in what is due by now, and forget what ran out."""
         now = self._dht.loop.now_s
         if self.due and self.process.name not in self._dht.cut_off:

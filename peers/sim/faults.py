@@ -177,7 +177,7 @@ def cut_one_way(swarm: Swarm, fault: Fault) -> bool:
 
 @_kind(2)
 def cut_off(swarm: Swarm, fault: Fault) -> bool:
-    """Some of all reach nobody of the directory, for some seconds."""
+    """Some of all do not reach the directory, for some seconds."""
     side = _side(swarm, fault)
     if not side:
         return False

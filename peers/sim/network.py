@@ -201,17 +201,17 @@ class Network:
         if self.is_cut(source, destination):
             loop.call_later(self.silence_s, self._silent, call, context=_WORLD)
             return
-        roll = dice.number()
-        if roll < lines.lost:
+        chance = dice.number()
+        if chance < lines.lost:
             self._say(f"lost: {call.method} from {source} to {destination}")
             loop.call_later(dice.between(ALIVE_EVERY_S, self.silence_s), self._silent, call, context=_WORLD)
             return
-        roll -= lines.lost
-        if roll < lines.late:
+        chance -= lines.lost
+        if chance < lines.late:
             delay_s = dice.between(lines.most_s, lines.late_s)
         else:
             delay_s = self.lasts_s(size_bytes)
-            if roll < lines.late + lines.doubled:
+            if chance < lines.late + lines.doubled:
                 again_s = delay_s + dice.between(0.0, lines.late_s)
                 loop.call_later(again_s, arrive, *what, context=_WORLD)
         loop.call_later(delay_s, arrive, *what, context=_WORLD)
@@ -279,7 +279,7 @@ class Network:
     # -- faults -----------------------------------------------------------------------------------
 
     def kill(self, name: PeerId, *, quietly: bool = False) -> None:
-        """End a process: its connections break, or, with a machine that lost its power, nobody is told."""
+        """End a process: its connections break, or, with a machine that lost its power, no peer is told."""
         ended = self.transports[name].process
         ended.kill()
         for call in list(self._open.values()):

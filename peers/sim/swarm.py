@@ -80,10 +80,10 @@ class Swarm:
         """Of the timeline so far."""
         return self._digest.hexdigest()[:16]
 
-    def check(self, look: Callable[..., None], *args: object) -> None:
-        """Note the first violation that a look finds."""
+    def check(self, invariant: Callable[..., None], *args: object) -> None:
+        """Note the first violation of an invariant."""
         try:
-            look(*args)
+            invariant(*args)
         except Violation as violation:
             self.violation = self.violation or str(violation)
 
