@@ -1016,6 +1016,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_guards", "test_stage_lost", "test_latecomers"),
     ),
     Mutation(
+        "round-begun-while-another-ends",
+        ACTIONS,
+        "                if step.ending:\n                    return",
+        "                if False:\n                    return",
+        "The end of a round that was given up ends the one that follows, for ever.",
+        ("test_guards",),
+    ),
+    Mutation(
         "last-version-not-saved",
         ACTIONS,
         "if not (core.finished or (every and version % every == 0)):",

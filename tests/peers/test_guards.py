@@ -35,7 +35,7 @@ from swarm.model.stage_io import input_metas
 from swarm.policy.router import Router
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Directive
-from swarm.protocol.replica import ApplyStep, CatchUp
+from swarm.protocol.replica import AllReduce, ApplyStep, CatchUp, Unfreeze
 from swarm.protocol.rounds import Commit, Plan, Prepared, round_id
 from swarm.protocol.step import StepState
 from swarm.records import PeerRecord
@@ -245,6 +245,24 @@ async def test_a_result_that_comes_when_the_sum_is_open_again_is_not_taken() -> 
     peer.actions._all_reduce.run = late
     await peer.actions._reduce(step, plan)
     assert (step.prepared, step.reduced, step.round) == (None, None, None)
+
+
+async def test_a_round_is_not_begun_again_before_its_end_has_ended() -> None:
+    """Seed 26256: the end of the one that was given up ended the one that followed, again and again."""
+    alone = await Alone(RUN).opened()
+    peer, step, plan = await promised(alone)
+    step.give_up_round()
+    peer.actions.act(AllReduce(0, plan))
+    await asyncio.sleep(0)
+    peer.actions.act(Unfreeze(0))
+    peer.actions.act(AllReduce(0, plan))
+    assert step.ending and step.round is None
+    await step.stopped()
+    peer.actions.act(AllReduce(0, plan))
+    await asyncio.sleep(0)
+    assert step.round is not None and step.round.name == plan.round
+    await asyncio.sleep(1.0)
+    assert step.prepared is not None and step.prepared.round == plan.round
 
 
 async def test_a_round_that_breaks_here_is_said_to_have_failed() -> None:

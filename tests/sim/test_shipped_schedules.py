@@ -196,3 +196,8 @@ def test_what_waits_to_be_sent_again_does_not_change_with_the_weights() -> None:
     """Seed 792: an output was a view of the weights; sent again after a rollback it was that of others."""
     world = World(792, schedule=[Fault(1.656, "lose stage", 0.651, 4.08)], setting=usual(792))
     assert world.play().violation == ""
+
+
+def test_a_round_that_was_given_up_and_is_begun_again_ends() -> None:
+    """Seed 26256: a peer that had slept gave up its round and was told the same one at once, for ever."""
+    assert run_schedule(26256).violation == ""
