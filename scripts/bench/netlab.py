@@ -183,11 +183,11 @@ class Lab:
         """This thread is in that host: sockets that it opens, processes and threads that it starts."""
         before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         try:
-            _enter(self._namespaces[self._index(host)])
+            enter(self._namespaces[self._index(host)])
             try:
                 yield
             finally:
-                _enter(before)
+                enter(before)
         finally:
             os.close(before)
 
@@ -277,7 +277,8 @@ class Lab:
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _enter(namespace: int) -> None:
+def enter(namespace: int) -> None:
+    """Take this thread to the network of an open namespace; only root may."""
     if _libc.setns(namespace, _CLONE_NEWNET) != 0:
         raise LabError(f"cannot enter a network namespace: {os.strerror(ctypes.get_errno())}")
 
@@ -452,7 +453,7 @@ class _Wire:
             nat = m["nats"].get(str(i))
             router = None if nat is None else _Nat(HOME, ip, nat, self._header)
             self.hosts.append(_Host(ip, m["mtu_bytes"], m["offload"], router))
-        _enter(own)
+        enter(own)
         os.close(own)
         self._ways = [[_Way() for _ in self.hosts] for _ in self.hosts]
         self._by_address = {host.address: i for i, host in enumerate(self.hosts)}

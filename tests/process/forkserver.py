@@ -9,7 +9,6 @@ of other processes, start a new Python instead.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
 import os
@@ -23,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, NoReturn
+
+from scripts.bench import netlab
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_REQUEST_BYTES = 1 << 20
@@ -176,8 +177,7 @@ def _reap(children: dict[int, int]) -> None:
 def _enter(network: int) -> None:
     """Join a network namespace; only root may, and a program of this one's network need not."""
     if Path("/proc/self/ns/net").stat().st_ino != os.fstat(network).st_ino:
-        libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.setns(network, 0) == 0, os.strerror(ctypes.get_errno())
+        netlab.enter(network)
     os.close(network)
 
 
