@@ -108,7 +108,7 @@ class Leaving(NotNow):
 class NotReady(NotNow):
     """The peer's weights are at `version`, older than what was asked for."""
 
-    code, numbers = "not-ready", ("version",)
+    code, numbers = "not-ready", ("version", "retry_after_s")
 
     def __init__(self, text: str, *, version: int, retry_after_s: float = 0.05) -> None:
         super().__init__(text, retry_after_s=retry_after_s)

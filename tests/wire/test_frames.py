@@ -42,11 +42,11 @@ def test_the_largest_call_and_result_fit_into_the_limit_of_a_frame() -> None:
 
 
 def test_an_error_keeps_its_numbers() -> None:
-    prefix, packed = split(frames.pack_error(7, NotReady("at 3", version=3).to_wire()))
+    prefix, packed = split(frames.pack_error(7, NotReady("at 3", version=3, retry_after_s=0.5).to_wire()))
     error = from_wire("peer", frames.unpack_error(packed))
     assert prefix == (Kind.ERROR, 7, len(packed), 0)
     assert isinstance(error, NotReady)
-    assert error.version == 3
+    assert (error.version, error.retry_after_s) == (3, 0.5)
 
 
 @pytest.mark.parametrize("kind", [NotNow, Busy, Leaving])
