@@ -156,10 +156,6 @@ def render(
         f"{len(graph.parameters)} parameters, {shown_bytes(weights)}",
         "inputs: " + ", ".join(_form(graph.values[name]) for name in graph.inputs),
     ]
-    if traced.fixed:
-        lines.append(
-            "sizes that the model forces: " + ", ".join(f"{k} = {v}" for k, v in traced.fixed.items())
-        )
     for names in graph.tied:
         lines.append("one tensor: " + ", ".join(names))
     lines.append(
@@ -186,7 +182,6 @@ def as_json(
     graph = traced.graph
     return {
         "by": traced.by,
-        "fixed": dict(traced.fixed),
         "inputs": list(graph.inputs),
         "loss": graph.loss,
         "tied": [list(names) for names in graph.tied],

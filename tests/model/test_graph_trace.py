@@ -1,4 +1,4 @@
-"""Tracing: which graph a model becomes, for which sizes, and what is refused in which words."""
+"""Tracing: which graph a model becomes, and what is refused in which words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from swarm.ids import Microbatch
 from swarm.model.graph.capture import Untraceable
 from swarm.model.graph.stage_module import cut
 from swarm.model.graph.trace import trace
-from tests.model import zoo
 from tests.model.parity import check_parity, compute, gradients, random_cuts, whole
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -111,7 +110,7 @@ def test_by_torch_fx_too_a_loss_may_have_weights(monkeypatch: pytest.MonkeyPatch
     def refuse(*_: object, **__: object) -> None:
         raise Untraceable("not this time")
 
-    monkeypatch.setattr("swarm.model.graph.capture._export", refuse)
+    monkeypatch.setattr("swarm.model.graph.trace.by_export", refuse)
     model, target = Net(lambda net, x: net.linear(x)), torch.ones(3, 2)
     traced = trace(model, (X,), loss=Scored(), loss_args=(target,))
     assert traced.by == "torch.fx" and "loss.score.weight" in traced.graph.parameters
@@ -182,50 +181,6 @@ def test_a_name_of_an_input_may_be_that_of_an_operator() -> None:
     model = Clash()
     traced = trace(model, (X,))
     check_parity(compute(model, traced, {"mean": X}), 3)
-
-
-# --- sizes --------------------------------------------------------------------------------------------------
-
-
-def test_batch_and_sequence_are_not_baked_in() -> None:
-    one = whole("llama")
-    assert not one.traced.fixed
-    smaller = {key: x[:2, : x.shape[1] - 2].contiguous() for key, x in one.inputs.items()}
-    traced = one.traced.at({key: x.shape for key, x in smaller.items()})
-    assert traced.graph.values["labels_BT"].shape == tuple(smaller["labels_BT"].shape)
-    torch.manual_seed(0)
-    model = zoo.llama()[0].double().train()
-    check_parity(compute(model, traced, smaller), 3)
-
-
-def test_sizes_that_the_model_forces_are_told_and_others_refused() -> None:
-    traced = whole("unet").traced
-    assert traced.fixed == {"image_NCHW.shape[1]": 1}
-    with pytest.raises(SetupError, match=r"image_NCHW.shape\[1\] is 4; the trace has 1: trace with a sample"):
-        traced.at({"image_NCHW": (2, 4, 32, 32)})
-    with pytest.raises(SetupError, match=r"image_NCHW.shape\[0\] is 1; the trace holds for 2 to inf"):
-        traced.at({"image_NCHW": (1, 1, 32, 32)})
-    with pytest.raises(SetupError, match="image_NCHW has 4 dimensions, not 2"):
-        traced.at({"image_NCHW": (3, 3)})
-    with pytest.raises(SetupError, match="the model has no input tokens; it has image_NCHW"):
-        traced.at({"tokens": (3,)})
-    with pytest.raises(SetupError, match=r"padding_BT.shape\[0\] is 3; the model wants 5 as elsewhere"):
-        whole("llama").traced.at({"tokens_BT": (5, 10)})
-
-
-def test_a_path_that_other_sizes_would_not_take_is_refused() -> None:
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.weight * x).sum() if x.shape[0] > x.shape[1] else (self.weight * x).square().sum()
-
-    traced = trace(Wide(), (torch.randn(3, 5, 4),))
-    assert traced.at({"x": (4, 6, 4)}).graph.values["x"].shape == (4, 6, 4)
-    with pytest.raises(SetupError, match="the model takes another path at these sizes"):
-        traced.at({"x": (7, 5, 4)})
 
 
 # --- writes in place, views, many outputs -------------------------------------------------------------------
@@ -312,7 +267,6 @@ def test_torch_fx_traces_what_torch_export_does_not() -> None:
     model, x = Scripted(), X.double()
     traced = trace(model, (x,))
     assert traced.by == "torch.fx"
-    assert traced.fixed == {"x.shape[0]": 3, "x.shape[1]": 4}
     check_parity(compute(model, traced, {"x": x}), 3)
 
 

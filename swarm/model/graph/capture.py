@@ -1,8 +1,6 @@
-"""A module as an fx graph of ATen calls: by torch.export, else by torch.fx.
+"""A module as an fx graph of ATen calls: by torch.export without strict mode, else by torch.fx's make_fx.
 
-torch.export without strict mode first, since it takes most models: its sizes dynamic, then fixed; then its
-strict mode; then torch.fx's make_fx. Each sees tensors without numbers, so that none can follow one branch of
-a decision that depends on data.
+Both see tensors without numbers, so that neither can follow one branch of a decision that depends on data.
 """
 
 from __future__ import annotations
@@ -26,9 +24,6 @@ from torch.utils import _pytree as pytree
 
 from swarm.errors import SetupError
 
-DYNAMIC_DIMS = 2
-"""Of each input: the batch, and the sequence where there is one."""
-
 
 class Untraceable(Exception):
     """A failed attempt at tracing; the text says why, another attempt may succeed."""
@@ -46,8 +41,6 @@ class Captured:
     inputs: tuple[str, ...]
     output: torch.fx.Node
     """The loss."""
-    ranges: Mapping[Any, tuple[float, float]]
-    """Symbol -> (least, largest) size."""
 
 
 class WithLoss(nn.Module):
@@ -73,9 +66,7 @@ class WithLoss(nn.Module):
                 )
 
     def forward(self, args: Any, kwargs: Any, loss_args: Any) -> torch.Tensor:
-        # Strict tracing reads the code, and would read this, too.
-        strict = torch.compiler.is_dynamo_compiling()
-        with contextlib.nullcontext() if strict else _NoOtherWeights():
+        with _NoOtherWeights():
             out = self.model(*args, **kwargs)
             return find_loss(out) if self.loss is None else self.loss(out, *loss_args)
 
@@ -114,25 +105,14 @@ def find_loss(out: Any) -> torch.Tensor:
     )
 
 
-def captures(model: WithLoss, example: tuple[Any, Any, Any]) -> Iterator[tuple[str, Callable[[], Captured]]]:
-    """The attempts at tracing, in the order to try them: (name, attempt). An attempt raises Untraceable."""
-    dims = pytree.tree_map(_dynamic_dims, example)
-    yield "torch.export", lambda: _export(model, example, dims, strict=False)
-    yield "torch.export with fixed sizes", lambda: _export(model, example, None, strict=False)
-    yield "torch.export in strict mode", lambda: _export(model, example, None, strict=True)
-    yield "torch.fx", lambda: _make_fx(model, example)
-
-
-def _dynamic_dims(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return None
-    # 0 and 1 are always baked in: asking for more would only be warned about.
-    return {d: torch.export.Dim.AUTO for d in range(min(DYNAMIC_DIMS, leaf.ndim)) if leaf.shape[d] > 1}
-
-
-def _export(model: WithLoss, example: tuple[Any, Any, Any], dims: Any, *, strict: bool) -> Captured:
-    with _explained(model):
-        program = torch.export.export(model, example, dynamic_shapes=dims, strict=strict)
+def by_export(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
+    """
+    Raises:
+        Untraceable: says why.
+        SetupError: the model does what no tracing keeps.
+    """
+    with _explained():
+        program = torch.export.export(model, example, strict=False)
     names: dict[InputKind, dict[str, str]] = {kind: {} for kind in InputKind}
     inputs = []
     for spec in program.graph_signature.input_specs:
@@ -155,7 +135,6 @@ def _export(model: WithLoss, example: tuple[Any, Any, Any], dims: Any, *, strict
         },
         inputs=tuple(inputs),
         output=output.args[0][-1],
-        ranges={symbol: (float(r.lower), float(r.upper)) for symbol, r in program.range_constraints.items()},
     )
 
 
@@ -164,7 +143,8 @@ def _full(names: Mapping[str, str]) -> dict[str, str]:
     return {holder: name.removeprefix("model.") for holder, name in names.items()}
 
 
-def _make_fx(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
+def by_fx(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
+    """Raises as `by_export`."""
     tensors, rebuild = pytree.tree_flatten(example)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     weights = parameters | buffers
@@ -172,7 +152,7 @@ def _make_fx(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
     def run(weights: dict[str, torch.Tensor], leaves: list[Any]) -> torch.Tensor:
         return torch.func.functional_call(model, weights, pytree.tree_unflatten(leaves, rebuild))
 
-    with _explained(model):
+    with _explained():
         traced = make_fx(run, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(
             weights, tensors
         )
@@ -188,12 +168,11 @@ def _make_fx(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
         constants={},
         inputs=tuple(names[len(weights) :]),
         output=loss,
-        ranges={},
     )
 
 
 @contextlib.contextmanager
-def _explained(model: nn.Module) -> Iterator[None]:
+def _explained() -> Iterator[None]:
     """Turn what tracing raises into one sentence that names the user's own line."""
     try:
         with warnings.catch_warnings(), _no_custom_gradients():

@@ -1,4 +1,4 @@
-"""A lowered graph as calls and their `OpGraph`, with sizes put in."""
+"""A lowered graph as calls and their `OpGraph`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from swarm.errors import SetupError
 from swarm.model.graph import operators
 from swarm.model.graph.calls import DEVICE, Call, Ref, Statistic, refs
-from swarm.model.graph.capture import DYNAMIC_DIMS, Captured, Untraceable, WithLoss
+from swarm.model.graph.capture import Captured, Untraceable, WithLoss
 from swarm.model.graph.functionalize import where
 from swarm.model.graph.ir import Operator, OpGraph, Value
 from swarm.model.graph.kernels import write_through
@@ -23,25 +23,9 @@ from swarm.model.graph.kernels import write_through
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, eq=False)
-class Source:
-    """A trace before sizes are put in."""
-
-    model: WithLoss
-    captured: Captured
-    graph: fx.Graph
-    loss: fx.Node
-    constants: Mapping[str, torch.Tensor]
-    inputs: Mapping[str, str]
-    """Placeholder -> name."""
-    shapes: Mapping[str, tuple[int, ...]]
-    """Of the sample's inputs by name."""
-    method: str
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Traced:
-    """A model's graph with how to compute it, for one size of microbatch."""
+    """A model's graph with how to compute it, for the sample's size of microbatch."""
 
     graph: OpGraph
     calls: tuple[Call, ...]
@@ -52,38 +36,22 @@ class Traced:
     """Buffers, frozen parameters and constants that the graph reads."""
     statistics: Mapping[int, tuple[Statistic, ...]]
     """Operator (a batch norm's) -> what it tells."""
-    fixed: Mapping[str, int]
-    """Sizes of inputs that the model forces, by `tokens.shape[1]`: among the first two of each input."""
     by: str
-    """How it was traced: `torch.export`, `torch.fx`, ..."""
-    _source: Source
-
-    def at(self, shapes: Mapping[str, Sequence[int]]) -> Traced:
-        """The same model for inputs of other shapes, by the input's name; the others stay as they are.
-
-        Raises:
-            SetupError: the model forces another size, or there is no such input.
-        """
-        return build(self._source, {**self._source.shapes, **{n: tuple(s) for n, s in shapes.items()}})
+    """How it was traced: `torch.export` or `torch.fx`."""
 
 
-def build(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> Traced:
-    """The graph for inputs of these shapes, by name.
+class Builder:
+    """Builder of calls and their graph from a functional fx graph."""
 
-    Raises:
-        SetupError: as `Traced.at`; the model does what no stage may do.
-        Untraceable: a size depends on data.
-    """
-    return _Builder(source, shapes).build()
-
-
-class _Builder:
-    """Builder of calls and their graph from a functional fx graph, with sizes put in."""
-
-    def __init__(self, source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._source, self._shapes = source, shapes
-        self._fixed: dict[str, int] = {}
-        self._sizes = self._bind(shapes)
+    def __init__(
+        self,
+        model: WithLoss,
+        captured: Captured,
+        constants: Mapping[str, torch.Tensor],
+        inputs: Mapping[str, str],
+    ) -> None:
+        """`constants`: by placeholder. `inputs`: placeholder -> name."""
+        self._captured, self._constants, self._inputs = captured, constants, inputs
         self._env: dict[fx.Node, Any] = {}
         self._values: dict[str, Value] = {}
         self._buffers: dict[str, torch.Tensor] = {}
@@ -93,22 +61,26 @@ class _Builder:
         self._sites: Counter[str] = Counter()
         self._told: dict[str, list[tuple[str, str, float]]] = {}
         """Node's name -> [(buffer, output, momentum)]."""
-        self._all, self._all_buffers = source.model.weights(), source.model.tensors()
+        self._all, self._all_buffers = model.weights(), model.tensors()
         self._names: dict[int, str] = {}
         """By the identity of a parameter the first of its names."""
         for name, parameter in self._all.items():
             self._names.setdefault(id(parameter), name)
-        self._taken = {*source.inputs.values(), *self._all, *self._all_buffers}
+        self._taken = {*inputs.values(), *self._all, *self._all_buffers}
         """Names that no operator's output may have."""
 
-    def build(self) -> Traced:
-        for node in self._source.graph.nodes:
+    def build(self, lowered: fx.Graph, loss_node: fx.Node, by: str) -> Traced:
+        """
+        Raises:
+            SetupError: the model does what no stage may do.
+            Untraceable: a size depends on data.
+        """
+        for node in lowered.nodes:
             if node.op == "placeholder":
                 self._placeholder(node)
             else:
                 self._call(node)
-        end = self._env[self._source.loss]
-        loss = self._values[end.name]
+        loss = self._values[self._env[loss_node].name]
         if not loss.differentiable:
             raise SetupError("the loss depends on no parameter that is trained")
         kept = self._needed(loss.name)
@@ -121,120 +93,38 @@ class _Builder:
             parameters={name: self._all[name] for name in self._names.values()},
             buffers={name: self._buffers[name] for name in graph.buffers},
             statistics=statistics,
-            fixed=self._fixed,
-            by=self._source.method,
-            _source=self._source,
+            by=by,
         )
-
-    # --- sizes ------------------------------------------------------------------------------------------
-
-    def _bind(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[Any, int]:
-        """The size of every symbol."""
-        source = self._source
-        unknown = [name for name in shapes if name not in source.shapes]
-        if unknown:
-            raise SetupError(f"the model has no input {unknown[0]}; it has {', '.join(source.shapes)}")
-        sizes: dict[Any, int] = {}
-        holders = {node.name: node for node in source.graph.find_nodes(op="placeholder")}
-        for holder, name in source.inputs.items():
-            traced, asked = holders[holder].meta["val"].shape, shapes[name]
-            if len(traced) != len(asked):
-                raise SetupError(f"{name} has {len(traced)} dimensions, not {len(asked)}")
-            for d, (size, wanted) in enumerate(zip(traced, asked, strict=True)):
-                place = f"{name}.shape[{d}]"
-                symbol = size.node.expr if isinstance(size, torch.SymInt) else None
-                if symbol is not None and symbol.is_Symbol:
-                    self._check_size(place, symbol, wanted)
-                    if sizes.setdefault(symbol, wanted) != wanted:
-                        raise SetupError(f"{place} is {wanted}; the model wants {sizes[symbol]} as elsewhere")
-                elif symbol is None or symbol.is_Integer:
-                    if size != wanted:
-                        raise SetupError(
-                            f"{place} is {wanted}; the trace has {size}: trace with a sample like that"
-                        )
-                    if d < DYNAMIC_DIMS:
-                        self._fixed[place] = int(size)
-        self._check_path(sizes)
-        return sizes
-
-    def _check_path(self, sizes: Mapping[Any, int]) -> None:
-        """Check that decisions by sizes, made while tracing, are the same at these sizes."""
-        source = self._source
-        dims = (
-            size
-            for node in source.graph.find_nodes(op="placeholder")
-            for size in getattr(node.meta.get("val"), "shape", ())
-            if isinstance(size, torch.SymInt)
-        )
-        for guard in getattr(next((size.node.shape_env for size in dims), None), "guards", ()):
-            if guard.expr.free_symbols <= sizes.keys() and guard.expr.subs(sizes) == False:  # noqa: E712
-                raise SetupError(
-                    f"the model takes another path at these sizes, which are not {guard.expr}: "
-                    "trace with a sample like that"
-                )
-
-    def _check_size(self, place: str, symbol: Any, wanted: int) -> None:
-        low, high = self._source.captured.ranges.get(symbol, (0, float("inf")))
-        if not low <= wanted <= high:
-            raise SetupError(
-                f"{place} is {wanted}; the trace holds for {low:g} to {high:g}: trace with a sample like that"
-            )
-
-    def _number(self, value: Any, node: fx.Node) -> Any:
-        """A symbolic number at these sizes; others as they are."""
-        if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return value
-        expr = value.node.expr
-        if getattr(expr, "free_symbols", None):
-            if unknown := expr.free_symbols - self._sizes.keys():
-                raise Untraceable(
-                    f"{where(node)}operator {node.target} makes a size or number ({unknown.pop()}) "
-                    "that depends on data; use torch.where or a mask, so that sizes never change"
-                )
-            expr = expr.subs(self._sizes)
-        kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-        return kinds[type(value)](expr)
-
-    def _shape(self, value: torch.Tensor, node: fx.Node) -> tuple[int, ...]:
-        return tuple(int(self._number(size, node)) for size in value.shape)
 
     # --- nodes ------------------------------------------------------------------------------------------
 
     def _placeholder(self, node: fx.Node) -> None:
-        source = self._source
-        if node.name in source.inputs:
-            name, differentiable = source.inputs[node.name], False
-        elif node.name in source.captured.parameters:
-            tensor = self._all[source.captured.parameters[node.name]]
+        captured = self._captured
+        if node.name in self._inputs:
+            name, differentiable = self._inputs[node.name], False
+        elif node.name in captured.parameters:
+            tensor = self._all[captured.parameters[node.name]]
             name, differentiable = self._names[id(tensor)], tensor.requires_grad
             if differentiable:
                 self._trained[name] = tensor
             else:
                 self._buffers[name] = tensor.detach()
-        elif node.name in source.captured.buffers:
-            name, differentiable = source.captured.buffers[node.name], False
+        elif node.name in captured.buffers:
+            name, differentiable = captured.buffers[node.name], False
             self._buffers[name] = self._all_buffers[name]
-        elif node.name in source.constants:
+        elif node.name in self._constants:
             name, differentiable = f"constant:{node.name}", False
-            self._buffers[name] = source.constants[node.name].detach()
+            self._buffers[name] = self._constants[node.name].detach()
         else:
             return  # a number of the sample: it is in the trace
         if name not in self._values:
-            self._values[name] = self._value(name, node.meta["val"], node, differentiable)
+            self._values[name] = _value(name, node.meta["val"], node, differentiable)
         self._env[node] = Ref(name)
-
-    def _value(self, name: str, tensor: torch.Tensor, node: fx.Node, differentiable: bool) -> Value:
-        return Value(
-            name=name,
-            shape=self._shape(tensor, node),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            differentiable=differentiable,
-        )
 
     def _call(self, node: fx.Node) -> None:
         value = node.meta.get("val")
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)):
-            self._env[node] = self._number(value, node)
+            self._env[node] = _number(value, node)
             return
         if node.target is operator.getitem:
             self._env[node] = self._env[node.args[0]][node.args[1]]  # type: ignore[index]
@@ -269,7 +159,7 @@ class _Builder:
                 call,
                 given,
                 module=module,
-                shape=() if several else self._shape(results[0], node),
+                shape=() if several else _shape(results[0], node),
                 site=lambda: self._site(module),
             )
         else:
@@ -282,7 +172,7 @@ class _Builder:
         for name, result in zip(outputs, results, strict=True):
             if isinstance(result, torch.Tensor):
                 floating = result.is_floating_point() or result.is_complex()
-                self._values[name] = self._value(name, result, node, depends and floating)
+                self._values[name] = _value(name, result, node, depends and floating)
         self._calls[node.name] = (node, target, module, call)
         self._env[node] = tuple(Ref(name) for name in outputs) if several else Ref(outputs[0])
 
@@ -330,7 +220,7 @@ class _Builder:
         operators: list[Operator] = []
         cheap: set[str] = set()
         constant = {name for name in self._buffers if name not in self._names.values()}
-        inputs = tuple(self._source.inputs.values())
+        inputs = tuple(self._inputs.values())
         for index, name in enumerate(kept):
             node, target, module, call = self._calls[name]
             reads = dict.fromkeys(ref.name for ref in refs((call.args, call.kwargs)))
@@ -382,3 +272,22 @@ class _Builder:
             )
             for index, found in told.items()
         }
+
+
+def _value(name: str, tensor: torch.Tensor, node: fx.Node, differentiable: bool) -> Value:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Value(name=name, shape=_shape(tensor, node), dtype=dtype, differentiable=differentiable)
+
+
+def _shape(value: torch.Tensor, node: fx.Node) -> tuple[int, ...]:
+    return tuple(_number(size, node) for size in value.shape)
+
+
+def _number(value: Any, node: fx.Node) -> Any:
+    """A number that tracing knows."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise Untraceable(
+            f"{where(node)}operator {node.target} makes a size or number ({value}) that depends on data; use "
+            "torch.where or a mask, so that sizes never change"
+        )
+    return value

@@ -4,7 +4,7 @@ FusionLLM (Tang et al., 2024, section 3) cuts a model into operators and places 
 ATen call as the model made it in training. What a stage must not do (draw from torch's generators, change a
 buffer) is replaced by what may be done in any order and any number of times, or refused by name.
 
-The graph is made for the sizes of the sample; `Traced.at` makes it for others, where torch left them open.
+The graph is made for the sizes of the sample.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from swarm.errors import SetupError
-from swarm.model.graph.capture import Untraceable, WithLoss, captures
+from swarm.model.graph.capture import Untraceable, WithLoss, by_export, by_fx
 from swarm.model.graph.functionalize import lower
-from swarm.model.graph.specialize import Source, Traced, build
+from swarm.model.graph.specialize import Builder, Traced
 
 
 def trace(
@@ -48,18 +48,14 @@ def trace(
     _check(whole)
     example = (tuple(args), dict(kwargs or {}), tuple(loss_args))
     names = _input_names(model, example)
-    leaves = pytree.tree_leaves(example)
-    tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-    shapes = dict(
-        zip(names, (tuple(leaf.shape) for leaf in itertools.compress(leaves, tensors)), strict=True)
-    )
+    tensors = [isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(example)]
     reasons: dict[str, str] = {}
-    for method, attempt in captures(whole, example):
+    for method, attempt in (("torch.export", by_export), ("torch.fx", by_fx)):
         try:
-            captured = attempt()
+            captured = attempt(whole, example)
             graph, end, constants = lower(captured)
             inputs = dict(zip(itertools.compress(captured.inputs, tensors), names, strict=True))
-            return build(Source(whole, captured, graph, end, constants, inputs, shapes, method), shapes)
+            return Builder(whole, captured, constants, inputs).build(graph, end, method)
         except Untraceable as error:
             reasons.setdefault(str(error), method)
     told = "; ".join(f"{method}: {reason}" for reason, method in reasons.items())
