@@ -365,12 +365,7 @@ class Failed(Event, frozen=True):
     text: str
 
 
-EVENTS: tuple[type[Event], ...] = (
-    Started, JoinLine, Serving, PeerJoined, PeerLost, Killed, StepDone, Stepped, Replayed, Undone,
-    RoundAborted, StateFetched, Downloading, StageLost, HandedOver, Moved, Paused, Checkpointed, Kept,
-    RolledBack, StopNow, Contributed, Note, Trouble, Logged, Failed,
-)  # fmt: skip
-
+EVENTS = tuple(cls for cls in (*Event.__subclasses__(), *Problem.__subclasses__()) if cls is not Problem)
 
 _DECODER: msgspec.json.Decoder[Event] = msgspec.json.Decoder(
     Union[EVENTS]  # noqa: UP007  # pyright: ignore[reportInvalidTypeForm]
@@ -380,6 +375,15 @@ _DECODER: msgspec.json.Decoder[Event] = msgspec.json.Decoder(
 def kind(cls: type[Event]) -> str:
     """The `event` key of a class: its name in snake case."""
     return str(cls.__struct_config__.tag)
+
+
+def version_of(event: Event) -> int | None:
+    """The number of steps that are in the weights, as an event tells; None: it does not."""
+    if isinstance(event, StepDone | Stepped):
+        return event.t + 1
+    if isinstance(event, Serving | StateFetched | Kept):
+        return event.version
+    return event.step if isinstance(event, RolledBack) else None
 
 
 def to_json(event: Event) -> str:

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from types import TracebackType
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from swarm.ids import PeerId, Stage
@@ -170,9 +169,7 @@ class Books:
         self._lock.acquire()
         self._holder = threading.get_ident()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._holder = 0
         self._lock.release()
 

@@ -20,8 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from peers import events
-from peers.events import Emit, Event, count
+from peers.events import Emit, Event, Moved, Paused, Serving, Started, StopNow, count, version_of
 from peers.options import HealthOptions
 from peers.owner import local_socket
 from peers.waiting import within
@@ -73,24 +72,18 @@ class Pulse:
 
 def observe(health: Health, event: Event) -> Health:
     """The health after one more event."""
-    if isinstance(event, events.Started):
+    version = version_of(event)
+    health = health if version is None else replace(health, version=version)
+    if isinstance(event, Started):
         state = "joining" if event.role == "peer" else "in the network"
         return replace(health, peer=event.peer, state=state)
-    if isinstance(event, events.Serving):
-        return replace(health, state=f"serving stage {event.stage}", version=event.version)
-    if isinstance(event, events.Paused):
+    if isinstance(event, Serving):
+        return replace(health, state=f"serving stage {event.stage}")
+    if isinstance(event, Paused):
         return replace(health, state=f"paused at stage {event.stage}")
-    if isinstance(event, events.Moved):
+    if isinstance(event, Moved):
         return replace(health, state=f"moving to stage {event.to_stage}")
-    if isinstance(event, events.StateFetched | events.Kept):
-        return replace(health, version=event.version)
-    if isinstance(event, events.StepDone | events.Stepped):
-        return replace(health, version=event.t + 1)
-    if isinstance(event, events.RolledBack):
-        return replace(health, version=event.step)
-    if isinstance(event, events.StopNow):
-        return replace(health, state="leaving")
-    return health
+    return replace(health, state="leaving") if isinstance(event, StopNow) else health
 
 
 def answering(

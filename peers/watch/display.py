@@ -7,14 +7,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+from typing_extensions import Self
 
 from peers.events import Downloading, Event, Level, StateFetched, StepDone, to_text
 from swarm.errors import printable
@@ -70,7 +70,30 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BARS[min(7, int((value - low) / (high - low) * 8))] for value in means)
 
 
-class Display:
+class OnTerminal:
+    """What is drawn in place on a terminal, and says lines anywhere else. Use with `with`."""
+
+    def __init__(self, stream: TextIO | None, live: bool | None, **drawing: Any) -> None:
+        """`live` None: it is if `stream` (stdout by default) is a terminal; `drawing`: for rich's `Live`."""
+        self._stream = stream if stream is not None else sys.stdout
+        self._console = Console(file=self._stream, highlight=False)
+        live = self._console.is_terminal and not self._console.is_dumb_terminal if live is None else live
+        self._live = Live(console=self._console, **drawing) if live else None
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+
+
+class Display(OnTerminal):
     """Shows events while a `with` block runs; `display(event)` from the thread of the block.
 
     A line for each event. On a terminal the figures stay below them; elsewhere steps are lines, too, about
@@ -80,10 +103,7 @@ class Display:
     LINES = 40
 
     def __init__(self, title: str, *, stream: TextIO | None = None, live: bool | None = None) -> None:
-        """`live` None: figures if `stream` (stdout by default) is a terminal."""
         self._title = title
-        self._stream = stream if stream is not None else sys.stdout
-        self._console = Console(file=self._stream, highlight=False)
         self.done = self.steps = 0
         """Steps, and those of the whole run; 0 = not known yet."""
         self.losses: deque[float] = deque(maxlen=LOSSES_KEPT)
@@ -93,10 +113,7 @@ class Display:
         self._started_at: float | None = None
         self._downloads: dict[Stage, Downloading] = {}
         """Those that go on: each is a line that grows, not one each two seconds."""
-        live = self._console.is_terminal and not self._console.is_dumb_terminal if live is None else live
-        self._live = (
-            Live(console=self._console, get_renderable=self._figures, refresh_per_second=4) if live else None
-        )
+        super().__init__(stream, live, get_renderable=self._figures, refresh_per_second=4)
 
     def _figures(self) -> RenderableType:
         return self.figures(now=time.time(), width=self._console.width)
@@ -115,18 +132,10 @@ class Display:
             grid.add_row("", Text(printable(download.words())))
         return Group(Text(self._title, style="bold", no_wrap=True, overflow="ellipsis"), grid)
 
-    def __enter__(self) -> Display:
-        if self._live is not None:
-            self._live.start()
-        else:
-            print(self._title, file=self._stream, flush=True)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
+    def __enter__(self) -> Self:
+        if self._live is None:
+            self._print(self._title)
+        return super().__enter__()
 
     def __call__(self, event: Event) -> None:
         """Take note of an event and show it."""
@@ -142,7 +151,7 @@ class Display:
         if isinstance(event, Downloading | StateFetched):
             self._downloads.pop(event.stage, None)
         if self._live is None:
-            print(to_text(event), file=self._stream, flush=True)
+            self._print(to_text(event))
         elif isinstance(event, Downloading) and event.done_bytes < event.total_bytes:
             self._downloads[event.stage] = event
         else:

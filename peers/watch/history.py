@@ -13,7 +13,6 @@ import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import msgspec
@@ -62,10 +61,9 @@ class Recorder:
                     raise SetupError(
                         f"{path} holds the history of run {known.id}, not of {run.id}: record to another file"
                     )
-                self._file = _mine(path)
+            self._file = _mine(path)
+            if path.stat().st_size:
                 _mend(path)
-            else:
-                self._file = _mine(path)
             if not path.stat().st_size:
                 self._write(self._head)
         except OSError as error:
@@ -77,13 +75,7 @@ class Recorder:
         Raises:
             SetupError: it cannot be written, such as to a full disk.
         """
-        if (
-            observation.records
-            or observation.gone
-            or observation.statuses
-            or observation.silent
-            or observation.refused is not None
-        ):
+        if observation != Observation(at=observation.at):
             line = msgspec.json.encode(observation)
             if self._file.tell() + len(line) > self._most_bytes:
                 self._begin_anew(observation.at)
@@ -109,20 +101,15 @@ class Recorder:
             self._file.write(line + b"\n")
             self._file.flush()
         except OSError as error:
-            self._close()
+            self.__exit__()
             raise SetupError(f"cannot record to {self._path}: {error.strerror or error}") from None
-
-    def _close(self) -> None:
-        with contextlib.suppress(OSError):  # what could not be written was said
-            self._file.close()
 
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):  # what could not be written was said
+            self._file.close()
 
 
 def _mine(path: Path) -> BinaryIO:

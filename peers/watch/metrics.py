@@ -7,7 +7,9 @@ grows. What the dashboard tells of a whole run is `peers.watch.prometheus`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import UnionType
+from typing import Any, TypeAlias
 
 from prometheus_client import (
     CollectorRegistry,
@@ -20,7 +22,7 @@ from prometheus_client import (
 )
 
 from peers import events
-from peers.events import Emit, Event, kind
+from peers.events import Emit, Event, kind, version_of
 from swarm.errors import SetupError
 
 
@@ -46,6 +48,31 @@ def served(listen: tuple[str, int], registry: CollectorRegistry) -> Iterator[str
         thread.join()
 
 
+Told: TypeAlias = tuple[str, str, "type[Event] | UnionType", str]
+COUNTERS: tuple[Told, ...] = (
+    ("steps", "Steps that were seen done (trainer) or applied (peer).", events.StepDone | events.Stepped, ""),
+    (
+        "microbatches",
+        "Microbatches in this peer's own sums of applied steps.",
+        events.Stepped,
+        "microbatches",
+    ),
+    ("replayed_microbatches", "Microbatches run again (trainer).", events.Replayed, "count"),
+    ("undone_microbatches", "Duplicates taken out of this peer's sum.", events.Undone, "count"),
+    ("void_rounds", "All-reduces that were not whole and started again.", events.RoundAborted, ""),
+    ("lost_peers", "Times that another peer did not answer any more.", events.PeerLost, ""),
+    ("fetched_bytes", "State of stages that was downloaded.", events.StateFetched, "bytes"),
+    ("checkpoints", "Stages written to disk.", events.Checkpointed, ""),
+)
+"""Name, words, the events that are counted, and the field that is added up; none: each event is one."""
+GAUGES: tuple[Told, ...] = (
+    ("stage", "Stage that is served; -1 = none.", events.Serving, "stage"),
+    ("loss", "Mean loss of the last step (trainer).", events.StepDone, "loss"),
+    ("tokens_per_second", "Throughput of the run (trainer).", events.StepDone, "tokens_per_s"),
+)
+"""Likewise, with the field that it is set to."""
+
+
 class RoleMetrics:
     """Counts what one process does; called with each event, which it passes on. Any thread may call it."""
 
@@ -55,60 +82,29 @@ class RoleMetrics:
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
 
-        def counter(name: str, words: str, *labels: str) -> Counter:
-            return Counter(f"swarm_role_{name}", words, labels, registry=self.registry)
-
-        def gauge(name: str, words: str) -> Gauge:
-            return Gauge(f"swarm_role_{name}", words, registry=self.registry)
+        def made(kind: Callable[..., Any], name: str, words: str, *labels: str) -> Any:
+            return kind(f"swarm_role_{name}", words, labels, registry=self.registry)
 
         self._info = Info("swarm_role", "This process.", registry=self.registry)
         self._about = {"role": role}
         self._info.info(self._about)
-        self._events = counter("events", "Events of this process, by kind and level.", "event", "level")
-        self._steps = counter("steps", "Steps that were seen done (trainer) or applied (peer).")
-        self._version = gauge("version", "Steps of the run that are in the weights, as seen here.")
-        self._stage = gauge("stage", "Stage that is served; -1 = none.")
-        self._stage.set(-1)
-        self._loss = gauge("loss", "Mean loss of the last step (trainer).")
-        self._pace = gauge("tokens_per_second", "Throughput of the run (trainer).")
-        self._own = counter("microbatches", "Microbatches in this peer's own sums of applied steps.")
-        self._replayed = counter("replayed_microbatches", "Microbatches run again (trainer).")
-        self._undone = counter("undone_microbatches", "Duplicates taken out of this peer's sum.")
-        self._void = counter("void_rounds", "All-reduces that were not whole and started again.")
-        self._lost = counter("lost_peers", "Times that another peer did not answer any more.")
-        self._fetched = counter("fetched_bytes", "State of stages that was downloaded.")
-        self._checkpoints = counter("checkpoints", "Stages written to disk.")
+        self._events = made(Counter, "events", "Events of this process, by kind and level.", "event", "level")
+        self._version = made(Gauge, "version", "Steps of the run that are in the weights, as seen here.")
+        self._counters = [(made(Counter, name, words), of, field) for name, words, of, field in COUNTERS]
+        self._gauges = [(made(Gauge, name, words), of, field) for name, words, of, field in GAUGES]
+        self._gauges[0][0].set(-1)
 
     def __call__(self, event: Event) -> None:
         self._events.labels(kind(type(event)), event.level).inc()
         if isinstance(event, events.Started):
             self._about |= {"peer": event.peer, "run": event.run}
             self._info.info(self._about)
-        elif isinstance(event, events.Serving):
-            self._stage.set(event.stage)
-            self._version.set(event.version)
-        elif isinstance(event, events.StepDone):
-            self._steps.inc()
-            self._version.set(event.t + 1)
-            self._pace.set(event.tokens_per_s)
-            if event.loss is not None:
-                self._loss.set(event.loss)
-        elif isinstance(event, events.Stepped):
-            self._steps.inc()
-            self._version.set(event.t + 1)
-            self._own.inc(event.microbatches)
-        elif isinstance(event, events.Replayed):
-            self._replayed.inc(event.count)
-        elif isinstance(event, events.Undone):
-            self._undone.inc(event.count)
-        elif isinstance(event, events.RoundAborted):
-            self._void.inc()
-        elif isinstance(event, events.PeerLost):
-            self._lost.inc()
-        elif isinstance(event, events.StateFetched):
-            self._fetched.inc(event.bytes)
-        elif isinstance(event, events.Checkpointed):
-            self._checkpoints.inc()
-        elif isinstance(event, events.Kept | events.RolledBack):
-            self._version.set(event.version if isinstance(event, events.Kept) else event.step)
+        for counter, kinds, field in self._counters:
+            if isinstance(event, kinds):
+                counter.inc(getattr(event, field) if field else 1)
+        for gauge, kinds, field in self._gauges:
+            if isinstance(event, kinds) and (value := getattr(event, field)) is not None:
+                gauge.set(value)
+        if (version := version_of(event)) is not None:
+            self._version.set(version)
         self._emit(event)

@@ -6,20 +6,17 @@ the terminal: a live screen on one, plain lines anywhere else. Whatever stranger
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TextIO
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from peers.events import count
-from peers.watch.display import clock, sparkline
+from peers.watch.display import OnTerminal, clock, sparkline
 from swarm.errors import short
 from swarm.monitoring.alerts import SLOW
 from swarm.monitoring.health import Alert, PeerHealth, StageHealth, SwarmHealth
@@ -204,16 +201,11 @@ def _happening(at: float, text: str, width: int) -> Text:
     return line
 
 
-class Screen:
+class Screen(OnTerminal):
     """Shows pictures while a `with` block runs; call it with each."""
 
     def __init__(self, *, stream: TextIO | None = None, live: bool | None = None) -> None:
-        """`live` None: a screen if `stream` (stdout by default) is a terminal, else lines."""
-        self._stream = stream if stream is not None else sys.stdout
-        self._console = Console(file=self._stream, highlight=False)
-        if live is None:
-            live = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._live = Live(console=self._console, screen=True, auto_refresh=False) if live else None
+        super().__init__(stream, live, screen=True, auto_refresh=False)
         self._said_at = 0.0
         self._version = -1
         self._alerts: set[str] = set()
@@ -222,17 +214,6 @@ class Screen:
     @property
     def live(self) -> bool:
         return self._live is not None
-
-    def __enter__(self) -> Screen:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
 
     def __call__(self, health: SwarmHealth) -> None:
         if self._live is not None:
@@ -255,9 +236,6 @@ class Screen:
             peers = " ".join(str(stage.serving) for stage in health.stages)
             self._print(f"{stamp}  step {health.version}/{health.steps}{loss}{pace}, peers per stage {peers}")
             self._version, self._said_at = health.version, health.at
-
-    def _print(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
 
 
 def _sort(alert: Alert) -> str:

@@ -177,58 +177,50 @@ class Aggregator:
         self._looked = True
 
     def _happened(
-        self,
-        at: float,
-        kind: HappeningKind,
-        text: str,
-        stage: Stage | None = None,
-        peer: PeerId | None = None,
+        self, at: float, kind: HappeningKind, text: str, of: _Seen | None = None, stage: Stage | None = None
     ) -> None:
+        peer = None
+        if of is not None:
+            of.last, stage, peer = kind, of.record.stage, of.record.peer
         self._happenings.append(Happening(at=at, kind=kind, text=text, stage=stage, peer=peer))
-        if peer is not None and peer in self._peers:
-            self._peers[peer].last = kind
 
     def _take_record(self, record: PeerRecord, now: float) -> None:
-        peer, seen = record.peer, self._peers.get(record.peer)
         if record.run != self.run.id or record.stage >= self.run.S or record.state == "choosing":
             return
+        seen, new = self._peers.get(record.peer), _Seen(record, now, self.run.steps)
         if record.state == "left":
-            if seen is not None:
-                self._forget(peer, "left", f"{_who(seen)} left", now)
-        elif seen is None:
-            seen = self._peers[peer] = _Seen(record, now, self.run.steps)
+            self._lose(record.peer, now, left=True)
+            return
+        if seen is None:
             if self._looked:
-                self._happened(now, "joined", f"{_who(seen)} joined", record.stage, peer)
+                self._happened(now, "joined", f"{_who(new)} joined", new)
         elif seen.record.stage != record.stage:
-            self._peers[peer] = _Seen(record, now, self.run.steps)
-            text = f"peer {short(peer)} moved from {_place(seen.record.stage)} to {_place(record.stage)}"
-            self._happened(now, "moved", text, record.stage, peer)
+            stages = f"from {_place(seen.record.stage)} to {_place(record.stage)}"
+            self._happened(now, "moved", f"peer {short(record.peer)} moved {stages}", new)
         elif seen.record.since != record.since and seen.record.state != "joining":
-            self._peers[peer] = _Seen(record, now, self.run.steps)
             if record.state == "paused":
-                self._happened(now, "paused", f"{_who(seen)} is paused by its owner", record.stage, peer)
+                self._happened(now, "paused", f"{_who(new)} is paused by its owner", new)
             elif seen.record.state == "paused":
-                self._happened(now, "back", f"{_who(seen)} resumes", record.stage, peer)
+                self._happened(now, "back", f"{_who(new)} resumes", new)
             else:
-                self._happened(now, "restarted", f"{_who(seen)} started again", record.stage, peer)
+                self._happened(now, "restarted", f"{_who(new)} started again", new)
         else:
             seen.record = record
+            return
+        self._peers[record.peer] = new
 
-    def _lose(self, peer: PeerId, now: float) -> None:
-        seen = self._peers.get(peer)
-        if seen is not None and seen.state == "leaving":
-            self._forget(peer, "left", f"{_who(seen)} left", now)
+    def _lose(self, peer: PeerId, now: float, *, left: bool = False) -> None:
+        seen = self._peers.pop(peer, None)
+        if seen is not None and (left or seen.state == "leaving"):
+            self._happened(now, "left", f"{_who(seen)} left", seen)
         elif seen is not None:
-            self._forget(peer, "lost", f"{_who(seen)} is lost: {seen.why or 'its record ran out'}", now)
-
-    def _forget(self, peer: PeerId, kind: HappeningKind, text: str, now: float) -> None:
-        self._happened(now, kind, text, self._peers[peer].record.stage, peer)
-        del self._peers[peer]
+            text = f"{_who(seen)} is lost: {seen.why or 'its record ran out'}"
+            self._happened(now, "lost", text, seen)
 
     def _take_status(self, seen: _Seen, status: PeerStatus, now: float) -> None:
         if seen.why:
             seen.why = ""
-            self._happened(now, "back", f"{_who(seen)} answers again", seen.record.stage, status.peer)
+            self._happened(now, "back", f"{_who(seen)} answers again", seen)
         if status.stage != seen.record.stage:
             # Either its record will follow, or it lies: until then the record counts.
             seen.status = status if now - seen.stage_at > RECORD_LAG_S else None
@@ -262,8 +254,7 @@ class Aggregator:
 
     def _take_silence(self, seen: _Seen, why: str, now: float) -> None:
         if not seen.why and why:
-            text = f"{_who(seen)} does not answer: {why}"
-            self._happened(now, "silent", text, seen.record.stage, seen.record.peer)
+            self._happened(now, "silent", f"{_who(seen)} does not answer: {why}", seen)
         seen.why = why
 
     # -- the run ----------------------------------------------------------------------------------
@@ -325,8 +316,8 @@ class Aggregator:
             if len(losses) >= min(2, len(fresh)):  # no peer is believed alone
                 self._losses[of_version] = statistics.median_low(losses)
         if len(self._losses) > MAX_POINTS:
-            ascending = sorted(self._losses.items())
-            self._losses = dict([*ascending[:-1:2], ascending[-1]])
+            for version in sorted(self._losses)[1:-1:2]:
+                del self._losses[version]
 
     def _update_pace(self, now: float) -> None:
         pace = self._tokens_per_s(now)
@@ -346,13 +337,6 @@ class Aggregator:
             return None
         (began, low), (ended, high) = changes[0], changes[-1]
         return (ended - began) / max(1, high - low)
-
-    def _step_times(self) -> tuple[tuple[int, float], ...]:
-        return tuple(
-            (version, (at - before_at) / (version - before))
-            for (before_at, before), (at, version) in pairwise(self._stepped)
-            if version > before
-        )
 
     def _tokens_per_s(self, now: float) -> float | None:
         """None before the first step; it falls while the next one takes longer than usual."""
@@ -383,9 +367,9 @@ class Aggregator:
         for stage in range(self.run.S):
             self._most_serving[stage] = max(self._most_serving[stage], serving[stage])
             if self._served[stage] and not serving[stage]:
-                self._happened(now, "stage lost", f"stage {stage} has no peer", stage)
+                self._happened(now, "stage lost", f"stage {stage} has no peer", stage=stage)
             elif serving[stage] and not self._served[stage] and self._most_serving[stage] and self._looked:
-                self._happened(now, "stage back", f"stage {stage} is served", stage)
+                self._happened(now, "stage back", f"stage {stage} is served", stage=stage)
             self._served[stage] = serving[stage] > 0
 
     # -- the picture ------------------------------------------------------------------------------
@@ -418,7 +402,11 @@ class Aggregator:
             routes=self._routes(),
             losses=tuple(sorted(self._losses.items())),
             pace=tuple(self._pace),
-            step_times=self._step_times(),
+            step_times=tuple(
+                (version, (at - before_at) / (version - before))
+                for (before_at, before), (at, version) in pairwise(self._stepped)
+                if version > before
+            ),
             cut_off_s=self._cut_off_s(now),
             happenings=tuple(self._happenings),
             contributions=self._contributions(),

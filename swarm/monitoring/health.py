@@ -16,18 +16,9 @@ from swarm.records import PeerRecord
 from swarm.wire.messages import Audit, PeerStatus
 
 HappeningKind: TypeAlias = Literal[
-    "joined",
-    "left",
-    "lost",
-    "silent",
-    "back",
-    "moved",
-    "restarted",
-    "went back",
-    "stage lost",
-    "stage back",
+    "joined", "left", "lost", "silent", "back", "moved", "restarted", "went back", "stage lost", "stage back",
     "paused",
-]
+]  # fmt: skip
 
 Level: TypeAlias = Literal["error", "warning", "info"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "info")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from swarm.errors import Refused, clean
+from swarm.errors import MAX_WORDS_CHARS, Refused, clean
 from swarm.ids import PeerId
 from swarm.manifest import Run
 from swarm.protocol.rollback import check_position
@@ -36,6 +36,11 @@ MAX_TRAINERS = 16
 DEVICE_CHARS = 40
 ID_CHARS = 64
 """A peer id has 52, a digest in hex has 64."""
+TEXT_CHARS = {
+    "state": 20, "device": DEVICE_CHARS, "kind": DEVICE_CHARS, "coordinator": ID_CHARS, "digest": ID_CHARS,
+    "rebalance": MAX_WORDS_CHARS,
+}  # fmt: skip
+"""Of each text of a status."""
 
 
 def number(value: float) -> float:
@@ -67,15 +72,14 @@ def tidy_observation(observation: Observation, run: Run) -> Observation:
     for status in observation.statuses:
         with contextlib.suppress(Refused):  # as in a live answer
             statuses.append(_possible(status, run))
+    refused = observation.refused
     return replace(
         observation,
         records=tuple(tidy(r) for r in observation.records if _is_id(r.peer) and NO_STAGE <= r.stage < run.S),
-        gone=tuple(peer for peer in observation.gone if _is_id(peer)),
+        gone=tuple(filter(_is_id, observation.gone)),
         statuses=tuple(statuses),
         silent={peer: clean(why) for peer, why in observation.silent.items() if _is_id(peer)},
-        refused=None
-        if observation.refused is None
-        else {clean(why): n for why, n in observation.refused.items()},
+        refused=None if refused is None else {clean(why): n for why, n in refused.items()},
     )
 
 
@@ -96,41 +100,22 @@ def _possible(status: PeerStatus, run: Run) -> PeerStatus:
     if not (0 <= status.stage < run.S or status.stage == NO_STAGE):
         raise Refused(f"a status of stage {status.stage} of a run of {run.S} stages")
     check_position(status.generation, status.version, run, what="a status")
-    counts = {
-        "done": status.done,
-        "inflight": status.inflight,
-        "max_inflight": status.max_inflight,
-        "computed": status.computed,
-        "taken": status.taken,
-        "answered": status.answered,
-        "bytes_in": status.bytes_in,
-        "bytes_out": status.bytes_out,
-        "audit.steps": status.audit.steps,
-        "audit.missing": status.audit.missing,
-        "audit.duplicated": status.audit.duplicated,
-        "audit.undone": status.audit.undone,
-        "first_audited_step": status.first_audited_step,
-        "loss_step": status.loss_step + 1,
-    }
-    for name, value in counts.items():
-        if not 0 <= value <= (run.M if name == "done" else MAX_COUNT):
+    numbers = msgspec.structs.asdict(status)
+    numbers |= {f"audit.{name}": n for name, n in msgspec.structs.asdict(status.audit).items()}
+    most = {"done": run.M, "speed": MAX_SPEED}
+    for name, value in numbers.items():
+        least = -1 if name in ("stage", "loss_step") else 0
+        if (type(value) is int or name == "speed") and not least <= value <= most.get(name, MAX_COUNT):
             raise Refused(f"a status with an impossible number: {name} {value}")
-    if not (math.isfinite(status.speed) and 0 <= status.speed <= MAX_SPEED):
-        raise Refused(f"a status with an impossible number: speed {status.speed}")
     links = [link for link in status.links[:MAX_LINKS] if _can_be(link)]
     return msgspec.structs.replace(
         status,
-        state=clean(status.state, 20),
-        device=clean(status.device, DEVICE_CHARS),
-        coordinator=clean(status.coordinator, ID_CHARS),
         since=number(status.since),
         busy_s=number(status.busy_s),
         loss=status.loss if status.loss is not None and math.isfinite(status.loss) else None,
         links=tuple(links),
-        rebalance=clean(status.rebalance),
-        digest=clean(status.digest, ID_CHARS),
-        kind=clean(status.kind, DEVICE_CHARS),
         trainers=tuple(clean(peer, ID_CHARS) for peer in status.trainers[:MAX_TRAINERS]),
+        **{name: clean(getattr(status, name), most) for name, most in TEXT_CHARS.items()},
     )
 
 
