@@ -5,9 +5,7 @@ stage or line. Transfers hide behind compute, and both directions of a line work
 
 In a given order of the operators the best cut is found exactly, by dynamic programming over places to cut at:
 what crosses a place and what a stretch costs follow from the places alone (`swarm.partitioner.segments`). A
-chain has one order. For a DAG several orders that keep branches together are tried; then operators, with
-those of their stage that must follow them, are moved between neighbouring stages, and their order is cut
-again.
+chain has one order. For a DAG several orders that keep branches together are tried.
 """
 
 from __future__ import annotations
@@ -23,14 +21,12 @@ from swarm.model.graph.ir import OpGraph
 from swarm.model.layout import Holding
 from swarm.partitioner.cost import DeviceModel
 from swarm.partitioner.flops import works
-from swarm.partitioner.local_search import NEARLY, Moves, is_less
 from swarm.partitioner.segments import Facts, OrderedGraph, Stretches, WireTerms
-from swarm.partitioner.topological_orders import orders
 
-MAX_MOVES = 2000
-"""Moves tried for one cut: about half a second."""
-MAX_REFINED = 4
-"""Cuts that are improved."""
+RANDOM_ORDERS = 24
+"""Depth-first, with branches in a random order: tried besides the graph's own."""
+NEARLY = 1e-9
+"""Relative: what is gained below this is rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +94,10 @@ def split(
         SetupError: fewer operators with weights than stages; a stage that its device cannot hold.
     """
     task = _Task(graph, places, links, terms or SplitTerms())
-    found = [cut for order in orders(graph, task.facts) if (cut := task.best_of(order)) is not None]
+    found = [cut for order in _orders(task.facts) if (cut := task.best_of(order)) is not None]
     if not found:
         raise task.too_large()
-    # The best may be where the second best is: several of different cost are improved.
-    found.sort(key=lambda cut: (cut.period_s, cut.latency_s))
-    return task.best([task.refined(cut) for cut in _different(found)[:MAX_REFINED]])
+    return min(found, key=lambda cut: (cut.period_s, cut.latency_s))
 
 
 def judge(
@@ -119,15 +113,6 @@ def judge(
         SetupError: not a cut: a value flows to an earlier stage, or a stage that is not there.
     """
     return _Task(graph, places, links, terms or SplitTerms()).judged(assignment)
-
-
-def _different(cuts: Sequence[Split]) -> list[Split]:
-    """Without cuts that cost the same as the one before; `cuts` is sorted."""
-    return [
-        cut
-        for n, cut in enumerate(cuts)
-        if not n or (cut.period_s, cut.latency_s) != (cuts[n - 1].period_s, cuts[n - 1].latency_s)
-    ]
 
 
 class _Task:
@@ -164,7 +149,6 @@ class _Task:
                 f"{trained} operators have weights, too few for {self.S} stages: a stage without weights "
                 "trains nothing. Cut the model into fewer stages"
             )
-        self._moves: Moves | None = None
 
     # --- a row of operators ---
 
@@ -207,27 +191,6 @@ class _Task:
         # A stage computes in the graph's order, whichever order the cut was found in: its memory is another.
         found = self.judged(found.assignment)
         return found if self._fits(found) else None
-
-    def refined(self, cut: Split) -> Split:
-        """Move operators, and cut the order that comes of it again, as long as it helps."""
-        while True:
-            moved = self.improved(cut)
-            again = self.best_of(self.order_of(moved.assignment))
-            found = self.best([cut, moved] + ([again] if again else []))
-            if found is cut:
-                return cut
-            cut = found
-
-    def best(self, cuts: Sequence[Split]) -> Split:
-        """The first of the best."""
-        found = cuts[0]
-        for cut in cuts[1:]:
-            found = cut if self.less(cut, found) else found
-        return found
-
-    def less(self, one: Split, other: Split) -> bool:
-        """Whether `one` is better: by its period, or else by its latency."""
-        return is_less((one.period_s, one.latency_s), (other.period_s, other.latency_s))
 
     def order_of(self, assignment: Sequence[int]) -> list[int]:
         """The operators stage by stage."""
@@ -298,22 +261,6 @@ class _Task:
         slowest = min((link.bandwidth_bps for link in self.links), default=math.inf)
         return 16 / slowest / max(1, self.terms.microbatches)
 
-    # --- moves ---
-
-    def improved(self, start: Split) -> Split:
-        """Move operators between neighbouring stages as long as it helps."""
-        if self.S == 1:
-            return start
-        if self._moves is None:
-            self._moves = Moves(
-                self.graph, self.facts, self.terms.wire, self.seconds[self.device],
-                [link.bandwidth_bps for link in self.links], [link.latency_s for link in self.links],
-                self._sharing_s(),
-            )  # fmt: skip
-        stages = self._moves.climb(start.assignment, MAX_MOVES)
-        moved = self.judged(stages)
-        return moved if self._fits(moved) and self.less(moved, start) else start
-
     def _fits(self, found: Split) -> bool:
         return all(need <= limit for need, limit in zip(found.memory_bytes, self.limits, strict=True))
 
@@ -368,3 +315,28 @@ def _best_cut(
     for stage in range(S, 1, -1):
         ends.append(int(origin[stage, ends[-1]]))
     return float(best[S, row.n]), ends[::-1]
+
+
+def _orders(facts: Facts) -> list[tuple[int, ...]]:
+    """Different topological orders, the graph's own first; one for a chain."""
+    rng = np.random.default_rng(0)
+    ranks = (rng.permutation(len(facts.row)).tolist() for _ in range(RANDOM_ORDERS))
+    found = [_depth_first(facts, dict(zip(facts.row, rank, strict=True))) for rank in ranks]
+    return list(dict.fromkeys([facts.row, *found]))
+
+
+def _depth_first(facts: Facts, rank: dict[int, int]) -> tuple[int, ...]:
+    """Each operator as late as what needs it allows; of several branches that of the highest rank first."""
+    before, done = facts.before, dict[int, None]()
+    stack = [(root, False) for root in reversed(facts.ends)]
+    while stack:
+        index, ready = stack.pop()
+        if index in done:
+            continue
+        if ready:
+            done[index] = None
+            continue
+        stack.append((index, True))
+        # The last is done first.
+        stack += [(need, False) for need in sorted(before[index], key=lambda need: rank[need])]
+    return tuple(done)

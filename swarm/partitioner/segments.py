@@ -85,10 +85,9 @@ class Facts:
             for index in self.row
         }
         """The operators whose outputs it reads."""
-        self.after: dict[int, list[int]] = {index: [] for index in self.row}
-        for index, sources in self.before.items():
-            for source in sources:
-                self.after[source].append(index)
+        read = {source for sources in self.before.values() for source in sources}
+        self.ends = tuple(index for index in self.row if index not in read)
+        """Those whose outputs no operator reads: the loss."""
 
 
 def _recomputed(graph: OpGraph) -> frozenset[int]:

@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,9 +17,8 @@ from swarm.model.graph.ir import OpGraph
 from swarm.model.graph.partition import plan_stages
 from swarm.model.graph.trace import trace
 from swarm.model.layout import Holding
-from swarm.partitioner.local_search import Moves
 from swarm.partitioner.search import Link, Place, SplitTerms, judge, split
-from swarm.partitioner.segments import Facts, WireTerms
+from swarm.partitioner.segments import WireTerms
 from tests.model import zoo
 from tests.model.graphs import Draft, device, random_graph
 
@@ -146,21 +144,6 @@ def test_a_split_costs_what_it_says_and_baselines_are_never_better(seed: int, ch
     baseline = judge(graph, equal_flops(graph, len(places)), places, links)
     assert found.period_s <= baseline.period_s * (1 + 1e-9)
     assert found.period_s == pytest.approx(max(*found.compute_s, *found.transfer_s))
-
-
-@settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 10**6))
-def test_the_fast_cost_of_a_cut_is_the_slow_one(seed: int) -> None:
-    graph, places, links = drawn(seed, 10, chain=False)
-    cut = split(graph, places, links)
-    speeds = [place.device.forward["other"].flop_s for place in places]
-    largest = [max(graph.values[name].numel for name in (*op.inputs, *op.outputs)) for op in graph.operators]
-    moves = Moves(
-        graph, Facts(graph), WireTerms(), np.outer(speeds, largest),
-        [link.bandwidth_bps for link in links], [link.latency_s for link in links], 0.0,
-    )  # fmt: skip
-    period_s, latency_s, _ = moves.cost(np.array(cut.assignment))
-    assert (period_s, latency_s) == pytest.approx((cut.period_s, cut.latency_s))
 
 
 def test_a_slow_line_is_cut_at_where_little_crosses() -> None:
