@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 from swarm.codecs import KNOWN, PPM, VALUES, parse_codec
 from swarm.errors import SetupError, did_you_mean
@@ -47,8 +47,7 @@ ID_HEX = 32
 # --- rules for one value ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
+class _Rule(NamedTuple):
     """The values that a key may have."""
 
     allowed: str
@@ -57,11 +56,7 @@ class _Rule:
     canonical: Callable[[Any], Any] = lambda value: value
 
     def check(self, value: Any) -> Any:
-        """The value in its canonical type and form.
-
-        Raises:
-            ValueError: the key cannot have this value.
-        """
+        """The value in its canonical type and form; raises ValueError if the key cannot have it."""
         if not self.accepts(value):
             raise ValueError
         return self.canonical(value)
@@ -169,8 +164,7 @@ def _rule(rule: _Rule, default: Any = MISSING, *, later: bool = False) -> Any:
     """A field with its rule. `later`: the key is younger than published manifests; at its default it is left
     out of the text.
     """
-    metadata = {"rule": rule, "later": later}
-    return field(metadata=metadata, **({} if default is MISSING else {"default": default}))
+    return field(default=default, metadata={"rule": rule, "later": later})
 
 
 def _shown(value: Any) -> str:
@@ -369,9 +363,11 @@ class DataSpec(_Spec):
     code makes: tokens in each, for a model of transformers; else 1, which may be left out."""
 
     def _cross_check(self) -> None:
-        if self.source == "code":
-            self._check_code()
-        elif self.code:
+        if self.source == "code" and not self.code:
+            raise self.wrong("code", 'package.module:function when data.source is "code"')
+        if self.source == "code" and self.tokenizer != "bytes":
+            raise self.wrong("tokenizer", '"bytes", or left out, when data.source is "code"')
+        if self.source != "code" and self.code:
             raise self.wrong("code", f'empty when data.source is "{self.source}"')
         if self.sha256 and not self.tokens:
             raise self.wrong("tokens", "the number of tokens when data.sha256 is set")
@@ -381,12 +377,6 @@ class DataSpec(_Spec):
             )
         if self.tokenizer == "bytes" and self.tokenizer_sha256:
             raise self.wrong("tokenizer_sha256", 'empty when data.tokenizer is "bytes"')
-
-    def _check_code(self) -> None:
-        if not self.code:
-            raise self.wrong("code", 'package.module:function when data.source is "code"')
-        if self.tokenizer != "bytes":
-            raise self.wrong("tokenizer", '"bytes", or left out, when data.source is "code"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -677,11 +667,11 @@ _TABLES: dict[str, type[_Spec]] = {
 
 def _values(spec: _Spec) -> list[tuple[str, Any]]:
     """The keys and values of the text: without derived fields, and without later keys at their defaults."""
-    said = [(item, getattr(spec, item.name)) for item in fields(cast(Any, spec)) if item.init]
     return [
         (item.name, value)
-        for item, value in said
-        if not (item.metadata.get("later") and value == item.default)
+        for item in fields(cast(Any, spec))
+        if item.init
+        and ((value := getattr(spec, item.name)) != item.default or not item.metadata.get("later"))
     ]
 
 
@@ -752,9 +742,7 @@ def parse_run(text: str) -> Run:
         if type(table) is not dict:
             raise wrong(section, table, f"a table: [{section}] on a line of its own, then its keys")
         if spec is ModelSpec:
-            spec = _model_of(table)
-        if spec is ModelSpec:
-            table = _expand_preset(table)
+            spec, table = _model_of(table)
         if spec is DataSpec and table.get("source") == "code":
             table = {"sequence_length": 1, **table}
         tables[section] = _build(spec, table)
@@ -790,21 +778,18 @@ def check_id(text: str, run_id: str) -> Run:
     return run
 
 
-def _model_of(table: dict[str, Any]) -> type[ModelSpec] | type[CustomModelSpec]:
-    kind = table.get("kind", "gpt")
+def _model_of(table: dict[str, Any]) -> tuple[type[_Spec], dict[str, Any]]:
+    """The kind of the table, and its values, with those of its preset if it has one."""
+    kind, preset = table.get("kind", "gpt"), table.get("preset")
     if kind not in MODEL_KINDS:
         raise wrong("model.kind", kind, _one_of(MODEL_KINDS))
-    return CustomModelSpec if kind in ("code", "hf") else ModelSpec
-
-
-def _expand_preset(table: dict[str, Any]) -> dict[str, Any]:
-    if "preset" not in table:
-        return table
-    preset = table["preset"]
+    if kind in ("code", "hf"):
+        return CustomModelSpec, table
+    if preset is None:
+        return ModelSpec, table
     if type(preset) is not str or preset not in PRESETS:
         raise wrong("model.preset", preset, "one of " + ", ".join(f'"{name}"' for name in PRESETS))
-    given = {name: value for name, value in table.items() if name != "preset"}
-    return {**PRESETS[preset], **given}
+    return ModelSpec, {**PRESETS[preset], **{name: v for name, v in table.items() if name != "preset"}}
 
 
 _SpecT = TypeVar("_SpecT", bound=_Spec)
@@ -818,7 +803,7 @@ def _refuse_unknown(spec: type[_Spec], values: dict[str, Any]) -> None:
     names = list(_known(spec)) + (["preset"] if spec is ModelSpec else [])
     tables = [f"[{table}]" for table in _TABLES]
     for name, value in values.items():
-        if name in names and name != "preset":
+        if name in names:
             continue
         # A stranger's text: control characters are not printed.
         told = "".join(c if c.isprintable() else "?" for c in name[:80])
@@ -851,15 +836,8 @@ def _build(spec: type[_SpecT], values: dict[str, Any], **tables: Any) -> _SpecT:
 
 def pin(run: Run, sha256: str, tokens: int, *, tokenizer_sha256: str = "") -> Run:
     """`run` bound to one token file, as `peers.storage.dataset` found it. Its id changes."""
-    return replace(
-        run,
-        data=replace(
-            run.data,
-            sha256=sha256,
-            tokens=tokens,
-            tokenizer_sha256=tokenizer_sha256 or run.data.tokenizer_sha256,
-        ),
-    )
+    words = tokenizer_sha256 or run.data.tokenizer_sha256
+    return replace(run, data=replace(run.data, sha256=sha256, tokens=tokens, tokenizer_sha256=words))
 
 
 def write_cut(assignment: Sequence[int]) -> str:

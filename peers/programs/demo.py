@@ -12,30 +12,18 @@ import os
 import random
 import sys
 import time
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from signal import SIGKILL
+from subprocess import STDOUT
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from peers.events import (
-    Event,
-    Failed,
-    JoinLine,
-    Killed,
-    Note,
-    PeerJoined,
-    PeerLost,
-    Replayed,
-    Serving,
-    Started,
-    StepDone,
-    Stepped,
-    StopNow,
-    Undone,
-    count,
-)
+from peers import events
+from peers.events import Event, Note, StepDone, count, parse_event
 from peers.programs.processes import Child, stop_all
 from peers.programs.tool_options import DemoOptions
 from peers.storage import RESULTS_ENV
@@ -55,6 +43,7 @@ STALL_S = 120.0
 MIN_PROCESSES, PROCESSES_PER_CORE = 32, 8
 """A demo of more processes than either is refused: each has torch in its memory, 200 MB at least."""
 SAMPLE_TOKENS = 400
+LAST_LINES = 20
 PROMPT = "The "
 
 
@@ -82,11 +71,11 @@ class Tally:
                 self.microbatch_losses[event.t] = event.losses
             self.first_step_at = self.first_step_at or event.at
             self.last_step_at = event.at
-        elif isinstance(event, Stepped) and event.missing is not None and event.duplicated is not None:
+        elif isinstance(event, events.Stepped) and event.missing is not None and event.duplicated is not None:
             self.audits[event.stage, event.t] = (event.missing, event.duplicated)
-        elif isinstance(event, Replayed):
+        elif isinstance(event, events.Replayed):
             self.replayed += event.count
-        elif isinstance(event, Undone):
+        elif isinstance(event, events.Undone):
             self.undone += event.count
 
     def missing(self, run: Run) -> int:
@@ -109,13 +98,17 @@ async def run_demo(options: DemoOptions) -> int:
     run = _manifest_of(options)
     _check_size(run, options)
     _check_text(options.data)
-    with Display(_title(run, options), stream=sys.stderr if options.json else sys.stdout) as display:
+    title = (
+        f"swarm demo: {count(run.S, 'stage')} × {count(options.peers, 'peer')}, {count(run.steps, 'step')}"
+    )
+    shown = sys.stderr if options.json else sys.stdout
+    with Display(title, stream=shown) as display:
         demo = Demo(run, options, display)
         try:
             result = await demo.play()
         finally:
             await stop_all(demo.children)
-    print(summary(result), file=sys.stderr if options.json else sys.stdout)
+    print(summary(result), file=shown)
     if options.json:
         print(json.dumps({key: value for key, value in result.items() if not key.startswith("_")}))
     return 5 if result["missing"] or result["duplicated"] or result["_wrong"] else 0
@@ -167,10 +160,6 @@ def _check_text(files: Sequence[Path]) -> None:
                     raise SetupError(f"--data {path} is not text: it has null bytes; give a text file")
 
 
-def _title(run: Run, options: DemoOptions) -> str:
-    return f"swarm demo: {count(run.S, 'stage')} × {count(options.peers, 'peer')}, {count(run.steps, 'step')}"
-
-
 class Demo:
     """The processes of one demo, and the story that they tell."""
 
@@ -180,8 +169,10 @@ class Demo:
         self.children: list[Child] = []
         self._serving: dict[PeerId, tuple[Child, Stage]] = {}
         self._ids: dict[Child, PeerId] = {}
+        self._said: dict[Child, deque[str]] = defaultdict(lambda: deque(maxlen=LAST_LINES))
+        """What each printed last that was no event: tracebacks and the like."""
         self._expected_dead: set[PeerId] = set()
-        self._started: dict[str, Started] = {}
+        self._started: dict[str, events.Started] = {}
         self._changed = asyncio.Event()
         self._failure = ""
         self._replacing = False
@@ -209,13 +200,16 @@ class Demo:
             await self._preempt()
         await self._until_step(run.steps)
         if await trainer.wait() != 0:
-            raise SetupError("the trainer failed: " + " | ".join(trainer.last_lines))
+            raise SetupError("the trainer failed: " + " | ".join(self._said[trainer]))
         return await self._conclude(data.batch, data.tokenizer.encode, data.tokenizer.decode)
 
     # -- processes --------------------------------------------------------------------------------
 
     async def _spawn(self, arguments: list[str], *, stdin: bytes = b"") -> Child:
-        child = await Child.spawn(arguments, self._hear, stdin=stdin, environment={RESULTS_ENV: ""})
+        child = await Child.spawn(
+            [*arguments, "--log-format", "json"], self._hear, stdin=stdin, stderr=STDOUT,
+            environment={RESULTS_ENV: ""},
+        )  # fmt: skip
         self.children.append(child)
         return child
 
@@ -224,25 +218,29 @@ class Demo:
             ["peer", *self._meeting, "--stage", str(stage), "--device", "cpu", "--threads", "1"]
         )
 
-    def _hear(self, child: Child, event: Event) -> None:
+    def _hear(self, child: Child, line: str) -> None:
+        event = parse_event(line)
+        if event is None:
+            self._said[child].append(line)
+            return
         self.tally.add(event)
-        if isinstance(event, Started):
+        if isinstance(event, events.Started):
             self._ids[child] = event.peer
             self._started[event.role] = event
-        elif isinstance(event, Serving):
+        elif isinstance(event, events.Serving):
             self._serving[event.peer] = (child, event.stage)
-            self._display(PeerJoined(peer=event.peer, stage=event.stage, device=event.device))
-        elif isinstance(event, Failed):
+            self._display(events.PeerJoined(peer=event.peer, stage=event.stage, device=event.device))
+        elif isinstance(event, events.Failed):
             self._failure = event.text
-        elif isinstance(event, PeerLost) and event.peer in self._expected_dead:
-            pass  # said once, by us
         elif isinstance(event, StepDone):
             # The directory forgets the dead after some seconds; we saw them die.
             stages = [stage for _, stage in self._serving.values()]
             self._display(
                 msgspec.structs.replace(event, peers=tuple(stages.count(s) for s in range(self._run.S)))
             )
-        elif not isinstance(event, (Stepped, JoinLine, StopNow, Note)):
+        elif isinstance(event, events.PeerLost) and event.peer in self._expected_dead:
+            pass  # said once, by us
+        elif not isinstance(event, (events.Stepped, events.JoinLine, events.StopNow, Note)):
             self._display(event)
         self._changed.set()
 
@@ -254,7 +252,7 @@ class Demo:
                 raise SetupError(self._failure)
             for child in self.children:
                 if child.returncode not in (None, 0) and self._ids.get(child, "") not in self._expected_dead:
-                    said = " | ".join(child.last_lines)
+                    said = " | ".join(self._said[child])
                     raise SetupError(f"a process ended with {child.returncode}: {said}")
             left_s = end - time.monotonic()
             if left_s <= 0:
@@ -290,9 +288,9 @@ class Demo:
         victim = self._random.choice(fit)
         child, stage = self._serving.pop(victim)
         self._expected_dead.add(victim)
-        child.kill()
+        child.signal(SIGKILL)
         self.tally.preemptions += 1
-        self._display(Killed(peer=victim, stage=stage))
+        self._display(events.Killed(peer=victim, stage=stage))
         await self._spawn_peer(stage)
 
     # -- the end ----------------------------------------------------------------------------------
@@ -364,10 +362,13 @@ class Demo:
 
 def summary(result: Mapping[str, object]) -> str:
     """The last screen, in words."""
+    first, last = (
+        f"{loss:.3f}" if isinstance(loss, float) else "?"
+        for loss in (result["loss_first"], result["loss_last"])
+    )
     lines = [
         "",
-        f"loss          {_number(result['loss_first'])} → {_number(result['loss_last'])}"
-        f" in {result['steps']} steps, {result['tokens_per_s']:,.0f} tokens/s",
+        f"loss          {first} → {last} in {result['steps']} steps, {result['tokens_per_s']:,.0f} tokens/s",
         f"preemptions   {result['preemptions']} (SIGKILL), microbatches run again: {result['replayed']}"
         f", duplicates undone before they counted: {result['_undone']}",
         f"ledgers       microbatches missing {result['missing']}, counted twice {result['duplicated']}",
@@ -381,7 +382,3 @@ def summary(result: Mapping[str, object]) -> str:
     if result["_sample"]:
         lines += ["", "the trained model writes:", "", str(result["_sample"])]
     return "\n".join(lines)
-
-
-def _number(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else "?"

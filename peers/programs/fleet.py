@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -20,6 +18,7 @@ import msgspec
 
 from peers.events import Emit, Note, Trouble
 from peers.options import MIN_UPLOAD_BPS, Listen, PeerOptions
+from peers.programs.processes import Child
 from peers.waiting import happens
 from swarm.errors import SetupError
 
@@ -27,7 +26,6 @@ RESTART_S = 5.0
 LONGEST_WAIT_S = 300.0
 DID_WELL_S = 600.0
 """A peer that ran so long is started again after the shortest wait."""
-MAX_LINE = 1 << 20
 OWN_EXITS = (0, 2, 3)
 """Exit codes of a peer that is not to be started again: done, or its owner has to change something."""
 
@@ -122,7 +120,7 @@ class Fleet:
         """`words`: the whole command line after `swarm peer`."""
         self._options, self._words, self._metrics, self._emit = options, shared(words), metrics, emit
         self._restart_s, self._leaving = restart_s, asyncio.Event()
-        self._running: dict[str, asyncio.subprocess.Process] = {}
+        self._running: dict[str, Child] = {}
 
     async def run(self) -> int:
         """The exit code: 0, or that of a peer which ended in trouble."""
@@ -135,9 +133,8 @@ class Fleet:
         try:
             return max(await asyncio.gather(*tasks))
         finally:
-            for process in self._running.values():
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+            for child in self._running.values():
+                child.signal(signal.SIGKILL)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -145,9 +142,8 @@ class Fleet:
     async def leave(self) -> None:
         """All of them finish what they have."""
         self._leaving.set()
-        for process in self._running.values():
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGINT)
+        for child in self._running.values():
+            child.signal(signal.SIGINT)
 
     async def connected(self) -> int:
         """It is in no network itself: what counts is whether its peers run."""
@@ -173,26 +169,18 @@ class Fleet:
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     async def _once(self, label: str, words: Sequence[str]) -> int:
-        # In a session of its own: the terminal's Ctrl-C is for this process, which passes it on once.
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "peers", "peer", *words, "--die-with-parent", str(os.getpid()),
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, start_new_session=True,
-            limit=MAX_LINE,
-        )  # fmt: skip
-        self._running[label] = process
-        self._emit(Note(text=f"the peer on {label} has process id {process.pid}"))
+        def say(_: Child, line: str) -> None:
+            print(labelled(label, line), flush=True)
+
+        child = self._running[label] = await Child.spawn(["peer", *words], say)
+        self._emit(Note(text=f"the peer on {label} has process id {child.pid}"))
         if self._leaving.is_set():
-            process.send_signal(signal.SIGINT)
+            child.signal(signal.SIGINT)
         try:
-            assert process.stdout is not None
-            async for line in process.stdout:
-                print(labelled(label, line.decode(errors="replace").rstrip("\n")), flush=True)
-            return await process.wait()
+            return await child.wait()
         finally:
             del self._running[label]
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+            child.signal(signal.SIGKILL)
 
 
 def _code(code: int) -> int:

@@ -16,8 +16,7 @@ import numpy as np
 
 from peers.programs.descriptions import job_of, load_devices
 from peers.programs.status import observe
-from peers.programs.tool_options import PlanOptions, StatusOptions
-from swarm.codecs import parse_codec
+from peers.programs.tool_options import PlanOptions
 from swarm.errors import SetupError, count
 from swarm.ids import Stage
 from swarm.manifest import CodecSpec, Run, load_run
@@ -71,32 +70,21 @@ async def run_plan(options: PlanOptions) -> None:
             raise SetupError("--run plans for the peers of a run: it goes without --manifest and --devices")
         if not options.join:
             raise SetupError("--run needs --join: the address of a bootstrap or of any peer of that run")
-        asked = StatusOptions(
-            run=options.run, join=options.join, host=options.host, port=options.port,
-            announce=options.announce,
-        )  # fmt: skip
-        run, seen = await observe(asked)
+        run, seen = await observe(options.run, options.join, options)
         answer, network, job = plan_view(run, seen, seed=options.seed, budget_s=options.budget)
     else:
-        run, network = _described(options)
+        if options.manifest is None or options.devices is None:
+            raise SetupError(
+                "give --manifest and --devices, to plan for machines that are described; or --run and "
+                "--join, for the peers of a run as they are"
+            )
+        run, network = load_run(options.manifest), load_devices(options.devices)
         job = job_of(run)
         answer = plan(network, job, seed=options.seed, budget_s=options.budget)
     if options.keep is not None:
         codecs, step_s = plan_codecs(run, network, job, answer.plan.stage_of, options.keep)
         answer = replace(answer, codecs=codecs, codecs_step_s=step_s)
-    if options.json:
-        print(json.dumps(as_json(answer, run, network)))
-    else:
-        print(render(answer, run, network, job))
-
-
-def _described(options: PlanOptions) -> tuple[Run, Network]:
-    if options.manifest is None or options.devices is None:
-        raise SetupError(
-            "give --manifest and --devices, to plan for machines that are described; or --run and --join, "
-            "for the peers of a run as they are"
-        )
-    return load_run(options.manifest), load_devices(options.devices)
+    print(json.dumps(as_json(answer, run, network)) if options.json else render(answer, run, network, job))
 
 
 def plan_view(run: Run, seen: Observation, *, seed: int, budget_s: float) -> tuple[Answer, Network, Job]:
@@ -106,14 +94,11 @@ def plan_view(run: Run, seen: Observation, *, seed: int, budget_s: float) -> tup
     serving = [record for peer, record in there.items() if peer not in seen.silent]
     if not serving:
         raise SetupError("nobody serves the run now: there is nobody to plan for")
+    # A microbatch is a forward and a backward of its stage.
+    flops = [(1 + BACKWARD_FORWARDS) * forward for forward in job.forward_flops]
     machines = [
-        Machine(
-            name=record.peer,
-            # A microbatch is a forward and a backward of its stage.
-            flops_per_s=record.speed * (1 + BACKWARD_FORWARDS) * job.forward_flops[record.stage],
-            upload_bps=record.bandwidth_bps,
-        )
-        for record in serving
+        Machine(name=r.peer, flops_per_s=r.speed * flops[r.stage], upload_bps=r.bandwidth_bps)
+        for r in serving
     ]
     pairs = [
         Pair(at=status.peer, to=link.peer, rtt_s=link.rtt_s, bandwidth_bps=link.bandwidth_bps)
@@ -195,19 +180,15 @@ def plan_codecs(
     enough_s = (1.0 + WORTH) * min(takes_s.values())
     forward, found_s = next(found for found in takes_s.items() if found[1] <= enough_s)
     backward = tuple(
-        run.codec.backward_at(boundary, "none") if codec == base[boundary] else _values(codec)
+        run.codec.backward_at(boundary, "none")
+        if codec == base[boundary]
+        else CodecSpec.symmetric(codec).backward
         for boundary, codec in enumerate(forward)
     )
     codecs = replace(run.codec, forward=forward, backward=backward)
     if forward:
         replace(run, codec=codecs)  # it must be a manifest that can be
     return codecs, found_s
-
-
-def _values(name: str) -> str:
-    codec = parse_codec(name)
-    assert codec is not None
-    return codec.values
 
 
 def as_json(answer: Answer, run: Run, network: Network) -> dict[str, Any]:

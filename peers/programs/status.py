@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peers.events import count
+from peers.options import ListenOptions
 from peers.ports import Directory, Transport
 from peers.programs.tool_options import StatusOptions
 from peers.watch.display import clock
@@ -109,8 +110,10 @@ def to_json(health: SwarmHealth) -> str:
     return msgspec.json.encode(health).decode()
 
 
-async def observe(options: StatusOptions) -> tuple[Run, Observation]:
-    """Join the network, ask, and leave it.
+async def observe(
+    run_id: str, join: Sequence[str], options: ListenOptions, *, calls: bool = True
+) -> tuple[Run, Observation]:
+    """Join the network, ask, and leave it. `calls`: the peers themselves are asked, too.
 
     Raises:
         SetupError: no route to any of `join`, or no peer knows that run.
@@ -119,16 +122,16 @@ async def observe(options: StatusOptions) -> tuple[Run, Observation]:
     from peers.net.p2pd import DaemonOptions
 
     daemon = DaemonOptions(host=options.host, port=options.port, announce=options.announce)
-    async with Node(options=daemon, join=options.join, run_id=options.run) as node:
-        run = check_id(await node.directory.fetch_manifest(options.run), options.run)
+    async with Node(options=daemon, join=join, run_id=run_id) as node:
+        run = check_id(await node.directory.fetch_manifest(run_id), run_id)
         records = await node.directory.lookup_all()
-        transport = None if options.no_calls else node.transport
+        transport = node.transport if calls else None
         return run, await ask(run, transport, records, now=time.time(), directory=node.directory)
 
 
 async def run_status(options: StatusOptions) -> None:
     """Observe and print."""
-    health = picture(*await observe(options))
+    health = picture(*await observe(options.run, options.join, options, calls=not options.no_calls))
     if options.json:
         print(to_json(health))
     else:
