@@ -21,6 +21,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from peers import options
 from peers.options import ProcessOptions, add_options, description, options_from
 from swarm.errors import DeviceHangs, NotNow, PeerFault, Refused, SetupError, SwarmError, printable
 
@@ -69,22 +70,17 @@ DESCRIPTION = """\
 Train one model on many unreliable machines, and lose nothing when they die.
 """
 
-ROLES: dict[str, str] = {
+PROGRAMS: dict[str, str] = {
+    "demo": "peers.programs.demo.run_demo",
+    "check": "peers.programs.check.run_check",
+    "manifest": "peers.programs.manifest_pinning.run_manifest",
     "bootstrap": "peers.programs.roles.Bootstrap",
     "peer": "peers.programs.roles.Peer",
     "train": "peers.programs.roles.Train",
     "keeper": "peers.programs.roles.Keeper",
-}
-"""Commands that are a class, constructed with their options."""
-OWNER: dict[str, str] = {
     "pause": "peers.owner.control_socket.run_command",
     "resume": "peers.owner.control_socket.run_command",
     "health": "peers.owner.health_socket.run_health",
-}
-TOOLS: dict[str, str] = {
-    "demo": "peers.programs.demo.run_demo",
-    "check": "peers.programs.check.run_check",
-    "manifest": "peers.programs.manifest_pinning.run_manifest",
     "status": "peers.programs.status.run_status",
     "dashboard": "peers.watch.dashboard.run_dashboard",
     "export": "peers.programs.export.run_export",
@@ -94,24 +90,22 @@ TOOLS: dict[str, str] = {
     "simulate": "peers.programs.simulate.run_simulate",
     "graph": "peers.programs.graph.run_graph",
 }
-"""Commands that are a function of their options, perhaps a coroutine; False or an int is how they end."""
-PROGRAMS = {**ROLES, **OWNER, **TOOLS}
-COMMANDS = (
-    *("demo", "check", "manifest", "bootstrap", "peer", "train", "keeper", "pause", "resume", "health"),
-    *("status", "dashboard", "export", "generate", "eval", "plan", "simulate", "graph"),
-)
-"""In the order of `swarm --help`."""
+"""In the order of `swarm --help`. A role is a class, constructed with its options; any other command is a
+function of them, perhaps a coroutine, and False or an int is how it ends."""
+COMMANDS = tuple(PROGRAMS)
+ROLES = ("bootstrap", "peer", "train", "keeper")
 
 
 def options_of(command: str) -> type:
     """The dataclass of a command's options; those of tools are not imported for a role."""
-    module = "peers.programs.tool_options" if command in TOOLS else "peers.options"
-    return getattr(importlib.import_module(module), f"{command.capitalize()}Options")
+    name = f"{command.capitalize()}Options"
+    module = options if hasattr(options, name) else importlib.import_module("peers.programs.tool_options")
+    return getattr(module, name)
 
 
 def takes_join_file(command: str) -> bool:
     """Whether `@FILE` stands for the arguments that a bootstrap wrote with --join-file."""
-    return {"run", "join"} <= {option.name for option in dataclasses.fields(options_of(command))}
+    return {"run", "join"} <= {one.name for one in dataclasses.fields(options_of(command))}
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -194,7 +188,7 @@ def _role(args: argparse.Namespace, emit: Emit) -> Role:
         if args.health is not None:
             raise SetupError("--health answers for one peer: with several devices start a program for each")
         return Fleet(given, args.words[1:], args.metrics, emit=emit)
-    return _imported(ROLES[args.command])(given, emit=emit)
+    return _imported(PROGRAMS[args.command])(given, emit=emit)
 
 
 def _is_several(args: argparse.Namespace) -> bool:

@@ -10,9 +10,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from swarm.errors import SetupError
 
-MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 
 NO_GPU = (
@@ -109,11 +110,8 @@ def release_cached(name: str) -> None:
 
 def host_memory() -> tuple[int, int]:
     """(free, total) bytes of this machine, or of the container if that gives less."""
-    fields: dict[str, int] = {}
-    for line in MEMINFO.read_text().splitlines():
-        key, _, rest = line.partition(":")
-        fields[key] = int(rest.split()[0]) * 1024 if rest.split()[1:] == ["kB"] else 0
-    free, total = fields["MemAvailable"], fields["MemTotal"]
+    memory = psutil.virtual_memory()
+    free, total = memory.available, memory.total
     limit, used = _cgroup_memory()
     if limit is not None and limit < total:
         free, total = min(free, max(0, limit - used)), limit

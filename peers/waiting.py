@@ -4,9 +4,9 @@ comes in the same tick as the result, and a loop that was cancelled once would r
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 from peers.clock import is_virtual
@@ -71,27 +71,16 @@ async def in_daemon_thread(work: Callable[[], T], *, name: str) -> T:
 
     Unlike those of `asyncio.to_thread`, the thread keeps no process alive: a disk may hang for ever.
     """
-    loop = asyncio.get_running_loop()
     if is_virtual():
-        return await loop.run_in_executor(None, work)
-    result: asyncio.Future[T] = loop.create_future()
-
-    def deliver(value: T | None, error: BaseException | None) -> None:
-        if result.cancelled():
-            return
-        if error is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(value)  # type: ignore[arg-type]
+        return await asyncio.get_running_loop().run_in_executor(None, work)
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()  # a caller that is cancelled does not cancel it
 
     def run() -> None:
-        value, error = None, None
         try:
-            value = work()
-        except BaseException as raised:  # noqa: BLE001  the caller gets it
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(deliver, value, error)
+            result.set_result(work())
+        except BaseException as error:  # noqa: BLE001  the caller gets it
+            result.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    return await result
+    return await asyncio.wrap_future(result)

@@ -7,8 +7,8 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import TypeAlias
 
+from peers.options import Listen
 from peers.programs.tool_options import DashboardOptions
 from peers.watch import history
 from peers.watch.terminal import Screen
@@ -16,9 +16,6 @@ from swarm.errors import SetupError
 from swarm.manifest import Run, check_id
 from swarm.monitoring.aggregator import Aggregator
 from swarm.monitoring.health import Observation, SwarmHealth
-
-Listen: TypeAlias = tuple[str, int]
-"""Host and port."""
 
 MAX_WAIT_S = 10.0
 """Between two observations of a replay: a night without a recording is not sat through."""

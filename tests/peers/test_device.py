@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,11 +78,8 @@ def test_the_cpu_has_a_name_cores_and_memory() -> None:
 def test_a_container_limit_counts_rather_than_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text(
-        "MemTotal:       1000000 kB\nMemFree: 5 kB\nMemAvailable:    800000 kB\nHugePages_Total: 0\n"
-    )
-    monkeypatch.setattr(device, "MEMINFO", meminfo)
+    memory = SimpleNamespace(available=800_000 * 1024, total=1_000_000 * 1024)
+    monkeypatch.setattr(device.psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(device, "CGROUP", tmp_path)
     assert host_memory() == (800_000 * 1024, 1_000_000 * 1024)
     (tmp_path / "memory.max").write_text("max\n")
