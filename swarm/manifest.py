@@ -207,6 +207,9 @@ class _Spec:
     __slots__ = ()
     section: ClassVar[str] = ""
 
+    def __init_subclass__(cls, section: str = "") -> None:
+        cls.section = section or cls.section  # none is given when dataclasses make a class anew, for slots
+
     def __post_init__(self) -> None:
         for item in fields(cast(Any, self)):
             rule = item.metadata.get("rule")
@@ -239,10 +242,8 @@ MODEL_KINDS = ("gpt", "counting", "code", "hf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec(_Spec):
+class ModelSpec(_Spec, section="model"):
     """A built-in model, and the number of stages that it is cut into."""
-
-    section: ClassVar[str] = "model"
 
     kind: Literal["gpt", "counting"] = _rule(_choice("gpt", "counting", told=MODEL_KINDS), "gpt")
     """A decoder, or the audit model whose weights count microbatches (its sizes below mean nothing)."""
@@ -283,12 +284,10 @@ _FUNCTION = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CustomModelSpec(_Spec):
+class CustomModelSpec(_Spec, section="model"):
     """A custom model, and how it is cut. `swarm.model.graph.custom_model` builds it, and fills in the last
     four.
     """
-
-    section: ClassVar[str] = "model"
 
     kind: Literal["code", "hf"] = _rule(_choice("code", "hf", told=MODEL_KINDS))
     """A function that is installed on every peer, or a config of Hugging Face's transformers."""
@@ -335,10 +334,8 @@ AnyModel: TypeAlias = ModelSpec | CustomModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataSpec(_Spec):
+class DataSpec(_Spec, section="data"):
     """The text, as tokens; or samples that code makes."""
-
-    section: ClassVar[str] = "data"
 
     source: Literal["pydoc", "files", "code"] = _rule(_choice("pydoc", "files", "code"))
     """The help topics inside every Python (they differ between versions), the user's text files, or samples
@@ -380,10 +377,8 @@ class DataSpec(_Spec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSpec(_Spec):
+class BatchSpec(_Spec, section="batch"):
     """How a step's samples are cut into microbatches."""
-
-    section: ClassVar[str] = "batch"
 
     microbatch_size: int = _rule(_integer(1, 65_536))
     """Samples in one microbatch."""
@@ -395,10 +390,8 @@ class BatchSpec(_Spec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSpec(_Spec):
+class OptimizerSpec(_Spec, section="optimizer"):
     """How the mean gradient becomes new weights."""
-
-    section: ClassVar[str] = "optimizer"
 
     name: Literal["adamw", "sgd", "adamw8bit"] = _rule(_choice("adamw", "sgd", "adamw8bit"), "adamw")
     """`adamw8bit` keeps its moments in 8 bits and needs CUDA."""
@@ -445,10 +438,8 @@ _WHY = "and its gradient has the same places"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodecSpec(_Spec):
+class CodecSpec(_Spec, section="codec"):
     """How tensors look on the wire, per direction. The names are those of `swarm.codecs`."""
-
-    section: ClassVar[str] = "codec"
 
     forward: str | tuple[str, ...] = _rule(_CODECS, "blockwise8")
     """Activations between stages: at all boundaries, or at each."""
@@ -509,10 +500,8 @@ def _sparse(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionSpec(_Spec):
+class AdmissionSpec(_Spec, section="admission"):
     """Which peers may do what."""
-
-    section: ClassVar[str] = "admission"
 
     owner: str = _rule(
         _text(rf"({_PEER_ID})?", "a peer id (12D3KooW…, 52 characters), or empty: no owner"), ""

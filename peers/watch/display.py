@@ -25,18 +25,19 @@ BARS = "▁▂▃▄▅▆▇█"
 STYLE: dict[Level, str] = {"info": "", "warning": "yellow", "error": "bold red"}
 
 
-def _bar(done: int, steps: int, elapsed_s: float, room: int) -> RenderableType:
-    words = f"{done}/{steps or '?'}  {clock(elapsed_s)}"
+def bar(done: int, steps: int, words: str, room: int) -> RenderableType:
+    """A bar, and words beside it, in `room` columns."""
     row = Table.grid(padding=(0, 2))
     row.add_row(ProgressBar(total=steps or 1, completed=done, width=max(4, room - len(words) - 2)), words)
     return row
 
 
-def _loss(losses: Sequence[float], room: int) -> str:
+def curve(losses: Sequence[float], room: int, most: int = 1000) -> str:
+    """The first and the last loss, and a line of at most `most` columns, in `room` columns."""
     if not losses:
         return "–"
     words = f"{losses[0]:.3f} → {losses[-1]:.3f}"
-    return f"{words}  {sparkline(losses, max(0, min(40, room - len(words) - 2)))}"
+    return f"{words}  {sparkline(losses, min(most, room - len(words) - 2))}"
 
 
 def _peers(peers: Sequence[int]) -> Text:
@@ -124,8 +125,9 @@ class Display(OnTerminal):
         grid = Table.grid(padding=(0, 2))
         grid.add_column(justify="right", style="dim", min_width=7)
         grid.add_column(overflow="ellipsis", no_wrap=True)
-        grid.add_row("step", _bar(self.done, self.steps, elapsed_s, width - 13))
-        grid.add_row("loss", _loss(list(self.losses), width - 13))
+        words = f"{self.done}/{self.steps or '?'}  {clock(elapsed_s)}"
+        grid.add_row("step", bar(self.done, self.steps, words, width - 13))
+        grid.add_row("loss", curve(list(self.losses), width - 13, 40))
         grid.add_row("speed", f"{self._tokens_per_s:,.0f} tokens/s" if self._tokens_per_s else "–")
         grid.add_row("peers", _peers(self._peers))
         for download in list(self._downloads.values()):

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from rich.console import Group, RenderableType
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from peers.events import count
-from peers.watch.display import OnTerminal, clock, sparkline
+from peers.watch.display import OnTerminal, bar, clock, curve
 from swarm.errors import short
 from swarm.monitoring.alerts import SLOW
 from swarm.monitoring.health import Alert, PeerHealth, StageHealth, SwarmHealth
@@ -82,18 +81,13 @@ def _steps(health: SwarmHealth, width: int) -> RenderableType:
     if len(words) + 14 > width:
         return Text(f" step  {words}", no_wrap=True, overflow="ellipsis")
     row = Table.grid(padding=(0, 2))
-    bar = ProgressBar(total=health.steps, completed=health.version, width=max(4, width - 10 - len(words)))
-    row.add_row(Text(" step", style="dim"), bar, words)
+    row.add_row(Text(" step", style="dim"), bar(health.version, health.steps, words, width - 8))
     return row
 
 
 def _loss(health: SwarmHealth, width: int) -> Text:
     line = Text(" loss  ", style="dim", no_wrap=True)
-    losses = [loss for _, loss in health.losses]
-    if not losses:
-        return line.append("–", style="not dim")
-    words = f"{losses[0]:.3f} → {losses[-1]:.3f}"
-    return line.append(f"{words}  {sparkline(losses, width - len(words) - 10)}", style="not dim")
+    return line.append(curve([loss for _, loss in health.losses], width - 8), style="not dim")
 
 
 def _alerts(alerts: Sequence[Alert], most: int) -> list[Text]:

@@ -264,7 +264,9 @@ class Aggregator:
         fresh = [
             seen.status
             for seen in voters
-            if seen.status is not None and seen.heard_at >= now - FRESH_S and _of_run(seen, self.run)
+            if seen.status is not None
+            and seen.heard_at >= now - FRESH_S
+            and seen.status.stage == seen.record.stage
         ]
         if fresh:
             position = statistics.median_high(status.position for status in fresh)
@@ -439,20 +441,16 @@ class Aggregator:
     def _disagree(self, stage: Stage) -> tuple[tuple[str, tuple[PeerId, ...]], ...]:
         """Of the newest version that two or more peers of one kind have told of."""
         for key in sorted((k for k in self._digests if k[0] == stage), key=lambda key: key[1], reverse=True):
-            told = {peer: said for peer, said in self._digests[key].items() if peer in self._peers}
-            kinds = Counter(kind for kind, _ in told.values())
-            common = [kind for kind, count in kinds.items() if count > 1]
-            if not common:
-                continue
-            for kind in sorted(common):
-                sides: dict[str, list[PeerId]] = {}
-                for peer, (of_kind, digest) in sorted(told.items()):
-                    if of_kind == kind:
-                        sides.setdefault(digest, []).append(peer)
-                if len(sides) > 1:
-                    ordered = sorted(sides.items(), key=lambda side: (-len(side[1]), side[0]))
-                    return tuple((digest, tuple(peers)) for digest, peers in ordered)
-            return ()
+            kinds: dict[str, dict[str, list[PeerId]]] = {}
+            for peer, (kind, digest) in sorted(self._digests[key].items()):
+                if peer in self._peers:
+                    kinds.setdefault(kind, {}).setdefault(digest, []).append(peer)
+            common = [sides for _, sides in sorted(kinds.items()) if sum(map(len, sides.values())) > 1]
+            for sides in (sides for sides in common if len(sides) > 1):
+                ordered = sorted(sides.items(), key=lambda side: (-len(side[1]), side[0]))
+                return tuple((digest, tuple(peers)) for digest, peers in ordered)
+            if common:
+                return ()
         return ()
 
     def _peer(self, seen: _Seen, slower: float, now: float) -> PeerHealth:
@@ -562,26 +560,18 @@ class Aggregator:
     def _contributions(self) -> tuple[Contribution, ...]:
         counted = {p: work for p, work in self._work.items() if work.total and not self._too_much(work.total)}
         total = sum(work.total for work in counted.values())
-        rows = [
+        return tuple(
             Contribution(
-                peer=peer,
-                computed=work.total,
-                share=work.total / total,
-                stage=work.stage,
+                peer=peer, computed=work.total, share=work.total / total, stage=work.stage,
                 here=peer in self._peers,
             )
-            for peer, work in counted.items()
-        ]
-        return tuple(sorted(rows, key=lambda row: (-row.computed, row.peer)))
+            for peer, work in sorted(counted.items(), key=lambda item: (-item[1].total, item[0]))
+        )  # fmt: skip
 
     def _rebalance(self) -> str:
         said = Counter(seen.status.rebalance for seen in self._peers.values() if seen.status is not None)
         said.pop("", None)
         return max(said, key=lambda text: (said[text], text), default="")
-
-
-def _of_run(seen: _Seen, run: Run) -> bool:
-    return seen.status is not None and seen.status.stage == seen.record.stage < run.S
 
 
 def _by_id(seen: Iterable[_Seen]) -> list[_Seen]:
