@@ -401,11 +401,15 @@ def parse_event(line: str) -> Event | None:
         return None
 
 
+def time_of_day(unix_s: float) -> str:
+    """`13:47:04`, local time."""
+    return time.strftime("%H:%M:%S", time.localtime(unix_s))
+
+
 def to_text(event: Event) -> str:
     """A log line: local time, a mark for trouble, the words."""
-    clock = time.strftime("%H:%M:%S", time.localtime(event.at))
     mark = {"info": "", "warning": "! ", "error": "error: "}[event.level]
-    return f"{clock}  {mark}{printable(event.words())}"
+    return f"{time_of_day(event.at)}  {mark}{printable(event.words())}"
 
 
 Emit: TypeAlias = Callable[[Event], None]

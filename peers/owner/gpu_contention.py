@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from peers.events import Emit, Note, Trouble
 from peers.owner.commands import NO_ROOM, Owner
@@ -19,28 +19,19 @@ MAX_FAILURES = 10
 """Failed samples in a row; then the driver is not asked any more."""
 
 
-class Reader(Protocol):
-    """Tells what other processes have of a device."""
-
-    def others(self) -> Use:
-        """May block for milliseconds. Raises OSError: it cannot be told now."""
-        ...
-
-
 async def watch(
-    owner: Owner,
-    reader: Reader,
-    gate: ContentionDetector,
-    emit: Emit,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-) -> None:
-    """Pause while others want the device, for ever. A pause by hand stays whatever others do."""
+    owner: Owner, others: Callable[[], Use], gate: ContentionDetector, emit: Emit,
+    *, clock: Callable[[], float] = time.monotonic,
+) -> None:  # fmt: skip
+    """Pause while others want the device, for ever. A pause by hand stays whatever others do.
+
+    `others` tells what they have of it: it may block for milliseconds, and raises OSError if it cannot now.
+    """
     paused, failures = False, 0
     while failures < MAX_FAILURES:
         await asyncio.sleep(SAMPLE_EVERY_S)
         try:
-            use = await asyncio.to_thread(reader.others)
+            use = await asyncio.to_thread(others)
         except OSError as error:
             failures += 1
             if failures == MAX_FAILURES:
@@ -87,7 +78,7 @@ class Nvml:
         """Time stamp of the newest sample, as NVML counts."""
 
     def others(self) -> Use:
-        """As `Reader`."""
+        """What other processes have of the device; raises OSError: it cannot be told now."""
         nvml, me = self._nvml, os.getpid()
         try:
             running = [

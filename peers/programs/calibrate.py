@@ -64,12 +64,8 @@ def calls(growth: int = 1) -> Iterator[Call]:
     ):  # fmt: skip
         yield Call("aten.linear.default", aten.linear, [(m * g, k)], [(n, k), (n,)])
     for b, m, k, n in (
-        (8, 32, 32, 32),
-        (32, 128, 64, 128),
-        (32, 256, 48, 256),
-        (32, 256, 256, 48),
-        (8, 128, 128, 128),
-    ):
+        (8, 32, 32, 32), (32, 128, 64, 128), (32, 256, 48, 256), (32, 256, 256, 48), (8, 128, 128, 128),
+    ):  # fmt: skip
         yield Call("aten.bmm.default", torch.bmm, [(b * g, m, k), (b * g, k, n)])
     for b, c, side, o, kernel, stride in (
         (2, 3, 64, 64, 7, 2), (2, 3, 64, 32, 3, 1), (2, 16, 16, 16, 3, 1), (2, 64, 32, 64, 3, 1),
@@ -78,25 +74,14 @@ def calls(growth: int = 1) -> Iterator[Call]:
         (4, 512, 16, 128, 1, 1), (4, 256, 16, 1024, 1, 1), (2, 1024, 8, 256, 1, 1), (4, 256, 16, 512, 1, 2),
         (2, 2048, 4, 512, 1, 1), (2, 32, 96, 32, 3, 1), (2, 128, 48, 64, 3, 1), (1, 512, 12, 256, 3, 1),
     ):  # fmt: skip
-        yield Call(
-            "aten.conv2d.default",
-            _conv(stride, kernel // 2),
-            [(b * g, c, side, side)],
-            [(o, c, kernel, kernel)],
-        )
+        image, weights = (b * g, c, side, side), (o, c, kernel, kernel)
+        yield Call("aten.conv2d.default", _conv(stride, kernel // 2), [image], [weights])
     for c, side in ((256, 8), (64, 32), (16, 16), (128, 24)):
-        yield Call(
-            "aten.conv_transpose2d.input",
-            _transposed,
-            [(2 * g, c, side, side)],
-            [(c, c // 2, 2, 2), (c // 2,)],
-        )
+        image, weights = (2 * g, c, side, side), [(c, c // 2, 2, 2), (c // 2,)]
+        yield Call("aten.conv_transpose2d.input", _transposed, [image], weights)
     for b, heads, t, d in ((2, 4, 32, 32), (4, 6, 128, 64), (2, 6, 256, 64), (4, 8, 128, 32)):
-        yield Call(
-            "aten.scaled_dot_product_attention.default",
-            aten.scaled_dot_product_attention,
-            [(b * g, heads, t, d)] * 3,
-        )
+        attention = aten.scaled_dot_product_attention
+        yield Call("aten.scaled_dot_product_attention.default", attention, [(b * g, heads, t, d)] * 3)
     for size in SIZES:
         yield from _memory_bound(size * g)
 
@@ -114,33 +99,23 @@ def _memory_bound(numel: int) -> Iterator[Call]:
     yield Call("aten.gelu.default", lambda x: aten.gelu(x, approximate="tanh"), flat)
     yield Call("aten.silu.default", aten.silu, flat)
     yield Call("aten.softmax.int", lambda x: torch.softmax(x, -1), flat)
+    wide, channels = [(256,), (256,)], [(32,), (32,)]
+    yield Call("aten.layer_norm.default", lambda x, w, b: aten.layer_norm(x, (256,), w, b), flat, wide)
     yield Call(
-        "aten.layer_norm.default", lambda x, w, b: aten.layer_norm(x, (256,), w, b), flat, [(256,), (256,)]
-    )
-    yield Call(
-        "aten.batch_norm.default",
-        lambda x, w, b: aten.batch_norm(x, None, None, w, b, training=True),
-        image,
-        [(32,), (32,)],
+        "aten.batch_norm.default", lambda x, w, b: aten.batch_norm(x, None, None, w, b, True), image, channels
     )
     yield Call("aten.rms_norm.default", lambda x, w: aten.rms_norm(x, (256,), w), flat, [(256,)])
     yield Call("aten.upsample_nearest2d.vec", lambda x: aten.interpolate(x, scale_factor=2.0), image)
-    yield Call("aten.group_norm.default", lambda x, w, b: aten.group_norm(x, 8, w, b), image, [(32,), (32,)])
+    yield Call("aten.group_norm.default", lambda x, w, b: aten.group_norm(x, 8, w, b), image, channels)
     yield Call("aten.max_pool2d.default", lambda x: aten.max_pool2d(x, 3, 2, 1), image)
     yield Call("aten.avg_pool2d.default", lambda x: aten.avg_pool2d(x, 2), image)
     yield Call("aten.mean.dim", lambda x: x.mean(-1, keepdim=True), flat)
     yield Call("aten.cat.default", lambda x, y: torch.cat((x, y), -1), flat * 2)
     yield Call("aten.clone.default", lambda x: x.view(-1, 16, 4, 64).transpose(1, 2).contiguous(), tall)
-    yield Call(
-        "aten.embedding.default", lambda w, i: aten.embedding(i, w), [], [(bhw, 64)], [((numel // 64,), bhw)]
-    )
-    yield Call(
-        "aten.cross_entropy_loss.default",
-        aten.cross_entropy,
-        [(max(1, rows // 8), 2048)],
-        [],
-        [((max(1, rows // 8),), 2048)],
-    )
+    table, words, few = [(bhw, 64)], [((numel // 64,), bhw)], max(1, rows // 8)
+    yield Call("aten.embedding.default", lambda w, i: aten.embedding(i, w), [], table, words)
+    labels = [((few,), 2048)]
+    yield Call("aten.cross_entropy_loss.default", aten.cross_entropy, [(few, 2048)], [], labels)
     yield Call("aten.slice.Tensor", lambda x: x[:, :64], flat)
 
 
@@ -167,23 +142,18 @@ class Calibration:
         """`wanted`: what to time, by default `calls`."""
         wanted = calls(_growth(device, dtype)) if wanted is None else wanted
         self._timed = [_Timed(call, device, dtype) for call in wanted]
-        self._times: list[list[tuple[float, float]]] = []
         for one in self._timed:
             one.run()  # first calls choose kernels and touch memory
 
     def round(self) -> None:
         """Time every call once more."""
-        self._times.append([one.run() for one in self._timed])
+        for one in self._timed:
+            one.times.append(one.run())
 
     def samples(self) -> list[Sample]:
         """The medians so far."""
         return [
-            Sample(
-                one.work,
-                statistics.median(times[number][0] for times in self._times),
-                statistics.median(times[number][1] for times in self._times),
-            )
-            for number, one in enumerate(self._timed)
+            Sample(one.work, *map(statistics.median, zip(*one.times, strict=True))) for one in self._timed
         ]
 
 
@@ -192,6 +162,8 @@ class _Timed:
 
     def __init__(self, call: Call, device: str, dtype: torch.dtype) -> None:
         self._call, self._device = call, device
+        self.times: list[tuple[float, float]] = []
+        """Seconds of each round, (forward, backward)."""
         generator = torch.Generator().manual_seed(0)
 
         def number(shape: Shape) -> torch.Tensor:
@@ -227,13 +199,11 @@ class _Timed:
 def _values(tensors: Sequence[torch.Tensor]) -> list[Value]:
     return [
         Value(
-            name="",
-            shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            name="", shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."),
             differentiable=tensor.requires_grad,
         )
         for tensor in tensors
-    ]
+    ]  # fmt: skip
 
 
 def _growth(device: str, dtype: torch.dtype) -> int:

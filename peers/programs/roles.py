@@ -234,7 +234,9 @@ class Peer(Networked[PeerOptions]):
         from peers.owner.gpu_contention import nvml_of, watch
         from swarm.policy.contention import ContentionDetector
 
-        watching = asyncio.create_task(watch(self.owner, nvml_of(device), ContentionDetector(), self._emit))
+        watching = asyncio.create_task(
+            watch(self.owner, nvml_of(device).others, ContentionDetector(), self._emit)
+        )
         stack.callback(watching.cancel)
 
     async def _choose_stage(self, node: Node, run: Run) -> Stage:

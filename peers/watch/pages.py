@@ -8,11 +8,12 @@ from typing import Any
 
 from nicegui import ui
 
+from peers.events import time_of_day
 from peers.watch import topology
 from peers.watch.display import clock
 from peers.watch.parts import Lines, Plot, Stats, Table, div, head
 from swarm.errors import short
-from swarm.monitoring.health import Contribution, PeerHealth, SwarmHealth
+from swarm.monitoring.health import Contribution, PeerHealth, StageHealth, SwarmHealth
 from swarm.records import NO_STAGE
 
 REFRESH_S = 2.0
@@ -75,10 +76,8 @@ class WholeRun:
             return
         self._shown = health
         self._title.set_text(f"{health.name}  {health.run}")
-        serving, there = (
-            sum(stage.serving for stage in health.stages),
-            sum(len(s.peers) for s in health.stages),
-        )
+        serving = sum(stage.serving for stage in health.stages)
+        there = sum(len(stage.peers) for stage in health.stages)
         self._stats.show(
             step=f"{health.version} / {health.steps}",
             loss="–" if health.loss is None else f"{health.loss:.4f}",
@@ -86,14 +85,14 @@ class WholeRun:
             left="–" if health.left_s is None else clock(health.left_s),
             peers=f"{serving} of {there}" if serving < there else str(there),
             trainers=str(len(health.trainers)),
-            seen=time.strftime("%H:%M:%S", time.localtime(health.at)),
+            seen=time_of_day(health.at),
         )
         self._bar.set_value(health.version / health.steps)
         self._show_alerts(health)
         self._loss.show([[version, round(loss, 6)] for version, loss in health.losses])
         self._pace.show([[round(1000 * at), round(pace, 1)] for at, pace in health.pace])
         self._step_times.show([[version, round(took_s, 3)] for version, took_s in health.step_times])
-        self._stages.show([_stage_row(health, i) for i in range(len(health.stages))])
+        self._stages.show([_stage_row(stage) for stage in health.stages])
         if there < MANY or self._ticks % MANY_EVERY == 0:
             self._picture.set_content(topology.svg(health))
             self._peers.show([_peer_row(peer) for peer in health.peers])
@@ -113,8 +112,7 @@ class WholeRun:
                 ui.label(alert.text).classes(f"alert {alert.level}")
 
 
-def _stage_row(health: SwarmHealth, index: int) -> dict[str, Any]:
-    stage = health.stages[index]
+def _stage_row(stage: StageHealth) -> dict[str, Any]:
     return {
         "stage": stage.stage,
         "peers": stage.serving,

@@ -6,7 +6,6 @@ the terminal: a live screen on one, plain lines anywhere else. Whatever stranger
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -14,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from peers.events import count
+from peers.events import count, time_of_day
 from peers.watch.display import OnTerminal, bar, clock, curve
 from swarm.errors import short
 from swarm.monitoring.alerts import SLOW
@@ -66,10 +65,9 @@ def _more(hidden: int, noun: str) -> list[Text]:
 
 
 def _title(health: SwarmHealth, width: int) -> Text:
-    stamp = time.strftime("%H:%M:%S", time.localtime(health.at))
     title = Text(f"{health.name}  {health.run}", style="bold", no_wrap=True)
     title.truncate(max(8, width - 10), overflow="ellipsis", pad=True)
-    return title.append(f"  {stamp}", style="dim")
+    return title.append(f"  {time_of_day(health.at)}", style="dim")
 
 
 def _steps(health: SwarmHealth, width: int) -> RenderableType:
@@ -132,20 +130,15 @@ def _stages(health: SwarmHealth, most: int, width: int) -> Table:
     rows = []
     for stage in sorted(chosen, key=lambda stage: stage.stage):
         peers = str(stage.serving) + (f"+{stage.joining}" if stage.joining else "")
-        style = (
-            "bold red"
-            if not stage.serving
-            else "yellow"
-            if stage.serving < min(2, stage.most_serving)
-            else ""
-        )
+        few = stage.serving < min(2, stage.most_serving)
+        style = "bold red" if not stage.serving else "yellow" if few else ""
         cells = (
             str(stage.stage), peers, f"{stage.load:.1f}", str(stage.version), f"{stage.speed:.2f}",
             _speed_of(stage, stage.slowest), _speed_of(stage, stage.fastest),
         )  # fmt: skip
         rows.append((style, cells))
     columns = ("stage", "peers", "load", "version", "work/s", "<slowest", "<fastest")
-    return _table(rows, width, columns, first_out=("fastest", "slowest", "load", "work/s", "version"))
+    return _table(rows, width, columns, ("fastest", "slowest", "load", "work/s", "version"))
 
 
 def _speed_of(stage: StageHealth, name: str | None) -> str:
@@ -172,9 +165,8 @@ def _peers(health: SwarmHealth, most: int, width: int) -> Table:
         )
         rows.append(("red" if peer.why else "yellow" if _odd(peer) else "", cells))
     columns = ("stage", "<peer", "<device", "work/s", "in flight", "queue", "up", "computed", "<last")
-    return _table(
-        rows, width, columns, first_out=("queue", "in flight", "device", "up", "computed", "work/s")
-    )
+    first_out = ("queue", "in flight", "device", "up", "computed", "work/s")
+    return _table(rows, width, columns, first_out)
 
 
 def _odd(peer: PeerHealth) -> bool:
@@ -190,7 +182,7 @@ def _last(peer: PeerHealth) -> str:
 
 
 def _happening(at: float, text: str, width: int) -> Text:
-    line = Text(f" {time.strftime('%H:%M:%S', time.localtime(at))}  {text}", style="dim", no_wrap=True)
+    line = Text(f" {time_of_day(at)}  {text}", style="dim", no_wrap=True)
     line.truncate(width, overflow="ellipsis")
     return line
 
@@ -214,10 +206,10 @@ class Screen(OnTerminal):
             size = self._console.size
             self._live.update(render(health, width=size.width, height=size.height), refresh=True)
             return
-        stamp = time.strftime("%H:%M:%S", time.localtime(health.at))
+        stamp = time_of_day(health.at)
         for line in health.happenings:
             if line.at > self._happened_at:
-                self._print(f"{time.strftime('%H:%M:%S', time.localtime(line.at))}  {line.text}")
+                self._print(f"{time_of_day(line.at)}  {line.text}")
         self._happened_at = max((line.at for line in health.happenings), default=self._happened_at)
         for alert in health.alerts:
             if (sort := _sort(alert)) not in self._alerts:

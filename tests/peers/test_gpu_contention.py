@@ -127,7 +127,7 @@ async def test_it_pauses_and_resumes_and_leaves_a_pause_by_hand_alone() -> None:
     quiet, game = Use(held_bytes=0, share=0.0), Use(held_bytes=4 * GIB, share=0.9)
     owner, events, reader = Owner(), list[Event](), Script(quiet, game)
     gate = ContentionDetector(contended_after_s=3, free_after_s=10)
-    watching = asyncio.create_task(watch(owner, reader, gate, events.append, clock=lambda: reader.looks))
+    watching = asyncio.create_task(watch(owner, reader.others, gate, events.append, clock=lambda: reader.looks))
     await until(lambda: owner.paused)
     assert owner.why == "other programs have 4096 MiB more than usual, and 90% of the time"
     owner.pause("by hand", "swarm pause")
@@ -144,7 +144,7 @@ async def test_a_driver_that_fails_for_good_ends_the_watch_and_its_pause() -> No
     game = Use(held_bytes=0, share=0.9)
     owner, events, reader = Owner(), list[Event](), Script(game, game, game, OSError("NVML says GPU is lost"))
     gate = ContentionDetector(contended_after_s=1)
-    await watch(owner, reader, gate, events.append, clock=lambda: reader.looks)
+    await watch(owner, reader.others, gate, events.append, clock=lambda: reader.looks)
     assert not owner.paused
     assert isinstance(events[-1], Trouble)
     assert events[-1].text == (
