@@ -7,7 +7,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from peers.clock import is_virtual
 
@@ -54,7 +54,7 @@ def _end(waiter: asyncio.Future[bool]) -> None:
         waiter.set_result(True)
 
 
-async def unless(watch: asyncio.Future[None], awaitable: Awaitable[T]) -> T:
+async def unless(watch: asyncio.Future[Any], awaitable: Awaitable[T]) -> T:
     """The result of `awaitable`, which is cancelled if `watch` ends first: with its error."""
     task = asyncio.ensure_future(awaitable)
     try:

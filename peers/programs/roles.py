@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar
 
@@ -81,7 +82,7 @@ class Networked(Generic[OptionsT]):
         self,
         role: RoleName,
         run: Membership,
-        prepare: Callable[[], None],
+        prepare: Callable[[], object],
         accepts: Callable[[Run], object] = lambda _: None,
     ) -> AsyncIterator[tuple[Node, Run]]:
         """The node in the network, and the run's manifest; an error of `accepts` is raised at once.
@@ -246,49 +247,36 @@ class Peer(Networked[PeerOptions]):
         self._emit(Note(text=f"stage {stage} is taken: it is among the slowest"))
         return stage
 
-    def _build(self, run: Run, stage: Stage, device: str) -> tuple[StageCompute, int]:
-        """The stage, and how many microbatches it admits.
+    def _build(self, run: Run, stage: Stage, device: str) -> tuple[StageCompute, int, int]:
+        """The stage, how many microbatches it admits, and how many are computed at once: as many as cores and
+        memory are for, on a GPU one.
 
         Raises:
             SetupError: it does not fit; before anything is fetched.
         """
         import torch
 
-        from peers.device import limit_memory
+        from peers.device import free_bytes, limit_memory, usable_cores
         from peers.owner.memory_limit import needs_of
         from swarm.model.stage import StageCompute
 
-        options = self.options
-        needs_of(run, stage).check(options.max_vram)
-        limit_memory(device, options.max_vram)
+        options, most, needs = self.options, self.options.max_vram, needs_of(run, stage)
+        needs.check(most)
+        limit_memory(device, most)
+        admits = options.max_inflight
         try:
             compute = StageCompute(run, stage, device, recompute=options.recompute)
-            return compute, self._admits(run, compute, device)
+            if admits == "auto" or most is not None:
+                measured = needs_of(run, stage, microbatch=compute.saved_bytes())
+                measured.check(most)
+                fits = measured.inflight(free_bytes(device), most)
+                admits = fits if admits == "auto" else min(fits, admits)
         except torch.OutOfMemoryError as error:
             raise SetupError(f"stage {stage} does not fit on {device} now: {error}") from None
-
-    def _admits(self, run: Run, compute: StageCompute, device: str) -> int:
-        """Microbatches in flight, by wish or by what fits in the memory that is free now."""
-        from peers.device import free_bytes
-        from peers.owner.memory_limit import needs_of
-
-        options = self.options
-        if options.max_inflight != "auto" and options.max_vram is None:
-            return options.max_inflight
-        needs = needs_of(run, compute.stage, microbatch=compute.saved_bytes())
-        needs.check(options.max_vram)
-        fits = needs.inflight(free_bytes(device), options.max_vram)
-        return fits if options.max_inflight == "auto" else min(fits, options.max_inflight)
-
-    def _workers(self, run: Run, stage: Stage, device: str) -> int:
-        """Microbatches that are computed at once: what cores and memory are for. On a GPU one."""
-        from peers.device import free_bytes, usable_cores
-        from peers.owner.memory_limit import needs_of
-
         if device != "cpu":
-            return 1
-        by_cores = (self.options.threads or usable_cores()) // run.batch.microbatch_threads
-        return max(1, min(by_cores, needs_of(run, stage).workers(free_bytes(device), self.options.max_vram)))
+            return compute, admits, 1
+        by_cores = (options.threads or usable_cores()) // run.batch.microbatch_threads
+        return compute, admits, max(1, min(by_cores, needs.workers(free_bytes(device), most)))
 
     def _fits_anywhere(self, run: Run) -> bool:
         """Whether it may be sent to any stage: one that did not fit there would be lost to the run."""
@@ -320,8 +308,8 @@ class Peer(Networked[PeerOptions]):
             )  # fmt: skip
 
         async def build(stage: Stage, kept: Snapshot | None) -> StagePeer:
-            compute, max_inflight = await asyncio.to_thread(self._build, run, stage, device)
-            mine = settings(max_inflight, self._workers(run, stage, device))
+            compute, *room = await asyncio.to_thread(self._build, run, stage, device)
+            mine = settings(*room)
             peer = StagePeer(run, stage, compute, node.transport, node.directory, mine, emit, kept=kept)
             node.transport.on_gone = peer.peer_gone
             return peer
@@ -376,11 +364,10 @@ class Keeper(_Looping[KeeperOptions]):
     async def run(self) -> None:
         options = self.options
 
-        def prepare() -> None:
-            importlib.import_module("peers.transfer.keeper")
+        prepare = partial(importlib.import_module, "peers.transfer.keeper")
 
-        def accepts(run: Run) -> None:
-            kept_stages(run, options.stages)
+        def accepts(run: Run) -> object:
+            return kept_stages(run, options.stages)
 
         async with self._joined("keeper", options, prepare, accepts) as (node, run):
             from peers.transfer.keeper import CheckpointKeeper, KeepingSettings
