@@ -127,7 +127,9 @@ async def test_it_pauses_and_resumes_and_leaves_a_pause_by_hand_alone() -> None:
     quiet, game = Use(held_bytes=0, share=0.0), Use(held_bytes=4 * GIB, share=0.9)
     owner, events, reader = Owner(), list[Event](), Script(quiet, game)
     gate = ContentionDetector(contended_after_s=3, free_after_s=10)
-    watching = asyncio.create_task(watch(owner, reader.others, gate, events.append, clock=lambda: reader.looks))
+    watching = asyncio.create_task(
+        watch(owner, reader.others, gate, events.append, clock=lambda: reader.looks)
+    )
     await until(lambda: owner.paused)
     assert owner.why == "other programs have 4096 MiB more than usual, and 90% of the time"
     owner.pause("by hand", "swarm pause")
