@@ -220,6 +220,7 @@ def without_gradient(net: Net, x: torch.Tensor) -> torch.Tensor:
 def constants(net: Net, x: torch.Tensor) -> torch.Tensor:
     weights = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=x.dtype)
     weights[1] = 5.0
+    weights.split(2)[1].mul_(2.0)
     mask = torch.zeros_like(net.linear(x)) + torch.arange(4)
     return (net.linear(x) * weights * mask).sum().exp()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from torch.fx.node import map_aggregate
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,56 +48,8 @@ class Statistic:
     momentum: float
 
 
-def refs(args: Any) -> Iterator[Ref]:
+def refs(args: Any) -> list[Ref]:
     """All values in the arguments of a call."""
-    if isinstance(args, Ref):
-        yield args
-    elif isinstance(args, Mapping):
-        for part in args.values():
-            yield from refs(part)
-    elif isinstance(args, (list, tuple)):
-        for part in args:
-            yield from refs(part)
-
-
-@dataclass(frozen=True, slots=True)
-class Template:
-    """The arguments of a call, sorted out once: most are a value or contain none."""
-
-    fixed: list[Any]
-    """With a gap for what is filled in."""
-    values: list[tuple[int, str]]
-    """(place, value)."""
-    nested: list[tuple[int, Any]]
-    """(place, a sequence with values in it)."""
-
-    @staticmethod
-    def of(args: Sequence[Any]) -> Template:
-        """For these arguments."""
-        made = Template(list(args), [], [])
-        for place, arg in enumerate(args):
-            if isinstance(arg, Ref):
-                made.values.append((place, arg.name))
-            elif any(True for _ in refs(arg)):
-                made.nested.append((place, arg))
-        return made
-
-    def filled(self, env: Mapping[str, Any]) -> list[Any]:
-        """The arguments with the values of `env`."""
-        args = self.fixed.copy()
-        for place, name in self.values:
-            args[place] = env[name]
-        for place, arg in self.nested:
-            args[place] = _filled(arg, env)
-        return args
-
-
-def _filled(arg: Any, env: Mapping[str, Any]) -> Any:
-    kind = type(arg)
-    if kind is Ref:
-        return env[arg.name]
-    if kind is tuple or kind is list:
-        return kind([_filled(part, env) for part in arg])
-    if kind is dict:
-        return {key: _filled(part, env) for key, part in arg.items()}
-    return arg
+    found: list[Ref] = []
+    map_aggregate(args, lambda part: found.append(part) if isinstance(part, Ref) else None)
+    return found

@@ -254,7 +254,8 @@ class _Functional:
         if not view.args or view.args[0] is not self._source[view] or not callable(view.target):
             raise Untraceable(f"{where(view)}something is written through {view.target}")
         rest = map_arg(view.args[1:], self._read)
-        return view.target, rest, map_arg(dict(view.kwargs), self._read)
+        op = None if view.target is operator.getitem else view.target
+        return op, rest, map_arg(dict(view.kwargs), self._read)
 
 
 def where(node: fx.Node) -> str:

@@ -88,24 +88,28 @@ def batch_norm(
 
 def write_through(
     whole: torch.Tensor,
-    views: Sequence[tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]],
+    views: Sequence[tuple[Callable[..., Any] | None, Sequence[Any], dict[str, Any]]],
     op: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
     """A copy of `whole`, to a part of which `op` has written in place; `views` lead to that part.
 
-    Each view is (operator, its other arguments, its keywords).
+    Each view is (operator, its other arguments, its keywords); None for one of several that a view gives.
     """
     whole = whole.clone()
-    part = whole
+    part: Any = whole
     for view, others, keywords in views:
-        part = view(part, *others, **keywords)
+        part = part[others[0]] if view is None else view(part, *others, **keywords)
     op(part, *args, **kwargs)
     return whole
 
 
-def plain(device: torch.device, op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call without autocast, as the model asked for."""
-    with torch.autocast(device.type, enabled=False):
-        return op(*args, **kwargs)
+def plain(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Takes the device and the arguments of `op`, and calls it without autocast, as the model asked for."""
+
+    def run(device: torch.device, /, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device.type, enabled=False):
+            return op(*args, **kwargs)
+
+    return run

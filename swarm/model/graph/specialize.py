@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._ops import OpOverload
+from torch.fx.node import map_aggregate
 
 from swarm.errors import SetupError
 from swarm.model.graph import operators
@@ -177,17 +178,14 @@ class Builder:
         self._env[node] = tuple(Ref(name) for name in outputs) if several else Ref(outputs[0])
 
     def _filled(self, arg: Any) -> Any:
-        """An argument with `Ref`s and numbers in place of nodes, and `DEVICE` in place of the trace's."""
-        if isinstance(arg, fx.Node):
-            return self._env[arg]
-        if isinstance(arg, torch.device):
-            return DEVICE
-        if isinstance(arg, (list, tuple)):
-            parts = [self._filled(part) for part in arg]
-            return tuple(parts) if isinstance(arg, tuple) else parts
-        if isinstance(arg, Mapping):
-            return {key: self._filled(part) for key, part in arg.items()}
-        return arg
+        """Arguments with `Ref`s and numbers in place of nodes, and `DEVICE` in place of the trace's."""
+
+        def fill(part: Any) -> Any:
+            if isinstance(part, torch.device):
+                return DEVICE
+            return self._env[part] if isinstance(part, fx.Node) else part
+
+        return map_aggregate(arg, fill)
 
     def _module(self, node: fx.Node) -> str:
         """Full name of the module that a node belongs to."""

@@ -11,15 +11,17 @@ over the microbatches of a step like gradients, they enter the state when the st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.fx.node import map_aggregate
 
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
-from swarm.model.graph.calls import DEVICE, RANDOM, Call, Template, refs
+from swarm.model.graph.calls import DEVICE, RANDOM, Call, Ref
 from swarm.model.graph.kernels import SeededRandom, plain
 from swarm.model.graph.partition import StagePlan, plan_stages
 from swarm.model.graph.specialize import Traced
@@ -32,48 +34,35 @@ class StageModule(nn.Module):
     def __init__(self, traced: Traced, plan: StagePlan, *, seed: int) -> None:
         super().__init__()
         self.plan, self._seed = plan, seed
-        self._told = {told.value: told for i in plan.operators for told in traced.statistics.get(i, ())}
-        calls = [traced.calls[i] for i in plan.operators]
-        done = _last_uses(calls, keep={value.name for value in plan.outputs})
-        self._work = [
-            (call, Template.of(call.args), Template.of([*call.kwargs.values()]), names)
-            for call, names in zip(calls, done, strict=True)
-        ]
-        self._held: list[tuple[str, nn.Module, str]] = []
+        self._told = [told for i in plan.operators for told in traced.statistics.get(i, ())]
+        takes = [DEVICE.name, RANDOM.name, *plan.parameters, *plan.buffers, *(v.name for v in plan.inputs)]
+        gives = [value.name for value in plan.outputs] + [told.value for told in self._told]
+        self._compute = _compiled([traced.calls[i] for i in plan.operators], takes, gives)
+        self._held: list[tuple[nn.Module, str]] = []
         # Last, so that no tensor takes the place of one of our own attributes unseen.
         for name in plan.parameters:
-            self._adopt(name).register_parameter(_leaf(name), nn.Parameter(traced.parameters[name].detach()))
+            owner, leaf = self._adopt(name)
+            owner.register_parameter(leaf, nn.Parameter(traced.parameters[name].detach()))
         for name in plan.buffers:
-            self._adopt(name).register_buffer(_leaf(name), traced.buffers[name])
-        read = (*plan.parameters, *plan.buffers)
-        self._held = [(name, self.get_submodule(name.rpartition(".")[0]), _leaf(name)) for name in read]
+            owner, leaf = self._adopt(name)
+            owner.register_buffer(leaf, traced.buffers[name])
 
     def forward(self, *inputs: torch.Tensor | None, mb: Microbatch) -> Output:
         """`inputs` in the order of `plan.inputs`, all on the device of the parameters. What none of its
         operators reads, and only passes, may be None."""
-        env: dict[str, Any] = {name: getattr(owner, leaf) for name, owner, leaf in self._held}
-        env.update(zip((value.name for value in self.plan.inputs), inputs, strict=True))
-        device = next(value.device for value in env.values() if value is not None)
-        env[DEVICE.name], env[RANDOM.name] = device, SeededRandom(self._seed, mb)
+        held = [getattr(owner, leaf) for owner, leaf in self._held]
+        device = next(tensor.device for tensor in (*held, *inputs) if tensor is not None)
+        made = self._compute(device, SeededRandom(self._seed, mb), *held, *inputs)
+        count = len(self.plan.outputs)
         statistics: dict[str, torch.Tensor] = {}
-        for call, positional, named, finished in self._work:
-            args, run = positional.filled(env), call.function
-            kwargs = dict(zip(call.kwargs, named.filled(env), strict=True))
-            result = plain(device, run, args, kwargs) if call.plain else run(*args, **kwargs)
-            for name, made in zip(call.outputs, result if call.several else (result,), strict=True):
-                told = self._told.get(name)
-                if told is None:
-                    env[name] = made
-                else:
-                    share = made.detach() * told.weight
-                    seen = statistics.get(told.buffer)
-                    statistics[told.buffer] = share if seen is None else seen + share
-            for name in finished:
-                del env[name]
-        return Output(tuple(env[value.name] for value in self.plan.outputs), statistics)
+        for told, value in zip(self._told, made[count:], strict=True):
+            share = value.detach() * told.weight
+            seen = statistics.get(told.buffer)
+            statistics[told.buffer] = share if seen is None else seen + share
+        return Output(tuple(made[:count]), statistics)
 
-    def _adopt(self, name: str) -> nn.Module:
-        """The module that is to own `name`, made if need be."""
+    def _adopt(self, name: str) -> tuple[nn.Module, str]:
+        """The module that is to hold the tensor `name`, made if need be, and what it calls it."""
         owner: nn.Module = self
         *parts, leaf = name.split(".")
         for part in parts:
@@ -83,7 +72,8 @@ class StageModule(nn.Module):
             owner = owner.get_submodule(part)
         if leaf not in owner._buffers:
             _check_free(owner, leaf)
-        return owner
+        self._held.append((owner, leaf))
+        return owner, leaf
 
 
 def cut(traced: Traced, assignment: Sequence[int], *, seed: int) -> list[StageModule]:
@@ -100,16 +90,27 @@ def _check_free(owner: nn.Module, part: str) -> None:
         raise SetupError(f"the model has a part called {part!r}, as a stage has: rename it")
 
 
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2]
+def _compiled(
+    calls: Sequence[Call], takes: Sequence[str], gives: Sequence[str]
+) -> Callable[..., Sequence[torch.Tensor]]:
+    """The calls as a function of the values `takes`, in order, that returns the values `gives`.
 
+    It lets go of a value after its last use: the memory is autograd's to keep or free.
+    """
+    graph = fx.Graph()
+    env: dict[str, fx.Node] = {name: graph.placeholder(f"value_{n}") for n, name in enumerate(takes)}
 
-def _last_uses(calls: Sequence[Call], *, keep: set[str]) -> list[list[str]]:
-    """For each call, the values that no later call needs: their memory is autograd's to keep or free."""
-    seen = {DEVICE.name, RANDOM.name, *keep}
-    found: list[list[str]] = []
-    for call in reversed(calls):
-        names = dict.fromkeys((*(ref.name for ref in refs((call.args, call.kwargs))), *call.outputs))
-        found.append([name for name in names if name not in seen and ":" not in name])
-        seen.update(names)
-    return found[::-1]
+    def fill(part: Any) -> Any:
+        return env[part.name] if isinstance(part, Ref) else part
+
+    for call in calls:
+        args, kwargs = map_aggregate(call.args, fill), map_aggregate(call.kwargs, fill)
+        if call.plain:
+            made = graph.call_function(plain(call.function), (env[DEVICE.name], *args), kwargs)
+        else:
+            made = graph.call_function(call.function, args, kwargs)
+        for number, name in enumerate(call.outputs):
+            env[name] = graph.call_function(operator.getitem, (made, number)) if call.several else made
+    graph.output([env[name] for name in gives])
+    graph.eliminate_dead_code()
+    return fx.GraphModule(nn.Module(), graph).forward
