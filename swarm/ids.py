@@ -22,18 +22,18 @@ class Microbatch(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """The number of rollbacks of a run, and the version that the last one restored; see
-    `swarm.protocol.rollback`.
+    """The number of rollbacks of a run, and what the last one claims; see `swarm.protocol.rollback`.
 
-    Ordered: the greater one is valid.
+    Ordered: of two that are true, the greater one is valid.
     """
 
     number: int = 0
     start: int = 0
-
-    def next(self, start: int) -> Generation:
-        """The next generation, which starts at version `start`."""
-        return Generation(self.number + 1, start)
+    """The version that was restored, and at which the generation starts."""
+    lost_stage: Stage = 0
+    """The stage that had lost all of its replicas, ..."""
+    lost_version: int = 0
+    """... and the version at which the run then was."""
 
 
 class Position(NamedTuple):

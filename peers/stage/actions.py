@@ -5,6 +5,7 @@
     Retract     subtract duplicates from the sum
     Unfreeze    give a round up, and open the sum again
     ApplyStep, CatchUp, RestoreStage   change the weights: one of them at a time
+    Retreat     leave a generation that was started in error
 
 Everything here runs on the event loop; sums and ledgers change in jobs of the device (`peers.ports.Device`).
 """
@@ -42,11 +43,13 @@ from swarm.protocol.replica import (
     Action,
     AllReduce,
     ApplyStep,
+    AskLostStage,
     AskWitnesses,
     CatchUp,
     Fetch,
     RestoreStage,
     Retract,
+    Retreat,
     Unfreeze,
 )
 from swarm.protocol.rounds import Commit, Plan, check_plan
@@ -101,7 +104,12 @@ class Actions:
                 self._core.changing = True
                 self.spawn(self._change_state(action))
             return
-        assert not isinstance(action, AskWitnesses)  # done by `coordination`
+        if isinstance(action, Retreat):
+            text = f"generation {self._core.generation.number} was started in error, and is left"
+            self._core.emit(events.Note(text=f"stage {self._core.stage}: {text}"))
+            self._core.enter(action.generation)
+            return
+        assert not isinstance(action, (AskWitnesses, AskLostStage))  # done by `coordination`
         step = self._core.steps[action.t]
         match action:
             case AllReduce(plan=plan):

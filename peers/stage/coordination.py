@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TypeVar
 
@@ -21,11 +22,11 @@ from peers.stage.state import StageCore
 from peers.status_query import ask_status
 from peers.waiting import happens
 from swarm.errors import Leaving, NotNow, PeerFault, Refused, SwarmError
-from swarm.ids import PeerId, Stage
+from swarm.ids import Generation, PeerId, Stage
 from swarm.policy.backoff import Backoff
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary
 from swarm.protocol.protocol import Message, Ready, StepProtocol
-from swarm.protocol.replica import Action, AskWitnesses, Local
+from swarm.protocol.replica import Action, AskLostStage, AskWitnesses, Local
 from swarm.protocol.timings import ProtocolTimings
 from swarm.wire.messages import Ack, Watch, Watched, check_run, pack, unpack, unpack_answer
 
@@ -35,6 +36,8 @@ CALL_S = 3.0
 """Limit for one report or directive."""
 METHODS = {ReplicaReport: "report", Directive: "directive", StageSummary: "summary", RunStatus: "run"}
 MAX_WITNESSES = 8
+MAX_LOST_ASKED = 32
+"""Replicas that one peer asks: of a stage that is called lost, and of the others."""
 WATCHED_S = 5.0
 """How long a trainer counts as watching: it asks once a second; after a lost answer, another peer."""
 MAX_WATCHERS = 16
@@ -184,11 +187,13 @@ class StepCoordination:
         for message in ready.messages:
             self._messages.post((message.to, METHODS[type(message.body)]), message)
         for action in ready.actions:
-            if isinstance(action, AskWitnesses):
-                if self._asking is None or self._asking.done():
-                    self._asking = asyncio.get_running_loop().create_task(self._ask_witnesses())
-            else:
-                self.act(action)
+            match action:
+                case AskWitnesses():
+                    self._ask(self._ask_witnesses)
+                case AskLostStage(generation=claimed):
+                    self._ask(lambda claimed=claimed: self._ask_lost_stage(claimed))
+                case _:
+                    self.act(action)
         if ready.wake_at <= now:
             self._core.report_trigger.urgent()
         if self.protocol.run_status != self._shown:
@@ -196,6 +201,25 @@ class StepCoordination:
             self._revision += 1
             revised, self._revised = self._revised, asyncio.Event()
             revised.set()
+
+    def _ask(self, question: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Ask one thing at a time: what is still of interest comes again."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.get_running_loop().create_task(question())
+
+    async def _ask_lost_stage(self, claimed: Generation) -> None:
+        """Ask replicas where they are: of a stage that is called lost, and of the others; some of each."""
+        lost, asked = claimed.lost_stage, []
+        records = [r for r in await self._directory.refresh({lost}) if r.state in ("serving", "leaving")]
+        for group in ([r for r in records if r.stage == lost], [r for r in records if r.stage != lost]):
+            peers = sorted(record.peer for record in group if record.peer != self._me)
+            # Strangers may crowd out the others, but not in the same way everywhere.
+            asked += random.Random(self._me).sample(peers, min(MAX_LOST_ASKED, len(peers)))
+        told = await ask_status(self._run, self._transport, asked)
+        there = [s for s in told.values() if s.state in ("serving", "leaving")]
+        of_stage = [status.position for status in there if status.stage == lost]
+        of_others = [status.position for status in there if status.stage != lost]
+        self._step(lambda now: self.protocol.lost_stage_told(claimed, of_stage, of_others, now=now))
 
     async def _ask_witnesses(self) -> None:
         """Ask replicas of the other stages for their positions: their coordinators may have slept as well."""
@@ -240,9 +264,8 @@ class StepCoordination:
 
     async def _serve_report(self, request: Request) -> Answer:
         report = unpack(request.header, ReplicaReport)
-        self._step(lambda _: self.protocol.may_report(report))
+        due = [8 * count for count in self._step(lambda _: self.protocol.may_report(report))]
         await self._membership.require(request.peer, self._stage)
-        due = [8 * count for count in self.protocol.losses_due(report)]
         losses: list[list[float]] = []
         if not report.say_leaving:
             if list(request.body_sizes) != due:

@@ -289,7 +289,6 @@ class StageCore:
         await self.refresh_digest()
 
     def enter(self, generation: Generation) -> None:
-        """Enter a later generation that starts at the version that is held: nothing is lost."""
-        assert generation > self.generation and generation.start == self.version
+        """Be in another generation; the version that is held is the same state in each."""
         self.generation, self.commits = generation, {}
         self.report_trigger.urgent()

@@ -57,6 +57,11 @@ class Agreed:
         """The latest that was heard of: decisions concern nothing older."""
         self.commits: dict[int, Commit] = {}
 
+    def enter(self, generation: Generation) -> None:
+        """Decide in another generation from now on: the commits of the last one say nothing in it."""
+        self.generation = generation
+        self.commits.clear()
+
     def learn(self, commits: Sequence[Commit], generation: Generation, *, newest: int) -> None:
         """Remember commits. `newest`: the version that the stage has.
 

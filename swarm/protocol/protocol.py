@@ -23,19 +23,23 @@ from swarm.protocol.coordinator import Agreed, Member, RunCoordinator, StageCoor
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary
 from swarm.protocol.replica import (
     Action,
+    AskLostStage,
     AskWitnesses,
     Local,
     RestoreStage,
+    Retreat,
     follow,
     losses_of,
     report_of,
 )
-from swarm.protocol.rollback import is_alone_ahead
+from swarm.protocol.rollback import is_alone_ahead, is_disproved, is_followed
 from swarm.protocol.rounds import Commit, eldest
 from swarm.protocol.timings import ProtocolTimings
 from swarm.records import PeerRecord
 
 MAX_BEHIND_S = 3600
+MAX_MISSED_GENERATIONS = 100
+"""That a peer may have missed: a lie must not use all numbers up."""
 
 
 class Message(NamedTuple):
@@ -88,6 +92,8 @@ class StepProtocol:
         self._checked_s = -math.inf
         self._witnessed = local.position
         """The furthest position that a replica of another stage reported."""
+        self._moved_s = self._asked_s = self._entered_s = -math.inf
+        """When this replica last took a step or loaded a state, asked a lost stage, entered a generation."""
         self.directive: Directive | None = None
         """The last directive that was followed."""
         self.run_status = RunStatus(run=run.id)
@@ -100,11 +106,19 @@ class StepProtocol:
 
     def observe(self, local: Local, peers: Mapping[Stage, Sequence[PeerRecord]], *, now: float) -> None:
         """Take in this replica's state, and what the directory says of its stage and of stage 0."""
+        if local.position != self._local.position:
+            self._moved_s = now
         self._local, self._peers = local, peers
-        self._enter(local.generation)
+        if local.generation > self._agreed.generation:
+            self._enter(local.generation, now)
         if local.busy:
             self._checked_s = now
-        elif self._seems_lost(now):
+        elif (
+            self._behind_since is not None
+            and now - self._checked_s >= self._timings.check_s
+            and local.joined
+            and self.behind_s(now=now) > self._timings.lost_s
+        ):
             self._checked_s = now
             self._actions.append(RestoreStage())
 
@@ -186,8 +200,9 @@ class StepProtocol:
         last = self.directive
         if last is not None and last.coordinator == directive.coordinator and directive.number < last.number:
             return  # overtaken by a newer one
+        if not self._follows(directive.generation, now):
+            return
         self.directive = directive
-        self._enter(directive.generation)
         if directive.coordinator != self._me:
             began = now - min(max(0, directive.behind_s), MAX_BEHIND_S)
             self._behind_since = began if directive.behind_s > 0 else None
@@ -197,11 +212,11 @@ class StepProtocol:
 
     # -- the stage's coordinator ------------------------------------------------------------------
 
-    def may_report(self, report: ReplicaReport) -> None:
-        """Check that a report can be taken here, before the sender is looked up.
+    def may_report(self, report: ReplicaReport) -> list[int]:
+        """Check a report, before its sender is looked up. Returns how many losses come with it, step by step.
 
         Raises:
-            Refused: it is for another stage or run.
+            Refused: it is for another stage or run, or no honest replica sends that.
             NotNow, Leaving: this replica does not coordinate now.
         """
         if report.run != self._run.id or report.stage != self._stage:
@@ -212,13 +227,6 @@ class StepProtocol:
             raise NotNow("this peer has not joined yet")
         if self._local.leaving:
             raise Leaving("this peer is leaving: let another coordinate the stage")
-
-    def losses_due(self, report: ReplicaReport) -> list[int]:
-        """How many losses come with a report, step by step.
-
-        Raises:
-            Refused: no honest replica sends that.
-        """
         check_report(report, self._run)
         return [step.done.bit_count() for step in report.steps] if self._stage == self._run.S - 1 else []
 
@@ -236,7 +244,7 @@ class StepProtocol:
         self._check_ahead(sender, report)
         self._backoff.answered(sender)
         self._coordinator.members[sender] = Member(report, losses, now)
-        self._enter(report.generation)
+        self._follows(report.generation, now)
         if not self.coordinates(self._stage, now=now):
             if self.directive is None:
                 raise NotNow("another peer coordinates this stage")
@@ -324,14 +332,6 @@ class StepProtocol:
         """The same, if this peer coordinates the stage; else 0."""
         return self.stuck_s(now=now) if self.coordinates(self._stage, now=now) else 0.0
 
-    def _seems_lost(self, now: float) -> bool:
-        return (
-            self._behind_since is not None
-            and now - self._checked_s >= self._timings.check_s
-            and self._local.joined
-            and self.behind_s(now=now) > self._timings.lost_s
-        )
-
     # -- the run ----------------------------------------------------------------------------------
 
     def summary(self, sender: PeerId, summary: StageSummary, *, now: float) -> RunStatus:
@@ -343,7 +343,7 @@ class StepProtocol:
         if self.coordinates(0, now=now):
             check_summary(summary, self._run)
             self._run_coordinator.stages[summary.stage] = Summarized(summary, sender, now)
-            self._enter(summary.generation)
+            self._follows(summary.generation, now)
             self._update_run_status(now)
         return self.run_status
 
@@ -380,19 +380,63 @@ class StepProtocol:
 
     def run_status_came(self, status: RunStatus, *, now: float) -> None:
         """Take in the run coordinator's status of the run."""
+        if not self._follows(status.generation, now):
+            return
         known = self._agreed.known(self._local)
-        self._enter(status.generation)
         self._learn(status.commits, status.generation)
         self.run_status = status
         if self._agreed.known(self._local) != known and self.coordinates(self._stage, now=now):
             self._soon = True
 
-    def _enter(self, generation: Generation) -> None:
-        """Enter a generation: an earlier one's commits would let one stage run ahead."""
-        if generation > self._agreed.generation:
-            self._agreed.generation = generation
-            self._agreed.commits.clear()
-            self._soon = True
+    # -- generations ------------------------------------------------------------------------------
+
+    def _follows(self, generation: Generation, now: float) -> bool:
+        """Whether to follow a peer in that generation. One that differs from this replica's is looked into.
+
+        A later one is a claim that a stage is lost: while this replica takes steps, it is not. After this
+        replica has entered its own, the others get time to do so as well.
+        """
+        mine, lost_s = self._agreed.generation, self._timings.lost_s
+        later = generation > mine
+        due = now - self._moved_s >= lost_s if later else now - self._entered_s >= 2 * lost_s
+        if (
+            due
+            and generation != mine
+            and now - self._asked_s >= self._timings.refresh_s
+            and generation.number <= mine.number + MAX_MISSED_GENERATIONS
+        ):
+            self._asked_s = now
+            self._actions.append(AskLostStage(max(generation, mine)))
+        return not later
+
+    def lost_stage_told(
+        self, claimed: Generation, of_stage: Sequence[Position], of_others: Sequence[Position], *, now: float
+    ) -> None:
+        """Enter a generation, or leave it, by where the replicas are of the stage that it calls lost, and
+        some of others.
+        """
+        mine, local = self._agreed.generation, self._local
+        if local.busy:
+            return
+        if claimed.lost_stage == self._stage:
+            of_stage = [*of_stage, local.position]
+        else:
+            of_others = [*of_others, local.position]
+        told = [*of_stage, *of_others]
+        known = max(local.version, self.run_status.version)
+        before = max((at.generation for at in told if at.generation < claimed), default=None)
+        if claimed > mine:
+            if is_followed(claimed, told) or not is_disproved(claimed, of_stage, run_version=known):
+                self._enter(claimed, now)
+        elif claimed == mine and before is not None and not is_followed(claimed, told):
+            self._enter(before, now)
+            if local.generation > before:
+                self._actions.append(Retreat(before))
+
+    def _enter(self, generation: Generation, now: float) -> None:
+        """Decide in another generation: an earlier one's commits would let one stage run ahead."""
+        self._agreed.enter(generation)
+        self._entered_s, self._soon = now, True
 
     def _learn(self, commits: Sequence[Commit], generation: Generation) -> None:
         reports = self._coordinator.present().values()

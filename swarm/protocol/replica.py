@@ -93,11 +93,36 @@ class RestoreStage:
 
 
 @dataclass(frozen=True)
+class AskLostStage:
+    """Ask the replicas of the stage that a generation calls lost where they are."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class Retreat:
+    """Go back to a generation, keeping the version: the one since was started in error, or by a liar."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True)
 class AskWitnesses:
     """Ask the other stages how far the run is: a replica says that it is far ahead."""
 
 
-Action = AllReduce | Fetch | Retract | Unfreeze | ApplyStep | CatchUp | RestoreStage | AskWitnesses
+Action = (
+    AllReduce
+    | Fetch
+    | Retract
+    | Unfreeze
+    | ApplyStep
+    | CatchUp
+    | RestoreStage
+    | Retreat
+    | AskWitnesses
+    | AskLostStage
+)
 
 
 # -- the report ---------------------------------------------------------------------------------------

@@ -5,6 +5,11 @@ only time. What peers must agree on is *where to go on*, which a generation says
 lost stage starts one; all stages then go back to its `start`, a version that each of them can get from
 somewhere, and go on from there. The greater generation wins, so two peers that each start one agree without a
 message.
+
+A generation is a claim: that a stage had no replica left where the run was. Each peer checks it with that
+stage before it follows (`is_disproved`). After a partition one half may have followed it and the other not:
+then the larger half decides (`is_followed`). To leave a generation costs nothing, since a version is the same
+state in every one.
 """
 
 from __future__ import annotations
@@ -67,6 +72,20 @@ def is_alone_ahead(theirs: Position, known: Position) -> bool:
     return theirs.generation == known.generation and theirs.version > known.version + 1
 
 
+def is_disproved(claimed: Generation, of_stage: Iterable[Position], *, run_version: int) -> bool:
+    """Whether a replica of the stage that a generation calls lost is, in an earlier one, where the run was:
+    by the claim or, since that may be a lie, at `run_version`, as far as the reader knows.
+    """
+    where = min(claimed.lost_version, run_version)
+    return any(at.generation < claimed and at.version >= where for at in of_stage)
+
+
+def is_followed(claimed: Generation, replicas: Collection[Position]) -> bool:
+    """Whether at least half of the replicas are in a generation, or a later one, and not just one of them."""
+    follow = sum(at.generation >= claimed for at in replicas)
+    return follow >= 2 and 2 * follow >= len(replicas)
+
+
 class Rollback(NamedTuple):
     """How a run goes on after one of its stages was lost."""
 
@@ -98,7 +117,8 @@ def plan_rollback(
         return Rollback(run, 0.0)
     start = newest_start(stages, saved, most=steps)
     wait_s = 0.0 if from_keeper else worth_waiting_s(start, run.version, checkpoint_every) - waited_s
-    return Rollback(Position(run.generation.next(start), start), max(0.0, wait_s))
+    generation = Generation(run.generation.number + 1, start, stage, run.version)
+    return Rollback(Position(generation, start), max(0.0, wait_s))
 
 
 def worth_waiting_s(start: int, run_version: int, checkpoint_every: int) -> float:
@@ -118,6 +138,11 @@ def check_position(generation: Generation, version: int, run: Run, *, what: str)
         raise Refused(
             f"an impossible generation: {generation.number} of at most {MAX_GENERATIONS}, "
             f"from version {generation.start}"
+        )
+    if not (0 <= generation.lost_stage < run.S and 0 <= generation.lost_version <= run.steps):
+        raise Refused(
+            f"an impossible generation: stage {generation.lost_stage} of {run.S} was lost at version "
+            f"{generation.lost_version}"
         )
     if not 0 <= version <= run.steps:
         raise Refused(f"{what} of version {version} of a run of {run.steps} steps")

@@ -6,6 +6,7 @@ What a liar cannot be kept from is in the README: a member of a stage can send w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 
 import msgspec
@@ -15,7 +16,8 @@ import torch
 from peers.ports import Answer, Buffer, Request
 from peers.stage.all_reduce import AllReduce, RoundAborted
 from peers.stage.next_stage import NextStage
-from swarm.errors import Refused, Stale
+from swarm.errors import Refused, Stale, SwarmError
+from swarm.ids import Generation
 from swarm.manifest import audit_run
 from swarm.model.stage_io import input_metas
 from swarm.policy.router import Router
@@ -126,6 +128,35 @@ async def test_a_go_for_a_step_that_nobody_can_have_prepared_is_forgotten(by: st
         s.network.kill(LIAR)
         s.add_trainer("trainer")
         await finishes(s)
+
+
+@pytest.mark.parametrize("by", ["report", "summary"])
+@pytest.mark.parametrize("number, start", [(1, 0), (1, 2), (10**6, 3)])
+async def test_a_generation_that_calls_a_served_stage_lost_is_entered_by_no_peer(
+    by: str, number: int, start: int
+) -> None:
+    """Said again and again, before there is a trainer, while the run stands still and while it goes on."""
+    run = audit_run(stages=2, steps=3, microbatches_per_step=8)
+    async with swarm(run) as s:
+        await s.until_serving()
+        liar = await member(s, 1)
+        lie = {"generation": Generation(number, start, lost_stage=0, lost_version=3), "version": start}
+
+        async def repeat() -> None:
+            while True:
+                with contextlib.suppress(SwarmError):
+                    if by == "report":
+                        await liar.send("s1p0", "report", report(s, 1, **lie), [b""])
+                    else:
+                        await liar.send("s0p0", "summary", summary(s, 1, **lie))
+                await asyncio.sleep(0.3)
+
+        lying = asyncio.create_task(repeat())
+        await asyncio.sleep(20.0)
+        s.add_trainer("trainer")
+        await finishes(s)
+        lying.cancel()
+        assert {peer.core.generation for peer in s.peers.values()} == {Generation()}
 
 
 async def test_a_stage_that_claims_to_be_far_ahead_does_not_stop_the_conductor() -> None:

@@ -286,7 +286,7 @@ async def test_of_many_saved_versions_the_newest_are_told() -> None:
 
 async def test_the_live_version_may_be_asked_for_by_its_number(saving: Source) -> None:
     saving.step()
-    saving.core.generation = saving.core.generation.next(1)
+    saving.core.generation = Generation(1, 1)
     opened = await saving.open(version=1)
     assert (opened.version, opened.generation) == (1, saving.core.generation)
 
@@ -298,8 +298,8 @@ async def test_a_copy_that_was_saved_or_made_before_the_run_went_back_is_not_the
     saved = await saving.open("keeper", version=2)
     saving.step()
     saving.step()
-    for _ in range(2):
-        saving.core.generation = saving.core.generation.next(2)
+    for number in (1, 2):
+        saving.core.generation = Generation(number, 2)
         newest = await saving.open()
         assert (newest.version, newest.generation) == (2, saving.core.generation)
     assert await saving.open() == newest

@@ -14,6 +14,8 @@ from swarm.protocol.rollback import (
     Rollback,
     check_position,
     is_alone_ahead,
+    is_disproved,
+    is_followed,
     is_one_step,
     join_by,
     may_leave,
@@ -35,7 +37,6 @@ def test_of_two_standings_the_later_era_holds_whatever_the_versions() -> None:
     assert Position(Generation(1, 4), 4) > Position(Generation(0, 0), 9)
     assert Position(Generation(1, 6), 6) > Position(Generation(1, 4), 8)
     assert Position(Generation(1, 4), 5) > Position(Generation(1, 4), 4)
-    assert Generation(2, 4).next(8) == Generation(3, 8)
 
 
 def test_one_gradient_brings_a_peer_a_step_further_in_its_own_era() -> None:
@@ -97,11 +98,36 @@ def test_a_lost_stage_goes_on_or_a_new_era_starts() -> None:
         )
 
     assert back({0: [], 1: [8]}) == (run, 0.0)
-    assert back({0: [4, 6], 1: [4, 6]}) == (Position(Generation(2, 6), 6), 0.0)
-    assert back({0: [2], 1: [2]}) == (Position(Generation(2, 2), 2), FAR_BACK_S)
-    assert back({0: [2], 1: [2]}, waited_s=20.0) == (Position(Generation(2, 2), 2), FAR_BACK_S - 20.0)
-    assert back({0: [2], 1: [2]}, from_keeper=True) == (Position(Generation(2, 2), 2), 0.0)
-    assert back({0: [12], 1: [12]}) == (Position(Generation(2, 12), 12), 0.0)
+    at = {start: Position(Generation(2, start, lost_stage=1, lost_version=8), start) for start in (2, 6, 12)}
+    assert back({0: [4, 6], 1: [4, 6]}) == (at[6], 0.0)
+    assert back({0: [2], 1: [2]}) == (at[2], FAR_BACK_S)
+    assert back({0: [2], 1: [2]}, waited_s=20.0) == (at[2], FAR_BACK_S - 20.0)
+    assert back({0: [2], 1: [2]}, from_keeper=True) == (at[2], 0.0)
+    assert back({0: [12], 1: [12]}) == (at[12], 0.0)
+
+
+def test_a_replica_where_the_run_was_disproves_that_its_stage_is_lost() -> None:
+    claimed = Generation(2, 6, lost_stage=1, lost_version=8)
+
+    def at(version: int, generation: Generation | None = None) -> Position:
+        return Position(generation or Generation(1, 2), version)
+
+    assert is_disproved(claimed, [at(7), at(8)], run_version=8)
+    assert is_disproved(claimed, [at(9)], run_version=8)
+    assert not is_disproved(claimed, [], run_version=8)
+    assert not is_disproved(claimed, [at(7), at(9, claimed), at(9, Generation(3, 0))], run_version=8)
+    lie = Generation(2, 6, lost_stage=1, lost_version=20)
+    assert is_disproved(lie, [at(8)], run_version=8), "where the run was is known better than that"
+
+
+def test_the_larger_half_decides_whether_a_generation_is_followed() -> None:
+    claimed = Generation(2, 6, lost_stage=1, lost_version=8)
+    there, before = Position(claimed, 6), Position(Generation(1, 2), 8)
+    assert is_followed(claimed, [there, there, before, before])
+    assert not is_followed(claimed, [there, before, before])
+    assert not is_followed(claimed, [there, there, before, before, before])
+    assert not is_followed(claimed, [there]), "one voice is none"
+    assert is_followed(claimed, [there, Position(Generation(3, 0), 0)])
 
 
 def test_who_is_two_versions_ahead_of_all_others_is_alone_there() -> None:

@@ -20,12 +20,14 @@ from swarm.protocol.replica import (
     Action,
     AllReduce,
     ApplyStep,
+    AskLostStage,
     AskWitnesses,
     CatchUp,
     Fetch,
     Local,
     RestoreStage,
     Retract,
+    Retreat,
     Unfreeze,
 )
 from swarm.protocol.rollback import plan_rollback
@@ -279,7 +281,6 @@ class World:
         try:
             if isinstance(message.body, ReplicaReport):
                 taker.protocol.may_report(message.body)
-                taker.protocol.losses_due(message.body)
                 losses = [list(row) for row in message.losses]
                 answer = taker.protocol.report(sender, message.body, losses, now=self.now)
             elif isinstance(message.body, Directive):
@@ -311,6 +312,19 @@ class World:
             for other in self.live():
                 if other.stage != replica.stage:
                     replica.protocol.witness(other.position)
+        elif isinstance(action, AskLostStage):
+            lost = action.generation.lost_stage
+            there = [r for r in self.live() if r.joined and self._reaches(name, r.name) and r is not replica]
+            where = ", ".join(f"{r.name} {_at(r.position)}" for r in there) or "none answers"
+            self._once(name, "asks", "", f"{name} asks whether stage {lost} was lost: {where}")
+            of_stage = [r.position for r in there if r.stage == lost]
+            of_others = [r.position for r in there if r.stage != lost]
+            replica.protocol.lost_stage_told(action.generation, of_stage, of_others, now=self.now)
+            self._drain(replica)
+        elif isinstance(action, Retreat):
+            replica.position, replica.commits = Position(action.generation, replica.position.version), {}
+            self.say(f"{name} leaves the generation: {_at(replica.position)}")
+            self.changed(name)
         elif isinstance(action, RestoreStage):
             self._restore(replica)
         elif isinstance(action, CatchUp):
