@@ -125,15 +125,13 @@ def _manifest_of(options: DemoOptions) -> Run:
         if options.stages is not None:
             cut = {"cut": ""} if run.brings_model else {}
             run = replace(run, model=replace(run.model, stages=options.stages, **cut))
-        if options.steps is not None:
-            run = replace(run, steps=options.steps)
+        given = {name: getattr(options, name) for name in ("steps", "seed")}
+        run = replace(run, **{name: value for name, value in given.items() if value is not None})
         if options.codec is not None:
             codecs = CodecSpec.symmetric(options.codec)
             run = replace(run, codec=replace(run.codec, forward=codecs.forward, backward=codecs.backward))
-        if options.seed is not None:
-            run = replace(run, seed=options.seed)
-            if isinstance(run.model, CustomModelSpec):
-                run = replace(run, model=replace(run.model, weights=""))
+        if options.seed is not None and isinstance(run.model, CustomModelSpec):
+            run = replace(run, model=replace(run.model, weights=""))
     if options.data and run.data.source != "code":
         run = replace(run, data=replace(run.data, source="files", sha256="", tokens=0))
     return run

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from swarm.errors import clean, short
 from swarm.ids import PeerId, Position, Stage
@@ -30,7 +30,7 @@ from swarm.monitoring.health import (
     SwarmHealth,
 )
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.wire.messages import Audit, PeerStatus
+from swarm.wire.messages import PeerStatus
 
 FRESH_S = 10.0
 """Answers this old still say where the run is; of many peers each is asked about once a minute."""
@@ -59,6 +59,8 @@ RECORD_LAG_S = 15.0
 """Records lag behind answers for this long, around a move."""
 MAX_RECOMPUTED = 4
 """A peer cannot have computed more than this many times the run's needs so far."""
+
+NOTHING_SAID = PeerStatus(peer="", stage=NO_STAGE, state="", device="", since=0.0, version=0)
 
 
 @dataclass(slots=True)
@@ -455,35 +457,24 @@ class Aggregator:
 
     def _peer(self, seen: _Seen, slower: float, now: float) -> PeerHealth:
         record, status, before = seen.record, seen.status, seen.before
+        said = record if status is None else status
         busy = None
         if status is not None and before is not None and seen.heard_at > seen.before_at:
             worked_s = status.busy_s - before.busy_s
             busy = min(1.0, max(0.0, worked_s / (seen.heard_at - seen.before_at)))
         return PeerHealth(
-            peer=record.peer,
-            stage=record.stage,
-            state=seen.state,
-            version=seen.version,
-            device=record.device,
+            **_of(record, "peer", "stage", "device", "since", "load", "bandwidth_bps"),
+            **_of(seen, "state", "version", "speed", "why", "last"),
+            **_of(status or NOTHING_SAID, "inflight", "bytes_in", "bytes_out", "audit"),
             answered=status is not None and not seen.why,
-            why=seen.why,
             heard_s=max(0.0, now - seen.heard_at) if status is not None else None,
-            since=record.since,
             up_s=max(0.0, now - record.since) if record.since else None,
-            speed=seen.speed,
-            load=record.load,
             busy=busy,
-            inflight=status.inflight if status is not None else 0,
-            max_inflight=status.max_inflight if status is not None else record.max_inflight,
+            max_inflight=said.max_inflight,
             done=status.done if status is not None and status.version == self._position.version else 0,
-            computed=self._work[record.peer].total if record.peer in self._work else 0,
-            bandwidth_bps=record.bandwidth_bps,
-            bytes_in=status.bytes_in if status is not None else 0,
-            bytes_out=status.bytes_out if status is not None else 0,
-            audit=status.audit if status is not None else Audit(),
+            computed=self._work.get(record.peer, _Work()).total,
             slower=slower,
             inconsistencies=tuple(self._inconsistencies(seen, now)),
-            last=seen.last,
             address=_address(record),
         )
 
@@ -572,6 +563,10 @@ class Aggregator:
         said = Counter(seen.status.rebalance for seen in self._peers.values() if seen.status is not None)
         said.pop("", None)
         return max(said, key=lambda text: (said[text], text), default="")
+
+
+def _of(what: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(what, name) for name in names}
 
 
 def _by_id(seen: Iterable[_Seen]) -> list[_Seen]:
