@@ -192,7 +192,7 @@ def option(
     *,
     group: str = "",
     one_of: str = "",
-    flag: str = "",
+    positional: bool = False,
     **more: Any,
 ) -> Any:
     """A field that is an argument; without a default it is required.
@@ -200,11 +200,10 @@ def option(
     Args:
         kind: None: it takes no value.
         one_of: at most one of a class's options with the same word here can be given; exactly one with a `!`.
-        flag: where it is not the field's name; `-`: it is positional.
         more: for argparse.
     """
-    told = {"kind": kind, "help": help, "group": group, "one_of": one_of, "flag": flag, "more": more}
-    return field(default=default, metadata=told)
+    told = {"kind": kind, "help": help, "group": group, "one_of": one_of, "more": more}
+    return field(default=default, metadata={**told, "positional": positional})
 
 
 def optional(kind: Kind, help: str, **more: Any) -> Any:
@@ -427,7 +426,7 @@ class HealthOptions:
     swarm health peer.sock
     """
 
-    socket: Path = option(SOCKET, "what it was given as --health", flag="-")
+    socket: Path = option(SOCKET, "what it was given as --health", positional=True)
     json: bool = switch("print one JSON object instead of a line")
 
 
@@ -439,10 +438,14 @@ def description(cls: type) -> tuple[str, str, list[str]]:
     text, *more = inspect.cleandoc(cls.__doc__ or "").splitlines()
     usage = "[options]"
     for one in fields(cls):
-        if one.metadata["flag"] == "-":
+        if one.metadata["positional"]:
             word = one.metadata["kind"].metavar
             usage += f" {word}" if one.default is MISSING else f" [{word}]"
     return text, usage, [line.strip().replace("ADDRESS", EXAMPLE_ADDRESS) for line in more if line]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
@@ -463,12 +466,10 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
             rest.update(type=option["kind"].parse, metavar=option["kind"].metavar)
         if one.default is not MISSING or listed:
             rest["default"] = [] if listed else one.default
-        if option["flag"] == "-":
+        if option["positional"]:
             where.add_argument(one.name, **rest, **({} if one.default is MISSING else {"nargs": "?"}))
-            continue
-        if one.default is MISSING:
-            rest["required"] = True
-        where.add_argument(option["flag"] or "--" + one.name.replace("_", "-"), dest=one.name, **rest)
+        else:
+            where.add_argument(_flag(one.name), dest=one.name, required=one.default is MISSING, **rest)
 
 
 def options_from(cls: Callable[..., Any], args: argparse.Namespace) -> Any:
@@ -486,5 +487,5 @@ def options_from(cls: Callable[..., Any], args: argparse.Namespace) -> Any:
         if kind is not None and kind.check is not None:
             for each in value if isinstance(value, tuple) else (value,):
                 if each is not None:
-                    kind.check("--" + one.name.replace("_", "-"), each)
+                    kind.check(_flag(one.name), each)
     return cls(**given)

@@ -39,8 +39,6 @@ from peers.options import (
 )
 from swarm.codecs import KNOWN, parse_codec
 
-HISTORY_BYTES = 1 << 30
-"""Of a recorded history, before the next file is begun."""
 JSON_HELP = "print one JSON object instead of lines"
 TERMS_HELP = "the terms of the run (TOML)"
 
@@ -51,14 +49,6 @@ def _codec(text: str) -> str:
     return text
 
 
-def _gibibytes(text: str) -> int:
-    wanted = "GiB of a file: above 0, up to 1000000"
-    size_bytes = int(between(1e6, wanted)(text) * 2**30)
-    if not size_bytes:
-        raise wrong(text, wanted)
-    return size_bytes
-
-
 TEXT = Kind(str, "PROMPT")
 PNG = Kind(Path, "PNG")
 MODEL = Kind(str, "MODEL")
@@ -67,7 +57,7 @@ HOURS = Kind(between(10_000, "a number of hours: above 0, up to 10000", above=Tr
 TEMPERATURE = Kind(between(100, "a temperature: 0 to 100"), "X")
 SPEED = Kind(between(1e6, "a speed: above 0, up to 1000000", above=True), "X")
 PART = Kind(between(1, "a part of all numbers: above 0, below 1, such as 0.01", above=True, below=True), "R")
-GIBIBYTES = Kind(_gibibytes, "GIB")
+GIBIBYTES = Kind(between(1e6, "GiB of a file: above 0, up to 1000000", above=True), "GIB")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +77,9 @@ class ManifestOptions:
     """
 
     manifest: Path | None = optional(
-        FILE, "check this one: print its canonical text; without FILE, print an example to edit", flag="-"
+        FILE,
+        "check this one: print its canonical text; without FILE, print an example to edit",
+        positional=True,
     )
 
 
@@ -120,13 +112,13 @@ class DashboardOptions(MaybeMembership, ListenOptions):
         LISTEN, "numbers for Prometheus at /metrics (default IP: 127.0.0.1)", group=FACES
     )
     record: Path | None = optional(FILE, "append all that is seen to a file", group=HISTORY)
-    record_max_bytes: int = option(
+    record_max: float = option(
         GIBIBYTES,
         "of that file; a full one becomes FILE.1, in the place of an older one (default: 1)",
-        HISTORY_BYTES,
+        1.0,
         group=HISTORY,
-        flag="--record-max",
     )
+    """GiB."""
     replay: Path | None = optional(FILE, "show such a file instead of a run", group=HISTORY)
     speed: float = option(SPEED, "of a replay: times as fast (default: 1)", 1.0, group=HISTORY)
 
@@ -216,7 +208,7 @@ class GenerateOptions(ModelOptions):
     swarm generate --checkpoint-dir ckpt --tokens 500 'The import '
     """
 
-    prompt: str = option(TEXT, "what to continue (default: %(default)r)", "The ", flag="-")
+    prompt: str = option(TEXT, "what to continue (default: %(default)r)", "The ", positional=True)
     tokens: int = option(COUNT, "how many to write (default: %(default)s)", 200)
     temperature: float = option(TEMPERATURE, "0 = always the likeliest (default: 0.8)", 0.8)
     seed: int = option(NUMBER, "default: %(default)s", 0)

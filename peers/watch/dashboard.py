@@ -67,9 +67,8 @@ async def _watch(options: DashboardOptions, run_id: str) -> None:
         board = Board(check_id(await node.directory.fetch_manifest(run_id), run_id))
         record: Callable[[Observation], None] | None = None
         if options.record is not None:
-            record = stack.enter_context(
-                history.Recorder(options.record, board.run, most_bytes=options.record_max_bytes)
-            )
+            most_bytes = int(options.record_max * 2**30)
+            record = stack.enter_context(history.Recorder(options.record, board.run, most_bytes=most_bytes))
 
         def take(observation: Observation) -> None:
             if record is not None:

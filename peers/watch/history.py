@@ -17,7 +17,6 @@ from typing import BinaryIO
 
 import msgspec
 
-from peers.programs.tool_options import HISTORY_BYTES
 from swarm.errors import Refused, SetupError
 from swarm.ids import PeerId
 from swarm.manifest import Run, parse_run
@@ -27,7 +26,7 @@ from swarm.records import PeerRecord
 
 MAX_LINE_BYTES = 64 << 20
 """An observation of 10 000 peers with 64 links each."""
-MAX_BYTES = HISTORY_BYTES
+MAX_BYTES = 1 << 30
 """Of a file: three days of six peers (3.6 kB/s, measured), ten hours of 500 (30 kB/s, reckoned)."""
 
 
