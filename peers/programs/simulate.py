@@ -9,13 +9,13 @@ from typing import Any
 from peers.programs.descriptions import job_of, load_devices, read_text, shown_bytes
 from peers.programs.plotting import load_pyplot, save
 from peers.programs.tool_options import SimulateOptions
+from peers.sim.throughput.engine import simulate
+from peers.sim.throughput.report import Settings, ThroughputReport
 from swarm.manifest import Run, load_run
 from swarm.plan.network import Network, check_fit
 from swarm.plan.overlapped import Overlap
 from swarm.plan.search import balanced, repaired
 from swarm.records import NO_STAGE
-from swarm.sim.engine import simulate
-from swarm.sim.report import Settings, ThroughputReport
 from swarm.sim.trace import Trace, read_trace
 
 BINS = 20

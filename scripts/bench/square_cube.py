@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import numpy as np
 from harness import machine, report
 
+from peers.sim.throughput.engine import simulate
+from peers.sim.throughput.report import Settings
 from swarm.plan.network import BACKWARD_FORWARDS, Device, Job, Network
-from swarm.sim.engine import simulate
-from swarm.sim.report import Settings
 
 TOKENS = 512
 LINE_BPS = 500e6

@@ -34,12 +34,12 @@ from harness import machine, report
 
 from peers.events import StepDone
 from peers.programs.descriptions import job_of
+from peers.sim.throughput.engine import simulate
+from peers.sim.throughput.report import Settings
 from scripts.bench.chaos import ChaosSwarm
 from scripts.bench.netlab import Lab, Link, why_not
 from swarm.manifest import Run, demo_run
 from swarm.plan.network import Device, Network
-from swarm.sim.engine import simulate
-from swarm.sim.report import Settings
 
 COLUMNS = (
     "stages", "replicas", "mbit", "delay_ms", "window", "real_per_s", "simulated_per_s", "ratio", "within_15",

@@ -3,8 +3,8 @@
     python scripts/bench/worldwide.py                    # four minutes, one core
     python scripts/bench/worldwide.py --network my.json --case 3
 
-Case 4 of `../shared/data/networks/dtfm.json` (Yuan et al., NeurIPS 2022). The event simulation
-(`swarm/sim`) runs steps of a GPT of 1.3 B: 8 stages of 3 layers of width 2048, sequences of 2048
+Case 4 of `../shared/data/networks/dtfm.json` (Yuan et al., NeurIPS 2022). The coarse simulation
+(`peers/sim/throughput`) runs steps of a GPT of 1.3 B: 8 stages of 3 layers of width 2048, sequences of 2048
 tokens, a sequence a microbatch, 512 of them a step, float16 between stages (8.4 MB), 0.65 GB of gradients a
 stage, devices that reach 40 Tflop/s.
 
@@ -31,13 +31,13 @@ import numpy as np
 from harness import machine, report
 from plan import network_of
 
+from peers.sim.throughput.engine import simulate
+from peers.sim.throughput.report import Settings
 from scripts.bench.additive_objective import additive_terms
 from scripts.bench.additive_search import megatron_grid, random_grid, search_additive
 from swarm.errors import SetupError
 from swarm.plan.network import Device, Job, Network
 from swarm.plan.search import search_overlapped
-from swarm.sim.engine import simulate
-from swarm.sim.report import Settings
 
 DTFM = Path(__file__).resolve().parents[3] / "shared" / "data" / "networks" / "dtfm.json"
 STAGES, LAYERS, WIDTH, TOKENS = 8, 3, 2048, 2048

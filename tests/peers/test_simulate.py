@@ -17,7 +17,7 @@ from swarm.manifest import audit_run, demo_run
 from swarm.model.gpt import layer_flops
 from swarm.model.layout import stage_layout
 from swarm.plan.network import read_devices
-from swarm.sim.report import Moved
+from peers.sim.throughput.report import Moved
 from swarm.sim.trace import read_trace
 
 DEVICES = """\

@@ -1,4 +1,4 @@
-"""Simulation of a run, event by event: the live policies over devices, lines, deaths and joins.
+"""Simulation of a run in virtual time: the live policies over devices, lines, deaths and joins.
 
 A microbatch takes the route of `docs/design.md`: the trainer's `Router` chooses a peer of each stage; it goes
 forward through them, has loss and backward in the last one, and comes back, and each peer takes it into its
@@ -8,7 +8,7 @@ at stage 0 already. What a dead peer had in flight goes to another one of its st
 run again through the `WorkList`.
 
 What is coarse: control messages take no bandwidth; tokens and labels are small; a reduce is a formula
-(`SharedNetwork.reduce_s`) and does not share the lines with transfers; trainers know of each other's claims
+(`SharedLines.reduce_s`) and does not share the lines with transfers; trainers know of each other's claims
 at once, so nothing is done twice and undone; full peers let requests wait instead of refusing them; a joiner
 serves as soon as it has the state; a keeper has whatever a lost stage goes back to.
 """
@@ -18,17 +18,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from peers.sim.loop import VirtualLoop
+from peers.sim.processes import Process
+from peers.sim.throughput.members import Members
+from peers.sim.throughput.pipeline import Pipeline
+from peers.sim.throughput.report import Settings, ThroughputReport
+from peers.sim.throughput.steps import Steps
+from peers.sim.throughput.trainers import Trainers
+from peers.sim.throughput.world import World
 from swarm.errors import SetupError
 from swarm.ids import Stage
 from swarm.plan.network import Job, Network
 from swarm.records import NO_STAGE
-from swarm.sim.members import Members
-from swarm.sim.pipeline import Pipeline
-from swarm.sim.report import Settings, ThroughputReport
-from swarm.sim.steps import Steps
-from swarm.sim.trace import Trace, changes
-from swarm.sim.trainers import Trainers
-from swarm.sim.world import World
+from swarm.sim.trace import Trace
 
 
 def simulate(
@@ -55,28 +57,37 @@ def simulate(
     if not 0 < end_s < math.inf:
         raise SetupError(f"cannot simulate for {end_s} s")
     _check(network, job, layout, trace)
-    world = World(network, job, settings or Settings(), seed)
-    sums = Steps(world)
-    pipeline = Pipeline(world, sums)
-    trainers = Trainers(world, sums, pipeline)
-    members = Members(world, sums, pipeline, trainers, layout)
-    clock, report, every_s = world.clock, world.report, world.settings.rebalance_every_s
-    if trace is None:
-        members.begin()
-    else:
-        for change in changes(trace, seed):
-            if change.at_s < end_s:
-                clock.after(change.at_s, members.change, change)
-    if every_s:
-        clock.after(every_s / 2, members.rebalance, None)
-    clock.after(0.0, trainers.wake, None)
-    if not clock.run(until=lambda: steps is not None and world.version >= steps, limit_s=end_s):
-        clock.now = end_s
-    if world.empty_since_s is not None:
-        report.waited_s += clock.now - world.empty_since_s
-    members.count_out_all()
-    report.end_s, report.version, report.events = clock.now, world.version, clock.events
-    report.replayed, report.open = trainers.replayed, sums.open
+    loop, everybody = VirtualLoop(), Process("everybody")
+    with loop.running():
+        world = World(loop, network, job, settings or Settings(), seed)
+        report = world.report
+        sums = Steps(world)
+        pipeline = Pipeline(world, sums)
+        trainers = Trainers(world, sums, pipeline)
+        members = Members(world, sums, trainers, layout)
+        pipeline.on_released = members.leave_if_drained
+
+        async def live() -> None:
+            if trace is None:
+                members.begin()
+            else:
+                loop.create_task(members.follow(trace))
+            if world.settings.rebalance_every_s:
+                loop.create_task(members.rebalance())
+            loop.call_later(0.0, trainers.start_all)  # when all that begin together are there
+
+        everybody.start(loop, live())
+        ended = loop.run(
+            lambda: bool(loop.bugs) or (steps is not None and world.version >= steps), limit_s=end_s
+        )
+        assert not loop.bugs, loop.bugs[0]
+        report.end_s = loop.now_s = loop.now_s if ended else end_s
+        if world.empty_since_s is not None:
+            report.waited_s += report.end_s - world.empty_since_s
+        members.count_out_all()
+        report.version, report.events = world.version, loop.callbacks
+        report.replayed, report.open = trainers.replayed, sums.open
+        everybody.end()
     return report
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from swarm.plan.network import Network
 
 
-class SharedNetwork:
+class SharedLines:
     """All lines of a network, and until when each is taken. Devices are named by their index."""
 
     def __init__(self, network: Network) -> None:
