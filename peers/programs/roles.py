@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # torch is imported while p2pd starts
     from peers.stage.server import StagePeer
     from peers.trainer import Trainer
     from peers.transfer.keeper import CheckpointKeeper
-    from peers.transfer.server import Snapshot
+    from peers.transfer.leases import Snapshot
     from swarm.model.stage import StageCompute
 
 OptionsT = TypeVar("OptionsT", bound=NetworkOptions)

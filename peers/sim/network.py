@@ -239,7 +239,8 @@ class Network:
         except SwarmError as error:
             outcome = error
         except Exception as error:  # noqa: BLE001  as the real transport; here it is told as well
-            self.loop.bug(f"the handler of {call.method!r} failed", error)
+            if call.callee.process.alive:  # else it was only closed where it stood
+                self.loop.bug(f"the handler of {call.method!r} failed", error)
             outcome = Refused(f"internal error: {type(error).__name__}: {error}"[:500])
         self._answer(call, outcome)
 

@@ -27,7 +27,7 @@ from peers.stage.server import StagePeer
 from peers.stage.settings import Checkpoints, StageSettings
 from peers.trainer import Trainer, TrainerSettings
 from peers.transfer.keeper import CheckpointKeeper, KeepingSettings
-from peers.transfer.server import Snapshot
+from peers.transfer.leases import Snapshot
 from swarm.errors import SwarmError
 from swarm.ids import Stage
 

@@ -15,8 +15,9 @@ from peers.sim import faults
 from peers.sim.faults import Fault
 from peers.sim.setting import Setting, dice_of, setting_of
 from peers.sim.swarm import Swarm
-from peers.stage import all_reduce, handoff
+from peers.stage import all_reduce
 from peers.storage import checkpoint
+from peers.transfer import leases
 
 MAX_FAULTS = 8
 END_WITHIN_S = 240.0
@@ -81,7 +82,7 @@ class World:
             stack.enter_context(swarm.disks.in_use())
             if swarm.setting.crowd:
                 stack.enter_context(patch.object(all_reduce, "SMALL_CHUNK_ELEMENTS", 1))
-                stack.enter_context(patch.object(handoff, "CHUNK_ELEMENTS", 1))
+                stack.enter_context(patch.object(leases, "CHUNK_BYTES", 8))
             stack.enter_context(patch.object(gc, "collect", lambda: 0))
             self._begin()
             ended = loop.run(lambda: self.over, limit_s=self.calm_s + END_WITHIN_S)

@@ -33,6 +33,7 @@ from peers.stage.tied_weights import TiedWeights
 from peers.storage.checkpoint_store import CheckpointStore
 from peers.storage.writer import CheckpointWriter
 from peers.transfer.catalog import is_keeper
+from peers.transfer.client import DownloadFailed
 from peers.transfer.gradient import fetch_gradient
 from swarm.errors import PeerFault, Refused, SetupError, SwarmError
 from swarm.ids import PeerId, Position
@@ -222,21 +223,22 @@ class Actions:
         step.open_again()
 
     async def _fetch(self, step: OpenStep, round_name: str, sources: Sequence[PeerId]) -> None:
-        """Take the result of a round from the first replica that gives it."""
+        """Take the result of a round from the replicas that hold it."""
         core = self._core
-        for source in sources:
-            try:
-                reduced, held, _ = await fetch_gradient(core, self._transport, source, step.t, round_name)
-            except PeerFault as fault:
-                self._backoff.failed(source, now=now_s())
-                core.emit(events.PeerLost(peer=source, stage=core.stage, why=fault.text))
-            except SwarmError:
-                continue
-            else:
-                if not step.over:
-                    step.stop("reduce")
-                    await self._tied_weights.hold_fetched(step, reduced, held)
-                return
+
+        def failed(fault: PeerFault) -> None:
+            self._backoff.failed(fault.peer, now=now_s())
+            core.emit(events.PeerLost(peer=fault.peer, stage=core.stage, why=fault.text))
+
+        try:
+            reduced, held, *_ = await fetch_gradient(
+                core, self._transport, sources, step.t, round_name, on_fault=failed
+            )
+        except DownloadFailed:
+            return  # told again as long as it is lacking
+        if not step.over:
+            step.stop("reduce")
+            await self._tied_weights.hold_fetched(step, reduced, held)
 
     async def _retract(self, step: OpenStep, microbatches: int) -> None:
         try:

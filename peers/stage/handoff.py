@@ -1,8 +1,8 @@
 """Handoff: a replica that leaves gives its gradient sum to another, so that nothing of it is run again.
 
     leaving → taker   offer   these microbatches are in my sum     → those that you have too: I retract them
-    leaving → taker   give    the sum, chunk by chunk              → kept aside
-    leaving → taker   take    all is there, this is its digest     → added, in one job, with the ledger
+    leaving → taker   give    fetch it (`sum`, from me)            → all of it is here, kept aside
+    leaving → taker   take    count these microbatches as yours    → added, in one job, with the ledger
 
 From the offer on the sum is frozen, and reported as being computed: no replica counts it, no trainer runs it
 again. Whatever happens to the answer of `take`, the leaving replica drops its sum: the microbatches are in
@@ -26,20 +26,21 @@ from peers import events
 from peers.clock import now_s
 from peers.fault_points import fault_point
 from peers.ports import Answer, Rank, Request, Transport
-from peers.stage.all_reduce import CHUNK_ELEMENTS, checksum, read_part, vector_digest
 from peers.stage.membership import Membership, Replicas
 from peers.stage.open_step import OpenStep
 from peers.stage.state import StageCore
-from swarm.errors import NotNow, PeerFault, Refused, SwarmError
+from peers.transfer.client import DownloadFailed, Wanted, download
+from peers.transfer.leases import Leases, Snapshot
+from swarm.errors import NotNow, NotReady, PeerFault, Refused, SwarmError
 from swarm.ids import PeerId
 from swarm.protocol.ledger import Bitmap, check_bitmap, members_of
 from swarm.protocol.step import StepState
-from swarm.wire.codec import encode
 from swarm.wire.messages import (
     Ack,
     GiveSum,
     OfferedSum,
     OfferSum,
+    OpenSum,
     TakeSum,
     check_run,
     pack,
@@ -48,7 +49,8 @@ from swarm.wire.messages import (
 )
 
 CALL_S = 20.0
-"""Limit for one chunk of 8 MB."""
+LEAST_BYTES_PER_S = 400_000
+"""A sum that does not come so fast is given up: a line of 3 Mbit/s."""
 CHECK_EVERY_S = 0.05
 PAUSE_S = 1.5
 """Pause after a replica could not take a sum: longer than it takes until all have reported again."""
@@ -58,13 +60,13 @@ MAX_GIVERS = 2
 
 @dataclass(slots=True)
 class _Aside:
-    """A sum on its way to this peer."""
+    """A sum that another peer hands off to this one."""
 
     t: int
-    vector: torch.Tensor
-    missing: set[int]
-    """Chunks that have not come, by their start."""
+    done: Bitmap
     began: float
+    vector: torch.Tensor | None = None
+    """None: it is on its way."""
 
 
 class Handoff:
@@ -76,11 +78,16 @@ class Handoff:
         transport: Transport,
         membership: Membership,
         replicas: Replicas,
+        leases: Leases,
     ) -> None:
         self._core, self._transport, self._membership, self._replicas = core, transport, membership, replicas
+        self._leases = leases
+        self._giving: dict[tuple[int, int], torch.Tensor] = {}
+        """By step and ledger: a request that comes late is not for what the sum is by then."""
         self._aside: dict[PeerId, _Aside] = {}
         transport.serve("offer", self._serve_offer)
-        transport.serve("give", self._serve_give, max_body_bytes=CHUNK_ELEMENTS * 8)
+        transport.serve("give", self._serve_give)
+        transport.serve("sum", self._serve_sum)
         transport.serve("take", self._serve_take, max_body_bytes=8 * core.run.M)
 
     # -- giving -----------------------------------------------------------------------------------
@@ -134,25 +141,21 @@ class Handoff:
         if overlap:
             await core.retract(step, overlap & done)
         total, done, losses = await core.device.run(Rank.STEP, step.t, self._freeze, step)
+        self._giving[step.t, done] = total
         try:
-            for start in range(0, core.compute.numel, CHUNK_ELEMENTS):
-                meta, body = encode(total[start : start + CHUNK_ELEMENTS], "none", name="a gradient sum")
-                numel = min(CHUNK_ELEMENTS, core.compute.numel - start)
-                chunk = GiveSum(
-                    run=core.run.id, t=step.t, start=start, numel=numel, crc=checksum(body), tensors=(meta,)
-                )
-                await self._transport.call(replica, "give", pack(chunk), body, deadline_s=CALL_S)
+            give = GiveSum(run=core.run.id, t=step.t, done=Bitmap(done))
+            limit_s = CALL_S + total.nbytes / LEAST_BYTES_PER_S
+            await self._transport.call(replica, "give", pack(give), deadline_s=limit_s)
             fault_point("handing")
-            digest = await asyncio.to_thread(vector_digest, total)
-            take = TakeSum(
-                run=core.run.id, generation=core.generation, t=step.t, done=Bitmap(done), digest=digest
-            )
+            take = TakeSum(run=core.run.id, generation=core.generation, t=step.t, done=Bitmap(done))
             body = [struct.pack(f"<{len(losses)}d", *losses)] if core.is_last else []
             with contextlib.suppress(PeerFault):  # it may have it: it counts there, else it is run again
                 await self._transport.call(replica, "take", pack(take), body, deadline_s=CALL_S)
         except SwarmError:
             await core.device.run(Rank.STEP, step.t, step.ledger.thaw)
             raise
+        finally:
+            del self._giving[step.t, done]
         await core.device.run(Rank.STEP, step.t, core.drop_sum, step)
         given = done.bit_count()
         core.emit(events.HandedOver(stage=core.stage, t=step.t, microbatches=given, to=replica))
@@ -163,9 +166,18 @@ class Handoff:
         if step.over or step.ledger.frozen_for is not None:
             raise NotNow("the step is being averaged")
         step.ledger.freeze("handing over")
-        total = self._core.compute.sums.of(step.t)
+        total = self._core.compute.sums.of(step.t).view(-1)  # a new object: no lease of before is of this
         losses = [step.loss_of(m) for m in members_of(step.ledger.done)]
         return total.cpu() if total.is_cuda else total, step.ledger.done, losses
+
+    async def _serve_sum(self, request: Request) -> Answer:
+        wanted = unpack(request.header, OpenSum)
+        await self._check(request, wanted.run)
+        total = self._giving.get((wanted.t, wanted.done))
+        if total is None:
+            raise NotReady(f"no sum of step {wanted.t} is handed off here", version=self._core.version)
+        content = Snapshot(version=wanted.t, tensors={"sum": total})
+        return await self._leases.lend(request.peer, "sum", None, content, total)
 
     # -- taking -----------------------------------------------------------------------------------
 
@@ -177,38 +189,25 @@ class Handoff:
             raise NotNow("this peer is in another generation")
         if step.state is not StepState.OPEN or step.ledger.frozen_for is not None:
             raise NotNow("the step is being averaged here")
-        now = now_s()
-        for giver in [g for g, aside in self._aside.items() if now - aside.began > 4 * CALL_S]:
-            del self._aside[giver]
-        if len(self._aside) >= MAX_GIVERS and request.peer not in self._aside:
-            raise NotNow("others are handing off to this peer")
-        core = self._core
-        self._aside[request.peer] = _Aside(
-            offer.t,
-            torch.empty(core.compute.numel, dtype=core.compute.sums.dtype),
-            set(range(0, core.compute.numel, CHUNK_ELEMENTS)),
-            now,
-        )
         return Answer(pack(OfferedSum(overlap=Bitmap(offer.done & step.ledger.done))))
 
     async def _serve_give(self, request: Request) -> Answer:
-        give = unpack(request.header, GiveSum)
+        give, core, giver = unpack(request.header, GiveSum), self._core, request.peer
         await self._step_for(request, give.run, give.t)
-        aside = self._aside.get(request.peer)
-        numel = self._core.compute.numel
-        if (
-            aside is None
-            or aside.t != give.t
-            or give.start not in aside.missing
-            or give.numel != min(CHUNK_ELEMENTS, numel - give.start)
-            or sum(request.body_sizes) != give.numel * aside.vector.element_size()
-        ):
-            raise Refused(f"elements from {give.start} of step {give.t} are not a chunk that was offered")
-        body = await request.accept()
-        aside.vector[give.start : give.start + give.numel] = read_part(
-            request.peer, give.tensors, give.crc, body, give.numel, "none", aside.vector.dtype, error=Refused
-        )
-        aside.missing.discard(give.start)
+        like = {"sum": torch.empty(core.compute.numel, dtype=core.compute.sums.dtype, device="meta")}
+        question = OpenSum(run=give.run, t=give.t, done=give.done)
+        wanted = Wanted(name=f"the sum of step {give.t}", method="sum", question=question, like=like)
+        now, longest_s = now_s(), 2 * CALL_S + like["sum"].nbytes / LEAST_BYTES_PER_S
+        for old in [g for g, aside in self._aside.items() if now - aside.began > longest_s]:
+            del self._aside[old]
+        if len(self._aside) >= MAX_GIVERS and giver not in self._aside:
+            raise NotNow("others are handing off to this peer")
+        aside = self._aside[giver] = _Aside(give.t, give.done, now)
+        try:
+            aside.vector = (await download(self._transport, wanted, [giver])).tensors["sum"]
+        except DownloadFailed as failed:
+            self._aside.pop(giver, None)
+            raise NotNow(failed.text) from None
         return Answer(pack(Ack()))
 
     async def _serve_take(self, request: Request) -> Answer:
@@ -218,7 +217,7 @@ class Handoff:
         done = take.done
         check_bitmap(done, core.run.M)
         aside = self._aside.get(request.peer)
-        if aside is None or aside.t != take.t or aside.missing:
+        if aside is None or (aside.t, aside.done) != (take.t, done) or aside.vector is None:
             raise Refused(f"the sum of step {take.t} has not come as a whole")
         due = [8 * done.bit_count()] if core.is_last else []
         if list(request.body_sizes) != due:
@@ -229,30 +228,31 @@ class Handoff:
         losses = struct.unpack(f"<{done.bit_count()}d", body[0]) if core.is_last else ()
         if not all(-1e30 < loss < 1e30 for loss in losses):
             raise Refused("a loss that is not finite was handed off")
-        if await asyncio.to_thread(vector_digest, aside.vector) != take.digest:
-            raise Refused("the sum that was handed off does not fit its digest")
         if take.generation != core.generation:
             raise NotNow("this peer is in another generation")
-        await core.device.run(Rank.STEP, take.t, self._add, step, aside, done, losses)
+        await core.device.run(Rank.STEP, take.t, self._add, step, aside.vector, done, losses)
         self._aside.pop(request.peer, None)
         core.report_trigger.urgent()
         return Answer(pack(Ack()))
 
-    def _add(self, step: OpenStep, aside: _Aside, done: int, losses: Sequence[float]) -> None:
+    def _add(self, step: OpenStep, total: torch.Tensor, done: int, losses: Sequence[float]) -> None:
         """In a job of rank STEP: the sum and the ledger, or neither."""
         ledger = step.ledger
         if step.state is not StepState.OPEN or ledger.frozen_for is not None:
             raise NotNow("the step is being averaged here")
         if ledger.done & done:
             raise NotNow("some of it was computed here meanwhile")
-        self._core.compute.sums.add_sum(step.t, aside.vector)
+        self._core.compute.sums.add_sum(step.t, total)
         ledger.take_over(done)
         step.losses.update(zip(members_of(done), losses, strict=False))
 
     async def _step_for(self, request: Request, run: str, t: int) -> OpenStep:
-        check_run(run, self._core.run.id)
-        await self._membership.require(request.peer, self._core.stage)
+        await self._check(request, run)
         step = self._core.steps.get(t)
         if step is None or not self._core.joined:
             raise NotNow(f"step {t} is not open here")
         return step
+
+    async def _check(self, request: Request, run: str) -> None:
+        check_run(run, self._core.run.id)
+        await self._membership.require(request.peer, self._core.stage)

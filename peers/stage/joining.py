@@ -15,7 +15,7 @@ from peers.stage.state import StageCore
 from peers.storage import checkpoint
 from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.catalog import is_keeper
-from peers.transfer.server import Snapshot
+from peers.transfer.leases import Snapshot
 from swarm.ids import Position
 from swarm.protocol.rollback import Join, join_by
 from swarm.protocol.timings import ProtocolTimings

@@ -22,7 +22,8 @@ from peers.stage.server import StagePeer
 from peers.stage.settings import StageSettings
 from peers.stage.status import ANNOUNCE_S
 from peers.storage.checkpoint_store import CheckpointStore
-from peers.transfer.server import Snapshot, StateLeases
+from peers.transfer.leases import Snapshot
+from peers.transfer.server import StateLeases
 from peers.waiting import happens
 from swarm.errors import DeviceHangs, Leaving, SetupError
 from swarm.ids import Generation, Stage
@@ -32,7 +33,7 @@ from swarm.wire.messages import AskStatus, PeerStatus, check_run, pack, unpack
 
 ABSENT = (
     *("work", "locate", "report", "directive", "summary", "run"),
-    *("watch", "part", "offer", "give", "take", "held"),
+    *("watch", "part", "offer", "give", "sum", "take", "held"),
 )
 """What a paused peer takes no part in."""
 _ANY_BYTES = 1 << 62

@@ -19,11 +19,11 @@ from peers.stage.tied_weights import TiedWeights
 from peers.status_query import ask_status
 from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.catalog import ask_saved, is_keeper
-from peers.transfer.client import Partial, download_state, shown
+from peers.transfer.client import Partial, download, shown, state_of
 from peers.transfer.gradient import fetch_gradient
 from swarm.errors import PeerFault, SwarmError, short
 from swarm.ids import Generation, PeerId, Position, Stage
-from swarm.model.layout import empty_state, initial_state
+from swarm.model.layout import initial_state
 from swarm.policy.backoff import Backoff
 from swarm.protocol.messages import Directive
 from swarm.protocol.rollback import is_one_step, newest_start, plan_rollback
@@ -80,16 +80,16 @@ class Recovery:
         if not replicas:
             return False
         if is_one_step(core.position, max(replicas.values())) and core.version in core.steps:
-            for replica, position in replicas.items():
-                if position > core.position and await self._one_step(replica):
-                    return True
+            ahead = [replica for replica, position in replicas.items() if position > core.position]
+            if await self._one_step(ahead):
+                return True
         return await self.download(list(replicas))
 
-    async def _one_step(self, source: PeerId) -> bool:
+    async def _one_step(self, sources: Sequence[PeerId]) -> bool:
         core = self._core
         step = core.steps[core.version]
         try:
-            reduced, held, commit = await fetch_gradient(core, self._transport, source, step.t, "")
+            reduced, held, commit, source = await fetch_gradient(core, self._transport, sources, step.t, "")
             if commit is None:
                 return False
             step.audited = None
@@ -118,9 +118,8 @@ class Recovery:
 
         usable = [source for source in sources if not self._backoff.in_backoff(source, now=began)]
         try:
-            found = await download_state(
-                self._run, self._stage, empty_state(self._run, self._stage), self._transport, usable,
-                version=version, partial=self._partial,
+            found = await download(
+                self._transport, state_of(self._run, self._stage, version), usable, partial=self._partial,
                 progress=shown(self._stage, version, self._emit), on_fault=fault,
             )  # fmt: skip
             await core.load(

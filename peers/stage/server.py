@@ -37,7 +37,8 @@ from peers.stage.state import StageCore
 from peers.stage.status import StageStatus
 from peers.stage.tied_weights import TiedWeights
 from peers.storage.checkpoint_store import CheckpointStore
-from peers.transfer.server import Snapshot, StateServer
+from peers.transfer.leases import Snapshot
+from peers.transfer.server import StateServer
 from peers.waiting import unless
 from swarm.errors import PeerFault, SetupError
 from swarm.ids import PeerId, Stage
@@ -102,8 +103,8 @@ class StagePeer:
             self.store, settings.checkpoints, failed=self._fail,
         )  # fmt: skip
         self._joining = Joining(core, directory, self.replicas, recovery, self.store, settings.resumed_from)
-        self._handoff = Handoff(core, transport, membership, self.replicas)
         self._states = StateServer(core, transport, self.store)
+        self._handoff = Handoff(core, transport, membership, self.replicas, self._states.leases)
         self.moving = Moving(core, directory, self.replicas, movable=settings.movable, go=self._move)
         self.status = StageStatus(
             core, transport, directory, settings, self.coordination, self.microbatches, all_reduce,

@@ -9,6 +9,7 @@ sum (`swarm.protocol.rounds`), so it does not matter which replica is asked.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import zlib
 
 import msgspec
@@ -18,11 +19,13 @@ from peers.clock import now_s
 from peers.ports import Directory, Rank, Transport
 from peers.stage.open_step import OpenStep
 from peers.stage.state import StageCore
-from peers.transfer.gradient import fetch_vector
-from swarm.errors import NotReady, PeerFault, SwarmError
+from peers.transfer.client import DownloadFailed, download
+from peers.transfer.gradient import wanted_of
+from swarm.errors import NotReady, PeerFault
 from swarm.ids import PeerId, Stage
 from swarm.policy.backoff import Backoff
 from swarm.protocol.rounds import Prepared
+from swarm.wire.messages import OpenHeld
 
 RETRY_S = 0.1
 """A peer that is asked holds the request while its own reduce runs, so this is for peers that are gone."""
@@ -85,21 +88,18 @@ class TiedWeights:
             asks = [(peer, core.stage, -1) for peer in theirs[:ASKED_AT_ONCE]]
             asks += [(peer, -1, other) for peer in ours[:ASKED_AT_ONCE]]
             for peer, shared_with, shared_of in asks:
-                try:
-                    part, _ = await fetch_vector(
-                        core, self._transport, peer, step.t, numel,
-                        shared_with=shared_with, shared_of=shared_of,
-                    )  # fmt: skip
-                except PeerFault as fault:
-                    self._backoff.failed(peer, now=now_s(), silent=fault.silent)
-                except SwarmError:
-                    pass
-                else:
-                    step.shared[other] = part
+                question = OpenHeld(run=core.run.id, t=step.t, shared_with=shared_with, shared_of=shared_of)
+                wanted = wanted_of(core, question, numel)
+                with contextlib.suppress(DownloadFailed):
+                    found = await download(self._transport, wanted, [peer], on_fault=self._failed)
+                    step.shared[other] = found.tensors["gradient"]
                     return
             await asyncio.sleep(RETRY_S)
         if step.over:
             raise NotReady(f"step {step.t} ended before all that it shares was here", version=core.version)
+
+    def _failed(self, fault: PeerFault) -> None:
+        self._backoff.failed(fault.peer, now=now_s(), silent=fault.silent)
 
     def _serving(self, stage: Stage) -> list[PeerId]:
         """Other peers of a stage, for each asking peer in another order."""

@@ -1,13 +1,13 @@
-"""Downloading the state of a stage from several peers at once.
+"""Downloading large things, such as the state of a stage, from several peers at once.
 
-Each source is asked to open a lease; it answers with the version and the SHA-256 of every chunk. Sources that
-say the same of every chunk form a group, and the largest group is believed. Its members are then read all at
-once: each has a few requests in flight and takes the next missing chunk, so fast ones give more. A chunk is
-kept only if it fits its hash, so nothing that one source says can spoil what another one gave; a source that
-sends anything else is not asked again. A source that dies gives its chunks back to the others, and what is
-here is kept even when all of them die (`Partial`).
+Each source is asked to open a lease (`peers.transfer.leases`); it answers with the SHA-256 of every chunk.
+Sources that say the same of every chunk form a group, and the largest group is believed. Its members are then
+read all at once: each has a few requests in flight and takes the next missing chunk, so fast ones give more.
+A chunk is kept only if it fits its hash, so nothing that one source says can spoil what another one gave; a
+source that sends anything else is not asked again. A source that dies gives its chunks back to the others,
+and what is here is kept even when all of them die (`Partial`).
 
-What this proves: the state is one that the believed group agrees on. A single source that lies with hashes
+What this proves: the bytes are those that the believed group agrees on. A single source that lies with hashes
 that fit its lie cannot be found out here; with three sources or more the majority decides. What a wrong state
 could do is bounded further on: members compare the digests of their weights at every step.
 """
@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -29,19 +28,21 @@ from peers.clock import now_s
 from peers.events import Downloading, Emit
 from peers.fault_points import fault_point
 from peers.ports import Answer, Transport
-from peers.stage.all_reduce import read_part
-from peers.transfer.server import HASH_BYTES, chunks_of, raw
+from peers.transfer.leases import HASH_BYTES, chunks_of, flat, forms_of, hash_of
 from peers.waiting import happens
-from swarm.errors import BadAnswer, Busy, NotNow, NotReady, PeerFault, SwarmError, short
+from swarm.errors import BadAnswer, Busy, NotNow, NotReady, PeerFault, Refused, SwarmError, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
-from swarm.wire.codec import dtype_name
+from swarm.model.layout import empty_state
+from swarm.wire.codec import TensorMeta, decode, dtype_name
 from swarm.wire.messages import (
-    CloseState,
+    Ack,
+    CloseLease,
     FetchChunk,
+    Opened,
+    OpenHeld,
     OpenState,
-    StateOpened,
-    VectorChunk,
+    OpenSum,
     pack,
     unpack_answer,
 )
@@ -49,13 +50,13 @@ from swarm.wire.messages import (
 MAX_SOURCES = 8
 """Each makes a copy of its state for this download."""
 IN_FLIGHT = 6
-"""Chunks asked of one source at once: 6 MB of float32 fill 500 Mbit/s over 100 ms."""
+"""Chunks asked of one source at once: 6 MB fill 500 Mbit/s over 100 ms."""
 OPEN_S = 120.0
 """To copy and hash gigabytes. A dead or hung source is noticed much earlier, by its silence."""
 GATHER_S = 5.0
 """Once a source is open, others have this long to open too; later ones join in on the way."""
 CHUNK_S = 120.0
-"""Limit for one chunk: `IN_FLIGHT` of 2 MB share a line that may have 1 Mbit/s."""
+"""Limit for one chunk: `IN_FLIGHT` of 1 MB share a line that may have 1 Mbit/s."""
 AGAIN_AFTER = 2.0
 """When nothing is left to ask for, a source that is done fetches what another one has had in flight for this
 many times as long as itself ever took for a chunk, ..."""
@@ -71,6 +72,8 @@ SHOW_S = 2.0
 
 Progress: TypeAlias = Callable[[int, int, int], None]
 """(bytes that are here, bytes in all, sources now)."""
+Question: TypeAlias = OpenState | OpenHeld | OpenSum
+"""What opens a lease."""
 
 
 def shown(stage: Stage, version: int, emit: Emit) -> Progress:
@@ -92,21 +95,40 @@ def shown(stage: Stage, version: int, emit: Emit) -> Progress:
 
 
 class DownloadFailed(SwarmError):
-    """No source gives the whole state. What came is in the `Partial`."""
+    """No source gives all of it. What came is in the `Partial`."""
 
     code = "download"
 
-    def __init__(self, stage: Stage, reasons: Mapping[PeerId, str]) -> None:
+    def __init__(self, what: str, reasons: Mapping[PeerId, str]) -> None:
         self.reasons = dict(reasons)
         why = "; ".join(reasons.values()) or "no peer serves it"
-        super().__init__(f"could not download stage {stage}: {why}")
+        super().__init__(f"could not download {what}: {why}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is downloaded, and how it is told from something else."""
+
+    name: str
+    """As errors call it."""
+    method: str
+    """By which it is opened, with `question`."""
+    question: Question
+    like: Mapping[str, torch.Tensor]
+    """Names, shapes and dtypes; the numbers are not looked at."""
+    can_be: Callable[[PeerId, Opened], None] = lambda source, opened: None
+    """Raises BadAnswer for an offer that cannot be."""
+    fits: Callable[[Opened, Mapping[str, torch.Tensor]], str | None] = lambda opened, tensors: None
+    """What is wrong with all of it together, though each chunk fits its hash. Called in a thread."""
+    gather_s: float = GATHER_S
+    """How long the first source that is open waits for others, which may say something else."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Download:
-    """A whole state, each byte of it checked."""
+    """All that was wanted, each byte of it checked."""
 
-    opened: StateOpened
+    opened: Opened
     tensors: dict[str, torch.Tensor]
     sources: tuple[PeerId, ...]
     """Those that gave it, the one that gave most first."""
@@ -114,16 +136,8 @@ class Download:
     """Without what was here already."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    name: str
-    start: int
-    numel: int
-    sha256: bytes
-
-
 class Partial:
-    """What is here of a state. Given to the next download of that stage, it saves what still fits.
+    """What is here of some tensors. Given to the next download of them, it saves what still fits.
 
     Chunks are known by their hashes, so it does not matter which source gave them, or of which version they
     were.
@@ -131,40 +145,34 @@ class Partial:
 
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
-        self._have: dict[tuple[str, int], bytes] = {}
+        self._have: dict[int, bytes] = {}
+        self.chunks: list[torch.Tensor] = []
+        """Where each goes."""
 
     def fit(self, like: Mapping[str, torch.Tensor]) -> None:
-        """Be about states of this form: of another one, nothing can be used."""
-        if {n: (t.numel(), t.dtype) for n, t in self._tensors.items()} != _form(like):
+        """Be about tensors of this form: of another one, nothing can be used."""
+        if forms_of(self._tensors) != forms_of(flat(like)):
             self._have.clear()
-            self._tensors = {
-                name: torch.empty(t.numel(), dtype=t.dtype, device="cpu") for name, t in like.items()
-            }
+            self._tensors = {name: torch.empty_like(t, device="cpu") for name, t in flat(like).items()}
+            self.chunks = chunks_of(self._tensors)
 
-    def has(self, chunk: _Chunk) -> bool:
-        return self._have.get((chunk.name, chunk.start)) == chunk.sha256
+    def has(self, index: int, sha256: bytes) -> bool:
+        return self._have.get(index) == sha256
 
-    def part(self, chunk: _Chunk) -> torch.Tensor:
-        """Where the chunk goes. What was there is void until `keep`."""
-        self._have.pop((chunk.name, chunk.start), None)
-        return self._tensors[chunk.name][chunk.start : chunk.start + chunk.numel]
+    def keep(self, index: int, sha256: bytes, chunk: torch.Tensor) -> None:
+        self.chunks[index].copy_(chunk)
+        self._have[index] = sha256
 
-    def keep(self, chunk: _Chunk) -> None:
-        self._have[chunk.name, chunk.start] = chunk.sha256
+    def forget(self) -> None:
+        self._have.clear()
 
-    def forget(self, chunks: Iterable[_Chunk]) -> None:
-        for chunk in chunks:
-            self._have.pop((chunk.name, chunk.start), None)
+    def of(self, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors themselves, in the shapes and the order of `like`."""
+        return {name: self._tensors[name].reshape(t.shape) for name, t in like.items()}
 
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        return self._tensors
-
-    def take(self, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Hand the tensors out; nothing of them is here any more."""
-        taken = {name: self._tensors[name].reshape(t.shape) for name, t in like.items()}
-        self._tensors, self._have = {}, {}
-        return taken
+    def give_away(self) -> None:
+        """Nothing is here any more: the tensors are another's."""
+        self._tensors, self._have, self.chunks = {}, {}, []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,18 +180,14 @@ class Offer:
     """The lease that one source opened."""
 
     source: PeerId
-    opened: StateOpened
-    hashes: Mapping[str, bytes]
-    """Of each tensor: its chunks' SHA-256, one after another."""
+    opened: Opened
+    hashes: tuple[bytes, ...]
+    """SHA-256 of each chunk."""
 
     @property
     def content(self) -> tuple[object, ...]:
         """Equal for two sources exactly if they offer the same version with the same bytes."""
-        whole = {tensor.name: tensor.sha256 for tensor in self.opened.tensors}
-        return (
-            self.opened.version,
-            tuple((name, whole[name], self.hashes[name]) for name in sorted(self.hashes)),
-        )
+        return self.opened.version, self.opened.prepared, self.hashes
 
 
 def believed(offers: Sequence[Offer]) -> list[Offer]:
@@ -194,7 +198,7 @@ def believed(offers: Sequence[Offer]) -> list[Offer]:
     return max(groups.values(), key=lambda group: (len(group), max(offer.opened.position for offer in group)))
 
 
-def agreed(group: Sequence[Offer]) -> StateOpened:
+def agreed(group: Sequence[Offer]) -> Opened:
     """What a group says of its state, where that is no matter of hashes: the generation and the last go.
 
     What most say; if as many say something else, the earlier generation, since a later one is soon told by a
@@ -209,24 +213,36 @@ def agreed(group: Sequence[Offer]) -> StateOpened:
     )
 
 
-async def download_state(
-    run: Run,
-    stage: Stage,
-    like: Mapping[str, torch.Tensor],
+def state_of(run: Run, stage: Stage, version: int = -1) -> Wanted:
+    """Weights and optimizer of one version of `stage`: of a checkpoint; negative: the newest."""
+
+    def can_be(source: PeerId, opened: Opened) -> None:
+        if not 0 <= opened.version <= run.steps:
+            raise BadAnswer(source, f"offers version {opened.version} of a run of {run.steps} steps")
+        if opened.generation.number < 0 or not 0 <= opened.generation.start <= run.steps:
+            raise BadAnswer(
+                source, f"offers version {opened.version} of an impossible generation: {opened.generation}"
+            )
+
+    return Wanted(
+        name=f"stage {stage}", method="state", question=OpenState(run=run.id, stage=stage, version=version),
+        like=empty_state(run, stage), can_be=can_be,
+    )  # fmt: skip
+
+
+async def download(
     transport: Transport,
+    wanted: Wanted,
     sources: Sequence[PeerId],
     *,
-    version: int = -1,
     partial: Partial | None = None,
     progress: Progress = lambda done, total, sources: None,
     on_fault: Callable[[PeerFault], None] = lambda fault: None,
 ) -> Download:
-    """Weights and optimizer of one version of `stage`, checked chunk by chunk.
+    """What is wanted, checked chunk by chunk.
 
     Args:
-        like: a state of that stage, for names, sizes and dtypes; its numbers are not looked at.
         sources: the first `MAX_SOURCES` are asked.
-        version: of a checkpoint; negative: the newest.
         partial: keeps what came when this fails, and is told what came before.
         on_fault: hears of each source that misbehaved or died; it is not asked again.
 
@@ -234,19 +250,16 @@ async def download_state(
         DownloadFailed: with each source's reason; `partial` holds what came.
     """
     asked = [p for p in dict.fromkeys(sources) if p != transport.peer_id][:MAX_SOURCES]
-    this = _Downloading(run, stage, like, transport, version, partial or Partial(), progress, on_fault)
+    this = _Downloading(transport, wanted, partial or Partial(), progress, on_fault)
     return await this.from_(asked)
 
 
 @dataclass(eq=False, slots=True)
 class _Downloading:
-    """One call of `download_state`."""
+    """One call of `download`."""
 
-    run: Run
-    stage: Stage
-    like: Mapping[str, torch.Tensor]
     transport: Transport
-    version: int
+    wanted: Wanted
     partial: Partial
     progress: Progress
     on_fault: Callable[[PeerFault], None]
@@ -257,24 +270,35 @@ class _Downloading:
     given_bytes: Counter[PeerId] = field(default_factory=Counter)
 
     async def from_(self, sources: Sequence[PeerId]) -> Download:
-        self.partial.fit(self.like)
+        self.partial.fit(self.wanted.like)
         while True:  # each time round, a group of sources has become useless
             offers = await self._open_all([p for p in sources if p not in self.useless])
             if not offers:
-                raise DownloadFailed(self.stage, self.reasons)
+                raise DownloadFailed(self.wanted.name, self.reasons)
             group = believed(offers)
             members = {offer.source for offer in group}
             await self._close([p for p in self.leases if p not in members])
             others = [p for p in sources if p not in members | self.useless]
-            if await self._pull(group, others):
+            if not await self._pull(group, others):
+                continue
+            opened, tensors = agreed(group), self.partial.of(self.wanted.like)
+            wrong = await asyncio.to_thread(self.wanted.fits, opened, tensors)
+            if wrong is None:
                 await self._close(list(self.leases))
+                self.partial.give_away()
                 return Download(
-                    opened=agreed(group), tensors=self.partial.take(self.like),
+                    opened=opened, tensors=tensors, received_bytes=sum(self.given_bytes.values()),
                     sources=tuple(peer for peer, _ in self.given_bytes.most_common()),
-                    received_bytes=sum(self.given_bytes.values()),
                 )  # fmt: skip
+            self.partial.forget()
+            for source in members:
+                self._failed(source, BadAnswer(source, wrong))
 
     def _failed(self, source: PeerId, error: SwarmError) -> None:
+        """Note why a source gives nothing. It is asked again only if it might a little later."""
+        self.leases.pop(source, None)
+        if not isinstance(error, NotNow):
+            self.useless.add(source)
         if isinstance(error, PeerFault):
             self.reasons[source] = error.text
             self.on_fault(error)
@@ -285,7 +309,7 @@ class _Downloading:
 
     async def _open_all(self, sources: Sequence[PeerId]) -> list[Offer]:
         offers: list[Offer] = []
-        opening = {asyncio.create_task(self._open(source, self.version)): source for source in sources}
+        opening = {asyncio.create_task(self._open(p, self.wanted.question)): p for p in sources}
         until = float("inf")
         pending = set(opening)
         try:
@@ -299,59 +323,43 @@ class _Downloading:
                         offers.append(task.result())
                     except SwarmError as error:
                         self._failed(opening[task], error)
-                        if not isinstance(error, NotNow):
-                            self.useless.add(opening[task])
                 if offers and until == float("inf"):
-                    until = now_s() + GATHER_S
+                    until = now_s() + self.wanted.gather_s
         finally:
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
         return offers
 
-    async def _open(self, source: PeerId, version: int) -> Offer:
-        chunks = sum(len(chunks_of(tensor.numel())) for tensor in self.like.values())
-        question = pack(OpenState(run=self.run.id, stage=self.stage, version=version))
+    async def _open(self, source: PeerId, question: Question) -> Offer:
         answer = await self.transport.call(
-            source, "state", question, max_answer_bytes=chunks * HASH_BYTES, deadline_s=OPEN_S
-        )
-        offer = self._read_offer(source, answer, version)
+            source, self.wanted.method, pack(question),
+            max_answer_bytes=len(self.partial.chunks) * HASH_BYTES, deadline_s=OPEN_S,
+        )  # fmt: skip
+        offer = self._read_offer(source, answer, question)
         self.leases[source] = offer.opened.lease
         return offer
 
-    def _read_offer(self, source: PeerId, answer: Answer, version: int) -> Offer:
+    def _read_offer(self, source: PeerId, answer: Answer, question: Question) -> Offer:
         """Raises: BadAnswer."""
-        opened = unpack_answer(source, answer.header, StateOpened)
-        offered = [(t.name, t.numel, t.dtype) for t in opened.tensors]
-        expected = [(name, t.numel(), dtype_name(t.dtype)) for name, t in self.like.items()]
-        if sorted(offered) != sorted(expected):
+        opened = unpack_answer(source, answer.header, Opened)
+        if opened.tensors != forms_of(flat(self.wanted.like)):
             names = [t.name[:40] for t in opened.tensors][:8]
-            raise BadAnswer(source, f"offers a state that is not stage {self.stage}'s: {names}")
-        if version >= 0 and opened.version != version:
-            raise BadAnswer(source, f"offers version {opened.version} instead of {version}")
-        if not 0 <= opened.version <= self.run.steps:
-            raise BadAnswer(source, f"offers version {opened.version} of a run of {self.run.steps} steps")
-        if opened.generation.number < 0 or not 0 <= opened.generation.start <= self.run.steps:
-            raise BadAnswer(
-                source, f"offers version {opened.version} of an impossible generation: {opened.generation}"
-            )
-        body = b"".join(answer.body)
-        hashes: dict[str, bytes] = {}
-        at = 0
-        for tensor in opened.tensors:
-            end = at + len(chunks_of(tensor.numel)) * HASH_BYTES
-            hashes[tensor.name], at = body[at:end], end
-            if tensor.name == "weights" and tensor.sha256[:32] != opened.weights_digest:
-                raise BadAnswer(source, "the weights do not fit their digest")
-        if at != len(body):
-            raise BadAnswer(source, f"{len(body)} bytes of chunks' hashes; expected {at}")
+            raise BadAnswer(source, f"offers something that is not {self.wanted.name}: {names}")
+        if isinstance(question, OpenState) and question.version >= 0 and opened.version != question.version:
+            raise BadAnswer(source, f"offers version {opened.version} instead of {question.version}")
+        self.wanted.can_be(source, opened)
+        body, expected = b"".join(answer.body), len(self.partial.chunks) * HASH_BYTES
+        if len(body) != expected:
+            raise BadAnswer(source, f"{len(body)} bytes of chunks' hashes; expected {expected}")
+        hashes = tuple(body[at : at + HASH_BYTES] for at in range(0, expected, HASH_BYTES))
         return Offer(source=source, opened=opened, hashes=hashes)
 
     async def _close(self, sources: Sequence[PeerId]) -> None:
         """End leases, so that the next reader need not wait. A courtesy: failures do not matter."""
 
         async def close(source: PeerId) -> None:
-            header = pack(CloseState(run=self.run.id, lease=self.leases.pop(source)))
+            header = pack(CloseLease(run=self.wanted.question.run, lease=self.leases.pop(source)))
             with contextlib.suppress(SwarmError):
                 await self.transport.call(source, "close", header, deadline_s=CLOSE_S)
 
@@ -362,12 +370,7 @@ class _Downloading:
     async def _pull(self, group: Sequence[Offer], others: Sequence[PeerId]) -> bool:
         """Read what is missing from the whole group; False if all of it failed before the end."""
         model = group[0]
-        chunks = [
-            _Chunk(name, start, numel, model.hashes[name][i * HASH_BYTES : (i + 1) * HASH_BYTES])
-            for name, tensor in self.like.items()
-            for i, (start, numel) in enumerate(chunks_of(tensor.numel()))
-        ]
-        pull = _Pull(self, chunks)
+        pull = _Pull(self, model.hashes)
         pull.tell()
         readers = {asyncio.create_task(pull.read(o.source, o.opened.lease)): o.source for o in group}
         recruits = {asyncio.create_task(self._recruit(pull, model, p)): p for p in others}
@@ -380,7 +383,6 @@ class _Downloading:
                 for task in done - {complete}:
                     error = task.exception()
                     if isinstance(error, SwarmError):
-                        self.leases.pop(work[task], None)
                         self.useless.add(work[task])
                         self._failed(work[task], error)
                     elif error is not None:
@@ -389,13 +391,16 @@ class _Downloading:
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
-        return pull.complete.is_set() and await self._verify(group, chunks)
+        return pull.complete.is_set()
 
     async def _recruit(self, pull: _Pull, model: Offer, source: PeerId) -> None:
         """Ask a source of another version, or a late one, for the version that is being downloaded."""
+        question = self.wanted.question
+        if isinstance(question, OpenState):
+            question = msgspec.structs.replace(question, version=model.opened.version)
         for _ in range(RECRUIT_TRIES):
             try:
-                offer = await self._open(source, model.opened.version)
+                offer = await self._open(source, question)
             except NotReady as not_ready:
                 await asyncio.sleep(max(RECRUIT_S, not_ready.retry_after_s))
                 continue
@@ -409,29 +414,16 @@ class _Downloading:
             await pull.read(source, offer.opened.lease)
             return
 
-    async def _verify(self, group: Sequence[Offer], chunks: Sequence[_Chunk]) -> bool:
-        """Whether each tensor fits the SHA-256 of its whole: if not, the group's own words do not fit."""
-        for described in group[0].opened.tensors:
-            found = await asyncio.to_thread(hashlib.sha256, raw(self.partial.tensors[described.name]))
-            if found.hexdigest() != described.sha256:
-                self.partial.forget(chunks)
-                for offer in group:
-                    self.useless.add(offer.source)
-                    text = f"{described.name} does not fit its SHA-256"
-                    self._failed(offer.source, BadAnswer(offer.source, text))
-                return False
-        return True
-
 
 class _Pull:
     """The chunks that are missing, and which source is asked for which."""
 
-    def __init__(self, of: _Downloading, chunks: Sequence[_Chunk]) -> None:
-        self._of = of
-        missing = [chunk for chunk in chunks if not of.partial.has(chunk)]
+    def __init__(self, of: _Downloading, hashes: Sequence[bytes]) -> None:
+        self._of, self._hashes, self._partial = of, hashes, of.partial
+        missing = [index for index, sha256 in enumerate(hashes) if not of.partial.has(index, sha256)]
         self._queue = deque(missing)
         self._missing = set(missing)
-        self._flying: dict[_Chunk, dict[PeerId, float]] = {}
+        self._flying: dict[int, dict[PeerId, float]] = {}
         """The sources that were asked for it, and since when."""
         self._slowest_s: dict[PeerId, float] = {}
         """The longest that a source took for a chunk."""
@@ -440,11 +432,8 @@ class _Pull:
         self.complete = asyncio.Event()
         if not missing:
             self.complete.set()
-        self._total_bytes = sum(map(self._nbytes, chunks))
-        self._here_bytes = self._total_bytes - sum(map(self._nbytes, missing))
-
-    def _nbytes(self, chunk: _Chunk) -> int:
-        return chunk.numel * self._of.like[chunk.name].element_size()
+        self._total_bytes = sum(chunk.nbytes for chunk in of.partial.chunks)
+        self._here_bytes = self._total_bytes - sum(of.partial.chunks[index].nbytes for index in missing)
 
     def tell(self) -> None:
         self._of.progress(self._here_bytes, self._total_bytes, len(self.active))
@@ -468,18 +457,18 @@ class _Pull:
     async def _work(self, source: PeerId, lease: str, turn: int) -> None:
         for _ in range(turn):
             await asyncio.sleep(0)  # the first source must not take all chunks before the second has one
-        while (chunk := await self._next(source)) is not None:
+        while (index := await self._next(source)) is not None:
             began = now_s()
-            self._flying.setdefault(chunk, {})[source] = began
+            self._flying.setdefault(index, {})[source] = began
             try:
-                await self._fetch(source, lease, chunk)
+                await self._fetch(source, lease, index)
             finally:
-                flying = self._flying[chunk]
+                flying = self._flying[index]
                 flying.pop(source, None)
                 if not flying:
-                    del self._flying[chunk]
-                    if chunk in self._missing:
-                        self._queue.appendleft(chunk)
+                    del self._flying[index]
+                    if index in self._missing:
+                        self._queue.appendleft(index)
                 self._wake()
             self._slowest_s[source] = max(self._slowest_s.get(source, 0.0), now_s() - began)
 
@@ -487,61 +476,58 @@ class _Pull:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def _next(self, source: PeerId) -> _Chunk | None:
-        """What `source` is to fetch; None: nothing is missing any more."""
+    async def _next(self, source: PeerId) -> int | None:
+        """The chunk that `source` is to give; None: nothing is missing any more."""
         while self._missing:
             if self._queue:
                 return self._queue.popleft()
             wait_s = CHUNK_S
             slow = [
-                (min(by.values()), chunk)
-                for chunk, by in self._flying.items()
-                if chunk in self._missing and source not in by
+                (min(by.values()), index)
+                for index, by in self._flying.items()
+                if index in self._missing and source not in by
             ]
             if slow:
-                since, chunk = min(slow, key=lambda item: item[0])
+                since, index = min(slow)
                 allowed_s = max(AGAIN_S, AGAIN_AFTER * self._slowest_s.get(source, 0.0))
                 wait_s = since + allowed_s - now_s()
                 if wait_s <= 0:
-                    return chunk
+                    return index
             await happens(self._changed, wait_s)
         return None
 
-    async def _fetch(self, source: PeerId, lease: str, chunk: _Chunk) -> None:
-        answer = await self._ask(source, lease, chunk)
+    async def _fetch(self, source: PeerId, lease: str, index: int) -> None:
+        answer = await self._ask(source, lease, index)
         fault_point("joining")
-        told = unpack_answer(source, answer.header, VectorChunk)
-        dtype = self._of.like[chunk.name].dtype
-        part = read_part(source, told.tensors, told.crc, answer.body, chunk.numel, "none", dtype)
-        if (await asyncio.to_thread(hashlib.sha256, raw(part))).digest() != chunk.sha256:
-            text = f"elements from {chunk.start} of {chunk.name} do not fit their SHA-256"
-            raise BadAnswer(source, text)
-        if chunk not in self._missing:
+        unpack_answer(source, answer.header, Ack)
+        room = self._partial.chunks[index]
+        try:
+            form = TensorMeta((room.numel(),), dtype_name(room.dtype), "none")
+            chunk = decode(form, answer.body)
+        except Refused as refused:
+            raise BadAnswer(source, refused.text) from None
+        if await asyncio.to_thread(hash_of, chunk) != self._hashes[index]:
+            raise BadAnswer(source, f"chunk {index} of {self._of.wanted.name} does not fit its SHA-256")
+        if index not in self._missing:
             return  # another source was faster
-        self._of.partial.part(chunk).copy_(part)
-        self._of.partial.keep(chunk)
-        self._missing.discard(chunk)
-        self._here_bytes += self._nbytes(chunk)
-        self._of.given_bytes[source] += self._nbytes(chunk)
+        self._partial.keep(index, self._hashes[index], chunk)
+        self._missing.discard(index)
+        self._here_bytes += room.nbytes
+        self._of.given_bytes[source] += room.nbytes
         self.tell()
         if not self._missing:
             self.complete.set()
 
-    async def _ask(self, source: PeerId, lease: str, chunk: _Chunk) -> Answer:
-        wanted = FetchChunk(
-            run=self._of.run.id, lease=lease, name=chunk.name, start=chunk.start, numel=chunk.numel
-        )
+    async def _ask(self, source: PeerId, lease: str, index: int) -> Answer:
+        header = pack(FetchChunk(run=self._of.wanted.question.run, lease=lease, index=index))
+        most = self._partial.chunks[index].nbytes
         for attempt in range(BUSY_TRIES):
             try:
                 return await self._of.transport.call(
-                    source, "chunk", pack(wanted), max_answer_bytes=self._nbytes(chunk), deadline_s=CHUNK_S
+                    source, "chunk", header, max_answer_bytes=most, deadline_s=CHUNK_S
                 )
             except Busy as busy:
                 if attempt == BUSY_TRIES - 1:
                     raise
                 await asyncio.sleep(busy.retry_after_s)
         raise AssertionError("unreachable")
-
-
-def _form(like: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, torch.dtype]]:
-    return {name: (tensor.numel(), tensor.dtype) for name, tensor in like.items()}

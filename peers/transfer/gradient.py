@@ -6,81 +6,67 @@ The whole state of a stage: `peers.transfer.client`. The other side: `peers.tran
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from peers.clock import now_s
 from peers.ports import Directory, Transport
-from peers.stage.all_reduce import CHUNK_ELEMENTS, holds, read_part
+from peers.stage.all_reduce import holds
 from peers.stage.state import StageCore
-from peers.transfer.client import DownloadFailed, Partial, download_state
-from swarm.errors import BadAnswer, SetupError
+from peers.transfer.client import DownloadFailed, Partial, Wanted, download, state_of
+from swarm.errors import PeerFault, SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.stage import StageCompute
 from swarm.protocol.rounds import Commit, Prepared
-from swarm.wire.messages import FetchVector, VectorChunk, pack, unpack_answer
+from swarm.wire.messages import Opened, OpenHeld
 
-CALL_S = 30.0
-"""Limit for one chunk of 4 MB: a line of 1 Mbit/s just fits."""
 WEIGHTS_S = 15.0
 """A directory that was opened a moment ago may know half of the peers, and half of those may be dead."""
 RETRY_S = 0.5
 
 
 async def fetch_gradient(
-    core: StageCore, transport: Transport, source: PeerId, t: int, round_name: str
-) -> tuple[torch.Tensor, Prepared, Commit | None]:
-    """The reduced gradient of step `t` from a replica that holds it (or applied it: then with its commit).
-
-    Raises:
-        PeerFault, NotReady, Refused: ask another.
-    """
-    vector, named = await fetch_vector(core, transport, source, t, core.compute.numel, round_name=round_name)
-    held = await asyncio.to_thread(holds, named.round, vector, core.compute.shared.sqnorm)
-    # Where stages share weights, what a replica says of the norm has their parts in it.
-    if held.digest != named.digest or (not core.compute.shared.names and held.sqnorm != named.sqnorm):
-        raise BadAnswer(source, "the gradient does not fit its digest")
-    commit = Commit(t, named.total_sqnorm) if named.total_sqnorm >= 0 else None
-    return vector, held, commit
-
-
-async def fetch_vector(
     core: StageCore,
     transport: Transport,
-    source: PeerId,
+    sources: Sequence[PeerId],
     t: int,
-    numel: int,
+    round_name: str,
     *,
-    round_name: str = "",
-    shared_with: Stage = -1,
-    shared_of: Stage = -1,
-) -> tuple[torch.Tensor, VectorChunk]:
-    """The summed gradient of step `t` from a peer, chunk by chunk, and what was said of it.
+    on_fault: Callable[[PeerFault], None] = lambda fault: None,
+) -> tuple[torch.Tensor, Prepared, Commit | None, PeerId]:
+    """The reduced gradient of step `t` from replicas that hold it (or applied it: then with its commit), and
+    the one that gave most of it.
 
     Raises:
-        PeerFault, NotReady, Refused: ask another.
+        DownloadFailed: none of them gives it.
     """
-    dtype = core.compute.state.dtype
-    vector = torch.empty(numel, dtype=dtype)
-    named: VectorChunk | None = None
-    for start in range(0, numel, CHUNK_ELEMENTS):
-        size = min(CHUNK_ELEMENTS, numel - start)
-        wanted = FetchVector(
-            run=core.run.id, t=t, round=round_name, shared_with=shared_with, shared_of=shared_of,
-            start=start, numel=size,
-        )  # fmt: skip
-        most = size * vector.element_size()
-        answer = await transport.call(source, "held", pack(wanted), max_answer_bytes=most, deadline_s=CALL_S)
-        chunk = unpack_answer(source, answer.header, VectorChunk)
-        if chunk.total_numel != numel or (named is not None and chunk.round != named.round):
-            raise BadAnswer(source, "the chunks of a gradient are not of one round")
-        named = chunk
-        vector[start : start + size] = read_part(
-            source, chunk.tensors, chunk.crc, answer.body, size, "none", dtype
-        )
-    assert named is not None
-    return vector, named
+
+    def fits(opened: Opened, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        told, shared = opened.prepared, core.compute.shared
+        found = holds(told.round if told else "", tensors["gradient"], shared.sqnorm)
+        # Where stages share weights, what a replica says of the norm has their parts in it.
+        if told is None or found.digest != told.digest or (not shared.names and found.sqnorm != told.sqnorm):
+            return "the gradient does not fit its digest"
+        return None
+
+    wanted = wanted_of(core, OpenHeld(run=core.run.id, t=t, round=round_name), core.compute.numel, fits)
+    found = await download(transport, wanted, sources, on_fault=on_fault)
+    assert found.opened.prepared is not None
+    return found.tensors["gradient"], found.opened.prepared, found.opened.last_commit, found.sources[0]
+
+
+def wanted_of(
+    core: StageCore,
+    question: OpenHeld,
+    numel: int,
+    fits: Callable[[Opened, Mapping[str, torch.Tensor]], str | None] = lambda opened, tensors: None,
+) -> Wanted:
+    """The summed gradient of a step, or what of it another stage shares: so many numbers."""
+    like = {"gradient": torch.empty(numel, dtype=core.compute.state.dtype, device="meta")}
+    name = f"the gradient of step {question.t}"
+    return Wanted(name=name, method="held", question=question, like=like, fits=fits, gather_s=0.0)
 
 
 async def fetch_weights(
@@ -112,14 +98,13 @@ async def _stage_weights(
     run: Run, stage: Stage, transport: Transport, directory: Directory, until: float
 ) -> tuple[int, dict[str, torch.Tensor]]:
     """(version, weights by name) of one stage. Raises SetupError if `until` passes without."""
-    compute = StageCompute(run, stage)
-    like, partial = compute.state.copy(), Partial()
+    compute, partial = StageCompute(run, stage), Partial()
     reasons: dict[PeerId, str] = {}
     while True:
         records = await directory.refresh({stage})
         serving = [r.peer for r in records if r.stage == stage and r.state == "serving"]
         try:
-            got = await download_state(run, stage, like, transport, serving, partial=partial)
+            got = await download(transport, state_of(run, stage), serving, partial=partial)
         except DownloadFailed as failed:
             reasons.update(failed.reasons)
         else:

@@ -23,13 +23,12 @@ from peers.ports import Answer, Directory, Request, Transport
 from peers.storage import checkpoint
 from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.catalog import ask_saved, is_keeper
-from peers.transfer.client import DownloadFailed, Partial, download_state, shown
+from peers.transfer.client import DownloadFailed, Partial, download, shown, state_of
 from peers.transfer.server import StateLeases
 from peers.waiting import happens, within
 from swarm.errors import BadAnswer, PeerFault, SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
-from swarm.model.layout import empty_state
 from swarm.policy.backoff import Backoff
 from swarm.policy.keeping import newest_common, next_download, reached
 from swarm.records import NO_STAGE, PeerRecord
@@ -267,15 +266,14 @@ class CheckpointKeeper:
     async def _fetch(self, stage: Stage, version: int, sources: list[PeerId]) -> bool:
         """Download and save one version of one stage; False: not now, and why was said."""
         folder, began = self._settings.folder, now_s()
-        state = empty_state(self._run, stage)
-        size = sum(vector.nbytes for vector in state.values())
+        wanted = state_of(self._run, stage, version)
+        size = sum(vector.nbytes for vector in wanted.like.values())
         if (trouble := await asyncio.to_thread(self._no_room, stage, version, size)) is not None:
             self._full(trouble)
             return False
         try:
-            found = await download_state(
-                self._run, stage, state, self._transport, sources,
-                version=version, partial=self._partials.setdefault(stage, Partial()),
+            found = await download(
+                self._transport, wanted, sources, partial=self._partials.setdefault(stage, Partial()),
                 progress=shown(stage, version, self._emit), on_fault=self._not_believed,
             )  # fmt: skip
         except DownloadFailed as failed:

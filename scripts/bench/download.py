@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from netlab import Lab, Link
 
 from peers.net.node import Node
 from peers.net.p2pd import DaemonOptions
-from peers.transfer.client import download_state
+from peers.transfer.client import download, state_of
 from peers.transfer.server import StateLeases
 from swarm.manifest import audit_run
 
@@ -74,10 +75,8 @@ async def take(ip: str, size: int, sources: list[tuple[str, list[str]]]) -> None
         for peer, addresses in sources:
             node.transport.learn(peer, addresses)
         began = time.monotonic()
-        like = {name: tensor.to("meta") for name, tensor in state.items()}
-        found = await download_state(
-            RUN, 0, like, node.transport, [peer for peer, _ in sources], version=1, progress=progress
-        )
+        wanted = replace(state_of(RUN, 0, 1), like=state)
+        found = await download(node.transport, wanted, [peer for peer, _ in sources], progress=progress)
         took_s = time.monotonic() - began
         assert all(torch.equal(found.tensors[name], state[name]) for name in state)
         gave = [node.transport.received_bytes.get(peer, 0) for peer, _ in sources]

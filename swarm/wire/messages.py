@@ -8,13 +8,14 @@
     run       run coordinator → coordinator  RunStatus              → Ack
     watch     trainer → any stage-0 peer     Watch                  → Watched (held until a change)
     part      replica → owner of a part      Part + contribution    → PartDone + reduced part
-    held      replica → replica              FetchVector            → VectorChunk + elements
     offer     leaving peer → replica         OfferSum               → OfferedSum
-    give      leaving peer → replica         GiveSum + elements     → Ack
+    give      leaving peer → replica         GiveSum                → Ack (once it has fetched the sum)
     take      leaving peer → replica         TakeSum + losses       → Ack
-    state     newcomer → replica             OpenState              → StateOpened
-    chunk     newcomer → replica             FetchChunk             → VectorChunk + elements
-    close     newcomer → replica             CloseState             → Ack
+    state     newcomer → replica             OpenState              → Opened + hashes
+    held      replica → replica              OpenHeld               → Opened + hashes
+    sum       replica → leaving peer         OpenSum                → Opened + hashes
+    chunk     whoever opened it → its source FetchChunk             → Ack + bytes
+    close     whoever opened it → its source CloseLease             → Ack
     saved     anyone → peer, keeper          AskSaved               → Saved
     status    anyone → peer                  AskStatus              → PeerStatus
 
@@ -31,7 +32,7 @@ from swarm.errors import BadAnswer, Refused
 from swarm.ids import Generation, PeerId, Stage
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Positioned, RunStatus
-from swarm.protocol.rounds import Commit
+from swarm.protocol.rounds import Commit, Prepared
 from swarm.wire.tensor_meta import TensorMeta
 
 MAX_HEADER_BYTES = 1 << 16
@@ -148,33 +149,6 @@ class PartDone(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorMeta, ...]
 
 
-class FetchVector(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for elements of the reduced gradient of step `t`; `round` empty: of any round.
-
-    `shared_with`: only the weights that this stage shares with that one; -1: all.
-    `shared_of`: instead, what that stage gave to this one.
-    """
-
-    run: str
-    t: int
-    round: str = ""
-    shared_with: int = -1
-    shared_of: int = -1
-    start: int = 0
-    numel: int = 0
-
-
-class VectorChunk(msgspec.Struct, frozen=True, kw_only=True):
-    crc: int
-    total_numel: int
-    tensors: tuple[TensorMeta, ...]
-    round: str = ""
-    sqnorm: float = 0.0
-    digest: str = ""
-    total_sqnorm: float = -1.0
-    """The norm in the commit, once the step was applied; negative before."""
-
-
 class OfferSum(msgspec.Struct, frozen=True, kw_only=True):
     """An offer of a leaving peer's sum of step `t`, with these microbatches in it."""
 
@@ -190,14 +164,11 @@ class OfferedSum(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GiveSum(msgspec.Struct, frozen=True, kw_only=True):
-    """One chunk of a sum in a handoff."""
+    """A request to fetch the caller's sum of step `t`, of these microbatches, and to keep it aside."""
 
     run: str
     t: int
-    start: int
-    numel: int
-    crc: int
-    tensors: tuple[TensorMeta, ...]
+    done: Bitmap
 
 
 class TakeSum(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,14 +178,10 @@ class TakeSum(msgspec.Struct, frozen=True, kw_only=True):
     generation: Generation = Generation()
     t: int
     done: Bitmap
-    digest: str
 
 
 class OpenState(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for a consistent snapshot of weights and optimizer.
-
-    The answer's body: the SHA-256 of each chunk of each tensor, 32 bytes each, in order.
-    """
+    """A request for a consistent snapshot of weights and optimizer."""
 
     run: str
     stage: Stage
@@ -222,30 +189,59 @@ class OpenState(msgspec.Struct, frozen=True, kw_only=True):
     """A saved version (a checkpoint); negative: the newest, as it is now."""
 
 
-class StateTensor(msgspec.Struct, frozen=True, kw_only=True):
+class OpenHeld(msgspec.Struct, frozen=True, kw_only=True):
+    """A request for the reduced gradient of step `t`; `round` empty: of any round.
+
+    `shared_with`: only the weights that this stage shares with that one; -1: all.
+    `shared_of`: instead, what that stage gave to this one.
+    """
+
+    run: str
+    t: int
+    round: str = ""
+    shared_with: Stage = -1
+    shared_of: Stage = -1
+
+
+class OpenSum(msgspec.Struct, frozen=True, kw_only=True):
+    """A request for the sum of step `t`, of these microbatches, that a leaving peer hands off."""
+
+    run: str
+    t: int
+    done: Bitmap
+
+
+class TensorForm(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     numel: int
     dtype: str
-    sha256: str
 
 
-class StateOpened(Positioned, frozen=True, kw_only=True):
+class Opened(Positioned, frozen=True, kw_only=True):
+    """A lease of tensors, to be read chunk by chunk.
+
+    Body: the SHA-256 of each chunk of each tensor, 32 bytes each, in the order of `tensors`.
+    """
+
     lease: str
-    weights_digest: str
-    last_commit: Commit | None
-    tensors: tuple[StateTensor, ...]
+    tensors: tuple[TensorForm, ...]
+    """Sorted by name."""
+    last_commit: Commit | None = None
+    """What made the version, or took the step; None: not known, or not yet."""
+    prepared: Prepared | None = None
+    """Of a reduced gradient."""
 
 
 class FetchChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """A request for the bytes of one chunk, counted over all tensors of a lease."""
+
     run: str
     lease: str
-    name: str
-    start: int
-    numel: int
+    index: int
 
 
-class CloseState(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a snapshot's lease."""
+class CloseLease(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a lease."""
 
     run: str
     lease: str

@@ -26,7 +26,7 @@ from peers.stage.pause import PausedPeer
 from peers.stage.server import StagePeer
 from peers.stage.settings import StageSettings
 from peers.trainer import Trainer, TrainerSettings
-from peers.transfer.server import Snapshot
+from peers.transfer.leases import Snapshot
 from swarm.data import sample_offsets, token_dtype
 from swarm.manifest import Run, audit_run
 from swarm.model.stage import StageCompute

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,34 +15,40 @@ import torch
 from peers.ports import Answer, Request
 from peers.stage.server import StagePeer
 from peers.storage.checkpoint_store import CheckpointStore
-from peers.transfer import client as download
-from peers.transfer import server as state_server
-from peers.transfer.client import Download, DownloadFailed, Offer, Partial, agreed, believed, download_state
-from peers.transfer.server import HASH_BYTES, StateLeases
+from peers.transfer import client, leases
+from peers.transfer.client import (
+    Download,
+    DownloadFailed,
+    Offer,
+    Partial,
+    agreed,
+    believed,
+    download,
+    state_of,
+)
+from peers.transfer.leases import HASH_BYTES
+from peers.transfer.server import StateLeases
 from swarm.errors import Busy, PeerFault
 from swarm.ids import Generation
 from swarm.manifest import audit_run
-from swarm.model.stage import StageCompute
 from swarm.protocol import coordinator, rounds
 from swarm.protocol.rounds import Commit, Decision, Reduce
-from swarm.wire.codec import TensorMeta
-from swarm.wire.messages import StateOpened, StateTensor
-from tests.peers.lies import flip_a_bit, flip_a_bit_and_sign, offered, told
+from swarm.wire.messages import Opened, TensorForm
+from tests.peers.lies import flip_a_bit, offered
 from tests.peers.loops import swarm
 from tests.peers.network import CalmNetwork
 
 pytestmark = pytest.mark.virtual_time
 
 RUN = audit_run(stages=1, steps=20, microbatches_per_step=40)
-LIKE = StageCompute(RUN, 0).state.copy()
 CHUNKS = 14
 """Of the 40 weights, three in each."""
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_server, "CHUNK_ELEMENTS", 3)
-    monkeypatch.setattr(download, "IN_FLIGHT", 3)
+    monkeypatch.setattr(leases, "CHUNK_BYTES", 24)
+    monkeypatch.setattr(client, "IN_FLIGHT", 3)
 
 
 def state(version: int, changed: int = 0) -> dict[str, torch.Tensor]:
@@ -102,8 +108,8 @@ class Net(CalmNetwork):
         transport.serve(method, handle, max_body_bytes=limit)
 
     async def get(self, *sources: str, version: int = -1, partial: Partial | None = None) -> Download:
-        return await download_state(
-            RUN, 0, LIKE, self.me.transport, sources, version=version, partial=partial,
+        return await download(
+            self.me.transport, state_of(RUN, 0, version), sources, partial=partial,
             progress=lambda *told: self.progress.append(told), on_fault=self.faults.append,
         )  # fmt: skip
 
@@ -143,7 +149,7 @@ async def test_sources_share_the_load_and_no_chunk_is_fetched_twice(net: Net) ->
 async def test_of_a_small_state_too_each_source_gives_its_share(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download, "IN_FLIGHT", CHUNKS)  # one source could have all of it on its way at once
+    monkeypatch.setattr(client, "IN_FLIGHT", CHUNKS)  # one source could have all of it on its way at once
     net.give("a", Saved(4))
     net.give("b", Saved(4))
     assert is_of(await net.get("a", "b"), 4)
@@ -186,7 +192,7 @@ async def test_our_own_id_is_no_source_and_nobody_is_asked_twice(net: Net) -> No
 
 
 async def test_of_many_sources_a_few_are_asked(net: Net) -> None:
-    names = [f"s{number}" for number in range(download.MAX_SOURCES + 1)]
+    names = [f"s{number}" for number in range(client.MAX_SOURCES + 1)]
     for name in names:
         net.give(name, Saved(4))
     assert set((await net.get(*names)).sources) <= set(names[:-1])
@@ -277,7 +283,7 @@ async def test_when_all_die_what_came_is_not_fetched_again(net: Net) -> None:
 async def test_what_came_of_another_version_is_used_where_the_bytes_are_the_same(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download, "IN_FLIGHT", 1)  # one after another: the first nine come
+    monkeypatch.setattr(client, "IN_FLIGHT", 1)  # one after another: the first nine come
     old, new = net.give("old", Saved(4)), Saved(5)
     new.states[5]["weights"][:12] = old.states[4]["weights"][:12]
     net.give("new", new)
@@ -390,11 +396,11 @@ async def test_a_pinned_version_is_given_out() -> None:
         pinned = {"weights": torch.full((s.run.M,), 0.5, dtype=torch.float64)}
         peer.store.pin(2, pinned)
         end = s.add_stranger().end
-        like = peer.core.compute.state.copy()
-        got = await download_state(s.run, 0, like, end.transport, ["s0p0"], version=2)
+        now = peer.core.compute.state.copy()
+        got = await download(end.transport, state_of(s.run, 0, 2), ["s0p0"])
         assert got.opened.version == 2 and torch.equal(got.tensors["weights"], pinned["weights"])
-        newest = await download_state(s.run, 0, like, end.transport, ["s0p0"])
-        assert newest.opened.version == 3 and torch.equal(newest.tensors["weights"], like["weights"])
+        newest = await download(end.transport, state_of(s.run, 0), ["s0p0"])
+        assert newest.opened.version == 3 and torch.equal(newest.tensors["weights"], now["weights"])
 
 
 def test_a_pinned_version_takes_the_place_of_the_one_before() -> None:
@@ -407,33 +413,26 @@ def test_a_pinned_version_takes_the_place_of_the_one_before() -> None:
 # --- liars --------------------------------------------------------------------------------------------------
 
 
-def with_hashes(nbytes: int) -> Callable[[Answer], Answer]:
+def with_body(nbytes: int) -> Callable[[Answer], Answer]:
     return lambda answer: Answer(answer.header, [bytes(nbytes)] if nbytes else [])
 
 
-VIRUS = StateTensor(name="virus", numel=1 << 60, dtype="float64", sha256="")
-TWICE = StateTensor(name="weights", numel=40, dtype="float64", sha256="")
-NOT_ITS_OWN = "offers a state that is not stage 0's: "
+VIRUS = TensorForm(name="virus", numel=1 << 60, dtype="float64")
+TWICE = TensorForm(name="weights", numel=40, dtype="float64")
+NOT_ITS_OWN = "offers something that is not stage 0: "
 
 
 @pytest.mark.parametrize(
     ("method", "change", "why"),
     [
-        ("chunk", flip_a_bit, "the checksum of a chunk does not fit its bytes"),
-        ("chunk", flip_a_bit_and_sign, "elements from 0 of weights do not fit their SHA-256"),
-        ("chunk", told(tensors=()), "0 tensors where one chunk was expected"),
+        ("chunk", flip_a_bit, "chunk 0 of stage 0 does not fit its SHA-256"),
+        ("chunk", lambda answer: Answer(b"\xc1", answer.body), "malformed Ack header"),
         (
             "chunk",
-            told(tensors=(TensorMeta((3,), "float32", "none"),)),
-            "a chunk is float32; expected float64",
+            lambda answer: Answer(answer.header, []),
+            "a tensor came in buffers of [] bytes; expected [24]",
         ),
-        (
-            "chunk",
-            told(tensors=(TensorMeta((9,), "float64", "none"),)),
-            "a chunk has shape [9]; expected [3]",
-        ),
-        ("chunk", lambda answer: Answer(b"\xc1", answer.body), "malformed VectorChunk header"),
-        ("chunk", lambda answer: Answer(answer.header, []), "the checksum of a chunk does not fit its bytes"),
+        ("chunk", with_body(23), "a tensor came in buffers of [23] bytes; expected [24]"),
         ("chunk", lambda answer: Answer(answer.header, [bytes(25)]), "an answer of 25 bytes; at most 24 fit"),
         ("state", offered(tensors=()), NOT_ITS_OWN + "[]"),
         ("state", offered(tensors=(VIRUS,)), NOT_ITS_OWN + "['virus']"),
@@ -446,11 +445,10 @@ NOT_ITS_OWN = "offers a state that is not stage 0's: "
             "offers version 4 of an impossible generation: Generation(number=1, start=21)",
         ),
         ("state", offered(generation=Generation(-1, 0)), "offers version 4 of an impossible generation"),
-        ("state", offered(weights_digest="f" * 32), "the weights do not fit their digest"),
-        ("state", lambda answer: Answer(b""), "malformed StateOpened header"),
-        ("state", with_hashes(1 << 20), "an answer of 1048576 bytes; at most 448 fit"),
-        ("state", with_hashes(0), "0 bytes of chunks' hashes; expected 448"),
-        ("state", with_hashes(447), "447 bytes of chunks' hashes; expected 448"),
+        ("state", lambda answer: Answer(b""), "malformed Opened header"),
+        ("state", with_body(1 << 20), "an answer of 1048576 bytes; at most 448 fit"),
+        ("state", with_body(0), "0 bytes of chunks' hashes; expected 448"),
+        ("state", with_body(447), "447 bytes of chunks' hashes; expected 448"),
     ],
 )
 async def test_a_state_that_does_not_fit_is_the_sources_fault(
@@ -477,13 +475,13 @@ async def test_who_sends_one_bad_chunk_is_not_asked_again(net: Net) -> None:
     net.give("liar", Saved(4))
     net.give("honest", Saved(4))
     answers = iter(range(99))
-    net.tamper("liar", "chunk", lambda a: flip_a_bit_and_sign(a) if next(answers) == 2 else a)
+    net.tamper("liar", "chunk", lambda a: flip_a_bit(a) if next(answers) == 2 else a)
     got = await net.get("liar", "honest")
     assert is_of(got, 4)
-    assert len(net.faults) == 1 and "of weights do not fit their SHA-256" in net.faults[0].text
+    assert len(net.faults) == 1 and "of stage 0 does not fit its SHA-256" in net.faults[0].text
     # What was on its way when the lie was found, and no more.
-    assert net.chunks["liar"] <= 3 + download.IN_FLIGHT
-    assert sum(net.chunks.values()) <= CHUNKS + download.IN_FLIGHT
+    assert net.chunks["liar"] <= 3 + client.IN_FLIGHT
+    assert sum(net.chunks.values()) <= CHUNKS + client.IN_FLIGHT
 
 
 async def test_a_liar_whose_hashes_fit_its_lie_loses_against_a_majority(net: Net) -> None:
@@ -495,16 +493,18 @@ async def test_a_liar_whose_hashes_fit_its_lie_loses_against_a_majority(net: Net
     assert net.chunks["a liar"] == 0
 
 
-async def test_a_tensor_that_does_not_fit_its_hash_as_a_whole_is_not_believed(net: Net) -> None:
-    """Chunks that fit their hashes, hashes that do not fit what is said of the whole."""
-    wrong = hashlib.sha256(b"wrong").hexdigest()
-    tensor = StateTensor(name="weights", numel=40, dtype="float64", sha256=wrong)
+async def test_a_whole_that_does_not_fit_is_not_believed_though_each_chunk_does(net: Net) -> None:
     for name in ("l1", "l2"):
-        net.give(name, Saved(4))
-        net.tamper(name, "state", offered(tensors=(tensor,), weights_digest=wrong[:32]))
+        net.give(name, Saved(4, changed=1))
     net.give("honest", Saved(4))
-    assert is_of(await net.get("l1", "l2", "honest"), 4)
-    assert net.blamed() == [(n, f"peer {n}: weights does not fit its SHA-256") for n in ("l1", "l2")]
+
+    def fits(opened: Opened, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        return None if torch.equal(tensors["weights"], state(4)["weights"]) else "it is another"
+
+    wanted = replace(state_of(RUN, 0), fits=fits)
+    got = await download(net.me.transport, wanted, ["l1", "l2", "honest"], on_fault=net.faults.append)
+    assert is_of(got, 4) and set(got.sources) >= {"honest"}
+    assert net.blamed() == [(name, f"peer {name}: it is another") for name in ("l1", "l2")]
 
 
 async def test_the_order_of_the_tensors_does_not_matter() -> None:
@@ -519,7 +519,7 @@ async def test_the_order_of_the_tensors_does_not_matter() -> None:
     for name, order in {"a": ("weights", "momentum"), "b": ("momentum", "weights")}.items():
         StateLeases(RUN.id, network.join(name).transport, {0: Ordered(*order)})
     me = network.join("me").transport
-    got = await download_state(RUN, 0, like, me, ["a", "b"])
+    got = await download(me, replace(state_of(RUN, 0), like=like), ["a", "b"])
     assert all(torch.equal(got.tensors[name], values[name]) for name in values)
     assert list(got.tensors) == list(like) and set(got.sources) == {"a", "b"}
 
@@ -528,11 +528,9 @@ async def test_the_order_of_the_tensors_does_not_matter() -> None:
 
 
 def offer(source: str, version: int, hashes: bytes = b"x", **said: Any) -> Offer:
-    opened = StateOpened(lease="", version=version, weights_digest="", last_commit=None, tensors=(TWICE,))
-    return Offer(
-        source=source, opened=msgspec.structs.replace(opened, **said),
-        hashes={"weights": hashes * HASH_BYTES},
-    )  # fmt: skip
+    opened = Opened(lease="", version=version, last_commit=None, tensors=(TWICE,))
+    opened = msgspec.structs.replace(opened, **said)
+    return Offer(source=source, opened=opened, hashes=(hashes * HASH_BYTES,))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from peers.owner.commands import Owner
 from peers.ports import Rank
 from peers.sim.members import AuditCompute
 from peers.stage import recovery
-from peers.stage.all_reduce import vector_digest
 from peers.stage.handoff import _Aside  # pyright: ignore[reportPrivateUsage]
 from peers.stage.joining import LOST_S
 from peers.stage.microbatches import MAX_WAITING
@@ -45,8 +44,8 @@ from swarm.wire.messages import (
     Audit,
     Located,
     OfferedSum,
+    Opened,
     PeerStatus,
-    StateOpened,
     TakeSum,
     Work,
     WorkDone,
@@ -114,7 +113,7 @@ async def test_of_a_sum_that_was_taken_over_no_microbatch_is_subtracted_all_of_i
     alone = await Alone(RUN).opened()
     await count(alone, 0)
     step, core = alone.core.steps[0], alone.core
-    await core.device.run(Rank.STEP, 0, add(alone), step, aside(alone), 0b110, (0.0, 0.0))
+    await core.device.run(Rank.STEP, 0, add(alone), step, aside(alone).vector, 0b110, (0.0, 0.0))
     assert (step.ledger.done, step.ledger.inherited) == (0b111, 0b110)
     await alone.core.retract(step, 0b010)
     assert (step.ledger.done, step.ledger.inherited, any(alone.sum())) == (0, 0, False)
@@ -376,7 +375,7 @@ async def test_no_step_is_open_before_a_peer_has_joined_nor_waited_for_once_it_l
 def aside(alone: Alone) -> _Aside:
     """A sum that came whole."""
     ones = torch.ones(alone.core.compute.numel, dtype=alone.core.compute.sums.dtype)
-    return _Aside(0, ones, set(), 0.0)
+    return _Aside(0, Bitmap(0b100), 0.0, ones)
 
 
 def add(alone: Alone) -> Callable[..., None]:
@@ -394,7 +393,7 @@ async def test_a_sum_that_comes_when_it_cannot_be_counted_changes_nothing(how: s
         why, done = "the step is being averaged here", 0b10
     before = alone.sum()
     with pytest.raises(NotNow, match=why):
-        await alone.core.device.run(Rank.STEP, 0, add(alone), step, aside(alone), done, (0.0,) * 2)
+        await alone.core.device.run(Rank.STEP, 0, add(alone), step, aside(alone).vector, done, (0.0,) * 2)
     assert (alone.sum(), step.ledger.done) == (before, 1)
 
 
@@ -483,25 +482,27 @@ class Asked:
         return list(self._body)
 
 
-async def test_a_sum_is_taken_over_when_all_of_it_is_there_as_it_was_given_and_in_its_generation() -> None:
+async def test_a_sum_is_taken_over_when_all_of_it_is_there_and_in_its_generation() -> None:
     alone = await Alone(RUN).opened()
     alone.records.known = [replica(peer="giver")]
     handoff: Any = alone.peer._handoff  # pyright: ignore[reportPrivateUsage]
     there = handoff._aside["giver"] = aside(alone)
     loss = struct.pack("<d", 0.5)
-    good = TakeSum(run=RUN.id, t=0, done=Bitmap(0b100), digest=vector_digest(there.vector))
+    good = TakeSum(run=RUN.id, t=0, done=Bitmap(0b100))
 
     async def refused(why: str, **changes: Any) -> None:
         with pytest.raises((Refused, NotNow), match=why):
             await handoff._serve_take(Asked(msgspec.structs.replace(good, **changes), loss))
         assert not alone.core.steps[0].ledger.done and not any(alone.sum())
 
-    there.missing.add(0)
+    total, there.vector = there.vector, None
     await refused("has not come as a whole")
-    there.missing.clear()
-    await refused("does not fit its digest", digest="0" * 32)
+    there.vector = total
+    await refused("has not come as a whole", done=Bitmap(0b110))
     await refused("in another generation", generation=Generation(1, 0))
+    there.done = Bitmap(0b110)
     await refused("do not fit the ledger", done=Bitmap(0b110))
+    there.done = good.done
     await handoff._serve_take(Asked(good, loss))
     step = alone.core.steps[0]
     assert (step.ledger.done, step.ledger.inherited, step.loss_of(2)) == (0b100, 0b100, 0.5)
@@ -575,13 +576,13 @@ async def test_a_newcomer_restores_a_stage_when_it_has_been_gone_for_long_enough
 async def test_with_a_state_comes_the_commit_that_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = await Alone(RUN).opened()
     commit = Commit(0, 1.0)
-    opened = StateOpened(lease="", version=1, weights_digest="", last_commit=commit, tensors=())
+    opened = Opened(lease="", version=1, last_commit=commit, tensors=())
 
     async def download(*_: object, **__: object) -> Download:
         tensors = dict(initial_state(RUN, 0))
         return Download(opened=opened, tensors=tensors, sources=("other",), received_bytes=0)
 
-    monkeypatch.setattr(recovery, "download_state", download)
+    monkeypatch.setattr(recovery, "download", download)
     assert await alone.peer.actions._recovery.download(["other"])  # pyright: ignore[reportPrivateUsage]
     assert (alone.core.version, alone.core.commits) == (1, {0: commit})
 

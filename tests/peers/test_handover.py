@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from peers.events import HandedOver, StageLost, Stepped
 from peers.ports import Buffer
@@ -13,10 +14,13 @@ from peers.stage import handoff
 from swarm.errors import NotNow, Refused
 from swarm.manifest import Run, audit_run
 from swarm.protocol.ledger import Bitmap
-from swarm.wire.messages import GiveSum, OfferedSum, OfferSum, TakeSum
+from swarm.wire.messages import GiveSum, OfferedSum, OfferSum, OpenSum, TakeSum
 from tests.peers.loops import Stranger, Swarm, swarm
 
 pytestmark = pytest.mark.virtual_time
+
+
+HANDOFF = ["offer", "give", "sum", "chunk", "take"]
 
 
 def a_run(**more: int) -> Run:
@@ -98,12 +102,12 @@ async def test_one_after_another_leaves_until_one_has_it_all() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("method", ["offer", "give", "take"])
+@pytest.mark.parametrize("method", HANDOFF)
 async def test_a_mate_that_dies_while_it_takes_leaves_each_counted_once(method: str) -> None:
     async with swarm(a_run(stages=2), replicas=3) as built:
         await built.until_serving()
         await half_a_step(built, of="s1p0")
-        built.on_call(method, lambda _, callee: built.kill(callee))
+        built.on_call(method, lambda *ends: [built.kill(end) for end in ends if end != "s1p0"])
         await leaves(built, "s1p0")
         built.add_trainer("second")
         await built.until_finished()
@@ -111,12 +115,12 @@ async def test_a_mate_that_dies_while_it_takes_leaves_each_counted_once(method: 
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("method", ["offer", "give", "take"])
+@pytest.mark.parametrize("method", HANDOFF)
 async def test_an_answer_that_is_lost_leaves_each_counted_once(method: str) -> None:
     async with swarm(a_run(stages=2)) as built:
         await built.until_serving()
         await half_a_step(built, of="s1p0")
-        built.network.drop_answer("s1p1", method)
+        built.network.drop_answer("s1p0" if method in ("sum", "chunk") else "s1p1", method)
         await leaves(built, "s1p0")
         built.add_trainer("second")
         await built.until_finished()
@@ -124,12 +128,12 @@ async def test_an_answer_that_is_lost_leaves_each_counted_once(method: str) -> N
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("method", ["offer", "give", "take"])
+@pytest.mark.parametrize("method", HANDOFF)
 async def test_a_peer_that_dies_while_it_gives_leaves_each_counted_once(method: str) -> None:
     async with swarm(a_run(stages=2)) as built:
         await built.until_serving()
         await half_a_step(built, of="s1p0")
-        built.on_call(method, lambda caller, _: built.kill(caller))
+        built.on_call(method, lambda *_: built.kill("s1p0"))
         built.peers["s1p0"].leave()
         built.add_trainer("second")
         await built.until_finished()
@@ -222,14 +226,14 @@ async def test_what_does_not_fit_is_refused_with_a_reason() -> None:
         await refused("offer", OfferSum(run=run.id, t=3, done=done), [], "step 3 is not open here")
         beyond = "the ledger names a microbatch beyond 39"
         await refused("offer", OfferSum(run=run.id, t=0, done=Bitmap(1 << 40)), [], beyond)
-        give = GiveSum(run=run.id, t=0, start=0, numel=run.M, crc=0, tensors=())
-        await refused("give", give, [b"x" * 8 * run.M], "are not a chunk that was offered")
-        take = TakeSum(run=run.id, t=0, done=done, digest="0" * 32)
+        take = TakeSum(run=run.id, t=0, done=done)
         await refused("take", take, [], "has not come as a whole")
         answer = await liar.ask("s0p0", "offer", offer, OfferedSum)
         assert not answer.overlap
-        await refused("give", give, [b"x" * 8 * run.M], "tensors where one chunk was expected")
+        give = GiveSum(run=run.id, t=0, done=done)
+        await refused("give", give, [], "could not download the sum of step 0: peer s0liar: no such method")
         await refused("take", take, [], "has not come as a whole")
+        await refused("sum", OpenSum(run=run.id, t=0, done=done), [], "no sum of step 0 is handed off here")
         assert built.done("s0p0") == 0
 
 
@@ -246,8 +250,8 @@ async def test_a_stranger_hands_nothing_over() -> None:
 async def test_with_the_ledger_forgotten_the_count_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard of this file's tests: a taker that adds and forgets to write it down is found out."""
 
-    def add(self: handoff.Handoff, step: object, aside: object, done: int, losses: object) -> None:
-        self._core.compute.sums.add_sum(step.t, aside.vector)  # type: ignore[attr-defined]
+    def add(self: handoff.Handoff, step: object, total: torch.Tensor, done: int, losses: object) -> None:
+        self._core.compute.sums.add_sum(step.t, total)  # type: ignore[attr-defined]
 
     monkeypatch.setattr(handoff.Handoff, "_add", add)
     async with swarm(a_run(stages=2)) as built:

@@ -17,10 +17,10 @@ import torch
 from msgspec.structs import replace as remade
 
 from peers.events import Note, PeerLost, Replayed, StateFetched, StepDone, Undone
-from peers.stage import actions, handoff
+from peers.stage import actions
 from peers.stage import all_reduce as reduce
 from peers.stage import next_stage as downstream
-from peers.transfer import server as state_server
+from peers.transfer import leases
 from swarm.ids import Microbatch
 from swarm.manifest import audit_run
 from swarm.model.reference import SingleProcess
@@ -53,8 +53,7 @@ def retries_do_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of several chunks, though the audit model has 8 weights."""
     monkeypatch.setattr(reduce, "CHUNK_ELEMENTS", 2)
-    monkeypatch.setattr(state_server, "CHUNK_ELEMENTS", 3)
-    monkeypatch.setattr(handoff, "CHUNK_ELEMENTS", 3)
+    monkeypatch.setattr(leases, "CHUNK_BYTES", 24)
 
 
 async def finishes(s: Swarm, *, limit_s: float = 600.0) -> None:
@@ -559,7 +558,19 @@ async def disturb(s: Swarm, dice: random.Random, number: int) -> str:
             asyncio.get_running_loop().call_later(dice.random(), s.network.heal)
     else:
         method = dice.choice(
-            ["work", "part", "report", "directive", "summary", "run", "held", "offer", "give", "take"]
+            [
+                "work",
+                "part",
+                "report",
+                "directive",
+                "summary",
+                "run",
+                "held",
+                "chunk",
+                "offer",
+                "give",
+                "take",
+            ]
         )
         nth = dice.randint(1, 3)
         if kind == "drop":

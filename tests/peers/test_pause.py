@@ -261,7 +261,9 @@ async def test_a_peer_pauses_before_it_has_done_anything() -> None:
         s.assert_each_counted_once()
 
 
-@pytest.mark.parametrize("method", ["work", "part", "offer", "give", "take", "directive", "report", "status"])
+@pytest.mark.parametrize(
+    "method", [*["work", "part", "offer", "give", "sum", "chunk", "take", "directive", "report", "status"]]
+)
 @pytest.mark.parametrize("nth", [1, 3])
 async def test_a_pause_may_come_in_any_conversation(method: str, nth: int) -> None:
     run = audit_run(stages=2, steps=6, microbatches_per_step=8)

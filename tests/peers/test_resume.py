@@ -12,7 +12,7 @@ from peers.events import Checkpointed, Note, Serving, Trouble
 from peers.stage.settings import Checkpoints
 from peers.storage import checkpoint
 from peers.transfer.catalog import ask_saved
-from peers.transfer.client import download_state
+from peers.transfer.client import download, state_of
 from swarm.manifest import audit_run
 from swarm.model.stage import StageCompute
 from tests.peers.loops import swarm
@@ -96,7 +96,6 @@ async def test_peers_of_a_finished_run_offer_its_last_version_without_any_disk()
         await built.until_finished()
         found = await ask_saved(run, stranger.end.transport, records)
         assert found == {0: {2: ["s0p0"]}, 1: {2: ["s1p0"]}}
-        like = StageCompute(run, 1).state.copy()
-        got = await download_state(run, 1, like, stranger.end.transport, found[1][2], version=2)
+        got = await download(stranger.end.transport, state_of(run, 1, 2), found[1][2])
         assert (-got.tensors["weights"] * run.M == run.steps).all()
         assert any("it is saved nowhere: export it before" in event.text for event in built.seen(Note))

@@ -13,9 +13,10 @@ from peers.ports import Answer
 from peers.sim.device import SimDevice
 from peers.sim.network import SimTransport
 from peers.stage.state import StageCore
-from peers.transfer import server as state_server
-from peers.transfer.client import download_state
-from peers.transfer.server import SavedStates, Snapshot, StateLeases, StateServer
+from peers.transfer import leases as state_leases
+from peers.transfer.client import download, state_of
+from peers.transfer.leases import Snapshot
+from peers.transfer.server import MAX_LEASES, SavedStates, StateLeases, StateServer
 from swarm.errors import NotReady, Refused, SetupError, SwarmError
 from swarm.ids import Generation, Stage
 from swarm.manifest import audit_run
@@ -23,12 +24,12 @@ from swarm.model.stage import StageCompute
 from swarm.sim.dice import Dice
 from swarm.wire.messages import (
     AskSaved,
-    CloseState,
+    CloseLease,
     FetchChunk,
+    Opened,
     OpenState,
     Saved,
     SavedStage,
-    StateOpened,
     pack,
     unpack,
 )
@@ -92,18 +93,15 @@ class Source:
     async def call(self, method: str, message: object, by: str = "asker") -> Answer:
         return await self.asker(by).call("source", method, pack(message), max_answer_bytes=1 << 20)  # type: ignore[arg-type]
 
-    async def open(self, by: str = "asker", version: int = -1, stage: Stage = 0) -> StateOpened:
+    async def open(self, by: str = "asker", version: int = -1, stage: Stage = 0) -> Opened:
         question = OpenState(run=RUN.id, stage=stage, version=version)
-        return unpack((await self.call("state", question, by)).header, StateOpened)
+        return unpack((await self.call("state", question, by)).header, Opened)
 
-    async def read(self, opened: StateOpened, by: str = "asker") -> None:
-        await self.call(
-            "chunk", FetchChunk(run=RUN.id, lease=opened.lease, name="weights", start=0, numel=1), by
-        )
+    async def read(self, opened: Opened, by: str = "asker") -> None:
+        await self.call("chunk", FetchChunk(run=RUN.id, lease=opened.lease, index=0), by)
 
     async def download(self, version: int = -1, by: str = "asker") -> tuple[int, dict[str, torch.Tensor]]:
-        like = self.core.compute.state.copy()
-        got = await download_state(RUN, 0, like, self.asker(by), ["source"], version=version)
+        got = await download(self.asker(by), state_of(RUN, 0, version), ["source"])
         return got.opened.version, got.tensors
 
     async def refusal(self, by: str = "asker", version: int = -1, stage: Stage = 0) -> SwarmError:
@@ -132,13 +130,13 @@ async def saving() -> AsyncIterator[Source]:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(state_server, "now_s", made.monotonic)
+    monkeypatch.setattr(state_leases, "now_s", made.monotonic)
     return made
 
 
 async def half_read(source: Source) -> None:
     """As many copies as there may be, each opened by somebody else who has not read it to its end."""
-    for number in range(state_server.MAX_LEASES):
+    for number in range(MAX_LEASES):
         await source.read(await source.open(f"reader{number}"), f"reader{number}")
         source.step()
 
@@ -155,17 +153,17 @@ async def test_joiners_at_one_version_after_another_need_not_wait(source: Source
 async def test_half_read_copies_are_kept_until_nobody_reads_them(source: Source, clock: Clock) -> None:
     await half_read(source)
     assert (await source.refusal()).text == OTHERS
-    clock.now += state_server.QUIET_S - 0.1
+    clock.now += state_leases.QUIET_S - 0.1
     assert (await source.refusal()).text == OTHERS
     clock.now += 0.2
-    assert (await source.open()).version == state_server.MAX_LEASES
+    assert (await source.open()).version == MAX_LEASES
 
 
 async def test_a_reader_that_died_does_not_block_the_next_one(source: Source, clock: Clock) -> None:
     await half_read(source)
     assert (await source.refusal()).text == OTHERS
     source.server.leases.gone("reader0")
-    assert (await source.open()).version == state_server.MAX_LEASES
+    assert (await source.open()).version == MAX_LEASES
     # The place of the dead is taken; the other reader has kept its own.
     source.step()
     assert (await source.refusal("late")).text == OTHERS
@@ -182,7 +180,7 @@ async def test_a_reader_that_was_always_slow_is_not_taken_for_dead(source: Sourc
     source.step()
     await source.open("third")  # in the place of the quiet one
     await source.read(opened, "slow")
-    clock.now += state_server.LEASE_S + 1.0  # too long, however slow it was
+    clock.now += state_leases.LEASE_S + 1.0  # too long, however slow it was
     source.step()
     await source.open("fourth")
     with pytest.raises(Refused, match="no such download"):
@@ -191,18 +189,18 @@ async def test_a_reader_that_was_always_slow_is_not_taken_for_dead(source: Sourc
 
 async def test_who_closes_makes_room(source: Source, clock: Clock) -> None:
     await half_read(source)
-    for number in range(state_server.MAX_LEASES):
+    for number in range(MAX_LEASES):
         name = f"reader{number}"
         for lease in list(source.server.leases._leases):
-            await source.call("close", CloseState(run=RUN.id, lease=lease), name)
-    assert (await source.open()).version == state_server.MAX_LEASES
+            await source.call("close", CloseLease(run=RUN.id, lease=lease), name)
+    assert (await source.open()).version == MAX_LEASES
 
 
 async def test_closing_what_is_not_open_changes_nothing(source: Source, clock: Clock) -> None:
     await half_read(source)
-    await source.call("close", CloseState(run=RUN.id, lease="nothing"))
+    await source.call("close", CloseLease(run=RUN.id, lease="nothing"))
     for lease in list(source.server.leases._leases):
-        await source.call("close", CloseState(run=RUN.id, lease=lease), "somebody else")
+        await source.call("close", CloseLease(run=RUN.id, lease=lease), "somebody else")
     assert (await source.refusal()).text == OTHERS
 
 
@@ -219,7 +217,7 @@ async def test_a_copy_that_two_read_is_kept_until_both_have_it(source: Source, c
     await source.open("third")
     source.step()
     assert (await source.refusal("fourth")).text == OTHERS
-    await source.call("close", CloseState(run=RUN.id, lease=first.lease), "first")
+    await source.call("close", CloseLease(run=RUN.id, lease=first.lease), "first")
     assert (await source.open("fourth")).version == 2
 
 
@@ -229,9 +227,9 @@ async def test_a_copy_is_dropped_when_nobody_reads_it_any_more(
     opened = await source.open()
     leases = source.server.leases._leases
     assert len(leases) == 1
-    await asyncio.sleep(state_server.LEASE_S)
+    await asyncio.sleep(state_leases.LEASE_S)
     assert leases, "somebody may still read it"
-    await asyncio.sleep(state_server.LEASE_S)
+    await asyncio.sleep(state_leases.LEASE_S)
     assert not leases
     with pytest.raises(Refused, match="no such download"):
         await source.read(opened)
@@ -248,17 +246,16 @@ async def test_who_opens_at_the_same_moment_gets_the_same_copy(source: Source) -
 async def test_the_body_of_an_answer_has_the_hash_of_each_chunk(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_server, "CHUNK_ELEMENTS", 3)
+    monkeypatch.setattr(state_leases, "CHUNK_BYTES", 24)
     answer = await source.call("state", OpenState(run=RUN.id, stage=0))
     state = source.core.compute.state.copy()
-    opened = unpack(answer.header, StateOpened)
+    opened = unpack(answer.header, Opened)
     expected = b""
     for described in opened.tensors:
         data = state[described.name].numpy()
         for start in range(0, len(data), 3):
             expected += hashlib.sha256(data[start : start + 3].tobytes()).digest()
     assert b"".join(answer.body) == expected
-    assert opened.weights_digest == source.core.compute.state.digest()
 
 
 # --- saved versions -----------------------------------------------------------------------------------------
@@ -382,8 +379,7 @@ async def test_a_keeper_gives_out_what_is_on_its_shelves() -> None:
     shelves = {0: SavedHere(2, 4), 1: SavedHere()}
     StateLeases(RUN.id, network.join("source").transport, shelves, most_saved=1)
     asker = network.join("asker").transport
-    like = StageCompute(RUN, 0).state.copy()
-    got = await download_state(RUN, 0, like, asker, ["source"])
+    got = await download(asker, state_of(RUN, 0), ["source"])
     assert (got.opened.version, got.opened.last_commit) == (4, None)
     for stage, text in (
         (1, "no version of stage 1 is saved here yet"),
@@ -404,7 +400,7 @@ async def test_a_keeper_gives_out_what_is_on_its_shelves() -> None:
 
 @pytest.mark.parametrize(
     ("method", "message"),
-    [("saved", AskSaved(run="other")), ("close", CloseState(run="other", lease=""))],
+    [("saved", AskSaved(run="other")), ("close", CloseLease(run="other", lease=""))],
 )
 async def test_another_run_is_refused(source: Source, method: str, message: object) -> None:
     with pytest.raises(Refused) as caught:

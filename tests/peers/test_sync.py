@@ -11,18 +11,21 @@ import torch
 
 from peers.events import PeerLost, StateFetched
 from peers.ports import Answer, Request
-from peers.transfer import gradient as sync
-from peers.transfer import server as state_server
+from peers.transfer import leases
+from peers.transfer.client import DownloadFailed
 from peers.transfer.gradient import fetch_gradient, fetch_weights
-from swarm.errors import BadAnswer, NotReady, Refused, SetupError
+from swarm.errors import NotNow, PeerFault, Refused, SetupError
 from swarm.manifest import audit_run
+from swarm.protocol.ledger import Bitmap
 from swarm.wire.messages import (
     FetchChunk,
-    FetchVector,
+    Opened,
+    OpenHeld,
     OpenState,
-    StateOpened,
+    OpenSum,
+    unpack,
 )
-from tests.peers.lies import flip_a_bit, flip_a_bit_and_sign, offered, told
+from tests.peers.lies import flip_a_bit, offered
 from tests.peers.loops import Stranger, Swarm, swarm
 
 pytestmark = pytest.mark.virtual_time
@@ -33,9 +36,7 @@ RUN = audit_run(stages=2, steps=3, microbatches_per_step=8)
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state of 8 weights in three chunks."""
-    monkeypatch.setattr(state_server, "CHUNK_ELEMENTS", 3)
-    monkeypatch.setattr(state_server, "VECTOR_ELEMENTS", 3)
-    monkeypatch.setattr(sync, "CHUNK_ELEMENTS", 3)
+    monkeypatch.setattr(leases, "CHUNK_BYTES", 24)
 
 
 async def trained(s: Swarm) -> Stranger:
@@ -47,7 +48,7 @@ async def trained(s: Swarm) -> Stranger:
 
 
 async def refusal(stranger: Stranger, method: str, message: msgspec.Struct) -> str:
-    with pytest.raises((Refused, NotReady)) as caught:
+    with pytest.raises((Refused, NotNow)) as caught:
         await stranger.send("s1p0", method, message)
     return caught.value.text
 
@@ -66,29 +67,15 @@ def tampered(s: Swarm, name: str, method: str, change: Callable[[Answer], Answer
 # --- in a swarm ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", [flip_a_bit, flip_a_bit_and_sign])
-async def test_a_joiner_that_gets_a_corrupted_chunk_takes_the_state_of_another(
-    change: Callable[[Answer], Answer],
-) -> None:
+async def test_a_joiner_that_gets_a_corrupted_chunk_takes_the_state_of_another() -> None:
     async with swarm(RUN, replicas=2) as s:
         await trained(s)
-        tampered(s, "s1p0", "chunk", change)
+        tampered(s, "s1p0", "chunk", flip_a_bit)
         joiner = s.add_peer("joiner", 1)
         await s.until(lambda: joiner.core.version == RUN.steps and s.seen(StateFetched))
         s.assert_each_counted_once()
         assert [event.source for event in s.seen(StateFetched)] == ["s1p1"]
         assert "s1p0" in [event.peer for event in s.seen(PeerLost)]
-
-
-async def test_weights_that_do_not_fit_the_digest_that_was_told_are_not_served() -> None:
-    async with swarm(RUN, replicas=2) as s:
-        await trained(s)
-        tampered(s, "s1p0", "state", offered(weights_digest="f" * 32))
-        joiner = s.add_peer("joiner", 1)
-        await s.until(lambda: joiner.core.joined and joiner.core.version == RUN.steps)
-        # Whichever replica the joiner asked first: what it serves came from the honest one.
-        assert [event.source for event in s.seen(StateFetched)] == ["s1p1"]
-        s.assert_each_counted_once()
 
 
 @pytest.mark.parametrize(
@@ -98,36 +85,23 @@ async def test_weights_that_do_not_fit_the_digest_that_was_told_are_not_served()
         ("state", OpenState(run=RUN.id, stage=0), "this peer serves stage 1, not 0"),
         (
             "chunk",
-            FetchChunk(run="other", lease="", name="", start=0, numel=1),
+            FetchChunk(run="other", lease="", index=0),
             f"this peer serves run {RUN.id}, not 'other'",
         ),
         (
             "chunk",
-            FetchChunk(run=RUN.id, lease="x" * 99, name="weights", start=0, numel=1),
-            f"no such download: '{'x' * 20}', 'weights'; open one again",
+            FetchChunk(run=RUN.id, lease="x" * 99, index=0),
+            f"no such download: '{'x' * 20}'; open one again",
         ),
-        ("held", FetchVector(run="other", t=2), f"this peer serves run {RUN.id}, not 'other'"),
-        ("held", FetchVector(run=RUN.id, t=1, numel=1), "no such sum of step 1 is held here"),
+        ("held", OpenHeld(run="other", t=2), f"this peer serves run {RUN.id}, not 'other'"),
+        ("held", OpenHeld(run=RUN.id, t=1), "no such sum of step 1 is held here"),
         (
             "held",
-            FetchVector(run=RUN.id, t=2, numel=0),
-            "elements 0 … 0 are not a chunk of 8; at most 3 at once",
+            OpenHeld(run=RUN.id, t=2, shared_with=0),
+            "stage 0 shares no weights with stage 1",
         ),
-        (
-            "held",
-            FetchVector(run=RUN.id, t=2, start=-1, numel=1),
-            "elements -1 … 0 are not a chunk of 8; at most 3 at once",
-        ),
-        (
-            "held",
-            FetchVector(run=RUN.id, t=2, start=6, numel=3),
-            "elements 6 … 9 are not a chunk of 8; at most 3 at once",
-        ),
-        (
-            "held",
-            FetchVector(run=RUN.id, t=2, start=0, numel=4),
-            "elements 0 … 4 are not a chunk of 8; at most 3 at once",
-        ),
+        ("held", OpenHeld(run=RUN.id, t=2, shared_of=0), "no such sum of step 2 is held here"),
+        ("sum", OpenSum(run=RUN.id, t=2, done=Bitmap(1)), "peer ranger is not announced at stage 1"),
     ],
 )
 async def test_what_is_not_to_be_had_is_refused_with_its_reason(
@@ -137,18 +111,13 @@ async def test_what_is_not_to_be_had_is_refused_with_its_reason(
         assert await refusal(await trained(s), method, message) == text
 
 
-async def test_a_chunk_of_a_tensor_that_is_not_there_is_refused() -> None:
+async def test_a_chunk_that_is_not_there_is_refused() -> None:
     async with swarm(RUN, replicas=1) as s:
         stranger = await trained(s)
-        opened = await stranger.ask("s1p0", "state", OpenState(run=RUN.id, stage=1), StateOpened)
-        text = f"no such download: '{opened.lease}', 'nothing'; open one again"
-        chunk = FetchChunk(run=RUN.id, lease=opened.lease, name="nothing", start=0, numel=1)
-        assert await refusal(stranger, "chunk", chunk) == text
-        chunk = FetchChunk(run=RUN.id, lease=opened.lease, name="weights", start=7, numel=2)
-        assert (
-            await refusal(stranger, "chunk", chunk)
-            == "elements 7 … 9 are not a chunk of 8; at most 3 at once"
-        )
+        opened = await stranger.ask("s1p0", "state", OpenState(run=RUN.id, stage=1), Opened)
+        for index in (-1, 3):
+            chunk = FetchChunk(run=RUN.id, lease=opened.lease, index=index)
+            assert await refusal(stranger, "chunk", chunk) == f"there is no chunk {index} of 3"
 
 
 async def test_a_peer_that_joins_itself_gives_no_state() -> None:
@@ -168,39 +137,54 @@ async def test_the_gradient_of_the_last_step_comes_with_its_go() -> None:
     async with swarm(RUN, replicas=1) as s:
         stranger = await trained(s)
         core = s.peers["s1p0"].core
-        vector, held, commit = await fetch_gradient(core, stranger.end.transport, "s1p0", 2, "")
+        vector, held, commit, source = await fetch_gradient(core, stranger.end.transport, ["s1p0"], 2, "")
         assert torch.equal(vector, core.applied.reduced)
-        assert (held, commit) == (core.applied.prepared, core.applied.commit)
+        assert (held, commit, source) == (core.applied.prepared, core.applied.commit, "s1p0")
+
+
+def described(**changes: Any) -> Callable[[Answer], Answer]:
+    """What is said of a gradient."""
+
+    def change(answer: Answer) -> Answer:
+        prepared = unpack(answer.header, Opened).prepared
+        return offered(prepared=msgspec.structs.replace(prepared, **changes))(answer)
+
+    return change
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("method", "change", "why"),
     [
-        (flip_a_bit, "the checksum of a chunk does not fit its bytes"),
-        (flip_a_bit_and_sign, "the gradient does not fit its digest"),
-        (told(digest="f" * 32), "the gradient does not fit its digest"),
-        (told(sqnorm=0.5), "the gradient does not fit its digest"),
-        (told(total_numel=9), "the chunks of a gradient are not of one round"),
+        ("chunk", flip_a_bit, "chunk 0 of the gradient of step 2 does not fit its SHA-256"),
+        ("held", described(digest="f" * 32), "the gradient does not fit its digest"),
+        ("held", described(sqnorm=0.5), "the gradient does not fit its digest"),
+        ("held", offered(prepared=None), "the gradient does not fit its digest"),
+        ("held", offered(tensors=()), "offers something that is not the gradient of step 2: []"),
     ],
 )
-async def test_a_gradient_that_does_not_fit_is_the_sources_fault(
-    change: Callable[[Answer], Answer], why: str
+async def test_a_gradient_that_does_not_fit_is_the_sources_fault_and_another_is_asked(
+    method: str, change: Callable[[Answer], Answer], why: str
 ) -> None:
-    async with swarm(RUN, replicas=1) as s:
+    async with swarm(RUN, replicas=2) as s:
         stranger = await trained(s)
-        tampered(s, "s1p0", "held", change)
-        with pytest.raises(BadAnswer) as caught:
-            await fetch_gradient(s.peers["s1p0"].core, stranger.end.transport, "s1p0", 2, "")
-        assert caught.value.text == f"peer s1p0: {why}"
+        tampered(s, "s1p0", method, change)
+        core, transport, faults = s.peers["s1p0"].core, stranger.end.transport, list[PeerFault]()
+        with pytest.raises(DownloadFailed) as caught:
+            await fetch_gradient(core, transport, ["s1p0"], 2, "", on_fault=faults.append)
+        assert caught.value.text == f"could not download the gradient of step 2: peer s1p0: {why}"
+        assert [fault.peer for fault in faults] == ["s1p0"]
+        vector, *_ = await fetch_gradient(core, transport, ["s1p0", "s1p1"], 2, "")
+        assert torch.equal(vector, core.applied.reduced)
 
 
-async def test_chunks_of_two_rounds_are_not_put_together() -> None:
+async def test_what_is_held_is_lent_while_it_is_read_and_no_longer() -> None:
     async with swarm(RUN, replicas=1) as s:
         stranger = await trained(s)
-        rounds = iter(["one", "one", "two"])
-        tampered(s, "s1p0", "held", lambda answer: told(round=next(rounds))(answer))
-        with pytest.raises(BadAnswer, match="the chunks of a gradient are not of one round"):
-            await fetch_gradient(s.peers["s1p0"].core, stranger.end.transport, "s1p0", 2, "")
+        transport, lent = stranger.end.transport, s.peers["s1p0"]._states.leases
+        opened = [await stranger.ask("s1p0", "held", OpenHeld(run=RUN.id, t=2), Opened) for _ in range(2)]
+        assert opened[0].lease == opened[1].lease and len(lent.of("held")) == 1
+        await fetch_gradient(s.peers["s1p0"].core, transport, ["s1p0"], 2, "")
+        assert lent.of("held") == []
 
 
 # --- for programs that only look ----------------------------------------------------------------------------
@@ -224,7 +208,7 @@ async def test_a_stage_that_nobody_gives_is_named_with_every_peers_reason() -> N
             await fetch_weights(RUN, stranger.end.transport, stranger.end.directory, limit_s=0.05)
         assert caught.value.text == (
             "could not download the weights of stage 1: peer s1p1: this peer is joining itself; "
-            "peer s1p0: the checksum of a chunk does not fit its bytes"
+            "peer s1p0: chunk 0 of stage 1 does not fit its SHA-256"
         )
         s.network.expire("s1p0")
         s.network.expire("s1p1")

@@ -34,7 +34,7 @@ from peers.net.p2pd import DaemonOptions
 from peers.programs.manifest_pinning import pinned
 from peers.storage.dataset import Dataset
 from peers.storage.samples import Samples, open_data
-from peers.transfer.client import download_state
+from peers.transfer.client import download, state_of
 from peers.transfer.gradient import fetch_weights
 from swarm.ids import Stage
 from swarm.manifest import Run, audit_run
@@ -581,9 +581,7 @@ class Swarm(Processes):
                 compute = StageCompute(self.run, stage)
                 for program in self.serving(stage):
                     node.transport.learn(program.peer_id, program.heard(Started)[0].addresses)
-                    got = await download_state(
-                        self.run, stage, compute.state.copy(), node.transport, [program.peer_id]
-                    )
+                    got = await download(node.transport, state_of(self.run, stage), [program.peer_id])
                     compute.load_state(got.opened.version, got.tensors)
                     weights = {name: w.clone() for name, w in compute.state.named_weights().items()}
                     found.append((program, stage, got.opened.version, weights))

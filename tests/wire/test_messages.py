@@ -19,7 +19,7 @@ from swarm.wire import messages
 from swarm.wire.codec import TensorMeta
 from swarm.wire.messages import (
     MAX_HEADER_BYTES,
-    FetchVector,
+    FetchChunk,
     Hop,
     Locate,
     Part,
@@ -129,7 +129,7 @@ def test_nesting_without_end_is_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "kind", "where"),
     [
-        ({"run": "r", "t": 1, "start": None}, FetchVector, "$.start"),
+        ({"run": "r", "lease": "x", "index": None}, FetchChunk, "$.index"),
         (
             {"run": "r", "stage": 0, "version": 1, "steps": [{"t": 1, "done": "text", "in_progress": b""}]},
             ReplicaReport,

@@ -1,0 +1,210 @@
+"""Tensors that peers give to one another, in chunks with a hash each: all that is too large for one message.
+
+Each thing is opened by a question of its own (`state`, `held`, `sum`), whose answer is a *lease* of it and
+the SHA-256 of each chunk. From there on all are read in the same way, by `peers.transfer.client`:
+
+    chunk   FetchChunk → Ack + the chunk's bytes
+    close   CloseLease → Ack                       so that the next one need not wait
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from peers.clock import now_s
+from peers.ports import Answer, Request, Transport
+from swarm.errors import NotReady, Refused
+from swarm.ids import Generation, PeerId
+from swarm.protocol.rounds import Commit, Prepared
+from swarm.wire.codec import bytes_of, dtype_name
+from swarm.wire.messages import Ack, CloseLease, FetchChunk, Opened, TensorForm, check_run, pack, unpack
+
+CHUNK_BYTES = 1 << 20
+"""Small enough that even 20 MB come evenly from several sources; the hashes of 10 GB take 320 kB."""
+HASH_BYTES = 32
+"""SHA-256."""
+LEASE_S = 60.0
+"""A lease that no peer read for this long is dropped; sooner if another one is wanted and no live peer seems
+to read it."""
+QUIET_S = 10.0
+"""A reader that asked for nothing for this long is taken for dead while others wait ..."""
+SLOW_TIMES = 3.0
+"""... unless it was always slow: then this many times the longest pause that it made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Tensors of one version, in host memory, that are not written to."""
+
+    version: int
+    tensors: Mapping[str, torch.Tensor]
+    generation: Generation = field(default=Generation())
+    last_commit: Commit | None = None
+    prepared: Prepared | None = None
+    """Of a reduced gradient."""
+
+
+@dataclass(slots=True)
+class _Reader:
+    read_at: float
+    longest_pause_s: float = 0.0
+
+    def reads(self, now: float) -> None:
+        self.longest_pause_s = max(self.longest_pause_s, now - self.read_at)
+        self.read_at = now
+
+    def alive(self, now: float) -> bool:
+        silent_s = min(LEASE_S, max(QUIET_S, SLOW_TIMES * self.longest_pause_s))
+        return now - self.read_at <= silent_s
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    pool: str
+    """Leases of one pool share a limit."""
+    what: Hashable
+    """What it is of, within its pool."""
+    opened: Opened
+    chunks: Sequence[torch.Tensor]
+    hashes: bytes
+    lent: torch.Tensor | None
+    """What is held here anyway, and given out by this lease. None: it is a copy, made for its readers."""
+    read_at: float
+    readers: dict[PeerId, _Reader] = field(default_factory=dict)
+
+    def wanted(self, now: float) -> bool:
+        """Whether a reader that seems alive has not read it to its end."""
+        return any(reader.alive(now) for reader in self.readers.values())
+
+
+class Leases:
+    """What this peer has opened to others. Serves `chunk` and `close`."""
+
+    def __init__(self, run: str, transport: Transport) -> None:
+        self._run = run
+        self._leases: dict[str, Lease] = {}
+        self._lending = asyncio.Lock()
+        self._sweeper: asyncio.TimerHandle | None = None
+        transport.serve("chunk", self._serve_chunk)
+        transport.serve("close", self._serve_close)
+
+    def gone(self, peer: PeerId) -> None:
+        """The connection to `peer` broke: it reads no more."""
+        for lease in self._leases.values():
+            lease.readers.pop(peer, None)
+
+    def of(self, *pools: str) -> list[Lease]:
+        """The open leases of some pools."""
+        return [lease for lease in self._leases.values() if lease.pool in pools]
+
+    def make_room(self, pool: str, most: int, *, version: int) -> None:
+        """Make room for one more copy: those without a live reader go.
+
+        Raises:
+            NotReady: as many as there may be are being read. `version`: this peer's.
+        """
+        now = now_s()
+        for unread in [lease for lease in self.of(pool) if not lease.wanted(now)]:
+            del self._leases[unread.opened.lease]
+        if len(self.of(pool)) >= most:
+            raise NotReady("others are downloading from this peer", version=version, retry_after_s=1.0)
+
+    async def add(
+        self, pool: str, what: Hashable, content: Snapshot, lent: torch.Tensor | None = None
+    ) -> Lease:
+        """A new lease of `content`, whose chunks are hashed for it."""
+        tensors = flat(content.tensors)
+        chunks = chunks_of(tensors)
+        hashes = await asyncio.to_thread(lambda: b"".join(map(hash_of, chunks)))
+        opened = Opened(
+            lease=secrets.token_hex(8), version=content.version, generation=content.generation,
+            last_commit=content.last_commit, prepared=content.prepared, tensors=forms_of(tensors),
+        )  # fmt: skip
+        lease = self._leases[opened.lease] = Lease(pool, what, opened, chunks, hashes, lent, now_s())
+        self._sweep_later()
+        return lease
+
+    def read_by(self, reader: PeerId, lease: Lease) -> Answer:
+        """The answer to a peer that has asked for what `lease` is of."""
+        lease.read_at = now_s()
+        lease.readers[reader] = _Reader(lease.read_at)
+        return Answer(pack(lease.opened), [lease.hashes] if lease.hashes else ())
+
+    async def lend(
+        self, reader: PeerId, pool: str, what: Hashable, content: Snapshot, lent: torch.Tensor
+    ) -> Answer:
+        """Open `content`, which is made of `lent`, until it was read: one lease for all that read it."""
+        async with self._lending:
+            known = (lease for lease in self.of(pool) if lease.lent is lent and lease.what == what)
+            lease = next(known, None) or await self.add(pool, what, content, lent)
+        return self.read_by(reader, lease)
+
+    def _sweep_later(self) -> None:
+        if self._sweeper is None:
+            self._sweeper = asyncio.get_running_loop().call_later(LEASE_S / 2, self._sweep)
+
+    def _sweep(self) -> None:
+        """Drop what is not read: gigabytes must not wait for the next request."""
+        self._sweeper = None
+        now = now_s()
+        for old in [k for k, lease in self._leases.items() if now - lease.read_at > LEASE_S]:
+            del self._leases[old]
+        if self._leases:
+            self._sweep_later()
+
+    async def _serve_chunk(self, request: Request) -> Answer:
+        wanted = unpack(request.header, FetchChunk)
+        check_run(wanted.run, self._run)
+        lease = self._leases.get(wanted.lease)
+        if lease is None:
+            raise Refused(f"no such download: {wanted.lease[:20]!r}; open one again")
+        if not 0 <= wanted.index < len(lease.chunks):
+            raise Refused(f"there is no chunk {wanted.index} of {len(lease.chunks)}")
+        now = now_s()
+        lease.read_at = now
+        lease.readers.setdefault(request.peer, _Reader(now)).reads(now)
+        return Answer(pack(Ack()), [bytes_of(lease.chunks[wanted.index])])
+
+    async def _serve_close(self, request: Request) -> Answer:
+        """The caller has all that it wants of a lease. A copy stays a while for others."""
+        wanted = unpack(request.header, CloseLease)
+        check_run(wanted.run, self._run)
+        lease = self._leases.get(wanted.lease)
+        if lease is not None:
+            lease.readers.pop(request.peer, None)
+            if lease.lent is not None and not lease.readers:
+                del self._leases[wanted.lease]
+        return Answer(pack(Ack()))
+
+
+def flat(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors as vectors, by name: in this order their chunks are counted."""
+    return {name: tensors[name].reshape(-1) for name in sorted(tensors)}
+
+
+def chunks_of(vectors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Views of the chunks of all vectors."""
+    return [
+        vector[start : start + CHUNK_BYTES // vector.element_size()]
+        for vector in vectors.values()
+        for start in range(0, vector.numel(), CHUNK_BYTES // vector.element_size())
+    ]
+
+
+def forms_of(vectors: Mapping[str, torch.Tensor]) -> tuple[TensorForm, ...]:
+    """What two peers must agree on before they count chunks."""
+    return tuple(
+        TensorForm(name=name, numel=vector.numel(), dtype=dtype_name(vector.dtype))
+        for name, vector in vectors.items()
+    )
+
+
+def hash_of(chunk: torch.Tensor) -> bytes:
+    """SHA-256 of a chunk's bytes."""
+    return hashlib.sha256(bytes_of(chunk)).digest()
