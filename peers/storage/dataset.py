@@ -4,7 +4,7 @@ The tokens of a run are one array of the narrowest type (`swarm.data.token_dtype
 by its own SHA-256, the same that the manifest pins:
 
     CACHE/tokens/SHA256.uint8        the tokens, little-endian, nothing else
-    CACHE/tokens/KEY.json            what a source became: KEY is a hash of its bytes and of the tokenizer
+    CACHE/tokens/KEY                 the digest of what a source became: KEY is of its bytes and the tokenizer
 
 Files are read in parts and never held whole. What is in the cache is verified when it is opened, so a
 damaged or half-written cache costs time and never a wrong token.
@@ -13,18 +13,19 @@ damaged or half-written cache costs time and never a wrong token.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import hashlib
 import io
+import itertools
 import logging
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
-import msgspec
 import numpy as np
 
 from peers.progress import Bar
@@ -49,14 +50,6 @@ _LAYOUT = "1"
 """Part of every key: raise it when the same source would give other tokens."""
 
 log = logging.getLogger(__name__)
-
-
-class Readable(Protocol):
-    """A text that is read in parts."""
-
-    def read(self, size: int, /) -> bytes:
-        """At most `size` bytes; none at the end."""
-        ...
 
 
 class Tokenizer:
@@ -89,28 +82,19 @@ class Tokenizer:
             return bytes(token for token in tokens if 0 <= token < 256).decode("utf-8", "replace")
         return str(self._library.decode(list(tokens), skip_special_tokens=False))
 
-    def encode_file(self, file: Readable, name: str) -> Iterator[np.ndarray]:
-        """The tokens of a file, in parts of any length.
+    def encode_file(self, chunks: Iterable[bytes], name: str) -> Iterator[np.ndarray]:
+        """The tokens of a file that is read in chunks, in parts of any length.
 
         Raises:
             SetupError: the file is not UTF-8 and the tokenizer needs it to be.
         """
         if self._library is None:
-            while chunk := file.read(atomic_file.CHUNK_BYTES):
-                yield np.frombuffer(chunk, np.uint8)
+            yield from (np.frombuffer(chunk, np.uint8) for chunk in chunks)
             return
-        batch: list[str] = []
-        for part in _text_parts(file, name):
-            batch.append(part)
-            if len(batch) == _PARTS_AT_ONCE:
-                yield self._encode_batch(batch)
-                batch = []
-        if batch:
-            yield self._encode_batch(batch)
-
-    def _encode_batch(self, parts: list[str]) -> np.ndarray:
-        encoded = self._library.encode_batch(parts, add_special_tokens=False)
-        return np.concatenate([np.asarray(one.ids, np.uint32) for one in encoded])
+        parts = _text_parts(chunks, name)
+        while batch := list(itertools.islice(parts, _PARTS_AT_ONCE)):
+            encoded = self._library.encode_batch(batch, add_special_tokens=False)
+            yield np.concatenate([np.asarray(one.ids, np.uint32) for one in encoded])
 
 
 class Dataset:
@@ -162,21 +146,19 @@ def open_dataset(
             here before, the cache is enough. None or empty for "pydoc".
         tokenizer: the JSON file of a run whose tokenizer is "file".
         cache_dir: instead of $SWARM_CACHE and of ~/.cache/swarm. When neither is given and the default is not
-            writable, the tokens go to an unnamed temporary file.
+            writable, the tokens go to a temporary file that has no name any more.
 
     Raises:
         SetupError: a file is missing, unreadable, not text, too short, or not what the manifest pins; the
             cache is not writable or full. Says what to do.
     """
     made_by = open_tokenizer(run, tokenizer)
-    cache = _Cache.choose(cache_dir, token_dtype(run.model.vocab_size))
-    found: _Tokens | None = None
-    if not files and run.data.sha256:
-        found = cache.tokens(run.data.sha256)
-    if found is None:
-        sources = _sources(run, files)
-        key = _key(sources, made_by, cache.dtype)
-        found = cache.lookup(key) or cache.fill(key, sources, made_by, run.model.vocab_size)
+    with _Cache.choose(cache_dir, token_dtype(run.model.vocab_size)) as cache:
+        found = cache.tokens(run.data.sha256) if run.data.sha256 and not files else None
+        if found is None:
+            sources = _sources(run, files)
+            key = _key(sources, made_by, cache.dtype)
+            found = cache.lookup(key) or cache.fill(key, sources, made_by, run.model.vocab_size)
     window = run.data.sequence_length + 1
     try:
         _check(run, found, window)
@@ -237,38 +219,20 @@ class _Source:
     size_bytes: int = 0
 
 
-class _Reading:
-    """A source being read: its errors name it, its bytes are hashed, and `progress` counts them."""
+def _chunks(source: _Source, digest: Any, progress: Callable[[int], None]) -> Iterator[bytes]:
+    """What is in a source; `digest` is of all of it in the end.
 
-    def __init__(self, source: _Source, progress: Callable[[int], None] = lambda size: None) -> None:
-        self._name, self._progress = source.name, progress
-        self._digest = hashlib.sha256()
-        try:
-            self._file = source.opened()
-        except OSError as error:
-            raise self._unreadable(error) from None
-
-    def read(self, size: int, /) -> bytes:
-        try:
-            chunk = self._file.read(size)
-        except OSError as error:
-            raise self._unreadable(error) from None
-        self._digest.update(chunk)
-        self._progress(len(chunk))
-        return chunk
-
-    def __enter__(self) -> _Reading:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    @property
-    def sha256(self) -> str:
-        return self._digest.hexdigest()
-
-    def _unreadable(self, error: OSError) -> SetupError:
-        return SetupError(f"cannot read the data file {self._name}: {error.strerror or error}")
+    Raises:
+        SetupError: it cannot be read.
+    """
+    try:
+        with source.opened() as file:
+            while chunk := file.read(atomic_file.CHUNK_BYTES):
+                digest.update(chunk)
+                progress(len(chunk))
+                yield chunk
+    except OSError as error:
+        raise SetupError(f"cannot read the data file {source.name}: {error.strerror or error}") from None
 
 
 def _sources(run: Run, files: Sequence[str | Path] | None) -> list[_Source]:
@@ -309,12 +273,11 @@ def _pydoc_text() -> bytes:
     return "\n".join(topics[name] for name in sorted(topics)).encode()
 
 
-def _text_parts(file: Readable, name: str) -> Iterator[str]:
+def _text_parts(chunks: Iterable[bytes], name: str) -> Iterator[str]:
     """The text in parts that depend on nothing but the text (see PART_CHARS)."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     text, before = "", 0
-    while True:
-        chunk = file.read(atomic_file.CHUNK_BYTES)
+    for chunk in itertools.chain(chunks, [b""]):
         try:
             text += decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:
@@ -331,10 +294,8 @@ def _text_parts(file: Readable, name: str) -> Iterator[str]:
             yield text[start:end]
             start = end
         text = text[start:]
-        if not chunk:
-            if text:
-                yield text
-            return
+    if text:
+        yield text
 
 
 # --- the cache
@@ -354,90 +315,67 @@ class _Tokens:
             return np.memmap(self.file, np.dtype(self.dtype).newbyteorder("<"), "r", shape=(self.count,))
 
 
-class _Entry(msgspec.Struct, frozen=True):
-    """KEY.json."""
-
-    sha256: str
-    tokens: int
-
-
 @dataclass(frozen=True)
 class _Cache:
-    folder: Path | None
-    """None: nowhere to keep anything."""
+    folder: Path
     dtype: str
 
     @classmethod
-    def choose(cls, given: str | Path | None, dtype: str) -> _Cache:
+    @contextlib.contextmanager
+    def choose(cls, given: str | Path | None, dtype: str) -> Iterator[_Cache]:
+        """The folder that was asked for; if the default is not writable, one that is removed afterwards."""
         chosen = given or os.environ.get(CACHE_ENV)
         folder = Path(chosen or "~/.cache/swarm")
-        try:
-            folder = folder.expanduser() / "tokens"
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-            if chosen and isinstance(error, OSError):
-                raise atomic_file.trouble("cannot keep tokens", Path(chosen), error, _REMEDY) from None
-            log.warning("cannot keep tokens in %s (%s): they are made again at each start", folder, error)
-            return cls(None, dtype)
-        return cls(folder, dtype)
+        with contextlib.ExitStack() as stack:
+            try:
+                folder = folder.expanduser() / "tokens"
+                folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder):
+                    pass
+            except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+                if chosen and isinstance(error, OSError):
+                    raise atomic_file.trouble("cannot keep tokens", Path(chosen), error, _REMEDY) from None
+                log.warning("cannot keep tokens in %s (%s): they are made again at each start", folder, error)
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            yield cls(folder, dtype)
 
     def tokens(self, sha256: str) -> _Tokens | None:
         """The tokens with this digest, verified; None if they are not here, or damaged."""
-        if self.folder is None:
-            return None
+        path = self._path(sha256)
         try:
-            file = self._path(sha256).open("rb")
+            file = path.open("rb")
         except OSError:
             return None
-        digest, size = hashlib.sha256(), 0
-        try:
+        digest = hashlib.sha256()
+        with contextlib.suppress(OSError):
             while chunk := file.read(atomic_file.CHUNK_BYTES):
                 digest.update(chunk)
-                size += len(chunk)
-        except OSError:
-            size = -1
-        if digest.hexdigest() != sha256 or size < 0:
-            log.warning("%s is damaged: making it again", self._path(sha256))
-            file.close()
-            return None
-        return _Tokens(file, sha256, size // np.dtype(self.dtype).itemsize, self.dtype)
+            if digest.hexdigest() == sha256:
+                return _Tokens(file, sha256, file.tell() // np.dtype(self.dtype).itemsize, self.dtype)
+        log.warning("%s is damaged: making it again", path)
+        file.close()
+        return None
 
     def lookup(self, key: str) -> _Tokens | None:
         """What the source with this key became, if it is here and whole."""
-        if self.folder is None:
-            return None
         try:
-            entry = msgspec.json.decode((self.folder / f"{key}.json").read_bytes(), type=_Entry)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            sha256 = (self.folder / key).read_text("ascii")
+        except (OSError, UnicodeDecodeError):
             return None
-        return self.tokens(entry.sha256) if entry.sha256.isalnum() else None
+        return self.tokens(sha256) if sha256.isalnum() else None
 
     def fill(self, key: str, sources: list[_Source], tokenizer: Tokenizer, vocab_size: int) -> _Tokens:
         """Make the tokens and keep them."""
         try:
-            if self.folder is None:
-                file: BinaryIO = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - `map` closes it
-                try:
-                    sha256, count = self._write(file, key, sources, tokenizer, vocab_size)
-                except BaseException:
-                    file.close()
-                    raise
-                return _Tokens(file, sha256, count, self.dtype)
             with atomic_file.replacing(self.folder) as (file, temporary):
                 sha256, count = self._write(file, key, sources, tokenizer, vocab_size)
                 atomic_file.commit(file, temporary, self._path(sha256))
-            atomic_file.write_whole(
-                self.folder / f"{key}.json", msgspec.json.encode(_Entry(sha256=sha256, tokens=count))
-            )
+            atomic_file.write_whole(self.folder / key, sha256.encode())
             return _Tokens(self._path(sha256).open("rb"), sha256, count, self.dtype)
         except OSError as error:
-            where = self.folder or Path(tempfile.gettempdir())
-            raise atomic_file.trouble("cannot keep tokens", where, error, _REMEDY) from None
+            raise atomic_file.trouble("cannot keep tokens", self.folder, error, _REMEDY) from None
 
     def _path(self, sha256: str) -> Path:
-        assert self.folder is not None
         return self.folder / f"{sha256}.{self.dtype}"
 
     def _write(
@@ -446,18 +384,16 @@ class _Cache:
         """Write the tokens of all sources; their SHA-256 and how many there are."""
         narrow = np.dtype(self.dtype).newbyteorder("<")
         digest, count = hashlib.sha256(), 0
-        contents: list[str] = []
+        contents = [hashlib.sha256() for _ in sources]
         with _bar("reading the text into tokens", sources) as bar:
-            for source in sources:
-                with _Reading(source, bar) as text:
-                    for tokens in tokenizer.encode_file(text, source.name):
-                        if len(tokens) and (largest := int(tokens.max())) >= vocab_size:
-                            raise _vocabulary_too_small(vocab_size, largest)
-                        raw = tokens.astype(narrow).view(np.uint8).data
-                        digest.update(raw)
-                        atomic_file.write_all(file, raw)
-                        count += len(tokens)
-                    contents.append(text.sha256)
+            for source, content in zip(sources, contents, strict=True):
+                for tokens in tokenizer.encode_file(_chunks(source, content, bar), source.name):
+                    if len(tokens) and (largest := int(tokens.max())) >= vocab_size:
+                        raise _vocabulary_too_small(vocab_size, largest)
+                    raw = tokens.astype(narrow).view(np.uint8).data
+                    digest.update(raw)
+                    atomic_file.write_all(file, raw)
+                    count += len(tokens)
         if _hash_key(contents, tokenizer, self.dtype) != key:
             raise SetupError("the data files changed while they were read: try again when they are at rest")
         return digest.hexdigest(), count
@@ -468,13 +404,11 @@ _REMEDY = f"set {CACHE_ENV} to another folder"
 
 def _key(sources: list[_Source], tokenizer: Tokenizer, dtype: str) -> str:
     """The hash of all that decides the tokens; reads every source once."""
-    contents: list[str] = []
+    contents = [hashlib.sha256() for _ in sources]
     with _bar("comparing the text with the cache", sources) as bar:
-        for source in sources:
-            with _Reading(source, bar) as text:
-                while text.read(atomic_file.CHUNK_BYTES):
-                    pass
-                contents.append(text.sha256)
+        for source, content in zip(sources, contents, strict=True):
+            for _ in _chunks(source, content, bar):
+                pass
     return _hash_key(contents, tokenizer, dtype)
 
 
@@ -482,8 +416,10 @@ def _bar(what: str, sources: Sequence[_Source]) -> Bar:
     return Bar(what, sum(source.size_bytes for source in sources))
 
 
-def _hash_key(contents: list[str], tokenizer: Tokenizer, dtype: str) -> str:
-    return hashlib.sha256("\n".join([_LAYOUT, dtype, tokenizer.key, *contents]).encode()).hexdigest()
+def _hash_key(contents: Iterable[Any], tokenizer: Tokenizer, dtype: str) -> str:
+    """`contents`: the digests of the sources."""
+    parts = [_LAYOUT, dtype, tokenizer.key, *(content.hexdigest() for content in contents)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _check(run: Run, found: _Tokens, window: int) -> None:
