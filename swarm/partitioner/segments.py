@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from swarm.model.graph.ir import DTYPE_BYTES, OpGraph
+from swarm.model.graph.partition import recomputed
 from swarm.model.layout import Holding
 from swarm.partitioner.memory import Kept, MemoryLine, state_bytes
 
@@ -48,22 +49,20 @@ class Stretches:
 class Facts:
     """The facts that do not depend on the order: readers, shared memory, and what autograd keeps.
 
-    A stage computes some values itself instead of receiving them: those that follow from constants, and those
-    that follow from inputs of the model that are smaller than they (a mask made of the padding).
-    `swarm.model.graph.partition` decides by stage; here an input that passes anyway counts like any other.
+    A stage computes some values itself instead of receiving them (`swarm.model.graph.partition.recomputed`).
     """
 
     def __init__(self, graph: OpGraph) -> None:
         self.kept = Kept(graph)
-        recomputed = _recomputed(graph)
-        self.row = tuple(op.index for op in graph.operators if op.index not in recomputed)
+        free = recomputed(graph)
+        self.row = tuple(op.index for op in graph.operators if op.index not in free)
         """The operators that are computed once, in the graph's order."""
         maker = {name: op.index for op in graph.operators for name in op.outputs}
         reads: dict[int, frozenset[str]] = {}
         needs: dict[int, frozenset[int]] = {}
         for op in graph.operators:
-            helpers = {maker[name] for name in op.inputs if maker.get(name) in recomputed}
-            plain = frozenset(name for name in op.inputs if maker.get(name) not in recomputed)
+            helpers = {maker[name] for name in op.inputs if maker.get(name) in free}
+            plain = frozenset(name for name in op.inputs if maker.get(name) not in free)
             reads[op.index] = plain.union(*(reads[helper] for helper in helpers))
             needs[op.index] = frozenset(helpers).union(*(needs[helper] for helper in helpers))
         self.reads = {index: tuple(sorted(reads[index])) for index in self.row}
@@ -88,20 +87,6 @@ class Facts:
         read = {source for sources in self.before.values() for source in sources}
         self.ends = tuple(index for index in self.row if index not in read)
         """Those whose outputs no operator reads: the loss."""
-
-
-def _recomputed(graph: OpGraph) -> frozenset[int]:
-    roots: dict[str, frozenset[str]] = {name: frozenset((name,)) for name in graph.inputs}
-    found: set[int] = set()
-    for op in graph.operators:
-        if not op.cheap and (op.parameters or op.buffers or not all(name in roots for name in op.inputs)):
-            continue
-        sources = frozenset[str]().union(*(roots[name] for name in op.inputs))
-        roots.update(dict.fromkeys(op.outputs, sources))
-        made = sum(graph.values[name].nbytes for name in op.outputs)
-        if sum(graph.values[name].nbytes for name in sources) < made:
-            found.add(op.index)
-    return frozenset(found)
 
 
 class OrderedGraph:

@@ -1,8 +1,8 @@
 """What each stage of a cut computes, takes and gives: pure bookkeeping on an operator graph.
 
 Stages call one another in a row, so a value that skips over stages is carried through them. A value that
-follows from constants is computed where it is needed. One that follows from the model's inputs alone (a mask
-made of the padding) is computed there too, if those inputs pass anyway or are smaller; else it is sent.
+follows from constants, or from inputs of the model that are no larger (a mask made of the padding), is
+computed where it is needed (`recomputed`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swarm.errors import SetupError
-from swarm.model.graph.ir import Operator, OpGraph, Value
+from swarm.model.graph.ir import OpGraph, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,24 +41,28 @@ def plan_stages(graph: OpGraph, assignment: Sequence[int]) -> tuple[StagePlan, .
     Raises:
         SetupError: the cut is no cut of this graph; the text names an operator that is wrong.
     """
-    _check(graph, assignment)
+    free = recomputed(graph)
+    _check(graph, assignment, free)
     makers = {output: op for op in graph.operators for output in op.outputs}
-    roots = _roots(graph)
-    ranks = _ranks(graph)
+    # A fixed order of all values that can cross a boundary: inputs, then operators' outputs.
+    ranks = {name: rank for rank, name in enumerate((*graph.inputs, *makers))}
     plans: list[StagePlan] = []
     wanted = {graph.loss}  # what the stage has to give
     for stage in reversed(range(max(assignment) + 1)):
-        here = _Stage(graph, makers, roots, frozenset(i for i, s in enumerate(assignment) if s == stage))
-        here.compute(wanted, everything=not stage)
-        indices = sorted(here.computed)
-        ops = [graph.operators[i] for i in indices]
-        taken = {name for op in ops for name in op.inputs} | wanted
-        taken -= {name for op in ops for name in op.outputs}
+        computed = {op.index for op in graph.operators if assignment[op.index] == stage} - free
+        needed = [*wanted, *(name for index in computed for name in graph.operators[index].inputs)]
+        while needed:
+            maker = makers.get(needed.pop())
+            if maker is not None and maker.index in free - computed:
+                computed.add(maker.index)
+                needed += maker.inputs
+        ops = [graph.operators[i] for i in sorted(computed)]
+        taken = wanted.union(*(op.inputs for op in ops)).difference(*(op.outputs for op in ops))
         inputs = graph.inputs if stage == 0 else sorted(taken, key=ranks.__getitem__)
         plans.append(
             StagePlan(
                 stage=stage,
-                operators=tuple(indices),
+                operators=tuple(op.index for op in ops),
                 inputs=tuple(graph.values[name] for name in inputs),
                 outputs=tuple(graph.values[name] for name in sorted(wanted, key=ranks.__getitem__)),
                 parameters=_read(graph.parameters, (name for op in ops for name in op.parameters)),
@@ -78,60 +82,22 @@ def shared_parameters(plans: Sequence[StagePlan]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(stages) for name, stages in holders.items() if len(stages) > 1}
 
 
-class _Stage:
-    """Finds what one stage has to compute."""
+def recomputed(graph: OpGraph) -> frozenset[int]:
+    """The operators that every stage computes for itself where it needs them, by index.
 
-    def __init__(
-        self,
-        graph: OpGraph,
-        makers: dict[str, Operator],
-        roots: dict[str, frozenset[str]],
-        own: frozenset[int],
-    ) -> None:
-        self._graph, self._makers, self._roots, self._own = graph, makers, roots, own
-        self.computed: set[int] = set()
-
-    def compute(self, wanted: set[str], *, everything: bool) -> None:
-        """Fill `computed`. `everything`: the model's inputs are here, whatever follows from them is free."""
-        # Own work first: it says what has to come in anyway.
-        own = {i for i in self._own if not self._free(self._graph.operators[i])}
-        self.computed = set(own)
-        needs = wanted | {name for i in own for name in self._graph.operators[i].inputs}
-        passing = {name for name in needs if name in self._graph.inputs}
-        # The later ones first: what they are computed from is needed then.
-        open_names = sorted(needs, key=lambda name: self._makers[name].index if name in self._makers else -1)
-        while open_names:
-            name = open_names.pop()
-            maker = self._makers.get(name)
-            if maker is None or maker.index in self.computed or not self._free(maker):
-                continue
-            missing = self._roots[name] - passing
-            cost = sum(self._graph.values[root].nbytes for root in missing)
-            if everything or cost < self._graph.values[name].nbytes or not missing:
-                passing |= missing
-                self.computed.add(maker.index)
-                open_names.extend(maker.inputs)
-
-    def _free(self, op: Operator) -> bool:
-        return op.outputs[0] in self._roots
-
-
-def _roots(graph: OpGraph) -> dict[str, frozenset[str]]:
-    """Value -> the model's inputs that it is computed from, for those that need no weights; also inputs."""
-    roots = {name: frozenset((name,)) for name in graph.inputs}
+    They need no weights, and the inputs of the model that they follow from are no larger than what they make.
+    """
+    roots: dict[str, frozenset[str]] = {name: frozenset((name,)) for name in graph.inputs}
+    found: set[int] = set()
     for op in graph.operators:
-        if op.cheap:
-            roots.update(dict.fromkeys(op.outputs, frozenset()))
-        elif not op.parameters and not op.buffers and all(name in roots for name in op.inputs):
-            found = frozenset[str]().union(*(roots[name] for name in op.inputs))
-            roots.update(dict.fromkeys(op.outputs, found))
-    return roots
-
-
-def _ranks(graph: OpGraph) -> dict[str, int]:
-    """A fixed order of all values that can cross a boundary: inputs, then operators' outputs."""
-    names = (*graph.inputs, *(name for op in graph.operators for name in op.outputs))
-    return {name: rank for rank, name in enumerate(names)}
+        if not op.cheap and (op.parameters or op.buffers or not all(name in roots for name in op.inputs)):
+            continue
+        sources = frozenset[str]().union(*(roots[name] for name in op.inputs))
+        roots.update(dict.fromkeys(op.outputs, sources))
+        made = sum(graph.values[name].nbytes for name in op.outputs)
+        if sum(graph.values[name].nbytes for name in sources) <= made:
+            found.add(op.index)
+    return frozenset(found)
 
 
 def _read(all_names: Sequence[str], read: Iterable[str]) -> tuple[str, ...]:
@@ -139,7 +105,7 @@ def _read(all_names: Sequence[str], read: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in all_names if name in found)
 
 
-def _check(graph: OpGraph, assignment: Sequence[int]) -> None:
+def _check(graph: OpGraph, assignment: Sequence[int], free: frozenset[int]) -> None:
     if len(assignment) != len(graph.operators):
         raise SetupError(
             f"a cut of {len(graph.operators)} operators names the stage of {len(assignment)}; cut it again"
@@ -151,7 +117,7 @@ def _check(graph: OpGraph, assignment: Sequence[int]) -> None:
     for op in graph.operators:
         for name in op.inputs:
             source = makers.get(name)
-            if source is None or source.cheap or assignment[source.index] <= assignment[op.index]:
+            if source is None or source.index in free or assignment[source.index] <= assignment[op.index]:
                 continue
             raise SetupError(
                 f"operator {op.name} of stage {assignment[op.index]} reads {name}, which stage "
