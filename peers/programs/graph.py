@@ -58,27 +58,23 @@ def run_graph(options: GraphOptions) -> None:
 
 
 def _traced(options: GraphOptions) -> tuple[Traced, Sequence[int] | None]:
-    """The model, and the cut of a manifest that has one, unless another number of stages is asked for."""
+    """The model that the command line names, and the cut of a manifest that has one, unless another number of
+    stages is asked for.
+    """
     if options.model.endswith(".toml"):
         run = load_run(Path(options.model))
-        if run.brings_model:
-            model = custom_model(run)
-            return model.traced, model.assignment if options.stages in (1, run.S) else None
-    return bring(options).trace(), None
-
-
-def bring(options: GraphOptions) -> CustomModel:
-    """The model that the command line names."""
-    if options.model.startswith("hf:"):
-        path = Path(options.model.removeprefix("hf:"))
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise SetupError(f"{path} cannot be read: {error}") from None
-        return from_hf(config, rows=options.rows, length=options.length)
-    if options.model.endswith(".toml"):
-        return built_in(load_run(Path(options.model)))
-    return from_code(options.model)
+        if not run.brings_model:
+            return built_in(run).trace(), None
+        own = custom_model(run)
+        return own.traced, own.assignment if options.stages in (1, run.S) else None
+    if not options.model.startswith("hf:"):
+        return from_code(options.model).trace(), None
+    path = Path(options.model.removeprefix("hf:"))
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SetupError(f"{path} cannot be read: {error}") from None
+    return from_hf(config, rows=options.rows, length=options.length).trace(), None
 
 
 def built_in(run: Run) -> CustomModel:
@@ -106,8 +102,6 @@ def timed(graph: OpGraph, stages: int) -> tuple[list[float], list[int]]:
     Raises:
         SetupError: fewer operators with weights than stages.
     """
-    import torch
-
     from peers.programs.calibrate import calibrate
     from swarm.partitioner.flops import works
     from swarm.partitioner.search import Place, split
@@ -162,9 +156,7 @@ def render(
         f"\n{'stage':>5}  {'operators':>9}  {'cost':>5}  {'weights':>9}  {'sends':>9}  what it sends"
     )
     for plan in plans:
-        share = (
-            sum(cost for cost, stage in zip(costs, assignment, strict=True) if stage == plan.stage) / total
-        )
+        share = sum(cost for cost, s in zip(costs, assignment, strict=True) if s == plan.stage) / total
         held = sum(graph.values[name].nbytes for name in plan.parameters)
         sends = ", ".join(_form(value) for value in plan.outputs[:4])
         more = f" and {len(plan.outputs) - 4} more" if len(plan.outputs) > 4 else ""
