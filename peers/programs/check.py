@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import platform
+import shutil
 import socket
 import sys
 import time
@@ -69,9 +70,7 @@ def check_torch() -> Finding:
         return Finding("torch", f"does not import: {error}", REINSTALL)
     right = float((torch.ones(8, 8) @ torch.ones(8, 8)).sum()) == 512.0
     words = f"{torch.__version__}, {torch.get_num_threads()} threads"
-    if not right:
-        return Finding("torch", f"{words}: wrong result", REINSTALL)
-    return Finding("torch", words)
+    return Finding("torch", words) if right else Finding("torch", f"{words}: wrong result", REINSTALL)
 
 
 def check_device(name: str, *, least_bytes: int = MIN_FREE_BYTES) -> Finding:
@@ -87,9 +86,8 @@ def check_device(name: str, *, least_bytes: int = MIN_FREE_BYTES) -> Finding:
         return Finding("device", str(error).splitlines()[0], "try --device cpu, then nvidia-smi")
     words = f"{device.name} ({device.model}), {gb(device.free_bytes)} of {gb(device.total_bytes)} free"
     words += f"; {missing}" if missing else ""
-    if device.free_bytes < least_bytes:
-        return Finding("device", words, f"free at least {gb(least_bytes)}: stop other programs")
-    return Finding("device", words)
+    fix = f"free at least {gb(least_bytes)}: stop other programs"
+    return Finding("device", words, fix if device.free_bytes < least_bytes else "")
 
 
 def check_disk(folder: Path | None = None, *, least_bytes: int = MIN_DISK_BYTES) -> Finding:
@@ -100,13 +98,9 @@ def check_disk(folder: Path | None = None, *, least_bytes: int = MIN_DISK_BYTES)
         at = at.parent
     if not os.access(at, os.W_OK | os.X_OK):
         return Finding("disk", f"{at} cannot be written", "set SWARM_CACHE to a folder of yours")
-    stat = os.statvfs(at)
-    free = stat.f_bavail * stat.f_frsize
-    words = f"{gb(free)} free for {folder}"
-    if free < least_bytes:
-        fix = f"free at least {gb(least_bytes)}, or set SWARM_CACHE to a folder on another disk"
-        return Finding("disk", words, fix)
-    return Finding("disk", words)
+    free = shutil.disk_usage(at).free
+    fix = f"free at least {gb(least_bytes)}, or set SWARM_CACHE to a folder on another disk"
+    return Finding("disk", f"{gb(free)} free for {folder}", fix if free < least_bytes else "")
 
 
 def check_port(host: str, port: int) -> Finding:
@@ -126,11 +120,10 @@ def check_port(host: str, port: int) -> Finding:
         except OSError as error:
             in_use = f"stop what listens there (see: ss -ltnp 'sport = :{port}') or take another port"
             not_ours = f"{host} is not an address of this machine (see: ip addr); or take 0.0.0.0"
-            fix = {
-                errno.EADDRINUSE: in_use,
-                errno.EACCES: "take a port of 1024 or more",
-                errno.EADDRNOTAVAIL: not_ours,
-            }.get(error.errno or 0, "take another --host or --port")
+            known = {errno.EADDRINUSE: in_use, errno.EADDRNOTAVAIL: not_ours}
+            fix = {**known, errno.EACCES: "take a port of 1024 or more"}.get(
+                error.errno or 0, "take another --host or --port"
+            )
             return Finding("port", f"{host} port {port}: {error.strerror}", fix)
         taken = probe.getsockname()[1]
     words = f"{host} port {port} can be listened on" if port else f"{host}: any port (tried {taken})"
@@ -236,9 +229,7 @@ def to_text(findings: Sequence[Finding]) -> str:
         if not finding.ok:
             lines.append(f"               -> {finding.fix}")
     wrong = sum(not finding.ok for finding in findings)
-    lines.append(
-        "This machine can be a peer." if not wrong else f"{wrong} to fix, then run swarm check again."
-    )
+    lines.append(f"{wrong} to fix, then run swarm check again." if wrong else "This machine can be a peer.")
     return printable("\n".join(lines))
 
 
