@@ -234,10 +234,7 @@ def _run_role(args: argparse.Namespace) -> int:
             return True
 
         return _with_signals(
-            run,
-            role.leave,
-            on_leave=lambda: emit(StopNow(role=args.command)),
-            ends_now=ends_now,
+            run, role.leave, on_leave=lambda: emit(StopNow(role=args.command)), ends_now=ends_now
         )
 
 

@@ -134,10 +134,7 @@ class Calibration:
     """Calls to be timed, in rounds, so that what is predicted can be measured in between."""
 
     def __init__(
-        self,
-        device: str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        wanted: Iterable[Call] | None = None,
+        self, device: str = "cpu", dtype: torch.dtype = torch.float32, wanted: Iterable[Call] | None = None
     ) -> None:
         """`wanted`: what to time, by default `calls`."""
         wanted = calls(_growth(device, dtype)) if wanted is None else wanted

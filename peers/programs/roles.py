@@ -29,7 +29,7 @@ from peers.options import (
 from peers.owner.commands import Owner
 from peers.owner.control_socket import PeerAnswer, obeying
 from peers.programs.stage_choice import choose_stage
-from peers.storage import results_folder
+from peers.storage import atomic_file, results_folder
 from peers.waiting import unless
 from swarm.errors import SetupError, SwarmError
 from swarm.ids import Stage
@@ -151,10 +151,8 @@ def write_join_file(path: Path, words: Sequence[str]) -> None:
     Raises:
         SetupError: it cannot be written.
     """
-    new = path.with_name(path.name + ".new")
     try:
-        new.write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
-        new.replace(path)
+        atomic_file.write_whole(path, "".join(f"{word}\n" for word in words).encode())
     except OSError as error:
         raise SetupError(f"--join-file {path} cannot be written: {error.strerror}") from None
 

@@ -104,9 +104,7 @@ class DashboardOptions(MaybeMembership, ListenOptions):
     """
 
     web: Listen | None = optional(
-        LISTEN,
-        "a web page, and /api/health (default IP: 127.0.0.1, for this machine only)",
-        group=FACES,
+        LISTEN, "a web page, and /api/health (default IP: 127.0.0.1, for this machine only)", group=FACES
     )
     metrics: Listen | None = optional(
         LISTEN, "numbers for Prometheus at /metrics (default IP: 127.0.0.1)", group=FACES
