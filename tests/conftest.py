@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -41,6 +42,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rewrite", action="store_true", help="write the transcripts of tests/protocol/scenarios anew"
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_garbage() -> None:
+    """Garbage is looked for in what a file's tests make, not in what was there before: a pause collects it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
