@@ -9,6 +9,7 @@ of other processes, start a new Python instead.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -35,9 +36,10 @@ PRELOADED = (
     "peers.watch.metrics",
     "swarm.model.graph.custom_model",
     "swarm.model.reference",
+    "torch.fx.experimental.symbolic_shapes",
     "uvloop",
 )
-"""What the roles import when they start."""
+"""What the roles import when they start, and torch at the first backward."""
 
 
 class Forked:
@@ -210,6 +212,8 @@ def main() -> None:
     die_with_parent(int(sys.argv[2]), signum=signal.SIGTERM)
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # programs look for garbage in what they make themselves
     assert len([*Path("/proc/self/task").iterdir()]) == 1, "a fork would lose threads"
     with socket.socket(fileno=int(sys.argv[1])) as requests:
         serve(requests)
