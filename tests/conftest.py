@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -31,6 +31,16 @@ LONGEST_FIRST = (
 """Files of the process part, longest first: no core shall be idle at its end."""
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """While tests are imported, nothing becomes garbage: looking for it took a third of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
         return LONGEST_FIRST.index(item.path.name) if item.path.name in LONGEST_FIRST else len(LONGEST_FIRST)
@@ -46,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def little_garbage() -> None:
-    """Garbage is looked for in what a file's tests make, not in what was there before: a pause collects it."""
+    """Garbage is looked for in what a file's tests make, not in what was there: a pause collects it."""
     gc.collect()
     gc.freeze()
 

@@ -210,10 +210,11 @@ def main() -> None:
     from peers.device import die_with_parent
 
     die_with_parent(int(sys.argv[2]), signum=signal.SIGTERM)
+    gc.disable()
     for name in PRELOADED:
         importlib.import_module(name)
-    gc.collect()
     gc.freeze()  # programs look for garbage in what they make themselves
+    gc.enable()
     assert len([*Path("/proc/self/task").iterdir()]) == 1, "a fork would lose threads"
     with socket.socket(fileno=int(sys.argv[1])) as requests:
         serve(requests)
