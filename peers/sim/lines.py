@@ -1,31 +1,71 @@
-"""Arrival times of transfers over lines that are shared.
+"""How long messages are on their way: over lines that are only bad, or over those of a described network.
 
-A transfer waits its turn at three places: the sender's upload, the line between the two devices, and the
-receiver's download. Each serves in the order of the requests, at its own speed, and a transfer flows through
-all three at once: alone it takes its bytes by the slowest of them, plus the latency once. Shared lines get no
-more through than they can carry.
+What `SharedLines` describe is shared: a message waits its turn at three places, the sender's upload, the line
+between the two, and the receiver's download. Each serves in the order of the requests, at its own speed, and
+a message flows through all three at once: alone it takes its bytes by the slowest of them, plus the latency
+once. A small message goes in between the parts of large ones, so it takes its share of a line, but waits for
+none.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from swarm.ids import PeerId
 from swarm.plan.network import Network
+from swarm.sim.dice import Dice
+from swarm.wire.frames import WINDOW_BYTES
+
+SMALL_BYTES = 4096
+"""A header; a report of a run of thousands of microbatches."""
 
 
-class SharedLines:
+@dataclass(slots=True)
+class Lines:
+    """How bad the lines are. Probabilities are for each message."""
+
+    least_s: float = 0.001
+    most_s: float = 0.03
+    bytes_per_s: float = 1e6
+    lost: float = 0.0
+    doubled: float = 0.0
+    late: float = 0.0
+    late_s: float = 2.0
+
+    def lasts_s(
+        self,
+        source: PeerId,
+        destination: PeerId,
+        size_bytes: int,
+        *,
+        dice: Dice,
+        now_s: float,
+        since_s: float | None,
+    ) -> float:
+        """How long a message is on its way, once.
+
+        `since_s`: it is the body of a call that was made then and is accepted now.
+        """
+        return dice.between(self.least_s, self.most_s) + size_bytes / self.bytes_per_s
+
+
+class SharedLines(Lines):
     """All lines of a network, and until when each is taken. Devices are named by their index."""
 
     def __init__(self, network: Network) -> None:
+        super().__init__(least_s=0.0, most_s=0.0, bytes_per_s=math.inf)
+        self.device_of: dict[PeerId, int] = {}
+        """Where processes are, for `lasts_s`."""
         self._latency_s: list[list[float]] = network.latency_s.tolist()
         self._line_s: list[list[float]] = _per_byte(network.bandwidth_bps.tolist())
         self._region = [device.region for device in network.devices]
         (self._up_s,) = _per_byte([[device.upload_bps for device in network.devices]])
         (self._down_s,) = _per_byte([[device.download_bps for device in network.devices]])
-        self._up_free_s = [0.0] * len(network)
-        self._down_free_s = [0.0] * len(network)
-        self._line_free_s: dict[tuple[int, int], float] = {}
+        self._up_free_s, self._down_free_s, self._line_free_s = (dict[Any, float]() for _ in range(3))
+        """Until when each is taken."""
 
     def latency_s(self, i: int, j: int) -> float:
         """The latency one way."""
@@ -35,26 +75,39 @@ class SharedLines:
         """Seconds of a download that nothing else limits."""
         return self._down_s[i] * size_bytes
 
+    def lasts_s(
+        self,
+        source: PeerId,
+        destination: PeerId,
+        size_bytes: int,
+        *,
+        dice: Dice,
+        now_s: float,
+        since_s: float | None,
+    ) -> float:
+        i, j = self.device_of[source], self.device_of[destination]
+        sent_s = now_s if since_s is None else since_s
+        if since_s is not None and size_bytes > WINDOW_BYTES:
+            sent_s = now_s + self.latency_s(j, i)  # its caller waits until it is accepted
+        return max(0.0, self.send(i, j, size_bytes, sent_s) - now_s)
+
     def send(self, i: int, j: int, size_bytes: float, now_s: float) -> float:
         """The time at which the last byte arrives, if it is sent now."""
         if i == j:
             return now_s
         a, b = self._region[i], self._region[j]
         start_s = end_s = now_s
-        up_s = self._up_s[i]
-        if up_s:
-            start_s = max(start_s, self._up_free_s[i])
-            self._up_free_s[i] = end_s = start_s + size_bytes * up_s
-        line_s = self._line_s[a][b]
-        if line_s:
-            start_s = max(start_s, self._line_free_s.get((i, j), 0.0))
-            self._line_free_s[i, j] = free_s = start_s + size_bytes * line_s
-            end_s = max(end_s, free_s)
-        down_s = self._down_s[j]
-        if down_s:
-            start_s = max(start_s, self._down_free_s[j])
-            self._down_free_s[j] = free_s = start_s + size_bytes * down_s
-            end_s = max(end_s, free_s)
+        for free_s, which, byte_s in (
+            (self._up_free_s, i, self._up_s[i]),
+            (self._line_free_s, (i, j), self._line_s[a][b]),
+            (self._down_free_s, j, self._down_s[j]),
+        ):
+            if byte_s:
+                turn_s = max(start_s, free_s.get(which, 0.0))
+                free_s[which] = turn_s + size_bytes * byte_s
+                if size_bytes > SMALL_BYTES:
+                    start_s = turn_s
+                end_s = max(end_s, start_s + size_bytes * byte_s)
         return end_s + self._latency_s[a][b]
 
     def reduce_s(self, members: Sequence[int], size_bytes: float) -> float:

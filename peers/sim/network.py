@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from peers.ports import Answer, Buffer, Handler, NetworkPath
+from peers.sim.lines import Lines
 from peers.sim.loop import VirtualLoop
 from peers.sim.processes import WORLD as _WORLD
 from peers.sim.processes import Process
@@ -27,19 +28,6 @@ MAX_HEADER_BYTES = 64 * 1024
 """As in the real framing."""
 
 
-@dataclass(slots=True)
-class Lines:
-    """How bad the lines are. Probabilities are for each message."""
-
-    least_s: float = 0.001
-    most_s: float = 0.03
-    bytes_per_s: float = 1e6
-    lost: float = 0.0
-    doubled: float = 0.0
-    late: float = 0.0
-    late_s: float = 2.0
-
-
 @dataclass(eq=False, slots=True)
 class _Call:
     """One call on its way. `result` is what the caller waits for."""
@@ -51,6 +39,7 @@ class _Call:
     header: bytes
     body: list[memoryview]
     result: asyncio.Future[Answer]
+    made_s: float
     abandoned: bool = False
 
 
@@ -71,7 +60,8 @@ class _Request:
         """
         call, network = self._call, self._network
         if call.body:
-            await asyncio.sleep(network.lasts_s(sum(self.body_sizes)))
+            names = call.caller.peer_id, call.callee.peer_id
+            await asyncio.sleep(network.lasts_s(*names, sum(self.body_sizes), since_s=call.made_s))
         if call.abandoned or not call.caller.process.alive:
             raise PeerGone(self.peer, "went away before its body arrived")
         if call.caller.process.stopped or network.is_cut(self.peer, call.callee.peer_id):
@@ -147,10 +137,13 @@ class Network:
         transport = self.transports[process.name] = SimTransport(self, process)
         return transport
 
-    def lasts_s(self, size_bytes: int) -> float:
-        """How long a message is on its way, once."""
-        lines = self.lines
-        return self.dice.between(lines.least_s, lines.most_s) + size_bytes / lines.bytes_per_s
+    def lasts_s(
+        self, source: PeerId, destination: PeerId, size_bytes: int, *, since_s: float | None = None
+    ) -> float:
+        """How long a message is on its way, once; of a body `since_s`, when its call was made."""
+        return self.lines.lasts_s(
+            source, destination, size_bytes, dice=self.dice, now_s=self.loop.now_s, since_s=since_s
+        )
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -172,7 +165,7 @@ class Network:
             raise PeerGone(peer, "cannot be reached")
         self.calls += 1
         views = [memoryview(part).cast("B") if memoryview(part).nbytes else memoryview(b"") for part in body]
-        call = _Call(self.calls, caller, callee, method, header, views, result)
+        call = _Call(self.calls, caller, callee, method, header, views, result, loop.now_s)
         self._open[call.number] = call
         timer = None if deadline_s is None else loop.call_later(deadline_s, self._too_late, call, deadline_s)
         if callee.process.stopped:
@@ -210,7 +203,7 @@ class Network:
         if chance < lines.late:
             delay_s = dice.between(lines.most_s, lines.late_s)
         else:
-            delay_s = self.lasts_s(size_bytes)
+            delay_s = self.lasts_s(source, destination, size_bytes)
             if chance < lines.late + lines.doubled:
                 again_s = delay_s + dice.between(0.0, lines.late_s)
                 loop.call_later(again_s, arrive, *what, context=_WORLD)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 
-from peers.sim.network import Lines
+from peers.sim.lines import Lines
 from swarm.ids import PeerId
 from swarm.manifest import Run, audit_run
 from swarm.sim.dice import Dice

@@ -12,12 +12,12 @@ from peers.cli import Exit, main
 from peers.programs.descriptions import job_of
 from peers.programs.simulate import render, run_simulate, simulate_run
 from peers.programs.tool_options import SimulateOptions
+from peers.sim.throughput.report import Moved
 from swarm.errors import SetupError
 from swarm.manifest import audit_run, demo_run
 from swarm.model.gpt import layer_flops
 from swarm.model.layout import stage_layout
 from swarm.plan.network import read_devices
-from peers.sim.throughput.report import Moved
 from swarm.sim.trace import read_trace
 
 DEVICES = """\

@@ -18,7 +18,7 @@ import pytest
 from peers.sim import __main__ as program
 from peers.sim.__main__ import main, play, played
 from peers.sim.faults import KINDS, Fault
-from peers.sim.network import Lines
+from peers.sim.lines import Lines
 from peers.sim.setting import Setting, setting_of, usual
 from peers.sim.world import Outcome, World, run_schedule
 

@@ -107,6 +107,23 @@ def test_transfers_share_a_line_up_a_line_down_and_the_line_between_two() -> Non
     ]
 
 
+def test_a_small_message_waits_for_no_large_one_which_it_delays_by_its_own_time() -> None:
+    up = SharedLines(network(2, upload_bps=8e6))
+    assert up.send(0, 1, 1e6, 0.0) == 1.0
+    assert up.send(0, 1, 1e3, 0.5) == pytest.approx(0.501)
+    assert up.send(0, 1, 1e6, 0.5) == pytest.approx(2.001)
+
+
+@pytest.mark.parametrize(("size_bytes", "lasts_s"), [(8_000, 0.058 - 0.04), (2_000_000, 0.05 + 2.0 + 0.05)])
+def test_a_body_goes_with_its_call_unless_it_is_so_large_that_it_has_to_be_accepted_first(
+    size_bytes: int, lasts_s: float
+) -> None:
+    lines = SharedLines(network(2, upload_bps=8e6, latency_s=0.05))
+    lines.device_of = {"a": 0, "b": 1}
+    found_s = lines.lasts_s("a", "b", size_bytes, dice=Dice(0), now_s=1.04, since_s=1.0)
+    assert found_s == pytest.approx(lasts_s)
+
+
 def test_a_reduce_sends_every_part_but_its_own_twice() -> None:
     """4 members, 8 MB: 2 × 3 parts of 2 MB by 16 Mb/s, and two ways of 0.1 s."""
     net = network(4, latency_s=0.1, upload_bps=16e6)
