@@ -7,7 +7,7 @@ batch norms. Called by one thread at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -43,13 +43,13 @@ class Gradients:
     """How many states had been loaded when it was computed."""
     answer: tuple[Encoded, ...] = ()
     """The gradients of the inputs that have one, for the stage before."""
-    terms: dict[str, torch.Tensor]
+    terms: dict[str, torch.Tensor] = field(default_factory=dict)
     """By the name of the weight, or of the statistic; empty if they were not asked for."""
-    norms: list[torch.Tensor]
+    norms: list[torch.Tensor] = field(default_factory=list)
     """Of the terms, where they are added exactly."""
-    statistics: frozenset[str]
+    statistics: frozenset[str] = frozenset()
     """The names of the terms that are no gradients."""
-    terms_wanted: bool
+    terms_wanted: bool = False
     """Those of the weights were asked for."""
     loss: float = 0.0
     """Of the last stage."""

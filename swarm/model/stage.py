@@ -22,7 +22,6 @@ lie in memory and however many cores there are: see `swarm.model.same_bits`.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -132,7 +131,7 @@ class StageCompute:
             raise self._gone(fwd.mb)
         grads = self._boundary.decode_gradients(grads_out)
         if not weights and not self._boundary.answers:
-            return self._nothing(fwd.mb)
+            return Gradients(mb=fwd.mb, loads=self.state.loads)
         graph, fwd.graph = fwd.graph, None
         if graph is None:
             graph = self._compute(fwd.mb, fwd.version, self._boundary.enter(fwd.inputs))
@@ -154,7 +153,7 @@ class StageCompute:
         loss = computed.outputs[0].item()
         if not math.isfinite(loss):
             raise Refused(f"the loss of {mb} is not finite: {loss}")
-        found = self._nothing(mb)
+        found = Gradients(mb=mb, loads=self.state.loads)
         if wanted:
             found = self._differentiate(mb, version, computed, [None], weights=weights, inputs=taken)
         found.loss = loss
@@ -268,7 +267,7 @@ class StageCompute:
                 value = value.to(entry.dtype)
             values.append(value)
         try:
-            with self._autocast():
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.run.dtype == "bfloat16"):
                 made, statistics = function.compute(module, values, mb)
         except (IndexError, RuntimeError) as error:
             # A whole number from another peer with unknown bounds.
@@ -288,16 +287,6 @@ class StageCompute:
             if not what.graded and number not in function.passes
         }
         return Computed(leaves, graded, others, statistics)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        if self.run.dtype == "bfloat16":
-            return torch.autocast(self.device.type, dtype=torch.bfloat16)
-        return contextlib.nullcontext()
-
-    def _nothing(self, mb: Microbatch) -> Gradients:
-        return Gradients(
-            mb=mb, loads=self.state.loads, terms={}, norms=[], statistics=frozenset(), terms_wanted=False
-        )
 
     def _differentiate(
         self,

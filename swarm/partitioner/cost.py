@@ -13,7 +13,7 @@ device; a law for each kind follows shapes too, since a thin product is mostly t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,11 +76,6 @@ class DeviceModel:
             backward += self.forward["add"].seconds(0.0, work.sums_bytes, 0.0)
         return forward, backward
 
-    def stage_s(self, works: Iterable[Work]) -> tuple[float, float]:
-        """Seconds of (forward, backward) of a stage of these operators in one microbatch."""
-        both = [self.operator_s(work) for work in works]
-        return math.fsum(forward for forward, _ in both), math.fsum(backward for _, backward in both)
-
 
 def fit(samples: Sequence[Sample]) -> DeviceModel:
     """The laws that fit the samples best: least squares of relative errors, no term below 0.
@@ -93,19 +88,15 @@ def fit(samples: Sequence[Sample]) -> DeviceModel:
         raise SetupError("a device model needs samples of `add`, by which sums of gradients are reckoned")
     forward, backward = {}, {}
     for kind in kinds:
-        mine = [sample for sample in samples if sample.work.kind == kind]
-        forward[kind] = _law(
-            [(w.flops, w.bytes, w.weight_bytes) for w in (s.work for s in mine)], [s.forward_s for s in mine]
-        )
-        back = [sample for sample in mine if sample.work.backward_calls]
+        mine = [(s, s.work) for s in samples if s.work.kind == kind]
+        forward[kind] = _law([(w.flops, w.bytes, w.weight_bytes, s.forward_s) for s, w in mine])
+        back = [
+            (w.backward_flops, w.backward_bytes, w.backward_weight_bytes, s.backward_s)
+            for s, w in mine
+            if w.backward_calls
+        ]
         if back:
-            backward[kind] = _law(
-                [
-                    (w.backward_flops, w.backward_bytes, w.backward_weight_bytes)
-                    for w in (s.work for s in back)
-                ],
-                [s.backward_s for s in back],
-            )
+            backward[kind] = _law(back)
     forward.setdefault("other", forward["add"])
     backward.setdefault("other", backward.get("mul", forward["add"]))
     return DeviceModel(forward, backward)
@@ -116,10 +107,12 @@ def _terms(flops: float, moved: float, weight_bytes: float) -> tuple[float, ...]
     return (1.0, flops, moved, weight_bytes, *far)
 
 
-def _law(did: Sequence[tuple[float, float, float]], took_s: Sequence[float]) -> Law:
+def _law(calls: Sequence[tuple[float, float, float, float]]) -> Law:
+    """The law of calls: (operations, bytes of activations, bytes of weights, seconds) of each."""
+    took_s = [call[-1] for call in calls]
     if not all(math.isfinite(seconds) and seconds > 0 for seconds in took_s):
         raise SetupError(f"a call cannot take {min(took_s):g} s: is the device's clock right?")
-    terms = np.array([_terms(*one) for one in did])
+    terms = np.array([_terms(*call[:-1]) for call in calls])
     scale = np.maximum(terms.max(axis=0), 1e-30)
     weighted = terms / scale / np.array(took_s)[:, None]
     found = nnls(weighted, np.ones(len(took_s)))[0] / scale

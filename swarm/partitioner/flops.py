@@ -103,18 +103,11 @@ def kind_of(target: str) -> str:
     return _KIND.get(base_name(target), "copy" if base_name(target) in _MAYBE_VIEWS else "other")
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """The values that have memory of their own, and the views that share it."""
+def shared_memory(graph: OpGraph) -> tuple[dict[str, str], list[str]]:
+    """(of each value the one whose memory it lies in, the kind of each operator), found by following views.
 
-    root: dict[str, str]
-    """Of a value: the value whose memory it lies in."""
-    kinds: tuple[str, ...]
-    """Of each operator, with `reshape` and its like settled: `view` or `copy`."""
-
-
-def shared_memory(graph: OpGraph) -> Memory:
-    """Follow views through the graph."""
+    So `reshape` and its like are settled: `view` or `copy`.
+    """
     root: dict[str, str] = {}
     turned: set[str] = set()
     kinds: list[str] = []
@@ -142,7 +135,7 @@ def shared_memory(graph: OpGraph) -> Memory:
                 root[output] = root.get(of, of)
                 if name in _TURNING or (of in turned and name not in _MAYBE_VIEWS):
                     turned.add(output)
-    return Memory({name: root.get(name, name) for name in graph.values}, tuple(kinds))
+    return {name: root.get(name, name) for name in graph.values}, kinds
 
 
 def has_backward(graph: OpGraph, op: Operator) -> bool:
@@ -152,7 +145,7 @@ def has_backward(graph: OpGraph, op: Operator) -> bool:
 
 def works(graph: OpGraph) -> tuple[Work, ...]:
     """The work of each operator, by index."""
-    memory = shared_memory(graph)
+    _, kinds = shared_memory(graph)
     readers: dict[str, int] = {}
     for op in graph.operators:
         for name in op.inputs:
@@ -160,7 +153,7 @@ def works(graph: OpGraph) -> tuple[Work, ...]:
                 readers[name] = readers.get(name, 0) + 1
     seen: dict[str, int] = {}
     found = []
-    for op, kind in zip(graph.operators, memory.kinds, strict=True):
+    for op, kind in zip(graph.operators, kinds, strict=True):
         sums = 0.0
         if has_backward(graph, op):
             for name in op.inputs:

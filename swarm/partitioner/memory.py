@@ -19,36 +19,27 @@ from swarm.model.layout import Holding
 from swarm.partitioner.flops import base_name, has_backward, kind_of, shared_memory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keep:
-    """The memory of one operator in one microbatch, in bytes."""
-
-    saved: float
-    """Of what it makes, and of what it makes beside that, autograd holds this until the backward."""
-    beside: float
-    """Of that, what no other operator sees: places of maxima, masks of dropout, logarithms."""
-
-
 class Kept:
-    """What autograd keeps of each operator of a graph."""
+    """What autograd keeps of each operator of a graph, by index."""
 
     def __init__(self, graph: OpGraph) -> None:
-        memory = shared_memory(graph)
-        self.root = memory.root
+        self.root, kinds = shared_memory(graph)
         """Of a value: the one in whose memory it lies."""
         self.saves: list[frozenset[str]] = []
-        """Of each operator, by index: the roots of what it saves for its backward."""
-        beside: list[float] = []
-        for op, kind in zip(graph.operators, memory.kinds, strict=True):
+        """The roots of what it saves for its backward."""
+        self.beside: list[float] = []
+        """Bytes that no other operator sees: places of maxima, masks of dropout, logarithms."""
+        for op, kind in zip(graph.operators, kinds, strict=True):
             names, nbytes = _saved_by(graph, op, kind) if has_backward(graph, op) else ([], 0.0)
-            self.saves.append(frozenset(memory.root[name] for name in names))
-            beside.append(nbytes)
+            self.saves.append(frozenset(self.root[name] for name in names))
+            self.beside.append(nbytes)
         saved = frozenset[str]().union(*self.saves)
-        self.keeps = tuple(
-            Keep(saved=nbytes + sum(graph.values[n].nbytes for n in op.outputs if n in saved), beside=nbytes)
-            for op, nbytes in zip(graph.operators, beside, strict=True)
-        )
-        """Of each operator, by index. A value counts where it is made, whoever saves it; a view never."""
+        self.saved = [
+            nbytes + sum(graph.values[name].nbytes for name in op.outputs if name in saved)
+            for op, nbytes in zip(graph.operators, self.beside, strict=True)
+        ]
+        """Bytes of what it makes, and makes beside that, which are held until the backward. A value counts
+        where it is made, whoever saves it; a view never."""
 
 
 _SAVES_NOTHING = frozenset({"view", "slice", "copy", "add", "cat", "mean", "upsample"})
@@ -157,7 +148,7 @@ class MemoryLine:
         self._unsaved = alive(loose) + alive(saved, "made", "until")
         self._inputs_saved = alive(saved, "made", "saved_at")
 
-        made = np.array([kept.keeps[index].saved for index in order])
+        made = np.array([kept.saved[index] for index in order])
         self._made = np.concatenate(([0.0], np.cumsum(made)))
         freed, beside, own, dying = np.zeros(n), np.zeros(n), np.zeros(n), np.zeros(n)
         for span in spans:
@@ -169,7 +160,7 @@ class MemoryLine:
         seen: set[str] = set()
         weights = np.zeros(n)
         for number, op in enumerate(operators):
-            beside[number] = kept.keeps[op.index].beside
+            beside[number] = kept.beside[op.index]
             going, coming = _workspace(graph, op)
             dying[number] += going
             own[number] += coming

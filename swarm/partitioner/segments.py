@@ -125,7 +125,7 @@ class OrderedGraph:
                     column[devices + 1] = graph.values[name].nbytes * (name in graph.parameters)
                 else:
                     column[:devices] = seconds[:, name]
-                    column[devices] = facts.kept.keeps[name].saved
+                    column[devices] = facts.kept.saved[name]
                 amounts[name] = column
         self._amounts, self._devices = amounts, devices
         self._next: list[list[int | None]] = [[] for _ in range(n)]
