@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import random
+from collections.abc import Iterable, Sequence
 
 from peers.ports import Transport
 from swarm.errors import SwarmError
@@ -13,6 +14,7 @@ from swarm.protocol.rollback import check_position
 from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack_answer
 
 ASK_S = 3.0
+MAX_VOICES = 3
 
 
 async def ask_status(run: Run, transport: Transport, peers: Sequence[PeerId]) -> dict[PeerId, PeerStatus]:
@@ -30,3 +32,19 @@ async def ask_status(run: Run, transport: Transport, peers: Sequence[PeerId]) ->
 
     answers = await asyncio.gather(*map(ask, peers))
     return {peer: status for peer, status in zip(peers, answers, strict=True) if status is not None}
+
+
+async def all_have(run: Run, transport: Transport, stages: Iterable[Sequence[PeerId]], version: int) -> bool:
+    """Whether a version is borne out: in no stage do most say that they have not reached it.
+
+    `stages`: the replicas of each; up to `MAX_VOICES` of them are asked. A silent stage says nothing against
+    it.
+    """
+    dice = random.Random(f"{transport.peer_id} {version}")
+    asked = [dice.sample(peers, min(MAX_VOICES, len(peers))) for peers in stages]
+    told = await ask_status(run, transport, [peer for peers in asked for peer in peers])
+    for peers in asked:
+        reached = [told[peer].version >= version for peer in peers if peer in told]
+        if 2 * sum(reached) < len(reached):
+            return False
+    return True

@@ -21,6 +21,7 @@ from peers.clock import now_s
 from peers.fault_points import fault_point
 from peers.liveness_probe import Prober
 from peers.ports import Directory, Transport
+from peers.status_query import all_have
 from peers.waiting import happens
 from swarm.data import sample_offsets, trainer_order
 from swarm.errors import BadAnswer, Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError
@@ -51,7 +52,8 @@ BACK_AFTER_S = 6.0
 more are dead, and others came back from older checkpoints. One peer that lags behind has caught up by
 then."""
 MAX_REFUSALS = 3
-"""A microbatch that so many attempts refuse stops the trainer: the run diverged, or we are not admitted."""
+"""A microbatch that so many peers refuse, or all there are, stops the trainer: the run diverged, or does not
+admit it."""
 
 
 class Batches(Protocol):
@@ -128,7 +130,7 @@ class Trainer:
         self._changed = asyncio.Event()
         self._leaving = False
         self._attempts: dict[Microbatch, int] = {}
-        self._refusals: dict[Microbatch, int] = {}
+        self._refusals: dict[Microbatch, set[PeerId]] = {}
         self._failure: SwarmError | None = None
         self.losses: dict[Microbatch, float] = {}
         """Of every microbatch that this trainer got an answer for."""
@@ -257,8 +259,11 @@ class Trainer:
             await asyncio.sleep(STALE_S)
             self._todo.failed(mb)
         except Refused as refused:
-            self._refusals[mb] = self._refusals.get(mb, 0) + 1
-            if self._refusals[mb] >= MAX_REFUSALS:
+            assert peer is not None
+            self._router.failed(peer, now=now_s())
+            by = self._refusals.setdefault(mb, set())
+            by.add(peer)
+            if len(by) >= MAX_REFUSALS or by.issuperset(self._router.peers(0)):
                 self._failure = SetupError(f"microbatch {mb} is refused again and again: {refused.text}")
             await asyncio.sleep(0.2)
             self._todo.failed(mb)
@@ -356,15 +361,31 @@ class Trainer:
                 question = pack(Watch(run=self._run.id, seen=seen))
                 answer = await self._transport.call(peer, "watch", question, deadline_s=WATCH_S)
                 watched = unpack_answer(peer, answer.header, Watched)
+                await self._check_leap(peer, watched)
                 seen = watched.revision
                 self._learn(peer, watched)
             except PeerFault as fault:
                 self._router.failed(fault.peer, now=now_s(), silent=fault.silent)
                 last = None
-            except SwarmError:
+            except SwarmError as error:
+                if isinstance(error, Refused) and last is not None:
+                    self._router.failed(last, now=now_s())  # it serves nothing: ask the next one
                 last = None
                 await asyncio.sleep(IDLE_S)
             await asyncio.sleep(0.02)  # progress need not be followed more closely
+
+    async def _check_leap(self, peer: PeerId, watched: Watched) -> None:
+        """Have it borne out by all stages that the run is over, or far ahead of what this trainer knows.
+
+        Raises:
+            BadAnswer: it is not.
+        """
+        over = watched.status.held_by_all >= self._last_step
+        version = self._last_step if over else watched.version
+        if over or version > self._version + 1:
+            stages = [self._router.peers(stage) for stage in range(self._run.S)]
+            if not await all_have(self._run, self._transport, stages, version - (not over)):
+                raise BadAnswer(peer, f"says that the run is at version {version}, which no other bears out")
 
     def _learn(self, peer: PeerId, watched: Watched) -> None:
         status, now = watched.status, now_s()

@@ -24,6 +24,7 @@ from swarm.policy.router import Router
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import (
     ReplicaReport,
+    RunStatus,
     StageSummary,
 )
 from swarm.protocol.rounds import Commit, Plan, StepReport, StepSummary, round_id
@@ -31,6 +32,7 @@ from swarm.records import PeerRecord
 from swarm.wire.messages import (
     MAX_HEADER_BYTES,
     Hop,
+    Watched,
     Work,
     WorkDone,
     pack,
@@ -180,6 +182,36 @@ async def test_a_reduce_is_void_whatever_a_member_answers() -> None:
     with pytest.raises(RoundAborted, match="step 0 is over"):
         await mine.run(plan, 0, torch.ones(6, dtype=torch.float64))
     await network.close()
+
+
+# --- trainers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("handlers", ["none", "no work", "the run is over", "the run is far ahead"])
+async def test_a_record_at_stage_0_ends_no_trainer_and_does_not_hold_it_up(handlers: str) -> None:
+    """Of two that answer in the order of their ids the liar is the first."""
+    async with swarm(stages=2) as s:
+        await s.until_serving()
+        liar = s.add_stranger("a")
+        if handlers == "no work":
+            honest, most = s.network.peers["s0p0"].transport.handlers["watch"]
+            liar.end.transport.serve("watch", honest, max_body_bytes=most)
+        elif handlers != "none":
+            last = s.run.steps if handlers == "the run is over" else s.run.steps - 1
+            status = RunStatus(run=s.run.id, version=last, held_by_all=last)
+
+            async def watch(request: Request) -> Answer:
+                await asyncio.sleep(0.5)
+                return Answer(pack(Watched(revision=1, version=last, status=status)))
+
+            liar.end.transport.serve("watch", watch)
+        record = PeerRecord(peer="a", run=s.run.id, stage=0, state="serving", version=0, max_inflight=8)
+        await liar.end.directory.announce(record)
+        await asyncio.sleep(2.0)
+        trainer = s.add_trainer("trainer")
+        await finishes(s)
+        await asyncio.wait_for(asyncio.shield(s.tasks["trainer"]), 10.0)
+        assert len(trainer.step_losses) == s.run.steps
 
 
 # --- between stages -----------------------------------------------------------------------------------------
