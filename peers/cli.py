@@ -18,6 +18,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -108,9 +109,7 @@ def takes_join_file(command: str) -> bool:
     return {"run", "join"} <= {one.name for one in dataclasses.fields(options_of(command))}
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=26)
+_Help = partial(argparse.RawDescriptionHelpFormatter, max_help_position=26)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -67,11 +67,10 @@ async def fetch(run_id: str, join: Sequence[str], folder: Path) -> int:
         SetupError: no peer answers, or none can give a version of some stage; says which.
     """
     from peers.net.node import Node
-    from peers.net.p2pd import DaemonOptions
     from peers.programs.roles import manifest
     from peers.transfer.keeper import collect
 
-    async with Node(options=DaemonOptions(), join=join, run_id=run_id) as node:
+    async with Node(join=join, run_id=run_id) as node:
         run = await manifest(node, run_id)
         return await collect(run, node.transport, node.directory, folder, lambda event: say(event.words()))
 

@@ -12,23 +12,18 @@ from swarm.monitoring.health import LEVELS, PeerHealth, SwarmHealth
 
 
 def registry_of(health: Callable[[], SwarmHealth]) -> CollectorRegistry:
-    """Numbers of the picture that is newest when they are asked for."""
+    """Numbers of the newest picture when they are asked for: all of one, so that they fit together."""
+
+    class HealthCollector(Collector):
+        def collect(self) -> Iterator[Metric]:
+            picture = health()
+            yield from _run(picture)
+            yield from _stages(picture)
+            yield from _peers(list(picture.peers))
+
     registry = CollectorRegistry()
-    registry.register(HealthCollector(health))
+    registry.register(HealthCollector())
     return registry
-
-
-class HealthCollector(Collector):
-    """Draws the numbers from one picture, so that they fit together."""
-
-    def __init__(self, health: Callable[[], SwarmHealth]) -> None:
-        self._health = health
-
-    def collect(self) -> Iterator[Metric]:
-        health = self._health()
-        yield from _run(health)
-        yield from _stages(health)
-        yield from _peers(list(health.peers))
 
 
 def _run(health: SwarmHealth) -> Iterator[Metric]:
@@ -90,11 +85,12 @@ GAUGES: dict[str, tuple[Callable[[PeerHealth], float | None], str]] = {
     "start_timestamp_seconds": (lambda peer: peer.since or None, "Unix time at which it joined, as it says."),
     "doubts": (lambda peer: len(peer.inconsistencies), "Things that it says and cannot be true."),
 }
-COUNTERS: dict[str, tuple[Callable[[PeerHealth], float], str]] = {
-    "computed_microbatches": (lambda peer: peer.computed, "That it computed."),
-    "received_bytes": (lambda peer: peer.bytes_in, "From other peers."),
-    "sent_bytes": (lambda peer: peer.bytes_out, "To other peers."),
+COUNTERS: dict[str, tuple[Callable[[PeerHealth], float | None], str]] = {
+    "computed_microbatches": (lambda peer: peer.computed if peer.answered else None, "That it computed."),
+    "received_bytes": (lambda peer: peer.bytes_in if peer.answered else None, "From other peers."),
+    "sent_bytes": (lambda peer: peer.bytes_out if peer.answered else None, "To other peers."),
 }
+"""Of a peer that does not answer none is known: it would be 0, and a counter never falls."""
 
 
 def _peers(peers: list[PeerHealth]) -> Iterator[Metric]:
@@ -104,16 +100,10 @@ def _peers(peers: list[PeerHealth]) -> Iterator[Metric]:
     for peer in peers:
         up.add_metric([peer.peer, str(peer.stage), peer.device], float(peer.answered))
     yield up
-    labels = ["peer", "stage"]
-    for name, (number, words) in GAUGES.items():
-        family = GaugeMetricFamily(f"swarm_peer_{name}", words, labels=labels)
-        for peer in peers:
-            if (value := number(peer)) is not None:
-                family.add_metric([peer.peer, str(peer.stage)], value)
-        yield family
-    for name, (count, words) in COUNTERS.items():
-        family = CounterMetricFamily(f"swarm_peer_{name}", words, labels=labels)
-        for peer in peers:
-            if peer.answered:  # else 0, and a counter never falls
-                family.add_metric([peer.peer, str(peer.stage)], count(peer))
-        yield family
+    for family_of, numbers in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+        for name, (number, words) in numbers.items():
+            family = family_of(f"swarm_peer_{name}", words, labels=["peer", "stage"])
+            for peer in peers:
+                if (value := number(peer)) is not None:
+                    family.add_metric([peer.peer, str(peer.stage)], value)
+            yield family
