@@ -27,10 +27,8 @@ MIN_UPLOAD_BPS = 256e3
 EXAMPLE_ADDRESS = "/ip4/192.0.2.7/tcp/31337/p2p/12D3KooW..."
 
 RUN, WEIGHTS, NETWORK = "the run", "the weights", "network"
-FACES, HISTORY = "faces, besides the terminal", "history"
 MINE = "which peers (default: all that you run on this machine)"
-GROUPS = (RUN, FACES, HISTORY, WEIGHTS, MINE, NETWORK)
-"""Headings of the help, in their order; arguments without one come first."""
+"""Headings of the help; arguments without one come first."""
 
 
 # --- how the text of an argument is read ---
@@ -452,9 +450,9 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
     """The arguments of the fields of a class above."""
     told = [(one, one.metadata) for one in fields(cls)]
     places: dict[str, Any] = {"": parser}
-    for name in GROUPS:
-        if any(option["group"] == name for _, option in told):
-            places[name] = parser.add_argument_group(name)
+    names = dict.fromkeys(option["group"] for _, option in told if option["group"])
+    for name in sorted(names, key=lambda name: (name == NETWORK) - (name == RUN)):  # whoever inherits them
+        places[name] = parser.add_argument_group(name)
     for one, option in told:
         where, rest = places[option["group"]], dict(option["more"], help=option["help"])
         if set_of := option["one_of"]:

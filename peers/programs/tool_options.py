@@ -10,9 +10,7 @@ from peers.options import (
     COUNT,
     DEVICE,
     DIR,
-    FACES,
     FILE,
-    HISTORY,
     IP,
     LISTEN,
     NEEDED_DIR,
@@ -39,6 +37,7 @@ from peers.options import (
 )
 from swarm.codecs import KNOWN, parse_codec
 
+FACES, HISTORY = "faces, besides the terminal", "history"
 JSON_HELP = "print one JSON object instead of lines"
 TERMS_HELP = "the terms of the run (TOML)"
 
