@@ -13,7 +13,8 @@ from peers.watch import topology
 from peers.watch.display import clock
 from peers.watch.parts import Lines, Plot, Stats, Table, div, head
 from swarm.errors import short
-from swarm.monitoring.health import Contribution, PeerHealth, StageHealth, SwarmHealth
+from swarm.ids import PeerId
+from swarm.monitoring.health import Contribution, PeerHealth, Route, StageHealth, SwarmHealth
 from swarm.records import NO_STAGE
 
 REFRESH_S = 2.0
@@ -26,16 +27,49 @@ MAX_SHOWN = 60
 """Lines of the timeline on the page."""
 
 
+OF_A_STAGE: dict[str, Callable[[StageHealth], object]] = {
+    "stage": lambda stage: stage.stage,
+    "peers": lambda stage: stage.serving,
+    "joining": lambda stage: stage.joining,
+    "load": lambda stage: round(stage.load, 1),
+    "version": lambda stage: stage.version,
+    "work/s": lambda stage: round(stage.speed, 2),
+    "slowest": lambda stage: short(stage.slowest or "–"),
+    "fastest": lambda stage: short(stage.fastest or "–"),
+}
+OF_A_PEER: dict[str, Callable[[PeerHealth], object]] = {
+    "id": lambda peer: peer.peer,
+    "stage": lambda peer: "–" if peer.stage == NO_STAGE else peer.stage,
+    "peer": lambda peer: short(peer.peer),
+    "state": lambda peer: "no answer" if peer.why else "doubted" if peer.inconsistencies else peer.state,
+    "device": lambda peer: peer.device,
+    "version": lambda peer: peer.version,
+    "work/s": lambda peer: round(peer.speed, 2),
+    "busy": lambda peer: "–" if peer.busy is None else f"{100 * peer.busy:.0f} %",
+    "in flight": lambda peer: f"{peer.inflight}/{peer.max_inflight}",
+    "queue": lambda peer: round(peer.load, 1),
+    "up": lambda peer: "–" if peer.up_s is None else clock(peer.up_s),
+    "last": lambda peer: peer.last,
+}
+OF_WORK: dict[str, Callable[[Contribution], object]] = {
+    "id": lambda row: row.peer,
+    "peer": lambda row: short(row.peer) + ("" if row.here else " (gone)"),
+    "stage": lambda row: row.stage,
+    "computed": lambda row: row.computed,
+    "share": lambda row: f"{100 * row.share:.1f} %",
+}
+OF_A_ROUTE: dict[str, Callable[[tuple[Route, PeerId]], object]] = {
+    "id": lambda route: route[1],
+    "peer": lambda route: short(route[1]),
+    "kind": lambda route: route[0].kind,
+    "Mbit/s": lambda route: round(route[0].bps / 1e6, 3),
+}
+STATS = ("stage", "state", "version", "work/s", "busy", "in flight", "queue", "up")
+"""The columns of each table, and those that a peer's page begins with; a route is told with its other end."""
+
+
 def _stamp(at: float) -> str:
     return time.strftime("%m-%d %H:%M:%S", time.localtime(at))
-
-
-def _state(peer: PeerHealth) -> str:
-    return "no answer" if peer.why else "doubted" if peer.inconsistencies else peer.state
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.0f} %"
 
 
 class WholeRun:
@@ -55,17 +89,11 @@ class WholeRun:
             self._loss = Plot("Loss by step", time_axis=False)
             self._pace = Plot("Tokens per second", time_axis=True)
             self._step_times = Plot("Seconds by step", time_axis=False)
-        self._stages = Table(
-            "Stages", "stage", "peers", "joining", "load", "version", "work/s", "slowest", "fastest",
-            key="stage", rows=16,
-        )  # fmt: skip
-        self._peers = Table(
-            "Peers", "stage", "peer", "state", "device", "version", "work/s", "busy", "in flight", "queue",
-            "up", "last", key="id", rows=25, search=True,
-        )  # fmt: skip
+        self._stages = Table("Stages", OF_A_STAGE, rows=16)
+        self._peers = Table("Peers", OF_A_PEER, rows=25, search=True)
         with div("pair"):
             self._timeline = Lines("Timeline", "nothing has happened since we look")
-            self._work = Table("Contributions", "peer", "stage", "computed", "share", key="id", rows=10)
+            self._work = Table("Contributions", OF_WORK, rows=10)
         self._moves = Lines("Moves", "no moves have been decided yet")
         self._show()
         ui.timer(REFRESH_S, self._show)
@@ -92,12 +120,12 @@ class WholeRun:
         self._loss.show([[version, round(loss, 6)] for version, loss in health.losses])
         self._pace.show([[round(1000 * at), round(pace, 1)] for at, pace in health.pace])
         self._step_times.show([[version, round(took_s, 3)] for version, took_s in health.step_times])
-        self._stages.show([_stage_row(stage) for stage in health.stages])
+        self._stages.show(health.stages)
         if there < MANY or self._ticks % MANY_EVERY == 0:
             self._picture.set_content(topology.svg(health))
-            self._peers.show([_peer_row(peer) for peer in health.peers])
+            self._peers.show(health.peers)
         if len(health.contributions) < MANY or self._ticks % MANY_EVERY == 0:
-            self._work.show([_work_row(row) for row in health.contributions[:MAX_WORKERS]])
+            self._work.show(health.contributions[:MAX_WORKERS])
         self._ticks += 1
         self._timeline.show([f"{_stamp(h.at)}  {h.text}" for h in reversed(health.happenings[-MAX_SHOWN:])])
         self._moves.show([health.rebalance] if health.rebalance else [])
@@ -112,56 +140,16 @@ class WholeRun:
                 ui.label(alert.text).classes(f"alert {alert.level}")
 
 
-def _stage_row(stage: StageHealth) -> dict[str, Any]:
-    return {
-        "stage": stage.stage,
-        "peers": stage.serving,
-        "joining": stage.joining,
-        "load": round(stage.load, 1),
-        "version": stage.version,
-        "work/s": round(stage.speed, 2),
-        "slowest": short(stage.slowest or "–"),
-        "fastest": short(stage.fastest or "–"),
-    }
-
-
-def _work_row(row: Contribution) -> dict[str, Any]:
-    return {
-        "id": row.peer,
-        "peer": short(row.peer) + ("" if row.here else " (gone)"),
-        "stage": row.stage,
-        "computed": row.computed,
-        "share": f"{100 * row.share:.1f} %",
-    }
-
-
-def _peer_row(peer: PeerHealth) -> dict[str, Any]:
-    return {
-        "id": peer.peer,
-        "stage": "–" if peer.stage == NO_STAGE else peer.stage,
-        "peer": short(peer.peer),
-        "state": _state(peer),
-        "device": peer.device,
-        "version": peer.version,
-        "work/s": round(peer.speed, 2),
-        "busy": _percent(peer.busy),
-        "in flight": f"{peer.inflight}/{peer.max_inflight}",
-        "queue": round(peer.load, 1),
-        "up": "–" if peer.up_s is None else clock(peer.up_s),
-        "last": peer.last,
-    }
-
-
 class OnePeer:
     """A peer."""
 
     def __init__(self, health: Callable[[], SwarmHealth], peer: str) -> None:
         self._health, self._peer = health, peer
         head(back=True).set_text(f"peer {peer}")
-        self._stats = Stats("stage", "state", "version", "work/s", "busy", "in flight", "queue", "up")
+        self._stats = Stats(*STATS)
         self._about = Lines("About it", "")
         with div("pair"):
-            self._routes = Table("Traffic with", "peer", "kind", "Mbit/s", key="id", rows=15)
+            self._routes = Table("Traffic with", OF_A_ROUTE, rows=15)
             self._timeline = Lines("Timeline", "nothing has happened to it since we look")
         self._show()
         ui.timer(REFRESH_S, self._show)
@@ -176,19 +164,14 @@ class OnePeer:
             self._stats.show(state="trains" if trains else "not here")
             about.append("it is a trainer" if trains else "no peer of this name is in the run now")
         else:
-            row = _peer_row(seen)
-            named = {"stage": str(row["stage"]), "state": row["state"], "version": str(seen.version)}
-            named |= {name: str(row[name]) for name in ("work/s", "busy", "in flight", "queue", "up")}
-            self._stats.show(**named)
+            self._stats.show(**{name: str(OF_A_PEER[name](seen)) for name in STATS})
             about += _about(seen)
         self._about.show(about)
         self._routes.show(
-            [
-                {"id": other, "peer": short(other), "kind": route.kind, "Mbit/s": round(route.bps / 1e6, 3)}
-                for route in health.routes
-                if self._peer in (route.source, route.target)
-                for other in {route.source, route.target} - {self._peer}
-            ]
+            (route, other)
+            for route in health.routes
+            if self._peer in (route.source, route.target)
+            for other in {route.source, route.target} - {self._peer}
         )
         mine = [h for h in health.happenings if h.peer == self._peer]
         self._timeline.show([f"{_stamp(h.at)}  {h.text}" for h in reversed(mine)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from nicegui import ui
@@ -84,7 +84,7 @@ class Lines:
             self._shown = text
 
 
-def _columns(*names: str) -> list[dict[str, Any]]:
+def _columns(names: Iterable[str]) -> list[dict[str, Any]]:
     return [
         {"name": n, "label": n, "field": n, "sortable": True, "align": "left" if n in LEFT else "right"}
         for n in names
@@ -97,13 +97,20 @@ LEFT = frozenset({"peer", "state", "device", "slowest", "fastest", "last"})
 class Table:
     """A table whose rows change; one that leads to the page of its peer if it has one."""
 
-    def __init__(self, title: str, *columns: str, key: str, rows: int = 0, search: bool = False) -> None:
+    def __init__(
+        self, title: str, columns: Mapping[str, Callable[[Any], object]], *, rows: int, search: bool = False
+    ) -> None:
+        """`columns`: what stands in each, of one thing; that named `id` is not shown, and names its peer."""
+        self._cells, key = columns, "id" if "id" in columns else next(iter(columns))
         with ui.card():
             with div("head"):
                 ui.label(title).classes("title grow")
                 find = ui.input(placeholder="find").props("dense clearable") if search else None
             self._table = ui.table(
-                rows=[], columns=_columns(*columns), row_key=key, pagination=rows or None
+                rows=[],
+                columns=_columns(name for name in columns if name != "id"),
+                row_key=key,
+                pagination=rows,
             ).props("dense flat")
         if find is not None:
             find.bind_value_to(self._table, "filter")
@@ -113,7 +120,8 @@ class Table:
             )
             self._table.style("cursor: pointer")
 
-    def show(self, rows: list[dict[str, Any]]) -> None:
+    def show(self, things: Iterable[Any]) -> None:
+        rows = [{name: of(thing) for name, of in self._cells.items()} for thing in things]
         if rows != self._table.rows:
             self._table.rows = rows
             self._table.update()
