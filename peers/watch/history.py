@@ -153,7 +153,7 @@ def read(path: Path) -> tuple[Run, Iterator[Observation]]:
         raise SetupError(f"cannot read {path}: {error.strerror or error}") from None
     try:
         head = msgspec.json.decode(first, type=_Head)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise SetupError(
             f"{path} is no history that --record wrote: its first line holds no manifest"
         ) from None
@@ -182,7 +182,7 @@ def read(path: Path) -> tuple[Run, Iterator[Observation]]:
                     observation = validation.tidy_observation(
                         msgspec.json.decode(line, type=Observation), run
                     )
-                except (msgspec.MsgspecError, UnicodeDecodeError, Refused) as error:
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, Refused) as error:
                     raise SetupError(f"{path}, line {number} is no observation: {error}") from None
                 yield observation
 

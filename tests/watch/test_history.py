@@ -101,6 +101,19 @@ def test_a_file_that_is_full_becomes_an_old_one_and_both_can_be_played(tmp_path:
     assert last.version == 5 and "peer-b of stage 1 is lost" in last.happenings[-1].text
 
 
+def test_a_line_that_is_nested_too_deep_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    nested = b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
+    recorded(path)
+    with path.open("ab") as file:
+        file.write(nested)
+    with pytest.raises(SetupError, match=rf"line {len(LOOKS) + 1} is no observation"):
+        list(read(path)[1])
+    path.write_bytes(nested)
+    with pytest.raises(SetupError, match="its first line holds no manifest"):
+        read(path)
+
+
 def test_a_line_that_is_too_long_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "history.jsonl"
     recorded(path)
