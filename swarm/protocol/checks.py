@@ -14,6 +14,8 @@ from swarm.protocol.rounds import Commit
 
 MAX_STEPS = 4
 """Steps in one report: the open one, one more with delayed updates, and those about to close."""
+MAX_NAME = 64
+"""Characters of a round's name or a digest: they are passed on to all replicas, in one message."""
 
 
 def check_report(report: ReplicaReport, run: Run) -> None:
@@ -27,10 +29,13 @@ def check_report(report: ReplicaReport, run: Run) -> None:
         raise Refused(f"an impossible bandwidth, {report.bandwidth_bps} bit/s")
     _check_steps([step.t for step in report.steps], run)
     _check_commits(report.commits, run)
+    _check_names(report.digest, report.kind)
     for step in report.steps:
+        _check_names(step.frozen_for, step.failed_round)
         for ledger in (step.done, step.in_progress, step.inherited):
             check_bitmap(ledger, run.M)
         if step.prepared is not None:
+            _check_names(step.prepared.round, step.prepared.digest)
             _check_sqnorm(step.prepared.sqnorm)
 
 
@@ -70,3 +75,9 @@ def _check_sqnorm(sqnorm: float) -> None:
     """Refuse a norm that no sum has. Infinity is allowed: the run diverged, and taking the step says so."""
     if not sqnorm >= 0.0:
         raise Refused(f"an impossible squared norm, {sqnorm}")
+
+
+def _check_names(*names: str) -> None:
+    for name in names:
+        if len(name) > MAX_NAME:
+            raise Refused(f"a name of {len(name)} characters; at most {MAX_NAME}: {name[:20]!r}…")

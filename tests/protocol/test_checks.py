@@ -65,6 +65,10 @@ def test_what_cannot_be_true_of_a_replica_or_a_stage_is_refused(changes: dict[st
         ({"prepared": Prepared("r", NAN, "")}, "an impossible squared norm, nan"),
         ({"prepared": Prepared("r", -1.0, "")}, "an impossible squared norm, -1.0"),
         ({"t": 8}, r"\[8\] are not open steps"),
+        ({"prepared": Prepared("r" * 65, 1.0, "")}, "a name of 65 characters; at most 64: 'rrr"),
+        ({"prepared": Prepared("r", 1.0, "d" * 65)}, "a name of 65 characters"),
+        ({"frozen_for": "r" * 65_000}, "a name of 65000 characters"),
+        ({"failed_round": "r" * 65}, "a name of 65 characters"),
     ],
 )
 def test_what_cannot_be_true_of_a_replicas_step_is_refused(step: dict[str, Any], text: str) -> None:
