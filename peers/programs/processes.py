@@ -79,7 +79,13 @@ class Child:
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
-        async for line in self._process.stdout:
+        while True:
+            try:
+                line = await self._process.stdout.readline()
+            except ValueError:  # longer than `MAX_LINE`: what is left of it is read as the next one
+                continue
+            if not line:
+                return
             self._hear(self, line.decode(errors="replace").rstrip("\n"))
 
 

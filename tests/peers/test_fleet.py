@@ -81,6 +81,7 @@ PROGRAMS = {
     "fails": "raise SystemExit(4)",
     "breaks": "import os, signal\nsignal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), 9))\n"
     "print('ready', flush=True)\nsignal.pause()",
+    "shouts": "print('x' * (3 << 20))\nprint('working')",
     "dies": "import os; os.kill(os.getpid(), 9)",
 }
 
@@ -162,6 +163,15 @@ async def test_one_that_is_killed_while_it_leaves_did_not_end_well(
         out += capfd.readouterr().out
     await running.leave()
     assert await task == 1
+
+
+@pytest.mark.process
+async def test_a_line_that_is_too_long_does_not_stop_the_peer_that_writes_it(
+    children: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, task = await run("shouts", [], "has process id")
+    assert await task == 0
+    assert "[shouts] working" in capfd.readouterr().out
 
 
 @pytest.mark.process
