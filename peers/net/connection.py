@@ -18,7 +18,6 @@ from peers.net.connection_state import (
     Incoming,
     Opened,
     ServerState,
-    pack_varint,
 )
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.ports import Answer
@@ -163,7 +162,7 @@ class ClientConnection(Connection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         assert self._transport is not None
-        self._transport.write(pack_varint(len(self._request)) + self._request)
+        self._transport.write(self._request)
 
     async def call(
         self, method: str, header: bytes, body: Sequence[memoryview], max_answer_bytes: int

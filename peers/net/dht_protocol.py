@@ -1,6 +1,9 @@
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
-# (protobuf's generated modules carry no types, hivemind's DHT some wrong ones)
-"""What a node of the DHT keeps for others, and how it is asked for it: hivemind's protocol, with limits.
+# pyright: reportAttributeAccessIssue=false
+# (protobuf's generated modules carry no types)
+"""A node of hivemind's DHT: which others it knows, what it keeps for them, and how it is asked for it.
+
+Messages, ids and routing table are hivemind's, the rest is ours: hivemind's own node stores whatever
+strangers send, and starts tasks that it forgets.
 
 Reading is ours (`rpc_read`): the question carries a mark and the age of each record that is known already,
 the answer only what is new, and never more than was asked for. So it costs what has changed, not what there
@@ -17,28 +20,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import heapq
 import logging
+import math
 import random
 import struct
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from asyncio import FIRST_COMPLETED, gather, wait
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
+import base58
 import msgspec
 
 from peers.clock import now_s, unix_s
-from peers.net._hivemind import (
-    DHTID,
-    DHTProtocol,
-    DHTRecord,
-    P2PContext,
-    PeerID,
-    RecordValidatorBase,
-    create_task,
-    dht_pb2,
-    get_dht_time,
-)
+from peers.net._hivemind import DHTID, RoutingTable, dht_pb2
 from peers.net.identity import PEER_ID_LETTERS
+from peers.net.p2pd_control import DaemonControl
 from peers.net.signed_records import (
     MAX_LIFE_S,
     MAX_PACKED_MANIFEST_BYTES,
@@ -49,7 +47,10 @@ from peers.net.signed_records import (
     open_record,
     record_keys,
 )
+from peers.net.tasks import TaskKeeper
+from peers.waiting import within
 from swarm.errors import Refused
+from swarm.ids import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,13 @@ MAX_ANSWER_BYTES = 1 << 19
 HAND_ON_BYTES = 1 << 16
 """To a node that we met, in one call."""
 PING_EVERY_S = 1.0
+REPLICAS = 5
+RPC_S = 3.0
+BOOTSTRAP_S = 1.0
+"""How long to wait for the first answers of others once one of those to join at answered."""
+_MAX_TOLD = 20
+_MAX_ID_BYTES = 64
+"""Nodes in an answer, and bytes of the id of each, that are read."""
 JOIN_S = 8.0
 """For reaching a peer to join at, and again for its first answer: it may be far away, or busy."""
 _CLOCK_MARGIN_S = 60.0
@@ -208,7 +216,7 @@ def _opened(key: bytes, subkey: str, value: bytes, expires: float) -> Announced 
         except Refused as refusal:
             why = refusal.text
     try:  # a manifest lies under its owner's id, or under ''
-        if _id(manifest_key(open_manifest(value, subkey)[0])) == key:
+        if key_bytes(manifest_key(open_manifest(value, subkey)[0])) == key:
             return ""
     except Refused as refusal:
         why = why if is_of_peer else refusal.text
@@ -217,11 +225,12 @@ def _opened(key: bytes, subkey: str, value: bytes, expires: float) -> Announced 
 
 def record_ids(opened: Announced) -> list[bytes]:
     """The keys under which a record lies, as the DHT has them."""
-    return [_id(key) for key in record_keys(opened.record, opened.level)]
+    return [key_bytes(key) for key in record_keys(opened.record, opened.level)]
 
 
 @functools.lru_cache(maxsize=4096)
-def _id(key: str) -> bytes:
+def key_bytes(key: str) -> bytes:
+    """A key as the DHT has it."""
     return DHTID.generate(source=key).to_bytes()
 
 
@@ -230,19 +239,11 @@ def latest_expiry(now: float) -> float:
     return now + MAX_LIFE_S + _CLOCK_MARGIN_S
 
 
-class RecordCheck(RecordValidatorBase):
+class RecordCheck:
     """What our node stores, and believes when it reads: see `signed_records`. Counts what it refuses."""
 
     def __init__(self) -> None:
         self.rejected: Counter[str] = Counter()
-
-    def validate(self, record: DHTRecord) -> bool:
-        try:
-            subkey = msgspec.msgpack.decode(record.subkey, type=str)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return self._refuse("a subkey that is not a text")
-        opened = self.open(record.key, Entry(subkey, record.value, record.expiration_time))
-        return opened is not None
 
     def open(self, key: bytes, entry: Entry) -> Announced | str | None:
         """What lies under a key: a record, '' for a manifest, None for what must not be there."""
@@ -253,268 +254,358 @@ class RecordCheck(RecordValidatorBase):
         else:
             opened = _opened(key, entry.subkey, entry.value, entry.expires)
         if isinstance(opened, str) and opened:
-            self._refuse(opened)
-            return None
+            return self.refuse(opened)
         return opened
 
-    def _refuse(self, reason: str) -> bool:
+    def refuse(self, reason: str) -> None:
         if reason in self.rejected or len(self.rejected) < 100:
             self.rejected[reason] += 1
         logger.debug("refused a DHT record: %s", reason)
-        return False
 
 
-# --- the protocol -------------------------------------------------------------------------------------------
+# --- the node -----------------------------------------------------------------------------------------------
 
 
-class RecordProtocol(DHTProtocol):
-    """hivemind's DHT protocol, which stores whatever strangers send and answers all of it; with limits."""
+@functools.lru_cache(maxsize=8192)
+def node_id_of(peer: PeerId) -> DHTID:
+    """The place of a peer's node. It follows from its name: none stands beside a key of its choice."""
+    return DHTID.generate(source=peer)
+
+
+_MESSAGES: dict[str, tuple[Any, Any]] = {
+    "rpc_ping": (dht_pb2.PingRequest, dht_pb2.PingResponse),
+    "rpc_store": (dht_pb2.StoreRequest, dht_pb2.StoreResponse),
+    "rpc_find": (dht_pb2.FindRequest, dht_pb2.FindResponse),
+    "rpc_read": (dht_pb2.FindRequest, dht_pb2.FindResponse),
+}
+"""What is asked, and answered. Its names are those of hivemind's `DHTProtocol`, but for `rpc_read`."""
+
+
+class Kept(NamedTuple):
+    """A value that a node keeps for others."""
+
+    entry: Entry
+    first_hand: bool
+    """Its peer sent it itself."""
+
+
+class DhtNode:
+    """One node, on one p2pd after the other."""
 
     max_subkeys = MAX_SUBKEYS
     max_entries = MAX_ENTRIES
-    _entries = 0
-    _counted_at = 0.0
-    _pinged_at = 0.0
+    bucket_size, bucket_depth = 10, 5
+    """Of the routing table: see `RoutingTable`."""
+    control: DaemonControl
 
-    def __init__(self, *, _initialized_with_create: bool = False) -> None:
-        super().__init__(_initialized_with_create=_initialized_with_create)
-        self._first_hand: dict[DHTID, set[str]] = {}
-        """Peers that sent their records themselves."""
+    def __init__(self, me: PeerId, check: RecordCheck, tasks: TaskKeeper) -> None:
+        self.node_id, self.check = node_id_of(me), check
         self.welcomes: list[Welcome] = []
         """What the peers that we join at answered."""
-        self._rng = random.Random()
+        self._me, self._tasks, self._rng = me, tasks, random.Random()
+        self._info = dht_pb2.NodeInfo(node_id=self.node_id.to_bytes())
+        self._kept: dict[bytes, dict[str, Kept]] = {}
+        self._entries = 0
+        self._expired_at = self._pinged_at = -math.inf
+        self.table: Any = self._empty_table()
+
+    def _empty_table(self) -> RoutingTable:
+        return RoutingTable(self.node_id, self.bucket_size, self.bucket_depth)
+
+    async def serve(self, control: DaemonControl) -> None:
+        """Be a node at this p2pd, which knows no other yet. Raises ControlError."""
+        self.control, self.table = control, self._empty_table()
+        for name, (kind, _) in _MESSAGES.items():
+            answer = functools.partial(self._answer, getattr(self, name), kind)
+            await control.serve_calls(f"DHTProtocol.{name}", answer)
+
+    async def _answer(
+        self, handler: Callable[[Any, PeerId], Awaitable[Any]], kind: Any, data: bytes, asker: PeerId
+    ) -> bytes:
+        request = kind.FromString(data)
+        if not getattr(request, "validate", False):  # of a ping, which shows first whether it can be reached
+            self._met(asker, request.peer)
+        response = await handler(request, asker)
+        response.peer.CopyFrom(self._info)
+        return response.SerializeToString()
+
+    async def join(self, peers: Sequence[PeerId]) -> bool:
+        """Meet these, and the nodes near us that they know; whether one of them answered. See `welcomes`."""
+        self.welcomes.clear()
+        end = now_s() + BOOTSTRAP_S
+        pings = {self._tasks.create_task(self.ping(peer, joining=True)) for peer in peers}
+        done, late = await wait(pings, return_when=FIRST_COMPLETED)
+        if late:
+            in_time, late = await wait(late, timeout=max(0.0, end - now_s()))
+            done |= in_time
+        for ping in late:
+            ping.cancel()
+        search = self._tasks.create_task(self.search([self.node_id]))
+        await wait([search], timeout=max(0.0, end - now_s()))
+        return any(ping.result() for ping in done)
 
     # -- storing ----------------------------------------------------------------------------------
 
-    async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
+    async def rpc_store(self, request: dht_pb2.StoreRequest, asker: PeerId) -> dht_pb2.StoreResponse:
         """Keep single values with subkeys; no peer sends whole dictionaries, or values for the cache."""
-        self._meet(request.peer, context)
+        columns = (
+            request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache
+        )  # fmt: skip
         count = len(request.keys)
-        aligned = count == len(request.values) == len(request.expiration_time) == len(request.in_cache)
         stored = [False] * min(count, MAX_KEYS_PER_CALL)
-        if aligned and count == len(request.subkeys) and count <= MAX_KEYS_PER_CALL:
-            sender = str(context.remote_id)
-            for number, (key, tag, value, expires) in enumerate(
-                zip(request.keys, request.subkeys, request.values, request.expiration_time, strict=True)
-            ):
-                fits = len(key) == DHTID.HASH_NBYTES
-                if fits and not request.in_cache[number] and self._validate_record(key, tag, value, expires):
-                    entry = Entry(str(self.serializer.loads(tag)), value, expires)
-                    stored[number] = self._keep(DHTID.from_bytes(key), entry, sender == entry.subkey)
-        return dht_pb2.StoreResponse(store_ok=stored, peer=self.node_info)
+        if {len(column) for column in columns} == {count} and count <= MAX_KEYS_PER_CALL:
+            stored = [self._store(asker, *row) for row in zip(*columns, strict=True)]
+        return dht_pb2.StoreResponse(store_ok=stored)
 
-    def _keep(self, key_id: DHTID, entry: Entry, first_hand: bool) -> bool:
-        item = self.storage.get(key_id)
-        held = getattr(item.value, "data", {}) if item is not None else {}
-        is_new = entry.subkey not in held
-        if is_new and not self._has_room(key_id, len(held), first_hand):
+    def _store(
+        self, sender: PeerId, key: bytes, subkey: bytes, value: bytes, expires: float, in_cache: bool
+    ) -> bool:
+        if in_cache or len(key) != DHTID.HASH_NBYTES:
             return False
-        if not self.storage.store_subkey(key_id, entry.subkey, entry.value, entry.expires):
+        try:
+            entry = Entry(msgspec.msgpack.decode(subkey, type=str), value, expires)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            self.check.refuse("a subkey that is not a text")
             return False
-        self._entries += is_new
-        if first_hand:
-            self._first_hand.setdefault(key_id, set()).add(entry.subkey)
+        if self.check.open(key, entry) is None:
+            return False
+        self._expire()
+        first_hand, held = sender == entry.subkey, self._kept.get(key, {})
+        has_room = entry.subkey in held or self._has_room(key, len(held), first_hand)
+        return has_room and self.keep(key, entry, first_hand=first_hand)
+
+    def keep(self, key: bytes, entry: Entry, *, first_hand: bool) -> bool:
+        """Hold a value that was checked; whether it is later than the one that is held, and not over."""
+        old = self._kept.get(key, {}).get(entry.subkey)
+        if entry.expires <= max(unix_s(), old.entry.expires if old is not None else 0.0):
+            return False
+        self._entries += old is None
+        first_hand = first_hand or (old is not None and old.first_hand)
+        self._kept.setdefault(key, {})[entry.subkey] = Kept(entry, first_hand)
         return True
 
-    def _has_room(self, key_id: DHTID, held: int, first_hand: bool) -> bool:
+    def _has_room(self, key: bytes, held: int, first_hand: bool) -> bool:
         """Whether one more fits; one that its peer sent itself replaces one that another peer sent."""
-        self._count()
         if held >= self.max_subkeys:
-            return first_hand and self._drop_second_hand(key_id)
-        if self._entries >= self.max_entries or (not held and len(self.storage.data) >= MAX_KEYS):
-            return first_hand and any(self._drop_second_hand(key) for key in self._largest_first())
+            return first_hand and self._drop_second_hand(key)
+        if self._entries >= self.max_entries or (not held and len(self._kept) >= MAX_KEYS):
+            largest_first = sorted(self._kept, key=lambda key: -len(self._kept[key]))
+            return first_hand and any(map(self._drop_second_hand, largest_first))
         return True
 
-    def _largest_first(self) -> list[DHTID]:
-        data = self.storage.data
-        return sorted(data, key=lambda key: -len(getattr(data[key].value, "data", ())))
+    def _drop_second_hand(self, key: bytes) -> bool:
+        dropped = next((subkey for subkey, kept in self._kept[key].items() if not kept.first_hand), None)
+        if dropped is not None:
+            self._drop(key, dropped)
+        return dropped is not None
 
-    def _drop_second_hand(self, key_id: DHTID) -> bool:
-        entries: Any = self.storage.data[key_id].value
-        known = self._first_hand.get(key_id, ())
-        dropped = next((subkey for subkey in getattr(entries, "data", ()) if subkey not in known), None)
-        if dropped is None:
-            return False
-        del entries[dropped]
+    def _drop(self, key: bytes, subkey: str) -> None:
+        del self._kept[key][subkey]
         self._entries -= 1
-        if not entries.data:
-            del self.storage[key_id]
-        return True
+        if not self._kept[key]:
+            del self._kept[key]
 
     def forget(self, subkey: str) -> None:
         """Drop the values of a subkey, under all keys: later ones may expire earlier."""
-        for item in list(self.storage.data.values()):
-            entries: Any = item.value
-            if subkey in getattr(entries, "data", ()):
-                del entries[subkey]
+        for key in [key for key, kept in self._kept.items() if subkey in kept]:
+            self._drop(key, subkey)
 
-    def _count(self) -> None:
-        """Once a second: entries expire by themselves."""
-        now = now_s()
-        if now - self._counted_at > 1.0:
-            self._counted_at = now
-            data = {key: dict(getattr(item.value, "items", tuple)()) for key, item in self.storage.items()}
-            self._entries = sum(len(entries) for entries in data.values())
-            self._first_hand = {
-                key: {subkey for subkey in subkeys if subkey in data[key]}
-                for key, subkeys in self._first_hand.items()
-                if key in data
-            }
+    def _expire(self) -> None:
+        """Drop what is over, once a second."""
+        if now_s() - self._expired_at > 1.0:
+            self._expired_at, now = now_s(), unix_s()
+            over = [
+                (key, subkey)
+                for key, held in self._kept.items()
+                for subkey, kept in held.items()
+                if kept.entry.expires <= now
+            ]
+            for key, subkey in over:
+                self._drop(key, subkey)
 
     # -- being asked ------------------------------------------------------------------------------
 
-    async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
+    async def rpc_find(self, request: dht_pb2.FindRequest, asker: PeerId) -> dht_pb2.FindResponse:
         """Which nodes are near some keys. What they hold is asked with `rpc_read`."""
-        self._meet(request.peer, context)
-        asker = DHTID.from_bytes(request.peer.node_id) if request.peer.node_id else None
         results = []
         for key in request.keys[:MAX_KEYS_PER_CALL]:
-            near = self.routing_table.get_nearest_neighbors(
-                DHTID.from_bytes(key), k=self.bucket_size, exclude=asker
-            )
+            near = self.near(DHTID.from_bytes(key), self.bucket_size, exclude=asker)
             results.append(
                 dht_pb2.FindResult(
                     type=dht_pb2.NOT_FOUND,
-                    nearest_node_ids=[node_id.to_bytes() for node_id, _ in near],
-                    nearest_peer_ids=[peer_id.to_bytes() for _, peer_id in near],
+                    nearest_node_ids=[node_id_of(peer).to_bytes() for peer in near],
+                    nearest_peer_ids=[base58.b58decode(peer) for peer in near],
                 )
             )
-        return dht_pb2.FindResponse(results=results, peer=self.node_info)
+        return dht_pb2.FindResponse(results=results)
 
-    async def rpc_read(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
+    async def rpc_read(self, request: dht_pb2.FindRequest, asker: PeerId) -> dht_pb2.FindResponse:
         """What is here under some keys that the asker does not know: one question, see `ask` and `answer`."""
-        self._meet(request.peer, context)
         results = []
         for data in request.keys[:1]:
             with contextlib.suppress(Refused):
-                found = answer(read_question(data), lambda key: self.entries(DHTID.from_bytes(key)))
+                found = answer(read_question(data), self.entries)
                 results.append(dht_pb2.FindResult(type=dht_pb2.FOUND_REGULAR, value=found))
-        return dht_pb2.FindResponse(results=results, peer=self.node_info)
+        return dht_pb2.FindResponse(results=results)
 
-    def entries(self, key_id: DHTID) -> list[Entry]:
+    def entries(self, key: bytes) -> list[Entry]:
         """What is here under a key: first what peers sent themselves, then the others, in any order."""
-        item = self.storage.get(key_id)
-        entries = getattr(item.value, "data", {}) if item is not None else {}
-        now = unix_s()  # hivemind drops what has expired when the next value comes
-        found = [
-            Entry(subkey, value, expires) for subkey, (value, expires) in entries.items() if expires > now
-        ]
-        self._rng.shuffle(found)
-        first_hand = self._first_hand.get(key_id, ())
-        return sorted(found, key=lambda entry: entry.subkey not in first_hand)
+        now = unix_s()
+        kept = [one for one in self._kept.get(key, {}).values() if one.entry.expires > now]
+        self._rng.shuffle(kept)
+        return [one.entry for one in sorted(kept, key=lambda one: not one.first_hand)]
 
-    # -- joining ----------------------------------------------------------------------------------
-
-    async def call_ping(self, peer: PeerID, validate: bool = False, strict: bool = True) -> DHTID | None:
-        """As hivemind's, but one peer to join at that finds fault with us decides nothing (`welcomes`)."""
-        if not validate:
-            return await super().call_ping(peer)
-        asked_at, request = get_dht_time(), dht_pb2.PingRequest(peer=self.node_info, validate=True)
-        try:
-            async with self.rpc_semaphore:
-                response = await self.get_stub(peer).rpc_ping(request, timeout=JOIN_S)
-            node_id = DHTID.from_bytes(response.peer.node_id) if response.peer.node_id else None
-        except Exception:  # whatever hivemind, p2pd and a stranger come up with
-            logger.debug("%s does not answer a ping", peer, exc_info=True)
-            node_id = None
-        else:
-            # Its clock was read some time between the question and the answer.
-            ahead_s = response.dht_time - min(max(response.dht_time, asked_at), get_dht_time())
-            self.welcomes.append(Welcome(ahead_s, response.available))
-        create_task(self.update_routing_table(node_id, peer, responded=node_id is not None))
-        return node_id
+    async def rpc_ping(self, request: dht_pb2.PingRequest, asker: PeerId) -> dht_pb2.PingResponse:
+        """Whether we can call the asker as well, if it wants to know, and our clock."""
+        now = unix_s()
+        reached = request.validate and bool(request.peer.node_id) and await self.ping(asker)
+        return dht_pb2.PingResponse(dht_time=now, available=reached)
 
     # -- asking -----------------------------------------------------------------------------------
 
-    async def call_read(
-        self, peer: PeerID, keys: Mapping[bytes, Mapping[str, float]], most_bytes: int
+    async def _call(self, peer: PeerId, name: str, request: Any, limit_s: float = RPC_S) -> Any | None:
+        """A node's response; None if there is none."""
+        request.peer.CopyFrom(self._info)
+        data = request.SerializeToString()
+        try:
+            said = await within(self.control.call_peer(peer, f"DHTProtocol.{name}", data), limit_s)
+            response = _MESSAGES[name][1].FromString(said)
+        except Exception:  # whatever p2pd and a stranger come up with
+            logger.debug("no answer from %s", peer, exc_info=True)
+            self._lost(peer)
+            return None
+        self._met(peer, response.peer)
+        return response
+
+    async def ping(self, peer: PeerId, *, joining: bool = False) -> bool:
+        """Whether a node answers. One to join at that finds fault with us decides nothing (`welcomes`)."""
+        asked_at, request = unix_s(), dht_pb2.PingRequest(validate=joining)
+        response = await self._call(peer, "rpc_ping", request, JOIN_S if joining else RPC_S)
+        if joining and response is not None:
+            # Its clock was read some time between the question and the answer.
+            ahead_s = response.dht_time - min(max(response.dht_time, asked_at), unix_s())
+            self.welcomes.append(Welcome(ahead_s, response.available))
+        return response is not None
+
+    async def store(self, peer: PeerId, values: Sequence[tuple[bytes, Entry]]) -> list[bool] | None:
+        """Have a node keep some values; of each whether it does."""
+        request = dht_pb2.StoreRequest(
+            keys=[key for key, _ in values],
+            subkeys=[_encode(entry.subkey) for _, entry in values],
+            values=[entry.value for _, entry in values],
+            expiration_time=[entry.expires for _, entry in values],
+            in_cache=[False] * len(values),
+        )
+        response = await self._call(peer, "rpc_store", request)
+        return list(response.store_ok) if response is not None else None
+
+    async def read(
+        self, peer: PeerId, keys: Mapping[bytes, Mapping[str, float]], most_bytes: int
     ) -> tuple[dict[bytes, Found], int] | None:
         """What a node has under some keys besides what is known, and the bytes that crossed the line.
 
         None if it did not answer, or not as it should.
         """
-        question = ask(keys, most_bytes, self._rng.randbytes(_SALT_BYTES))
-        try:
-            request = dht_pb2.FindRequest(keys=[question], peer=self.node_info)
-            async with self.rpc_semaphore:
-                response = await self.get_stub(peer).rpc_read(request, timeout=self.wait_timeout)
-            (result,) = response.results
-            # Each entry of an answer costs a signature's check: one may not bring more than was asked for.
-            if len(result.value) > most_bytes + _FRAMING_BYTES * (len(keys) + 1):
-                raise ValueError("an answer of more bytes than were asked for")
-            found = _answer_decoder.decode(result.value)
-            if len(found) != len(keys):
-                raise ValueError("an answer of another length than its question")
-            node_id = DHTID.from_bytes(response.peer.node_id) if response.peer.node_id else None
-        except Exception:  # whatever hivemind, p2pd and a stranger come up with
-            logger.debug("no answer from %s", peer, exc_info=True)
-            create_task(self.update_routing_table(None, peer, responded=False))
+        request = dht_pb2.FindRequest(keys=[ask(keys, most_bytes, self._rng.randbytes(_SALT_BYTES))])
+        response = await self._call(peer, "rpc_read", request)
+        if response is None:
             return None
-        if node_id is not None:
-            create_task(self.update_routing_table(node_id, peer, responded=True))
-        return dict(zip(keys, found, strict=True)), request.ByteSize() + response.ByteSize()
+        value = b"".join(result.value for result in response.results)
+        try:
+            # Each entry of an answer costs a signature's check: one may not bring more than was asked for.
+            if len(value) > most_bytes + _FRAMING_BYTES * (len(keys) + 1):
+                raise ValueError("an answer of more bytes than were asked for")
+            found = dict(zip(keys, _answer_decoder.decode(value), strict=True))
+        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+            logger.debug("no answer from %s: %s", peer, error)
+            self._lost(peer)
+            return None
+        return found, request.ByteSize() + response.ByteSize()
+
+    async def search(self, ids: Sequence[DHTID]) -> dict[DHTID, list[PeerId]]:
+        """The nodes nearest to each id that answer, nearest first: those near are asked for nearer ones."""
+        known = {peer for one in ids for peer in self.near(one, REPLICAS)}
+        asked: dict[DHTID, set[PeerId]] = defaultdict(set)
+        while True:
+            near, due = {one: nearest(one, known) for one in ids}, defaultdict[PeerId, list[DHTID]](list)
+            for one, peers in near.items():
+                for peer in set(peers) - asked[one]:
+                    asked[one].add(peer)
+                    due[peer].append(one)
+            if not due:
+                return near
+            told = await gather(*(self._find(peer, some) for peer, some in due.items()))
+            known = known.union(*told) - {self._me}
+            known -= {peer for peer, said in zip(due, told, strict=True) if peer not in said}
+
+    async def _find(self, peer: PeerId, ids: Sequence[DHTID]) -> set[PeerId]:
+        """The nodes that one knows near some ids, itself included; none if it does not answer."""
+        known = {peer}
+        for start in range(0, len(ids), MAX_KEYS_PER_CALL):
+            some = [one.to_bytes() for one in ids[start : start + MAX_KEYS_PER_CALL]]
+            response = await self._call(peer, "rpc_find", dht_pb2.FindRequest(keys=some))
+            if response is None:
+                return set()
+            for result in response.results[: len(some)]:
+                told = (raw for raw in result.nearest_peer_ids[:_MAX_TOLD] if len(raw) <= _MAX_ID_BYTES)
+                known.update(base58.b58encode(raw).decode() for raw in told)
+        return known
 
     # -- knowing others ---------------------------------------------------------------------------
 
-    def _meet(self, node: dht_pb2.NodeInfo, context: P2PContext) -> None:
-        if node.node_id:
-            create_task(self.rpc_ping(dht_pb2.PingRequest(peer=node), context))
+    def near(self, node_id: DHTID, count: int, *, exclude: PeerId = "") -> list[PeerId]:
+        """Those that we know nearest to an id, nearest first."""
+        return [
+            peer for _, peer in self.table.get_nearest_neighbors(node_id, count, exclude=node_id_of(exclude))
+        ]
 
-    async def update_routing_table(
-        self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True
-    ) -> None:
-        """As hivemind's, but a full bucket is looked after once a second, not for each call of those without
-        a place in it, and what a new node should hold is sent to it in pieces."""
-        table: Any = self.routing_table
-        node_id = node_id if node_id is not None else table.get(peer_id=peer_id)
-        if node_id is None or node_id != DHTID.generate(source=str(peer_id)):
-            return  # its own place follows from its name; at another it would be beside a key of its choice
-        if not responded:
-            if node_id in table:
-                del table[node_id]
+    def _met(self, peer: PeerId, info: dht_pb2.NodeInfo) -> None:
+        """A node called or answered. A full bucket is looked after once a second, not for each call of those
+        without a place in it."""
+        table, node_id = self.table, node_id_of(peer)
+        if info.node_id != node_id.to_bytes():
             return
         bucket = table.buckets[table.get_bucket_index(node_id)]
         crowded = len(bucket.nodes_to_peer_id) >= bucket.size and node_id not in bucket.nodes_to_peer_id
         now = now_s()
         if node_id not in table:
-            self._hand_on(node_id, peer_id)
+            self._hand_on(peer)
         elif crowded and now - self._pinged_at < PING_EVERY_S:
             return
-        oldest = table.add_or_update_node(node_id, peer_id)
+        oldest = table.add_or_update_node(node_id, peer)
         if oldest is not None:
             self._pinged_at = now
-            create_task(self.call_ping(oldest[1]))
+            self._tasks.create_task(self.ping(oldest[1]))
 
-    def _hand_on(self, node_id: DHTID, peer_id: PeerID) -> None:
+    def _lost(self, peer: PeerId) -> None:
+        if (node_id := node_id_of(peer)) in self.table:
+            del self.table[node_id]
+
+    def _hand_on(self, peer: PeerId) -> None:
         """Send a node that we meet what it should hold, if we are the nearest of those that do."""
-        due: list[tuple[DHTID, Entry]] = []
-        for key_id, _ in list(self.storage.items()):
-            near = self.routing_table.get_nearest_neighbors(key_id, self.num_replicas, exclude=self.node_id)
-            ours = not near or (
-                node_id.xor_distance(key_id) < near[-1][0].xor_distance(key_id)
-                and self.node_id.xor_distance(key_id) < near[0][0].xor_distance(key_id)
-            )
-            if ours:
-                due += [(key_id, entry) for entry in self.entries(key_id)]
+        due: list[tuple[bytes, Entry]] = []
+        for key in self._kept:
+            key_id = DHTID.from_bytes(key)
+            near = [node_id_of(one) ^ key_id for one in self.near(key_id, REPLICAS)]
+            if not near or (node_id_of(peer) ^ key_id < near[-1] and self.node_id ^ key_id < near[0]):
+                due += [(key, entry) for entry in self.entries(key)]
         if due:
-            create_task(self._send(peer_id, due))
+            self._tasks.create_task(self._send(peer, due))
 
-    async def _send(self, peer_id: PeerID, due: Iterable[tuple[DHTID, Entry]]) -> None:
+    async def _send(self, peer: PeerId, due: Iterable[tuple[bytes, Entry]]) -> None:
         for some in _batches(due):
-            answered = await self.call_store(
-                peer_id,
-                [key_id for key_id, _ in some],
-                [entry.value for _, entry in some],
-                [entry.expires for _, entry in some],
-                subkeys=[entry.subkey for _, entry in some],
-            )
-            if answered is None:
+            if await self.store(peer, some) is None:
                 return
 
 
-def _batches(due: Iterable[tuple[DHTID, Entry]]) -> Iterable[list[tuple[DHTID, Entry]]]:
+def nearest(node_id: DHTID, peers: Iterable[PeerId], count: int = REPLICAS) -> list[PeerId]:
+    """Those nearest to an id, nearest first."""
+    return heapq.nsmallest(count, peers, key=lambda peer: node_id_of(peer) ^ node_id)
+
+
+def _batches(due: Iterable[tuple[bytes, Entry]]) -> Iterable[list[tuple[bytes, Entry]]]:
     """Small enough for one call each."""
-    batch: list[tuple[DHTID, Entry]] = []
+    batch: list[tuple[bytes, Entry]] = []
     size = 0
     for one in due:
         size += one[1].size

@@ -1,5 +1,3 @@
-# pyright: reportAttributeAccessIssue=false
-# (hivemind's node does not know that its protocol is ours)
 """Which peer serves which stage, from hivemind's DHT. Fulfils `peers.ports.Directory`.
 
 A record's way: `announce` signs it (`signed_records`), `dht_storage` puts it on the nodes near its keys,
@@ -18,11 +16,19 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import msgspec
 
 from peers.clock import now_s, unix_s
-from peers.net.dht_protocol import MAX_ANSWER_BYTES, VERSION_S, Entry, RecordCheck, latest_expiry
-from peers.net.dht_storage import REPLICAS, RPC_S, SEARCH_WAIT_S, DhtStorage, Place
+from peers.net.dht_protocol import (
+    MAX_ANSWER_BYTES,
+    REPLICAS,
+    RPC_S,
+    VERSION_S,
+    Entry,
+    RecordCheck,
+    latest_expiry,
+)
+from peers.net.dht_storage import SEARCH_WAIT_S, DhtStorage, Place
 from peers.net.identity import Identity
 from peers.net.lookup import DEFAULT_SCALE, Scale
-from peers.net.p2pd_control import AttachedP2P, ControlError, DaemonControl
+from peers.net.p2pd_control import ControlError, DaemonControl
 from peers.net.record_reader import REFRESH_LIMIT_S, RecordReader
 from peers.net.record_table import Table
 from peers.net.signed_records import (
@@ -55,7 +61,6 @@ class NetDirectory:
 
     def __init__(
         self,
-        p2p: AttachedP2P,
         control: DaemonControl,
         identity: Identity,
         run_id: str | None,
@@ -71,7 +76,7 @@ class NetDirectory:
         self._timings = timings
         self._random = random.Random(identity.peer_id)
         self._table = Table(identity.peer_id)
-        self.storage = DhtStorage(p2p, control, identity.peer_id, join, self._random)
+        self.storage = DhtStorage(control, identity.peer_id, join, self._random)
         self._manifests = ManifestKeeper(self.storage, self._random, timings.manifest_life_s)
         self.reader = RecordReader(
             self.storage, self._table, run_id, self._random, timings.refresh_s, scale, learn
@@ -103,11 +108,10 @@ class NetDirectory:
         Raises:
             SetupError: no address to join at could be reached; the text says what to check.
         """
-        with self.storage.keeping():
-            self.joined_at = await self.storage.connect(self.storage.join)
-            if self.storage.join and not self.joined_at:
-                raise SetupError(self.storage.unreachable)
-            await self._begin(self.joined_at)
+        self.joined_at = await self.storage.connect(self.storage.join)
+        if self.storage.join and not self.joined_at:
+            raise SetupError(self.storage.unreachable)
+        await self._begin(self.joined_at)
 
     async def _begin(self, reached: Sequence[PeerId]) -> None:
         await self.storage.begin(reached)
@@ -118,9 +122,7 @@ class NetDirectory:
         """Our p2pd ended. Until another one runs we say what we knew, and remember what to announce."""
         self.storage.online = False
 
-    async def daemon_is_back(
-        self, p2p: AttachedP2P, control: DaemonControl, moved_to: tuple[str, ...] = ()
-    ) -> None:
+    async def daemon_is_back(self, control: DaemonControl, moved_to: tuple[str, ...] = ()) -> None:
         """A new p2pd took the place of the one that died: join again, and announce what we announced.
 
         With no peer in reach we go on alone, and look for others. `moved_to`: our addresses, if they changed.
@@ -133,11 +135,10 @@ class NetDirectory:
         self._moved_to = moved_to
         self._stored_at = self._manifests.stored_at = -math.inf
         self.reader.refreshed = False
-        self.storage.forget_places(p2p, control)
+        self.storage.move_to(control)
         latest = list(self.storage.met)[-_MAX_REJOINED:]
-        with self.storage.keeping():
-            places = self.storage.join + self.storage.addresses_of(latest)
-            await self._begin(await self.storage.connect(places))
+        places = self.storage.join + self.storage.addresses_of(latest)
+        await self._begin(await self.storage.connect(places))
 
     def move(self, addresses: tuple[str, ...]) -> None:
         """Announce ourselves at these from now on."""
@@ -154,28 +155,27 @@ class NetDirectory:
 
     async def _run(self) -> None:
         """Refresh, renew, search, until cancelled."""
-        with self.storage.keeping():
-            while True:
-                try:
-                    await self._round()
-                except (ControlError, OSError) as error:
-                    logger.debug("the DHT cannot be reached: %s", error)
-                except Exception:  # strangers' answers pass through hivemind here: they must not end it
-                    logger.exception("a refresh of the directory failed")
-                # Not all peers at the same moment, though all may have started at once.
-                await happens(self._changed, self._timings.refresh_s * self._random.uniform(0.8, 1.2))
-                self._changed.clear()
+        while True:
+            try:
+                await self._round()
+            except (ControlError, OSError) as error:
+                logger.debug("the DHT cannot be reached: %s", error)
+            except Exception:  # the next round may do better; without any, no record of ours is renewed
+                logger.exception("a refresh of the directory failed")
+            # Not all peers at the same moment, though all may have started at once.
+            await happens(self._changed, self._timings.refresh_s * self._random.uniform(0.8, 1.2))
+            self._changed.clear()
 
     async def _round(self) -> None:
         if not self.storage.online:
             return
         self._watch_clock()
         now = now_s()
-        if now - self.storage.greeted_at >= self._timings.greet_every_s or not self.storage.knows_others:
+        if now - self.storage.greeted_at >= self._timings.greet_every_s or not self.storage.neighbours:
             self.storage.greeted_at = now
             self.storage.greet()
         search_every_s = self._timings.search_every_s * self.reader.stretch
-        if now - self.storage.searched_at >= search_every_s or not self.storage.knows_others:
+        if now - self.storage.searched_at >= search_every_s or not self.storage.neighbours:
             await self.storage.search(self.reader.places_of(self.reader.near_stages()))
         renew_s = self._timings.renew_s * self.reader.stretch
         if self._own is not None and now - self._stored_at >= renew_s:
@@ -246,21 +246,19 @@ class NetDirectory:
         pack_own(record, self._identity)  # a wrong record fails here
         before = self._own
         same = before is not None and (before.run, before.stage) == (record.run, record.stage)
-        with self.storage.keeping():
-            if before is not None and not same:
-                await self.withdraw()  # it lies under other keys
-            self._set_own(record)
-            if not same or before is None or before.state != record.state:
-                await self._store_own()
+        if before is not None and not same:
+            await self.withdraw()  # it lies under other keys
+        self._set_own(record)
+        if not same or before is None or before.state != record.state:
+            await self._store_own()
 
     async def withdraw(self) -> None:
         """Replace our record by one that says `left`, and renew it no more."""
         if self._own is None:
             return
         record = msgspec.structs.replace(self._own, state="left")
-        with self.storage.keeping():
-            self._set_own(record)
-            await self._store_own()
+        self._set_own(record)
+        await self._store_own()
         self._set_own(None)
         self._level = 0
 
@@ -270,14 +268,14 @@ class NetDirectory:
 
     async def _store_own(self) -> None:
         assert self._own is not None
-        if not self.storage.online or self.storage.node is None:
+        if not self.storage.online:
             self._stored_at = -math.inf  # as soon as we are back
             return
         self._stored_at, now = now_s(), unix_s()
         if self._own_expires > latest_expiry(now):
             # The clock was far ahead. No other node took that record, and ours must not hold on to it.
             self._own_expires = -math.inf
-            self.storage.node.protocol.forget(self._own.peer)
+            self.storage.node.forget(self._own.peer)
         # Later than any earlier one, also when the clock was set back a little: the DHT keeps the latest.
         life_s = min(self._timings.life_s * self.reader.stretch, MAX_LIFE_S)
         self._own_expires = max(now + life_s, self._own_expires + 2 * VERSION_S)
@@ -300,8 +298,7 @@ class NetDirectory:
             SetupError: not canonical, or the manifest names an owner who is not us.
         """
         run_id = run_id_of(text)
-        with self.storage.keeping():
-            await self._manifests.publish(run_id, *seal_manifest(text, self._identity))
+        await self._manifests.publish(run_id, *seal_manifest(text, self._identity))
         self._learn_stages(run_id, text)
         return run_id
 
@@ -313,8 +310,7 @@ class NetDirectory:
         Raises:
             SetupError: no node that can be reached has it.
         """
-        with self.storage.keeping():
-            text = await self._manifests.fetch(run_id, timeout_s)
+        text = await self._manifests.fetch(run_id, timeout_s)
         self._learn_stages(run_id, text)
         return text
 
@@ -340,7 +336,7 @@ class ManifestKeeper:
 
     async def publish(self, run_id: str, owner: PeerId, value: bytes) -> None:
         self.kept = (run_id, owner, value)
-        if self._storage.online and not self._storage.knows_others:
+        if self._storage.online and not self._storage.neighbours:
             await self._storage.search([])
         await self._store()
 
@@ -376,11 +372,11 @@ class ManifestKeeper:
     async def _ask_nodes(self, run_id: str, place: Place, limit_s: float) -> str | None:
         """The manifest, from the first node near its key that has it."""
         storage = self._storage
-        if not storage.online or storage.node is None:
+        if not storage.online:
             return None
-        text = self._take(run_id, place.key, storage.stored_here(place.key_id))
+        text = self._take(run_id, place.key, storage.node.entries(place.key))
         asking = {
-            storage.create_task(storage.node.protocol.call_read(peer, {place.key: {}}, MAX_ANSWER_BYTES))
+            storage.tasks.create_task(storage.node.read(peer, {place.key: {}}, MAX_ANSWER_BYTES))
             for peer in storage.nearest(place, 2 * REPLICAS)
         }
         end = now_s() + limit_s

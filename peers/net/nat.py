@@ -158,7 +158,7 @@ class DialBack:
 
     async def _seen_at(self, peer: PeerId) -> Place:
         try:
-            places = list(filter(None, map(place_of, await self._control().connections(peer))))
+            places = list(filter(None, map(place_of, (await self._control().connections())[peer])))
         except ControlError as error:
             raise Busy(f"p2pd does not answer: {error.text}") from None
         if not places:
@@ -219,7 +219,7 @@ async def relaying(
         if not isinstance(answer, Reached) or not answer.relay:
             return ""
         try:
-            ends = set(map(_dialled, await control.connections(peer)))
+            ends = set(map(_dialled, (await control.connections())[peer]))
         except ControlError:
             return ""
         return next((f"{at}/p2p/{peer}" for at in places[peer] if _dialled(at) in ends), "")

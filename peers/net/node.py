@@ -36,7 +36,7 @@ from swarm.wire.version import PROTOCOL_VERSION, differ
 
 if TYPE_CHECKING:  # hivemind is imported while p2pd starts
     from peers.net.directory import NetDirectory
-    from peers.net.p2pd_control import AttachedP2P, DaemonControl
+    from peers.net.p2pd_control import DaemonControl
     from peers.net.transport import NetTransport
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,6 @@ class Node:
         """When we last had a relay, or needed none."""
         self._owner: asyncio.Task[object] | None = None
         self._fatal: SetupError | None = None
-        self._p2p: AttachedP2P | None = None
         self._started: list[str] = []
         self._listening: tuple[str, ...] = ()
         self._told_addresses: tuple[str, ...] = ()
@@ -172,8 +171,8 @@ class Node:
             await self.transport.start()
             dial_back = DialBack(lambda: self.control, self._relays, self._is_relay, lambda: self.addresses)
             self.transport.serve(METHOD, dial_back.serve)
+            await self.control.attach()
             self.directory = NetDirectory(
-                await self._attach(daemon),
                 self.control,
                 daemon.identity,
                 self._run_id,
@@ -211,12 +210,6 @@ class Node:
 
         self.daemon, self.control = daemon, DaemonControl(daemon.control_path, self._timings.control_s)
         await self._await_addresses(relay_s)
-
-    async def _attach(self, daemon: Daemon) -> AttachedP2P:
-        from peers.net.p2pd_control import AttachedP2P
-
-        self._p2p = await AttachedP2P.attach(daemon.control_path, daemon.directory / "client.sock")
-        return self._p2p
 
     def _daemon_died(self) -> None:
         if "transport" in self._started:
@@ -263,15 +256,14 @@ class Node:
         """A new p2pd, of the same identity and on the same port, for the dead one."""
         dead = self.daemon
         assert dead is not None
-        if self._p2p is not None:
-            p2p, self._p2p = self._p2p, None
-            await p2p.close()
+        await self.control.detach()
         dead.close_now()  # if it did not start, its identity is still locked
         daemon = await self._spawn_again(dead)
         await self._run_on(daemon, self._timings.revival_relay_s)
         await self.transport.daemon_is_back(self.control, daemon.directory / "streams.sock")
         moved_to = self.addresses if self.addresses != self._told_addresses else ()
-        await self.directory.daemon_is_back(await self._attach(daemon), self.control, moved_to)
+        await self.control.attach()
+        await self.directory.daemon_is_back(self.control, moved_to)
 
     async def _spawn_again(self, dead: Daemon) -> Daemon:
         """On the port that it had; on another one if that is taken and the user did not choose it."""
@@ -359,9 +351,10 @@ class Node:
         if punches:
             # A hole is punched when a relayed connection is made, then or never. p2pd has made some by
             # itself, for its table of peers, before it could. No call uses them yet.
-            for peer in await self.control.relayed():
-                with contextlib.suppress(SwarmError):  # it is gone already
-                    await self.control.disconnect(peer)
+            for peer, ends in (await self.control.connections()).items():
+                if all(CIRCUIT in end for end in ends):
+                    with contextlib.suppress(SwarmError):  # it is gone already
+                        await self.control.disconnect(peer)
 
     def _move(self, listening: tuple[str, ...]) -> None:
         """Relays come and go: announce ourselves where we are now."""
@@ -427,11 +420,10 @@ class Node:
                 await self.transport.close()
             if "directory" in started:
                 await self.directory.close()
-            if self._p2p is not None:
-                p2p, self._p2p = self._p2p, None
+            if "directory" in started:
                 assert self.daemon is not None
-                self.daemon.expect_end()
-                await p2p.close()
+                self.daemon.expect_end()  # with its last lasting client
+                await self.control.detach()
         finally:
             if self.daemon is not None:
                 self.daemon.close_now()

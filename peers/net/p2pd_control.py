@@ -1,10 +1,10 @@
 # pyright: reportAttributeAccessIssue=false
 # (protobuf's generated modules and hivemind's attributes carry no types)
-"""Talking to our p2pd: requests on its control socket, and the client that hivemind's DHT uses.
+"""Talking to our p2pd: requests on its control socket, and the short calls between peers that the DHT makes.
 
-Streams for calls are opened here too, but not by hivemind's client: that reads a stream through
-`asyncio.StreamReader`, which copies every byte twice more than needed, and leaks its socket when an
-attempt is cancelled.
+hivemind's client does both, but opens streams that copy every byte twice more than needed, leaks a socket
+when an attempt is cancelled, reads nothing more after a call that is cancelled while its answer arrives, and
+runs any number of handlers at a time.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
-from uuid import UUID, uuid4
+from typing import Any, TypeAlias
+from uuid import uuid4
 
+import base58
 from google.protobuf.message import DecodeError
 
-from peers.net._hivemind import P2P, Client, ControlClient, DaemonConnector, Multiaddr, PeerID, p2pd_pb2
+from peers.net._hivemind import Multiaddr, p2pd_pb2
 from peers.net.connection_state import FrameError, pack_varint, read_varint
 from peers.net.identity import (
     CIRCUIT,
@@ -31,16 +33,21 @@ from peers.net.identity import (
     without_peer_id,
 )
 from peers.net.p2pd import shortage
+from peers.net.tasks import TaskKeeper
 from peers.net.timings import DEFAULT_TIMINGS
 from peers.waiting import within
 from swarm.errors import SwarmError
 from swarm.ids import PeerId
 
-_MAX_RESPONSE_BYTES = 4 * 1024 * 1024
-_MAX_DHT_HANDLERS = 512
+_MAX_MESSAGE_BYTES = 8 * 1024 * 1024
+"""Of p2pd. It passes on 4 MiB of a stranger, and what it adds must not end our connection."""
+_MAX_HANDLERS = 512
 """Calls of strangers to our DHT node that may be worked on at a time; each takes about 1 ms."""
 _P2P = pack_varint(421)
 """The code of `/p2p` in a multiaddr's bytes."""
+
+CallHandler: TypeAlias = Callable[[bytes, PeerId], Awaitable[bytes]]
+"""Answers a short call of a peer."""
 
 
 class ControlError(SwarmError):
@@ -58,45 +65,39 @@ def _not_asked(error: OSError) -> ControlError:
     return ShortOfFiles(short) if short else ControlError(f"p2pd cannot be reached: {error}")
 
 
-class _OneResponse(asyncio.Protocol):
-    """Sends one request and reads one response, each with its length before it."""
+def _delimited(message: Any) -> bytes:
+    """A protobuf message with its length before it."""
+    data = message.SerializeToString()
+    return pack_varint(len(data)) + data
 
-    def __init__(self, request: bytes) -> None:
-        self.response: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._request = request
-        self._received = bytearray()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).write(pack_varint(len(self._request)) + self._request)
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        try:
-            found = read_varint(memoryview(bytes(self._received[:5])))
-            if found is None or len(self._received) < sum(found):
-                if found is None or found[0] <= _MAX_RESPONSE_BYTES:
-                    return
-                raise FrameError(f"p2pd announces an answer of {found[0]} bytes")
-        except FrameError as error:
-            self._fail(str(error))
-            return
-        if not self.response.done():
-            self.response.set_result(bytes(self._received[found[1] : sum(found)]))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._fail("p2pd closed the connection")
-
-    def _fail(self, text: str) -> None:
-        if not self.response.done():
-            self.response.set_exception(ControlError(text))
-            self.response.exception()  # seen: the task that asked may be gone
+async def _read_message(reader: asyncio.StreamReader) -> bytes:
+    """Raises ControlError if p2pd ends before it, or says something impossible."""
+    size, found = b"", None
+    try:
+        while found is None:
+            size += await reader.readexactly(1)
+            found = read_varint(memoryview(size))
+        if found[0] > _MAX_MESSAGE_BYTES:
+            raise ControlError(f"p2pd announces an answer of {found[0]} bytes")
+        return await reader.readexactly(found[0])
+    except FrameError as error:
+        raise ControlError(str(error)) from None
+    except (asyncio.IncompleteReadError, OSError):
+        raise ControlError("p2pd closed the connection") from None
 
 
 class DaemonControl:
-    """Requests to the p2pd that listens at `path`."""
+    """Requests to the p2pd that listens at `path`; and, once it is `attached`, short calls to peers."""
 
     def __init__(self, path: Path, timeout_s: float = DEFAULT_TIMINGS.control_s) -> None:
         self._path, self._timeout_s = str(path), timeout_s
+        self._tasks = TaskKeeper()
+        self._writer: asyncio.StreamWriter | None = None
+        """Of the connection for short calls."""
+        self._pending: dict[bytes, asyncio.Future[bytes]] = {}
+        self._handlers: dict[str, CallHandler] = {}
+        self._handling: dict[bytes, asyncio.Task[None]] = {}
 
     async def _ask(self, kind: str, timeout_s: float | None = None, **fields: Any) -> Any:
         """The answer to a request of this kind, as a p2pd_pb2.Response.
@@ -104,26 +105,33 @@ class DaemonControl:
         Raises:
             ControlError: p2pd refused, ended, or did not answer in time.
         """
+        _, writer, response = await self._begin(kind, timeout_s, **fields)
+        writer.transport.abort()
+        return response
+
+    async def _begin(
+        self, kind: str, timeout_s: float | None = None, **fields: Any
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Any]:
+        """A connection to p2pd that begins with a request, and the answer to it. Raises as `_ask`."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        request = _request(kind, **fields)
-        loop = asyncio.get_running_loop()
         try:
-            transport, protocol = await loop.create_unix_connection(lambda: _OneResponse(request), self._path)
+            reader, writer = await asyncio.open_unix_connection(self._path)
         except OSError as error:
             raise _not_asked(error) from None
         try:
-            data = await within(protocol.response, timeout_s)
-        except asyncio.TimeoutError:
-            raise ControlError(f"no answer within {timeout_s:g} s") from None
-        finally:
-            transport.abort()
-        return check_response(data)
+            writer.write(_request(kind, **fields))
+            return reader, writer, check_response(await within(_read_message(reader), timeout_s))
+        except BaseException as error:
+            writer.transport.abort()
+            if isinstance(error, asyncio.TimeoutError):
+                raise ControlError(f"no answer within {timeout_s:g} s") from None
+            raise
 
     async def identify(self) -> tuple[PeerId, tuple[str, ...]]:
         """Our peer id, and the addresses that p2pd believes to be reachable at (without the id)."""
         response = await self._ask("IDENTIFY")
         addresses = tuple(str(Multiaddr(raw)) for raw in response.identify.addrs)
-        return PeerID(response.identify.id).to_base58(), addresses
+        return _peer_id(response.identify.id), addresses
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
         """Connect to a peer, at these addresses or those that p2pd knows; at once if it is already.
@@ -149,27 +157,21 @@ class DaemonControl:
         request = p2pd_pb2.DisconnectRequest(peer=peer_bytes(peer))
         await self._ask("DISCONNECT", disconnect=request)
 
-    async def _ends(self) -> list[tuple[PeerId, bytes]]:
-        """The far end of each connection: the peer, and the multiaddr without its id."""
+    async def connections(self) -> dict[PeerId, list[str]]:
+        """Of each peer that p2pd is connected to, the far ends as multiaddrs without its id."""
         response = await self._ask("LIST_PEERS")
-        return [(PeerID(info.id).to_base58(), raw) for info in response.peers for raw in info.addrs]
+        found: dict[PeerId, list[str]] = defaultdict(list)
+        for info in response.peers:
+            found[_peer_id(info.id)] += [str(Multiaddr(raw)) for raw in info.addrs]
+        return found
 
     async def connected(self) -> set[PeerId]:
         """The peers that p2pd is connected to."""
-        return {peer for peer, _ in await self._ends()}
-
-    async def connections(self, peer: PeerId) -> list[str]:
-        """The far ends of our connections to a peer, as multiaddrs without its id."""
-        return [str(Multiaddr(raw)) for other, raw in await self._ends() if other == peer]
-
-    async def relayed(self) -> set[PeerId]:
-        """The peers that p2pd is connected to through relays only."""
-        ends = await self._ends()
-        return {peer for peer, _ in ends} - {peer for peer, raw in ends if CIRCUIT not in str(Multiaddr(raw))}
+        return set(await self.connections())
 
     async def is_direct(self, peer: PeerId) -> bool:
         """Whether a connection to a peer passes no relay."""
-        return any(CIRCUIT not in address for address in await self.connections(peer))
+        return any(CIRCUIT not in address for address in (await self.connections())[peer])
 
     async def serve_streams(self, protocol: str, socket_path: Path) -> None:
         """From now on p2pd brings incoming streams of the protocol to the unix socket."""
@@ -189,9 +191,97 @@ class DaemonControl:
             raise _not_asked(error) from None
         return link
 
+    # -- short calls between peers --------------------------------------------------------------
+
+    async def attach(self) -> None:
+        """Open the connection for short calls: the p2pd ends with it. Raises ControlError if that fails."""
+        reader, self._writer, _ = await self._begin("PERSISTENT_CONN_UPGRADE")
+        self._tasks.create_task(self._read_calls(reader))
+
+    async def detach(self) -> None:
+        """End it, and all calls."""
+        await self._tasks.close()
+        if self._writer is not None:
+            self._writer.transport.abort()
+            self._writer = None
+
+    async def serve_calls(self, name: str, handler: CallHandler) -> None:
+        """Answer the short calls of peers by this name. Raises ControlError."""
+        self._handlers[name] = handler
+        await self._lasting(addUnaryHandler=p2pd_pb2.AddUnaryHandlerRequest(proto=name, balanced=False))
+
+    async def call_peer(self, peer: PeerId, name: str, data: bytes) -> bytes:
+        """The answer to a short call. Raises ControlError: there is none, or it is an error."""
+        if len(data) > _MAX_MESSAGE_BYTES // 2:
+            raise ControlError(f"a DHT message of {len(data)} bytes")
+        request = p2pd_pb2.CallUnaryRequest(peer=peer_bytes(peer), proto=name, data=data)
+        return await self._lasting(callUnary=request)
+
+    async def _lasting(self, **fields: Any) -> bytes:
+        """The answer to a request on the connection for short calls."""
+        call, answer = uuid4().bytes, asyncio.get_running_loop().create_future()
+        self._pending[call] = answer
+        try:
+            self._say(call, **fields)
+            return await answer
+        except asyncio.CancelledError:
+            with contextlib.suppress(ControlError):
+                self._say(call, cancel=p2pd_pb2.Cancel())
+            raise
+        finally:
+            del self._pending[call]
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # seen
+
+    def _say(self, call: bytes, **fields: Any) -> None:
+        if self._writer is None or self._writer.is_closing():
+            raise ControlError("p2pd closed the connection")
+        self._writer.write(_delimited(p2pd_pb2.PersistentConnectionRequest(callId=call, **fields)))
+
+    async def _read_calls(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                message = p2pd_pb2.PersistentConnectionResponse()
+                message.ParseFromString(await _read_message(reader))
+                self._heard(message)
+        finally:
+            if self._writer is not None:
+                self._writer.transport.abort()
+            for answer in self._pending.values():
+                if not answer.done():
+                    answer.set_exception(ControlError("p2pd closed the connection"))
+
+    def _heard(self, message: Any) -> None:
+        call, answer, response = message.callId, self._pending.get(message.callId), message.callUnaryResponse
+        if message.HasField("requestHandling"):
+            if len(self._handling) >= _MAX_HANDLERS:
+                self._say(call, unaryResponse=p2pd_pb2.CallUnaryResponse(error=b"too busy"))
+                return
+            task = self._handling[call] = self._tasks.create_task(self._handle(call, message.requestHandling))
+            task.add_done_callback(lambda _: self._handling.pop(call, None))
+        elif message.HasField("cancel"):
+            if call in self._handling:
+                self._handling[call].cancel()
+        elif answer is None or answer.done():
+            pass  # given up before
+        elif message.HasField("daemonError"):
+            answer.set_exception(ControlError(message.daemonError.message))
+        elif response.HasField("error"):
+            answer.set_exception(ControlError(response.error.decode(errors="replace")))
+        else:
+            answer.set_result(response.response)
+
+    async def _handle(self, call: bytes, request: Any) -> None:
+        try:
+            answer = await self._handlers[request.proto](request.data, _peer_id(request.peer))
+            response = p2pd_pb2.CallUnaryResponse(response=answer)
+        except Exception as error:  # noqa: BLE001  whatever a stranger's bytes are to protobuf
+            response = p2pd_pb2.CallUnaryResponse(error=repr(error).encode())
+        self._say(call, unaryResponse=response)
+
 
 def _request(kind: str, **fields: Any) -> bytes:
-    return p2pd_pb2.Request(type=p2pd_pb2.Request.Type.Value(kind), **fields).SerializeToString()
+    return _delimited(p2pd_pb2.Request(type=p2pd_pb2.Request.Type.Value(kind), **fields))
 
 
 def check_response(data: bytes) -> Any:
@@ -213,15 +303,19 @@ def stream_peer(data: bytes) -> PeerId:
         info.ParseFromString(data)
     except DecodeError as error:
         raise FrameError(f"p2pd introduced a stream with something else: {error}") from None
-    return PeerID(info.peer).to_base58()
+    return _peer_id(info.peer)
 
 
 def peer_bytes(peer: PeerId) -> bytes:
     """Raises ControlError if this is no peer id."""
     try:
-        return PeerID.from_base58(peer).to_bytes()
+        return base58.b58decode(peer)
     except ValueError:
         raise ControlError(f"{peer[:80]!r} is not a peer id") from None
+
+
+def _peer_id(data: bytes) -> PeerId:
+    return base58.b58encode(data).decode()
 
 
 async def _one_listens(places: Sequence[Place], timeout_s: float) -> None:
@@ -282,99 +376,3 @@ def _raw_address(address: str) -> bytes:
     id_bytes = peer_bytes(peer)
     length = pack_varint(len(id_bytes))
     return Multiaddr(place).to_bytes() + _P2P + length + id_bytes + Multiaddr(circuit).to_bytes()
-
-
-class _SafeControl(ControlClient):
-    """hivemind's control client with three holes closed, each of which ends or exhausts a long run.
-
-    - A call that is cancelled in the same loop turn in which its answer arrives makes the reading
-      task set a result on a cancelled future, which ends that task: no later call is ever answered.
-    - A handler whose caller cancels is never forgotten.
-    - Any number of handlers may run at a time.
-    """
-
-    async def call_unary_handler(self, peer_id: PeerID, proto: str, data: bytes) -> bytes:
-        call_id = uuid4()
-        request = p2pd_pb2.PersistentConnectionRequest(
-            callId=call_id.bytes,
-            callUnary=p2pd_pb2.CallUnaryRequest(peer=peer_id.to_bytes(), proto=proto, data=data),
-        )
-        if request.ByteSize() > self.persistent_conn_max_msg_size // 2:
-            raise ControlError(f"a DHT message of {len(data)} bytes")
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._pending_calls[call_id] = answer
-        try:
-            await self._pending_messages.put(request)
-            return await asyncio.shield(answer)
-        except asyncio.CancelledError:
-            self._pending_messages.put_nowait(
-                p2pd_pb2.PersistentConnectionRequest(callId=call_id.bytes, cancel=p2pd_pb2.Cancel())
-            )
-            raise
-        finally:
-            self._pending_calls.pop(call_id, None)
-            if answer.done() and not answer.cancelled():
-                answer.exception()  # seen
-
-    async def _handle_persistent_request(self, call_id: UUID, request: Any) -> None:
-        try:
-            if len(self._handler_tasks) > _MAX_DHT_HANDLERS:
-                busy = p2pd_pb2.CallUnaryResponse(error=b"too busy")
-                self._pending_messages.put_nowait(
-                    p2pd_pb2.PersistentConnectionRequest(callId=call_id.bytes, unaryResponse=busy)
-                )
-                return
-            await super()._handle_persistent_request(call_id, request)
-        except KeyError:
-            pass  # the parent's own attempt to forget the handler
-        finally:
-            self._handler_tasks.pop(call_id, None)
-
-    async def close_and_wait(self) -> None:
-        """`close` only asks the tasks to end."""
-        tasks = [task for task in (self._read_task, self._write_task) if task is not None]
-        tasks += list(self._handler_tasks.values())
-        for task in tasks:
-            task.cancel()
-        for call in self._pending_calls.values():
-            call.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class AttachedP2P(P2P):
-    """hivemind's P2P on a p2pd that another object owns; for the DHT, which uses unary calls only."""
-
-    control: _SafeControl
-
-    @classmethod
-    async def attach(cls, control_path: Path, client_path: Path) -> AttachedP2P:
-        """Connect to the p2pd at `control_path`. Raises ControlError if it cannot be reached."""
-        self = cls()
-        self._daemon_listen_maddr = Multiaddr(f"/unix{control_path}")
-        self._client_listen_maddr = Multiaddr(f"/unix{client_path}")
-        client = Client(_initialized_with_create=True)
-        try:
-            self.control = await _SafeControl.create(
-                daemon_connector=DaemonConnector(self._daemon_listen_maddr),
-                listen_maddr=self._client_listen_maddr,
-            )
-        except OSError as error:
-            raise _not_asked(error) from None
-        except asyncio.IncompleteReadError as error:
-            raise ControlError(f"p2pd cannot be reached: {error}") from None
-        client.control = self.control
-        self._client = client
-        self._alive = True
-        await self._ping_daemon()
-        return self
-
-    @property
-    def answering(self) -> bool:
-        """Whether the persistent connection to p2pd is up."""
-        task = self.control._read_task
-        return task is not None and not task.done()
-
-    async def close(self) -> None:
-        """End every task of the client."""
-        await self.control.close_and_wait()
-        await self.shutdown()

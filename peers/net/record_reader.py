@@ -1,5 +1,3 @@
-# pyright: reportAttributeAccessIssue=false
-# (hivemind's node does not know that its protocol is ours)
 """Reads the records of a run into a table: what is near often, the rest in turn.
 
 Kademlia finds the nodes near a key; from there on we read ourselves, because `DHTNode.get` stops at the
@@ -21,9 +19,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 
 from peers.clock import now_s, unix_s
-from peers.net._hivemind import PeerID
-from peers.net.dht_protocol import MAX_ANSWER_BYTES, MAX_KEYS_PER_CALL, MAX_SUBKEYS, Entry, record_ids
-from peers.net.dht_storage import REPLICAS, SEARCH_WAIT_S, DhtStorage, Place
+from peers.net.dht_protocol import (
+    MAX_ANSWER_BYTES,
+    MAX_KEYS_PER_CALL,
+    MAX_SUBKEYS,
+    REPLICAS,
+    Entry,
+    record_ids,
+)
+from peers.net.dht_storage import SEARCH_WAIT_S, DhtStorage, Place
 from peers.net.lookup import Allowance, Lookup, Scale, nodes_to_ask
 from peers.net.record_table import Table
 from peers.net.signed_records import Announced, peers_key
@@ -118,17 +122,16 @@ class RecordReader:
     async def read_all(self, stages: Collection[Stage], limit_s: float) -> None:
         """Read everything of some stages now. How far a stage is spread turns out while it is read."""
         began = now_s()
-        with self._storage.keeping():
-            while self._storage.online and now_s() < began + limit_s:
-                places = [place for place in self.places_of(stages) if place.read_at < began]
-                if not places:
-                    break
-                if not self._storage.knows_others or any(place.is_new for place in places):
-                    wait_s = SEARCH_WAIT_S if self._storage.neighbours <= _ALL_NEAR else _FAR_SEARCH_WAIT_S
-                    await self._storage.search(places, wait_s=wait_s)
-                if not await self._read(places, None, MAX_ANSWER_BYTES, limit_s=limit_s):
-                    break  # no node answers
-        self.refreshed = self.refreshed or self._storage.knows_others
+        while self._storage.online and now_s() < began + limit_s:
+            places = [place for place in self.places_of(stages) if place.read_at < began]
+            if not places:
+                break
+            if not self._storage.neighbours or any(place.is_new for place in places):
+                wait_s = SEARCH_WAIT_S if self._storage.neighbours <= _ALL_NEAR else _FAR_SEARCH_WAIT_S
+                await self._storage.search(places, wait_s=wait_s)
+            if not await self._read(places, None, MAX_ANSWER_BYTES, limit_s=limit_s):
+                break  # no node answers
+        self.refreshed = self.refreshed or bool(self._storage.neighbours)
 
     async def read_some(self) -> None:
         """What is due in this refresh: of the stages that we work with, then of the others."""
@@ -174,7 +177,7 @@ class RecordReader:
         most_bytes: int,
         *,
         limit_s: float,
-        asked_of: Mapping[bytes, PeerID] | None = None,
+        asked_of: Mapping[bytes, PeerId] | None = None,
     ) -> bool:
         """Ask for what is new under some keys; whether that was answered for any of them.
 
@@ -186,10 +189,10 @@ class RecordReader:
         by_key = {place.key: place for place in places}
         clock = asyncio.get_running_loop().time
         began, end = now_s(), clock() + limit_s
-        holders: dict[bytes, list[PeerID]] = {}
-        spare: dict[bytes, list[PeerID]] = {}
+        holders: dict[bytes, list[PeerId]] = {}
+        spare: dict[bytes, list[PeerId]] = {}
         for place in places:
-            self._take(place.key, self._storage.stored_here(place.key_id))
+            self._take(place.key, self._storage.node.entries(place.key))
             near = self._storage.nearest(place, 2 * REPLICAS)
             first = (
                 near[:REPLICAS]
@@ -202,13 +205,13 @@ class RecordReader:
             if not near:
                 place.read_at = began  # we are alone
         lookup = Lookup(holders, spare, self._random, answers=1 if self.refreshed else FIRST_ANSWERS)
-        asking: dict[asyncio.Task[bool], tuple[PeerID, list[bytes], float]] = {}
+        asking: dict[asyncio.Task[bool], tuple[PeerId, list[bytes], float]] = {}
         while self._storage.online:
             for peer, keys in lookup.ask().items():
                 for start in range(0, len(keys), MAX_KEYS_PER_CALL):
                     some = keys[start : start + MAX_KEYS_PER_CALL]
                     question = self._ask(peer, [by_key[key] for key in some], allowance, most_bytes)
-                    asking[self._storage.create_task(question)] = (peer, some, clock())
+                    asking[self._storage.tasks.create_task(question)] = (peer, some, clock())
             if lookup.over or clock() >= end:
                 break  # what still comes goes into the table
             done, _ = await asyncio.wait(asking, timeout=SLOW_S, return_when=asyncio.FIRST_COMPLETED)
@@ -222,21 +225,21 @@ class RecordReader:
         return any(place.read_at >= began for place in places)
 
     async def _ask(
-        self, peer: PeerID, places: Sequence[Place], allowance: Allowance | None, most_bytes: int
+        self, peer: PeerId, places: Sequence[Place], allowance: Allowance | None, most_bytes: int
     ) -> bool:
         """Take in what is new at one node under some keys; whether it answered."""
-        assert self._storage.node is not None
         now = unix_s()
         known = {
             place.key: dict(islice(self._table.under(place.key, now=now).items(), MAX_SUBKEYS))
             for place in places
         }
-        answered = await self._storage.node.protocol.call_read(peer, known, most_bytes)
+        answered = await self._storage.node.read(peer, known, most_bytes)
         if answered is None:
             for place in places:
-                place.near = [one for one in place.near if one[1] != peer]
-                if not place.near:
-                    place.searched_at = -math.inf  # look again
+                if peer in place.near:
+                    # Look again. In its place would come one that is near many keys of those that we know:
+                    # it is asked first, and has none of this one.
+                    place.near, place.searched_at = [one for one in place.near if one != peer], -math.inf
             return False
         found, size = answered
         self.read_bytes += size

@@ -13,12 +13,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from peers.net._hivemind import TaskKeeper
 from peers.net.bandwidth import BandwidthEstimator, RateLimiter, Traffic
 from peers.net.body_buffers import flat
 from peers.net.connection import ClientConnection, Connection, ServedCall, ServerConnection
 from peers.net.identity import CIRCUIT
 from peers.net.p2pd_control import ControlError, DaemonControl, check_response, stream_peer
+from peers.net.tasks import TaskKeeper
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.ports import Answer, Buffer, Handler, NetworkPath
 from peers.waiting import happens, within
@@ -389,14 +389,12 @@ class NetTransport:
             raise Busy(f"{MAX_HANDLERS_PER_PEER} calls of yours are being worked on")
         self._handling[link.peer] += 1
         task = self._tasks.create_task(self._serve(link, served, handler))
-        task.add_done_callback(lambda done: self._served(link.peer, done))
+        task.add_done_callback(lambda _: self._served(link.peer))
 
-    def _served(self, peer: PeerId, task: asyncio.Task[None]) -> None:
+    def _served(self, peer: PeerId) -> None:
         self._handling[peer] -= 1
         if not self._handling[peer]:
             del self._handling[peer]
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("bug while answering a call", exc_info=task.exception())
 
     async def _serve(self, link: ServerConnection, served: ServedCall, handler: Handler) -> None:
         """Run the handler and send what becomes of it. Goes on when the caller is gone: the work counts."""

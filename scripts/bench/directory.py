@@ -15,7 +15,7 @@ import random
 import time
 from typing import Any
 
-from peers.net import dht_storage, record_reader, signed_records
+from peers.net import dht_protocol, record_reader, signed_records
 from peers.net._hivemind import dht_pb2
 from peers.net.dht_protocol import Entry, Found, RecordCheck, answer, ask, read_question, record_ids
 from peers.net.dht_protocol import _answer_decoder as decoder
@@ -134,7 +134,7 @@ def directory(peers: int, stages: int) -> dict[str, Any]:
         far_bytes = whole_bytes * min(1.0, survey_s / renew_s)
         survey_s = max(turn_s, far_bytes / record_reader.FAR_BYTES_PER_S)
     one = next(iter(near.held.values()))[0]
-    copies = sum(4.0**-up for up in range(near.level + 1)) * dht_storage.REPLICAS
+    copies = sum(4.0**-up for up in range(near.level + 1)) * dht_protocol.REPLICAS
     searches = (
         3 * keys / (DEFAULT_TIMINGS.search_every_s * times)
         + far_stages * keys / record_reader.FAR_SEARCH_EVERY_S

@@ -1,4 +1,4 @@
-"""Hundreds of real `NetDirectory`s in one event loop: hivemind's DHT and our protocol, without p2pd between.
+"""Hundreds of real `NetDirectory`s in one event loop: our nodes of the DHT, without p2pd between.
 
 Time is virtual, so that a loaded machine changes nothing: waiting costs none, and what passes in a minute is
 known in seconds.
@@ -14,23 +14,16 @@ known in seconds.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
-import hivemind.dht.protocol as protocol_module
-import hivemind.utils.timed_storage as timed_storage
-
-from peers.clock import unix_s
-from peers.net import dht_protocol
-from peers.net._hivemind import P2PContext, PeerID
+from peers.net.dht_protocol import DhtNode
 from peers.net.directory import NetDirectory
 from peers.net.identity import Identity
-from peers.net.p2pd_control import ControlError
+from peers.net.p2pd_control import CallHandler, ControlError
 from peers.net.record_table import Table
 from peers.sim.loop import VirtualLoop
 from swarm.ids import PeerId, Stage
@@ -57,34 +50,34 @@ class MachinesLoop(VirtualLoop):
         return super().unix_s() + (wrong.ahead_s if wrong is not None else 0.0)
 
 
-class MemoryP2P:
-    """What hivemind's DHT needs of a p2pd, which is also what joining needs of its control."""
+class MemoryControl:
+    """What a node of the DHT needs of its p2pd."""
 
     def __init__(self, dht: MemoryDht, peer_id: PeerId) -> None:
         self._dht = dht
-        self.peer_id = PeerID.from_base58(peer_id)
-        self.handlers: dict[str, Callable[..., Any]] = {}
+        self._peer_id = peer_id
+        self.handlers: dict[str, CallHandler] = {}
 
-    async def add_protobuf_handler(self, name: str, handler: Callable[..., Any], *_: Any, **__: Any) -> None:
+    async def serve_calls(self, name: str, handler: CallHandler) -> None:
+        """As `DaemonControl.serve_calls`."""
         self.handlers[name] = handler
 
-    async def call_protobuf_handler(self, peer: PeerID, name: str, question: Any, kind: type) -> Any:
+    async def call_peer(self, peer: PeerId, name: str, data: bytes) -> bytes:
         """A call, counted by its method at both ends."""
-        other = self._dht.nodes.get(str(peer))
-        if other is None or str(peer) in self._dht.dead:
+        other = self._dht.nodes.get(peer)
+        if other is None or peer in self._dht.dead:
             raise ControlError("cannot be reached")
         await asyncio.sleep(0)
-        if str(peer) in self._dht.hung:
+        if peer in self._dht.hung:
             await asyncio.get_running_loop().create_future()
-        context = P2PContext(handle_name=name, local_id=peer, remote_id=self.peer_id)
         mine = _wrong_clock.set(other.clock)
         try:
-            answer = await other.p2p.handlers[name](question, context)
+            answer = await other.control.handlers[name](data, self._peer_id)
         finally:
             _wrong_clock.reset(mine)
         method = name.rpartition(".")[2]
         self._dht.calls[method] += 1
-        self._dht.bytes[method] += question.ByteSize() + answer.ByteSize()
+        self._dht.bytes[method] += len(data) + len(answer)
         return answer
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], limit_s: float) -> None:
@@ -98,7 +91,7 @@ class MemoryNode:
     """One node of it."""
 
     identity: Identity
-    p2p: MemoryP2P
+    control: MemoryControl
     directory: NetDirectory
     clock: Clock
 
@@ -107,15 +100,14 @@ class MemoryNode:
         return self.identity.peer_id
 
     @property
-    def protocol(self) -> Any:
+    def node(self) -> DhtNode:
         """What it keeps for others."""
-        assert self.directory.storage.node is not None
-        return self.directory.storage.node.protocol
+        return self.directory.storage.node
 
     def forget_nodes(self, *others: MemoryNode) -> None:
         """As after a long cut; all nodes, if none is named."""
-        gone, table = {other.peer_id for other in others}, self.protocol.routing_table
-        for uid in [uid for uid, peer in table.uid_to_peer_id.items() if str(peer) in gone or not gone]:
+        gone, table = {other.peer_id for other in others}, self.node.table
+        for uid in [uid for uid, peer in table.uid_to_peer_id.items() if peer in gone or not gone]:
             del table[uid]
 
     def forget_records(self) -> None:
@@ -130,7 +122,6 @@ class MemoryDht:
 
     def __init__(self) -> None:
         self.nodes: dict[PeerId, MemoryNode] = {}
-        self._patches = contextlib.ExitStack()
         self.dead: set[PeerId] = set()
         self.hung: set[PeerId] = set()
         """They never answer."""
@@ -146,13 +137,12 @@ class MemoryDht:
         One that was killed may come back.
         """
         identity = Identity(number.to_bytes(32, "big"))
-        p2p = MemoryP2P(self, identity.peer_id)
+        control: Any = MemoryControl(self, identity.peer_id)
         joined = [join] if isinstance(join, MemoryNode) else join
         addresses = [f"/ip4/127.0.0.1/tcp/1/p2p/{other.peer_id}" for other in joined]
-        control: Any = p2p
         self.dead.discard(identity.peer_id)
-        directory = NetDirectory(control, control, identity, run_id, join=addresses, **options)
-        node = self.nodes[identity.peer_id] = MemoryNode(identity, p2p, directory, Clock(ahead_s))
+        directory = NetDirectory(control, identity, run_id, join=addresses, **options)
+        node = self.nodes[identity.peer_id] = MemoryNode(identity, control, directory, Clock(ahead_s))
         mine = _wrong_clock.set(node.clock)
         try:
             await directory.start()
@@ -166,12 +156,9 @@ class MemoryDht:
         await node.directory.close()
 
     async def __aenter__(self) -> MemoryDht:
-        for module in (timed_storage, protocol_module, dht_protocol):
-            self._patches.enter_context(patch.object(module, "get_dht_time", unix_s))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._patches.close()
         for node in self.nodes.values():
             await node.directory.close()
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from peers.net._hivemind import PeerID, p2pd_pb2
+from peers.net._hivemind import p2pd_pb2
 from peers.net.connection_state import pack_varint
 from peers.net.identity import Identity
-from peers.net.p2pd_control import ControlError
+from peers.net.p2pd_control import ControlError, peer_bytes
 from peers.net.transport import NetTransport
 from swarm.ids import PeerId
 from swarm.wire import frames
@@ -134,7 +134,9 @@ class _Control:
         if peer not in self._relay.paths:
             raise ControlError("all dials failed")
         near, far = socket.socketpair()
-        _, link = await asyncio.get_running_loop().create_unix_connection(lambda: make(b"open"), sock=near)
+        _, link = await asyncio.get_running_loop().create_unix_connection(
+            lambda: make(message(b"open")), sock=near
+        )
         self._relay.start(self._peer, peer, far)
         return link
 
@@ -146,7 +148,7 @@ def message(data: bytes) -> bytes:
 
 def introduction(caller: PeerId) -> bytes:
     """What p2pd says first on an incoming stream."""
-    info = p2pd_pb2.StreamInfo(peer=PeerID.from_base58(caller).to_bytes(), addr=b"", proto="x")
+    info = p2pd_pb2.StreamInfo(peer=peer_bytes(caller), addr=b"", proto="x")
     return message(info.SerializeToString())
 
 

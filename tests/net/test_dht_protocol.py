@@ -11,17 +11,26 @@ from collections.abc import Mapping
 
 import msgspec
 import pytest
-from hivemind.dht.routing import RoutingTable
-from hivemind.dht.storage import DHTLocalStorage
 from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.clock import unix_s
 from peers.net import dht_protocol, signed_records
-from peers.net._hivemind import DHTID, P2PContext, PeerID, dht_pb2
-from peers.net.dht_protocol import Entry, Found, RecordCheck, RecordProtocol, answer, ask, read_question
+from peers.net._hivemind import dht_pb2
+from peers.net.dht_protocol import (
+    DhtNode,
+    Entry,
+    Found,
+    RecordCheck,
+    answer,
+    ask,
+    key_bytes,
+    node_id_of,
+    read_question,
+)
 from peers.net.identity import Identity
 from peers.net.lookup import Shard
+from peers.net.tasks import TaskKeeper
 from swarm.errors import Refused
 from swarm.records import PeerRecord
 from swarm.wire.version import PROTOCOL_VERSION
@@ -119,32 +128,28 @@ def test_a_question_beyond_its_bounds_is_refused(data: bytes) -> None:
 # -- keeping -----------------------------------------------------------------------------------------------
 
 
-def node(check: RecordCheck | None = None) -> RecordProtocol:
-    """A protocol that is asked by calling it."""
-    protocol = RecordProtocol(_initialized_with_create=True)
-    protocol.storage, protocol.node_info = DHTLocalStorage(), dht_pb2.NodeInfo()
-    protocol.record_validator = check or RecordCheck()
-    return protocol
+def node(check: RecordCheck | None = None) -> DhtNode:
+    """A node that is asked by calling it."""
+    return DhtNode(peer_id(0), check or RecordCheck(), TaskKeeper())
 
 
-def context(sender: int) -> P2PContext:
-    peer = PeerID.from_base58(Identity(sender.to_bytes(32, "big")).peer_id)
-    return P2PContext(handle_name="", local_id=peer, remote_id=peer)
+def peer_id(number: int) -> str:
+    return Identity(number.to_bytes(32, "big")).peer_id
 
 
-async def store(at: RecordProtocol, *entries: Entry, sender: int, key: str = STAGE_0) -> list[bool]:
+async def store(at: DhtNode, *entries: Entry, sender: int, key: str = STAGE_0) -> list[bool]:
     request = dht_pb2.StoreRequest(
-        keys=[DHTID.generate(source=key).to_bytes()] * len(entries),
-        subkeys=[at.serializer.dumps(one.subkey) for one in entries],
+        keys=[key_bytes(key)] * len(entries),
+        subkeys=[msgspec.msgpack.encode(one.subkey) for one in entries],
         values=[one.value for one in entries],
         expiration_time=[one.expires for one in entries],
         in_cache=[False] * len(entries),
     )
-    return list((await at.rpc_store(request, context(sender))).store_ok)
+    return list((await at.rpc_store(request, peer_id(sender))).store_ok)
 
 
-def kept(at: RecordProtocol, key: str = STAGE_0) -> list[str]:
-    return [one.subkey for one in at.entries(DHTID.generate(source=key))]
+def kept(at: DhtNode, key: str = STAGE_0) -> list[str]:
+    return [one.subkey for one in at.entries(key_bytes(key))]
 
 
 async def test_of_a_flood_through_one_node_no_record_keeps_out_a_peer_that_speaks_for_itself() -> None:
@@ -165,9 +170,9 @@ async def test_of_a_flood_through_one_node_no_record_keeps_out_a_peer_that_speak
 @pytest.mark.virtual_time
 async def test_what_has_expired_is_not_told() -> None:
     async with MemoryDht() as dht:
-        at, key_id = (await dht.add(0)).protocol, DHTID.generate(source=STAGE_0)
+        at = (await dht.add(0)).node
         for subkey, life_s in (("soon", 5.0), ("later", 10.0)):
-            at.storage.store(key_id, b"", unix_s() + life_s, subkey=subkey)
+            at.keep(key_bytes(STAGE_0), Entry(subkey, b"", unix_s() + life_s), first_hand=False)
         await asyncio.sleep(6.0)
         assert kept(at) == ["later"]
 
@@ -194,10 +199,10 @@ async def test_a_store_call_of_too_many_values_or_for_the_cache_keeps_nothing() 
     at = node()
     assert not any(await store(at, *(entry(n) for n in range(100, 165)), sender=99))
     request = dht_pb2.StoreRequest(
-        keys=[DHTID.generate(source=STAGE_0).to_bytes()], subkeys=[at.serializer.dumps(entry(1).subkey)],
+        keys=[key_bytes(STAGE_0)], subkeys=[msgspec.msgpack.encode(entry(1).subkey)],
         values=[entry(1).value], expiration_time=[entry(1).expires], in_cache=[True],
     )  # fmt: skip
-    assert list((await at.rpc_store(request, context(1))).store_ok) == [False]
+    assert list((await at.rpc_store(request, peer_id(1))).store_ok) == [False]
     assert kept(at) == []
 
 
@@ -226,66 +231,63 @@ async def test_a_strangers_records_are_not_stored() -> None:
     for number, (reason, key, subkey, value, expires) in enumerate(wrong, start=1):
         assert await store(at, Entry(subkey, value, expires), sender=1, key=key) == [False], reason
         assert sum(check.rejected.values()) == number and any(reason in text for text in check.rejected)
-    assert len(at.storage) == 0
+    assert not at._kept
     # His own record, about himself, is as good as any. An older one does not replace it.
     assert await store(at, Entry(me.peer_id, good, soon()), sender=1) == [True]
     renewed = msgspec.structs.replace(own, version=7)
     older = signed_records.seal_record(renewed, soon() - 5, me)
     assert await store(at, Entry(me.peer_id, older, soon() - 5), sender=1) == [False]
-    (kept_now,) = at.entries(DHTID.generate(source=STAGE_0))
+    (kept_now,) = at.entries(key_bytes(STAGE_0))
     assert kept_now.value == good
 
 
 async def test_what_does_not_fit_a_question_is_no_answer() -> None:
     request = dht_pb2.FindRequest(keys=[b"what is this"])
-    assert len((await node().rpc_read(request, context(1))).results) == 0
+    assert len((await node().rpc_read(request, peer_id(1))).results) == 0
 
 
 def test_what_is_handed_on_goes_in_batches() -> None:
-    due = [(DHTID.generate(source="k"), entry(n)) for n in range(300)]
+    due = [(key_bytes("k"), entry(n)) for n in range(300)]
     batches = list(dht_protocol._batches(due))
     assert [one for batch in batches for one in batch] == due
     assert all(len(batch) <= dht_protocol.MAX_KEYS_PER_CALL for batch in batches)
-    large = [(DHTID.generate(source="k"), Entry("a", bytes(16_000), 1.0))] * 9
+    large = [(key_bytes("k"), Entry("a", bytes(16_000), 1.0))] * 9
     assert [len(batch) for batch in dht_protocol._batches(large)] == [4, 4, 1]
 
 
 # -- believing ---------------------------------------------------------------------------------------------
 
 
+class Control:
+    """A p2pd at which every node says the same."""
+
+    def __init__(self, said: dht_pb2.FindResponse) -> None:
+        self.said = said.SerializeToString()
+
+    async def call_peer(self, peer: str, name: str, data: bytes) -> bytes:
+        return self.said
+
+
 @pytest.mark.parametrize(
     ("value_bytes", "node_id", "believed"),
-    [(50, bytes(20), True), (50, b"\xff" * 21, False), (100_000, bytes(20), False)],
+    [(50, bytes(20), True), (50, b"\xff" * 21, True), (100_000, bytes(20), False)],
 )
 async def test_an_answer_that_cannot_be_ends_nothing_and_costs_little(
     value_bytes: int, node_id: bytes, believed: bool
 ) -> None:
-    at, peer = node(), context(1).remote_id
-    entries = (Entry("a", bytes(value_bytes), soon()),)
-    value = dht_protocol._encode([Found(entries, 0)])
-
-    class Stub:
-        async def rpc_read(self, request: object, timeout: float) -> dht_pb2.FindResponse:
-            return dht_pb2.FindResponse(
-                results=[dht_pb2.FindResult(value=value)], peer=dht_pb2.NodeInfo(node_id=node_id)
-            )
-
-    class Table(dict[object, object]):
-        def get(self, **_: object) -> None:  # no node is known
-            return None
-
-    at.get_stub = lambda peer: Stub()  # pyright: ignore
-    at.rpc_semaphore, at.wait_timeout, at.routing_table = asyncio.Semaphore(1), 1.0, Table()  # pyright: ignore
-    assert (await at.call_read(peer, {bytes(20): {}}, 1000) is not None) == believed
+    at = node()
+    value = dht_protocol._encode([Found((Entry("a", bytes(value_bytes), soon()),), 0)])
+    found, info = dht_pb2.FindResult(value=value), dht_pb2.NodeInfo(node_id=node_id)
+    at.control = Control(dht_pb2.FindResponse(results=[found], peer=info))  # pyright: ignore
+    assert (await at.read(peer_id(1), {bytes(20): {}}, 1000) is not None) == believed
+    assert not at.table.peer_id_to_uid
 
 
 async def test_a_node_stands_where_its_name_puts_it_and_nowhere_else() -> None:
     at, met = node(), []
-    at.node_id = DHTID.generate(source="me")  # pyright: ignore
-    at.routing_table = RoutingTable(at.node_id, 10, 5)  # pyright: ignore
-    at._hand_on = lambda node_id, peer_id: met.append(node_id)  # pyright: ignore
-    peer = context(1).remote_id
-    await at.update_routing_table(DHTID.generate(source="beside a key of its choice"), peer)
-    assert not met and not at.routing_table.peer_id_to_uid
-    await at.update_routing_table(DHTID.generate(source=str(peer)), peer)
-    assert met == [DHTID.generate(source=str(peer))] and list(at.routing_table.peer_id_to_uid) == [peer]
+    at._hand_on = met.append  # pyright: ignore
+    peer = peer_id(1)
+    at._met(peer, dht_pb2.NodeInfo(node_id=key_bytes("beside a key of its choice")))
+    assert not met and not at.table.peer_id_to_uid
+    at._met(peer, dht_pb2.NodeInfo(node_id=node_id_of(peer).to_bytes()))
+    assert met == list(at.table.peer_id_to_uid) == [peer]

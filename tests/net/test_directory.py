@@ -12,8 +12,7 @@ import pytest
 import pytest_asyncio
 
 from peers.clock import now_s, unix_s
-from peers.net._hivemind import DHTID, PeerID
-from peers.net.dht_protocol import Entry, RecordProtocol
+from peers.net.dht_protocol import DhtNode, Entry, key_bytes
 from peers.net.identity import Identity
 from peers.net.lookup import Allowance, Scale, shards_at
 from peers.net.signed_records import _pack, open_record, peers_key, record_keys, seal_record
@@ -114,7 +113,7 @@ async def test_a_fresh_nodes_first_reading_does_not_depend_on_one_holder_that_mi
 ) -> None:
     first, (other,) = await run_of(dht, 1)
     for number in range(10, 18):  # each asks in an order of its own
-        first.protocol.storage.clear()  # as if it had been away when it was stored
+        first.node._kept.clear()  # as if it had been away when it was stored
         fresh = await watching(dht, number, other, timings=RARELY)
         await asyncio.sleep(0.1)
         assert fresh.directory.neighbours == number - 10 + 2
@@ -166,11 +165,11 @@ async def test_two_halves_that_forgot_each_other_become_one_network_again(dht: M
         for node in half:
             node.forget_nodes(*others)
             node.forget_records()
-            node.protocol.storage.clear()
+            node.node._kept.clear()
     await asyncio.sleep(12.0)
     assert all(seen(node) == ids(*nodes) for node in nodes)
     for node in nodes:
-        known = {str(peer) for peer in node.protocol.routing_table.peer_id_to_uid}
+        known = set(node.node.table.peer_id_to_uid)
         assert known >= set(ids(*nodes)) - {node.peer_id}
 
 
@@ -230,7 +229,7 @@ async def test_a_run_says_by_its_manifest_how_many_stages_there_are_to_read(dht:
 def hold(stranger: MemoryNode, peer: str, value: bytes, expires: float) -> None:
     """It checks nothing of what it keeps for others itself."""
     (key,) = [peers_key(RUN, shard) for shard in shards_at(0, 0)]
-    stranger.protocol.storage.store(DHTID.generate(source=key), value, expires, subkey=peer)
+    stranger.node.keep(key_bytes(key), Entry(peer, value, expires), first_hand=False)
 
 
 async def test_what_a_strangers_node_answers_is_verified(dht: MemoryDht) -> None:
@@ -245,7 +244,7 @@ async def test_what_a_strangers_node_answers_is_verified(dht: MemoryDht) -> None
     hold(stranger, "x" * 52, b"no record", float("inf"))
     assert list(await victim.directory.refresh()) == []
     assert "a record with a wrong signature" in victim.directory.check.rejected
-    stranger.protocol.storage.clear()
+    stranger.node._kept.clear()
     hold(stranger, me.peer_id, seal_record(record(stranger), soon, me), soon)
     await asyncio.sleep(0.1)
     assert [record.peer for record in await victim.directory.refresh()] == [me.peer_id]
@@ -253,17 +252,15 @@ async def test_what_a_strangers_node_answers_is_verified(dht: MemoryDht) -> None
 
 async def test_a_flood_of_made_up_peers_hides_no_peer_that_speaks_for_itself(dht: MemoryDht) -> None:
     first = await dht.add(0, run_id=None)
-    first.protocol.max_subkeys = 100
+    first.node.max_subkeys = 100
     flooding = await dht.add(1, join=first, run_id=None)
     (key,) = [peers_key(RUN, shard) for shard in shards_at(3, 0)]
-    key_id, expires, stored = DHTID.generate(source=key), unix_s() + 500.0, 0
+    expires, stored = unix_s() + 500.0, 0
     for number in range(150):
         me = Identity((10**6 + number).to_bytes(32, "big"))
         made_up = PeerRecord(peer=me.peer_id, run=RUN, stage=3, state="serving", version=0)
-        answer = await flooding.protocol.call_store(
-            PeerID.from_base58(first.peer_id), [key_id], [seal_record(made_up, expires, me)], expires,
-            subkeys=[me.peer_id],
-        )  # fmt: skip
+        entry = Entry(me.peer_id, seal_record(made_up, expires, me), expires)
+        answer = await flooding.node.store(first.peer_id, [(key_bytes(key), entry)])
         stored += bool(answer and answer[0])
     assert stored == 100, "the key is full"
     honest, reader = await watching(dht, 2, first), await watching(dht, 3, first)
@@ -271,7 +268,7 @@ async def test_a_flood_of_made_up_peers_hides_no_peer_that_speaks_for_itself(dht
     await honest.directory.announce(mine)
     await asyncio.sleep(5.0)
     assert reader.directory.find(honest.peer_id) == mine
-    told = first.protocol.entries(key_id)
+    told = first.node.entries(key_bytes(key))
     assert told[0].subkey == honest.peer_id and len(told) == 100
 
 
@@ -300,8 +297,7 @@ async def crowded(dht: MemoryDht) -> MemoryNode:
     node = await dht.add(0, run_id=None)
     for key, entries in crowd().items():
         for entry in entries.values():
-            key_id = DHTID.generate(source=key)
-            node.protocol.storage.store(key_id, entry.value, entry.expires, subkey=entry.subkey)
+            node.node.keep(key_bytes(key), entry, first_hand=False)
     return node
 
 
@@ -321,7 +317,7 @@ async def test_a_peer_reads_the_stages_that_it_works_with_and_the_rest_slowly(
     dht: MemoryDht, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One of a thousand nodes is near few keys; one of two would be given all of them to keep.
-    monkeypatch.setattr(RecordProtocol, "_hand_on", lambda *_: None)
+    monkeypatch.setattr(DhtNode, "_hand_on", lambda *_: None)
     directory = (peer := await reading(dht, 1, await crowded(dht), 2, 3, 4)).directory
     directory.reader.far = Allowance(20e3, 20e3)
     await directory.refresh()
@@ -368,7 +364,7 @@ async def test_all_is_read_at_once_and_a_node_that_joins_is_given_what_it_should
     assert Counter(record.stage for record in records) == dict.fromkeys(range(STAGES), EACH)
     assert records[0].addresses == (f"/ip4/203.0.113.7/tcp/31337/p2p/{records[0].peer}",)
     await asyncio.sleep(1.0)
-    held = sum(len(node.protocol.entries(key)) for key in list(node.protocol.storage.data))
+    held = sum(len(node.node.entries(key)) for key in node.node._kept)
     assert held == sum(map(len, crowd().values()))
     assert not node.directory.check.rejected
 
@@ -392,8 +388,8 @@ async def test_a_newcomer_to_a_large_stage_is_seen_at_once_and_one_that_moves_aw
     await replica.directory.refresh()
     # It does not read stage 0; but the newcomer is not of stage 3 any more.
     assert [r.state for r in replica.directory.at(3) if r.peer == newcomer.peer_id] == ["left"]
-    home = DHTID.generate(source=record_keys(mine, LEVEL)[0])
-    (told,) = [entry for entry in first.protocol.entries(home) if entry.subkey == newcomer.peer_id]
+    home = key_bytes(record_keys(mine, LEVEL)[0])
+    (told,) = [entry for entry in first.node.entries(home) if entry.subkey == newcomer.peer_id]
     assert open_record(told.value, told.subkey, told.expires).record.state == "left", "told where it was"
     await replica.directory.refresh({0})
     assert replica.directory.find(newcomer.peer_id) == moved

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import Any
 
 import pytest
 
-from peers.net._hivemind import DHTNode
+from peers.net.dht_protocol import DhtNode
 from peers.net.directory import NetDirectory
 from peers.net.lookup import Scale
 from tests.net.memory_dht import MemoryDht, MemoryNode, record
@@ -35,12 +34,8 @@ def counts(directory: NetDirectory) -> Counter[int]:
 async def test_all_peers_find_their_stages_at_the_nodes_near_their_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    create = DHTNode.create
-
-    async def of_few_neighbours(**options: Any) -> DHTNode:
-        return await create(**(options | {"bucket_size": 4, "depth_modulo": 1}))
-
-    monkeypatch.setattr(DHTNode, "create", of_few_neighbours)
+    monkeypatch.setattr(DhtNode, "bucket_size", 4)
+    monkeypatch.setattr(DhtNode, "bucket_depth", 1)
     async with MemoryDht() as dht:
         nodes = await joined(dht, 20, 4, Scale(full=3))  # 5 peers are spread over the keys of two levels
         await asyncio.sleep(25.0)  # what was stored before all were there has expired
@@ -48,7 +43,7 @@ async def test_all_peers_find_their_stages_at_the_nodes_near_their_keys(
             assert counts(node.directory) == dict.fromkeys(range(4), 5)
             assert node.directory._level == 1
             assert node.directory.lag_s < 20.0
-        tables = [node.directory.storage.node.protocol.routing_table for node in nodes]  # type: ignore[union-attr]
+        tables = [node.node.table for node in nodes]
         known = [len(table.get_nearest_neighbors(table.node_id, 99)) for table in tables]
         assert min(known) < len(nodes) - 5, "routing tables alone would not do"
         # Steady work: questions are few, and what comes is what was renewed.

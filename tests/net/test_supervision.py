@@ -63,8 +63,8 @@ class Told:
     async def connected(self) -> set[str]:
         return {relay.rpartition("/")[2] for relay in self.met}
 
-    async def relayed(self) -> list[str]:
-        return []
+    async def connections(self) -> dict[str, list[str]]:
+        return {}
 
     def kill(self) -> None:
         self.kills += 1

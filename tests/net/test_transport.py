@@ -590,7 +590,7 @@ async def test_a_link_that_calls_have_opened_anew_is_not_lost_to_the_direct_one(
     await caller.call(callee.peer_id, "echo", b"again")
     kept = caller._dialer.links[callee.peer_id]
     go_on.set()
-    await until(lambda: relay.dials == [callee.peer_id] * 3 and not caller._tasks)
+    await until(lambda: relay.dials == [callee.peer_id] * 3 and not caller._tasks._tasks)
     assert caller._dialer.links == {callee.peer_id: kept}
     await until(lambda: callee.links == (0, 1))
     assert (await caller.call(callee.peer_id, "echo", b"still")).header == b"still"
@@ -803,7 +803,7 @@ async def test_a_stream_cut_in_the_middle_of_a_frame_leaves_nothing(
         stranger.writer.write(whole[:cut])
         await stranger.close()
     await until(lambda: callee.links == (0, 0))
-    await until(lambda: not callee._tasks)
+    await until(lambda: not callee._tasks._tasks)
 
 
 async def test_any_bytes_end_in_an_orderly_close(
