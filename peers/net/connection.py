@@ -1,224 +1,562 @@
-"""The ends of a stream on an event loop: `connection_state` with a socket, timers and futures."""
+"""One stream between two peers, seen from either end: frames, calls and clocks on an event loop.
+
+Reading is a small state machine over two places: a scratch buffer, where prefixes, headers and small
+bodies are parsed, and the buffer that a body belongs to, into which the kernel writes directly. Memory is
+bounded by the protocol itself (credit before ACCEPT, sizes after), so reading never has to pause and a
+heartbeat is never stuck behind a body that no handler takes.
+
+A call goes through these states; a frame that fits none breaks the protocol:
+
+    client  waiting ─ACCEPT→ waiting    waiting ─RESULT→ answering ─BODY→ answering    waiting ─ERROR→ over
+    server  announced ─accept→ receiving ─BODY→ received ─answer→ sending → over       ABORT ends any
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 from peers.net.bandwidth import BandwidthEstimator
-from peers.net.connection_state import (
-    Answered,
-    BodyEnded,
-    Called,
-    ClientState,
-    ConnectionState,
-    Event,
-    Incoming,
-    Opened,
-    ServerState,
-)
+from peers.net.body_buffers import UNLIMITED, EarlySink, Outbox, Outgoing, Sink
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.ports import Answer
-from swarm.errors import BadAnswer, PeerFault, PeerGone, SwarmError
+from swarm.errors import (
+    BadAnswer,
+    Busy,
+    OtherVersion,
+    PeerFault,
+    PeerGone,
+    PeerSilent,
+    Refused,
+    SwarmError,
+    from_wire,
+    short,
+)
 from swarm.ids import PeerId
 from swarm.wire import frames
-from swarm.wire.frames import FrameError
+from swarm.wire.frames import FrameError, Kind, OtherVersionError, Prefix
+from swarm.wire.version import PROTOCOL_VERSION, differ
 
+EARLY_BYTES_PER_LINK = 8 * frames.WINDOW_BYTES
+"""What one caller can make us hold of bodies that we did not accept yet."""
 _HIGH_WATER_BYTES = 2 * frames.CHUNK_BYTES
+_SCRATCH_BYTES = 128 * 1024
+"""More than the largest header; a header has to lie in it as a whole."""
+_MAX_OPENING_BYTES = 64 * 1024
+"""Of p2pd's message that opens a stream."""
 
 
 class Connection(asyncio.BufferedProtocol):
-    """What both ends share."""
+    """What both ends share. Subclasses give frames their meaning."""
 
-    state: ConnectionState
+    hears: frozenset[Kind]
+    """Kinds of frames that the other end may send."""
+    role: str
 
-    def __init__(self) -> None:
+    def __init__(self, timings: NetTimings) -> None:
         self._loop = asyncio.get_running_loop()
+        self.peer: PeerId = ""
+        self.timings = timings
         self.closed = self._loop.create_future()
         """Done when the connection is gone."""
+        self.estimator = BandwidthEstimator()
+        """The transport has one for all links with a peer."""
+        self.outbox = Outbox()
+        self.lost_because: PeerFault | None = None
+        """Why it is over, if it is."""
         self._transport: asyncio.Transport | None = None
+        self._newest = 0
+        """Number of the newest call."""
+        self._last_byte_at = self._loop.time()
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._start, self._end = 0, 0
+        self._opened = False
+        """p2pd's message that opens the stream has arrived."""
+        self._prefix: Prefix | None = None
+        self._chunk_left = 0
+        self._sink: Sink | EarlySink | None = None
+        """Of the chunk that is under way; None if it is discarded."""
+        self._sink_call = 0
+        self._direct = self._deaf = False
+        self._finishing = self._finished = False
+        """Nothing follows what is queued; all of that is sent: what is said now came too late."""
+        self._paused_since: float | None = None
         self._ticker: asyncio.TimerHandle | None = None
+        self._tick_at = 0.0
         self._turn: asyncio.TimerHandle | None = None
-        self._said_end = self._ended = False
 
     @property
-    def peer(self) -> PeerId:
-        return self.state.peer
+    def over(self) -> bool:
+        return self.lost_because is not None
 
-    def _handle(self, event: Event) -> None:
+    # -- what subclasses say --------------------------------------------------------------------
+
+    def _open(self, message: bytes) -> None:
+        """p2pd's opening message arrived. Raises FrameError."""
         raise NotImplementedError
 
-    def _lost(self) -> None:
-        """The link is over, once."""
+    def _frame(self, prefix: Prefix, header: bytes, now: float) -> None:
+        """A frame without body arrived."""
+        raise NotImplementedError
 
-    # -- what the loop says ---------------------------------------------------------------------
+    def _sink_for(self, prefix: Prefix) -> Sink | EarlySink | None:
+        """Where the chunk goes; None to discard it."""
+        raise NotImplementedError
+
+    def _chunk_done(self) -> None:
+        """A chunk of `_sink_call` that was not discarded is complete."""
+        raise NotImplementedError
+
+    def _lost(self, fault: PeerFault) -> None:
+        """The link is over, once, because of this."""
+        raise NotImplementedError
+
+    def _check_clocks(self, now: float) -> bool:
+        """Act on what took too long; whether the clocks have to be checked again."""
+        raise NotImplementedError
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes are to be written; never empty."""
+        if self._chunk_left and self._start == self._end and self._sink is not None:
+            self._direct = True
+            return self._sink.view()[: self._chunk_left]
+        self._direct = False
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._start and _SCRATCH_BYTES - self._end < _SCRATCH_BYTES // 4:
+            left = self._end - self._start
+            self._scratch[:left] = bytes(self._scratch[self._start : self._end])
+            self._start, self._end = 0, left
+        return self._scratch[self._end :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self.over or self._deaf:
+            return
+        now = self._last_byte_at = self._loop.time()
+        if self._opened:
+            self.estimator.received_bytes += nbytes
+        try:
+            if self._direct and self._sink is not None:
+                self._take(self._sink, nbytes)
+            else:
+                self._end += nbytes
+                self._parse(now)
+        except OtherVersionError as error:
+            self._other_version(error)
+        except FrameError as error:
+            self.fail(BadAnswer(self.peer, str(error)))
+        self.flush()
+
+    def eof_received(self) -> bool:
+        self.fail(PeerGone(self.peer, "the connection broke"))
+        return False
+
+    def _other_version(self, error: OtherVersionError) -> None:
+        self.fail(BadAnswer(self.peer, str(error)))
+
+    @property
+    def _came_bytes(self) -> int:
+        """By all links with this peer, but for what is still to be looked at here."""
+        return self.estimator.received_bytes - (self._end - self._start)
+
+    def _estimate(self, size: int, since: float, came_before: int) -> None:
+        """A body is complete that was announced then. All that came meanwhile tells of the line: a body that
+        waits for others to be sent first has no slower one."""
+        came_bytes, took_s = self.estimator.received_bytes - came_before, self._last_byte_at - since
+        self.estimator.received(size, came_bytes, took_s)
+
+    def _take(self, sink: Sink | EarlySink, count: int) -> None:
+        sink.advance(count)
+        self._chunk_left -= count
+        if not self._chunk_left:
+            self._sink = None
+            self._chunk_done()
+
+    def _parse(self, now: float) -> None:
+        while not self.over:
+            available = self._end - self._start
+            if self._chunk_left:
+                count = min(available, self._chunk_left)
+                if not count:
+                    return
+                if self._sink is None:
+                    self._chunk_left -= count
+                else:
+                    view = self._sink.view()
+                    count = min(count, view.nbytes)
+                    view[:count] = self._scratch[self._start : self._start + count]
+                    self._take(self._sink, count)
+                self._start += count
+            elif self._prefix is not None:
+                size = self._prefix.header_bytes
+                if available < size:
+                    return
+                header = bytes(self._scratch[self._start : self._start + size])
+                self._start += size
+                prefix, self._prefix = self._prefix, None
+                self._frame(prefix, header, now)
+            elif not self._opened:
+                found = read_varint(self._scratch[self._start : self._end])
+                if found is not None and found[0] > _MAX_OPENING_BYTES:
+                    raise FrameError(f"an opening message of {found[0]} bytes")
+                if found is None or available < sum(found):
+                    return
+                self._start += sum(found)
+                self._opened = True
+                self._open(bytes(self._scratch[self._start - found[0] : self._start]))
+                self.estimator.received_bytes += self._end - self._start
+            elif available >= frames.PREFIX_BYTES:
+                prefix = frames.unpack_prefix(self._scratch, self._start)
+                self._start += frames.PREFIX_BYTES
+                self._begin(prefix)
+            else:
+                return
+
+    def _begin(self, prefix: Prefix) -> None:
+        """A frame begins."""
+        if prefix.kind not in self.hears:
+            raise FrameError(f"{prefix.kind.name}, which only a {self.role} may send")
+        if prefix.kind is not Kind.BODY:
+            self._prefix = prefix
+            return
+        self._check_made(prefix)
+        self._sink_call = prefix.call
+        self._sink = self._sink_for(prefix)
+        if self._sink is not None:
+            self._sink.begin(prefix.body_bytes)
+        self._chunk_left = prefix.body_bytes
+
+    def _check_made(self, prefix: Prefix) -> None:
+        if prefix.call > self._newest:
+            preposition = "of" if prefix.kind is Kind.ABORT else "for"
+            raise FrameError(f"{prefix.kind.name} {preposition} call {prefix.call}, which was never made")
+
+    # -- writing --------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
         self._transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES, low=frames.CHUNK_BYTES)
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self.state.buffer()
+    def _send(self, frame: bytes, body: Outgoing | None = None) -> None:
+        if not self.over and not self._finished:
+            self.outbox.frames.append(frame)
+            if body is not None and body.left:
+                self.outbox.add(body)
 
-    def buffer_updated(self, nbytes: int) -> None:
-        self.state.received(nbytes, now=self._loop.time())
-        self.advance()
+    def flush(self) -> None:
+        """Send what may be sent now; after each change of what there is to send."""
+        transport, outbox = self._transport, self.outbox
+        if transport is None or self.over:
+            return
+        while self._opened and self._paused_since is None:
+            before = outbox.sent_bytes
+            frame, whole = outbox.next(self._loop.time())
+            if not frame:
+                break
+            for part in frame:
+                transport.write(part)
+            if whole is not None:
+                self._body_sent(whole)
+            self.estimator.sent_bytes += outbox.sent_bytes - before
+        if outbox.turn_at is not None and self._turn is None:
+            self._turn = self._loop.call_later(max(0.0, outbox.turn_at - self._loop.time()), self._turn_comes)
+        if self._finishing and not self._finished and self._opened and outbox.empty:
+            self._finished = True
+            with contextlib.suppress(OSError, RuntimeError):
+                transport.write_eof()
+
+    def _turn_comes(self) -> None:
+        self._turn = None
+        self.flush()
+
+    def _body_sent(self, call: int) -> None:
+        """The last chunk of a body is on its way."""
 
     def pause_writing(self) -> None:
-        self.state.pause_writing(now=self._loop.time())
+        """The other end takes no more bytes."""
+        self._paused_since = self._loop.time()
 
     def resume_writing(self) -> None:
-        self.state.resume_writing()
-        self.advance()
+        self._paused_since = None
+        self.flush()
 
-    def eof_received(self) -> bool:
-        self.fail(PeerGone(self.peer, "the connection broke"))
-        return False
+    # -- clocks and the end ---------------------------------------------------------------------
+
+    def _keep_ticking(self) -> None:
+        if self._ticker is None and not self.over:
+            self._tick_at = self._loop.time() + self.timings.tick_s
+            self._ticker = self._loop.call_later(self.timings.tick_s, self._tick)
+
+    def _tick(self) -> None:
+        """Check the clocks."""
+        now = self._loop.time()
+        late, self._ticker = now - self._tick_at, None
+        if late > self.timings.tick_s:
+            # It was us who slept (a busy loop, a stopped process): bytes may be waiting to be read.
+            self._last_byte_at += late
+            if self._paused_since is not None:
+                self._paused_since += late
+        if self._check_clocks(now):
+            self._keep_ticking()
+        self.flush()
+
+    def finish(self) -> None:
+        """Let everything queued go out, then tell the other end that nothing follows."""
+        self._finishing = True
+        self.flush()
+
+    def fail(self, fault: PeerFault) -> None:
+        """Drop the connection now; whatever waits on it gets this fault."""
+        if self.over:
+            return
+        self.lost_because = fault
+        for timer in (self._ticker, self._turn):
+            if timer is not None:
+                timer.cancel()
+        self.outbox.clear()
+        self._sink = None
+        if self._transport is not None:
+            self._transport.abort()
+        else:
+            self.closed.set_result(None)
+        self._lost(fault)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.fail(PeerGone(self.peer, "the connection broke"))
         if not self.closed.done():
             self.closed.set_result(None)
 
-    def _tick(self) -> None:
-        self._ticker = None
-        self.state.tick(now=self._loop.time())
-        self.advance()
 
-    # -- what follows from it -------------------------------------------------------------------
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A call whose answer the caller waits for."""
 
-    def advance(self) -> None:
-        """Carry out what the state says. After each change of it."""
-        state = self.state
-        if state.over:
-            self._end()  # before the callers that wait hear of it
-        while state.events:
-            self._handle(state.events.popleft())
-        self._write()
-        if state.over:
-            self._end()
-        elif self._ticker is None and state.ticking:
-            self._ticker = self._loop.call_later(state.timings.tick_s, self._tick)
-
-    def _write(self) -> None:
-        transport, state = self._transport, self.state
-        if transport is None:
-            return
-        while frame := state.next_frame(now=self._loop.time()):
-            for part in frame:
-                transport.write(part)
-        if state.outbox.turn_at is not None and self._turn is None:
-            wait_s = state.outbox.turn_at - self._loop.time()
-            self._turn = self._loop.call_later(max(0.0, wait_s), self._turn_comes)
-        if state.finished and not self._said_end and not transport.is_closing():
-            self._said_end = True
-            with contextlib.suppress(OSError, RuntimeError):
-                transport.write_eof()
-
-    def _turn_comes(self) -> None:
-        self._turn = None
-        self.advance()
-
-    def _end(self) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        for timer in (self._ticker, self._turn):
-            if timer is not None:
-                timer.cancel()
-        if self._transport is not None:
-            self._transport.abort()
-        elif not self.closed.done():
-            self.closed.set_result(None)
-        self._lost()
-
-    def fail(self, fault: PeerFault) -> None:
-        """Drop the connection now; whatever waits on it gets this fault."""
-        self.state.fail(fault)
-        self.advance()
-
-    def finish(self) -> None:
-        """Let everything queued go out, then tell the other end that nothing follows."""
-        self.state.finish()
-        self.advance()
+    answer: asyncio.Future[Answer]
+    max_answer_bytes: int
+    outgoing: Outgoing
+    size: int
+    """Bytes of the call, then of its answer."""
+    since: float
+    """When it was made, then when its answer began."""
+    heard: bool = False
+    """The other end has said something to it."""
+    came_before: int = 0
+    """What had come from this peer when the answer began."""
+    sink: Sink | None = None
+    """Of its answer, once that began."""
+    header: bytes = b""
 
 
 class ClientConnection(Connection):
     """The end that calls."""
 
+    hears = frozenset({Kind.ALIVE, Kind.ACCEPT, Kind.RESULT, Kind.ERROR, Kind.BODY})
+    role = "caller"
+
     def __init__(self, peer: PeerId, request: bytes, timings: NetTimings = DEFAULT_TIMINGS) -> None:
         """`request` asks p2pd to open the stream; `opened` gets p2pd's answer."""
-        super().__init__()
-        self.state: ClientState = ClientState(timings, now=self._loop.time())
-        self.state.peer = peer
+        super().__init__(timings)
+        self.peer = peer
         self.opened: asyncio.Future[bytes] = self._loop.create_future()
         self.relayed = False
         """It passes a third peer."""
         self._request = request
-        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._calls: dict[int, _Pending] = {}
+        self._waiting_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        assert self._transport is not None
-        self._transport.write(self._request)
+        cast(asyncio.Transport, transport).write(self._request)
+
+    def _open(self, message: bytes) -> None:
+        if not self.opened.done():
+            self.opened.set_result(message)
+
+    @property
+    def usable(self) -> bool:
+        return not self.over and self._newest < 0xFFFFFFFF
+
+    @property
+    def pending(self) -> int:
+        """How many calls wait for their answer."""
+        return len(self._calls)
 
     async def call(
         self, method: str, header: bytes, body: Sequence[memoryview], max_answer_bytes: int
     ) -> Answer:
-        """Send, wait, and if the caller is cancelled, say so to the other end."""
-        if self.state.over:
+        """Send, wait, and if the caller is cancelled, say so to the other end.
+
+        Raises:
+            ValueError: it is over a limit of the framing.
+            PeerFault, SwarmError: what became of it, as `peers.ports.Transport.call` says.
+        """
+        if self.over:
             raise PeerGone(self.peer, "the connection broke")
-        call = self.state.call(method, header, body, max_answer_bytes, now=self._loop.time())
-        self._answers[call] = answer = self._loop.create_future()
-        self.advance()
+        number, now = self._newest + 1, self._loop.time()
+        frame = frames.pack_call(number, method, header, [part.nbytes for part in body])
+        self._newest = number
+        outgoing, answer = Outgoing(number, body, frames.WINDOW_BYTES), self._loop.create_future()
+        if not self._calls:
+            self._waiting_since = now
+        size = len(frame) + outgoing.left
+        self._calls[number] = _Pending(answer, max_answer_bytes, outgoing, size, now)
+        self._keep_ticking()
+        self._send(frame, outgoing)
+        self.flush()
         try:
             return await answer
         finally:
-            if self._answers.pop(call, None) is not None:
-                self.state.abort(call)
-                self.advance()
+            if number in self._calls:
+                self._abort(number)
+                self.flush()
 
-    def _handle(self, event: Event) -> None:
-        if isinstance(event, Opened):
-            if not self.opened.done():
-                self.opened.set_result(event.message)
-            self.state.introduce(self.peer, self.state.estimator, now=self._loop.time())
-        elif isinstance(event, Answered):
-            answer = self._answers.pop(event.call, None)
-            if answer is None or answer.done():
-                return
-            if isinstance(event.answer, SwarmError):
-                answer.set_exception(event.answer)
-            else:
-                answer.set_result(event.answer)
+    def _abort(self, number: int) -> None:
+        self._forget(number)
+        self._send(frames.pack_prefix(Kind.ABORT, number))
 
-    def _lost(self) -> None:
+    def _forget(self, number: int) -> asyncio.Future[Answer]:
+        pending = self._calls.pop(number)
+        self.outbox.drop(pending.outgoing)
+        if self._sink is pending.sink:
+            self._sink = None
+        return pending.answer
+
+    def _fault(self, number: int, error: SwarmError) -> None:
+        answer = self._forget(number)
+        if not answer.done():
+            answer.set_exception(error)
+
+    def _frame(self, prefix: Prefix, header: bytes, now: float) -> None:
+        if prefix.kind is Kind.ALIVE:
+            self._alive(prefix.call, set(frames.unpack_alive(header)))
+            return
+        self._check_made(prefix)
+        call, pending = prefix.call, self._calls.get(prefix.call)
+        if pending is None:
+            return  # given up before
+        if not pending.heard:
+            pending.heard = True
+            self.estimator.answered(now - pending.since, pending.size)
+        if prefix.kind is Kind.ACCEPT:
+            self._accepted(pending.outgoing)
+        elif pending.sink is not None:
+            raise FrameError("a second answer to one call")
+        elif prefix.kind is Kind.ERROR:
+            self._fault(call, from_wire(self.peer, frames.unpack_error(header)))
+        else:
+            self._result(call, pending, header, now)
+
+    def _accepted(self, outgoing: Outgoing) -> None:
+        parked = outgoing.left > 0 and outgoing.credit == 0
+        outgoing.credit = UNLIMITED
+        if parked:
+            self.outbox.add(outgoing)
+
+    def _result(self, call: int, pending: _Pending, header: bytes, now: float) -> None:
+        result = frames.unpack_result(header)
+        total = sum(result.body_sizes)
+        if total > pending.max_answer_bytes:
+            text = f"an answer of {total} bytes; at most {pending.max_answer_bytes} fit"
+            self._fault(call, BadAnswer(self.peer, text))
+            self._send(frames.pack_prefix(Kind.ABORT, call))
+            return
+        # It is answered: the rest of the body is of no use, whatever is accepted now.
+        self.outbox.drop(pending.outgoing)
+        pending.outgoing.left = 0
+        pending.header, pending.size, pending.since = result.header, total, now
+        pending.came_before = self._came_bytes
+        pending.sink = Sink(result.body_sizes)
+        self._end_if_complete(call, pending, pending.sink)
+
+    def _end_if_complete(self, call: int, pending: _Pending, sink: Sink) -> None:
+        if not sink.left:
+            self._estimate(pending.size, pending.since, pending.came_before)
+            answer = self._forget(call)
+            if not answer.done():
+                answer.set_result(Answer(pending.header, sink.buffers))
+
+    def _sink_for(self, prefix: Prefix) -> Sink | None:
+        pending = self._calls.get(prefix.call)
+        if pending is not None and pending.sink is None:
+            raise FrameError("BODY before its RESULT")
+        return pending.sink if pending is not None else None
+
+    def _chunk_done(self) -> None:
+        pending = self._calls.get(self._sink_call)
+        if pending is not None and pending.sink is not None:
+            self._end_if_complete(self._sink_call, pending, pending.sink)
+
+    def _alive(self, newest_seen: int, working_on: set[int]) -> None:
+        if newest_seen > self._newest:
+            raise FrameError(f"ALIVE speaks of call {newest_seen}, which was never made")
+        for call in [call for call in self._calls if call <= newest_seen and call not in working_on]:
+            self._fault(call, PeerSilent(self.peer, "the answer was lost"))
+
+    def _check_clocks(self, now: float) -> bool:
+        if not self._calls:
+            return False
+        quiet_s = now - max(self._last_byte_at, self._waiting_since)
+        if quiet_s > self.timings.silence_s:
+            self.fail(PeerSilent(self.peer, f"no sign of life for {quiet_s:.1f} s"))
+        return not self.over
+
+    def _lost(self, fault: PeerFault) -> None:
+        for call in list(self._calls):
+            self._fault(call, _again(fault, self.peer))
         if not self.opened.done():
-            assert self.state.lost_because is not None
-            self.opened.set_exception(self.state.lost_because)
+            self.opened.set_exception(fault)
             self.opened.exception()  # seen: the task that dials may be gone
 
 
+@dataclass(slots=True, eq=False)
 class ServedCall:
-    """A call as its handler sees it: fulfils `peers.ports.Request`."""
+    """A call as the end that is called has it, and as its handler sees it (`peers.ports.Request`)."""
 
-    def __init__(self, link: ServerConnection, call: Incoming) -> None:
-        self.peer = link.peer
-        self.method = call.header.method
-        self.header = call.header.header
-        self.body_sizes: Sequence[int] = call.header.body_sizes
-        self.call = call
-        self._link = link
+    link: ServerConnection
+    number: int
+    peer: PeerId
+    method: str
+    header: bytes
+    body_sizes: Sequence[int]
+    announced_at: float
+    came_before: int
+    """What had come from this peer when it was announced."""
+    total: int = field(init=False)
+    """Bytes of its body."""
+    early: EarlySink | None = field(init=False)
+    """Of its body, before it was accepted."""
+    sink: Sink | None = None
+    """Of its body, once it was accepted."""
+    receiving: bool = field(init=False)
+    """Its body is wanted, and not complete."""
+    refusal: SwarmError | None = None
+    """Why the body cannot be had any more."""
+    accepted_at: float = 0.0
+    body: asyncio.Future[None] | None = None
+    """What the handler waits for."""
+    outgoing: Outgoing | None = None
+    """Of its answer."""
+
+    def __post_init__(self) -> None:
+        self.total = sum(self.body_sizes)
+        self.early = EarlySink(self.total)
+        self.receiving = self.total > 0
 
     async def accept(self) -> list[memoryview]:
-        """Receive the body. Raises as `ServerState.accept` does."""
-        return await self._link.accept(self.call)
+        """Receive the body. Raises as `ServerConnection.accept` does."""
+        return await self.link.accept(self)
 
 
 class ServerConnection(Connection):
     """The end that is called."""
+
+    hears = frozenset({Kind.CALL, Kind.ABORT, Kind.BODY})
+    role = "callee"
 
     def __init__(
         self,
@@ -227,51 +565,204 @@ class ServerConnection(Connection):
         timings: NetTimings = DEFAULT_TIMINGS,
     ) -> None:
         """`on_open`: which peer p2pd's message introduces. `on_call` starts a handler, or raises why not."""
-        super().__init__()
-        self.state: ServerState = ServerState(timings, now=self._loop.time())
+        super().__init__(timings)
         self._on_open, self._on_call = on_open, on_call
-        self._bodies: dict[int, asyncio.Future[None]] = {}
+        self._calls: dict[int, ServedCall] = {}
+        """Those not answered in full."""
+        self._last_alive = 0.0
 
-    def _handle(self, event: Event) -> None:
-        if isinstance(event, Opened):
-            try:
-                peer, estimator = self._on_open(self, event.message)
-            except FrameError as error:
-                self.state.fail(BadAnswer(self.peer, str(error)))
-            else:
-                self.state.introduce(peer, estimator, now=self._loop.time())
-        elif isinstance(event, Called):
-            try:
-                self._on_call(self, ServedCall(self, event.call))
-            except SwarmError as refusal:
-                self.state.answer_error(event.call, refusal)
-        elif isinstance(event, BodyEnded):
-            body = self._bodies.pop(event.call.number, None)
-            if body is not None and not body.done():
-                if event.error is not None:
-                    body.set_exception(event.error)
-                else:
-                    body.set_result(None)
+    def _open(self, message: bytes) -> None:
+        self.peer, self.estimator = self._on_open(self, message)
 
-    async def accept(self, call: Incoming) -> list[memoryview]:
-        """The body of a call, complete."""
-        sink = self.state.accept(call, now=self._loop.time())
-        self.advance()
-        if sink.left:
-            body = self._bodies[call.number] = self._loop.create_future()
-            call.awaited = True
+    # -- what the caller says -------------------------------------------------------------------
+
+    def _frame(self, prefix: Prefix, header: bytes, now: float) -> None:
+        if prefix.kind is Kind.ABORT:
+            self._check_made(prefix)
+            self._abort(prefix.call)
+            return
+        if prefix.call <= self._newest:
+            raise FrameError(f"CALL {prefix.call} after call {self._newest}")
+        self._newest = prefix.call
+        self._called(prefix.call, frames.unpack_call(header), now)
+
+    def _called(self, number: int, header: frames.CallHeader, now: float) -> None:
+        if len(self._calls) >= frames.MAX_PENDING:
+            busy = Busy(f"{frames.MAX_PENDING} calls of yours are pending already")
+            self._send(frames.pack_error(number, busy.to_wire()))
+            return
+        if not self._calls:
+            self._last_alive = now
+        call = self._calls[number] = ServedCall(
+            self, number, self.peer, header.method, header.header, header.body_sizes, now, self._came_bytes
+        )
+        self._keep_ticking()
+        try:
+            self._on_call(self, call)
+        except SwarmError as refusal:
+            self.answer_error(call, refusal)
+
+    def _abort(self, number: int) -> None:
+        call = self._calls.pop(number, None)
+        if call is not None:
+            self._refuse_body(call, PeerGone(self.peer, "gave the call up"))
+            self.outbox.drop(call.outgoing)
+
+    def _refuse_body(self, call: ServedCall, error: SwarmError) -> None:
+        """The rest of the body will not come, if it is wanted."""
+        if call.receiving:
+            self._forget_body(call)
+            call.refusal = error
+            if call.body is not None and not call.body.done():
+                call.body.set_exception(error)
+
+    def _forget_body(self, call: ServedCall) -> None:
+        if self._sink is not None and self._sink in (call.early, call.sink):
+            self._sink = None
+        call.early, call.receiving = None, False
+
+    def _other_version(self, error: OtherVersionError) -> None:
+        """Say so with a frame of that version, which has the same for an error; hear no more."""
+        text = differ("the peer that was called", PROTOCOL_VERSION, "its caller", error.version)
+        refusal = OtherVersion(text, version=PROTOCOL_VERSION) if error.version else Refused(text)
+        self._send(frames.pack_error(error.call, refusal.to_wire(), error.version))
+        self._finishing = self._deaf = True
+
+    # -- bodies ---------------------------------------------------------------------------------
+
+    def _sink_for(self, prefix: Prefix) -> Sink | EarlySink | None:
+        call = self._calls.get(prefix.call)
+        if call is None or not call.receiving:
+            return None
+        if call.sink is not None:
+            return call.sink
+        held = sum(other.early.held for other in self._calls.values() if other.early is not None)
+        if held + prefix.body_bytes > EARLY_BYTES_PER_LINK:
+            self._refuse_body(call, Busy("too many bodies of yours are waiting to be accepted"))
+        return call.early
+
+    def _chunk_done(self) -> None:
+        call = self._calls.get(self._sink_call)
+        if call is None:
+            return
+        complete = call.sink is not None and not call.sink.left
+        if complete or (call.early is not None and call.early.received == call.total):
+            self._estimate(call.total, call.announced_at, call.came_before)
+        if complete:
+            call.receiving = False
+            if call.body is not None and not call.body.done():
+                call.body.set_result(None)
+
+    async def accept(self, call: ServedCall) -> list[memoryview]:
+        """Reserve the body's buffers, move in what came already, ask for the rest, and wait for it.
+
+        Raises:
+            PeerGone, PeerSilent: the caller went away, or gave the call up.
+            Busy: too many bodies of this caller are waiting to be accepted.
+        """
+        if call.refusal is not None:
+            raise call.refusal
+        if call.sink is None:
+            self._reserve(call)
+            self.flush()
+        assert call.sink is not None
+        if call.sink.left:
+            call.body = self._loop.create_future()
             try:
-                await body
+                await call.body
             finally:
-                call.awaited = False
-                self._bodies.pop(call.number, None)
-        return sink.buffers
+                call.body = None
+        return call.sink.buffers
 
-    def answer(self, served: ServedCall, header: bytes, body: Sequence[memoryview]) -> None:
+    def _reserve(self, call: ServedCall) -> None:
+        if self.lost_because is not None:
+            raise self.lost_because
+        if call.number not in self._calls:
+            raise PeerGone(self.peer, "gave the call up")
+        early, call.early = call.early, None
+        call.sink, call.accepted_at = Sink(call.body_sizes), self._loop.time()
+        if early is not None:
+            early.pour_into(call.sink)
+            if self._sink is early:
+                self._sink = call.sink  # the rest of a chunk that is under way
+        if not call.sink.left:
+            call.receiving = False
+        elif call.total > frames.WINDOW_BYTES:
+            self._send(frames.pack_prefix(Kind.ACCEPT, call.number))
+
+    # -- answers --------------------------------------------------------------------------------
+
+    def answer(self, call: ServedCall, header: bytes, body: Sequence[memoryview]) -> None:
         """Send the result. Raises ValueError if it is over a limit of the framing."""
-        self.state.answer(served.call, header, body)
-        self.advance()
+        frame = frames.pack_result(call.number, header, [part.nbytes for part in body])
+        self._forget_body(call)
+        if call.number not in self._calls:
+            return
+        call.outgoing = Outgoing(call.number, body, UNLIMITED)
+        self._send(frame, call.outgoing)
+        if not call.outgoing.left:
+            del self._calls[call.number]
+        self.flush()
 
-    def answer_error(self, served: ServedCall, error: SwarmError) -> None:
-        self.state.answer_error(served.call, error)
-        self.advance()
+    def answer_error(self, call: ServedCall, error: SwarmError) -> None:
+        """Send an error instead of a result, and forget the call."""
+        self._forget_body(call)
+        if self._calls.pop(call.number, None) is not None:
+            self._send(frames.pack_error(call.number, error.to_wire()))
+            self.flush()
+
+    def _body_sent(self, call: int) -> None:
+        self._calls.pop(call, None)
+
+    # -- clocks and the end ---------------------------------------------------------------------
+
+    def _check_clocks(self, now: float) -> bool:
+        stall_s = self.timings.send_stall_s
+        if self._paused_since is not None and now - self._paused_since > stall_s:
+            self.fail(PeerSilent(self.peer, f"took no bytes for {stall_s:g} s"))
+            return False
+        if not self._calls:
+            return not self.outbox.empty or self._paused_since is not None
+        if now - self._last_alive >= self.timings.alive_every_s - self.timings.tick_s / 2:
+            self._last_alive = now
+            self._send(frames.pack_alive(self._newest, list(self._calls)))
+        awaited = [call.accepted_at for call in self._calls.values() if call.body is not None]
+        if awaited and now - max(self._last_byte_at, min(awaited)) > self.timings.silence_s:
+            quiet_s = now - self._last_byte_at
+            self.fail(PeerSilent(self.peer, f"its body stopped coming {quiet_s:.1f} s ago"))
+        return not self.over
+
+    def _lost(self, fault: PeerFault) -> None:
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            self._refuse_body(call, _again(fault, self.peer))
+
+
+def _again(fault: PeerFault, peer: PeerId) -> PeerFault:
+    """The same fault, for another call: a traceback belongs to one."""
+    return type(fault)(peer, fault.text.removeprefix(f"peer {short(fault.peer)}: "))
+
+
+def read_varint(data: memoryview) -> tuple[int, int] | None:
+    """An unsigned protobuf varint at the start: (value, its bytes), or None if it is incomplete.
+
+    Raises:
+        FrameError: longer than 5 bytes.
+    """
+    value = 0
+    for index in range(min(len(data), 5)):
+        value |= (data[index] & 0x7F) << (7 * index)
+        if not data[index] & 0x80:
+            return value, index + 1
+    if len(data) >= 5:
+        raise FrameError("an opening message of impossible length")
+    return None
+
+
+def pack_varint(value: int) -> bytes:
+    packed = bytearray()
+    while value > 0x7F:
+        packed.append(value & 0x7F | 0x80)
+        value >>= 7
+    packed.append(value)
+    return bytes(packed)

@@ -22,7 +22,7 @@ import base58
 from google.protobuf.message import DecodeError
 
 from peers.net._hivemind import Multiaddr, p2pd_pb2
-from peers.net.connection_state import FrameError, pack_varint, read_varint
+from peers.net.connection import FrameError, pack_varint, read_varint
 from peers.net.identity import (
     CIRCUIT,
     MAX_ADDRESSES,

@@ -95,7 +95,7 @@ class Dialer:
     async def link_to(self, peer: PeerId) -> ClientConnection:
         """The stream to a peer, a new one if need be; concurrent calls share the attempt. Raises PeerGone."""
         link = self.links.get(peer)
-        if link is not None and link.state.usable:
+        if link is not None and link.usable:
             return link
         if not await happens(self._back, self._timings.revival_s) or self.closed:
             raise PeerGone(peer, f"cannot be reached: {self.closed}")
@@ -128,7 +128,7 @@ class Dialer:
                     self.links[peer] = link
                     self.bypassed.add(relayed)
                     relayed.closed.add_done_callback(lambda _: self.bypassed.discard(relayed))
-                    while relayed.state.pending:
+                    while relayed.pending:
                         await asyncio.sleep(pause_s)
                     relayed.fail(PeerGone(peer, "a direct path was found"))
                     return
@@ -146,7 +146,7 @@ class Dialer:
                 lambda request: ClientConnection(peer, request, self._timings), peer, PROTOCOL
             )
             assert link is not None
-            link.state.estimator, link.state.outbox.limiter = self._traffic.of(peer), self._traffic.limiter
+            link.estimator, link.outbox.limiter = self._traffic.of(peer), self._traffic.limiter
             link.relayed = relayed
             check_response(await within(link.opened, deadline - clock()))
         except BaseException as error:
@@ -174,7 +174,7 @@ class Dialer:
     def _drop(self, link: ClientConnection) -> None:
         if self.links.get(link.peer) is link:
             del self.links[link.peer]
-        if isinstance(link.state.lost_because, PeerSilent):
+        if isinstance(link.lost_because, PeerSilent):
             self._hang_up(link.peer)
 
     def _hang_up(self, peer: PeerId) -> None:
@@ -260,7 +260,7 @@ class NetTransport:
         """Send no more than so many bits a second, over all links from now on."""
         self._traffic.limiter = RateLimiter(most_bps)
         for link in self._open_links():
-            link.state.outbox.limiter = self._traffic.limiter
+            link.outbox.limiter = self._traffic.limiter
 
     def _open_links(self) -> list[Connection]:
         return [*self._dialer.links.values(), *self._dialer.bypassed, *self._incoming]
@@ -342,7 +342,7 @@ class NetTransport:
 
     def _make_callee(self) -> ServerConnection:
         link = ServerConnection(self._introduced, self._called, self._timings)
-        link.state.outbox.limiter = self._traffic.limiter
+        link.outbox.limiter = self._traffic.limiter
         self._incoming.add(link)
         link.closed.add_done_callback(lambda _: self._caller_left(link))
         return link
@@ -355,7 +355,7 @@ class NetTransport:
         if len(links) > MAX_LINKS_PER_PEER:
             links[0].fail(PeerGone(peer, "opened another stream"))
         if self._dialer.closed or len(self._incoming) > MAX_LINKS:
-            link.state.fail(PeerGone(peer, self._dialer.closed or "too many streams are open"))
+            link.fail(PeerGone(peer, self._dialer.closed or "too many streams are open"))
         return peer, self._traffic.of(peer)
 
     def _caller_left(self, link: ServerConnection) -> None:
@@ -367,8 +367,8 @@ class NetTransport:
             self._callers.pop(link.peer, None)
             if self.on_gone is not None and not self._dialer.closed:
                 self.on_gone(link.peer)
-        if isinstance(link.state.lost_because, BadAnswer):
-            self._log_abuse(link.peer, link.state.lost_because.text)
+        if isinstance(link.lost_because, BadAnswer):
+            self._log_abuse(link.peer, link.lost_because.text)
 
     def _log_abuse(self, peer: PeerId, text: str) -> None:
         """Once a minute for each peer, so that a stranger cannot fill the log."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.net._hivemind import p2pd_pb2
-from peers.net.connection_state import pack_varint
+from peers.net.connection import pack_varint
 from peers.net.identity import Identity
 from peers.net.p2pd_control import ControlError, peer_bytes
 from peers.net.transport import NetTransport

@@ -432,8 +432,8 @@ class Loses(NetTransport):
 
     async def _answer(self, link: ServerConnection, served: ServedCall, answer: Answer) -> None:
         if (served.method, served.header) == ("echo", b"2"):
-            link.state._end_of(served.call)
-            link.state._working.discard(served.call.number)
+            link._forget_body(served)
+            del link._calls[served.number]
         else:
             await super()._answer(link, served, answer)
 

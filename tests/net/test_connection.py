@@ -1,0 +1,230 @@
+"""The two ends of a stream without a socket, in virtual time: any split of the bytes, any order of what
+both ends do."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from peers.net.bandwidth import BandwidthEstimator
+from peers.net.connection import ClientConnection, Connection, ServedCall, ServerConnection
+from peers.net.timings import NetTimings
+from peers.ports import Answer
+from peers.sim.loop import run_virtual
+from swarm.errors import BadAnswer, PeerGone, PeerSilent
+from swarm.wire import frames
+
+OPENING = b"\x02ok"
+BODIES = st.lists(st.sampled_from([0, 1, 700, frames.CHUNK_BYTES + 1, frames.WINDOW_BYTES + 5]), max_size=3)
+SPLITS = st.lists(st.sampled_from([1, 2, 15, 16, 17, 1000, 300_000]), min_size=1, max_size=6)
+
+
+class Wire(asyncio.Transport):
+    """What one end says, until a test brings it to the other."""
+
+    def __init__(self, end: Connection) -> None:
+        super().__init__()
+        self.end, self.said = end, b""
+        end.connection_made(self)
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """It is never full."""
+
+    def write(self, data: Any) -> None:
+        self.said += bytes(data)
+
+    def write_eof(self) -> None:
+        """Nothing follows."""
+
+    def abort(self) -> None:
+        asyncio.get_running_loop().call_soon(self.end.connection_lost, None)
+
+
+def feed(end: Connection, data: bytes) -> None:
+    """As a socket does, as far as the end gives it room."""
+    rest = memoryview(data)
+    while rest and not end.over:
+        view = end.get_buffer(-1)
+        count = min(view.nbytes, rest.nbytes)
+        view[:count] = rest[:count]
+        end.buffer_updated(count)
+        rest = rest[count:]
+
+
+def serving(called: list[ServedCall], timings: NetTimings | None = None) -> ServerConnection:
+    """An end that is called, and does nothing about it."""
+    return ServerConnection(
+        lambda link, message: ("caller", BandwidthEstimator()),
+        lambda link, call: called.append(call),
+        timings or NetTimings(),
+    )
+
+
+class Pair:
+    """Two ends, and the bytes between them."""
+
+    def __init__(self, timings: NetTimings | None = None) -> None:
+        self.called: list[ServedCall] = []
+        self.accepted: dict[ServedCall, asyncio.Task[list[memoryview]]] = {}
+        self.client = ClientConnection("server", OPENING, timings or NetTimings())
+        self.server = serving(self.called, timings)
+        self.to_server, self.to_client = Wire(self.client), Wire(self.server)
+        self.to_client.said = OPENING + self.to_client.said
+        self.carry(len(OPENING))
+
+    def carry(self, most: int) -> None:
+        """Bring so many bytes to each end."""
+        for wire, end in ((self.to_server, self.server), (self.to_client, self.client)):
+            data, wire.said = wire.said[:most], wire.said[most:]
+            feed(end, data)
+
+    def call(self, sizes: list[int]) -> asyncio.Task[Answer]:
+        body = [memoryview(bytearray(bytes([number + 1]) * size)) for number, size in enumerate(sizes)]
+        return asyncio.ensure_future(self.client.call("echo", b"head", body, 1 << 30))
+
+    def accept(self, call: ServedCall) -> None:
+        self.accepted[call] = asyncio.ensure_future(call.accept())
+
+    def echo(self, call: ServedCall) -> None:
+        self.called.remove(call)
+        self.server.answer(call, call.header, self.accepted[call].result())
+
+    def whole(self) -> list[ServedCall]:
+        """Calls whose body is there."""
+        done = {call for call, body in self.accepted.items() if body.done() and body.exception() is None}
+        return [call for call in self.called if call in done]
+
+    async def settle(self) -> None:
+        """Let everything arrive, and answer everything."""
+        for _ in range(200):
+            self.carry(1 << 20)
+            await asyncio.sleep(0)
+            for call in self.called:
+                if call not in self.accepted:
+                    self.accept(call)
+            for call in self.whole():
+                self.echo(call)
+
+
+async def any_order(data: st.DataObject) -> None:
+    pair, made = Pair(), dict[asyncio.Task[Answer], list[int]]()
+    for _ in range(data.draw(st.integers(1, 25))):
+        match data.draw(st.sampled_from(["call", "carry", "carry", "accept", "echo", "abort", "tick"])):
+            case "call":
+                sizes = data.draw(BODIES)
+                made[pair.call(sizes)] = sizes
+            case "carry":
+                pair.carry(data.draw(st.sampled_from([1, 16, 40, 1000, 300_000, 1 << 21])))
+            case "accept" if left := [call for call in pair.called if call not in pair.accepted]:
+                pair.accept(data.draw(st.sampled_from(left)))
+            case "echo" if ready := pair.whole():
+                pair.echo(data.draw(st.sampled_from(ready)))
+            case "abort" if going := [call for call in made if not call.done()]:
+                data.draw(st.sampled_from(going)).cancel()
+            case "tick":
+                await asyncio.sleep(0.25)
+            case _:
+                pass
+        await asyncio.sleep(0)
+    await pair.settle()
+    assert not pair.client.over and not pair.server.over
+    for call, sizes in made.items():
+        if call.cancelled():
+            continue
+        assert call.result().header == b"head"
+        expected = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
+        assert [bytes(part) for part in call.result().body] == expected
+    assert pair.client.pending == 0 and not pair.server._calls
+    for body in pair.accepted.values():
+        assert body.done() and (body.exception() is None or isinstance(body.exception(), PeerGone))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_each_call_gets_its_own_answer_once_whatever_the_order(data: st.DataObject) -> None:
+    run_virtual(any_order(data))
+
+
+async def any_split(splits: list[int]) -> None:
+    said = OPENING + frames.pack_call(1, "a", b"one", [5, 0]) + frames.pack_prefix(frames.Kind.BODY, 1, 0, 2)
+    said += b"he" + frames.pack_call(2, "b", b"", []) + frames.pack_prefix(frames.Kind.BODY, 1, 0, 3) + b"llo"
+    said += frames.pack_call(3, "c", b"x" * 60_000, [9]) + frames.pack_prefix(frames.Kind.ABORT, 3)
+    called: list[ServedCall] = []
+    server, rest, turn = serving(called), said, 0
+    Wire(server)
+    while rest:
+        size = splits[turn % len(splits)]
+        feed(server, rest[:size])
+        rest, turn = rest[size:], turn + 1
+    assert [call.method for call in called] == ["a", "b", "c"]
+    assert [bytes(part) for part in await called[0].accept()] == [b"hello", b""]
+    with pytest.raises(PeerGone, match="gave the call up"):
+        await called[2].accept()
+    assert not server.over
+
+
+@settings(max_examples=40, deadline=None)
+@given(splits=SPLITS)
+def test_any_split_of_the_bytes_says_the_same(splits: list[int]) -> None:
+    run_virtual(any_split(splits))
+
+
+async def any_bytes(junk: bytes, client: bool) -> None:
+    end = ClientConnection("peer", b"", NetTimings()) if client else serving([])
+    Wire(end)
+    feed(end, OPENING + junk)
+    if len(junk) >= frames.PREFIX_BYTES and junk[:2] != b"\x53\x57":
+        assert isinstance(end.lost_because, BadAnswer)
+        assert "not a frame" in end.lost_because.text
+
+
+@settings(max_examples=200, deadline=None)
+@given(junk=st.binary(max_size=200), client=st.booleans())
+def test_any_bytes_are_frames_or_end_the_stream(junk: bytes, client: bool) -> None:
+    run_virtual(any_bytes(junk, client))
+
+
+@pytest.mark.virtual_time
+async def test_silence_is_noticed_at_both_ends_but_not_our_own_sleep() -> None:
+    pair = Pair(NetTimings(silence_s=1.0))
+    call = pair.call([2 * frames.WINDOW_BYTES])
+    await asyncio.sleep(0)
+    pair.carry(1000)
+    pair.accept(pair.called[0])
+    await asyncio.sleep(0)
+    for end in (pair.client, pair.server):
+        end._tick_at -= 60.0  # the process slept: bytes may be waiting to be read
+        end._last_byte_at -= 60.0
+    await asyncio.sleep(0.3)
+    assert not pair.client.over and not pair.server.over
+    with pytest.raises(PeerSilent, match="no sign of life for"):
+        await call
+    with pytest.raises(PeerSilent, match="its body stopped coming"):
+        await pair.accepted[pair.called[0]]
+
+
+@pytest.mark.virtual_time
+async def test_heartbeats_come_every_second_while_a_handler_works() -> None:
+    pair = Pair()
+    call = pair.call([])
+    await asyncio.sleep(0)
+    for _ in range(41):
+        pair.carry(1000)
+        await asyncio.sleep(0.25)
+    assert not pair.client.over and not call.done()
+    assert pair.client.estimator.received_bytes == 10 * 20
+
+
+@pytest.mark.virtual_time
+async def test_what_waits_gets_the_fault_each_for_itself() -> None:
+    pair = Pair()
+    calls = [pair.call([]), pair.call([10])]
+    await asyncio.sleep(0)
+    pair.client.fail(PeerGone("server", "the connection broke"))
+    faults = await asyncio.gather(*calls, return_exceptions=True)
+    assert [str(fault) for fault in faults] == ["peer server: the connection broke"] * 2
+    assert faults[0] is not faults[1]
