@@ -22,7 +22,6 @@ from peers.net.dht_protocol import (
     RPC_S,
     VERSION_S,
     Entry,
-    RecordCheck,
     latest_expiry,
 )
 from peers.net.dht_storage import SEARCH_WAIT_S, DhtStorage, Place
@@ -94,11 +93,6 @@ class NetDirectory:
         self._clock_offset_s = 0.0
         self._changed = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
-
-    @property
-    def check(self) -> RecordCheck:
-        """What is believed; counts what is refused."""
-        return self.storage.check
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -196,16 +190,6 @@ class NetDirectory:
                 jump_s,
             )
             self._stored_at = self._manifests.stored_at = -math.inf
-
-    @property
-    def online(self) -> bool:
-        """Whether our p2pd runs, with our DHT node on it."""
-        return self.storage.online
-
-    @property
-    def neighbours(self) -> int:
-        """How many nodes of the DHT we know."""
-        return self.storage.neighbours
 
     def watch(self, stages: Collection[Stage] | None) -> None:
         self.reader.watch(stages)

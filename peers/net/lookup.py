@@ -178,8 +178,8 @@ class Lookup(Generic[Key, Holder]):
         }
         self._rng, self._wanted = rng, answers
         self._answers: Counter[Key] = Counter()
-        self._waiting: dict[Key, set[Holder]] = {key: set() for key in self._left}
-        self._late: dict[Key, set[Holder]] = {key: set() for key in self._left}
+        self._asked: dict[Key, dict[Holder, bool]] = {key: {} for key in self._left}
+        """The nodes that may still answer, and whether each is in time."""
 
     def ask(self) -> dict[Holder, list[Key]]:
         """The nodes to ask now, besides those that were asked."""
@@ -189,44 +189,39 @@ class Lookup(Generic[Key, Holder]):
                 asked[node] += keys
                 for key in keys:
                     self._left[key].remove(node)
-                    self._waiting[key].add(node)
+                    self._asked[key][node] = True
         return dict(asked)
 
     def answered(self, holder: Holder, keys: Iterable[Key]) -> None:
         """`holder` said what it has under `keys`, be it nothing; late answers count."""
         for key in keys:
             self._answers[key] += 1
-            self._forget(holder, key)
+            self._asked[key].pop(holder, None)
 
     def failed(self, holder: Holder, keys: Iterable[Key]) -> None:
         """No answer will come."""
         for key in keys:
-            self._forget(holder, key)
+            self._asked[key].pop(holder, None)
 
     def late(self, holder: Holder, keys: Iterable[Key]) -> None:
         """Ask another node as well."""
         for key in keys:
-            if holder in self._waiting[key]:
-                self._waiting[key].remove(holder)
-                self._late[key].add(holder)
+            if holder in self._asked[key]:
+                self._asked[key][holder] = False
 
     @property
     def over(self) -> bool:
         """Whether each key has its answers, or no node is left that could give one."""
-        return all(self._answers[key] >= self._wanted or self._is_hopeless(key) for key in self._left)
-
-    def _forget(self, holder: Holder, key: Key) -> None:
-        self._waiting[key].discard(holder)
-        self._late[key].discard(holder)
+        return all(
+            self._answers[key] >= self._wanted or not (self._next(key) or self._asked[key])
+            for key in self._left
+        )
 
     def _is_short(self, key: Key) -> bool:
-        return self._answers[key] + len(self._waiting[key]) < self._wanted
+        return self._answers[key] + sum(self._asked[key].values()) < self._wanted
 
     def _next(self, key: Key) -> list[Holder]:
-        # Those further away may hold nothing: they are asked only if no nearer one answers.
-        if not (self._left[key] or self._answers[key] or self._waiting[key]):
+        # Those further away may hold nothing: they are asked only if no nearer one answers in time.
+        if not (self._left[key] or self._answers[key] or any(self._asked[key].values())):
             self._left[key] = self._spare.pop(key, [])
         return self._left[key]
-
-    def _is_hopeless(self, key: Key) -> bool:
-        return not self._next(key) and not self._waiting[key] and not self._late[key]

@@ -237,7 +237,7 @@ class Node:
             except Exception as bug:  # the attempts are few, and the last one ends us loudly
                 why = f"{type(bug).__name__}: {bug}"
                 logger.exception("an attempt to start p2pd again failed")
-            if self.alive and self.directory.online:
+            if self.alive and self.directory.storage.online:
                 logger.warning("p2pd was started again (pid %s)", self.p2pd_pid)
                 return
         self._give_up(why, advice)

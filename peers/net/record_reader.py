@@ -129,7 +129,8 @@ class RecordReader:
             if not self._storage.neighbours or any(place.is_new for place in places):
                 wait_s = SEARCH_WAIT_S if self._storage.neighbours <= _ALL_NEAR else _FAR_SEARCH_WAIT_S
                 await self._storage.search(places, wait_s=wait_s)
-            if not await self._read(places, None, MAX_ANSWER_BYTES, limit_s=limit_s):
+            near = {place.key: self._storage.nearest(place, REPLICAS) for place in places}
+            if not await self._read(places, near, None, MAX_ANSWER_BYTES, limit_s=limit_s):
                 break  # no node answers
         self.refreshed = self.refreshed or bool(self._storage.neighbours)
 
@@ -161,49 +162,36 @@ class RecordReader:
         most_bytes = allowance.left(now=now) // max(1, len(asked))
         if most_bytes < _MIN_ANSWER_BYTES:
             return
-        asked_of = {key: peer for peer, keys in asked.items() for key in keys}
-        await self._read(
-            [place for place in places if place.key in asked_of or not holders.get(place.key, True)],
-            allowance,
-            most_bytes,
-            limit_s=REFRESH_LIMIT_S,
-            asked_of=asked_of,
-        )
+        first = {key: [peer] for peer, keys in asked.items() for key in keys}
+        due = [place for place in places if place.key in first or not holders.get(place.key, True)]
+        await self._read(due, first, allowance, most_bytes, limit_s=REFRESH_LIMIT_S)
 
     async def _read(
         self,
         places: Sequence[Place],
+        holders: Mapping[bytes, Sequence[PeerId]],
         allowance: Allowance | None,
         most_bytes: int,
         *,
         limit_s: float,
-        asked_of: Mapping[bytes, PeerId] | None = None,
     ) -> bool:
         """Ask for what is new under some keys; whether that was answered for any of them.
 
         Args:
+            holders: the nodes that are asked for a key unless they fail.
             allowance: what answers are taken from.
             most_bytes: of one answer.
-            asked_of: the node that is asked for a key unless it fails.
         """
         by_key = {place.key: place for place in places}
         clock = asyncio.get_running_loop().time
         began, end = now_s(), clock() + limit_s
-        holders: dict[bytes, list[PeerId]] = {}
-        spare: dict[bytes, list[PeerId]] = {}
         for place in places:
             self._take(place.key, self._storage.node.entries(place.key))
-            near = self._storage.nearest(place, 2 * REPLICAS)
-            first = (
-                near[:REPLICAS]
-                if asked_of is None
-                else [asked_of[place.key]]
-                if place.key in asked_of
-                else []
-            )
-            holders[place.key], spare[place.key] = first, [peer for peer in near if peer not in first]
+        spare = {place.key: self._storage.nearest(place, 2 * REPLICAS) for place in places}
+        for key, near in spare.items():
             if not near:
-                place.read_at = began  # we are alone
+                by_key[key].read_at = began  # we are alone
+        holders = {key: holders.get(key, ()) for key in by_key}
         lookup = Lookup(holders, spare, self._random, answers=1 if self.refreshed else FIRST_ANSWERS)
         asking: dict[asyncio.Task[bool], tuple[PeerId, list[bytes], float]] = {}
         while self._storage.online:

@@ -76,8 +76,9 @@ async def _watch(options: DashboardOptions, run_id: str) -> None:
             board.take(observation)
 
         async with _faces(options, board):
+            check = node.directory.storage.check
             await Monitor(
-                board.run, node.transport, node.directory, take, refused=lambda: node.directory.check.rejected
+                board.run, node.transport, node.directory, take, refused=lambda: check.rejected
             ).run()
 
 

@@ -59,7 +59,7 @@ async def join_eight(wrong: int, ahead_s: float) -> None:
     async with MemoryDht() as dht:
         eight = [await dht.add(number, ahead_s=ahead_s if number < wrong else 0.0) for number in range(8)]
         newcomer = await dht.add(9, join=eight)
-        assert newcomer.directory.neighbours >= 8 - wrong
+        assert newcomer.directory.storage.neighbours >= 8 - wrong
 
 
 @pytest.mark.parametrize("ahead_s", [HOUR_S, -HOUR_S])

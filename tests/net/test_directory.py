@@ -92,7 +92,7 @@ async def test_a_moved_peer_and_one_that_left_are_seen(dht: MemoryDht) -> None:
     await three.directory.withdraw()
     await asyncio.sleep(5.0)
     assert two.directory.find(three.peer_id).state == "left"
-    assert not one.directory.check.rejected
+    assert not one.directory.storage.check.rejected
 
 
 async def test_a_fresh_nodes_first_reading_finds_all_that_live_though_holders_are_dead(
@@ -116,7 +116,7 @@ async def test_a_fresh_nodes_first_reading_does_not_depend_on_one_holder_that_mi
         first.node._kept.clear()  # as if it had been away when it was stored
         fresh = await watching(dht, number, other, timings=RARELY)
         await asyncio.sleep(0.1)
-        assert fresh.directory.neighbours == number - 10 + 2
+        assert fresh.directory.storage.neighbours == number - 10 + 2
         fresh.forget_records()
         fresh.directory.reader.refreshed = False
         assert [record.peer for record in await fresh.directory.refresh()] == [other.peer_id]
@@ -186,9 +186,9 @@ async def test_a_node_that_lost_all_that_it_could_join_at_finds_those_it_met(dht
 async def test_a_swarm_that_lost_its_node_finds_it_again(dht: MemoryDht) -> None:
     _, (other,) = await run_of(dht, 1)
     other.forget_nodes()
-    assert other.directory.neighbours == 0
+    assert other.directory.storage.neighbours == 0
     await asyncio.sleep(6.0)
-    assert other.directory.neighbours == 1
+    assert other.directory.storage.neighbours == 1
 
 
 # -- manifests ---------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ async def test_what_a_strangers_node_answers_is_verified(dht: MemoryDht) -> None
     # An infinite expiration would make hivemind's own search stop at him.
     hold(stranger, "x" * 52, b"no record", float("inf"))
     assert list(await victim.directory.refresh()) == []
-    assert "a record with a wrong signature" in victim.directory.check.rejected
+    assert "a record with a wrong signature" in victim.directory.storage.check.rejected
     stranger.node._kept.clear()
     hold(stranger, me.peer_id, seal_record(record(stranger), soon, me), soon)
     await asyncio.sleep(0.1)
@@ -366,7 +366,7 @@ async def test_all_is_read_at_once_and_a_node_that_joins_is_given_what_it_should
     await asyncio.sleep(1.0)
     held = sum(len(node.node.entries(key)) for key in node.node._kept)
     assert held == sum(map(len, crowd().values()))
-    assert not node.directory.check.rejected
+    assert not node.directory.storage.check.rejected
 
 
 async def test_a_newcomer_to_a_large_stage_is_seen_at_once_and_one_that_moves_away_too(

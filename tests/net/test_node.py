@@ -105,7 +105,7 @@ async def test_peers_find_and_call_each_other_and_see_one_leave(stack: contextli
     await until(lambda: any(r.stage == 2 and r.version == 9 for r in nodes[0].directory.peers()))
     await nodes[2].directory.withdraw()
     await until(lambda: any(r.state == "left" for r in nodes[0].directory.peers()))
-    assert not nodes[0].directory.check.rejected
+    assert not nodes[0].directory.storage.check.rejected
 
 
 async def test_a_node_is_spawned_ahead_and_closes_twice(stack: contextlib.AsyncExitStack) -> None:
@@ -229,7 +229,7 @@ async def test_a_p2pd_that_dies_again_while_it_is_replaced_is_replaced_again(
     await other.directory.announce(record(other))  # while nothing can be said to anybody
     await other.directory.refresh()
     call = asyncio.ensure_future(other.transport.call(first.peer_id, "x", b""))
-    await until(lambda: other.alive and other.directory.online and other.p2pd_pid not in killed)
+    await until(lambda: other.alive and other.directory.storage.online and other.p2pd_pid not in killed)
     with pytest.raises(Refused, match="no such method"):
         await call
     assert other.addresses == addresses
@@ -252,7 +252,7 @@ async def test_a_peer_whose_p2pd_hangs_is_silent_until_it_is_killed_and_replaced
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [PeerSilent, PeerSilent]
     await asyncio.wait_for(first.directory.refresh(), 10)
-    await until(lambda: other.alive and other.directory.online and other.p2pd_pid != hung, 60.0)
+    await until(lambda: other.alive and other.directory.storage.online and other.p2pd_pid != hung, 60.0)
     assert f"p2pd (pid {hung}) does not answer any more: it is killed" in caplog.text
     await until(lambda: [r.peer for r in first.directory.peers()] == [other.peer_id])
 
@@ -273,13 +273,13 @@ async def test_a_p2pd_whose_port_was_taken_comes_back_on_another_and_is_found_th
         await until(lambda: not psutil.pid_exists(dead))
         squatter.bind(("127.0.0.1", port))
         squatter.listen()
-        await until(lambda: other.alive and other.directory.online and other.p2pd_pid != dead)
+        await until(lambda: other.alive and other.directory.storage.online and other.p2pd_pid != dead)
         assert other.addresses != before
         await until(lambda: [r.addresses for r in first.directory.peers()] == [other.addresses])
         assert (await first.transport.call(other.peer_id, "echo", b"")).header.decode() == first.peer_id
         moved, dead = other.addresses, other.p2pd_pid
         os.kill(dead, signal.SIGKILL)
-        await until(lambda: other.alive and other.directory.online and other.p2pd_pid != dead)
+        await until(lambda: other.alive and other.directory.storage.online and other.p2pd_pid != dead)
         assert other.addresses == moved, "once more on the port that it had"
         await other.directory.announce(record(other, version=7, addresses=before))  # the record names these
         await until(lambda: [r.version for r in first.directory.peers()] == [7])
@@ -320,7 +320,7 @@ async def test_calls_go_on_when_p2pd_is_back_although_no_relay_is(
     other.transport.learn(first.peer_id, first.addresses)
     dead = other.p2pd_pid
     os.kill(dead, signal.SIGKILL)
-    await until(lambda: other.alive and other.directory.online and other.p2pd_pid != dead)
+    await until(lambda: other.alive and other.directory.storage.online and other.p2pd_pid != dead)
     assert (await other.transport.call(first.peer_id, "echo", b"")).header.decode() == other.peer_id
     assert not other.addresses
 
@@ -373,7 +373,7 @@ async def test_a_busy_peer_can_be_joined_at(
 
     monkeypatch.setattr(DhtNode, "rpc_ping", late)
     first = await start(stack)
-    assert (await start(stack, first)).directory.online
+    assert (await start(stack, first)).directory.storage.online
 
 
 async def test_what_cannot_be_joined_is_said(stack: contextlib.AsyncExitStack) -> None:
@@ -428,7 +428,7 @@ def test_a_node_of_all_of_hivemind_in_the_same_process_joins_as_a_stranger_and_f
         "from peers.net.node import Node\n"
         "async def main():\n"
         "    async with Node() as first, Node(join=first.addresses, run_id='r') as other:\n"
-        "        print(len(await other.directory.refresh()), other.directory.neighbours)\n"
+        "        print(len(await other.directory.refresh()), other.directory.storage.neighbours)\n"
         "        stranger = await DHTNode.create(initial_peers=list(first.addresses))\n"
         "        found = (await stranger.find_nearest_nodes([stranger.node_id]))[stranger.node_id]\n"
         "        ours = {first.peer_id, other.peer_id}\n"
