@@ -112,27 +112,25 @@ class DhtStorage:
         self.unreachable = ""
         if not grouped:
             return []
-        dials = {
-            self.tasks.create_task(self._control.connect(peer, addresses, JOIN_S)): peer
-            for peer, addresses in grouped.items()
-        }
-        left: set[asyncio.Task[None]] = set(dials)
-        reached: list[PeerId] = []
-        reasons: list[str] = []
+
+        async def dial(peer: PeerId, addresses: Sequence[str]) -> str:
+            """Why it cannot be reached."""
+            try:
+                await self._control.connect(peer, addresses, JOIN_S)
+            except ControlError as error:
+                return f"{', '.join(addresses)}/p2p/{peer}: {error.text}"
+            return ""
+
+        dials = {self.tasks.create_task(dial(peer, grouped[peer])): peer for peer in grouped}
+        left, reached, reasons = set(dials), list[PeerId](), list[str]()
         while left:
             done, left = await asyncio.wait(
                 left, timeout=_JOIN_GRACE_S if reached else None, return_when=asyncio.FIRST_COMPLETED
             )
             if not done:
                 break  # the others are dialled on; one that answers late is found by searching
-            for dial in done:
-                peer, error = dials[dial], dial.exception()
-                if error is None:
-                    reached.append(peer)
-                elif isinstance(error, ControlError):
-                    reasons.append(f"{', '.join(grouped[peer])}/p2p/{peer}: {error.text}")
-                else:
-                    raise error
+            reached += [dials[task] for task in done if not task.result()]
+            reasons += filter(None, (task.result() for task in done))
         self.unreachable = (
             "none of the peers to join at can be reached. Check that one of them is running, that its "
             "address, port and peer id are those it printed, and that no firewall is between: "

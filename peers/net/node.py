@@ -65,17 +65,15 @@ class Deaths:
         self._most, self._row, self._began_s = most, 0, float("-inf")
 
     def pause_s(self, *, now: float) -> float | None:
-        """p2pd died, or did not start: wait so long before the next attempt; None: give up."""
+        """p2pd died, or did not start: wait so long, and start it then; None: give up."""
         if now - self._began_s > STABLE_S:
             self._row = 0
         self._row += 1
         if self._row > self._most:
             return None
-        return 0.0 if self._row == 1 else min(LONGEST_PAUSE_S, 0.25 * 2 ** (self._row - 2))
-
-    def started(self, *, now: float) -> None:
-        """A new p2pd is being started."""
-        self._began_s = now
+        pause_s = 0.0 if self._row == 1 else min(LONGEST_PAUSE_S, 0.25 * 2 ** (self._row - 2))
+        self._began_s = now + pause_s
+        return pause_s
 
 
 class Node:
@@ -226,7 +224,6 @@ class Node:
         clock = asyncio.get_running_loop().time
         while (pause_s := self._deaths.pause_s(now=clock())) is not None:
             await asyncio.sleep(pause_s)
-            self._deaths.started(now=clock())
             try:
                 await self._replace_daemon()
             except (SwarmError, OSError) as error:

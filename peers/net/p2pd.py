@@ -215,8 +215,6 @@ class Daemon:
         """Of p2pd itself; known once it is ready."""
         self.addresses: tuple[str, ...] = ()
         """Multiaddrs that p2pd listens on, without the peer id; known once it is ready."""
-        self.died: asyncio.Event = asyncio.Event()
-        """Set when p2pd ended, also when we ended it."""
         self.on_death: Callable[[], None] | None = None
         """Called in the loop when p2pd ends although nobody asked it to."""
         self.identity_path = identity_path
@@ -361,11 +359,9 @@ class Daemon:
     def _on_output(self) -> None:
         self._read_output()
         self._changed.set()
-        if not self._ended or self._loop is None or self.died.is_set():
+        if not self._ended:
             return
-        assert self._process is not None and self._process.stdout is not None
-        self._loop.remove_reader(self._process.stdout.fileno())
-        self.died.set()
+        self._unwatch()
         if self._up and not self._closing:
             last_words = next((line for line in self._lines if "panic" in line), "") or " ".join(self._lines)
             logger.error("p2pd (pid %s) ended unexpectedly: %s", self.pid, last_words[-500:] or "no word")
@@ -392,11 +388,12 @@ class Daemon:
     def close_now(self) -> None:
         """End p2pd and sh and remove the directory; blocks for some milliseconds. Idempotent."""
         self.expect_end()
-        if self._loop is not None and not self.died.is_set():
-            assert self._process is not None and self._process.stdout is not None
-            self._loop.remove_reader(self._process.stdout.fileno())
-            self.died.set()
+        self._unwatch()
         self._release()
+
+    def _unwatch(self) -> None:
+        if self._loop is not None and self._process is not None and self._process.stdout is not None:
+            self._loop.remove_reader(self._process.stdout.fileno())
 
     def _release(self) -> None:
         process, self._process = self._process, None

@@ -326,30 +326,25 @@ async def _one_listens(places: Sequence[Place], timeout_s: float) -> None:
     """
     reasons: list[str] = []
 
-    async def knock(host: str, port: int) -> bool:
+    async def knock(place: Place) -> None:
         try:
-            _, writer = await within(asyncio.open_connection(host, port), timeout_s)
+            _, writer = await within(asyncio.open_connection(place.host, place.port), timeout_s)
+            writer.transport.abort()
+            return
         except asyncio.TimeoutError:
             words = f"no connection within {timeout_s:g} s"
         except (OSError, ValueError, OverflowError) as error:
             words = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        else:
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
-            return True
-        reasons.append(f"{host}:{port}: {words}")
-        return False
+        reasons.append(f"{place.host}:{place.port}: {words}")
+        raise ControlError(words)
 
-    knocks = [asyncio.ensure_future(knock(place.host, place.port)) for place in set(places)]
+    knocking = TaskKeeper()
     try:
-        for knocked in asyncio.as_completed(knocks):
-            if await knocked:
-                return
+        for knocked in asyncio.as_completed([knocking.create_task(knock(place)) for place in set(places)]):
+            with contextlib.suppress(ControlError):
+                return await knocked
     finally:
-        for knocked in knocks:
-            knocked.cancel()
-        await asyncio.gather(*knocks, return_exceptions=True)
+        await knocking.close()
     raise ControlError("; ".join(sorted(reasons))[:300])
 
 

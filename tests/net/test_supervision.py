@@ -26,17 +26,13 @@ async def test_p2pd_is_started_again_with_growing_pauses_until_it_died_too_often
     deaths, now, pauses = Deaths(6), 100.0, []
     while (pause_s := deaths.pause_s(now=now)) is not None:
         pauses.append(pause_s)
-        now += pause_s
-        deaths.started(now=now)
-        now += 0.5
+        now += pause_s + 0.5
     assert pauses == [0.0, 0.25, 0.5, 1.0, 2.0, 4.0]
     deaths, now = Deaths(2), 0.0
     for _ in range(20):  # once in a while, for ever
         assert deaths.pause_s(now=now) == 0.0
-        deaths.started(now=now)
         now += STABLE_S + 0.1
     deaths = Deaths(100)
-    deaths.started(now=0.0)
     assert max(deaths.pause_s(now=0.0) or 0.0 for _ in range(100)) == LONGEST_PAUSE_S
 
 
