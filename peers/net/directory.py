@@ -41,7 +41,6 @@ from peers.net.signed_records import (
     seal_record,
 )
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
-from peers.waiting import happens
 from swarm.errors import Refused, SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import parse_run
@@ -91,7 +90,6 @@ class NetDirectory:
         # Monotonic, as everything but what others are told: the machine's clock may be set at any time.
         self._stored_at = -math.inf
         self._clock_offset_s = 0.0
-        self._changed = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
 
     # -- life -----------------------------------------------------------------------------------
@@ -157,8 +155,7 @@ class NetDirectory:
             except Exception:  # the next round may do better; without any, no record of ours is renewed
                 logger.exception("a refresh of the directory failed")
             # Not all peers at the same moment, though all may have started at once.
-            await happens(self._changed, self._timings.refresh_s * self._random.uniform(0.8, 1.2))
-            self._changed.clear()
+            await asyncio.sleep(self._timings.refresh_s * self._random.uniform(0.8, 1.2))
 
     async def _round(self) -> None:
         if not self.storage.online:
