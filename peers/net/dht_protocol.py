@@ -143,10 +143,6 @@ def _ticks(expires: float) -> int:
     return int(min(max(0.0, expires), 2.0**40) / VERSION_S) % (1 << 32)
 
 
-def _is_later(ticks: int, other: int) -> bool:
-    return 0 < (ticks - other) % (1 << 32) < 1 << 31
-
-
 def ask(keys: Mapping[bytes, Mapping[str, float]], most_bytes: int, salt: bytes) -> bytes:
     """A question for the records under some keys. `keys`: which of them are known, with their expirations.
 
@@ -196,7 +192,7 @@ def answer(question: Question, held: Callable[[bytes], Sequence[Entry]]) -> byte
 
 def _is_new(entry: Entry, known: Mapping[bytes, int], salt: bytes) -> bool:
     ticks = known.get(_mark(salt, entry.subkey))
-    return ticks is None or _is_later(_ticks(entry.expires), ticks)
+    return ticks is None or 0 < (_ticks(entry.expires) - ticks) % (1 << 32) < 1 << 31
 
 
 # --- what may be kept ---------------------------------------------------------------------------------------

@@ -401,12 +401,9 @@ class NetTransport:
         try:
             with _bugs_refused(served.method, served.peer):
                 answer = await handler(served)
-                await self._answer(link, served, answer)
+                link.answer(served, answer.header, [flat(part) for part in answer.body])
         except SwarmError as refusal:
             link.answer_error(served, refusal)
-
-    async def _answer(self, link: ServerConnection, served: ServedCall, answer: Answer) -> None:
-        link.answer(served, answer.header, [flat(part) for part in answer.body])
 
     # -- diagnostics ----------------------------------------------------------------------------
 

@@ -39,11 +39,11 @@ class Relay:
         self._transports: list[NetTransport] = []
         self._pairs: list[tuple[PeerId, PeerId, list[asyncio.StreamWriter]]] = []
 
-    async def add(self, *, kind: type[NetTransport] = NetTransport, **options: Any) -> NetTransport:
+    async def add(self, **options: Any) -> NetTransport:
         """A transport of a new peer."""
         peer = Identity.generate().peer_id
         path = self.directory / f"{len(self.paths)}.sock"
-        transport = kind(_Control(self, peer), peer, path, **options)  # type: ignore[arg-type]
+        transport = NetTransport(_Control(self, peer), peer, path, **options)  # type: ignore[arg-type]
         await transport.start()
         self.paths[peer] = path
         self._running[peer] = asyncio.Event()
