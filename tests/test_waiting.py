@@ -20,7 +20,7 @@ ELSEWHERE = frozenset({"process", "net", "slow"})
 
 PATCHED_TODAY = {"net": 34, "peers": 17, "sim": 1, "watch": 1}
 """Constants that tests of a folder patch: sizes of chunks and of what is under way, paths of the system; in
-`net` times as well."""
+`net` a time."""
 SLEEPS_TODAY = {"net": 3, "watch": 1}
 """Waits in real time: for an answer over a socket, or for the next line of a program."""
 
