@@ -11,14 +11,13 @@ import asyncio
 import contextlib
 import math
 import random
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from peers.clock import now_s
 from peers.net._hivemind import DHTID
 from peers.net.dht_protocol import JOIN_S, REPLICAS, DhtNode, Entry, RecordCheck, Welcome, key_bytes, nearest
-from peers.net.identity import CIRCUIT, split_peer_id, without_peer_id
+from peers.net.identity import CIRCUIT, by_peer, without_peer_id
 from peers.net.p2pd_control import ControlError, DaemonControl
 from peers.net.tasks import TaskKeeper
 from swarm.errors import SetupError
@@ -63,13 +62,13 @@ class DhtStorage:
     def __init__(self, control: DaemonControl, me: PeerId, join: Sequence[str], rng: random.Random) -> None:
         """`join`: multiaddrs of peers to join at, each ending in `/p2p/<id>`."""
         self.check = RecordCheck()
-        self.join = [split_peer_id(address) for address in join]
+        self.join = by_peer(join)
         self.tasks = TaskKeeper()
         self.node = DhtNode(me, self.check, self.tasks)
         self.online = False
         """Our p2pd runs, and the node above is on it."""
-        self.met: dict[PeerId, tuple[str, ...]] = {}
-        """Addresses of those whose records we saw, the latest last."""
+        self.met: dict[PeerId, list[str]] = {}
+        """Addresses, without the id, of those whose records we saw, the latest last."""
         self.unreachable = ""
         """Why none of those to join at could be reached."""
         self._me, self._random = me, rng
@@ -103,14 +102,16 @@ class DhtStorage:
             raise SetupError(wrong)
         self.online = True
 
-    async def connect(self, places: Sequence[tuple[str, PeerId]]) -> list[PeerId]:
+    def addresses(self, met: Iterable[PeerId] = ()) -> dict[PeerId, list[str]]:
+        """Those to join at, and some of those that we met, with the addresses that we know of them."""
+        peers = dict.fromkeys([*self.join, *met])
+        peers.pop(self._me, None)
+        return {peer: [*self.join.get(peer, ()), *self.met.get(peer, ())] for peer in peers}
+
+    async def connect(self, places: Mapping[PeerId, Sequence[str]]) -> list[PeerId]:
         """Dial addresses; the ids of those that answer, in time or soon after the first one."""
-        grouped: dict[PeerId, list[str]] = defaultdict(list)
-        for address, peer in places:
-            grouped[peer].append(address)
-        grouped.pop(self._me, None)
         self.unreachable = ""
-        if not grouped:
+        if not places:
             return []
 
         async def dial(peer: PeerId, addresses: Sequence[str]) -> str:
@@ -121,7 +122,7 @@ class DhtStorage:
                 return f"{', '.join(addresses)}/p2p/{peer}: {error.text}"
             return ""
 
-        dials = {self.tasks.create_task(dial(peer, grouped[peer])): peer for peer in grouped}
+        dials = {self.tasks.create_task(dial(*place)): place[0] for place in places.items()}
         left, reached, reasons = set(dials), list[PeerId](), list[str]()
         while left:
             done, left = await asyncio.wait(
@@ -169,10 +170,7 @@ class DhtStorage:
         met = [peer for peer in self.met if peer not in known]
         if known:
             met = self._random.sample(met, min(len(met), _MET_GREETED))
-        lost: dict[PeerId, list[str]] = defaultdict(list)
-        for address, peer in self.join + self.addresses_of(met):
-            if peer not in known and peer != self._me:
-                lost[peer].append(address)
+        lost = {peer: ends for peer, ends in self.addresses(met).items() if peer not in known}
         self._greeting = self.tasks.create_task(self._greet(lost))
 
     async def _greet(self, lost: Mapping[PeerId, Sequence[str]]) -> None:
@@ -206,22 +204,18 @@ class DhtStorage:
     def meet(self, record: PeerRecord) -> None:
         self.met.pop(record.peer, None)
         if record.addresses and record.state != "left":
-            self.met[record.peer] = record.addresses
+            self.met[record.peer] = [without_peer_id(address) for address in record.addresses]
         while len(self.met) > _MAX_MET:
             del self.met[next(iter(self.met))]
 
     def met_addresses(self) -> list[str]:
         """Direct addresses of peers whose records we saw, the latest first, each ending in `/p2p/<id>`."""
         return [
-            f"{without_peer_id(address)}/p2p/{peer}"
+            f"{address}/p2p/{peer}"
             for peer in reversed(self.met)
             for address in self.met[peer]
             if CIRCUIT not in address
         ]
-
-    def addresses_of(self, peers: Iterable[PeerId]) -> list[tuple[str, PeerId]]:
-        """As `join` has them."""
-        return [(without_peer_id(address), peer) for peer in peers for address in self.met[peer]]
 
 
 def what_is_wrong(welcomes: Collection[Welcome]) -> str:

@@ -100,7 +100,7 @@ class NetDirectory:
         Raises:
             SetupError: no address to join at could be reached; the text says what to check.
         """
-        self.joined_at = await self.storage.connect(self.storage.join)
+        self.joined_at = await self.storage.connect(self.storage.addresses())
         if self.storage.join and not self.joined_at:
             raise SetupError(self.storage.unreachable)
         await self._begin(self.joined_at)
@@ -129,7 +129,7 @@ class NetDirectory:
         self.reader.refreshed = False
         self.storage.move_to(control)
         latest = list(self.storage.met)[-_MAX_REJOINED:]
-        places = self.storage.join + self.storage.addresses_of(latest)
+        places = self.storage.addresses(latest)
         await self._begin(await self.storage.connect(places))
 
     def move(self, addresses: tuple[str, ...]) -> None:
