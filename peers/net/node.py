@@ -17,8 +17,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
+from peers.net import nat
+from peers.net.directory import NetDirectory
 from peers.net.identity import (
     CIRCUIT,
     by_peer,
@@ -29,15 +30,12 @@ from peers.net.identity import (
     with_peer_id,
 )
 from peers.net.p2pd import Daemon, DaemonOptions, shortage
+from peers.net.p2pd_control import ControlError, DaemonControl, ShortOfFiles
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
+from peers.net.transport import NetTransport
 from swarm.errors import OtherVersion, Refused, SetupError, SwarmError
 from swarm.ids import PeerId
 from swarm.wire.version import PROTOCOL_VERSION, differ
-
-if TYPE_CHECKING:  # hivemind is imported while p2pd starts
-    from peers.net.directory import NetDirectory
-    from peers.net.p2pd_control import DaemonControl
-    from peers.net.transport import NetTransport
 
 logger = logging.getLogger(__name__)
 
@@ -134,19 +132,13 @@ class Node:
         return self
 
     async def _start(self, daemon: Daemon) -> None:
-        # p2pd needs 0.15 s to start; importing hivemind's client takes 0.1 s of them.
-        from peers.net import transport
-        from peers.net.directory import NetDirectory
-        from peers.net.nat import METHOD, DialBack, those_that_take_us
-        from peers.net.p2pd_control import ControlError
-
         daemon.on_death = self._daemon_died
         await daemon.ready()
         try:
             await self._run_on(daemon, self._timings.relay_s)
             relays = daemon.options.relays
             if not self.addresses:  # another p2pd, that is told only of relays that take us
-                relays = await those_that_take_us(daemon.options, relays, self._timings.reserve_s)
+                relays = await nat.those_that_take_us(daemon.options, relays, self._timings.reserve_s)
                 if relays:
                     daemon.close_now()
                     daemon.options = dataclasses.replace(daemon.options, relays=relays)
@@ -159,7 +151,7 @@ class Node:
                     "join at a peer that relays: those that can be dialled do, but for --no-relay"
                 )
             self._told_addresses = self.addresses
-            self.transport = transport.NetTransport(
+            self.transport = NetTransport(
                 self.control,
                 daemon.peer_id,
                 daemon.directory / "streams.sock",
@@ -167,8 +159,10 @@ class Node:
             )
             self._started.append("transport")
             await self.transport.start()
-            dial_back = DialBack(lambda: self.control, self._relays, self._is_relay, lambda: self.addresses)
-            self.transport.serve(METHOD, dial_back.serve)
+            dial_back = nat.DialBack(
+                lambda: self.control, self._relays, self._is_relay, lambda: self.addresses
+            )
+            self.transport.serve(nat.METHOD, dial_back.serve)
             await self.control.attach()
             self.directory = NetDirectory(
                 self.control,
@@ -204,8 +198,6 @@ class Node:
 
     async def _run_on(self, daemon: Daemon, relay_s: float) -> None:
         """Use this p2pd from now on, once it is known where others reach it."""
-        from peers.net.p2pd_control import DaemonControl
-
         self.daemon, self.control = daemon, DaemonControl(daemon.control_path, self._timings.control_s)
         await self._await_addresses(relay_s)
 
@@ -297,8 +289,6 @@ class Node:
                 logger.exception("a probe of p2pd failed")
 
     async def _probe_once(self) -> None:
-        from peers.net.p2pd_control import ControlError, ShortOfFiles
-
         daemon, reviving = self.daemon, self._reviving
         if daemon is None or not daemon.alive or (reviving is not None and not reviving.done()):
             self._unanswered = 0
@@ -361,12 +351,10 @@ class Node:
 
     async def _take_other_relays(self, daemon: Daemon) -> None:
         """All of ours are gone. p2pd cannot be told of new ones: another one is started."""
-        from peers.net.nat import MAX_TOLD, relaying, those_that_take_us
-
         known = dict.fromkeys([*daemon.options.relays, *self._join, *self._relays()])
         try:
-            relays = await relaying(self.transport, self.control, list(known)[: 2 * MAX_TOLD])
-            relays = await those_that_take_us(daemon.options, relays, self._timings.reserve_s)
+            relays = await nat.relaying(self.transport, self.control, list(known)[: 2 * nat.MAX_TOLD])
+            relays = await nat.those_that_take_us(daemon.options, relays, self._timings.reserve_s)
             if not relays or not daemon.alive:
                 return
             _, listening = await self.control.identify()
