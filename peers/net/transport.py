@@ -198,8 +198,6 @@ class NetTransport:
         timings: NetTimings = DEFAULT_TIMINGS,
     ) -> None:
         self.peer_id = peer_id
-        self.calls: Counter[str] = Counter()
-        """How often each method of ours was called."""
         self.on_gone: Callable[[PeerId], None] | None = None
         """Told when the last stream that a peer had opened to us ended: it died, or left."""
         self._streams_path, self._timings = streams_path, timings
@@ -332,7 +330,6 @@ class NetTransport:
 
     def _find(self, method: str, body_bytes: int) -> Handler:
         """The handler of a call that came. Raises Refused: there is none, or it takes no such body."""
-        self.calls[method] += 1
         handler, limit = self._methods.get(method, (None, 0))
         if handler is None:
             raise Refused(f"no such method: {method!r}")

@@ -449,7 +449,6 @@ async def test_a_lost_answer_is_noticed_while_others_go_on(
     assert not waiting.done()
     gate.commit.set()
     assert (await waiting).header == b"done"
-    assert callee.calls["echo"] == 2
 
 
 async def test_a_broken_stream_fails_its_calls_at_once_and_the_next_one_dials(
@@ -495,14 +494,15 @@ async def test_closing_delivers_what_was_answered_and_fails_the_rest(
     callee.serve("gate", gate)
     waiting = asyncio.ensure_future(caller.call(callee.peer_id, "gate", b""))
     await gate.entered.wait()
+    answered = asyncio.Event()
 
     async def bye(request: Request) -> Answer:
+        answered.set()
         return Answer(b"bye", [bytes(3 * MIB)])
 
     callee.serve("bye", bye)
     last = asyncio.ensure_future(caller.call(callee.peer_id, "bye", b"", max_answer_bytes=3 * MIB))
-    await until(lambda: callee.calls["bye"] == 1)
-    await asyncio.sleep(0)
+    await answered.wait()
     await callee.close()
     assert (await last).header == b"bye"
     with pytest.raises(PeerGone):
