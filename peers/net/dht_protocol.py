@@ -425,6 +425,8 @@ class DhtNode:
         """Which nodes are near some keys. What they hold is asked with `rpc_read`."""
         results = []
         for key in request.keys[:MAX_KEYS_PER_CALL]:
+            if len(key) != DHTID.HASH_NBYTES:
+                raise Refused(f"a key of {len(key)} bytes")
             near = self.near(DHTID.from_bytes(key), self.bucket_size, exclude=asker)
             results.append(
                 dht_pb2.FindResult(

@@ -212,7 +212,7 @@ class DaemonControl:
 
     async def call_peer(self, peer: PeerId, name: str, data: bytes) -> bytes:
         """The answer to a short call. Raises ControlError: there is none, or it is an error."""
-        if len(data) > _MAX_MESSAGE_BYTES // 2:
+        if len(data) > _MAX_MESSAGE_BYTES // 4:
             raise ControlError(f"a DHT message of {len(data)} bytes")
         request = p2pd_pb2.CallUnaryRequest(peer=peer_bytes(peer), proto=name, data=data)
         return await self._lasting(callUnary=request)
@@ -276,7 +276,7 @@ class DaemonControl:
             answer = await self._handlers[request.proto](request.data, _peer_id(request.peer))
             response = p2pd_pb2.CallUnaryResponse(response=answer)
         except Exception as error:  # noqa: BLE001  whatever a stranger's bytes are to protobuf
-            response = p2pd_pb2.CallUnaryResponse(error=repr(error).encode())
+            response = p2pd_pb2.CallUnaryResponse(error=repr(error)[:300].encode())
         self._say(call, unaryResponse=response)
 
 

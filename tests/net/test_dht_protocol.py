@@ -246,6 +246,11 @@ async def test_what_does_not_fit_a_question_is_no_answer() -> None:
     assert len((await node().rpc_read(request, peer_id(1))).results) == 0
 
 
+async def test_what_is_no_key_is_refused_however_long_it_is() -> None:
+    with pytest.raises(Refused, match="a key of 1000000 bytes"):
+        await node().rpc_find(dht_pb2.FindRequest(keys=[bytes(10**6)]), peer_id(1))
+
+
 def test_what_is_handed_on_goes_in_batches() -> None:
     due = [(key_bytes("k"), entry(n)) for n in range(300)]
     batches = list(dht_protocol._batches(due))
