@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -121,42 +120,32 @@ class MemoryLine:
     ) -> None:
         """`order`: indices of operators, a topological order. `reads`: what has to be there for each."""
         self._inflight = holding.inflight
-        spans = _spans(graph, kept, reads, order)
+        spans = _Spans(graph, kept, reads, order)
         n, values, operators = len(order), graph.values, [graph.operators[index] for index in order]
+        is_saved = spans.saved_at < n
 
-        def alive(
-            wanted: Sequence[_Span], first: str = "made", last: str = "last", nbytes: str = "nbytes"
-        ) -> np.ndarray:
-            """[n + 1] bytes of these after so many operators."""
-            steps = np.zeros(n + 2)
-            for span in wanted:
-                start, end = getattr(span, first) + 1, getattr(span, last) + 1
-                if end > start:
-                    steps[start] += getattr(span, nbytes)
-                    steps[end] -= getattr(span, nbytes)
+        def alive(amount: np.ndarray, last: np.ndarray = spans.last) -> np.ndarray:
+            """[n + 1] bytes of what lies from where it is made to `last`, after so many operators."""
+            steps, held = np.zeros(n + 2), amount * (last > spans.made)
+            np.add.at(steps, spans.made + 1, held)
+            np.add.at(steps, last + 1, -held)
             return np.cumsum(steps)[: n + 1]
 
-        loose = [span for span in spans if span.saved_at is None]
-        saved = [span for span in spans if span.saved_at is not None]
-        self._alive = alive(spans)
-        self._gradient = alive(spans, nbytes="gradient_bytes")
-        self._wider = alive(spans, nbytes="wider_bytes")
-        self._made_at = np.array([span.made for span in spans])
-        self._last_at = np.array([span.last for span in spans])
-        self._loose = np.array([span.nbytes * (span.saved_at is None) for span in spans])
+        self._made_at, self._last_at, self._loose = spans.made, spans.last, spans.nbytes * ~is_saved
+        self._alive = alive(spans.nbytes)
+        self._gradient = alive(spans.gradient_bytes)
+        self._wider = alive(spans.wider_bytes)
         # Saved by nobody so far: held only because a later stage wants it.
-        self._unsaved = alive(loose) + alive(saved, "made", "until")
-        self._inputs_saved = alive(saved, "made", "saved_at")
+        self._unsaved = alive(spans.nbytes, np.minimum(spans.saved_at, spans.last))
+        self._inputs_saved = alive(spans.nbytes, np.where(is_saved, spans.saved_at, -1))
 
         made = np.array([kept.saved[index] for index in order])
         self._made = np.concatenate(([0.0], np.cumsum(made)))
         freed, beside, own, dying = np.zeros(n), np.zeros(n), np.zeros(n), np.zeros(n)
-        for span in spans:
-            if span.saved_at is not None and span.saved_at >= 0:
-                freed[span.saved_at] += span.nbytes
-            if 0 <= span.last < n and span.made < span.last:
-                own[span.last] += span.gradient_bytes + span.wider_bytes
-                dying[span.last] += span.nbytes * (span.saved_at is None)
+        np.add.at(freed, spans.saved_at[is_saved], spans.nbytes[is_saved])
+        read = spans.made < spans.last
+        np.add.at(own, spans.last[read], (spans.gradient_bytes + spans.wider_bytes)[read])
+        np.add.at(dying, spans.last[read], self._loose[read])
         seen: set[str] = set()
         weights = np.zeros(n)
         for number, op in enumerate(operators):
@@ -169,7 +158,7 @@ class MemoryLine:
                     seen.add(name)
                     weights[number] += values[name].nbytes
         self._freed = np.concatenate(([0.0], np.cumsum(freed + beside)))
-        self._forward = self._made[1:] + alive(loose)[1:] + dying
+        self._forward = self._made[1:] + alive(self._loose)[1:] + dying
         self._weights = np.concatenate(([0.0], np.cumsum(weights))) * holding.gradients_at_once
         alone = 0.0 if holding.gradients_at_once else weights
         self._backward = (
@@ -205,61 +194,43 @@ class MemoryLine:
         return np.cumsum(steps[::-1])[::-1][start + 1 :]
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Memory of one tensor (and its views) in a row of operators, by their places."""
+class _Spans:
+    """The memory of each tensor (and its views) in a row of operators, by their places: arrays of tensors."""
 
-    nbytes: float
-    gradient_bytes: float
-    wider_bytes: float
-    """Of a larger gradient that its own is a view of, beyond its own, until that is added to or sent."""
-    made: int
-    """-1: an input of the model."""
-    last: int
-    """Its last reader."""
-    saved_at: int | None
-    """The first whose backward needs it; None if none does."""
-
-    @property
-    def until(self) -> int:
-        """The place up to which only its readers hold it: from then on it is saved, or not needed."""
-        return self.last if self.saved_at is None else min(self.saved_at, self.last)
-
-
-def _spans(
-    graph: OpGraph, kept: Kept, reads: Mapping[int, Sequence[str]], order: Sequence[int]
-) -> list[_Span]:
-    made: dict[str, int] = {kept.root[name]: -1 for name in graph.inputs}
-    last, saved_at = dict(made), dict[str, int]()
-    for number, index in enumerate(order):
-        op = graph.operators[index]
-        for name in op.outputs:
-            made.setdefault(kept.root[name], number)
-        for name in (*reads[index], *op.outputs):
-            last[kept.root[name]] = number
-        for root in kept.saves[index] & made.keys():
-            saved_at.setdefault(root, number)
-    wider = dict.fromkeys(made, 0.0)
-    for number, index in enumerate(order):
-        op = graph.operators[index]
-        if kind_of(op.target) == "cat":
-            # Their gradients are views of one; the part that was made first holds it for the longest time.
-            parts = [kept.root[n] for n in reads[index] if graph.values[n].differentiable]
-            first = min(parts, key=lambda root: (made[root], root), default=None)
-            if first is not None and last[first] == number:
-                whole = sum(graph.values[name].nbytes for name in op.outputs)
-                wider[first] = float(max(0, whole - graph.values[first].nbytes))
-    return [
-        _Span(
-            nbytes=float(graph.values[root].nbytes),
-            gradient_bytes=float(graph.values[root].nbytes * graph.values[root].differentiable),
-            wider_bytes=wider[root],
-            made=first,
-            last=last[root],
-            saved_at=saved_at.get(root),
-        )
-        for root, first in made.items()
-    ]
+    def __init__(
+        self, graph: OpGraph, kept: Kept, reads: Mapping[int, Sequence[str]], order: Sequence[int]
+    ) -> None:
+        made: dict[str, int] = {kept.root[name]: -1 for name in graph.inputs}
+        last, saved_at = dict(made), dict[str, int]()
+        for number, index in enumerate(order):
+            op = graph.operators[index]
+            for name in op.outputs:
+                made.setdefault(kept.root[name], number)
+            for name in (*reads[index], *op.outputs):
+                last[kept.root[name]] = number
+            for root in kept.saves[index] & made.keys():
+                saved_at.setdefault(root, number)
+        wider = dict.fromkeys(made, 0.0)
+        for number, index in enumerate(order):
+            op = graph.operators[index]
+            if kind_of(op.target) == "cat":
+                # Their gradients are views of one; the part that was made first holds it for longest.
+                parts = [kept.root[n] for n in reads[index] if graph.values[n].differentiable]
+                first = min(parts, key=lambda root: (made[root], root), default=None)
+                if first is not None and last[first] == number:
+                    whole = sum(graph.values[name].nbytes for name in op.outputs)
+                    wider[first] = float(max(0, whole - graph.values[first].nbytes))
+        values = [graph.values[root] for root in made]
+        self.nbytes = np.array([float(value.nbytes) for value in values])
+        self.gradient_bytes = self.nbytes * [value.differentiable for value in values]
+        self.wider_bytes = np.array([wider[root] for root in made])
+        """Of a larger gradient that its own is a view of, beyond its own, until that is added to or sent."""
+        self.made = np.array(list(made.values()), dtype=np.int64)
+        """-1: an input of the model."""
+        self.last = np.array([last[root] for root in made], dtype=np.int64)
+        """Its last reader."""
+        self.saved_at = np.array([saved_at.get(root, len(order)) for root in made], dtype=np.int64)
+        """The first whose backward needs it; as many as there are operators if none does."""
 
 
 def state_bytes(graph: OpGraph, name: str, holding: Holding) -> float:
