@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "swarm.protocol": (*BASE, "swarm.policy", "msgspec"),
     # What peers say of themselves when they are asked is a message.
     "swarm.monitoring": (*BASE, "swarm.policy", "swarm.protocol", "swarm.wire.messages", "msgspec"),
-    "swarm.plan": (*BASE, "numpy", "scipy", "networkx", "tomli"),
+    "swarm.plan": (*BASE, "numpy", "scipy", "tomli"),
     "swarm.wire": (*BASE, "swarm.protocol", "msgspec", "numpy", "torch", "bitsandbytes", "typing_extensions"),
     # What a stage computes includes the codec at its boundaries: an undo has to see the very bytes again.
     "swarm.model": (*BASE, "swarm.wire", "msgspec", "numpy", "torch", "bitsandbytes"),
@@ -239,15 +239,6 @@ def test_only_peers_net_imports_hivemind() -> None:
         found
         for found in all_imports()
         if inside(found.name, "hivemind") and not inside(found.importer, "peers.net")
-    ]
-    assert not wrong, said(wrong)
-
-
-def test_only_the_planner_imports_networkx() -> None:
-    wrong = [
-        found
-        for found in all_imports()
-        if inside(found.name, "networkx") and not inside(found.importer, "swarm.plan")
     ]
     assert not wrong, said(wrong)
 

@@ -16,7 +16,6 @@ from scipy.optimize import linear_sum_assignment
 from swarm.errors import SetupError
 from swarm.plan.clusters import clustered_layouts
 from swarm.plan.network import Job, Network
-from swarm.plan.op_fence import cut_row, fenced_row
 from swarm.plan.overlapped import IDLE, Overlap, StepTime
 
 WALK_STEPS = 1500
@@ -104,6 +103,37 @@ def _starts(overlap: Overlap, rng: np.random.Generator) -> Iterator[tuple[str, n
             return overlap.soft_s(repaired(overlap, of_N))
 
         yield from clustered_layouts(network, job, cost_s, rng)
+
+
+def fenced_row(network: Network) -> np.ndarray:
+    """[N] devices, region by region, the nearest next to the nearest: so few boundaries cross slow lines."""
+    near_RR = network.bandwidth_bps.copy()
+    np.fill_diagonal(near_RR, 0.0)
+    # The row starts at the region that is farthest from all others: an end of it, not its middle.
+    row, left_R = [int(near_RR.sum(axis=1).argmin())], np.ones(len(near_RR), dtype=bool)
+    while len(row) < len(near_RR):
+        left_R[row[-1]] = False
+        row.append(int(np.where(left_R, near_RR[row[-1]], -1.0).argmax()))
+    return np.argsort(np.argsort(row)[network.region_of()], kind="stable")
+
+
+def cut_row(network: Network, job: Job, row: np.ndarray) -> np.ndarray:
+    """[N] stages: the row cut so that stages have speeds in proportion to their work, each with a device."""
+    speed = np.array([network.devices[int(i)].flops_per_s for i in row])
+    work = np.maximum(np.array(job.forward_flops), 1e-12)
+    ends = np.cumsum(work) / work.sum()
+    middle = (np.cumsum(speed) - speed / 2) / speed.sum()
+    stage = np.minimum(np.searchsorted(ends, middle), job.stages - 1)
+    # No stage may be empty, and the row stays in order: at least s after s devices, at most so many that one
+    # is left for each stage to come.
+    count = len(row)
+    least = np.maximum(0, np.arange(count) - (count - job.stages))
+    for i in range(count):
+        before = stage[i - 1] if i else -1
+        stage[i] = max(min(stage[i], before + 1), least[i], before, 0)
+    of_N = np.empty(count, dtype=np.int64)
+    of_N[row] = stage
+    return of_N
 
 
 def balanced(overlap: Overlap) -> np.ndarray:

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from swarm.errors import SetupError
 from swarm.plan.clusters import clustered_layouts
 from swarm.plan.network import Device, Job, Network
-from swarm.plan.op_fence import cut_row, fence, fenced_row
 from swarm.plan.overlapped import IDLE, Overlap
-from swarm.plan.search import balanced, repaired, search_overlapped
+from swarm.plan.search import balanced, cut_row, fenced_row, repaired, search_overlapped
 from tests.plan.events import Step
 
 DTFM = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "networks" / "dtfm.json"
@@ -303,14 +302,14 @@ def test_a_stage_without_a_device_is_refused() -> None:
 # --- the fence ----------------------------------------------------------------------------------------------
 
 
-def test_the_fence_keeps_consecutive_stages_inside_a_cluster() -> None:
+def test_the_fence_keeps_consecutive_stages_near_one_another() -> None:
     # Three continents of two cities each, whose devices are named in turns.
     near, far = np.full((6, 6), 1e7), np.full((6, 6), 0.1)
     for a in range(0, 6, 2):
         near[a : a + 2, a : a + 2] = 1e9
     devices = tuple(Device(f"d{i}", i % 6, 1e12) for i in range(24))
     net = Network(devices, tuple("abcdef"), far, near)
-    of = fence(net, job(6))
+    of = cut_row(net, job(6), fenced_row(net))
     assert np.bincount(of).tolist() == [4] * 6
     continents = [{int(net.devices[i].region) // 2 for i in np.flatnonzero(of == s)} for s in range(6)]
     assert all(len(there) == 1 for there in continents)
