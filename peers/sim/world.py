@@ -157,7 +157,7 @@ class World:
                 swarm.check(swarm.checks.at_the_end, member.name, member.serving.compute)
         for folder, stage in product((disk.folder for disk in swarm.disks.all), range(swarm.run.S)):
             for step in checkpoint.saved_steps(folder, swarm.run, stage):
-                tensors, _ = checkpoint.load(folder, swarm.run, stage, step)
+                tensors = checkpoint.Checkpoint(folder, swarm.run, stage, step).load()
                 swarm.check(swarm.checks.saved, folder.name, stage, step, tensors)
 
     def _outcome(self) -> Outcome:

@@ -85,7 +85,9 @@ class Joining:
                 checkpoint.newest_common_step, folder, core.run, tell=self._store.damaged
             )
             if step is not None and step > core.version:
-                tensors, _ = await asyncio.to_thread(checkpoint.load, folder, core.run, core.stage, step)
+                tensors = await asyncio.to_thread(
+                    checkpoint.Checkpoint(folder, core.run, core.stage, step).load
+                )
                 await core.load(Position(core.generation, step), tensors)
                 self._say_resumed()
                 return True

@@ -61,4 +61,4 @@ class CheckpointStore:
             return self._pinned[1]
         if self._folder is None:
             raise SetupError(f"version {version} of stage {self._stage} is not here")
-        return checkpoint.load(self._folder, self._run, self._stage, version)[0]
+        return checkpoint.Checkpoint(self._folder, self._run, self._stage, version).load()

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from peers.storage import atomic_file, safetensors_file
-from peers.storage.safetensors_file import Damaged, Progress, TensorInfo, unheard
+from peers.storage.safetensors_file import Progress, unheard
 from swarm.errors import SetupError
 from swarm.manifest import MAX_MANIFEST_BYTES, Run, check_id
 
@@ -28,6 +28,7 @@ MAX_CONFIG_BYTES = 4 * MAX_MANIFEST_BYTES
 """The manifest, escaped, and as much again."""
 
 SUFFIX = ".safetensors"
+_KIND = safetensors_file.Kind("model", "Copy or export it again")
 
 
 class ModelConfig(safetensors_file.Described, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -130,22 +131,20 @@ def read_config(path: Path) -> tuple[ModelConfig, Run]:
         raise SetupError(f"there is no model file {path}: swarm export makes one from checkpoints")
     where = config_path(path)
     try:
-        config = safetensors_file.read_json(where, ModelConfig, MAX_CONFIG_BYTES)
+        config = safetensors_file.read_json(_KIND, where, ModelConfig, MAX_CONFIG_BYTES)
     except FileNotFoundError:
         raise SetupError(
             f"{where} is missing: it says what {path} is. Copy it there, or export again"
         ) from None
-    except Damaged as damaged:
-        raise _damaged(where, str(damaged)) from None
     try:
         run = check_id(config.manifest, config.run)
     except SetupError as error:
-        raise _damaged(where, error.text) from None
+        raise _KIND.damaged(where, error.text) from None
     told = {name: getattr(config, name) for name in _of_manifest(run)}
     if told != _of_manifest(run):
-        raise _damaged(where, "its fields are not those of its manifest")
+        raise _KIND.damaged(where, "its fields are not those of its manifest")
     if not 0 <= config.step <= run.steps:
-        raise _damaged(where, f"step {config.step} of a run of {run.steps}")
+        raise _KIND.damaged(where, f"step {config.step} of a run of {run.steps}")
     return config, run
 
 
@@ -162,21 +161,5 @@ def read(
     """
     config, run = read_config(path)
     expected = {name: safetensors_file.info(tensor) for name, tensor in shapes(run).items()}
-
-    def wanted(found: Mapping[str, TensorInfo]) -> list[str]:
-        if found != expected:
-            names = [name for name in {*found, *expected} if found.get(name) != expected.get(name)]
-            raise Damaged(f"its tensors are not those of run {run.id}: {', '.join(sorted(names)[:5])[:200]}")
-        return list(found)
-
-    try:
-        safetensors_file.verify(path, config.sha256, config.bytes, progress)
-        return config, run, safetensors_file.read(path, wanted)
-    except Damaged as damaged:
-        raise _damaged(path, str(damaged)) from None
-    except OSError as error:
-        raise SetupError(f"cannot read {path}: {error.strerror or error}") from None
-
-
-def _damaged(path: Path, why: str) -> SetupError:
-    return SetupError(f"the model file {path} is damaged: {why}. Copy or export it again")
+    by = f"of run {run.id}"
+    return config, run, safetensors_file.read(_KIND, path, config, (by, expected), progress=progress)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,8 +46,22 @@ def unheard(size: int) -> None:
     """Progress that is not shown."""
 
 
-class Damaged(Exception):
-    """A file that is not what it should be; the text says why, without the name of the file."""
+class Damaged(SetupError):
+    """A file that cannot be used; the text says which, why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of such files, for errors."""
+
+    name: str
+    remedy: str
+
+    def damaged(self, path: Path, why: str) -> Damaged:
+        return Damaged(f"the {self.name} file {path} is damaged: {why}. {self.remedy}")
+
+    def unreadable(self, path: Path, error: OSError) -> Damaged:
+        return Damaged(f"cannot read {path}: {error.strerror or error}. {self.remedy}")
 
 
 class Described(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,12 +154,11 @@ def write_json(path: Path, value: msgspec.Struct) -> None:
     atomic_file.write_whole(path, text.encode())
 
 
-def read_json(path: Path, kind: type[T], max_bytes: int) -> T:
+def read_json(kind: Kind, path: Path, form: type[T], max_bytes: int) -> T:
     """The JSON that describes such a file.
 
     Raises:
-        Damaged: it is too long, or no `kind`.
-        SetupError: it cannot be read, or has another format than this version.
+        Damaged: it cannot be read, is too long, no `form`, or of another format than this version's.
         FileNotFoundError: it is not there.
     """
     try:
@@ -153,43 +167,59 @@ def read_json(path: Path, kind: type[T], max_bytes: int) -> T:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise SetupError(f"cannot read {path}: {error.strerror or error}") from None
+        raise kind.unreadable(path, error) from None
     if len(text) > max_bytes:
-        raise Damaged(f"longer than {max_bytes} bytes")
+        raise kind.damaged(path, f"longer than {max_bytes} bytes")
     try:
-        value = msgspec.json.decode(text, type=kind)
+        value = msgspec.json.decode(text, type=form)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Damaged(str(error)[:200]) from None
+        raise kind.damaged(path, str(error)[:200]) from None
     if value.format != FORMAT:
-        raise SetupError(f"{path} has format {value.format}; this version reads format {FORMAT}: update it")
+        raise Damaged(f"{path} has format {value.format}; this version reads format {FORMAT}: update it")
     return value
 
 
-def verify(path: Path, sha256: str, expected_bytes: int, progress: Progress = unheard) -> None:
-    """The file has that size and digest.
+def verify(kind: Kind, path: Path, told: Described, progress: Progress = unheard) -> None:
+    """Check that the file has the size and the digest that were told of it.
 
     Raises:
-        Damaged: it has not.
-        OSError: it cannot be read.
+        Damaged: it has not, or cannot be read.
     """
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        size = path.stat().st_size
-        if size != expected_bytes:
-            raise Damaged(f"{size} bytes long, not {expected_bytes}")
-        while chunk := file.read(atomic_file.CHUNK_BYTES):
-            digest.update(chunk)
-            progress(len(chunk))
-    if digest.hexdigest() != sha256:
-        raise Damaged("its bytes are not those that were saved (SHA-256 differs)")
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            if size != told.bytes:
+                raise kind.damaged(path, f"{size} bytes long, not {told.bytes}")
+            while chunk := file.read(atomic_file.CHUNK_BYTES):
+                digest.update(chunk)
+                progress(len(chunk))
+    except OSError as error:
+        raise kind.unreadable(path, error) from None
+    if digest.hexdigest() != told.sha256:
+        raise kind.damaged(path, "its bytes are not those that were saved (SHA-256 differs)")
 
 
-def read(path: Path, wanted: Callable[[Mapping[str, TensorInfo]], Iterable[str]]) -> dict[str, torch.Tensor]:
-    """The tensors that `wanted` names, given all that the file holds; on the CPU, and finite.
+def read(
+    kind: Kind,
+    path: Path,
+    told: Described,
+    expected: tuple[str, Mapping[str, TensorInfo]],
+    *,
+    only: Collection[str] | None = None,
+    progress: Progress = unheard,
+) -> dict[str, torch.Tensor]:
+    """The tensors of a file, verified; on the CPU, and finite.
+
+    Args:
+        expected: all tensors that it must hold, and what says so.
+        only: names of those that are returned; None: all.
 
     Raises:
-        Damaged: not a safetensors file, or a number is not finite; or `wanted` raised it.
+        Damaged: it is not what was told or expected, or a number is not finite.
     """
+    verify(kind, path, told, progress)
+    by, infos = expected
     try:
         with safe_open(path, "pt") as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no dict
@@ -197,11 +227,14 @@ def read(path: Path, wanted: Callable[[Mapping[str, TensorInfo]], Iterable[str]]
                 name: TensorInfo(part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()
             }
             if strange := {described.dtype for described in found.values()} - set(DTYPES.values()):
-                raise Damaged(f"it holds tensors of {sorted(strange)}")
-            tensors = {name: file.get_tensor(name) for name in wanted(found)}
+                raise kind.damaged(path, f"it holds tensors of {sorted(strange)}")
+            if found != infos:
+                names = sorted(name for name in {*found, *infos} if found.get(name) != infos.get(name))
+                raise kind.damaged(path, f"its tensors are not those {by}: {', '.join(names[:5])[:200]}")
+            tensors = {name: file.get_tensor(name) for name in found if only is None or name in only}
     except (SafetensorError, OSError) as error:
-        raise Damaged(f"not a safetensors file: {str(error)[:200]}") from None
+        raise kind.damaged(path, f"not a safetensors file: {str(error)[:200]}") from None
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise Damaged(f"{name} is not finite")
+            raise kind.damaged(path, f"{name} is not finite")
     return tensors

@@ -13,7 +13,7 @@ import torch
 from peers.options import WeightsOptions
 from peers.progress import Bar
 from peers.storage import checkpoint, model_file
-from peers.storage.safetensors_file import Progress, unheard
+from peers.storage.safetensors_file import Damaged, Progress, unheard
 from swarm.errors import Refused, SetupError
 from swarm.ids import Stage
 from swarm.manifest import Run, check_id
@@ -93,14 +93,6 @@ def model_shapes(run: Run) -> dict[str, torch.Tensor]:
 # --- checkpoints
 
 
-class Unreadable(Exception):
-    """A stage's checkpoint cannot be used; `why` tells the user."""
-
-    def __init__(self, why: SetupError) -> None:
-        super().__init__(why.text)
-        self.why = why
-
-
 def find_run(folder: Path, run_id: str | None) -> Run:
     """The run whose checkpoints are in `folder`.
 
@@ -129,7 +121,7 @@ def with_step(
 ) -> T:
     """`use(step)`; where none is given, of the newest that all stages have and that is whole.
 
-    `use` raises Unreadable for a step that is damaged; the next older one is then taken, and `note` told.
+    `use` raises Damaged for a step that is damaged; the next older one is then taken, and `note` told.
 
     Raises:
         SetupError: there is none, or the step that was asked for is damaged or not complete.
@@ -144,14 +136,14 @@ def with_step(
                 f"step {step} is not complete in {folder}: it lacks stage {lacking} (complete steps: {there})"
             )
         complete = [step]
-    first: SetupError | None = None
+    first: Damaged | None = None
     for candidate in complete:
         try:
             return use(candidate)
-        except Unreadable as damaged:
-            first = first or damaged.why
+        except Damaged as damaged:
+            first = first or damaged
             if step is None:
-                note(f"step {candidate} cannot be used: {damaged.why.text}")
+                note(f"step {candidate} cannot be used: {damaged.text}")
     if first is not None:
         raise first
     there = "; ".join(
@@ -167,12 +159,9 @@ def stages_bytes(folder: Path, run: Run, step: int) -> int:
     """Of all stages' files together.
 
     Raises:
-        Unreadable: an index is damaged.
+        Damaged: an index is.
     """
-    try:
-        return sum(checkpoint.size_bytes(folder, run, stage, step) for stage in range(run.S))
-    except SetupError as error:
-        raise Unreadable(error) from None
+    return sum(checkpoint.Checkpoint(folder, run, stage, step).size_bytes for stage in range(run.S))
 
 
 def read_stage(
@@ -181,15 +170,13 @@ def read_stage(
     """The weights and statistics of one stage by full name; its optimizer is verified and not held.
 
     Raises:
-        Unreadable: damaged, or not of this stage.
+        Damaged: the file is, or it is not of this stage.
     """
+    tensors = checkpoint.Checkpoint(folder, run, stage, step).load(only=PARTS, progress=progress)
+    here = f"the checkpoint of stage {stage}, step {step} in {folder} holds"
+    if "weights" not in tensors:
+        raise Damaged(f"{here} no weights")
     try:
-        tensors, _ = checkpoint.load(folder, run, stage, step, only=PARTS, progress=progress)
-        if "weights" not in tensors:
-            raise SetupError(f"the checkpoint of stage {stage}, step {step} in {folder} holds no weights")
         return named_weights(run, stage, tensors["weights"], tensors.get("statistics"))
-    except SetupError as error:
-        raise Unreadable(error) from None
     except Refused as error:
-        text = f"the checkpoint of stage {stage}, step {step} in {folder} holds {error.text}"
-        raise Unreadable(SetupError(text)) from None
+        raise Damaged(f"{here} {error.text}") from None

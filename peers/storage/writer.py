@@ -68,7 +68,9 @@ class CheckpointWriter:
     def _write(self, version: int, tensors: dict[str, torch.Tensor]) -> events.Event:
         """In a thread."""
         try:
-            checkpoint.save(self._folder, self._run, self._stage, version, tensors, {}, keep=self._keep)
+            checkpoint.Checkpoint(self._folder, self._run, self._stage, version).save(
+                tensors, keep=self._keep
+            )
         except SetupError as error:
             return events.Trouble(text=f"no checkpoint of version {version}: {error.text}")
         return events.Checkpointed(stage=self._stage, step=version, path=str(self._folder))

@@ -111,9 +111,11 @@ class CheckpointKeeper:
         self._run, self._settings, self._emit = run, settings, emit
         self._transport, self._directory = transport, directory
         self.stages = settings.stages or tuple(range(run.S))
-        stores = {stage: CheckpointStore(run, stage, settings.folder) for stage in self.stages}
+        self._stores = {
+            stage: CheckpointStore(run, stage, settings.folder, tell=self._not_kept) for stage in self.stages
+        }
         # Their tensors are maps of files: a copy in memory is the system's to drop.
-        self._leases = StateLeases(run.id, transport, stores, most_saved=2 * len(stores))
+        self._leases = StateLeases(run.id, transport, self._stores, most_saved=2 * len(self._stores))
         transport.serve("status", self._serve_status)
         self._backoff = Backoff(first_s=FIRST_REST_S, longest_s=LONGEST_REST_S)
         self._partials: dict[Stage, Partial] = {}
@@ -134,7 +136,6 @@ class CheckpointKeeper:
 
     async def run(self) -> None:
         """Look at what is on the disk, then keep and serve until `leave`."""
-        await asyncio.to_thread(self._inspect)
         await self._take_stock()
         if self.version is None:
             every = self._run.checkpoint_every
@@ -186,22 +187,13 @@ class CheckpointKeeper:
 
     # -- what is here -----------------------------------------------------------------------------
 
-    def _inspect(self) -> None:
-        """Read through what the folder holds, and say what of it is damaged. In a thread."""
-        for stage in self.stages:
-            for step in checkpoint.found_steps(self._settings.folder, self._run, stage):
-                try:
-                    checkpoint.check(self._settings.folder, self._run, stage, step)
-                except SetupError as error:
-                    self._emit(events.Trouble(text=f"not kept: {error.text}"))
+    def _not_kept(self, damaged: str) -> None:
+        self._emit(events.Trouble(text=f"not kept: {damaged}"))
 
     async def _take_stock(self) -> None:
         """Note what is on the disk now; say so if the newest whole version is another."""
-
-        def saved() -> dict[Stage, list[int]]:
-            return {s: checkpoint.saved_steps(self._settings.folder, self._run, s) for s in self.stages}
-
-        self._have = await asyncio.to_thread(saved)
+        for stage, store in self._stores.items():
+            self._have[stage] = await asyncio.to_thread(store.versions)
         if self.version is not None and self.version != self._said:
             self._said = self.version
             self._emit(events.Kept(version=self.version, stages=self.stages))
@@ -210,7 +202,6 @@ class CheckpointKeeper:
 
     async def fetch(self) -> None:
         """Look at what is on the disk, and fetch what is newer, once."""
-        await asyncio.to_thread(self._inspect)
         await self._take_stock()
         await self._keep()
 
@@ -293,8 +284,7 @@ class CheckpointKeeper:
         )  # fmt: skip
 
         def save() -> None:
-            checkpoint.save(
-                folder, self._run, stage, version, found.tensors, {},
+            checkpoint.Checkpoint(folder, self._run, stage, version).save(found.tensors,
                 keep=self._settings.keep, together=self.stages, option="--dir",
             )  # fmt: skip
 

@@ -23,13 +23,11 @@ from hypothesis import strategies as st
 
 from peers.storage import atomic_file, checkpoint
 from peers.storage.checkpoint import (
-    check,
+    Checkpoint,
     found_steps,
-    load,
     load_manifest,
     newest_common_step,
     other_runs,
-    save,
     saved_steps,
 )
 from peers.storage.checkpoint_store import CheckpointStore
@@ -61,7 +59,7 @@ def _file(folder: Path, stage: int, step: int) -> Path:
 def _save_all(folder: Path, *steps: int, keep: int = 3) -> None:
     for step in steps:
         for stage in range(RUN.S):
-            save(folder, RUN, stage, step, TENSORS, {}, keep=keep)
+            Checkpoint(folder, RUN, stage, step).save(TENSORS, keep=keep)
 
 
 def _everything(folder: Path) -> list[Path]:
@@ -72,11 +70,11 @@ def _everything(folder: Path) -> list[Path]:
 
 
 def test_what_is_saved_is_loaded_bit_by_bit(tmp_path: Path) -> None:
-    meta = {"version": 40, "note": "é", "loss": 2.5, "list": [1, None, True]}
-    path = save(tmp_path, RUN, 1, 40, TENSORS, meta)
+    saved = Checkpoint(tmp_path, RUN, 1, 40)
+    saved.save(TENSORS)
+    path = saved.path
     assert path == _step(tmp_path, 40) / "stage-1.json"
-    tensors, again = load(tmp_path, RUN, 1, 40)
-    assert again == meta
+    tensors = Checkpoint(tmp_path, RUN, 1, 40).load()
     assert tensors.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
         assert tensors[name].dtype == tensor.dtype
@@ -101,14 +99,14 @@ def test_any_names_types_and_shapes_come_back(
 ) -> None:
     folder = tmp_path_factory.mktemp("any")
     tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (dtype, shape) in shapes.items()}
-    save(folder, RUN, 0, 1, tensors, {})
-    again, _ = load(folder, RUN, 0, 1)
+    Checkpoint(folder, RUN, 0, 1).save(tensors)
+    again = Checkpoint(folder, RUN, 0, 1).load()
     assert again.keys() == tensors.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
 
 
 def test_the_file_is_a_safetensors_file_with_its_origin(tmp_path: Path) -> None:
-    save(tmp_path, RUN, 1, 40, TENSORS, {})
+    Checkpoint(tmp_path, RUN, 1, 40).save(TENSORS)
     with safetensors.safe_open(_file(tmp_path, 1, 40), "pt") as file:
         assert file.metadata() == {"run": RUN.id, "stage": "1", "step": "40"}
         assert set(file.keys()) == TENSORS.keys()
@@ -117,14 +115,14 @@ def test_the_file_is_a_safetensors_file_with_its_origin(tmp_path: Path) -> None:
 
 def test_views_and_tensors_that_share_memory_are_saved_as_what_they_show(tmp_path: Path) -> None:
     whole = torch.arange(12.0).reshape(3, 4)
-    save(tmp_path, RUN, 0, 1, {"whole": whole, "turned": whole.T, "column": whole[:, 1]}, {})
-    tensors, _ = load(tmp_path, RUN, 0, 1)
+    Checkpoint(tmp_path, RUN, 0, 1).save({"whole": whole, "turned": whole.T, "column": whole[:, 1]})
+    tensors = Checkpoint(tmp_path, RUN, 0, 1).load()
     assert torch.equal(tensors["turned"], whole.T)
     assert torch.equal(tensors["column"], whole[:, 1])
 
 
 def test_the_folder_alone_tells_the_run(tmp_path: Path) -> None:
-    save(tmp_path, RUN, 0, 1, TENSORS, {})
+    Checkpoint(tmp_path, RUN, 0, 1).save(TENSORS)
     assert check_id(load_manifest(tmp_path, RUN.id), RUN.id) == RUN
     with pytest.raises(SetupError, match=rf"cannot read the manifest of run {OTHER.id} from .*run\.toml"):
         load_manifest(tmp_path, OTHER.id)
@@ -133,13 +131,13 @@ def test_the_folder_alone_tells_the_run(tmp_path: Path) -> None:
 def test_the_newest_step_that_all_stages_have_is_the_common_one(tmp_path: Path) -> None:
     assert newest_common_step(tmp_path / "nowhere", RUN) is None
     assert newest_common_step(tmp_path, RUN) is None
-    save(tmp_path, RUN, 0, 20, TENSORS, {})
+    Checkpoint(tmp_path, RUN, 0, 20).save(TENSORS)
     assert newest_common_step(tmp_path, RUN) is None
-    save(tmp_path, RUN, 1, 20, TENSORS, {})
+    Checkpoint(tmp_path, RUN, 1, 20).save(TENSORS)
     assert newest_common_step(tmp_path, RUN) == 20
-    save(tmp_path, RUN, 0, 40, TENSORS, {})
+    Checkpoint(tmp_path, RUN, 0, 40).save(TENSORS)
     assert newest_common_step(tmp_path, RUN) == 20
-    save(tmp_path, RUN, 1, 40, TENSORS, {})
+    Checkpoint(tmp_path, RUN, 1, 40).save(TENSORS)
     assert newest_common_step(tmp_path, RUN) == 40
     assert newest_common_step(tmp_path, OTHER) is None
     assert saved_steps(tmp_path, RUN, 1) == [40, 20]
@@ -155,11 +153,11 @@ def test_old_steps_go_when_enough_newer_ones_are_there(tmp_path: Path) -> None:
 def test_the_last_common_step_stays_while_a_stage_lags(tmp_path: Path) -> None:
     _save_all(tmp_path, 1)
     for step in range(2, 9):
-        save(tmp_path, RUN, 0, step, TENSORS, {}, keep=2)
+        Checkpoint(tmp_path, RUN, 0, step).save(TENSORS, keep=2)
     assert saved_steps(tmp_path, RUN, 0) == [8, 7, 1]
     assert newest_common_step(tmp_path, RUN) == 1
-    save(tmp_path, RUN, 1, 8, TENSORS, {}, keep=2)
-    save(tmp_path, RUN, 0, 9, TENSORS, {}, keep=2)
+    Checkpoint(tmp_path, RUN, 1, 8).save(TENSORS, keep=2)
+    Checkpoint(tmp_path, RUN, 0, 9).save(TENSORS, keep=2)
     assert newest_common_step(tmp_path, RUN) == 8
     assert saved_steps(tmp_path, RUN, 0) == [9, 8]
 
@@ -168,7 +166,7 @@ def test_a_damaged_step_neither_counts_as_kept_nor_as_common(tmp_path: Path) -> 
     _save_all(tmp_path, 1, 2, 3)
     os.truncate(_file(tmp_path, 0, 3), 100)
     _step(tmp_path, 2).joinpath("stage-1.json").write_bytes(b'{"format": 1')
-    save(tmp_path, RUN, 0, 4, TENSORS, {}, keep=1)
+    Checkpoint(tmp_path, RUN, 0, 4).save(TENSORS, keep=1)
     # Step 3 is damaged in stage 0, step 2 in stage 1: step 1 is the newest that both have.
     assert newest_common_step(tmp_path, RUN) == 1
     assert saved_steps(tmp_path, RUN, 0) == [4, 1]
@@ -176,9 +174,9 @@ def test_a_damaged_step_neither_counts_as_kept_nor_as_common(tmp_path: Path) -> 
 
 def test_a_damaged_step_pushes_out_no_whole_one(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        save(tmp_path, RUN, 0, step, TENSORS, {}, keep=9, together=[0])
+        Checkpoint(tmp_path, RUN, 0, step).save(TENSORS, keep=9, together=[0])
     os.truncate(_file(tmp_path, 0, 3), 100)
-    save(tmp_path, RUN, 0, 4, TENSORS, {}, keep=2, together=[0])
+    Checkpoint(tmp_path, RUN, 0, 4).save(TENSORS, keep=2, together=[0])
     whole = [step for step in saved_steps(tmp_path, RUN, 0) if step != 3]
     assert whole == [4, 2]
 
@@ -186,21 +184,21 @@ def test_a_damaged_step_pushes_out_no_whole_one(tmp_path: Path) -> None:
 def test_an_old_step_that_was_just_written_stays(tmp_path: Path) -> None:
     _save_all(tmp_path, 1)
     for step in (5, 6, 7, 3):
-        save(tmp_path, RUN, 0, step, TENSORS, {}, keep=2)
+        Checkpoint(tmp_path, RUN, 0, step).save(TENSORS, keep=2)
     assert saved_steps(tmp_path, RUN, 0) == [7, 6, 3, 1]
-    save(tmp_path, RUN, 1, 3, TENSORS, {}, keep=2)
+    Checkpoint(tmp_path, RUN, 1, 3).save(TENSORS, keep=2)
     assert newest_common_step(tmp_path, RUN) == 3
 
 
 def test_who_keeps_one_stage_of_a_run_waits_for_no_other(tmp_path: Path) -> None:
     _save_all(tmp_path, 1)
     for step in (2, 3):
-        save(tmp_path, RUN, 0, step, TENSORS, {}, keep=1, together=[0])
+        Checkpoint(tmp_path, RUN, 0, step).save(TENSORS, keep=1, together=[0])
     assert saved_steps(tmp_path, RUN, 0) == [3]
 
 
 def test_pruning_leaves_strange_files_and_other_runs_alone(tmp_path: Path) -> None:
-    save(tmp_path, OTHER, 0, 1, TENSORS, {})
+    Checkpoint(tmp_path, OTHER, 0, 1).save(TENSORS)
     _save_all(tmp_path, 1)
     mine = _step(tmp_path, 1) / "notes.txt"
     mine.write_text("keep me")
@@ -214,8 +212,8 @@ def test_two_members_that_save_the_same_step_at_once_do_not_harm_each_other(tmp_
     # They differ in a bit, as two kinds of device may.
     states = [{"weights": torch.full((100_000,), float(i % 2))} for i in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda state: save(tmp_path, RUN, 0, 1, state, {}), states))
-    tensors, _ = load(tmp_path, RUN, 0, 1)
+        list(pool.map(lambda state: Checkpoint(tmp_path, RUN, 0, 1).save(state), states))
+    tensors = Checkpoint(tmp_path, RUN, 0, 1).load()
     assert tensors["weights"].unique().numel() == 1
 
 
@@ -241,7 +239,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(
         match=r"cannot save the checkpoint of stage 1, step 7 in .*: the disk is full \(\d+ MiB are free\)\. "
         r"Make room or choose another --checkpoint-dir\. Earlier checkpoints are intact",
     ):
-        save(tmp_path, RUN, 1, 7, TENSORS, {})
+        Checkpoint(tmp_path, RUN, 1, 7).save(TENSORS)
     left = [path.name for path in _everything(tmp_path) if path.is_file()]
     assert left == ([] if fails_at == "manifest" else ["run.toml"])
     assert not _step(tmp_path, 7).exists()
@@ -257,7 +255,7 @@ def test_a_file_that_the_system_refuses_to_grow_leaves_earlier_checkpoints_intac
         with pytest.raises(
             SetupError, match=r"stage 0, step 2 in .*: File too large.* Earlier checkpoints are"
         ):
-            save(tmp_path, RUN, 0, 2, large, {})
+            Checkpoint(tmp_path, RUN, 0, 2).save(large)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert {path: path.read_bytes() for path in _everything(tmp_path) if path.is_file()} == before
@@ -265,7 +263,7 @@ def test_a_file_that_the_system_refuses_to_grow_leaves_earlier_checkpoints_intac
 
 
 def test_failing_to_save_a_step_again_keeps_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, RUN, 0, 1, TENSORS, {})
+    Checkpoint(tmp_path, RUN, 0, 1).save(TENSORS)
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -273,14 +271,14 @@ def test_failing_to_save_a_step_again_keeps_the_step(tmp_path: Path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(atomic_file, "write_whole", full)
         with pytest.raises(SetupError, match="the disk is full"):
-            save(tmp_path, RUN, 0, 1, TENSORS, {})
+            Checkpoint(tmp_path, RUN, 0, 1).save(TENSORS)
     assert saved_steps(tmp_path, RUN, 0) == [1]
 
 
 def test_a_folder_that_cannot_be_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SetupError, match=r"cannot save .* in .*file: Not a directory.*--checkpoint-dir"):
-        save(tmp_path / "file", RUN, 0, 1, TENSORS, {})
+        Checkpoint(tmp_path / "file", RUN, 0, 1).save(TENSORS)
 
 
 @pytest.mark.process
@@ -296,7 +294,7 @@ def test_a_peer_killed_while_it_saves_leaves_the_earlier_checkpoint_and_no_half_
         "    write(file, data)\n"
         "    if len(data) > 1000: print('writing', flush=True); sys.stdin.read()\n"
         "atomic.write_all = slow\n"
-        "checkpoint.save(sys.argv[1], audit_run(stages=2), 0, 2, {'weights': torch.ones(2**20)}, {})\n"
+        "checkpoint.Checkpoint(sys.argv[1], audit_run(stages=2), 0, 2).save({'weights': torch.ones(2**20)})\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path)],
@@ -331,7 +329,7 @@ def test_any_flipped_byte_is_noticed(tmp_path: Path, at: int) -> None:
         SetupError,
         match=r"stage-1-.*\.safetensors is damaged: its bytes are not those .*Remove that step's folder",
     ):
-        load(tmp_path, RUN, 1, 2)
+        Checkpoint(tmp_path, RUN, 1, 2).load()
 
 
 def test_a_file_of_another_length_is_noticed(tmp_path: Path) -> None:
@@ -340,26 +338,30 @@ def test_a_file_of_another_length_is_noticed(tmp_path: Path) -> None:
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(SetupError, match=rf"is damaged: {size - 1} bytes long, not {size}"):
-        load(tmp_path, RUN, 0, 1)
+        Checkpoint(tmp_path, RUN, 0, 1).load()
     path.unlink()
     with pytest.raises(
         SetupError, match=r"cannot read .*\.safetensors: No such file.* Remove that step's folder"
     ):
-        load(tmp_path, RUN, 0, 1)
+        Checkpoint(tmp_path, RUN, 0, 1).load()
     assert newest_common_step(tmp_path, RUN) is None
 
 
 def test_only_what_is_wanted_is_held_but_all_of_it_is_verified(tmp_path: Path) -> None:
-    save(tmp_path, RUN, 0, 1, TENSORS, {})
+    Checkpoint(tmp_path, RUN, 0, 1).save(TENSORS)
     seen: list[int] = []
-    tensors, _ = load(tmp_path, RUN, 0, 1, only=("weights",), progress=seen.append)
+    tensors = Checkpoint(tmp_path, RUN, 0, 1).load(only=("weights",), progress=seen.append)
     assert tensors.keys() == {"weights"}
-    assert sum(seen) == checkpoint.size_bytes(tmp_path, RUN, 0, 1) == _file(tmp_path, 0, 1).stat().st_size
+    assert (
+        sum(seen)
+        == checkpoint.Checkpoint(tmp_path, RUN, 0, 1).size_bytes
+        == _file(tmp_path, 0, 1).stat().st_size
+    )
 
 
 def test_a_step_that_is_not_there_is_said_to_be(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=rf"no checkpoint of stage 1, step 3 of run {RUN.id} in "):
-        load(tmp_path, RUN, 1, 3)
+        Checkpoint(tmp_path, RUN, 1, 3).load()
 
 
 @pytest.mark.parametrize(
@@ -377,10 +379,12 @@ def test_a_step_that_is_not_there_is_said_to_be(tmp_path: Path) -> None:
     ],
 )
 def test_an_index_that_lies_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    path = save(tmp_path, RUN, 1, 1, TENSORS, {})
+    saved = Checkpoint(tmp_path, RUN, 1, 1)
+    saved.save(TENSORS)
+    path = saved.path
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(SetupError, match=words):
-        load(tmp_path, RUN, 1, 1)
+        Checkpoint(tmp_path, RUN, 1, 1).load()
 
 
 @pytest.mark.parametrize("left", [0.0, 0.1, 0.9, 0.999])
@@ -390,9 +394,9 @@ def test_a_truncated_index_or_file_is_damage_and_the_older_step_is_used(tmp_path
         whole = path.read_bytes()
         path.write_bytes(whole[: int(left * len(whole))])
         with pytest.raises(SetupError, match=rf"{path.name} is damaged: .*Remove that step's folder"):
-            load(tmp_path, RUN, 1, 2)
+            Checkpoint(tmp_path, RUN, 1, 2).load()
         with pytest.raises(SetupError, match=rf"{path.name} is damaged"):
-            check(tmp_path, RUN, 1, 2)
+            Checkpoint(tmp_path, RUN, 1, 2).check()
         assert newest_common_step(tmp_path, RUN) == 1
         assert found_steps(tmp_path, RUN, 1) == [2, 1]
         path.write_bytes(whole)
@@ -405,7 +409,7 @@ def test_a_file_that_was_found_whole_is_read_again_when_it_changes(tmp_path: Pat
     read: list[Path] = []
     with pytest.MonkeyPatch.context() as patch:
         verify = checkpoint.safetensors_file.verify
-        patch.setattr(checkpoint.safetensors_file, "verify", lambda *a: (read.append(a[0]), verify(*a)))
+        patch.setattr(checkpoint.safetensors_file, "verify", lambda *a: (read.append(a[1]), verify(*a)))
         assert saved_steps(tmp_path, RUN, 0) == saved_steps(tmp_path, RUN, 0) == [1]
         assert read == [path]
         raw = bytearray(path.read_bytes())
@@ -417,18 +421,20 @@ def test_a_file_that_was_found_whole_is_read_again_when_it_changes(tmp_path: Pat
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"\xff\xff", b"[" * 100_000, b'"' + b"9" * 5000])
 def test_an_index_that_is_no_json_is_refused(tmp_path: Path, raw: bytes) -> None:
-    path = save(tmp_path, RUN, 1, 1, TENSORS, {})
+    saved = Checkpoint(tmp_path, RUN, 1, 1)
+    saved.save(TENSORS)
+    path = saved.path
     path.write_bytes(raw)
     with pytest.raises(SetupError, match=r"stage-1\.json is damaged"):
-        load(tmp_path, RUN, 1, 1)
+        Checkpoint(tmp_path, RUN, 1, 1).load()
     assert saved_steps(tmp_path, RUN, 1) == []
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path, bad: float) -> None:
-    save(tmp_path, RUN, 0, 1, {"weights": torch.tensor([1.0, bad])}, {})
+    Checkpoint(tmp_path, RUN, 0, 1).save({"weights": torch.tensor([1.0, bad])})
     with pytest.raises(SetupError, match="is damaged: weights is not finite"):
-        load(tmp_path, RUN, 0, 1)
+        Checkpoint(tmp_path, RUN, 0, 1).load()
 
 
 @pytest.mark.parametrize(
@@ -447,14 +453,16 @@ def test_a_forged_file_with_a_matching_digest_is_refused(
     tmp_path: Path, content: bytes | None, words: str
 ) -> None:
     """Whoever forges both files can have any digest: what the file holds is checked as well."""
-    path = save(tmp_path, RUN, 0, 1, {"weights": torch.ones(9)}, {})
+    saved = Checkpoint(tmp_path, RUN, 0, 1)
+    saved.save({"weights": torch.ones(9)})
+    path = saved.path
     if content is None:
         content = safetensors.torch.save({"weights": torch.zeros(1, dtype=torch.complex64)})
     digest = hashlib.sha256(content).hexdigest()
     (path.parent / f"stage-0-{digest[:16]}.safetensors").write_bytes(content)
     path.write_text(json.dumps({**json.loads(path.read_text()), "sha256": digest, "bytes": len(content)}))
     with pytest.raises(SetupError, match=f"is damaged: {words}"):
-        load(tmp_path, RUN, 0, 1)
+        Checkpoint(tmp_path, RUN, 0, 1).load()
 
 
 def test_a_mate_that_prunes_the_same_folder_at_the_same_moment_is_no_trouble(
@@ -505,7 +513,7 @@ def test_a_store_tells_of_a_damaged_file_once(tmp_path: Path) -> None:
 def test_the_other_runs_of_a_folder_are_known(tmp_path: Path) -> None:
     assert other_runs(tmp_path / "nowhere", RUN) == []
     _save_all(tmp_path, 1)
-    save(tmp_path, OTHER, 0, 1, TENSORS, {})
+    Checkpoint(tmp_path, OTHER, 0, 1).save(TENSORS)
     assert other_runs(tmp_path, RUN) == [OTHER.id]
 
 
@@ -522,8 +530,8 @@ def test_a_folder_that_a_replica_removes_in_the_middle_of_a_save_is_made_again(
         return original(folder)
 
     monkeypatch.setattr(atomic_file, "replacing", removed)
-    save(tmp_path, RUN, 0, 7, TENSORS, {})
+    Checkpoint(tmp_path, RUN, 0, 7).save(TENSORS)
     assert left == [0] and saved_steps(tmp_path, RUN, 0) == [7]
     left[0] = 100
     with pytest.raises(SetupError, match="No such file or directory"):  # bounded: something else is wrong
-        save(tmp_path, RUN, 0, 8, TENSORS, {})
+        Checkpoint(tmp_path, RUN, 0, 8).save(TENSORS)

@@ -58,7 +58,7 @@ def saved(folder: Path, run: Run, step: int = 3) -> None:
     for stage in range(run.S):
         state = StageCompute(run, stage).state.copy()
         state["weights"] += step / 1000
-        checkpoint.save(folder, run, stage, step, state, {}, keep=9)
+        checkpoint.Checkpoint(folder, run, stage, step).save(state, keep=9)
 
 
 @pytest.fixture
@@ -107,14 +107,14 @@ def test_the_command_says_what_it_wrote_and_what_to_paste_next(
 
 def test_one_stage_is_in_memory_at_a_time(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    load = checkpoint.load
+    load = checkpoint.Checkpoint.load
 
-    def noted(folder: Path, run: Run, stage: int, *rest: Any, **named: Any) -> Any:
+    def noted(one: checkpoint.Checkpoint, *rest: Any, **named: Any) -> Any:
         assert "weights" in named["only"] and "exp_avg" not in named["only"]
-        read.append(stage)
-        return load(folder, run, stage, *rest, **named)
+        read.append(int(one.path.stem.removeprefix("stage-")))
+        return load(one, *rest, **named)
 
-    monkeypatch.setattr(checkpoint, "load", noted)
+    monkeypatch.setattr(checkpoint.Checkpoint, "load", noted)
     export(tmp_path / "ckpt", run, None, tmp_path / "m.safetensors")
     assert read == [0, 1, 2]
 

@@ -27,7 +27,7 @@ RUN = pin(
 def save(folder: Path, run: Run, stage: int, step: int = 4) -> None:
     state = StageCompute(run, stage).state.copy()
     state["weights"] += step  # so that each step has weights of its own
-    checkpoint.save(folder, run, stage, step, state, {}, keep=9)
+    checkpoint.Checkpoint(folder, run, stage, step).save(state, keep=9)
 
 
 def weights_at(step: int) -> dict[str, torch.Tensor]:
@@ -125,7 +125,7 @@ def test_a_checkpoint_that_is_not_of_its_stage_is_refused(
     folder: Path, tensors: dict[str, torch.Tensor], words: str
 ) -> None:
     save(folder, RUN, 0, 8)
-    checkpoint.save(folder, RUN, 1, 8, tensors, {}, keep=9)
+    checkpoint.Checkpoint(folder, RUN, 1, 8).save(tensors, keep=9)
     with pytest.raises(SetupError, match=words):
         load_weights(WeightsOptions(checkpoint_dir=folder, step=8))
 

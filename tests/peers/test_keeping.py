@@ -66,7 +66,7 @@ async def trained(folder: Path, run: Run = RUN, *, replicas: int = 1) -> AsyncIt
 def assert_counted(folder: Path, stages: range, version: int, run: Run = RUN) -> None:
     """The folder holds that version of those stages, each microbatch counted once a step."""
     for stage in stages:
-        tensors, _ = checkpoint.load(folder, run, stage, version)
+        tensors = checkpoint.Checkpoint(folder, run, stage, version).load()
         counted = -tensors["weights"] * run.M
         assert torch.equal(counted, torch.full((run.M,), float(version), dtype=torch.float64))
 
@@ -118,8 +118,8 @@ async def test_disks_that_hold_one_stage_each_start_the_run_together(tmp_path: P
         for version in (2, 4):
             state = StageCompute(run, stage).state.copy()
             state["weights"] -= version / run.M
-            checkpoint.save(tmp_path / f"{stage}", run, stage, version, state, {}, keep=9)
-    checkpoint.save(tmp_path / "1", run, 1, 5, StageCompute(run, 1).state.copy(), {}, keep=9)
+            checkpoint.Checkpoint(tmp_path / f"{stage}", run, stage, version).save(state, keep=9)
+    checkpoint.Checkpoint(tmp_path / "1", run, 1, 5).save(StageCompute(run, 1).state.copy(), keep=9)
     async with swarm(run, replicas=0) as s:
         for stage in range(run.S):
             s.add_peer(f"p{stage}", stage, checkpoints=Checkpoints(folder=tmp_path / f"{stage}"))
@@ -252,7 +252,7 @@ async def test_a_full_disk_is_said_the_old_is_kept_and_the_new_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for each in range(RUN.S):
-        checkpoint.save(tmp_path, RUN, each, 2, StageCompute(RUN, each).state.copy(), {})
+        checkpoint.Checkpoint(tmp_path, RUN, each, 2).save(StageCompute(RUN, each).state.copy())
     original, full = atomic.write_all, True
 
     def write_all(file: Any, data: Any) -> None:

@@ -124,7 +124,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, Path]:
         microbatch_size=2, microbatches_per_step=2))  # fmt: skip
     run = pin_model(open_dataset(run, [text]).pinned(run))
     for stage in range(run.S):
-        checkpoint.save(folder / "ckpt", run, stage, 3, initial_state(run, stage), {}, keep=9)
+        checkpoint.Checkpoint(folder / "ckpt", run, stage, 3).save(initial_state(run, stage), keep=9)
     return folder, run, text
 
 

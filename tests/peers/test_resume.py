@@ -25,7 +25,7 @@ RUN = replace(audit_run(stages=2, steps=9, microbatches_per_step=4), checkpoint_
 def saved(folder: Path, *versions: int) -> None:
     for version in versions:
         for stage in range(RUN.S):
-            checkpoint.save(folder, RUN, stage, version, StageCompute(RUN, stage).state.copy(), {})
+            checkpoint.Checkpoint(folder, RUN, stage, version).save(StageCompute(RUN, stage).state.copy())
 
 
 async def test_damaged_checkpoints_are_named_before_an_older_one_is_resumed(tmp_path: Path) -> None:

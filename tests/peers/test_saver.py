@@ -37,18 +37,18 @@ class Disk:
         self.at_once = self.most_at_once = 0
         self.commit = threading.Semaphore(0)
         self.arrived = threading.Semaphore(0)
-        self._save = checkpoint.save
+        self._save = checkpoint.Checkpoint.save
         self._lock = threading.Lock()
 
-    def save(self, folder: Path, run: Any, stage: int, step: int, *rest: Any, **named: Any) -> Path:
+    def save(self, one: checkpoint.Checkpoint, *rest: Any, **named: Any) -> None:
         with self._lock:
-            self.began.append(step)
+            self.began.append(int(one.path.parent.name.removeprefix("step-")))
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
         self.arrived.release()
         assert self.commit.acquire(timeout=20)
         try:
-            return self._save(folder, run, stage, step, *rest, **named)
+            self._save(one, *rest, **named)
         finally:
             with self._lock:
                 self.at_once -= 1
@@ -61,7 +61,7 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     disk = Disk()
-    monkeypatch.setattr(checkpoint, "save", disk.save)
+    monkeypatch.setattr(checkpoint.Checkpoint, "save", lambda *args, **named: disk.save(*args, **named))
     yield disk
     disk.commit.release(100)
 
@@ -76,7 +76,7 @@ async def test_what_is_saved_is_there_and_told(tmp_path: Path) -> None:
     one.save(20, state(20))
     assert await one.close()
     assert said == [Checkpointed(stage=1, step=20, path=str(tmp_path))]
-    tensors, _ = checkpoint.load(tmp_path, RUN, 1, 20)
+    tensors = checkpoint.Checkpoint(tmp_path, RUN, 1, 20).load()
     assert torch.equal(tensors["weights"], state(20)["weights"])
     one.save(40, state(40))
     assert await one.close()
@@ -116,7 +116,7 @@ async def test_what_cannot_be_saved_is_told_and_the_next_is_tried(
         raise SetupError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", full)
+        patch.setattr(checkpoint.Checkpoint, "save", full)
         one.save(10, state(10))
         assert await one.close()
     one.save(20, state(20))
@@ -136,7 +136,7 @@ async def test_after_a_bug_it_can_still_be_closed_and_saves_again(
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", broken)
+        patch.setattr(checkpoint.Checkpoint, "save", broken)
         one.save(10, state(10))
         assert await one.close()
     one.save(20, state(20))
@@ -186,7 +186,7 @@ async def test_a_stage_takes_all_its_steps_while_its_disk_still_writes_the_first
         await s.until(s.tasks["slow"].done)
         assert began == [1, 5]
         assert checkpoint.saved_steps(tmp_path, run, 0) == [5, 1]
-        tensors, _ = checkpoint.load(tmp_path, run, 0, 5)
+        tensors = checkpoint.Checkpoint(tmp_path, run, 0, 5).load()
         assert torch.equal(tensors["weights"] * -run.M, torch.full((run.M,), 5.0, dtype=torch.float64))
 
 

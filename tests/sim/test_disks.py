@@ -27,7 +27,8 @@ class Writer:
 
     def save(self, step: int) -> None:
         state = {"weights": torch.full((4,), float(step))}
-        self.process.context.run(checkpoint.save, self.disk.folder, RUN, 0, step, state, {})
+        here = checkpoint.Checkpoint(self.disk.folder, RUN, 0, step)
+        self.process.context.run(here.save, state)
 
     def steps(self) -> list[int]:
         return checkpoint.saved_steps(self.disk.folder, RUN, 0)
