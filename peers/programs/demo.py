@@ -329,7 +329,7 @@ class Demo:
         from peers.transfer.gradient import fetch_weights
 
         async with Node(join=self._started["bootstrap"].addresses, run_id=self._run.id) as node:
-            return await fetch_weights(self._run, node.transport, node.directory)
+            return await fetch_weights(self._run, node.transport, node.directory, self._run.steps)
 
     async def _verify(self, batch, weights: Mapping[str, torch.Tensor]) -> dict[str, float]:  # type: ignore[no-untyped-def]
         """The same manifest in this process; the largest difference of any loss and of any weight."""

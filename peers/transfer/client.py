@@ -72,6 +72,8 @@ SHOW_S = 2.0
 
 Progress: TypeAlias = Callable[[int, int, int], None]
 """(bytes that are here, bytes in all, sources now)."""
+_closing = set[asyncio.Task[None]]()
+"""Asyncio itself does not keep tasks alive."""
 Question: TypeAlias = OpenState | OpenHeld | OpenSum
 """What opens a lease."""
 
@@ -277,22 +279,22 @@ class _Downloading:
                 raise DownloadFailed(self.wanted.name, self.reasons)
             group = believed(offers)
             members = {offer.source for offer in group}
-            await self._close([p for p in self.leases if p not in members])
+            self._close([p for p in self.leases if p not in members])
             others = [p for p in sources if p not in members | self.useless]
             if not await self._pull(group, others):
                 continue
             opened, tensors = agreed(group), self.partial.of(self.wanted.like)
             wrong = await asyncio.to_thread(self.wanted.fits, opened, tensors)
             if wrong is None:
-                await self._close(list(self.leases))
+                self._close(list(self.leases))
                 self.partial.give_away()
                 return Download(
                     opened=opened, tensors=tensors, received_bytes=sum(self.given_bytes.values()),
                     sources=tuple(peer for peer, _ in self.given_bytes.most_common()),
                 )  # fmt: skip
             self.partial.forget()
-            for source in members:
-                self._failed(source, BadAnswer(source, wrong))
+            for offer in group:
+                self._failed(offer.source, BadAnswer(offer.source, wrong))
 
     def _failed(self, source: PeerId, error: SwarmError) -> None:
         """Note why a source gives nothing. It is asked again only if it might a little later."""
@@ -355,15 +357,18 @@ class _Downloading:
         hashes = tuple(body[at : at + HASH_BYTES] for at in range(0, expected, HASH_BYTES))
         return Offer(source=source, opened=opened, hashes=hashes)
 
-    async def _close(self, sources: Sequence[PeerId]) -> None:
-        """End leases, so that the next reader need not wait. A courtesy: failures do not matter."""
+    def _close(self, sources: Sequence[PeerId]) -> None:
+        """End leases, so that the next reader need not wait. A courtesy that nothing waits for."""
 
-        async def close(source: PeerId) -> None:
-            header = pack(CloseLease(run=self.wanted.question.run, lease=self.leases.pop(source)))
+        async def close(source: PeerId, lease: str) -> None:
+            header = pack(CloseLease(run=self.wanted.question.run, lease=lease))
             with contextlib.suppress(SwarmError):
                 await self.transport.call(source, "close", header, deadline_s=CLOSE_S)
 
-        await asyncio.gather(*(close(source) for source in sources))
+        for source in sources:
+            task = asyncio.create_task(close(source, self.leases.pop(source)))
+            _closing.add(task)
+            task.add_done_callback(_closing.discard)
 
     # -- pulling ----------------------------------------------------------------------------------
 
@@ -409,7 +414,7 @@ class _Downloading:
             except SwarmError:
                 return  # it is past that version: of use only for another one
             if offer.content != model.content:
-                await self._close([source])
+                self._close([source])
                 return
             await pull.read(source, offer.opened.lease)
             return

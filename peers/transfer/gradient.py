@@ -16,9 +16,9 @@ from peers.stage.all_reduce import holds
 from peers.stage.state import StageCore
 from peers.transfer.client import DownloadFailed, Partial, Wanted, download, state_of
 from swarm.errors import PeerFault, SetupError
-from swarm.ids import PeerId, Stage
+from swarm.ids import PeerId
 from swarm.manifest import Run
-from swarm.model.stage import StageCompute
+from swarm.model.layout import named_weights
 from swarm.protocol.rounds import Commit, Prepared
 from swarm.wire.messages import Opened, OpenHeld
 
@@ -70,47 +70,31 @@ def wanted_of(
 
 
 async def fetch_weights(
-    run: Run, transport: Transport, directory: Directory, *, limit_s: float = WEIGHTS_S
+    run: Run, transport: Transport, directory: Directory, version: int, *, limit_s: float = WEIGHTS_S
 ) -> dict[str, torch.Tensor]:
-    """The newest weights of all stages by name, from the peers that serve them.
+    """The weights of all stages by name, from the peers that serve them.
+
+    `version`: one that they have, such as the last; negative: the newest, of a run at rest.
 
     Tries again for `limit_s`: peers that died are still in the directory for a while, others not yet.
 
     Raises:
         SetupError: no peer of a stage gives them; says why each does not.
     """
-    until = now_s() + limit_s
-    found: dict[Stage, tuple[int, dict[str, torch.Tensor]]] = {}
-    while True:
-        for stage in range(run.S):
-            newest = max((version for version, _ in found.values()), default=-1)
-            if stage not in found or found[stage][0] < newest:
-                found[stage] = await _stage_weights(run, stage, transport, directory, until)
-        versions = sorted({version for version, _ in found.values()})
-        if len(versions) == 1:
-            return {name: weight for _, weights in found.values() for name, weight in weights.items()}
-        if now_s() + RETRY_S >= until:
-            raise SetupError(f"the run took a step meanwhile (versions {versions}); try again")
-        await asyncio.sleep(RETRY_S)
-
-
-async def _stage_weights(
-    run: Run, stage: Stage, transport: Transport, directory: Directory, until: float
-) -> tuple[int, dict[str, torch.Tensor]]:
-    """(version, weights by name) of one stage. Raises SetupError if `until` passes without."""
-    compute, partial = StageCompute(run, stage), Partial()
-    reasons: dict[PeerId, str] = {}
-    while True:
-        records = await directory.refresh({stage})
-        serving = [r.peer for r in records if r.stage == stage and r.state == "serving"]
-        try:
-            got = await download(transport, state_of(run, stage), serving, partial=partial)
-        except DownloadFailed as failed:
-            reasons.update(failed.reasons)
-        else:
-            compute.load_state(got.opened.version, got.tensors)
-            return got.opened.version, compute.state.named_weights()
-        if now_s() + RETRY_S >= until:
-            why = "; ".join(reasons.values()) or "no peer serves it"
-            raise SetupError(f"could not download the weights of stage {stage}: {why}")
-        await asyncio.sleep(RETRY_S)
+    until, found = now_s() + limit_s, dict[str, torch.Tensor]()
+    for stage in range(run.S):
+        reasons, partial, got = dict[PeerId, str](), Partial(), None
+        while got is None:
+            records = await directory.refresh({stage})
+            serving = [r.peer for r in records if r.stage == stage and r.state == "serving"]
+            try:
+                got = await download(transport, state_of(run, stage, version), serving, partial=partial)
+            except DownloadFailed as failed:
+                reasons.update(failed.reasons)
+                if now_s() + RETRY_S >= until:
+                    why = "; ".join(reasons.values()) or "no peer serves it"
+                    text = f"could not download the weights of stage {stage}: {why}"
+                    raise SetupError(text) from None
+                await asyncio.sleep(RETRY_S)
+        found |= named_weights(run, stage, got.tensors["weights"], got.tensors.get("statistics"))
+    return found

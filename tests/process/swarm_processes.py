@@ -568,7 +568,7 @@ class Swarm(Processes):
         """The weights of all stages, as who joins would get them. For a run at rest."""
 
         async def fetch(node: Node) -> dict[str, torch.Tensor]:
-            return await fetch_weights(self.run, node.transport, node.directory)
+            return await fetch_weights(self.run, node.transport, node.directory, -1)
 
         return self.as_a_node(fetch)
 
