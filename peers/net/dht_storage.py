@@ -71,18 +71,18 @@ class DhtStorage:
         """Addresses, without the id, of those whose records we saw, the latest last."""
         self.unreachable = ""
         """Why none of those to join at could be reached."""
-        self._me, self._random = me, rng
+        self.searched_at = self.greeted_at = -math.inf
+        self._control, self._me, self._random = control, me, rng
+        self._places: dict[str, Place] = {}
         self._searching: asyncio.Task[None] | None = None
         self._greeting: asyncio.Task[None] | None = None
-        self.move_to(control)
 
     # -- life -----------------------------------------------------------------------------------
 
-    def move_to(self, control: DaemonControl) -> None:
-        """A new p2pd, perhaps in the place of one that died; what others gave us to keep outlives that."""
-        self._control = control
+    def forget_places(self) -> None:
+        """A new p2pd took the place of one that died; what others gave us to keep outlives that."""
         self.searched_at = self.greeted_at = -math.inf
-        self._places: dict[str, Place] = {}
+        self._places.clear()
 
     async def close(self) -> None:
         """End all tasks."""

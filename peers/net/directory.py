@@ -114,7 +114,7 @@ class NetDirectory:
         """Our p2pd ended. Until another one runs we say what we knew, and remember what to announce."""
         self.storage.online = False
 
-    async def daemon_is_back(self, control: DaemonControl, moved_to: tuple[str, ...] = ()) -> None:
+    async def daemon_is_back(self, moved_to: tuple[str, ...] = ()) -> None:
         """A new p2pd took the place of the one that died: join again, and announce what we announced.
 
         With no peer in reach we go on alone, and look for others. `moved_to`: our addresses, if they changed.
@@ -127,7 +127,7 @@ class NetDirectory:
         self._moved_to = moved_to
         self._stored_at = self._manifests.stored_at = -math.inf
         self.reader.refreshed = False
-        self.storage.move_to(control)
+        self.storage.forget_places()
         latest = list(self.storage.met)[-_MAX_REJOINED:]
         places = self.storage.addresses(latest)
         await self._begin(await self.storage.connect(places))

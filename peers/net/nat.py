@@ -114,7 +114,7 @@ class DialBack:
 
     def __init__(
         self,
-        control: Callable[[], DaemonControl],
+        control: DaemonControl,
         relays: Callable[[], Iterable[str]],
         is_relay: Callable[[], bool],
         own: Callable[[], Iterable[str]],
@@ -147,18 +147,18 @@ class DialBack:
         # One at a time for each host: ports that swallow packets take 3 s each, and would take all the room.
         alone = self._at_host.setdefault(host, asyncio.Lock())
         async with alone, self._room:
-            if ask.peer in await self._control().connected():
+            if ask.peer in await self._control.connected():
                 raise Refused("that peer is connected to me already: ask for one that is not")
             kind = "ip6" if ":" in host else "ip4"
             try:
-                await self._control().connect(ask.peer, [f"/{kind}/{host}/tcp/{ask.port}"], DIAL_BACK_S)
+                await self._control.connect(ask.peer, [f"/{kind}/{host}/tcp/{ask.port}"], DIAL_BACK_S)
             except ControlError as error:
                 return error.text[:300] or "it cannot be dialled"
             return ""
 
     async def _seen_at(self, peer: PeerId) -> Place:
         try:
-            places = list(filter(None, map(place_of, (await self._control().connections())[peer])))
+            places = list(filter(None, map(place_of, (await self._control.connections())[peer])))
         except ControlError as error:
             raise Busy(f"p2pd does not answer: {error.text}") from None
         if not places:
@@ -188,7 +188,7 @@ async def find_reach(options: DaemonOptions, join: Sequence[str], *, hidden: boo
         asker = await _listening(stack, DaemonOptions(host=options.host))
         target = await _listening(stack, DaemonOptions(host=options.host, port=options.port))
         control = DaemonControl(asker.control_path)
-        transport = NetTransport(control, asker.peer_id, asker.directory / "streams.sock")
+        transport = NetTransport(control, asker.peer_id)
         stack.push_async_callback(transport.close)
         await transport.start()
         question = pack(AskReach(peer=target.peer_id, port=_port(target)))

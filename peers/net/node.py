@@ -134,6 +134,7 @@ class Node:
     async def _start(self, daemon: Daemon) -> None:
         daemon.on_death = self._daemon_died
         await daemon.ready()
+        self.control = DaemonControl(daemon.control_path, self._timings.control_s)
         try:
             await self._run_on(daemon, self._timings.relay_s)
             relays = daemon.options.relays
@@ -151,17 +152,10 @@ class Node:
                     "join at a peer that relays: those that can be dialled do, but for --no-relay"
                 )
             self._told_addresses = self.addresses
-            self.transport = NetTransport(
-                self.control,
-                daemon.peer_id,
-                daemon.directory / "streams.sock",
-                timings=self._timings,
-            )
+            self.transport = NetTransport(self.control, daemon.peer_id, timings=self._timings)
             self._started.append("transport")
             await self.transport.start()
-            dial_back = nat.DialBack(
-                lambda: self.control, self._relays, self._is_relay, lambda: self.addresses
-            )
+            dial_back = nat.DialBack(self.control, self._relays, self._is_relay, lambda: self.addresses)
             self.transport.serve(nat.METHOD, dial_back.serve)
             await self.control.attach()
             self.directory = NetDirectory(
@@ -198,7 +192,7 @@ class Node:
 
     async def _run_on(self, daemon: Daemon, relay_s: float) -> None:
         """Use this p2pd from now on, once it is known where others reach it."""
-        self.daemon, self.control = daemon, DaemonControl(daemon.control_path, self._timings.control_s)
+        self.daemon, self.control.path = daemon, daemon.control_path
         await self._await_addresses(relay_s)
 
     def _daemon_died(self) -> None:
@@ -249,10 +243,10 @@ class Node:
         dead.close_now()  # if it did not start, its identity is still locked
         daemon = await self._spawn_again(dead)
         await self._run_on(daemon, self._timings.revival_relay_s)
-        await self.transport.daemon_is_back(self.control, daemon.directory / "streams.sock")
+        await self.transport.daemon_is_back()
         moved_to = self.addresses if self.addresses != self._told_addresses else ()
         await self.control.attach()
-        await self.directory.daemon_is_back(self.control, moved_to)
+        await self.directory.daemon_is_back(moved_to)
 
     async def _spawn_again(self, dead: Daemon) -> Daemon:
         """On the port that it had; on another one if that is taken and the user did not choose it."""

@@ -88,10 +88,11 @@ async def _read_message(reader: asyncio.StreamReader) -> bytes:
 
 
 class DaemonControl:
-    """Requests to the p2pd that listens at `path`; and, once it is `attached`, short calls to peers."""
+    """Requests to the p2pd that listens at `path`, where another one may take the place of one that died;
+    and, after `attach`, short calls to peers."""
 
     def __init__(self, path: Path, timeout_s: float = DEFAULT_TIMINGS.control_s) -> None:
-        self._path, self._timeout_s = str(path), timeout_s
+        self.path, self._timeout_s = path, timeout_s
         self._tasks = TaskKeeper()
         self._writer: asyncio.StreamWriter | None = None
         """Of the connection for short calls."""
@@ -115,7 +116,7 @@ class DaemonControl:
         """A connection to p2pd that begins with a request, and the answer to it. Raises as `_ask`."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            reader, writer = await asyncio.open_unix_connection(self._path)
+            reader, writer = await asyncio.open_unix_connection(str(self.path))
         except OSError as error:
             raise _not_asked(error) from None
         try:
@@ -173,11 +174,15 @@ class DaemonControl:
         """Whether a connection to a peer passes no relay."""
         return any(CIRCUIT not in address for address in (await self.connections())[peer])
 
-    async def serve_streams(self, protocol: str, socket_path: Path) -> None:
-        """From now on p2pd brings incoming streams of the protocol to the unix socket."""
-        request = p2pd_pb2.StreamHandlerRequest(
-            addr=Multiaddr(f"/unix{socket_path}").to_bytes(), proto=[protocol], balanced=False
-        )
+    @property
+    def streams_path(self) -> Path:
+        """The unix socket to which p2pd brings incoming streams."""
+        return self.path.with_name("streams.sock")
+
+    async def serve_streams(self, protocol: str) -> None:
+        """From now on p2pd brings incoming streams of the protocol to `streams_path`."""
+        address = Multiaddr(f"/unix{self.streams_path}").to_bytes()
+        request = p2pd_pb2.StreamHandlerRequest(addr=address, proto=[protocol], balanced=False)
         await self._ask("STREAM_HANDLER", streamHandler=request)
 
     async def open_stream(self, make: Callable[[bytes], Any], peer: PeerId, protocol: str) -> Any:
@@ -186,7 +191,7 @@ class DaemonControl:
         request = _request("STREAM_OPEN", streamOpen=wanted)
         loop = asyncio.get_running_loop()
         try:
-            _, link = await loop.create_unix_connection(lambda: make(request), self._path)
+            _, link = await loop.create_unix_connection(lambda: make(request), str(self.path))
         except OSError as error:
             raise _not_asked(error) from None
         return link

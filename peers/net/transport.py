@@ -11,7 +11,6 @@ import contextlib
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 
 from peers.net.bandwidth import BandwidthEstimator, RateLimiter, Traffic
 from peers.net.body_buffers import flat
@@ -87,9 +86,9 @@ class Dialer:
         if for_good:
             self._back.set()
 
-    def resume(self, control: DaemonControl) -> None:
+    def resume(self) -> None:
         """A new p2pd took the place of the one that died."""
-        self.control, self.closed = control, ""
+        self.closed = ""
         self._back.set()
 
     async def link_to(self, peer: PeerId) -> ClientConnection:
@@ -187,20 +186,19 @@ class Dialer:
 
 
 class NetTransport:
-    """Calls over the p2pd of `control`; incoming streams come to `streams_path`."""
+    """Calls over the p2pd of `control`."""
 
     def __init__(
         self,
         control: DaemonControl,
         peer_id: PeerId,
-        streams_path: Path,
         *,
         timings: NetTimings = DEFAULT_TIMINGS,
     ) -> None:
         self.peer_id = peer_id
         self.on_gone: Callable[[PeerId], None] | None = None
         """Told when the last stream that a peer had opened to us ended: it died, or left."""
-        self._streams_path, self._timings = streams_path, timings
+        self._timings = timings
         self._traffic, self._tasks = Traffic(most_peers=MAX_LINKS), TaskKeeper()
         self._dialer = Dialer(control, timings, self._traffic, self._tasks)
         self._methods: dict[str, tuple[Handler, int]] = {}
@@ -215,8 +213,10 @@ class NetTransport:
     async def start(self) -> None:
         """Begin to take incoming streams."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(self._make_callee, str(self._streams_path))
-        await self._dialer.control.serve_streams(PROTOCOL, self._streams_path)
+        self._server = await loop.create_unix_server(
+            self._make_callee, str(self._dialer.control.streams_path)
+        )
+        await self._dialer.control.serve_streams(PROTOCOL)
 
     async def close(self) -> None:
         """Stop serving, let written answers arrive, end everything else. Pending calls get PeerGone."""
@@ -245,14 +245,13 @@ class NetTransport:
         for link in self._open_links():
             link.fail(PeerGone(link.peer, self._dialer.closed))
 
-    async def daemon_is_back(self, control: DaemonControl, streams_path: Path) -> None:
+    async def daemon_is_back(self) -> None:
         """A new p2pd took the place of the one that died. Methods and addresses stay as they were."""
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()
-        self._dialer.control, self._streams_path = control, streams_path
         await self.start()
-        self._dialer.resume(control)
+        self._dialer.resume()
 
     def limit_upload(self, most_bps: float) -> None:
         """Send no more than so many bits a second, over all links from now on."""

@@ -43,7 +43,7 @@ class Relay:
         """A transport of a new peer."""
         peer = Identity.generate().peer_id
         path = self.directory / f"{len(self.paths)}.sock"
-        transport = NetTransport(_Control(self, peer), peer, path, **options)  # type: ignore[arg-type]
+        transport = NetTransport(_Control(self, peer, path), peer, **options)  # type: ignore[arg-type]
         await transport.start()
         self.paths[peer] = path
         self._running[peer] = asyncio.Event()
@@ -113,8 +113,8 @@ class Relay:
 class _Control:
     """What a transport uses of `peers.net.p2pd_control.DaemonControl`."""
 
-    def __init__(self, relay: Relay, peer: PeerId) -> None:
-        self._relay, self._peer = relay, peer
+    def __init__(self, relay: Relay, peer: PeerId, streams_path: Path) -> None:
+        self._relay, self._peer, self.streams_path = relay, peer, streams_path
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
         if peer not in self._relay.paths:
@@ -126,8 +126,8 @@ class _Control:
     async def disconnect(self, peer: PeerId) -> None:
         self._relay.disconnects.append((self._peer, peer))
 
-    async def serve_streams(self, protocol: str, socket_path: Path) -> None:
-        assert socket_path.exists()
+    async def serve_streams(self, protocol: str) -> None:
+        assert self.streams_path.exists()
 
     async def open_stream(self, make: Callable[[bytes], Any], peer: PeerId, protocol: str) -> Any:
         self._relay.dials.append(peer)

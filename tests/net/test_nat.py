@@ -178,7 +178,7 @@ def dial_back(
     dials: Dials, *own: str, most: int = 100, peer: str = B, port: int = 9
 ) -> Callable[[str], Awaitable[Answer]]:
     """Asks from a host."""
-    server = DialBack(lambda: dials, list, lambda: False, lambda: own)  # type: ignore[arg-type,return-value]
+    server = DialBack(dials, list, lambda: False, lambda: own)  # type: ignore[arg-type,return-value]
     server.most_per_host = most
     header = pack(AskReach(peer=peer, port=port))
     return lambda host: server.serve(SimpleNamespace(header=header, peer=host))  # type: ignore[arg-type]

@@ -528,7 +528,7 @@ async def test_while_our_own_p2pd_is_being_replaced_calls_wait_and_blame_nobody(
     caller.daemon_died(for_good=False)
     call = asyncio.ensure_future(caller.call(callee.peer_id, "echo", b"still here"))
     await asyncio.sleep(0)
-    await caller.daemon_is_back(caller._dialer.control, caller._streams_path)
+    await caller.daemon_is_back()
     assert (await call).header == b"still here"
     caller.daemon_died(for_good=False)
     with pytest.raises(PeerGone, match="cannot be reached: our own p2pd ended"):
