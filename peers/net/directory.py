@@ -34,7 +34,6 @@ from peers.net.signed_records import (
     MAX_LIFE_S,
     manifest_key,
     open_manifest,
-    pack_own,
     record_keys,
     run_id_of,
     seal_manifest,
@@ -224,7 +223,7 @@ class NetDirectory:
         Raises:
             ValueError: the record is not about us, or larger than `MAX_RECORD_BYTES`.
         """
-        pack_own(record, self._identity)  # a wrong record fails here
+        seal_record(record, 0.0, self._identity)  # a wrong record fails here
         before = self._own
         same = before is not None and (before.run, before.stage) == (record.run, record.stage)
         if before is not None and not same:

@@ -117,23 +117,17 @@ def _unpack(packed: _Packed, peer: PeerId) -> PeerRecord:
     return PeerRecord(peer=peer, **fields)
 
 
-def pack_own(record: PeerRecord, identity: Identity, level: int = 0) -> bytes:
-    """A record, before it is signed. Raises as `seal_record` does."""
-    if record.peer != identity.peer_id:
-        raise ValueError("a peer can only announce itself")
-    packed = _pack(record, level)
-    if len(packed) > MAX_RECORD_BYTES:
-        raise ValueError(f"a record of {len(packed)} bytes; at most {MAX_RECORD_BYTES} are allowed")
-    return packed
-
-
 def seal_record(record: PeerRecord, expires: float, identity: Identity, *, level: int = 0) -> bytes:
     """The signed record. `expires`: Unix time. `level`: how far its stage is spread, see `lookup.Scale`.
 
     Raises:
         ValueError: the record is not the identity's own, or too large.
     """
-    packed = pack_own(record, identity, level)
+    if record.peer != identity.peer_id:
+        raise ValueError("a peer can only announce itself")
+    packed = _pack(record, level)
+    if len(packed) > MAX_RECORD_BYTES:
+        raise ValueError(f"a record of {len(packed)} bytes; at most {MAX_RECORD_BYTES} are allowed")
     signature = identity.sign(_to_sign(record.run, expires, packed))
     return _encoder.encode(_SignedRecord(packed, expires, signature, PROTOCOL_VERSION))
 
