@@ -19,11 +19,11 @@ from peers.programs.tool_options import GraphOptions
 from swarm.errors import SetupError
 from swarm.manifest import Run, load_run
 from swarm.model.gpt import GptStage, replace_parameters, weights_dtype
+from swarm.model.graph.builder import Traced
 from swarm.model.graph.custom_model import custom_model
 from swarm.model.graph.ir import Operator, OpGraph, Value
 from swarm.model.graph.model_source import CustomModel, from_code, from_hf
 from swarm.model.graph.partition import StagePlan, plan_stages
-from swarm.model.graph.specialize import Traced
 
 COLOURS = ("#a6cee3", "#fdbf6f", "#b2df8a", "#cab2d6", "#fb9a99", "#ffff99", "#1f78b4", "#33a02c")
 """ColorBrewer's Paired, the light ones first: dark text is read on them. A ninth stage begins again."""

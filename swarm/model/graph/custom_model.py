@@ -34,11 +34,11 @@ from swarm.manifest import (
     write_cut,
 )
 from swarm.model.gpt import weights_dtype
+from swarm.model.graph.builder import Traced
 from swarm.model.graph.calls import Call, Ref, refs
 from swarm.model.graph.ir import Operator, OpGraph, Value
 from swarm.model.graph.model_source import CustomModel, from_code, from_hf, transformers
 from swarm.model.graph.partition import StagePlan, plan_stages, shared_parameters
-from swarm.model.graph.specialize import Traced
 from swarm.model.graph.stage_module import StageModule
 from swarm.model.same_bits import use_threads_of
 from swarm.model.stage_io import StageInput

@@ -15,7 +15,7 @@ from torch import nn
 
 from swarm.errors import SetupError
 from swarm.installed import call, first_line
-from swarm.model.graph.specialize import Traced
+from swarm.model.graph.builder import Traced
 from swarm.model.graph.trace import trace
 
 FORMS = "(module, inputs), or (module, inputs, loss, targets)"

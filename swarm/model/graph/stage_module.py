@@ -21,10 +21,10 @@ from torch.fx.node import map_aggregate
 
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
+from swarm.model.graph.builder import Traced
 from swarm.model.graph.calls import DEVICE, RANDOM, Call, Ref
 from swarm.model.graph.kernels import SeededRandom, plain
 from swarm.model.graph.partition import StagePlan, plan_stages
-from swarm.model.graph.specialize import Traced
 from swarm.model.stage_function import Output
 
 

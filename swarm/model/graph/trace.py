@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from swarm.errors import SetupError
+from swarm.model.graph.builder import Builder, Traced
 from swarm.model.graph.capture import Untraceable, WithLoss, by_export, by_fx
 from swarm.model.graph.functionalize import lower
-from swarm.model.graph.specialize import Builder, Traced
 
 
 def trace(
