@@ -24,7 +24,10 @@ def loss_of(
     weights.
 
     A custom model is evaluated as it leaves the swarm (`swarm.model.full_model`), the decoder as the run
-    computes it.
+    computes it: all stages in a row without dropout, with the codecs of the boundaries between them, so that
+    the loss includes what codecs do to the activations. It is in nats a token, of rows [B, T + 1] of tokens.
+
+    Weights, those of all stages by full name, are not copied where they need not be.
 
     Raises:
         SetupError: weights are missing, have another shape, or are not of a model of this run.
@@ -33,42 +36,25 @@ def loss_of(
         whole = FullModel(run, weights, device=device)
         # Of tokens it is the run that knows which input gets which.
         return lambda rows: whole.loss(model_inputs(run, rows) if isinstance(rows, np.ndarray) else rows)
-    return Evaluator(run, weights, device).loss
-
-
-class Evaluator:
-    """All stages of a decoder in a row, with the codecs of the boundaries between them and without dropout.
-
-    So its loss is the training's own, which includes what the codecs do to the activations.
-    """
-
-    def __init__(
-        self, run: Run, weights: Mapping[str, torch.Tensor], device: str | torch.device = "cpu"
-    ) -> None:
-        """`weights`: those of all stages by full name; they are not copied where they need not be.
-
-        Raises:
-            SetupError: weights are missing, have another shape, or are not of a model of this run.
-        """
-        if run.model.kind != "gpt":
-            raise SetupError(f'model.kind = "{run.model.kind}" has no loss of its own')
-        self._run, self._device = run, torch.device(device)
-        self._stages = [given_stage(run, stage, weights, self._device) for stage in range(run.S)]
-        used = {name for stage in self._stages for name, _ in stage.named_parameters()}
-        if strange := sorted(weights.keys() - used):
-            raise SetupError(f"weights that run {run.id} does not have: {', '.join(strange[:5])}")
+    if run.model.kind != "gpt":
+        raise SetupError(f'model.kind = "{run.model.kind}" has no loss of its own')
+    device = torch.device(device)
+    stages = [given_stage(run, stage, weights, device) for stage in range(run.S)]
+    used = {name for stage in stages for name, _ in stage.named_parameters()}
+    if strange := sorted(weights.keys() - used):
+        raise SetupError(f"weights that run {run.id} does not have: {', '.join(strange[:5])}")
 
     @torch.no_grad()
-    def loss(self, rows: np.ndarray) -> float:
-        """The mean loss, in nats a token, of samples [B, T + 1] of tokens."""
-        run = self._run
+    def loss(rows: np.ndarray) -> float:
         use_threads_of(run)
-        tokens = torch.from_numpy(rows.astype(np.int64)).to(self._device)
+        tokens = torch.from_numpy(rows.astype(np.int64)).to(device)
         x, labels = tokens[:, :-1], tokens[:, 1:]
-        for number, stage in enumerate(self._stages):
+        for number, stage in enumerate(stages):
             last = number == run.S - 1
-            with torch.autocast(self._device.type, torch.bfloat16, enabled=run.dtype == "bfloat16"):
+            with torch.autocast(device.type, torch.bfloat16, enabled=run.dtype == "bfloat16"):
                 x = stage(x, labels if last else None)
             if not last:
                 x = round_trip(x.to(boundary_dtype(run)), run.codec.forward_at(number))
         return float(x.item())
+
+    return loss

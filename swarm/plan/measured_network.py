@@ -92,7 +92,8 @@ def estimate(machines: Sequence[Machine], pairs: Iterable[Pair]) -> Estimate:
         )
         for i, m in enumerate(machines)
     )
-    labels = tuple(_label(names, region_of, region) for region in range(regions))
+    # For people: the real names are not known.
+    labels = tuple(f"near {names[region_of.index(region)]}" for region in range(regions))
     network = Network(devices, labels, latency_RR, bandwidth_RR)
     return Estimate(network, len(rtt_s), len(names) * (len(names) - 1) // 2)
 
@@ -193,9 +194,3 @@ def _widest(
         line_RR[region, region] = value or max([usual, *np.delete(line_RR[region], region)])
     line_RR[line_RR == 0.0] = usual
     return line_RR
-
-
-def _label(names: Sequence[str], region_of: Sequence[int], region: int) -> str:
-    """A name of a region for people: its real name is not known."""
-    first = next(name for name, number in zip(names, region_of, strict=True) if number == region)
-    return f"near {first}"

@@ -130,14 +130,6 @@ class Network:
     def __len__(self) -> int:
         return len(self.devices)
 
-    def between(self, i: int, j: int) -> tuple[float, float]:
-        """(latency in s, bandwidth in bit/s) from device `i` to device `j`, both their limits included."""
-        if i == j:
-            return 0.0, math.inf
-        a, b = self.devices[i], self.devices[j]
-        line_bps = float(self.bandwidth_bps[a.region, b.region])
-        return float(self.latency_s[a.region, b.region]), min(line_bps, a.upload_bps, b.download_bps)
-
     def latency_matrix_s(self) -> np.ndarray:
         """[N, N] one way, 0 on the diagonal. For small N only: it grows with N²."""
         region_N = self.region_of()

@@ -28,7 +28,7 @@ from swarm.data import sample_offsets
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
 from swarm.manifest import BatchSpec, CodecSpec, CustomModelSpec, DataSpec, Run, audit_run, demo_run
-from swarm.model.evaluate import Evaluator
+from swarm.model.evaluate import loss_of
 from swarm.model.graph.custom_model import build
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
@@ -271,7 +271,7 @@ def test_a_swarms_own_training_loss_is_found_again(text: Path, tmp_path: Path) -
     single = SingleProcess(run, data.batch)
     for t in range(3):
         single.step(t)
-    again = Evaluator(run, single.named_weights()).loss(data.batch(sample_offsets(run, 3, 1)))
+    again = loss_of(run, single.named_weights())(data.batch(sample_offsets(run, 3, 1)))
     assert again == single.loss(Microbatch(3, 1), grad=False)
 
 
@@ -279,9 +279,7 @@ def test_dropout_is_off(text: Path) -> None:
     run, data = pinned(replace(SMALL, model=replace(SMALL.model, dropout=0.5)), text)
     weights = {n: w for s in range(run.S) for n, w in StageCompute(run, s).state.named_weights().items()}
     rows = data.batch([0, 5])
-    assert Evaluator(run, weights).loss(rows) == Evaluator(replace(run, model=SMALL.model), weights).loss(
-        rows
-    )
+    assert loss_of(run, weights)(rows) == loss_of(replace(run, model=SMALL.model), weights)(rows)
 
 
 def test_the_command_evaluates_the_training_text_or_any_other(
@@ -353,13 +351,13 @@ def test_what_does_not_fit_the_run_is_refused() -> None:
     weights = {n: w for s in range(run.S) for n, w in StageCompute(run, s).state.named_weights().items()}
     name = next(iter(weights))
     with pytest.raises(SetupError, match=f"no weights for {name}: take those of all stages"):
-        Evaluator(run, {n: w for n, w in weights.items() if n != name})
+        loss_of(run, {n: w for n, w in weights.items() if n != name})
     with pytest.raises(SetupError, match=rf"weights {name} have shape \[2\]; expected"):
-        Evaluator(run, {**weights, name: torch.zeros(2)})
+        loss_of(run, {**weights, name: torch.zeros(2)})
     with pytest.raises(SetupError, match=f"weights that run {run.id} does not have: more"):
-        Evaluator(run, {**weights, "more": torch.zeros(2)})
+        loss_of(run, {**weights, "more": torch.zeros(2)})
     with pytest.raises(SetupError, match=r'model\.kind = "counting" has no loss of its own'):
-        Evaluator(audit_run(), {})
+        loss_of(audit_run(), {})
 
 
 def test_samples_that_code_makes_have_a_loss_and_no_words() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from swarm.errors import SetupError
 from swarm.plan.measured_network import DEFAULT_BPS, NEAR_S, Machine, Pair, estimate
+from swarm.plan.network import Network
 
 CITIES = 4
 RTT_S = [
@@ -25,6 +26,11 @@ BPS = [
     [1e8, 2e8, 1e9, 3e7],
     [5e7, 6e7, 3e7, 1e9],
 ]
+
+
+def between(net: Network, i: int, j: int) -> tuple[float, float]:
+    """(latency in s, bandwidth in bit/s) from one device to another."""
+    return float(net.latency_matrix_s()[i, j]), float(net.bandwidth_matrix_bps()[i, j])
 
 
 def machines(count: int) -> list[Machine]:
@@ -53,7 +59,7 @@ def test_cities_are_found_and_pairs_that_nobody_measured_are_estimated(seed: int
     off, wrong = [], 0
     for i in range(count):
         for j in range(i):
-            latency_s, bps = net.between(i, j)
+            latency_s, bps = between(net, i, j)
             off.append(abs(latency_s - RTT_S[i % CITIES][j % CITIES] / 2))
             wrong += not 0.75 * BPS[i % CITIES][j % CITIES] <= bps <= BPS[i % CITIES][j % CITIES]
     assert sorted(off)[int(0.95 * len(off))] < 0.02 and wrong < 0.1 * found.pairs
@@ -65,8 +71,8 @@ def test_two_far_cities_that_never_measured_one_another_are_as_far_as_the_way_ar
         Pair(at="p001", to="p002", rtt_s=0.06, bandwidth_bps=3e7),
     ]
     net = estimate(machines(3), pairs).network
-    assert net.between(0, 2) == (pytest.approx(0.08), 3e7)
-    assert net.between(0, 1) == (pytest.approx(0.05), 1e8)
+    assert between(net, 0, 2) == (pytest.approx(0.08), 3e7)
+    assert between(net, 0, 1) == (pytest.approx(0.05), 1e8)
 
 
 def test_a_measured_line_is_not_replaced_by_a_shorter_way_around() -> None:
@@ -75,7 +81,7 @@ def test_a_measured_line_is_not_replaced_by_a_shorter_way_around() -> None:
         Pair(at="p001", to="p002", rtt_s=0.02, bandwidth_bps=1e9),
         Pair(at="p000", to="p002", rtt_s=0.30, bandwidth_bps=1e6),
     ]
-    assert estimate(machines(3), pairs).network.between(0, 2) == (pytest.approx(0.15), 1e6)
+    assert between(estimate(machines(3), pairs).network, 0, 2) == (pytest.approx(0.15), 1e6)
 
 
 def test_one_peer_between_two_cities_does_not_make_them_one() -> None:
@@ -84,7 +90,7 @@ def test_one_peer_between_two_cities_does_not_make_them_one() -> None:
     pairs += [Pair(at=a, to=b, rtt_s=0.08) for a in west for b in east]
     pairs += [Pair(at="p006", to=other, rtt_s=0.009) for other in (*west, *east)]
     net = estimate(machines(7), pairs).network
-    assert net.between(0, 1)[0] < NEAR_S and net.between(0, 3)[0] == pytest.approx(0.04)
+    assert between(net, 0, 1)[0] < NEAR_S and between(net, 0, 3)[0] == pytest.approx(0.04)
 
 
 def test_of_two_that_disagree_the_better_line_is_taken_and_order_does_not_matter() -> None:
@@ -93,7 +99,7 @@ def test_of_two_that_disagree_the_better_line_is_taken_and_order_does_not_matter
         Pair(at="p001", to="p000", rtt_s=0.1, bandwidth_bps=1e6),
     ]
     for said in (pairs, pairs[::-1]):
-        assert estimate(machines(2), said).network.between(0, 1) == (pytest.approx(0.05), 1e7)
+        assert between(estimate(machines(2), said).network, 0, 1) == (pytest.approx(0.05), 1e7)
 
 
 LIES = [math.nan, math.inf, -1.0, 1e30, 0.0]
@@ -112,12 +118,12 @@ def test_numbers_that_cannot_be_are_not_measured(lie: float) -> None:
     assert found.measured == 1
     liar = found.network.devices[2]
     assert (liar.flops_per_s, liar.upload_bps) == (1e12, math.inf)
-    assert found.network.between(0, 2) == (pytest.approx(0.02), 1e8)
+    assert between(found.network, 0, 2) == (pytest.approx(0.02), 1e8)
 
 
 def test_where_nothing_is_measured_the_usual_is_assumed() -> None:
     net = estimate(machines(3), []).network
-    assert net.between(0, 1) == (NEAR_S / 2, DEFAULT_BPS)
+    assert between(net, 0, 1) == (NEAR_S / 2, DEFAULT_BPS)
 
 
 def test_a_machine_that_has_not_measured_its_speed_is_like_the_others_and_someone_must_have() -> None:
