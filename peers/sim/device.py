@@ -37,9 +37,9 @@ class _Job:
 class SimDevice:
     """Fulfils `peers.ports.Device` without a thread."""
 
-    def __init__(self, dice: Dice, job_s: float) -> None:
-        """`job_s`: of a forward or backward; other jobs take a third of that."""
-        self._dice, self.job_s = dice, job_s
+    def __init__(self, dice: Dice, job_s: float, *, spread: float = 0.5) -> None:
+        """`job_s`: of a forward or backward, give or take `spread` of it; other jobs take a third of that."""
+        self._dice, self.job_s, self._spread = dice, job_s, spread
         self._waiting: list[tuple[int, int, int, _Job]] = []
         self._order = itertools.count()
         self._job: _Job | None = None
@@ -94,7 +94,7 @@ class SimDevice:
             self._next()
             return
         self._job = job
-        job.lasts_s = self.job_s * self._dice.between(0.5, 1.5)
+        job.lasts_s = self.job_s * self._dice.between(1 - self._spread, 1 + self._spread)
         if rank not in (Rank.FORWARD, Rank.BACKWARD):
             job.lasts_s /= 3
         works_after_s = job.lasts_s * self._dice.number()

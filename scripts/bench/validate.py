@@ -2,13 +2,17 @@
 
     python scripts/bench/validate.py               # as root, five minutes
     python scripts/bench/validate.py --only 2 3
+    python scripts/bench/validate.py --virtual     # without real swarms, half a minute
+
+Between the two are the classes that ship in virtual time (`shipped_per_s`): all of the protocol, its calls
+over the lines that the simulation has too, and devices that take their time and compute nothing.
 
 Real processes (bootstrap, peers, a trainer), each on a host of its own with the stated line up and down and
 the stated delay to all others (`netlab.py`). Devices are made slow, so that two cores can play many: each
 forward, each backward, and the forward, loss and backward of the last stage together, takes `--job`
 seconds on the device thread (SWARM_JOB_S); what it really computes takes a few milliseconds of that. So
 routing, queues, transfers, all-reduces and the ends of steps are compared, and the arithmetic is not. The
-simulation gets the same times, bytes and lines (less the headers of TCP/IP), the same window, and no other
+simulations get the same times, bytes and lines (less the headers of TCP/IP), the same window, and no other
 number: nothing was fitted.
 """
 
@@ -32,21 +36,41 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import numpy as np
 from harness import machine, report
 
-from peers.events import StepDone
+from peers.events import Event, StepDone
 from peers.programs.descriptions import job_of
+from peers.sim.device import SimDevice
+from peers.sim.directory import Dht, SimDirectory
+from peers.sim.lines import SharedLines
+from peers.sim.loop import VirtualLoop
+from peers.sim.members import Zeros
+from peers.sim.network import Network as CallNetwork
+from peers.sim.processes import Process
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings
+from peers.stage.server import StagePeer
+from peers.stage.settings import StageSettings
+from peers.trainer import Trainer, TrainerSettings
 from scripts.bench.chaos import ChaosSwarm
 from scripts.bench.netlab import Lab, Link, why_not
+from swarm.ids import Microbatch
 from swarm.manifest import Run, demo_run
+from swarm.model.boundary import Wire
+from swarm.model.gradient_sum import Gradients
+from swarm.model.stage import Forward, StageCompute
 from swarm.plan.network import Device, Network
+from swarm.records import NO_STAGE
+from swarm.sim.dice import Dice
+from swarm.wire.codec import Encoded
 
 COLUMNS = (
-    "stages", "replicas", "mbit", "delay_ms", "window", "real_per_s", "simulated_per_s", "ratio", "within_15",
+    "stages", "replicas", "mbit", "delay_ms", "window", "real_per_s", "shipped_per_s", "simulated_per_s",
+    "shipped_ratio", "ratio", "within_15",
 )  # fmt: skip
 WITHIN = 0.15
 PAYLOAD = 1448 / 1500
 """Of a packet, what is not headers: IPv4, TCP and its timestamps."""
+MAX_INFLIGHT = 8
+"""Microbatches at a peer."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +127,86 @@ def real(case: Case, run: Run, *, job_s: float, steps: int) -> float:
     return run.tokens_per_step / statistics.median(took_s)
 
 
+class Unhurried(StageCompute):
+    """Computes one microbatch, and gives what came of it for all others: real sizes, in no time."""
+
+    _outputs: list[Encoded] | None = None
+    _answer: tuple[Encoded, ...] | None = None
+
+    def forward(
+        self, mb: Microbatch, inputs: Sequence[Wire], *, grad: bool = True, codec: str | None = None
+    ) -> Forward:
+        if self._outputs is None:
+            self._outputs = super().forward(mb, inputs, grad=False, codec=codec).outputs
+        kept = [Encoded(meta, buffers) for meta, buffers in inputs]
+        return Forward(mb, self._held_version(mb), self.state.loads, kept, self._outputs)
+
+    def gradients(self, fwd: Forward, grads_out: Sequence[Wire], *, weights: bool) -> Gradients:
+        if self._answer is None:
+            forward = super().forward(fwd.mb, fwd.inputs)
+            self._answer = super().gradients(forward, grads_out, weights=True).answer
+        return self._found(fwd.mb, weights)
+
+    def loss_gradients(self, mb: Microbatch, inputs: Sequence[Wire], *, weights: bool) -> Gradients:
+        if self._answer is None:
+            self._answer = super().loss_gradients(mb, inputs, weights=True).answer
+        return self._found(mb, weights)
+
+    def _found(self, mb: Microbatch, weights: bool) -> Gradients:
+        assert self._answer is not None
+        return Gradients(
+            mb=mb, loads=self.state.loads, answer=self._answer, terms={}, norms=[], statistics=frozenset(),
+            terms_wanted=weights,
+        )  # fmt: skip
+
+
+def shipped(case: Case, run: Run, *, job_s: float, steps: int) -> float:
+    """Tokens per second of the classes that ship, in virtual time, the median over steps."""
+    run = replace(run, data=replace(run.data, tokens=1_000_000))
+    loop, lines, ends_s = VirtualLoop(lambda: 0.001), SharedLines(hosts_of(case)), list[float]()
+    network, dht = CallNetwork(loop, Dice(1), lines), Dht(loop, Dice(2))
+
+    def hear(event: Event) -> None:
+        if isinstance(event, StepDone):
+            ends_s.append(loop.now_s)
+
+    def begin(host: int) -> Process:
+        process, stage = Process(f"h{host}"), host // case.replicas
+        lines.device_of[process.name] = host
+        transport, directory = network.add(process), SimDirectory(dht, process)
+
+        async def serve() -> None:
+            peer = StagePeer(
+                run, stage, Unhurried(run, stage), transport, directory,
+                StageSettings(max_inflight=MAX_INFLIGHT, joined_at=loop.unix_s()), hear,
+                device=SimDevice(Dice(host), job_s, spread=0.0),
+            )  # fmt: skip
+            transport.on_gone = peer.peer_gone
+            await peer.run()
+
+        trainer = Trainer(run, Zeros(run), transport, directory, TrainerSettings(window=case.window), hear)
+        process.start(loop, trainer.run() if stage == case.stages else serve())
+        return process
+
+    with loop.running():
+        processes = [begin(host) for host in range(case.stages * case.replicas + 1)]
+        taken = loop.run(lambda: len(ends_s) >= steps + 2 or bool(loop.bugs), limit_s=1e5)
+        assert taken and not loop.bugs, f"{len(ends_s)} steps; {loop.bugs}"
+        for process in processes:
+            process.end()
+    return run.tokens_per_step / statistics.median(b - a for a, b in pairwise(ends_s[1:]))
+
+
+def hosts_of(case: Case) -> Network:
+    """A host for each peer, and for a trainer."""
+    line_bps = PAYLOAD * case.mbit * 1e6
+    hosts = [
+        Device(f"h{i}", 0, 1.0, upload_bps=line_bps, download_bps=line_bps)
+        for i in range(case.stages * case.replicas + 1)
+    ]
+    return Network(tuple(hosts), ("lab",), np.array([[case.delay_s]]), np.array([[np.inf]]))
+
+
 def simulated(case: Case, run: Run, *, job_s: float, steps: int) -> float:
     """Tokens per second of the simulation of the same."""
     job = job_of(run)
@@ -111,25 +215,25 @@ def simulated(case: Case, run: Run, *, job_s: float, steps: int) -> float:
     last = case.stages - 1
     flops = tuple((job_s if stage == last else 2 * job_s) / 3 for stage in range(case.stages))
     job = replace(job, forward_flops=flops)
-    count = case.stages * case.replicas
-    line_bps = PAYLOAD * case.mbit * 1e6
-    devices = tuple(Device(f"d{i}", 0, 1.0, upload_bps=line_bps, download_bps=line_bps) for i in range(count))
-    network = Network(devices, ("lab",), np.array([[case.delay_s]]), np.array([[np.inf]]))
-    settings = Settings(window=case.window, rebalance_every_s=0.0, max_inflight=8)
-    layout = [i // case.replicas for i in range(count)]
-    found = simulate(network, job, layout, end_s=1e9, steps=steps + 2, settings=settings)
+    settings = Settings(window=case.window, rebalance_every_s=0.0, max_inflight=MAX_INFLIGHT)
+    layout = [*(i // case.replicas for i in range(case.stages * case.replicas)), NO_STAGE]
+    found = simulate(hosts_of(case), job, layout, end_s=1e9, steps=steps + 2, settings=settings)
     return run.tokens_per_step / found.step_s(skip=2)
 
 
-def row(case: Case, *, job_s: float, steps: int) -> dict[str, Any]:
+def row(case: Case, *, job_s: float, steps: int, virtual: bool) -> dict[str, Any]:
+    """`virtual`: the simulation ÷ the shipped classes; else both ÷ a real swarm."""
     run = validation_run(case.stages)
-    measured = real(case, run, job_s=job_s, steps=steps)
+    middle = shipped(case, run, job_s=job_s, steps=steps)
+    measured = middle if virtual else real(case, run, job_s=job_s, steps=steps)
     expected = simulated(case, run, job_s=job_s, steps=steps)
     ratio = expected / measured
     return {
         "stages": case.stages, "replicas": case.replicas, "mbit": case.mbit, "delay_ms": 1e3 * case.delay_s,
-        "window": case.window, "real_per_s": round(measured, 1), "simulated_per_s": round(expected, 1),
-        "ratio": round(ratio, 3), "within_15": abs(ratio - 1) <= WITHIN,
+        "window": case.window, "real_per_s": None if virtual else round(measured, 1),
+        "shipped_per_s": round(middle, 1), "simulated_per_s": round(expected, 1),
+        "shipped_ratio": round(middle / measured, 3), "ratio": round(ratio, 3),
+        "within_15": abs(ratio - 1) <= WITHIN,
     }  # fmt: skip
 
 
@@ -140,18 +244,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--job", type=float, default=0.05, help="seconds of a job (default: 0.05)")
     parser.add_argument("--steps", type=int, default=6, help="measured, after two (default: 6)")
+    parser.add_argument("--virtual", action="store_true", help="no real swarms")
     parser.add_argument("--only", type=int, nargs="+", choices=range(len(CASES)), help="cases, from 0")
     return parser.parse_args(arguments)
 
 
 def main() -> int:
     options = parse()
-    if why_not():
+    if not options.virtual and why_not():
         print(f"no lines to shape: a network lab {why_not()}", file=sys.stderr)
         return 1
     rows = []
     for number in options.only or range(len(CASES)):
-        rows.append(row(CASES[number], job_s=options.job, steps=options.steps))
+        rows.append(row(CASES[number], job_s=options.job, steps=options.steps, virtual=options.virtual))
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     report(rows, COLUMNS, f"{machine()}\nreal swarms and their simulation, tokens per second")
     return 0

@@ -12,6 +12,7 @@ import pytest
 from peers.sim.lines import SharedLines
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings, ThroughputReport
+from scripts.bench.validate import CASES, shipped, simulated, validation_run
 from swarm.errors import SetupError
 from swarm.plan.network import Device, Job, Network
 from swarm.records import NO_STAGE
@@ -166,6 +167,15 @@ def test_devices_that_wait_for_their_transfers_are_slower() -> None:
     # A second stage sends 0.25 s forward and 0.25 s back for each microbatch.
     assert blocking.step_s() >= 30 * (BOTH_S + 0.5)
     assert overlapped.step_s() < 1.25 * 30 * BOTH_S + 1.5
+
+
+@pytest.mark.parametrize(("number", "within"), [(0, 0.03), (1, 0.1), (2, 0.1), (3, 0.18), (4, 0.1)])
+def test_the_shipped_classes_over_the_same_lines_are_about_as_fast(number: int, within: float) -> None:
+    """In virtual time, with devices that take as long; on the slowest lines their control messages count."""
+    case = CASES[number]
+    run = validation_run(case.stages)
+    found = [predict(case, run, job_s=0.05, steps=4) for predict in (simulated, shipped)]
+    assert found[1] < found[0] < found[1] * (1 + within)
 
 
 # --- whatever happens ---------------------------------------------------------------------------------------
