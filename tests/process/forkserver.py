@@ -87,12 +87,13 @@ class Forked:
 
 
 class ForkServer:
-    """The side of the tests."""
+    """The side of the tests. `also`: modules that its programs will import, besides those of all roles."""
 
-    def __init__(self) -> None:
+    def __init__(self, also: Sequence[str] = ()) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             words = [sys.executable, "-m", "tests.process.forkserver", str(theirs.fileno()), str(os.getpid())]
+            words += also
             environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(words, cwd=ROOT, pass_fds=[theirs.fileno()], env=environment)
         self._socket = ours
@@ -211,7 +212,7 @@ def main() -> None:
 
     die_with_parent(int(sys.argv[2]), signum=signal.SIGTERM)
     gc.disable()
-    for name in PRELOADED:
+    for name in (*PRELOADED, *sys.argv[3:]):
         importlib.import_module(name)
     gc.freeze()  # programs look for garbage in what they make themselves
     gc.enable()

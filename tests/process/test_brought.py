@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,25 @@ import pytest
 from peers.events import StepDone
 from swarm.manifest import BatchSpec, CodecSpec, CustomModelSpec, DataSpec, OptimizerSpec, Run
 from swarm.model.reference import SingleProcess
+from tests.process.forkserver import ForkServer
 from tests.process.models import CLASSES
-from tests.process.swarm_processes import Swarm, farthest
+from tests.process.swarm_processes import Processes, Swarm, farthest
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+TRACING = ("torch._dynamo", "torch.export._trace", "transformers.models.gpt2.modeling_gpt2")
+"""Most of what a program needs to know its part of a model is these imports."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tracing(forked: None) -> Iterator[None]:
+    """Programs are forked from a process that can trace already."""
+    server = ForkServer(TRACING)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Processes, "fork_server", server)
+        yield
+    server.close()
 
 
 def run_of(model: CustomModelSpec, data: DataSpec, lr: float) -> Run:
