@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from swarm.manifest import BatchSpec, CodecSpec, CustomModelSpec, DataSpec, OptimizerSpec, Run
+from swarm.manifest import (
+    BatchSpec,
+    CodecSpec,
+    CustomModelSpec,
+    DataSpec,
+    OptimizerSpec,
+    Run,
+    write_cut,
+)
 from swarm.model.gradient_sum import SharedWeights
 from swarm.model.graph.custom_model import custom_model
 from swarm.model.graph.partition import shared_parameters
@@ -19,6 +28,8 @@ from tests.peers.loops import Swarm, swarm
 pytestmark = pytest.mark.virtual_time
 
 SAMPLES = 64
+CUTS: dict[CustomModelSpec, str] = {}
+"""Where each model is cut: to find that takes longer than a test, and it is the same for all terms here."""
 
 
 def gpt2_run(**changes: Any) -> Run:
@@ -37,7 +48,10 @@ def gpt2_run(**changes: Any) -> Run:
         "optimizer": OptimizerSpec(lr=1e-2, clip_norm=0.5),
         "codec": CodecSpec(forward="none", backward="none"),
     }
-    return Run(**{**terms, **changes})
+    run = Run(**{**terms, **changes})
+    if run.model not in CUTS:
+        CUTS[run.model] = write_cut(custom_model(run).assignment)
+    return replace(run, model=replace(run.model, cut=CUTS[run.model]))
 
 
 def resnet_run(**changes: Any) -> Run:
