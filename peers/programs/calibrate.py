@@ -178,9 +178,7 @@ class _Timed:
         y = call.run(*inputs, *self._weights, *indices)
         self._gradients = [torch.randn_like(y) for _ in range(COPIES)]
         kind = call.kind or kind_of(call.target)
-        self.work: Work = work(
-            call.target, kind, _values([*inputs, *indices]), _values(self._weights), _values([y])
-        )
+        self.work: Work = work(kind, _values([*inputs, *indices]), _values(self._weights), _values([y]))
 
     def run(self) -> tuple[float, float]:
         """Seconds of one call, (forward, backward)."""

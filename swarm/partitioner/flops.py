@@ -146,34 +146,28 @@ def has_backward(graph: OpGraph, op: Operator) -> bool:
 def works(graph: OpGraph) -> tuple[Work, ...]:
     """The work of each operator, by index."""
     _, kinds = shared_memory(graph)
-    readers: dict[str, int] = {}
-    for op in graph.operators:
-        for name in op.inputs:
-            if has_backward(graph, op):
-                readers[name] = readers.get(name, 0) + 1
-    seen: dict[str, int] = {}
+    back = [op for op in graph.operators if has_backward(graph, op)]
+    last = {name: op.index for op in back for name in op.inputs}
+    shared = {
+        # Each reader but the last has its gradient added to what is there: read two, write one.
+        op.index: sum(
+            3.0 * graph.values[name].nbytes
+            for name in op.inputs
+            if graph.values[name].differentiable and op.index < last[name]
+        )
+        for op in back
+    }
     found = []
     for op, kind in zip(graph.operators, kinds, strict=True):
-        sums = 0.0
-        if has_backward(graph, op):
-            for name in op.inputs:
-                seen[name] = seen.get(name, 0) + 1
-                # Each reader but the last has its gradient added to what is there: read two, write one.
-                if graph.values[name].differentiable and seen[name] < readers[name]:
-                    sums += 3.0 * graph.values[name].nbytes
         inputs = [graph.values[name] for name in op.inputs]
         weights = [graph.values[name] for name in (*op.parameters, *op.buffers)]
-        found.append(work(op.target, kind, inputs, weights, [graph.values[o] for o in op.outputs], sums))
+        outputs = [graph.values[name] for name in op.outputs]
+        found.append(work(kind, inputs, weights, outputs, float(shared.get(op.index, 0.0))))
     return tuple(found)
 
 
 def work(
-    target: str,
-    kind: str,
-    inputs: list[Value],
-    weights: list[Value],
-    outputs: list[Value],
-    sums_bytes: float = 0.0,
+    kind: str, inputs: list[Value], weights: list[Value], outputs: list[Value], sums_bytes: float = 0.0
 ) -> Work:
     """The work of one call. `weights`: the parameters and buffers that it reads."""
     differentiable = any(value.differentiable for value in outputs)
@@ -192,7 +186,7 @@ def work(
             backward_calls=float(bool(wanted)),
             sums_bytes=sums_bytes,
         )
-    flops = operations(target, kind, inputs, weights, outputs)
+    flops = operations(kind, inputs, weights, outputs)
     read = float(sum(_read_bytes(kind, value, out_bytes) for value in inputs))
     weight_bytes = float(sum(_read_bytes(kind, value, out_bytes) for value in weights))
     backward_bytes = backward_flops = backward_weight = 0.0
@@ -227,9 +221,7 @@ def work(
     )
 
 
-def operations(
-    target: str, kind: str, inputs: list[Value], weights: list[Value], outputs: list[Value]
-) -> float:
+def operations(kind: str, inputs: list[Value], weights: list[Value], outputs: list[Value]) -> float:
     """Floating point operations of the forward; a multiply-add is two, an element of anything else one."""
     if not outputs:
         return 0.0
