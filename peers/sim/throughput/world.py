@@ -100,8 +100,8 @@ class Peer:
 
     def give_room(self) -> None:
         """A microbatch left the memory."""
-        self._length.count(self._queued)
         while self._waiting:
+            self._length.count(self._queued)
             place = self._waiting.popleft()
             if not place.done():
                 place.set_result(None)
@@ -121,8 +121,9 @@ class Peer:
         if self._blocking and self._loop.now_s < self.sends_until_s:
             self._loop.call_at(self.sends_until_s, self._next)
             return
-        self._length.count(self._queued)
-        self._running = None
+        if self._running is not None:
+            self._length.count(self._queued)
+            self._running = None
         while queue := self._backwards or self._forwards:
             done, lasts_s = queue.popleft()
             if not done.done():
