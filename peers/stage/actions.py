@@ -3,6 +3,7 @@
     AllReduce   freeze the sum, reduce it with the others, hold the result
     Fetch       take the result from a replica that holds it
     Retract     subtract duplicates from the sum
+    BeginAgain  drop the result and the sum
     Unfreeze    give a round up, and open the sum again
     ApplyStep, CatchUp, RestoreStage   change the weights: one of them at a time
     Retreat     leave a generation that was started in error
@@ -46,6 +47,7 @@ from swarm.protocol.replica import (
     ApplyStep,
     AskLostStage,
     AskWitnesses,
+    BeginAgain,
     CatchUp,
     Fetch,
     RestoreStage,
@@ -126,6 +128,8 @@ class Actions:
                 step.stop("fetch")
                 step.give_up_round()
                 self._start(step, "thaw", lambda: self._thaw(step))
+            case BeginAgain():
+                self._start(step, "drop", lambda: self._core.begin_again(step))
             case Retract(microbatches=twice):
                 self._start(step, "retract", lambda: self._retract(step, twice))
 

@@ -166,6 +166,17 @@ class StageCore:
             self.compute.sums.drop(step.t)
             self.compute.sums.begin(step.t)
 
+    async def begin_again(self, step: OpenStep) -> None:
+        """Drop a step's result and sum, and open it anew."""
+        if step.over or self.steps.get(step.t) is not step:
+            return
+        del self.steps[step.t]
+        step.work.pop("drop", None)  # this task
+        step.close()
+        await step.stopped()
+        await self.device.run(Rank.STEP, step.t, self.compute.sums.drop, step.t)
+        await self.open_steps()
+
     async def retract(self, step: OpenStep, microbatches: int) -> None:
         """Take duplicates out of the sum: run their backward again and subtract."""
 

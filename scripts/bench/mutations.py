@@ -252,6 +252,21 @@ MUTATIONS: tuple[Mutation, ...] = (
         SWARMS,
     ),
     # --- a replica and its directives ---
+    Mutation(
+        "believe-in-a-round-that-never-was",
+        COORDINATOR,
+        "        if prepared is None or peer == self._me or prepared.round in self._rounds.get(t, ()):\n",
+        "        if True:\n",
+        "A stranger's vector is the gradient of the stage.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "leave-a-result-that-is-not-believed",
+        REPLICA,
+        "    if wanted.begin_again:\n",
+        "    if False:\n",
+        "A survivor keeps microbatches that count nowhere, and the step never comes.",
+    ),
     # --- generations that are not true ---
     Mutation(
         "believe-that-a-stage-is-lost",

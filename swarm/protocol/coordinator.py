@@ -101,6 +101,8 @@ class StageCoordinator:
         self.losses: dict[int, float] = {}
         """Last stage: the mean loss of each of the last steps."""
         self._plans: dict[int, Plan] = {}
+        self._rounds: dict[int, set[str]] = {}
+        """Names of all rounds of a step that this peer has heard of, as a coordinator or a replica."""
         self._decisions: dict[int, Decision] = {}
 
     def present(self) -> dict[PeerId, ReplicaReport]:
@@ -137,14 +139,38 @@ class StageCoordinator:
             self._decisions[t] = decision
             if isinstance(decision, Reduce):
                 self._plans[t] = decision.plan
+                self.heard(t, decision.plan)
             if isinstance(decision, (Reduce, FetchResult)):
                 self._note_loss(t)
-        for t in [t for t in self._plans if t < newest]:
-            del self._plans[t]
+        for known in (self._plans, self._rounds):
+            for t in [t for t in known if t < newest]:
+                del known[t]
+
+    def heard(self, t: int, plan: Plan) -> None:
+        """Remember the name of a round: a result of it may be true."""
+        self._rounds.setdefault(t, set()).add(plan.round)
 
     def _steps(self, t: int) -> dict[PeerId, StepReport]:
+        """The reports on step `t`, by replica; without those of a result that may be made up."""
+        reports = self._reported(t)
+        return {peer: step for peer, step in reports.items() if not self._may_be_made_up(peer, t, reports)}
+
+    def _reported(self, t: int) -> dict[PeerId, StepReport]:
         reports = self.present().items()
         return {peer: step for peer, report in reports for step in report.steps if step.t == t}
+
+    def _may_be_made_up(self, peer: PeerId, t: int, reports: Mapping[PeerId, StepReport]) -> bool:
+        """Whether a replica alone has the result of a round that no other took part in, or this peer heard
+        of. An honest one loses little: it takes part in another round.
+        """
+        prepared = reports[peer].prepared
+        if prepared is None or peer == self._me or prepared.round in self._rounds.get(t, ()):
+            return False
+        others = (step for other, step in reports.items() if other != peer)
+        return not any(
+            prepared.round in (step.frozen_for, step.failed_round, step.prepared and step.prepared.round)
+            for step in others
+        )
 
     def _note_loss(self, t: int) -> None:
         """Note the mean loss of a step whose microbatches are all there, added in their order."""
@@ -180,12 +206,25 @@ class StageCoordinator:
             behind_s=int(behind_s),
             sources=tuple(sources[:MAX_SOURCES]),
             digest=digest,
-            steps=tuple(_step_directive(t, decision, peer) for t, decision in self._decisions.items()),
+            steps=tuple(self._step_directive(t, decision, peer) for t, decision in self._decisions.items()),
             commits=newest_commits(commits),
             # Only trainers need it, and they ask stage 0; for other stages it would mean a message per
             # microbatch.
             run_status=run_status if self._stage == 0 else RunStatus(run=self._run.id),
         )
+
+    def _step_directive(self, t: int, decision: Decision, peer: PeerId) -> StepDirective:
+        reports = self._reported(t)
+        if peer in reports and self._may_be_made_up(peer, t, reports):
+            return StepDirective(t=t, begin_again=True)
+        match decision:
+            case Reduce(plan=plan):
+                return StepDirective(t=t, plan=plan)
+            case FetchResult():
+                return StepDirective(t=t, fetch=decision)
+            case Undo(by=by):
+                return StepDirective(t=t, retract=Bitmap(by.get(peer, 0)))
+        return StepDirective(t=t)
 
     def summary(self, commits: Mapping[int, Commit]) -> StageSummary:
         """What the run coordinator needs to know of the stage."""
@@ -206,16 +245,6 @@ class StageCoordinator:
             steps=tuple(steps),
             commits=newest_commits(commits),
         )
-
-
-def _step_directive(t: int, decision: Decision, peer: PeerId) -> StepDirective:
-    if isinstance(decision, Reduce):
-        return StepDirective(t=t, plan=decision.plan)
-    if isinstance(decision, FetchResult):
-        return StepDirective(t=t, fetch=decision)
-    if isinstance(decision, Undo):
-        return StepDirective(t=t, retract=Bitmap(decision.by.get(peer, 0)))
-    return StepDirective(t=t)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,8 @@ class StepDirective(msgspec.Struct, frozen=True, kw_only=True):
     fetch: FetchResult | None = None
     retract: Bitmap = NOTHING
     """Microbatches that this replica subtracts."""
+    begin_again: bool = False
+    """Drop the result and the sum: no other replica knows of their round."""
 
 
 class StepLacking(msgspec.Struct, frozen=True, kw_only=True):

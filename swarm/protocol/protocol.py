@@ -203,6 +203,9 @@ class StepProtocol:
         if not self._follows(directive.generation, now):
             return
         self.directive = directive
+        for step in directive.steps:
+            if step.plan is not None:
+                self._coordinator.heard(step.t, step.plan)
         if directive.coordinator != self._me:
             began = now - min(max(0, directive.behind_s), MAX_BEHIND_S)
             self._behind_since = began if directive.behind_s > 0 else None

@@ -67,6 +67,13 @@ class Retract:
 
 
 @dataclass(frozen=True)
+class BeginAgain:
+    """Drop the result and the sum of step `t`."""
+
+    t: int
+
+
+@dataclass(frozen=True)
 class Unfreeze:
     """Give up the round of step `t`, and open the sum again."""
 
@@ -115,6 +122,7 @@ Action = (
     AllReduce
     | Fetch
     | Retract
+    | BeginAgain
     | Unfreeze
     | ApplyStep
     | CatchUp
@@ -199,6 +207,8 @@ def follow(me: PeerId, local: Local, directive: Directive, *, now: float) -> lis
 
 
 def _follow_step(me: PeerId, step: ReplicaStep, wanted: StepDirective, now: float) -> Action | None:
+    if wanted.begin_again:
+        return BeginAgain(step.t) if step.prepared is not None else None
     if wanted.fetch is not None:
         if step.prepared is None or step.prepared.round != wanted.fetch.round:
             sources = tuple(peer for peer in wanted.fetch.sources if peer != me)

@@ -16,7 +16,7 @@ import torch
 from peers.ports import Answer, Buffer, Request
 from peers.stage.all_reduce import AllReduce, RoundAborted
 from peers.stage.next_stage import NextStage
-from swarm.errors import Refused, Stale, SwarmError
+from swarm.errors import NotReady, Refused, Stale, SwarmError
 from swarm.ids import Generation
 from swarm.manifest import audit_run
 from swarm.model.stage_io import input_metas
@@ -27,7 +27,7 @@ from swarm.protocol.messages import (
     RunStatus,
     StageSummary,
 )
-from swarm.protocol.rounds import Commit, Plan, StepReport, StepSummary, round_id
+from swarm.protocol.rounds import Commit, Plan, Prepared, StepReport, StepSummary, round_id
 from swarm.records import PeerRecord
 from swarm.wire.messages import (
     MAX_HEADER_BYTES,
@@ -182,6 +182,40 @@ async def test_a_reduce_is_void_whatever_a_member_answers() -> None:
     with pytest.raises(RoundAborted, match="step 0 is over"):
         await mine.run(plan, 0, torch.ones(6, dtype=torch.float64))
     await network.close()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_the_result_of_a_round_that_never_was_is_fetched_by_no_replica(begun: bool) -> None:
+    """Told before there is any round, and while rounds go on."""
+    async with swarm(stages=2) as s:
+        await s.until_serving()
+        liar = await member(s, 1)
+        asked: list[str] = []
+
+        async def give(request: Request) -> Answer:
+            asked.append(request.peer)
+            raise NotReady("it is not here", version=0)
+
+        liar.end.transport.serve("held", give)
+        if begun:
+            s.add_trainer("trainer")
+
+        async def repeat() -> None:
+            while True:
+                t = max(peer.core.version for peer in s.peers.values())
+                held = Prepared("f" * 32, 1.0, "d" * 32)
+                steps = (StepReport(t=t, prepared=held, frozen_for="f" * 32),)
+                with contextlib.suppress(SwarmError):
+                    await liar.send("s1p0", "report", report(s, 1, version=t, steps=steps), [b""])
+                await asyncio.sleep(0.1)
+
+        lying = asyncio.create_task(repeat())
+        await asyncio.sleep(1.0)
+        if not begun:
+            s.add_trainer("trainer")
+        await finishes(s)
+        lying.cancel()
+        assert not asked
 
 
 # --- trainers ---------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from swarm.protocol.replica import (
     ApplyStep,
     AskLostStage,
     AskWitnesses,
+    BeginAgain,
     CatchUp,
     Fetch,
     Local,
@@ -333,7 +334,11 @@ class World:
             self._apply(replica, action.commit)
         else:
             step = replica.steps[action.t]
-            if isinstance(action, AllReduce):
+            if isinstance(action, BeginAgain):
+                replica.steps.pop(action.t).abort()
+                self.open_steps(replica)
+                self.say(f"{name} drops its result and its sum of step {action.t}")
+            elif isinstance(action, AllReduce):
                 self._reduce(replica, step, action)
             elif isinstance(action, Fetch):
                 self._fetch(replica, step, action)
