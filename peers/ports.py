@@ -210,7 +210,7 @@ class Device(Protocol):
         ...
 
     def stop(self) -> None:
-        """Finish the running jobs unless they are abandoned, drop the others."""
+        """Finish the running jobs unless they are abandoned; the others are not done."""
         ...
 
     def mean_queue(self) -> float:
@@ -222,5 +222,9 @@ class Device(Protocol):
         ...
 
     async def run(self, rank: Rank, t: int, job: Callable[..., T], *args: Any) -> T:
-        """The result of `job(*args)`, of step `t`."""
+        """The result of `job(*args)`, of step `t`.
+
+        Raises:
+            Leaving: the device was stopped before.
+        """
         ...

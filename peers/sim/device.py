@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import torch
 
 from peers.ports import Books, Rank
-from peers.stage.device import MeanLength
+from peers.stage.device import STOPPED, MeanLength
+from swarm.errors import Leaving
 from swarm.sim.dice import Dice
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class SimDevice:
         self._waiting: list[tuple[int, int, int, _Job]] = []
         self._order = itertools.count()
         self._job: _Job | None = None
-        self._started = False
+        self._started = self._stopped = False
         self.workers, self.books = 1, Books()
         self.busy_s = self.longest_s = 0.0
         self.failure: Exception | None = None
@@ -63,7 +64,10 @@ class SimDevice:
         self._next()
 
     def stop(self) -> None:
-        self._started = False
+        self._started, self._stopped = False, True
+        for *_, job in self._waiting:
+            if not job.result.done():
+                job.result.set_exception(Leaving(STOPPED))
         self._waiting.clear()
         if self._job is not None and not self.abandoned:
             self._work(self._job)
@@ -75,6 +79,8 @@ class SimDevice:
         return 0.0 if self._job is None else self._job.lasts_s
 
     async def run(self, rank: Rank, t: int, job: Callable[..., T], *args: Any) -> T:
+        if self._stopped:
+            raise Leaving(STOPPED)
         made = _Job(next(self._order), rank, lambda: job(*args), asyncio.get_running_loop().create_future())
         self._length.count(self._queued)
         heapq.heappush(self._waiting, (rank, t, made.number, made))

@@ -15,7 +15,7 @@ import torch
 
 from peers.clock import now_s
 from peers.ports import Books, Device, Rank
-from swarm.errors import DeviceHangs, SetupError
+from swarm.errors import DeviceHangs, Leaving, SetupError
 from swarm.ids import Stage
 
 CHECK_EVERY_S = 1.0
@@ -24,9 +24,11 @@ HUNG_TIMES = 20.0
 OWNER_S, OWNER_TIMES, OWNER_MAX_S = 30.0, 2.0, 90.0
 """The same once the peer leaves or pauses, and the most of it: what waits then is the owner."""
 
+STOPPED = "the device of this peer is stopped: it leaves, pauses or moves"
+
 T = TypeVar("T")
-_Job: TypeAlias = "tuple[int, int, int, Callable[[], None]]"
-"""Rank, step, order of arrival, and what to do."""
+_Job: TypeAlias = "tuple[int, int, int, Callable[[bool], None]]"
+"""Rank, step, order of arrival, and what to do: work, or say that it will not be done."""
 
 
 class MeanLength:
@@ -84,9 +86,12 @@ class DeviceThreads:
     def stop(self) -> None:
         with self._change:
             self._ending = True
+            left, self._waiting = self._waiting, []
             self._change.notify_all()
         for thread in self._threads if self._started else ():
             thread.join(0.0 if self.abandoned else None)
+        for *_, work in left:
+            work(False)
 
     def mean_queue(self) -> float:
         with self._change:
@@ -111,9 +116,9 @@ class DeviceThreads:
             else:
                 result.set_result(value)  # type: ignore[arg-type]
 
-        def work() -> None:
-            value, error = None, None
-            if not result.cancelled():
+        def work(runs: bool) -> None:
+            value, error = None, None if runs else Leaving(STOPPED)
+            if runs and not result.cancelled():
                 try:
                     value = job(*args)
                 except Exception as raised:  # noqa: BLE001  the caller that awaits the job gets it
@@ -124,6 +129,8 @@ class DeviceThreads:
                 loop.call_soon_threadsafe(deliver, value, error)
 
         with self._change:
+            if self._ending:
+                raise Leaving(STOPPED)
             self._length.count(self._queued)
             heapq.heappush(self._waiting, (rank, t, next(self._order), work))
             self._change.notify_all()
@@ -156,7 +163,7 @@ class DeviceThreads:
             rank, _, number, work = job
             self._began.at = time.perf_counter()
             with self.books if rank == Rank.STEP else contextlib.nullcontext():
-                work()
+                work(True)
             self._end(number, self.elapsed_s())
 
 

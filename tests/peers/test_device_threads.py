@@ -11,6 +11,7 @@ import pytest
 
 from peers.ports import Rank
 from peers.stage.device import DeviceThreads
+from swarm.errors import Leaving
 from swarm.protocol.ledger import Ledger
 
 
@@ -87,3 +88,26 @@ async def test_a_lock_that_another_thread_holds_is_not_ones_own() -> None:
     async with threads(2) as device:
         with device.books, pytest.raises(AssertionError, match="holds the books"):
             await asyncio.to_thread(device.books.check)
+
+
+async def test_what_a_stopped_device_will_not_do_is_said_at_once() -> None:
+    """Its caller's caller sees signs of life, and would wait for minutes."""
+    async with threads(1) as device:
+        began, may_end = threading.Event(), threading.Event()
+
+        def first() -> str:
+            began.set()
+            may_end.wait(30.0)
+            return "done"
+
+        running = asyncio.create_task(device.run(Rank.FORWARD, 0, first))
+        await asyncio.to_thread(began.wait, 30.0)
+        waiting = asyncio.create_task(device.run(Rank.BACKWARD, 0, str))
+        await asyncio.sleep(0)
+        may_end.set()
+        device.stop()
+        assert await running == "done"
+        with pytest.raises(Leaving, match="it leaves, pauses or moves"):
+            await waiting
+        with pytest.raises(Leaving, match="it leaves, pauses or moves"):
+            await device.run(Rank.STEP, 0, str)

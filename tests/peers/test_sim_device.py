@@ -12,6 +12,7 @@ from peers.ports import Rank
 from peers.sim.device import SimDevice
 from peers.sim.loop import Deadlock, run_virtual
 from peers.stage.device import DeviceThreads
+from swarm.errors import Leaving
 from swarm.sim.dice import Dice
 
 
@@ -91,10 +92,12 @@ def test_a_stop_finishes_the_running_job_unless_it_is_abandoned(abandoned: bool)
         device.abandoned = abandoned
         device.stop()
         soon = list(ran)
-        for job in jobs:
-            job.cancel()
         await asyncio.sleep(5.0)
         assert "1" not in ran
+        with pytest.raises(Leaving, match="it leaves, pauses or moves"):
+            await jobs[1]
+        with pytest.raises(Leaving, match="it leaves, pauses or moves"):
+            await device.run(Rank.STEP, 2, str)
         return soon
 
     assert run_virtual(main()) == ([] if abandoned else ["0"])
