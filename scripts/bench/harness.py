@@ -13,6 +13,7 @@ import json
 import platform
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import psutil
 
-from peers.events import Event, Serving, Started, StepDone
+from peers.events import Event, Serving, Started, StepDone, parse_event
 from peers.net.node import Node
 from peers.net.p2pd import DaemonOptions
 from peers.programs.processes import Child, stop_all
@@ -150,6 +151,8 @@ class Role:
     """Resident when it began to serve, before its first microbatch; of peers that started one by one."""
     stepped_at: float | None = None
     """First heard of a step taken, by this process or by its trainer."""
+    said: deque[str] = field(default_factory=lambda: deque(maxlen=20))
+    """The last lines that are no events: why it failed, perhaps."""
 
 
 @dataclass
@@ -270,32 +273,36 @@ class Swarm:
 
     async def _spawn(self, name: str, stage: Stage | None, arguments: list[str], stdin: str = "") -> Role:
         heard: list[Role] = []
-        early: list[Event] = []
+        early: list[str] = []
 
-        def hear(_: Child, event: Event) -> None:
+        def hear(_: Child, line: str) -> None:
             if heard:
-                self._hear(heard[0], event)
+                self._hear(heard[0], line)
             else:
-                early.append(event)
+                early.append(line)
 
         spawned_at = time.monotonic()
-        arguments = [*arguments, "--host", self._ip(name)]
+        arguments = [*arguments, "--host", self._ip(name), "--log-format", "json"]
         with self._on(name):  # whoever runs meanwhile in this thread opens no connections: p2pd does
             child = await Child.spawn(
                 arguments,
                 hear,
                 stdin=stdin.encode(),
+                stderr=asyncio.subprocess.STDOUT,
                 environment={RESULTS_ENV: "", **(self._environment or {})},
             )
         role = Role(name, stage, child, spawned_at)
         self.roles.append(role)
         heard.append(role)
-        for event in early:
-            self._hear(role, event)
+        for line in early:
+            self._hear(role, line)
         return role
 
-    def _hear(self, role: Role, event: Event) -> None:
-        if isinstance(event, Started):
+    def _hear(self, role: Role, line: str) -> None:
+        event = parse_event(line)
+        if event is None:
+            role.said.append(line)
+        elif isinstance(event, Started):
             role.peer, role.started_at = event.peer, time.monotonic()
             if event.role == "bootstrap":
                 self._entry = event.addresses[0]
@@ -313,7 +320,7 @@ class Swarm:
         while not condition():
             for role in self.roles:
                 if role.child.returncode is not None:
-                    raise RuntimeError(f"{role.name} ended: " + "\n".join(role.child.last_lines))
+                    raise RuntimeError(f"{role.name} ended: " + "\n".join(role.said))
             if time.monotonic() > end:
                 raise RuntimeError(f"{why} within {START_S:.0f} s")
             await happens(self._heard, 0.5)
