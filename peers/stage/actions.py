@@ -3,9 +3,9 @@
     AllReduce   freeze the sum, reduce it with the others, hold the result
     Fetch       take the result from a replica that holds it
     Retract     subtract duplicates from the sum
-    BeginAgain  drop the result and the sum
     Unfreeze    give a round up, and open the sum again
-    ApplyStep, CatchUp, RestoreStage   change the weights: one of them at a time
+    BeginAgain  drop the result and the sum
+    ApplyStep, CatchUp, RestoreStage   change the weights; one of all four at a time
     Retreat     leave a generation that was started in error
 
 Everything here runs on the event loop; sums and ledgers change in jobs of the device (`peers.ports.Device`).
@@ -102,7 +102,7 @@ class Actions:
 
     def act(self, action: Action) -> None:
         """Do what the protocol asks, unless it is under way. Actions repeat."""
-        if isinstance(action, (ApplyStep, CatchUp, RestoreStage)):
+        if isinstance(action, (ApplyStep, BeginAgain, CatchUp, RestoreStage)):
             if not self._core.changing:
                 self._core.changing = True
                 self.spawn(self._change_state(action))
@@ -128,8 +128,6 @@ class Actions:
                 step.stop("fetch")
                 step.give_up_round()
                 self._start(step, "thaw", lambda: self._thaw(step))
-            case BeginAgain():
-                self._start(step, "drop", lambda: self._core.begin_again(step))
             case Retract(microbatches=twice):
                 self._start(step, "retract", lambda: self._retract(step, twice))
 
@@ -253,9 +251,11 @@ class Actions:
 
     # -- the weights --------------------------------------------------------------------------------
 
-    async def _change_state(self, action: ApplyStep | CatchUp | RestoreStage) -> None:
+    async def _change_state(self, action: ApplyStep | BeginAgain | CatchUp | RestoreStage) -> None:
         try:
             match action:
+                case BeginAgain(t=t):
+                    await self._core.begin_again(self._core.steps[t])
                 case ApplyStep(commit=commit):
                     await self._apply_step(commit)
                 case CatchUp(directive=directive):

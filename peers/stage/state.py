@@ -167,11 +167,8 @@ class StageCore:
             self.compute.sums.begin(step.t)
 
     async def begin_again(self, step: OpenStep) -> None:
-        """Drop a step's result and sum, and open it anew."""
-        if step.over or self.steps.get(step.t) is not step:
-            return
+        """Drop a step's result and sum, and open it anew. Only while nothing else opens steps: `changing`."""
         del self.steps[step.t]
-        step.work.pop("drop", None)  # this task
         step.close()
         await step.stopped()
         await self.device.run(Rank.STEP, step.t, self.compute.sums.drop, step.t)

@@ -201,3 +201,20 @@ def test_what_waits_to_be_sent_again_does_not_change_with_the_weights() -> None:
 def test_a_round_that_was_given_up_and_is_begun_again_ends() -> None:
     """Seed 26256: a peer that had slept gave up its round and was told the same one at once, for ever."""
     assert run_schedule(26256).violation == ""
+
+
+@pytest.mark.parametrize("seed", [9126, 31404])
+def test_a_request_that_comes_as_a_peer_pauses_is_answered(seed: int) -> None:
+    """It waited for a job of a device that had been stopped, and the run with it."""
+    assert run_schedule(seed).violation == ""
+
+
+@pytest.mark.parametrize("seed", [60, 302])
+def test_two_steps_that_begin_again_at_once_are_opened_once_each(seed: int) -> None:
+    """A step was opened twice; the second had an empty ledger, and the sum of the first."""
+    assert run_schedule(seed).violation == ""
+
+
+def test_a_replica_that_does_not_know_how_far_the_run_was_follows_a_generation() -> None:
+    """Seed 91047: at version 0 it took itself for the proof that its stage was never lost."""
+    assert run_schedule(91047).violation == ""
