@@ -34,6 +34,7 @@ from swarm.errors import BadAnswer, Busy, NotNow, NotReady, PeerFault, Refused, 
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.layout import empty_state
+from swarm.protocol.rollback import check_generation
 from swarm.wire.codec import TensorMeta, decode, dtype_name
 from swarm.wire.messages import (
     Ack,
@@ -221,10 +222,12 @@ def state_of(run: Run, stage: Stage, version: int = -1) -> Wanted:
     def can_be(source: PeerId, opened: Opened) -> None:
         if not 0 <= opened.version <= run.steps:
             raise BadAnswer(source, f"offers version {opened.version} of a run of {run.steps} steps")
-        if opened.generation.number < 0 or not 0 <= opened.generation.start <= run.steps:
+        try:
+            check_generation(opened.generation, run)
+        except Refused:
             raise BadAnswer(
                 source, f"offers version {opened.version} of an impossible generation: {opened.generation}"
-            )
+            ) from None
 
     return Wanted(
         name=f"stage {stage}", method="state", question=OpenState(run=run.id, stage=stage, version=version),

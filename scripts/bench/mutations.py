@@ -1572,8 +1572,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "generation-that-cannot-be",
         CLIENT,
-        "if opened.generation.number < 0 or not 0 <= opened.generation.start <= run.steps:",
-        "if False:",
+        "            check_generation(opened.generation, run)\n",
+        "            pass\n",
         "A newcomer enters a generation that cannot be.",
         FETCHED,
     ),

@@ -132,8 +132,8 @@ def worth_waiting_s(start: int, run_version: int, checkpoint_every: int) -> floa
     return FAR_BACK_S
 
 
-def check_position(generation: Generation, version: int, run: Run, *, what: str) -> None:
-    """Refuse a position that no peer of the run can have."""
+def check_generation(generation: Generation, run: Run) -> None:
+    """Refuse a generation that no peer of the run can be in."""
     if not (0 <= generation.number <= MAX_GENERATIONS and 0 <= generation.start <= run.steps):
         raise Refused(
             f"an impossible generation: {generation.number} of at most {MAX_GENERATIONS}, "
@@ -144,6 +144,11 @@ def check_position(generation: Generation, version: int, run: Run, *, what: str)
             f"an impossible generation: stage {generation.lost_stage} of {run.S} was lost at version "
             f"{generation.lost_version}"
         )
+
+
+def check_position(generation: Generation, version: int, run: Run, *, what: str) -> None:
+    """Refuse a position that no peer of the run can have."""
+    check_generation(generation, run)
     if not 0 <= version <= run.steps:
         raise Refused(f"{what} of version {version} of a run of {run.steps} steps")
     if version < generation.start:

@@ -446,6 +446,11 @@ NOT_ITS_OWN = "offers something that is not stage 0: "
             "offers version 4 of an impossible generation: Generation(number=1, start=21",
         ),
         ("state", offered(generation=Generation(-1, 0)), "offers version 4 of an impossible generation"),
+        (
+            "state",
+            offered(generation=Generation(1, 0, lost_stage=9)),
+            "offers version 4 of an impossible generation",
+        ),
         ("state", lambda answer: Answer(b""), "malformed Opened header"),
         ("state", with_body(1 << 20), "an answer of 1048576 bytes; at most 448 fit"),
         ("state", with_body(0), "0 bytes of chunks' hashes; expected 448"),
