@@ -104,6 +104,8 @@ class StageCoordinator:
         self._rounds: dict[int, set[str]] = {}
         """Names of all rounds of a step that this peer has heard of, as a coordinator or a replica."""
         self._decisions: dict[int, Decision] = {}
+        self._left_out: dict[int, set[PeerId]] = {}
+        """Replicas that a decision leaves out, since their result of the step may be made up."""
 
     def present(self) -> dict[PeerId, ReplicaReport]:
         """The reports of the present generation. The other replicas have to roll back first."""
@@ -126,11 +128,12 @@ class StageCoordinator:
 
     def decide(self) -> None:
         """Decide on each open step, from the reports that are here."""
-        self._decisions = {}
+        self._decisions, self._left_out = {}, {}
         newest = self.newest_version()
         uploads_bps = {peer: member.report.bandwidth_bps for peer, member in self.members.items()}
         for t in range(newest, min(newest + (2 if self._run.delayed_updates else 1), self._run.steps)):
             steps = self._steps(t)
+            self._left_out[t] = self._reported(t).keys() - steps.keys()
             if not steps:
                 continue
             decision = decide(
@@ -214,8 +217,7 @@ class StageCoordinator:
         )
 
     def _step_directive(self, t: int, decision: Decision, peer: PeerId) -> StepDirective:
-        reports = self._reported(t)
-        if peer in reports and self._may_be_made_up(peer, t, reports):
+        if peer in self._left_out[t]:
             return StepDirective(t=t, begin_again=True)
         match decision:
             case Reduce(plan=plan):
