@@ -9,6 +9,7 @@ from enum import IntEnum
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from swarm.ids import PeerId, Stage
+from swarm.protocol.statements import Signer
 from swarm.records import PeerRecord
 from swarm.wire.buffers import Buffer
 
@@ -60,6 +61,11 @@ class Transport(Protocol):
     """Calls between peers. A call is answered with `accepted`, `alive` each second, then the result."""
 
     peer_id: PeerId
+
+    @property
+    def signer(self) -> Signer:
+        """The key of this peer, which also checks what others signed."""
+        ...
 
     @property
     def sent_bytes(self) -> Mapping[PeerId, int]:

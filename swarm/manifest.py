@@ -33,9 +33,10 @@ else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 MAX_MANIFEST_BYTES = 16_000
-"""200 trainers, the most that `admission` takes, are 11 kB; the rest of a manifest is under 2 kB."""
+"""200 trainers, the most that `admission` takes, are 11 kB, 40 founders 2 kB; the rest is under 2 kB."""
 
 MAX_TRAINERS = 200
+MAX_FOUNDERS = 40
 
 MAX_ADAPTIVE = 16
 """Codecs that links may choose from: the header of a call is checked against each."""
@@ -152,11 +153,17 @@ _CODECS = _Rule(
 )
 """A codec, or one for each boundary; the number of boundaries is not known here."""
 _ADAPTIVE = _set_of(_is_codec, MAX_ADAPTIVE, f"codecs, each {_CODEC.allowed}")
-_TRAINERS = _set_of(
-    lambda v: type(v) is str and re.fullmatch(_PEER_ID, v) is not None,
-    MAX_TRAINERS,
-    "peer ids (12D3KooW…, 52 characters each)",
-)
+
+
+def _peers(most: int) -> _Rule:
+    """A rule for a set of peer ids."""
+    return _set_of(
+        lambda v: type(v) is str and re.fullmatch(_PEER_ID, v) is not None,
+        most,
+        "peer ids (12D3KooW…, 52 characters each)",
+    )
+
+
 _DIGEST = _text(r"([0-9a-f]{64})?", "64 lower-case hex digits, or empty: not pinned yet")
 
 
@@ -507,8 +514,10 @@ class AdmissionSpec(_Spec, section="admission"):
         _text(rf"({_PEER_ID})?", "a peer id (12D3KooW…, 52 characters), or empty: no owner"), ""
     )
     """Peer id whose signature the published manifest carries; empty = the hash is enough."""
-    trainers: tuple[str, ...] = _rule(_TRAINERS, ())
-    """Peer ids that may feed microbatches; empty = anyone."""
+    trainers: tuple[str, ...] = _rule(_peers(MAX_TRAINERS), ())
+    """Peer ids that may feed microbatches, and vouch for peers; empty = anyone feeds, and no one vouches."""
+    founders: tuple[str, ...] = _rule(_peers(MAX_FOUNDERS), (), later=True)
+    """Peer ids whose word counts as long as no peer of their stage has a voucher; empty = everyone's does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -893,6 +902,7 @@ reduce = "none"             # weight gradients
 [admission]
 owner = ""                  # peer id that signs the manifest; "" = its hash is enough
 trainers = []               # peer ids; [] = anyone
+# founders = []             # peer ids whose word counts before the trainers vouch for others
 """
 """A manifest with every table, to copy and change."""
 

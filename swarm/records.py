@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -16,6 +16,17 @@ State = Literal["choosing", "joining", "serving", "leaving", "left", "keeping", 
 
 NO_STAGE: Stage = -1
 """The stage of a keeper, whose state is always `keeping`, and of a newcomer that is `choosing` one."""
+
+
+class Voucher(msgspec.Struct, frozen=True, array_like=True):
+    """A trainer's signed word for the peer that shows it; see `swarm.protocol.voice`."""
+
+    trainer: PeerId
+    steps: int
+    """In which the peer answered microbatches."""
+    t: int
+    """The last of them."""
+    signature: Annotated[bytes, msgspec.Meta(max_length=64)]
 
 
 class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,3 +54,5 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """libp2p multiaddresses to dial it at."""
     since: float = 0.0
     """Unix time at which it joined, by its own clock; 0 = not said. The first to join coordinates."""
+    voucher: Voucher | None = None
+    """That it has worked for the run."""

@@ -44,7 +44,7 @@ FULL = replace(
     example_run(),
     batch=replace(example_run().batch, microbatch_threads=2),
     codec=CodecSpec(adaptive=("bf16",)),
-    admission=AdmissionSpec(owner=ALICE, trainers=(ALICE, BOB)),
+    admission=AdmissionSpec(owner=ALICE, trainers=(ALICE, BOB), founders=(BOB,)),
 )
 """A run whose text has every key."""
 BROUGHT = replace(
@@ -134,6 +134,7 @@ def runs(draw: st.DrawFn) -> Run:
         admission=AdmissionSpec(
             owner=draw(st.sampled_from(["", ALICE])),
             trainers=draw(st.sampled_from([(), (ALICE,), (ALICE, BOB), (BOB, ALICE)])),
+            founders=draw(st.sampled_from([(), (ALICE,)])),
         ),
     )
 
@@ -152,7 +153,7 @@ def test_the_canonical_text_reads_back_as_the_same_run_and_the_same_text(run: Ru
 def test_the_largest_admission_still_fits_a_manifest() -> None:
     letters = "ABCDEFGHJKLMNPQRSTUVWXYZ"
     ids = tuple("12D3KooW" + a + b + "A" * 42 for a in letters for b in letters)[:200]
-    run = replace(FULL, admission=AdmissionSpec(owner=ALICE, trainers=ids))
+    run = replace(FULL, admission=AdmissionSpec(owner=ALICE, trainers=ids, founders=ids[:40]))
     assert parse_run(run.to_toml()) == run
 
 
@@ -188,7 +189,7 @@ def test_every_value_is_in_the_hash() -> None:
         "optimizer": {"name": "sgd", "lr": 1, "beta1": 0.1, "beta2": 0.1, "eps": 0.1, "weight_decay": 0.2}
         | {"warmup_steps": 1, "schedule": "constant", "min_lr_ratio": 0.5, "clip_norm": 0},
         "codec": {"forward": "none", "backward": "none", "reduce": "bf16", "adaptive": ("none", "bf16")},
-        "admission": {"owner": BOB, "trainers": ()},
+        "admission": {"owner": BOB, "trainers": (), "founders": ()},
     }
     for table, values in changes.items():
         for key, value in values.items():

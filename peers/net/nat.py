@@ -188,7 +188,7 @@ async def find_reach(options: DaemonOptions, join: Sequence[str], *, hidden: boo
         asker = await _listening(stack, DaemonOptions(host=options.host))
         target = await _listening(stack, DaemonOptions(host=options.host, port=options.port))
         control = DaemonControl(asker.control_path)
-        transport = NetTransport(control, asker.peer_id)
+        transport = NetTransport(control, asker.identity)
         stack.push_async_callback(transport.close)
         await transport.start()
         question = pack(AskReach(peer=target.peer_id, port=_port(target)))

@@ -152,7 +152,7 @@ class Node:
                     "join at a peer that relays: those that can be dialled do, but for --no-relay"
                 )
             self._told_addresses = self.addresses
-            self.transport = NetTransport(self.control, daemon.peer_id, timings=self._timings)
+            self.transport = NetTransport(self.control, daemon.identity, timings=self._timings)
             self._started.append("transport")
             await self.transport.start()
             dial_back = nat.DialBack(self.control, self._relays, self._is_relay, lambda: self.addresses)

@@ -23,7 +23,7 @@ from peers.net.lookup import MAX_LEVEL, Shard, homes
 from swarm.errors import Refused, SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import parse_run
-from swarm.records import MAX_RECORD_BYTES, NO_STAGE, PeerRecord, State
+from swarm.records import MAX_RECORD_BYTES, NO_STAGE, PeerRecord, State, Voucher
 from swarm.wire.version import PROTOCOL_VERSION, differ
 
 MAX_MANIFEST_BYTES = 16 * 1024
@@ -62,6 +62,7 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     addresses: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
     """Without the peer's own id at the end: `/p2p/`."""
     since: float
+    voucher: Voucher | None = None
 
 
 class _SignedRecord(msgspec.Struct, frozen=True, array_like=True):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from peers.net.bandwidth import BandwidthEstimator, RateLimiter, Traffic
 from peers.net.body_buffers import flat
 from peers.net.connection import ClientConnection, Connection, ServedCall, ServerConnection
-from peers.net.identity import CIRCUIT
+from peers.net.identity import CIRCUIT, Identity
 from peers.net.p2pd_control import ControlError, DaemonControl, check_response, stream_peer
 from peers.net.tasks import TaskKeeper
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
@@ -191,11 +191,11 @@ class NetTransport:
     def __init__(
         self,
         control: DaemonControl,
-        peer_id: PeerId,
+        signer: Identity,
         *,
         timings: NetTimings = DEFAULT_TIMINGS,
     ) -> None:
-        self.peer_id = peer_id
+        self.signer, self.peer_id = signer, signer.peer_id
         self.on_gone: Callable[[PeerId], None] | None = None
         """Told when the last stream that a peer had opened to us ended: it died, or left."""
         self._timings = timings

@@ -8,6 +8,7 @@ when they would have stopped. The body of a call follows when its handler accept
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -70,12 +71,26 @@ class _Request:
         return [memoryview(bytearray(part)) for part in call.body]
 
 
+class SimSigner:
+    """Fulfils `swarm.protocol.statements.Signer`: a keyed hash, which no simulated peer makes for another."""
+
+    def __init__(self, peer_id: PeerId) -> None:
+        self.peer_id = peer_id
+
+    def sign(self, data: bytes) -> bytes:
+        return hashlib.blake2b(data, key=self.peer_id.encode()[:64]).digest()
+
+    def verify(self, peer: PeerId, data: bytes, signature: bytes) -> bool:
+        return SimSigner(peer).sign(data) == signature
+
+
 class SimTransport:
     """Fulfils `peers.ports.Transport`."""
 
     def __init__(self, network: Network, process: Process) -> None:
         self._network, self.process = network, process
         self.peer_id: PeerId = process.name
+        self.signer = SimSigner(process.name)
         self.handlers: dict[str, tuple[Handler, int]] = {}
         self.calls: Counter[str] = Counter()
         """How often each method of this peer was called."""

@@ -41,9 +41,10 @@ class Relay:
 
     async def add(self, **options: Any) -> NetTransport:
         """A transport of a new peer."""
-        peer = Identity.generate().peer_id
+        identity = Identity.generate()
+        peer = identity.peer_id
         path = self.directory / f"{len(self.paths)}.sock"
-        transport = NetTransport(_Control(self, peer, path), peer, **options)  # type: ignore[arg-type]
+        transport = NetTransport(_Control(self, peer, path), identity, **options)  # type: ignore[arg-type]
         await transport.start()
         self.paths[peer] = path
         self._running[peer] = asyncio.Event()
@@ -200,7 +201,8 @@ class RawCallee:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def listen(self, relay: Relay) -> PeerId:
-        peer = Identity.generate().peer_id
+        identity = Identity.generate()
+        peer = identity.peer_id
         path = relay.directory / f"raw{len(relay.paths)}.sock"
         self._server = await asyncio.start_unix_server(self._serve, str(path))
         relay.paths[peer] = path

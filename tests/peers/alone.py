@@ -11,6 +11,7 @@ import msgspec
 from peers.events import Event
 from peers.ports import Answer, Buffer, NetworkPath
 from peers.sim.device import SimDevice
+from peers.sim.network import SimSigner
 from peers.stage.server import StagePeer
 from peers.stage.settings import StageSettings
 from swarm.errors import PeerGone
@@ -31,6 +32,7 @@ class Line:
 
     def __init__(self, peer_id: PeerId = "me") -> None:
         self.peer_id = peer_id
+        self.signer = SimSigner(peer_id)
         self.answers: dict[str, Said] = {}
         self.calls: Counter[str] = Counter()
         self.handlers: dict[str, Any] = {}

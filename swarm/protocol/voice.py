@@ -1,0 +1,77 @@
+"""Voice: whose word counts in a stage. Pure.
+
+Identities cost nothing, so a peer's word counts by the work that it has done. The trainers that the manifest
+admits see which peers answer their microbatches. From time to time they give each such peer a *voucher*: a
+signed statement of the number of steps in which it answered, at whichever stage. A peer carries its voucher
+in its record, so each reader checks it with nothing but the manifest.
+
+Peers without voice compute, and take the steps that others decide. They do not coordinate, own no part of a
+reduce, and their word does not count where words are counted.
+
+Before the first vouchers those that the manifest names as founders have voice. In a run that names neither
+trainers nor founders all peers have it: it is among people who trust each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from swarm.ids import PeerId
+from swarm.manifest import Run
+from swarm.protocol.statements import Signer, Statement, is_signed, sign
+from swarm.records import PeerRecord, Voucher
+
+MIN_STEPS = 20
+"""Steps in which a peer answered before it has voice: shorter work costs a liar too little."""
+MIN_MICROBATCHES = 50
+"""That it answered in them."""
+MAX_STEPS = 100
+"""More count no more: a peer that came later has as much voice in the end."""
+VALID_STEPS = 200
+"""A voucher counts for so many steps. A peer that is found lying, or stops working, gets no other."""
+
+
+class Worked(Statement, frozen=True, array_like=True):
+    """That `peer` answered microbatches in `steps` steps, the last of them `t`."""
+
+    peer: PeerId
+    steps: int
+    t: int
+
+
+def vouch(signer: Signer, run: str, worked: Worked) -> Voucher:
+    """A trainer's voucher for a peer."""
+    return Voucher(signer.peer_id, worked.steps, worked.t, sign(signer, run, worked))
+
+
+def voice_of(peer: PeerId, voucher: Voucher | None, run: Run, signer: Signer, *, version: int) -> int:
+    """How much the word of a peer counts: steps of work, at most `MAX_STEPS`; 0: not at all.
+
+    `version`: where the run is, as far as the reader knows.
+    """
+    if voucher is None or voucher.trainer not in run.admission.trainers:
+        return 0
+    if voucher.steps < MIN_STEPS or version - voucher.t > VALID_STEPS:
+        return 0
+    worked = Worked(peer, voucher.steps, voucher.t)
+    if not is_signed(signer, voucher.trainer, run.id, worked, voucher.signature):
+        return 0
+    return min(voucher.steps, MAX_STEPS)
+
+
+def voices(run: Run, records: Iterable[PeerRecord], signer: Signer, *, version: int) -> dict[PeerId, int]:
+    """The peers of a stage that have voice, and how much.
+
+    Those with a voucher; if none has one, the founders; if there are none, all. `records`: of the stage.
+    """
+    there = list(records)
+    found = {r.peer: voice_of(r.peer, r.voucher, run, signer, version=version) for r in there}
+    vouched = {peer: steps for peer, steps in found.items() if steps}
+    founders = {r.peer: 1 for r in there if r.peer in run.admission.founders}
+    return vouched or founders or {r.peer: 1 for r in there}
+
+
+def heard(peers: Iterable[PeerId], voice: Mapping[PeerId, int]) -> list[PeerId]:
+    """The peers whose word counts, of those that say something: all of them if none has voice."""
+    said = list(peers)
+    return [peer for peer in said if voice.get(peer)] or said
