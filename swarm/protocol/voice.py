@@ -14,9 +14,9 @@ trainers nor founders all peers have it: it is among people who trust each other
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from swarm.ids import PeerId
+from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.statements import Signer, Statement, is_signed, sign
 from swarm.records import PeerRecord, Voucher
@@ -60,18 +60,41 @@ def voice_of(peer: PeerId, voucher: Voucher | None, run: Run, signer: Signer, *,
 
 
 def voices(run: Run, records: Iterable[PeerRecord], signer: Signer, *, version: int) -> dict[PeerId, int]:
-    """The peers of a stage that have voice, and how much.
+    """The peers of a stage that have voice, and how much: those with a voucher; if none has one, the
+    founders.
 
-    Those with a voucher; if none has one, the founders; if there are none, all. `records`: of the stage.
+    Empty: none has it, and the word of each counts alike. `records`: of the stage.
     """
     there = list(records)
     found = {r.peer: voice_of(r.peer, r.voucher, run, signer, version=version) for r in there}
     vouched = {peer: steps for peer, steps in found.items() if steps}
-    founders = {r.peer: 1 for r in there if r.peer in run.admission.founders}
-    return vouched or founders or {r.peer: 1 for r in there}
+    return vouched or {r.peer: 1 for r in there if r.peer in run.admission.founders}
 
 
 def heard(peers: Iterable[PeerId], voice: Mapping[PeerId, int]) -> list[PeerId]:
     """The peers whose word counts, of those that say something: all of them if none has voice."""
     said = list(peers)
     return [peer for peer in said if voice.get(peer)] or said
+
+
+def weight(peer: PeerId, voice: Mapping[PeerId, int]) -> int:
+    """How much a word of a peer that is heard counts."""
+    return voice.get(peer, 1)
+
+
+class Electorate:
+    """Who has voice in each stage, remembered as long as its records are the same."""
+
+    def __init__(self, run: Run, signer: Signer) -> None:
+        self._run, self._signer = run, signer
+        self._known: dict[Stage, tuple[Sequence[PeerRecord], int, dict[PeerId, int]]] = {}
+
+    def of(self, stage: Stage, records: Sequence[PeerRecord], *, version: int) -> dict[PeerId, int]:
+        """Who has voice in a stage with these records; see `voices`."""
+        if not (self._run.admission.trainers or self._run.admission.founders):
+            return {}
+        known = self._known.get(stage)
+        if known is None or known[0] is not records or known[1] != version:
+            found = voices(self._run, records, self._signer, version=version)
+            known = self._known[stage] = (records, version, found)
+        return known[2]
