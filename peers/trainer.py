@@ -39,7 +39,7 @@ from swarm.protocol.worklist import Work as Item
 from swarm.protocol.worklist import WorkList
 from swarm.records import PeerRecord
 from swarm.wire.buffers import Buffer
-from swarm.wire.messages import Watch, Watched, Work, WorkDone, pack, unpack_answer
+from swarm.wire.messages import MAX_HOPS, MAX_LONG_BYTES, Watch, Watched, Work, WorkDone, pack, unpack_answer
 
 WATCH_S = 3.0
 """Limit for one look at the run; the answer is held back at most a second."""
@@ -308,7 +308,7 @@ class Trainer:
         work = Work(
             run=self._run.id, t=t, m=m, version=self._run.weight_version(t),
             attempt=self._attempts.get(item.microbatch, 0), deepest=item.deepest,
-            route=tuple(route[1:]), tensors=input_metas(self._run, 0),
+            route=tuple(route[1 : 1 + MAX_HOPS]), tensors=input_metas(self._run, 0),
         )  # fmt: skip
         body = entering(self._run, self._batches.batch(sample_offsets(self._run, t, m)))
         fault_point("trainer")
@@ -359,8 +359,10 @@ class Trainer:
                 if peer != last:
                     seen, last = -1, peer
                 question = pack(Watch(run=self._run.id, seen=seen))
-                answer = await self._transport.call(peer, "watch", question, deadline_s=WATCH_S)
-                watched = unpack_answer(peer, answer.header, Watched)
+                answer = await self._transport.call(
+                    peer, "watch", question, max_answer_bytes=MAX_LONG_BYTES, deadline_s=WATCH_S
+                )
+                watched = unpack_answer(peer, answer.header, Watched, answer.body)
                 await self._check_leap(peer, watched)
                 seen = watched.revision
                 self._learn(peer, watched)

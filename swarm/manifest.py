@@ -35,6 +35,8 @@ else:
 MAX_MANIFEST_BYTES = 16_000
 """200 trainers, the most that `admission` takes, are 11 kB, 40 founders 2 kB; the rest is under 2 kB."""
 
+MAX_TOLD = 256 * 8192
+"""Stages times microbatches of a step, of which the run coordinator says what is lacking: 256 kB of bits."""
 MAX_TRAINERS = 200
 MAX_FOUNDERS = 40
 
@@ -570,6 +572,11 @@ class Run(_Spec):
                 raise self.data.wrong("source", f'"pydoc" or "files" when model.kind is "{self.model.kind}"')
         elif self.data.tokenizer == "bytes" and self.model.vocab_size < 256:
             raise self.model.wrong("vocab_size", 'at least 256 when data.tokenizer is "bytes"')
+        if self.S * self.M > MAX_TOLD:
+            raise self.batch.wrong(
+                "microbatches_per_step", f"at most {MAX_TOLD // self.S} with {self.S} stages: what they "
+                "lack of a step has to fit into a message"
+            )  # fmt: skip
         object.__setattr__(self, "codec", self._codec_of_each_boundary())
         text = self.to_toml()
         if len(text) > MAX_MANIFEST_BYTES:

@@ -28,7 +28,18 @@ from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSu
 from swarm.protocol.protocol import Message, Ready, StepProtocol
 from swarm.protocol.replica import Action, AskLostStage, AskWitnesses, Local
 from swarm.protocol.timings import ProtocolTimings
-from swarm.wire.messages import Ack, Watch, Watched, check_run, pack, unpack, unpack_answer
+from swarm.wire.messages import (
+    MAX_LONG_BYTES,
+    Ack,
+    Watch,
+    Watched,
+    check_run,
+    hear,
+    pack,
+    say,
+    unpack,
+    unpack_answer,
+)
 
 GATHER_S = 0.1
 """Progress within this time travels in one report; what a step waits for goes at once."""
@@ -83,10 +94,13 @@ class StepCoordination:
         self._silent = False
         self._messages = LatestValueSender(self._send)
         transport.serve("report", self._serve_report, max_body_bytes=16 * self._run.M)
-        hear = self.protocol
-        transport.serve("directive", partial(self._serve_pushed, Directive, hear.hear_directive))
+        for kind, stage, take_in in (
+            (Directive, self._stage, self.protocol.hear_directive),
+            (RunStatus, 0, self.protocol.hear_run_status),
+        ):
+            handler = partial(self._serve_pushed, kind, stage, take_in)
+            transport.serve(METHODS[kind], handler, max_body_bytes=MAX_LONG_BYTES)
         transport.serve("summary", self._serve_summary)
-        transport.serve("run", partial(self._serve_pushed, RunStatus, hear.hear_run_status))
         transport.serve("watch", self._serve_watch)
 
     # -- asked by the stage peer ------------------------------------------------------------------
@@ -234,15 +248,18 @@ class StepCoordination:
     async def _send(self, key: tuple[PeerId, str], message: Message) -> None:
         """Send a message. A report is answered by a directive, a summary by a status of the run."""
         peer, method = key
-        body = [struct.pack(f"<{len(row)}d", *row) for row in message.losses]
+        header, long = say(message.body)
+        body = [*long, *(struct.pack(f"<{len(row)}d", *row) for row in message.losses)]
         came: Callable[..., None] | None = None
         try:
-            answer = await self._transport.call(peer, method, pack(message.body), body, deadline_s=CALL_S)
+            answer = await self._transport.call(
+                peer, method, header, body, max_answer_bytes=MAX_LONG_BYTES, deadline_s=CALL_S
+            )
             if method == "report":
-                directive = unpack_answer(peer, answer.header, Directive)
+                directive = unpack_answer(peer, answer.header, Directive, answer.body)
                 came = partial(self.protocol.directive_came, directive)
             elif method == "summary":
-                status = unpack_answer(peer, answer.header, RunStatus)
+                status = unpack_answer(peer, answer.header, RunStatus, answer.body)
                 came = partial(self.protocol.run_status_came, status)
         except PeerFault as fault:
             if method == "directive":
@@ -274,7 +291,7 @@ class StepCoordination:
             body = await request.accept()
             losses = [list(struct.unpack(f"<{len(row) // 8}d", row)) for row in body]
         return Answer(
-            pack(self._step(lambda now: self.protocol.report(request.peer, report, losses, now=now)))
+            *say(self._step(lambda now: self.protocol.report(request.peer, report, losses, now=now)))
         )
 
     async def _serve_summary(self, request: Request) -> Answer:
@@ -284,11 +301,17 @@ class StepCoordination:
         if self.coordinator(0) == self._me:
             await self._membership.require(request.peer, summary.stage)
         status = self._step(lambda now: self.protocol.summary(request.peer, summary, now=now))
-        return Answer(pack(status))
+        return Answer(*say(status))
 
-    async def _serve_pushed(self, kind: type[M], hear: Callable[..., None], request: Request) -> Answer:
-        message = unpack(request.header, kind)
-        self._step(lambda now: hear(request.peer, message, now=now))
+    async def _serve_pushed(
+        self, kind: type[M], stage: Stage, take_in: Callable[..., None], request: Request
+    ) -> Answer:
+        """Hear the coordinator of `stage`. Of others no body is taken, which may be large."""
+        if request.body_sizes and request.peer != self.coordinator(stage):
+            raise Refused(f"this peer takes no long message of yours: you do not coordinate stage {stage}")
+        body = await request.accept() if request.body_sizes else ()
+        message = hear(request.header, body, kind)
+        self._step(lambda now: take_in(request.peer, message, now=now))
         return Answer(pack(Ack()))
 
     # -- for trainers -----------------------------------------------------------------------------
@@ -316,4 +339,4 @@ class StepCoordination:
         watched = Watched(
             revision=self._revision, generation=far.generation, version=far.version, status=self.run_status
         )
-        return Answer(pack(watched))
+        return Answer(*say(watched))

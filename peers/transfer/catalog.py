@@ -15,7 +15,7 @@ from swarm.errors import BadAnswer, PeerFault, SwarmError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.wire.messages import AskSaved, Saved, pack, unpack_answer
+from swarm.wire.messages import MAX_LONG_BYTES, AskSaved, Saved, pack, unpack_answer
 
 ASK_S = 4.0
 """Longer than the silence limit of a connection, so that a hung peer is named as such."""
@@ -51,8 +51,10 @@ async def ask_saved(
     async def ask(record: PeerRecord) -> dict[Stage, tuple[int, ...]]:
         try:
             question = pack(AskSaved(run=run.id))
-            answer = await transport.call(record.peer, "saved", question, deadline_s=ask_s)
-            return check_saved(run, record, unpack_answer(record.peer, answer.header, Saved))
+            answer = await transport.call(
+                record.peer, "saved", question, max_answer_bytes=MAX_LONG_BYTES, deadline_s=ask_s
+            )
+            return check_saved(run, record, unpack_answer(record.peer, answer.header, Saved, answer.body))
         except PeerFault as fault:
             on_fault(fault)
         except SwarmError:

@@ -26,7 +26,7 @@ from peers.transfer.leases import Lease, Leases, Snapshot
 from peers.waiting import happens
 from swarm.errors import NotReady, Refused, SetupError, SwarmError
 from swarm.ids import Generation, Stage
-from swarm.wire.messages import AskSaved, OpenHeld, OpenState, Saved, SavedStage, check_run, pack, unpack
+from swarm.wire.messages import AskSaved, OpenHeld, OpenState, Saved, SavedStage, check_run, say, unpack
 
 SHARED_WAIT_S = 2.0
 """How long a stage that shares weights waits here for this stage's sum, before it asks another peer."""
@@ -142,7 +142,7 @@ class StateLeases(Leases):
             for stage in sorted(found)
             if found[stage]
         ]
-        return Answer(pack(Saved(stages=tuple(stages))))
+        return Answer(*say(Saved(stages=tuple(stages))))
 
 
 class StateServer:

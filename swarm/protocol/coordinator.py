@@ -42,6 +42,7 @@ REALIGN_STEPS = 100
 then take the same bits."""
 LOSSES_KEPT = 64
 MAX_SOURCES = 64
+"""Replicas that are named as the source of something."""
 
 
 def realigns(run: Run, version: int) -> bool:
@@ -223,7 +224,7 @@ class StageCoordinator:
             case Reduce(plan=plan):
                 return StepDirective(t=t, plan=plan)
             case FetchResult():
-                return StepDirective(t=t, fetch=decision)
+                return StepDirective(t=t, fetch=replace(decision, sources=decision.sources[:MAX_SOURCES]))
             case Undo(by=by):
                 return StepDirective(t=t, retract=Bitmap(by.get(peer, 0)))
         return StepDirective(t=t)

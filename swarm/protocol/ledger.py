@@ -13,29 +13,89 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import lru_cache
 
 from swarm.errors import Refused
 
+MAX_MICROBATCHES = 8192
+"""Of a step; what a manifest allows. No bitmap in a message names one beyond."""
+_BITS, _RUNS = b"\0", b"\1"
+
 
 class Bitmap(int):
-    """The microbatches of a step in a message: bytes on the wire, little-endian, without trailing zeros."""
+    """The microbatches of a step in a message: bytes on the wire, whichever form is shorter.
+
+    After the byte 0: the bits, little-endian, without trailing zeros. After the byte 1: the lengths of the
+    runs of zeros and ones, by turns, from bit 0 on, as LEB128. So of a plan with 1,000 members each ledger
+    takes what it holds, and a step that nobody has begun takes 4 bytes for each stage. Nothing: no bits.
+    """
 
     __slots__ = ()
 
     def packed(self) -> bytes:
         """The wire form."""
-        return self.to_bytes((self.bit_length() + 7) // 8, "little")
+        return _packed(int(self))
 
     @staticmethod
     def unpacked(data: object) -> Bitmap:
-        """The bitmap in a wire form, of any length: call `check_bitmap` before use.
+        """The bitmap in a wire form: call `check_bitmap` before use.
 
         Raises:
-            ValueError: `data` is not bytes.
+            ValueError: `data` is not bytes, of no form, or names a microbatch that no step has.
         """
         if not isinstance(data, bytes):
             raise ValueError("a bitmap is bytes")
-        return Bitmap(int.from_bytes(data, "little"))
+        form, rest = data[:1], data[1:]
+        if form == _RUNS:
+            return Bitmap(_from_runs(rest))
+        if form not in (b"", _BITS):
+            raise ValueError(f"a bitmap of an unknown form, {form[0]}")
+        if 8 * len(rest) > MAX_MICROBATCHES:
+            raise ValueError(f"a bitmap of {8 * len(rest)} microbatches; a step has up to {MAX_MICROBATCHES}")
+        return Bitmap(int.from_bytes(rest, "little"))
+
+
+@lru_cache(maxsize=2048)
+def _packed(bitmap: int) -> bytes:
+    # Kept, since a coordinator says the same plan to each of its members.
+    bits = bitmap.to_bytes((bitmap.bit_length() + 7) // 8, "little")
+    runs_of_ones = (bitmap & ~(bitmap << 1)).bit_count()
+    if 2 * runs_of_ones >= len(bits):
+        return _BITS + bits if bits else b""
+    runs = _runs(bitmap)
+    return _RUNS + runs if len(runs) < len(bits) else _BITS + bits
+
+
+def _runs(bitmap: int) -> bytes:
+    packed = bytearray()
+    while bitmap:
+        zeros = (bitmap & -bitmap).bit_length() - 1
+        bitmap >>= zeros
+        ones = (~bitmap & (bitmap + 1)).bit_length() - 1
+        bitmap >>= ones
+        for length in (zeros, ones):
+            while length > 0x7F:
+                packed.append(length & 0x7F | 0x80)
+                length >>= 7
+            packed.append(length)
+    return bytes(packed)
+
+
+def _from_runs(data: bytes) -> int:
+    """Raises ValueError: an odd number of runs, an empty one within, or more than a step has."""
+    lengths, length, shift = list[int](), 0, 0
+    for byte in data:
+        length |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            lengths.append(length)
+            length = shift = 0
+        elif shift > 14:
+            raise ValueError("a bitmap with an impossible run")
+    if shift or len(lengths) % 2 or 0 in lengths[1:] or sum(lengths) > MAX_MICROBATCHES:
+        raise ValueError(f"a bitmap whose runs are not of a step of at most {MAX_MICROBATCHES} microbatches")
+    text = "".join("01"[at & 1] * length for at, length in enumerate(lengths))
+    return int(text[::-1] or "0", 2)
 
 
 class Claim(Enum):

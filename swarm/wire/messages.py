@@ -24,6 +24,7 @@ Every request names the run by its hash, so that runs never mix.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -33,11 +34,18 @@ from swarm.ids import Generation, PeerId, Stage
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Positioned, RunStatus
 from swarm.protocol.rounds import Commit, Prepared
+from swarm.wire.buffers import Buffer
 from swarm.wire.tensor_meta import TensorMeta
 
 MAX_HEADER_BYTES = 1 << 16
-"""The framing's limit. The largest header is the plan of a reduce: 1 kB of ledger (8192 microbatches, the
-most that a manifest allows) for each of up to 50 replicas."""
+"""The framing's limit."""
+MAX_LONG_BYTES = 1 << 20
+"""Of a message that does not fit into a header: see `say`. What 256 stages lack of two steps of 8192
+microbatches takes 0.5 MB at most, the plan of a reduce of 1,000 replicas 0.1 MB."""
+MAX_HOPS = 256
+"""Of those in an answer: 31 kB. What the others spent is told to nobody."""
+UNFOLDED_BYTES = 1 << 20
+"""Bytes of bitmaps that a header may say in short: those of a plan with 1,000 members. A body: twice that."""
 
 T = TypeVar("T")
 
@@ -84,7 +92,7 @@ def with_latency(hops: tuple[Hop, ...], took_s: float) -> tuple[Hop, ...]:
         return hops
     latency_s = took_s - sum(hop.own_s for hop in hops) - sum(hop.latency_s for hop in hops[1:])
     first = msgspec.structs.replace(hops[0], latency_s=latency_s if 0.0 < latency_s <= took_s else 0.0)
-    return (first, *hops[1:])
+    return (first, *hops[1:MAX_HOPS])
 
 
 class WorkDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -335,15 +343,43 @@ def _encode(value: object) -> bytes:
     raise NotImplementedError(f"a {type(value).__name__} does not travel")
 
 
-def _decode(kind: type, value: object) -> Bitmap:
-    if kind is Bitmap:
-        return Bitmap.unpacked(value)
-    raise NotImplementedError(f"a {kind.__name__} does not travel")
+def _decoder(most_unfolded: int) -> Callable[[type, object], Bitmap]:
+    left_bytes = most_unfolded
+
+    def decode(kind: type, value: object) -> Bitmap:
+        nonlocal left_bytes
+        if kind is not Bitmap:
+            raise NotImplementedError(f"a {kind.__name__} does not travel")
+        bitmap = Bitmap.unpacked(value)
+        assert isinstance(value, bytes)
+        left_bytes -= max(0, bitmap.bit_length() // 8 - len(value))
+        if left_bytes < 0:
+            raise ValueError(f"its bitmaps take more than {most_unfolded} bytes")
+        return bitmap
+
+    return decode
 
 
 def pack(message: msgspec.Struct) -> bytes:
     """The wire form of a header."""
     return msgspec.msgpack.encode(message, enc_hook=_encode)
+
+
+def say(message: msgspec.Struct) -> tuple[bytes, tuple[bytes, ...]]:
+    """Header and body of a message of any size: of one too large for a header, the header is empty."""
+    packed = pack(message)
+    return (packed, ()) if len(packed) <= MAX_HEADER_BYTES else (b"", (packed,))
+
+
+def hear(header: bytes, body: Sequence[Buffer], kind: type[T]) -> T:
+    """What was said, in the header or in the body.
+
+    Raises:
+        Refused: as `unpack`.
+    """
+    if header or len(body) != 1:
+        return unpack(header, kind)
+    return _unpacked(memoryview(body[0]), kind, MAX_LONG_BYTES, 2 * UNFOLDED_BYTES, "message")
 
 
 def unpack(data: bytes, kind: type[T]) -> T:
@@ -352,10 +388,14 @@ def unpack(data: bytes, kind: type[T]) -> T:
     Raises:
         Refused: too large, malformed, or of another shape; the text names the field.
     """
-    if len(data) > MAX_HEADER_BYTES:
-        raise Refused(f"the header has {len(data)} bytes; at most {MAX_HEADER_BYTES} are read")
+    return _unpacked(memoryview(data), kind, MAX_HEADER_BYTES, UNFOLDED_BYTES, "header")
+
+
+def _unpacked(data: memoryview, kind: type[T], most: int, most_unfolded: int, what: str) -> T:
+    if data.nbytes > most:
+        raise Refused(f"the {what} has {data.nbytes} bytes; at most {most} are read")
     try:
-        return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode)
+        return msgspec.msgpack.decode(data, type=kind, dec_hook=_decoder(most_unfolded))
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Refused(f"malformed {kind.__name__} header: {error}") from None
 
@@ -370,13 +410,13 @@ def check_run(named: str, serves: str) -> None:
         raise Refused(f"this peer serves run {serves}, not {named[:40]!r}")
 
 
-def unpack_answer(peer: PeerId, data: bytes, kind: type[T]) -> T:
-    """The header of an answer.
+def unpack_answer(peer: PeerId, header: bytes, kind: type[T], said: Sequence[Buffer] = ()) -> T:
+    """The header of an answer; `said`: the body of one that may be too large for it.
 
     Raises:
         BadAnswer: it is not a `kind`.
     """
     try:
-        return unpack(data, kind)
+        return hear(header, said, kind)
     except Refused as refused:
         raise BadAnswer(peer, refused.text) from None

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import Refused
-from swarm.protocol.ledger import Bitmap, Claim, Ledger, check_bitmap, everything, members_of
+from swarm.protocol.ledger import (
+    MAX_MICROBATCHES,
+    Bitmap,
+    Claim,
+    Ledger,
+    check_bitmap,
+    everything,
+    members_of,
+)
 
 
 @pytest.fixture
@@ -108,6 +118,37 @@ def test_a_bitmap_with_a_bit_beyond_the_step_is_refused() -> None:
     with pytest.raises(Refused, match="the ledger names a microbatch beyond 8"):
         check_bitmap(1 << 9, 9)
     check_bitmap(1 << 8, 9)
+
+
+@given(st.lists(st.integers(1, 300), max_size=60))
+def test_a_bitmap_is_said_in_runs_where_that_is_shorter(lengths: list[int]) -> None:
+    bits = "".join("01"[at & 1] * length for at, length in enumerate(lengths))[:MAX_MICROBATCHES]
+    bitmap = Bitmap(int(bits[::-1] or "0", 2))
+    assert Bitmap.unpacked(bitmap.packed()) == bitmap
+    assert len(bitmap.packed()) <= 1 + min(
+        (bitmap.bit_length() + 7) // 8, 4 * (bitmap & ~(bitmap << 1)).bit_count()
+    )
+
+
+def test_all_of_a_step_and_one_microbatch_of_it_are_said_in_a_few_bytes() -> None:
+    assert [len(Bitmap(b).packed()) for b in (0, 1, everything(8192), 1 << 8191)] == [0, 2, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"\2", "a bitmap of an unknown form, 2"),
+        (b"\0" + bytes(1025), "a bitmap of 8200 microbatches; a step has up to 8192"),
+        (b"\1\x80\x80\x80\x01\1", "a bitmap with an impossible run"),
+        (b"\1\x01", "a bitmap whose runs are not of a step of at most 8192 microbatches"),
+        (b"\1\x01\x81", "a bitmap whose runs are not of a step of at most 8192 microbatches"),
+        (b"\1\x01\x01\x00\x01", "a bitmap whose runs are not of a step of at most 8192 microbatches"),
+        (b"\1\x01\x80\x40", "a bitmap whose runs are not of a step of at most 8192 microbatches"),
+    ],
+)
+def test_a_bitmap_that_no_step_has_is_not_read(data: bytes, why: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(why)):
+        Bitmap.unpacked(data)
 
 
 @pytest.mark.parametrize("data", [None, 7, "3"])

@@ -174,18 +174,6 @@ def test_a_damaged_header_is_read_or_refused(data: st.DataObject) -> None:
         assert refusal.text.startswith("malformed Work header: ")
 
 
-def test_the_largest_plan_of_a_reduce_fits_into_a_header() -> None:
-    """50 members, 8192 microbatches: the bounds that the limit was made for."""
-    members = tuple("12D3KooW" + f"{i:044d}" for i in range(50))
-    ledgers, parts = (Bitmap((1 << 8192) - 1),) * 50, (1 << 30,) * 50
-    plan = Plan(round="f" * 32, number=9, members=members, ledgers=ledgers, parts=parts)
-    directive = Directive(
-        run="f" * 32, stage=0, coordinator=members[0], version=10, sources=members,
-        steps=(StepDirective(t=9, plan=plan),),
-    )  # fmt: skip
-    assert len(pack(directive)) < MAX_HEADER_BYTES
-
-
 def hop(stage: int, own_s: float, latency_s: float = 0.0) -> Hop:
     return Hop(stage=stage, peer=f"p{stage}", own_s=own_s, compute_s=own_s / 2, latency_s=latency_s)
 
