@@ -234,7 +234,13 @@ class Actions:
 
         try:
             reduced, held, *_ = await fetch_gradient(
-                core, self._transport, sources, step.t, round_name, on_fault=failed
+                core,
+                self._transport,
+                sources,
+                step.t,
+                round_name,
+                voice=self._recovery.voice(),
+                on_fault=failed,
             )
         except DownloadFailed:
             return  # told again as long as it is lacking

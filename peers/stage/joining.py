@@ -19,9 +19,13 @@ from peers.transfer.leases import Snapshot
 from swarm.ids import Position
 from swarm.protocol.rollback import Join, join_by
 from swarm.protocol.timings import ProtocolTimings
+from swarm.protocol.voice import heard
 from swarm.records import PeerRecord
 
 RETRY_S = 0.5
+VOICED_S = 30.0
+"""How long replicas without voice are not believed while the directory has one with voice, which does not
+answer: longer than the records of the dead live."""
 LOST_S = ProtocolTimings().lost_s
 """Replicas may be cut off shortly, and peers of other stages, with their disks, may come as late."""
 
@@ -45,6 +49,7 @@ class Joining:
         """Return with open steps, once the weights are here. `kept`: those of before a pause."""
         core = self._core
         lost_since: float | None = None
+        voices, voiced_until = self._replicas.voices, now_s() + VOICED_S
         if kept is not None:
             await core.load(Position(kept.generation, kept.version), kept.tensors)
             core.remember(kept.last_commit)
@@ -59,8 +64,13 @@ class Joining:
                 for r in others
                 if r.stage == core.stage and r.state == "serving" and r.peer in told
             }
-            run = max(told.values(), default=Position())
-            by = join_by(core.position, replicas.values(), run)
+            run = max((told[p] for p in heard(told, voices.of_all(version=core.version))), default=Position())
+            voice = voices.of(core.stage, version=core.version)
+            counted = [replicas[peer] for peer in heard(replicas, voice)]
+            if counted and voice and voice.keys().isdisjoint(replicas) and now_s() < voiced_until:
+                by = None  # those with voice may only be slow to answer
+            else:
+                by = join_by(core.position, counted, run)
             if by is Join.SERVE or (by is Join.DOWNLOAD and await self._recovery.follow(replicas)):
                 break
             if by is Join.LOST:

@@ -8,6 +8,7 @@ from peers.clock import now_s
 from peers.ports import Directory, Transport
 from peers.stage.state import StageCore
 from peers.status_query import ask_status
+from peers.voices import Voices
 from swarm.errors import NotNow, short
 from swarm.ids import PeerId, Stage
 from swarm.records import PeerRecord
@@ -16,7 +17,8 @@ from swarm.wire.messages import PeerStatus
 REFRESH_S = 0.5
 """A newcomer may call before the cached records have it; strangers must not cause endless queries."""
 MAX_ASKED = 16
-"""Peers that are asked for their status at once, the replicas of this stage first."""
+MAX_REPLICAS_ASKED = 12
+"""Peers that are asked for their status at once, and how many of them are replicas of this stage."""
 
 
 class Membership:
@@ -52,6 +54,7 @@ class Replicas:
 
     def __init__(self, core: StageCore, transport: Transport, directory: Directory) -> None:
         self._core, self._transport, self._directory = core, transport, directory
+        self.voices = Voices(core.run, transport.signer, directory)
 
     def announced(self) -> list[PeerRecord]:
         """The records of those that serve."""
@@ -59,9 +62,14 @@ class Replicas:
         return [r for r in records if r.state == "serving" and r.peer != self._core.me]
 
     async def ask(self, records: Sequence[PeerRecord]) -> dict[PeerId, PeerStatus]:
-        """What those peers say of themselves; of very many, the replicas and the furthest."""
-        asked = sorted(records, key=lambda r: (r.stage != self._core.stage, -r.version, r.peer))
-        return await ask_status(self._core.run, self._transport, [r.peer for r in asked[:MAX_ASKED]])
+        """What those peers say of themselves; of very many, the replicas and the furthest, those with voice
+        before others.
+        """
+        stage, voice = self._core.stage, self.voices.of_all(version=self._core.version)
+        order = sorted(records, key=lambda r: (r.peer not in voice, -r.version, r.peer))
+        asked = [r.peer for r in order if r.stage == stage][:MAX_REPLICAS_ASKED]
+        asked += [r.peer for r in order if r.stage != stage]
+        return await ask_status(self._core.run, self._transport, asked[:MAX_ASKED])
 
     async def keep_stage(self, *, going: Collection[PeerId] = ()) -> bool:
         """Whether a replica that stays has the weights of this stage (I6). `going`: those that leave too."""

@@ -21,12 +21,14 @@ from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.catalog import ask_saved, is_keeper
 from peers.transfer.client import Partial, download, shown, state_of
 from peers.transfer.gradient import fetch_gradient
+from peers.voices import Voices
 from swarm.errors import PeerFault, SwarmError, short
 from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.model.layout import initial_state
 from swarm.policy.backoff import Backoff
 from swarm.protocol.messages import Directive
 from swarm.protocol.rollback import is_one_step, newest_start, plan_rollback
+from swarm.protocol.voice import heard
 
 MAX_ASKED = 8
 """Peers that are asked whether they know a trainer."""
@@ -55,11 +57,16 @@ class Recovery:
         self._store, self._backoff, self._tied_weights = store, backoff, tied_weights
         self._trainers, self._emit = trainers, core.emit
         self._run, self._stage = core.run, core.stage
+        self._voices = Voices(core.run, transport.signer, directory)
         self._said_at = float("-inf")
         """When it was last said what `restore` waits for."""
         self._partial = Partial()
         self._useless: set[int] = set()
         """Saved versions that were offered and could not be downloaded."""
+
+    def voice(self) -> Mapping[PeerId, int]:
+        """How much the word of each replica counts."""
+        return self._voices.of(self._stage, version=self._core.version)
 
     async def to(self, directive: Directive) -> bool:
         """Go to the stage's position in a directive. False if no peer could give it."""
@@ -73,14 +80,15 @@ class Recovery:
         )
 
     async def follow(self, replicas: Mapping[PeerId, Position]) -> bool:
-        """Go to the replicas' newest position, perhaps only a step further. False if none gave what is
-        lacking.
+        """Go to the newest position of those replicas whose word counts, perhaps only a step further. False
+        if none gave what is lacking.
         """
         core = self._core
         if not replicas:
             return False
-        if is_one_step(core.position, max(replicas.values())) and core.version in core.steps:
-            ahead = [replica for replica, position in replicas.items() if position > core.position]
+        counted = {replica: replicas[replica] for replica in heard(replicas, self.voice())}
+        if is_one_step(core.position, max(counted.values())) and core.version in core.steps:
+            ahead = [replica for replica, position in counted.items() if position > core.position]
             if await self._one_step(ahead):
                 return True
         return await self.download(list(replicas))
@@ -89,7 +97,9 @@ class Recovery:
         core = self._core
         step = core.steps[core.version]
         try:
-            reduced, held, commit, source = await fetch_gradient(core, self._transport, sources, step.t, "")
+            reduced, held, commit, source = await fetch_gradient(
+                core, self._transport, sources, step.t, "", voice=self.voice()
+            )
             if commit is None:
                 return False
             step.audited = None
@@ -119,8 +129,8 @@ class Recovery:
         usable = [source for source in sources if not self._backoff.in_backoff(source, now=began)]
         try:
             found = await download(
-                self._transport, state_of(self._run, self._stage, version), usable, partial=self._partial,
-                progress=shown(self._stage, version, self._emit), on_fault=fault,
+                self._transport, state_of(self._run, self._stage, version), usable, voice=self.voice(),
+                partial=self._partial, progress=shown(self._stage, version, self._emit), on_fault=fault,
             )  # fmt: skip
             await core.load(
                 Position(generation or found.opened.generation, found.opened.version), found.tensors
@@ -190,9 +200,11 @@ class Recovery:
         """Whether a trainer would run again what a rollback undoes."""
         if self._trainers():
             return True
-        first = [r.peer for r in self._directory.at(0) if r.state in ("serving", "joining")]
-        told = await ask_status(self._run, self._transport, first[:MAX_ASKED])
-        return any(status.trainers for status in told.values())
+        voice = self._voices.of(0, version=self._core.version)
+        there = [r.peer for r in self._directory.at(0) if r.state in ("serving", "joining")]
+        first = sorted(there, key=lambda peer: peer not in voice)[:MAX_ASKED]
+        told = await ask_status(self._run, self._transport, first)
+        return any(told[peer].trainers for peer in heard(told, voice))
 
     async def resume(self) -> bool | None:
         """Start a run that no peer serves from the newest version that all stages can get somewhere.
@@ -214,7 +226,8 @@ class Recovery:
         records = await self._directory.lookup_all()
         keepers = {record.peer for record in records if is_keeper(record)}
         faults: list[PeerFault] = []
-        saved = await ask_saved(self._run, self._transport, records, on_fault=faults.append)
+        voice = self._voices.of_all(version=self._core.version)
+        saved = await ask_saved(self._run, self._transport, records, voice=voice, on_fault=faults.append)
         from_keeper = any(not keepers.isdisjoint(peers) for had in saved.values() for peers in had.values())
         have = {stage: set(versions) for stage, versions in saved.items()}
         have[self._stage] |= set(await asyncio.to_thread(self._store.versions))
@@ -233,7 +246,8 @@ class Recovery:
                 return True
             except SwarmError as error:  # others may have an undamaged one
                 self._emit(events.Trouble(text=error.text))
-        saved = await ask_saved(self._run, self._transport, await self._directory.lookup_all())
+        records = await self._directory.lookup_all()
+        saved = await ask_saved(self._run, self._transport, records, voice=self.voice())
         sources = saved[self._stage].get(version, [])
         if sources and await self.download(sources, version=version, generation=goal.generation):
             return True

@@ -21,10 +21,12 @@ from peers.stage.open_step import OpenStep
 from peers.stage.state import StageCore
 from peers.transfer.client import DownloadFailed, download
 from peers.transfer.gradient import wanted_of
+from peers.voices import Voices
 from swarm.errors import NotReady, PeerFault
 from swarm.ids import PeerId, Stage
 from swarm.policy.backoff import Backoff
 from swarm.protocol.rounds import Prepared
+from swarm.protocol.voice import heard
 from swarm.wire.messages import OpenHeld
 
 RETRY_S = 0.1
@@ -38,6 +40,7 @@ class TiedWeights:
 
     def __init__(self, core: StageCore, transport: Transport, directory: Directory, backoff: Backoff) -> None:
         self._core, self._transport, self._directory, self._backoff = core, transport, directory, backoff
+        self._voices = Voices(core.run, transport.signer, directory)
 
     async def hold(self, step: OpenStep, reduced: torch.Tensor, held: Prepared) -> None:
         """Hold `reduced`, the stage's sum, once the other stages' parts of shared weights are here.
@@ -102,8 +105,9 @@ class TiedWeights:
         self._backoff.failed(fault.peer, now=now_s(), silent=fault.silent)
 
     def _serving(self, stage: Stage) -> list[PeerId]:
-        """Other peers of a stage, for each asking peer in another order."""
+        """Other peers of a stage, with voice if any has it, for each asking peer in another order."""
         now, me = now_s(), self._core.me
         found = [r.peer for r in self._directory.at(stage) if r.state in ("serving", "leaving")]
         awake = [peer for peer in found if peer != me and not self._backoff.in_backoff(peer, now=now)]
+        awake = heard(awake, self._voices.of(stage, version=self._core.version))
         return sorted(awake, key=lambda peer: zlib.crc32(f"{me} {peer}".encode()))

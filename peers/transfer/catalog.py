@@ -7,13 +7,15 @@ download checks the bytes. Here only claims are refused that cannot be true.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from peers.ports import Transport
+from peers.transfer.client import NO_VOICE
 from swarm.errors import BadAnswer, PeerFault, SwarmError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
+from swarm.protocol.voice import heard
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import MAX_LONG_BYTES, AskSaved, Saved, pack, unpack_answer
 
@@ -38,15 +40,16 @@ async def ask_saved(
     transport: Transport,
     records: Sequence[PeerRecord],
     *,
+    voice: Mapping[PeerId, int] = NO_VOICE,
     ask_s: float = ASK_S,
     on_fault: Callable[[PeerFault], None] = lambda fault: None,
 ) -> Sources:
     """Ask peers of each stage, and keepers, at once. Every stage is in the answer, if only with no version.
 
-    Peers that do not answer, or say what cannot be, are left out; `on_fault` hears of each and why.
+    Peers that do not answer, or say what cannot be, are left out; `on_fault` hears of each and why. If
+    replicas of a stage have `voice`, the others do not say which versions there are.
     """
-    found: Sources = {stage: {} for stage in range(run.S)}
-    asked = chosen(run, records, transport.peer_id)
+    asked = chosen(run, records, transport.peer_id, voice)
 
     async def ask(record: PeerRecord) -> dict[Stage, tuple[int, ...]]:
         try:
@@ -61,20 +64,29 @@ async def ask_saved(
             pass  # it is leaving, say: a healthy peer without anything for us
         return {}
 
-    for record, saved in zip(asked, await asyncio.gather(*map(ask, asked)), strict=True):
-        for stage, versions in saved.items():
-            for version in versions:
-                found[stage].setdefault(version, []).append(record.peer)
+    told = list(zip(asked, await asyncio.gather(*map(ask, asked)), strict=True))
+    found: Sources = {}
+    for stage in range(run.S):
+        replicas = [record.peer for record, saved in told if saved.get(stage) and not is_keeper(record)]
+        not_heard = set(replicas).difference(heard(replicas, voice))
+        sources: dict[int, list[PeerId]] = {}
+        for record, saved in told:
+            for version in saved.get(stage, ()):
+                sources.setdefault(version, []).append(record.peer)
+        found[stage] = {v: peers for v, peers in sources.items() if not not_heard.issuperset(peers)}
     return found
 
 
-def chosen(run: Run, records: Sequence[PeerRecord], me: PeerId) -> list[PeerRecord]:
-    """The peers to ask: a bounded number of keepers, and of each stage; the furthest first.
+def chosen(
+    run: Run, records: Sequence[PeerRecord], me: PeerId, voice: Mapping[PeerId, int] = NO_VOICE
+) -> list[PeerRecord]:
+    """The peers to ask: a bounded number of keepers, and of each stage; those with voice first, then the
+    furthest.
 
     Also peers that are joining or paused: what they hold, on a disk or in memory, may be the last of it.
     """
     others = [record for record in records if record.peer != me]
-    order = sorted(others, key=lambda r: (r.state != "serving", -r.version, r.peer))
+    order = sorted(others, key=lambda r: (r.peer not in voice, r.state != "serving", -r.version, r.peer))
     asked = [record for record in order if is_keeper(record)][:MAX_ASKED]
     for stage in range(run.S):
         replicas = [r for r in order if r.stage == stage and r.state in ("serving", "joining", "paused")]

@@ -1,15 +1,17 @@
 """Downloading large things, such as the state of a stage, from several peers at once.
 
 Each source is asked to open a lease (`peers.transfer.leases`); it answers with the SHA-256 of every chunk.
-Sources that say the same of every chunk form a group, and the largest group is believed. Its members are then
-read all at once: each has a few requests in flight and takes the next missing chunk, so fast ones give more.
+Sources that say the same of every chunk form a group, and the group with the most voice is believed
+(`swarm.protocol.voice`); where no source has voice, the largest. The word of the others does not count, but
+their bytes do: all that say what is believed are read at once. Each has a few requests in flight and takes
+the next missing chunk, so fast ones give more.
 A chunk is kept only if it fits its hash, so nothing that one source says can spoil what another one gave; a
 source that sends anything else is not asked again. A source that dies gives its chunks back to the others,
 and what is here is kept even when all of them die (`Partial`).
 
 What this proves: the bytes are those that the believed group agrees on. A single source that lies with hashes
-that fit its lie cannot be found out here; with three sources or more the majority decides. What a wrong state
-could do is bounded further on: members compare the digests of their weights at every step.
+that fit its lie cannot be found out here. What a wrong state could do is bounded further on: replicas compare
+the digests of their weights at every step.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -31,10 +33,12 @@ from peers.ports import Answer, Transport
 from peers.transfer.leases import HASH_BYTES, chunks_of, flat, forms_of, hash_of
 from peers.waiting import happens
 from swarm.errors import BadAnswer, Busy, NotNow, NotReady, PeerFault, Refused, SwarmError, short
-from swarm.ids import PeerId, Stage
+from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.model.layout import empty_state
 from swarm.protocol.rollback import check_generation
+from swarm.protocol.rounds import Commit
+from swarm.protocol.voice import heard, weight
 from swarm.wire.codec import TensorMeta, decode, dtype_name
 from swarm.wire.messages import (
     Ack,
@@ -56,6 +60,9 @@ OPEN_S = 120.0
 """To copy and hash gigabytes. A dead or hung source is noticed much earlier, by its silence."""
 GATHER_S = 5.0
 """Once a source is open, others have this long to open too; later ones join in on the way."""
+VOICED_S = 60.0
+"""How long sources without voice are not believed while one with voice is alive and gives nothing: it may be
+giving to others."""
 CHUNK_S = 120.0
 """Limit for one chunk: `IN_FLIGHT` of 1 MB share a line that may have 1 Mbit/s."""
 AGAIN_AFTER = 2.0
@@ -70,6 +77,9 @@ CLOSE_S = 1.0
 BUSY_TRIES = 20
 SHOW_S = 2.0
 """Between two words about a download."""
+
+NO_VOICE: Mapping[PeerId, int] = {}
+"""The word of each source counts alike."""
 
 Progress: TypeAlias = Callable[[int, int, int], None]
 """(bytes that are here, bytes in all, sources now)."""
@@ -193,22 +203,33 @@ class Offer:
         return self.opened.version, self.opened.prepared, self.hashes
 
 
-def believed(offers: Sequence[Offer]) -> list[Offer]:
-    """The largest group of equal offers; of equally large ones the newest, then that of the smallest peer."""
+def believed(offers: Sequence[Offer], voice: Mapping[PeerId, int]) -> list[Offer]:
+    """The group of equal offers with the most voice; else the newest, then that of the smallest peer."""
+    counted = set(heard((offer.source for offer in offers), voice))
     groups: dict[tuple[object, ...], list[Offer]] = {}
     for offer in sorted(offers, key=lambda offer: offer.source):
         groups.setdefault(offer.content, []).append(offer)
-    return max(groups.values(), key=lambda group: (len(group), max(offer.opened.position for offer in group)))
+
+    def worth(group: list[Offer]) -> tuple[int, Position]:
+        said = [offer for offer in group if offer.source in counted]
+        newest = max((offer.opened.position for offer in said), default=Position())
+        return sum(weight(offer.source, voice) for offer in said), newest
+
+    return max(groups.values(), key=worth)
 
 
-def agreed(group: Sequence[Offer]) -> Opened:
+def agreed(group: Sequence[Offer], voice: Mapping[PeerId, int]) -> Opened:
     """What a group says of its state, where that is no matter of hashes: the generation and the last go.
 
-    What most say; if as many say something else, the earlier generation, since a later one is soon told by a
-    directive.
+    What has the most voice; of several the earlier generation, since a later one is soon told by a directive.
     """
-    generations = Counter(offer.opened.generation for offer in group)
-    commits = Counter(offer.opened.last_commit for offer in group if offer.opened.last_commit is not None)
+    counted = set(heard((offer.source for offer in group), voice))
+    generations, commits = Counter[Generation](), Counter[Commit]()
+    for offer in group:
+        if offer.source in counted:
+            generations[offer.opened.generation] += weight(offer.source, voice)
+            if offer.opened.last_commit is not None:
+                commits[offer.opened.last_commit] += weight(offer.source, voice)
     return msgspec.structs.replace(
         group[0].opened,
         generation=min(generations, key=lambda generation: (-generations[generation], generation)),
@@ -240,6 +261,7 @@ async def download(
     wanted: Wanted,
     sources: Sequence[PeerId],
     *,
+    voice: Mapping[PeerId, int] = NO_VOICE,
     partial: Partial | None = None,
     progress: Progress = lambda done, total, sources: None,
     on_fault: Callable[[PeerFault], None] = lambda fault: None,
@@ -247,15 +269,17 @@ async def download(
     """What is wanted, checked chunk by chunk.
 
     Args:
-        sources: the first `MAX_SOURCES` are asked.
+        sources: the first `MAX_SOURCES` are asked, those with voice before others.
+        voice: how much the word of each counts; empty: all count alike.
         partial: keeps what came when this fails, and is told what came before.
         on_fault: hears of each source that misbehaved or died; it is not asked again.
 
     Raises:
         DownloadFailed: with each source's reason; `partial` holds what came.
     """
-    asked = [p for p in dict.fromkeys(sources) if p != transport.peer_id][:MAX_SOURCES]
-    this = _Downloading(transport, wanted, partial or Partial(), progress, on_fault)
+    others = [p for p in dict.fromkeys(sources) if p != transport.peer_id]
+    asked = sorted(others, key=lambda peer: peer not in voice)[:MAX_SOURCES]
+    this = _Downloading(transport, wanted, voice, partial or Partial(), progress, on_fault)
     return await this.from_(asked)
 
 
@@ -265,6 +289,7 @@ class _Downloading:
 
     transport: Transport
     wanted: Wanted
+    voice: Mapping[PeerId, int]
     partial: Partial
     progress: Progress
     on_fault: Callable[[PeerFault], None]
@@ -276,17 +301,23 @@ class _Downloading:
 
     async def from_(self, sources: Sequence[PeerId]) -> Download:
         self.partial.fit(self.wanted.like)
+        until = now_s() + VOICED_S
         while True:  # each time round, a group of sources has become useless
-            offers = await self._open_all([p for p in sources if p not in self.useless])
+            usable = [p for p in sources if p not in self.useless]
+            offers = await self._open_all(usable)
             if not offers:
                 raise DownloadFailed(self.wanted.name, self.reasons)
-            group = believed(offers)
+            if now_s() < until and self._has_voice(usable) and not self._has_voice(o.source for o in offers):
+                self._close(list(self.leases))
+                await asyncio.sleep(RECRUIT_S)
+                continue
+            group = believed(offers, self.voice)
             members = {offer.source for offer in group}
             self._close([p for p in self.leases if p not in members])
             others = [p for p in sources if p not in members | self.useless]
             if not await self._pull(group, others):
                 continue
-            opened, tensors = agreed(group), self.partial.of(self.wanted.like)
+            opened, tensors = agreed(group, self.voice), self.partial.of(self.wanted.like)
             wrong = await asyncio.to_thread(self.wanted.fits, opened, tensors)
             if wrong is None:
                 self._close(list(self.leases))
@@ -298,6 +329,10 @@ class _Downloading:
             self.partial.forget()
             for offer in group:
                 self._failed(offer.source, BadAnswer(offer.source, wrong))
+
+    def _has_voice(self, sources: Iterable[PeerId]) -> bool:
+        """Whether one of them has voice that has not become useless."""
+        return any(source in self.voice and source not in self.useless for source in sources)
 
     def _failed(self, source: PeerId, error: SwarmError) -> None:
         """Note why a source gives nothing. It is asked again only if it might a little later."""
@@ -319,7 +354,7 @@ class _Downloading:
         pending = set(opening)
         try:
             while pending and now_s() < until:
-                limit_s = None if not offers else until - now_s()
+                limit_s = None if until == float("inf") else until - now_s()
                 done, pending = await asyncio.wait(
                     pending, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -328,8 +363,9 @@ class _Downloading:
                         offers.append(task.result())
                     except SwarmError as error:
                         self._failed(opening[task], error)
-                if offers and until == float("inf"):
-                    until = now_s() + self.wanted.gather_s
+                waits = self._has_voice(opening[task] for task in pending)
+                if until == float("inf") and (self._has_voice(o.source for o in offers) or not waits):
+                    until = now_s() + (self.wanted.gather_s if offers else float("inf"))
         finally:
             for task in pending:
                 task.cancel()

@@ -14,12 +14,14 @@ from peers.clock import now_s
 from peers.ports import Directory, Transport
 from peers.stage.all_reduce import holds
 from peers.stage.state import StageCore
-from peers.transfer.client import DownloadFailed, Partial, Wanted, download, state_of
+from peers.transfer.client import NO_VOICE, DownloadFailed, Partial, Wanted, download, state_of
+from peers.voices import Voices
 from swarm.errors import PeerFault, SetupError
 from swarm.ids import PeerId
 from swarm.manifest import Run
 from swarm.model.layout import named_weights
 from swarm.protocol.rounds import Commit, Prepared
+from swarm.protocol.voice import heard
 from swarm.wire.messages import Opened, OpenHeld
 
 WEIGHTS_S = 15.0
@@ -34,10 +36,11 @@ async def fetch_gradient(
     t: int,
     round_name: str,
     *,
+    voice: Mapping[PeerId, int] = NO_VOICE,
     on_fault: Callable[[PeerFault], None] = lambda fault: None,
 ) -> tuple[torch.Tensor, Prepared, Commit | None, PeerId]:
     """The reduced gradient of step `t` from replicas that hold it (or applied it: then with its commit), and
-    the one that gave most of it.
+    the one that gave most of it. If one of them has voice, the others are not asked.
 
     Raises:
         DownloadFailed: none of them gives it.
@@ -52,7 +55,7 @@ async def fetch_gradient(
         return None
 
     wanted = wanted_of(core, OpenHeld(run=core.run.id, t=t, round=round_name), core.compute.numel, fits)
-    found = await download(transport, wanted, sources, on_fault=on_fault)
+    found = await download(transport, wanted, heard(sources, voice), voice=voice, on_fault=on_fault)
     assert found.opened.prepared is not None
     return found.tensors["gradient"], found.opened.prepared, found.opened.last_commit, found.sources[0]
 
@@ -82,13 +85,16 @@ async def fetch_weights(
         SetupError: no peer of a stage gives them; says why each does not.
     """
     until, found = now_s() + limit_s, dict[str, torch.Tensor]()
+    voices = Voices(run, transport.signer, directory)
     for stage in range(run.S):
         reasons, partial, got = dict[PeerId, str](), Partial(), None
         while got is None:
             records = await directory.refresh({stage})
             serving = [r.peer for r in records if r.stage == stage and r.state == "serving"]
             try:
-                got = await download(transport, state_of(run, stage, version), serving, partial=partial)
+                got = await download(
+                    transport, state_of(run, stage, version), serving, voice=voices.of(stage), partial=partial
+                )
             except DownloadFailed as failed:
                 reasons.update(failed.reasons)
                 if now_s() + RETRY_S >= until:

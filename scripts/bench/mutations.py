@@ -724,8 +724,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "trust-one-download-source",
         CLIENT,
-        "key=lambda group: (len(group), max(offer.opened.position for offer in group))",
-        "key=lambda group: max(offer.opened.position for offer in group)",
+        "return sum(weight(offer.source, voice) for offer in said), newest",
+        "return 0, newest",
         "One source that lies outweighs two that agree.",
         FETCHED,
     ),

@@ -17,6 +17,7 @@ from peers.stage.server import StagePeer
 from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer import client, leases
 from peers.transfer.client import (
+    NO_VOICE,
     Download,
     DownloadFailed,
     Offer,
@@ -28,7 +29,7 @@ from peers.transfer.client import (
 )
 from peers.transfer.leases import HASH_BYTES
 from peers.transfer.server import StateLeases
-from swarm.errors import Busy, PeerFault
+from swarm.errors import Busy, NotReady, PeerFault
 from swarm.ids import Generation
 from swarm.manifest import audit_run
 from swarm.protocol import coordinator, rounds
@@ -107,9 +108,15 @@ class Net(CalmNetwork):
 
         transport.serve(method, handle, max_body_bytes=limit)
 
-    async def get(self, *sources: str, version: int = -1, partial: Partial | None = None) -> Download:
+    async def get(
+        self,
+        *sources: str,
+        version: int = -1,
+        partial: Partial | None = None,
+        voice: Mapping[str, int] = NO_VOICE,
+    ) -> Download:
         return await download(
-            self.me.transport, state_of(RUN, 0, version), sources, partial=partial,
+            self.me.transport, state_of(RUN, 0, version), sources, voice=voice, partial=partial,
             progress=lambda *told: self.progress.append(told), on_fault=self.faults.append,
         )  # fmt: skip
 
@@ -499,6 +506,84 @@ async def test_a_liar_whose_hashes_fit_its_lie_loses_against_a_majority(net: Net
     assert net.chunks["a liar"] == 0
 
 
+VOICE = {"x": 30, "y": 20}
+
+
+def strangers(net: Net, many: int, *, changed: int = 1, version: int = 4) -> list[str]:
+    """So many of one opinion, each before those with voice in the order of the names."""
+    names = [f"a{number}" for number in range(many)]
+    for name in names:
+        net.give(name, Saved(version, changed=changed))
+    return names
+
+
+@pytest.mark.parametrize("many", [3, client.MAX_SOURCES])
+@pytest.mark.parametrize("late_s", [0.0, 2 * client.GATHER_S])
+async def test_those_with_voice_are_believed_however_many_others_answered_first(
+    net: Net, many: int, late_s: float
+) -> None:
+    names = strangers(net, many)
+    for name in VOICE:
+        net.give(name, Saved(4))
+        net.delay_answer(name, "state", late_s)
+    net.silence_s = 100.0
+    got = await net.get(*names, *VOICE, voice=VOICE)
+    assert is_of(got, 4) and set(got.sources) == set(VOICE)
+    assert not any(net.chunks[name] for name in names)
+
+
+async def test_of_those_with_voice_the_most_voice_is_believed_not_the_most_heads(net: Net) -> None:
+    for name in ("v", "w"):
+        net.give(name, Saved(4, changed=1))
+    net.give("x", Saved(4))
+    assert is_of(await net.get("v", "w", "x", voice={"v": 30, "w": 20, "x": 60}), 4)
+
+
+async def test_what_others_say_of_the_generation_does_not_count(net: Net) -> None:
+    for name in [*strangers(net, 3, changed=0), *VOICE]:
+        if name not in net.peers:
+            net.give(name, Saved(4))
+        else:
+            net.tamper(name, "state", offered(generation=Generation(7, 2)))
+    got = await net.get("a0", "a1", "a2", *VOICE, voice=VOICE)
+    assert is_of(got, 4) and got.opened.generation == Generation()
+
+
+async def test_strangers_that_say_the_same_give_their_share_and_stop_nothing_by_giving_none(net: Net) -> None:
+    names = strangers(net, 3, changed=0)
+    for name in names[1:]:
+        stuck(net, name, after=0)
+    net.give("x", Saved(4))
+    got = await asyncio.wait_for(net.get(*names, "x", voice=VOICE), 10.0)
+    assert is_of(got, 4) and set(got.sources) == {"a0", "x"}
+
+
+@pytest.mark.parametrize("busy_s", [10.0, 2 * client.VOICED_S])
+async def test_those_with_voice_that_give_to_others_are_waited_for_a_while(net: Net, busy_s: float) -> None:
+    strangers(net, 3)
+    net.give("x", Saved(4))
+    transport, until_s = net.peers["x"].transport, net.loop.now_s + busy_s
+    honest, _ = transport.handlers["state"]
+
+    async def handle(request: Request) -> Answer:
+        if net.loop.now_s < until_s:
+            raise NotReady("others are downloading from this peer", version=4, retry_after_s=1.0)
+        return await honest(request)
+
+    transport.serve("state", handle)
+    got = await net.get("a0", "a1", "a2", "x", voice=VOICE)
+    assert is_of(got, 4) == (busy_s < client.VOICED_S)
+
+
+async def test_without_any_with_voice_alive_others_are_believed_at_once(net: Net) -> None:
+    names = strangers(net, 2, changed=0)
+    net.give("x", Saved(4))
+    net.kill("x")
+    began = net.loop.now_s
+    assert is_of(await net.get(*names, "x", voice=VOICE), 4)
+    assert net.loop.now_s - began < client.GATHER_S + 1.0
+
+
 async def test_a_whole_that_does_not_fit_is_not_believed_though_each_chunk_does(net: Net) -> None:
     for name in ("l1", "l2"):
         net.give(name, Saved(4, changed=1))
@@ -552,8 +637,8 @@ def offer(source: str, version: int, hashes: bytes = b"x", **said: Any) -> Offer
     ],
 )
 def test_the_largest_group_is_believed(offers: list[Offer], expected: list[str]) -> None:
-    assert [each.source for each in believed(offers)] == expected
-    assert [each.source for each in believed(offers[::-1])] == expected
+    assert [each.source for each in believed(offers, NO_VOICE)] == expected
+    assert [each.source for each in believed(offers[::-1], NO_VOICE)] == expected
 
 
 def test_of_era_and_last_go_what_most_say_is_taken() -> None:
@@ -563,10 +648,10 @@ def test_of_era_and_last_go_what_most_say_is_taken() -> None:
         offer("b", 4, last_commit=commit),
         offer("c", 4, last_commit=commit),
     ]
-    assert (agreed(group).generation, agreed(group).last_commit) == (Generation(), commit)
+    assert (agreed(group, NO_VOICE).generation, agreed(group, NO_VOICE).last_commit) == (Generation(), commit)
     # Nobody's "not known" outvotes what somebody knows; a later generation is told by the next directive.
     group = [offer("a", 4), offer("b", 4, last_commit=commit, generation=Generation(1, 2))]
-    assert (agreed(group).generation, agreed(group).last_commit) == (Generation(), commit)
+    assert (agreed(group, NO_VOICE).generation, agreed(group, NO_VOICE).last_commit) == (Generation(), commit)
 
 
 # --- in a swarm ---------------------------------------------------------------------------------------------

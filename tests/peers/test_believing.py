@@ -1,0 +1,81 @@
+"""Peers believe those that worked for the run, however many others speak; also outside of the steps.
+
+The strangers of these tests answer first, and are more than the peers that answer honestly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from swarm.manifest import audit_run
+from tests.peers.loops import Swarm, swarm
+from tests.peers.sybils import TRAINER, add_liar, admitting, give_voice
+
+pytestmark = pytest.mark.virtual_time
+
+RUN = admitting(replace(audit_run(stages=2, steps=12, microbatches_per_step=4), checkpoint_every=2))
+PEERS = tuple(f"s{stage}p{replica}" for stage in range(2) for replica in range(2))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+async def begun(s: Swarm, *, version: int = 2) -> None:
+    """A run that has taken some steps and then lost its trainer: it stands still. Its peers have voice."""
+    give_voice(s, *PEERS)
+    await s.until_serving()
+    s.add_trainer(TRAINER, steps=version)
+    await s.until_version(version)
+
+
+async def joined(s: Swarm, stage: int = 1) -> None:
+    s.add_peer("newcomer", stage)
+    await s.until(lambda: s.peers["newcomer"].core.joined, limit_s=120.0)
+
+
+def assert_honest(s: Swarm) -> None:
+    """All live peers of a stage have the same weights, and each microbatch is in them once a step."""
+    for name, row in s.count_matrix().items():
+        assert (row == s.peers[name].core.version).all(), f"{name}: {row.tolist()}"
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 5])
+@pytest.mark.parametrize("strangers", [3, 20])
+async def test_a_newcomer_takes_the_state_of_those_with_voice(ahead: int, strangers: int) -> None:
+    async with swarm(RUN, replicas=2) as s:
+        await begun(s)
+        for number in range(strangers):
+            await add_liar(s, f"a{number}", 1, 2 + ahead)
+        await joined(s)
+        assert s.peers["newcomer"].core.version == 2
+        assert_honest(s)
+
+
+async def test_a_newcomer_waits_for_those_with_voice_that_do_not_answer_at_first() -> None:
+    async with swarm(RUN, replicas=2) as s:
+        await begun(s)
+        for number in range(3):
+            await add_liar(s, f"a{number}", 1, 3)
+        for name in PEERS:
+            s.network.drop_answer(name, "status", 1)
+            s.network.drop_answer(name, "status", 2)
+        await joined(s)
+        assert_honest(s)
+
+
+async def test_where_all_with_voice_are_gone_a_newcomer_takes_what_there_is() -> None:
+    """Their records live a while longer than they do."""
+    async with swarm(RUN, replicas=2) as s:
+        give_voice(s, "s1p0")
+        await s.until_serving()
+        s.add_trainer(TRAINER, steps=2)
+        await s.until_version(2)
+        s.kill("s1p0")
+        await joined(s)
+        assert s.peers["newcomer"].core.version == 2
+        assert_honest(s)
