@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from peers.sim.lines import Lines
 from swarm.ids import PeerId
-from swarm.manifest import Run, audit_run
+from swarm.manifest import AdmissionSpec, Run, audit_run
 from swarm.sim.dice import Dice
 
 
@@ -20,6 +20,10 @@ CROWDS, UNLEVEL, STORED = 0.03, 0.02, 0.12
 """Shares of all seeds."""
 BYTES_PER_S = (1e6, 1e6, 1e6, 3e4, 1e4)
 """Of a line. The slowest one carries a report or a directive in 20 to 60 ms."""
+ADMITTING = 0.25
+"""Share of the seeds whose manifest names the trainers."""
+TRAINERS = tuple("12D3KooW" + letter * 44 for letter in "ABCDEFGHJKLMNPQRSTUVWXYZ")
+"""Their names then: of the form of peer ids."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,8 @@ def usual(seed: int) -> Setting:
         delayed_updates=dice.chance(0.3),
         checkpoint_every=dice.pick((0, 1, 1, 2)),
     )
+    if dice_of(seed, "admission").chance(ADMITTING):
+        run = replace(run, admission=AdmissionSpec(trainers=TRAINERS))
     bad = dice.pick((0.0, 0.0, 0.01, 0.04))
     return Setting(
         seed=seed,

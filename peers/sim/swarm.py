@@ -170,7 +170,8 @@ class Swarm:
 
     def add_trainer(self) -> TrainerMember:
         """A new process that trains."""
-        process = Process(f"t{len(self.trainers)}")
+        named, number = self.run.admission.trainers, len(self.trainers)
+        process = Process(named[number] if named else f"t{number}")
         trainer = Trainer(
             self.run, Zeros(self.run), self.network.add(process), SimDirectory(self.dht, process),
             TrainerSettings(window=self.setting.window), lambda event: self._heard(member, event),

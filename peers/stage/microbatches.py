@@ -16,6 +16,7 @@ from peers.stage.membership import Membership
 from peers.stage.next_stage import NextStage
 from peers.stage.open_step import Job, Kept, OpenStep
 from peers.stage.state import StageCore
+from peers.vouching.receipts import Receipts
 from swarm.codecs import choose_codec
 from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused, SwarmError
 from swarm.ids import Microbatch, PeerId
@@ -25,6 +26,7 @@ from swarm.model.stage_io import allowed_gradients, allowed_inputs, body_bytes, 
 from swarm.protocol.ledger import Claim
 from swarm.wire.codec import Encoded, TensorMeta, encoded_sizes
 from swarm.wire.messages import Hop, Locate, Located, Work, WorkDone, check_run, pack, unpack
+from swarm.wire.receipts import Receipt
 
 OPEN_WAIT_S = 10.0
 """How long a request for the next step waits for it to open; its caller sees heartbeats meanwhile."""
@@ -55,6 +57,7 @@ class MicrobatchServer:
     ) -> None:
         self._core, self._transport, self._membership, self._next = core, transport, membership, next_stage
         self.max_inflight = max_inflight
+        self._receipts = Receipts(core.run, core.stage, transport.signer)
         self._takes = allowed_inputs(core.run, core.stage)
         self._gradients: tuple[tuple[TensorMeta, ...], ...] = ()
         if next_stage is not None:
@@ -228,7 +231,8 @@ class MicrobatchServer:
             fault_point("backward")
             found = self._core.compute.loss_gradients(mb, inputs, weights=step.ledger.may_add(work.m))
             grads_in = found.answer
-            hop = self._hop(own_s=now_s() - began, compute_s=self._took_s())
+            receipt = self._receipts.give(mb, inputs, grads_in, found.loss)
+            hop = self._hop(own_s=now_s() - began, compute_s=self._took_s(), receipt=receipt)
             return self._count(step, found, Kept(inputs, (), _done(found.loss, grads_in, hop), grads_in))
 
         return await self._core.device.run(Rank.FORWARD, work.t, compute)
@@ -275,7 +279,9 @@ class MicrobatchServer:
                 fault_point("backward")
                 found = core.compute.gradients(fwd, grads, weights=step.ledger.may_add(work.m))
                 grads_in = found.answer
-                hop = self._hop(own_s=now_s() - began - behind_s, compute_s=timed[0] + self._took_s())
+                receipt = self._receipts.give(mb, inputs, grads_in, done.loss, fwd.outputs, done)
+                own_s, compute_s = now_s() - began - behind_s, timed[0] + self._took_s()
+                hop = self._hop(own_s=own_s, compute_s=compute_s, receipt=receipt)
                 answer = _done(done.loss, grads_in, hop, *done.hops)
                 return self._count(step, found, Kept(inputs, grads, answer, grads_in))
 
@@ -305,6 +311,7 @@ class MicrobatchServer:
                 raise BadAnswer(peer, f"answered with more than one hop for each of {hops} stages")
             if not -1e30 < done.loss < 1e30:
                 raise BadAnswer(peer, f"answered with the loss {done.loss}")
+            self._receipts.check(peer, fwd.mb, done, answer.body)
 
         body = [buffer for output in fwd.outputs for buffer in output.buffers]
         peer, done, answer = await self._next.call(
@@ -372,9 +379,11 @@ class MicrobatchServer:
         job_point(self._core.device.elapsed_s())
         return self._core.device.elapsed_s()
 
-    def _hop(self, *, own_s: float, compute_s: float) -> Hop:
+    def _hop(self, *, own_s: float, compute_s: float, receipt: Receipt | None) -> Hop:
         core = self._core
-        return Hop(stage=core.stage, peer=core.me, own_s=max(0.0, own_s), compute_s=compute_s)
+        return Hop(
+            stage=core.stage, peer=core.me, own_s=max(0.0, own_s), compute_s=compute_s, receipt=receipt
+        )
 
 
 def _done(loss: float, grads_in: Sequence[Encoded], *hops: Hop) -> WorkDone:

@@ -66,6 +66,8 @@ HEADERS = "swarm/wire/messages.py"
 META = "swarm/wire/tensor_meta.py"
 CODEC = "swarm/wire/codec.py"
 CHECKS = "swarm/protocol/checks.py"
+RECEIPTS = "peers/vouching/receipts.py"
+RECEIPT = "swarm/wire/receipts.py"
 
 SWARMS = ("test_loops", "test_council")
 MOVES = ("test_handover", "test_moves")
@@ -152,6 +154,46 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if bitmap < 0:",
         "A peer names microbatches that the step does not have.",
         ("test_council", "test_attack"),
+    ),
+    # --- work that is counted ---
+    Mutation(
+        "take-an-answer-without-its-receipt",
+        RECEIPTS,
+        "hop is None or hop.receipt is None or (hop.peer, hop.stage) != (peer, self._stage + 1)",
+        "hop is None or hop.receipt is None",
+        "A peer answers with the receipt of another one.",
+        ("test_receipts",),
+    ),
+    Mutation(
+        "take-a-gradient-that-was-not-signed",
+        RECEIPTS,
+        "if hop.receipt.input_grads != tensors_digest(done.tensors, body):",
+        "if not hop.receipt.input_grads:",
+        "A peer signs one gradient and sends another: its lie cannot be shown.",
+        ("test_receipts",),
+    ),
+    Mutation(
+        "receipts-are-not-verified",
+        RECEIPTS,
+        "if not is_receipt(self._signer, peer, self._run.id, hop.stage, mb, done.loss, hop.receipt):",
+        "if not hop.receipt.signature:",
+        "A peer gives receipts under another's name, or of another microbatch.",
+        ("test_receipts",),
+    ),
+    Mutation(
+        "digests-leave-out-the-shape",
+        RECEIPT,
+        "found = hashlib.sha256(msgspec.msgpack.encode(list(metas)))",
+        "found = hashlib.sha256()",
+        "A receipt for some bytes holds for the same bytes read as other numbers.",
+    ),
+    Mutation(
+        "a-receipt-names-no-gradient-that-it-got",
+        RECEIPTS,
+        "last.input_grads if last is not None else NOTHING, _digest(input_grads), loss,",
+        "NOTHING, _digest(input_grads), loss,",
+        "The receipts of a microbatch are no chain: nobody can tell at which stage a gradient changed.",
+        ("test_receipts",),
     ),
     # --- rounds ---
     Mutation(

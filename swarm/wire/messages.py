@@ -35,6 +35,7 @@ from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Positioned, RunStatus
 from swarm.protocol.rounds import Commit, Prepared
 from swarm.wire.buffers import Buffer
+from swarm.wire.receipts import Receipt
 from swarm.wire.tensor_meta import TensorMeta
 
 MAX_HEADER_BYTES = 1 << 16
@@ -66,7 +67,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hop(msgspec.Struct, frozen=True, kw_only=True):
-    """What one stage's peer spent on a microbatch, for the caller's router. Seconds."""
+    """What one stage's peer spent on a microbatch, in seconds, for the caller's router; and its receipt."""
 
     stage: Stage
     peer: PeerId
@@ -76,6 +77,8 @@ class Hop(msgspec.Struct, frozen=True, kw_only=True):
     """The part of it in which its device worked."""
     latency_s: float = 0.0
     """Time on the line from its caller and back, as the caller measured it; 0 = not known."""
+    receipt: Receipt | None = None
+    """In a run that names trainers."""
 
     @property
     def work_s(self) -> float:

@@ -1,0 +1,79 @@
+"""Receipts: what a peer answered, signed by it, so that its work can be counted, checked and shown to others.
+
+A receipt names the bytes that came and went by their SHA-256, descriptions of the tensors included: what
+entered the stage, what it sent on, and the gradients of both. What the next stage's receipt says came in is
+what this one says went out; so the receipts of a microbatch's hops are a chain from the trainer to the loss.
+
+A request may be answered with what another request for the same microbatch was answered: then the receipt
+says what entered with that one. Devices of two kinds send different last bits, and both are honest. Such an
+answer is taken, and earns nothing: its link of the chain is broken.
+
+Receipts are part of runs whose manifest names trainers; in others nobody counts them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+from swarm.ids import Microbatch, PeerId, Stage
+from swarm.protocol.statements import Signature, Signer, Statement, is_signed, sign
+from swarm.wire.buffers import Buffer
+from swarm.wire.tensor_meta import TensorMeta
+
+DIGEST_BYTES = 32
+
+Digest = Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)]
+"""SHA-256: with the instructions of today's processors 1.5 GB/s on a core, three times BLAKE2b."""
+
+
+class Answered(Statement, frozen=True, array_like=True):
+    """That the signer computed a microbatch at a stage, from which bytes to which."""
+
+    stage: Stage
+    t: int
+    m: int
+    inputs: Digest
+    outputs: Digest
+    """What it sent to the next stage; of nothing at the last one."""
+    output_grads: Digest
+    """What the next stage answered."""
+    input_grads: Digest
+    """What it answers; of nothing at stage 0."""
+    loss: float
+
+
+class Receipt(msgspec.Struct, frozen=True, array_like=True):
+    """What travels of an `Answered`: the rest is known to all that read it. Under 210 bytes."""
+
+    inputs: Digest
+    outputs: Digest
+    output_grads: Digest
+    input_grads: Digest
+    signature: Signature
+
+
+def tensors_digest(metas: Sequence[TensorMeta], buffers: Sequence[Buffer]) -> bytes:
+    """The name of tensors as they travel: the same bytes of another shape or codec are other tensors."""
+    found = hashlib.sha256(msgspec.msgpack.encode(list(metas)))
+    for buffer in buffers:
+        found.update(buffer)
+    return found.digest()
+
+
+def give_receipt(signer: Signer, run: str, answered: Answered) -> Receipt:
+    """A receipt that the signer's answer carries."""
+    a = answered
+    return Receipt(a.inputs, a.outputs, a.output_grads, a.input_grads, sign(signer, run, answered))
+
+
+def is_receipt(
+    signer: Signer, peer: PeerId, run: str, stage: Stage, mb: Microbatch, loss: float, receipt: Receipt
+) -> bool:
+    """Whether `peer` signed it for this microbatch at this stage, with this loss."""
+    r = receipt
+    answered = Answered(stage, *mb, r.inputs, r.outputs, r.output_grads, r.input_grads, loss)
+    return is_signed(signer, peer, run, answered, r.signature)

@@ -1,0 +1,125 @@
+"""What peers sign of their answers, in a run whose manifest names trainers."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+import pytest
+
+from peers.events import PeerLost
+from peers.ports import Answer, Request
+from peers.sim.network import SimSigner
+from swarm.ids import Microbatch
+from swarm.manifest import Run, audit_run
+from swarm.model.stage_io import input_metas
+from swarm.records import PeerRecord
+from swarm.wire.messages import Hop, Work, WorkDone, pack, unpack
+from swarm.wire.receipts import Answered, Receipt, give_receipt, is_receipt, tensors_digest
+from swarm.wire.tensor_meta import TensorMeta
+from tests.peers.admitted import TRAINER, admitting
+from tests.peers.loops import swarm
+
+pytestmark = pytest.mark.virtual_time
+
+RUN = admitting(audit_run(stages=3, steps=2, microbatches_per_step=4))
+NOTHING = tensors_digest((), ())
+LIAR = "s1z-liar"
+GRADIENT = TensorMeta((1, 1, 1), "float64", "none")
+
+
+def work_of(run: Run, **changes: Any) -> Work:
+    """A good request to stage 0, but for the changes."""
+    good = Work(run=run.id, t=0, m=0, version=0, tensors=input_metas(run, 0))
+    return msgspec.structs.replace(good, **changes)
+
+
+async def test_the_receipts_of_an_answer_are_a_chain_from_the_trainer_to_the_loss() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        trainer = s.add_stranger(TRAINER)
+        done = await trainer.ask("s0p0", "work", work_of(RUN), WorkDone, [bytes(9)])
+        receipts = []
+        for stage, hop in enumerate(done.hops):
+            assert hop.receipt is not None and (hop.stage, hop.peer) == (stage, f"s{stage}p0")
+            said = (SimSigner("z"), hop.peer, RUN.id, stage)
+            assert is_receipt(*said, Microbatch(0, 0), done.loss, hop.receipt)
+            assert not is_receipt(*said, Microbatch(0, 1), done.loss, hop.receipt)
+            assert not is_receipt(*said, Microbatch(0, 0), done.loss + 1, hop.receipt)
+            assert len(msgspec.msgpack.encode(hop.receipt)) <= 300
+            receipts.append(hop.receipt)
+        first, second, last = receipts
+        assert first.inputs == tensors_digest(input_metas(RUN, 0), [bytes(9)])
+        assert (first.outputs, second.outputs, last.outputs) == (second.inputs, last.inputs, NOTHING)
+        assert (first.output_grads, second.output_grads) == (second.input_grads, last.input_grads)
+        assert (first.input_grads, last.output_grads) == (NOTHING, NOTHING)
+        assert len({first.inputs, first.outputs, first.output_grads, NOTHING}) == 4
+
+
+async def test_without_named_trainers_nothing_is_signed() -> None:
+    run = audit_run(stages=3, steps=2, microbatches_per_step=4)
+    async with swarm(run, replicas=1) as s:
+        await s.until_serving()
+        done = await s.add_stranger().ask("s0p0", "work", work_of(run), WorkDone, [bytes(9)])
+        assert [hop.receipt for hop in done.hops] == [None, None, None]
+
+
+async def test_a_microbatch_that_is_asked_for_again_has_the_same_receipts() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        trainer = s.add_stranger(TRAINER)
+        answers = [
+            await trainer.ask("s0p0", "work", work_of(RUN, deepest=deepest), WorkDone, [bytes(9)])
+            for deepest in (-1, -1, 2)
+        ]
+        assert len({pack(answer) for answer in answers}) == 1
+
+
+def signed(
+    mb: tuple[int, int], gradient: bytes, *, by: str = LIAR, stage: int = 1, loss: float = 0.0
+) -> Receipt:
+    digest = tensors_digest([GRADIENT], [gradient])
+    return give_receipt(SimSigner(by), RUN.id, Answered(stage, *mb, NOTHING, NOTHING, NOTHING, digest, loss))
+
+
+@pytest.mark.parametrize(
+    ("lie", "why"),
+    [
+        ("bare", "answered without a receipt of its own"),
+        ("nobody", "answered without a receipt of its own"),
+        ("another's", "answered without a receipt of its own"),
+        ("gradient", "answered another gradient than its receipt names"),
+        ("forged", "answered with a receipt that it did not sign"),
+        ("loss", "answered with a receipt that it did not sign"),
+        ("microbatch", "answered with a receipt that it did not sign"),
+        ("stage", "answered with a receipt that it did not sign"),
+    ],
+)
+async def test_an_answer_that_its_sender_did_not_sign_is_not_taken(lie: str, why: str) -> None:
+    gradient = struct.pack("<d", 0.25)
+
+    async def work(request: Request) -> Answer:
+        asked = unpack(request.header, Work)
+        await request.accept()
+        mb = (asked.t, asked.m + (lie == "microbatch"))
+        of = struct.pack("<d", 0.5) if lie == "gradient" else gradient
+        receipt = signed(
+            mb, of, by="s1p0" if lie == "forged" else LIAR, stage=2 if lie == "stage" else 1,
+            loss=1.0 if lie == "loss" else 0.0,
+        )  # fmt: skip
+        hop = Hop(stage=1, peer="s1p0" if lie == "another's" else LIAR, own_s=0.01, compute_s=0.01)
+        hop = msgspec.structs.replace(hop, receipt=None if lie == "bare" else receipt)
+        hops = () if lie == "nobody" else (hop,)
+        return Answer(pack(WorkDone(loss=0.0, tensors=(GRADIENT,), hops=hops)), [gradient])
+
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        liar = s.add_stranger(LIAR)
+        s.network.announce(PeerRecord(peer=LIAR, run=RUN.id, stage=1, state="serving", version=0))
+        liar.end.transport.serve("work", work, max_body_bytes=1 << 20)
+        s.add_trainer(TRAINER)
+        await s.until_finished()
+        s.assert_each_counted_once()
+        lost = [event.why for event in s.seen(PeerLost) if event.peer == LIAR]
+        assert lost and all(why in text for text in lost)
