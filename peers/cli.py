@@ -71,10 +71,14 @@ DESCRIPTION = """\
 Train one model on many unreliable machines, and lose nothing when they die.
 """
 
+OWNERS = ("init", "invite", "ban", "unban", "charter", "revoke")
+"""What the owner of a run does besides; one line in the help."""
+
 PROGRAMS: dict[str, str] = {
     "demo": "peers.programs.demo.run_demo",
     "check": "peers.programs.check.run_check",
     "manifest": "peers.programs.manifest_pinning.run_manifest",
+    **{name: f"peers.programs.charter.run_{name}" for name in OWNERS},
     "bootstrap": "peers.programs.roles.Bootstrap",
     "peer": "peers.programs.roles.Peer",
     "train": "peers.programs.roles.Train",
@@ -132,12 +136,18 @@ class _Parser(argparse.ArgumentParser):
 def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     """The command line of these commands. Imports nothing heavy."""
     described = {name: description(options_of(name)) for name in commands}
-    listed = (f"\n  {name:<11}{text[0].lower()}{text[1:-1]}" for name, (text, _, _) in described.items())
+    listed = [
+        f"\n  {name:<11}{text[0].lower()}{text[1:-1]}"
+        for name, (text, _, _) in described.items()
+        if name not in OWNERS
+    ]
+    if set(OWNERS) & set(described):
+        listed.append(f"\n  for a run's owner: {', '.join(OWNERS)}")
     parser = _Parser(
         prog="swarm",
         description=DESCRIPTION + "".join(listed),
         formatter_class=_Help,
-        usage="swarm COMMAND [options]",
+        usage=argparse.SUPPRESS,
         epilog="Start here: swarm demo    Each command: swarm COMMAND --help    swarm --version",
         allow_abbrev=False,
         add_help=False,

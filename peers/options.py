@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from swarm.errors import SetupError
-from swarm.ids import Stage
+from swarm.ids import PEER_ID, RunName, Stage
 
 MIN_UPLOAD_BPS = 256e3
 """Below that a peer would be taken for dead by those it answers."""
@@ -114,6 +114,22 @@ def _run_id(text: str) -> str:
     return text
 
 
+def _run_or_name(text: str) -> str:
+    """A run id, or the name of a run and its owner's fingerprint."""
+    if "@" not in text:
+        return _run_id(text)
+    name = RunName.parse(text)
+    if name is None:
+        raise wrong(text, "NAME@FINGERPRINT, with 20 letters after the @; or a run id (32 hex digits)")
+    return str(name)
+
+
+def _peer_id(text: str) -> str:
+    if not PEER_ID.fullmatch(text):
+        raise wrong(text, "a peer id (12D3KooW..., 52 characters); each program prints its own")
+    return text
+
+
 def _is_peer_address(flag: str, text: str) -> None:
     """Raise SetupError for an address without a peer id: p2pd dials none of these."""
     transport, found, peer = text.rpartition("/p2p/")
@@ -168,6 +184,8 @@ ADDRESS = Kind(str, "ADDR")
 PEER_ADDRESS = Kind(str, "ADDR", _is_peer_address)
 LISTEN = Kind(listen, "[IP:]PORT")
 RUN_ID = Kind(_run_id, "ID")
+ANY_RUN = Kind(_run_or_name, "ID|NAME@FINGERPRINT")
+PEER_ID_KIND = Kind(_peer_id, "PEER")
 COUNT = Kind(at_least(1), "N")
 NUMBER = Kind(at_least(0), "N")
 PID = Kind(int, "PID")
@@ -227,7 +245,8 @@ def several(kind: Kind, help: str, **more: Any) -> Any:
 Listen: TypeAlias = tuple[str, int]
 Reach: TypeAlias = Literal["auto", "public", "relay"]
 """What a user says of a peer: find out; others can dial it; they cannot."""
-_RUN_HELP, _JOIN_HELP = "run id, 32 hex digits", "a bootstrap or any peer of it; repeatable"
+_RUN_HELP = "run id, 32 hex digits; or its name and its owner's fingerprint"
+_JOIN_HELP = "a bootstrap or any peer of it; repeatable"
 DATA_HELP = "text files, in the order that the manifest pins; needed unless its source is pydoc or code"
 TOKENIZER_HELP = "tokenizer.json, if the run has one"
 
@@ -249,15 +268,24 @@ class ProcessOptions:
 class Membership:
     """Which run, and where it is met."""
 
-    run: str = option(RUN_ID, _RUN_HELP, group=RUN)
+    run: str = option(ANY_RUN, _RUN_HELP, group=RUN)
     join: tuple[str, ...] = repeated(PEER_ADDRESS, _JOIN_HELP, MISSING, group=RUN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberOptions(Membership):
+    """The same, of a role in it."""
+
+    token: str | None = optional(
+        WORD, "from the owner, who made it with swarm invite; keep your --identity", group=RUN
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaybeMembership:
     """The same, of commands that can do without."""
 
-    run: str | None = optional(RUN_ID, _RUN_HELP, group=RUN)
+    run: str | None = optional(ANY_RUN, _RUN_HELP, group=RUN)
     join: tuple[str, ...] = repeated(PEER_ADDRESS, _JOIN_HELP, group=RUN)
 
 
@@ -320,11 +348,14 @@ class BootstrapOptions(NetworkOptions):
     data: tuple[Path, ...] = several(NEEDED_FILE, DATA_HELP)
     tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
     join: tuple[str, ...] = repeated(PEER_ADDRESS, "another bootstrap of the same network; repeatable")
+    charter: Path | None = optional(
+        NEEDED_FILE, "publish this too: swarm init made it, and newer ones are written there"
+    )
     join_file: Path | None = optional(FILE, "also write the arguments to join with there: swarm peer @FILE")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerOptions(Membership, NetworkOptions):
+class PeerOptions(MemberOptions, NetworkOptions):
     """Join a run and serve one stage on this machine's device.
 
     swarm peer --run 5a7c... --join ADDRESS
@@ -357,7 +388,7 @@ class PeerOptions(Membership, NetworkOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(Membership, NetworkOptions):
+class TrainOptions(MemberOptions, NetworkOptions):
     """Join a run as a trainer: bring the data, drive the steps.
 
     swarm train --run 5a7c... --join ADDRESS
@@ -374,7 +405,7 @@ class TrainOptions(Membership, NetworkOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeeperOptions(Membership, NetworkOptions):
+class KeeperOptions(MemberOptions, NetworkOptions):
     """Keep a run's checkpoints on this disk, for newcomers; no GPU.
 
     swarm keeper --run 5a7c... --dir ckpt --join ADDRESS

@@ -58,6 +58,12 @@ Glossary. One word per idea, everywhere (tests/test_words.py finds retired ones)
     restore         loading a checkpoint as the state of a stage
     digest          a hash of a replica's weights; equal digests mean equal bits
     codec           how a tensor becomes bytes on the wire
+    owner           the key that signs a run's manifest and charter
+    charter         the owner's word on which peers may take part in a run, as what; the latest holds
+    role            what a process does in a run: peer, trainer or keeper
+    ban             the owner's word that one peer takes no part
+    token           the owner's invitation, which admits its bearer; bound to a peer by a certificate
+    stamp           a number that took much work to find: the price of an identity
     backoff         the time for which a failing peer is not called
     timeout         the time after which a call is given up; an adaptive one learns from answers
     observation     what is new about a run since a monitor's last one

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("swarm", "peers")
 BASE = (
     *("swarm.ids", "swarm.errors", "swarm.records", "swarm.codecs", "swarm.manifest", "swarm.data"),
-    "swarm.installed",
+    *("swarm.installed", "swarm.charter"),
 )
 
 SHARED = (
@@ -87,7 +87,7 @@ IMPURE = frozenset(
 
 WIRING = (
     *("peers.cli", "peers.watch.dashboard"),
-    *(f"peers.programs.{name}" for name in ("check", "status", "demo", "roles", "export")),
+    *(f"peers.programs.{name}" for name in ("check", "status", "demo", "roles", "export", "charter")),
 )
 """Modules that put the loops and the world together, besides `scripts`."""
 

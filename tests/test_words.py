@@ -16,8 +16,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 RETIRED = {
-    "ban": "backoff",
-    "bans": "backoff",
     "brief": "directive",
     "briefs": "directive",
     "brought": "custom model",

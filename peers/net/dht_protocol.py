@@ -28,13 +28,14 @@ import struct
 from asyncio import FIRST_COMPLETED, gather, wait
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import base58
 import msgspec
 
 from peers.clock import now_s, unix_s
 from peers.net._hivemind import DHTID, RoutingTable, dht_pb2
+from peers.net.charter.signed import Revocation, key_of, open_statement
 from peers.net.identity import PEER_ID_LETTERS
 from peers.net.p2pd_control import DaemonControl
 from peers.net.signed_records import (
@@ -49,6 +50,7 @@ from peers.net.signed_records import (
 )
 from peers.net.tasks import TaskKeeper
 from peers.waiting import within
+from swarm.charter import Charter, check_life
 from swarm.errors import Refused
 from swarm.ids import PeerId
 
@@ -198,11 +200,21 @@ def _is_new(entry: Entry, known: Mapping[bytes, int], salt: bytes) -> bool:
 # --- what may be kept ---------------------------------------------------------------------------------------
 
 
+Opened: TypeAlias = Announced | Charter | Revocation
+"""What lies in the DHT, besides manifests."""
+
+
 @functools.lru_cache(maxsize=8192)
-def _opened(key: bytes, subkey: str, value: bytes, expires: float) -> Announced | str:
-    """The record, '' for a manifest, or the reason why the DHT must not hold this. Cached: all are seen
+def _opened(key: bytes, subkey: str, value: bytes, expires: float) -> Opened | str:
+    """What it is, '' for a manifest, or the reason why the DHT must not hold this. Cached: all are seen
     twice."""
     why = "a value under a key where it does not belong"
+    if value[1:9] in (b"\xa7charter", b"\xa7revoked"):
+        try:
+            statement = open_statement(value, subkey)
+        except Refused as refusal:
+            return refusal.text
+        return statement if key_bytes(key_of(statement, subkey)) == key else why
     is_of_peer = len(subkey) == PEER_ID_LETTERS and len(value) <= MAX_SIGNED_BYTES
     if is_of_peer:
         try:
@@ -240,8 +252,10 @@ class RecordCheck:
 
     def __init__(self) -> None:
         self.rejected: Counter[str] = Counter()
+        self.why_not: Callable[[Announced], str] = lambda _: ""
+        """Why a peer's record is refused, though it is in order; empty if it is not."""
 
-    def open(self, key: bytes, entry: Entry) -> Announced | str | None:
+    def open(self, key: bytes, entry: Entry) -> Opened | str | None:
         """What lies under a key: a record, '' for a manifest, None for what must not be there."""
         if entry.expires > latest_expiry(unix_s()):
             opened = "a value that wants to live too long"
@@ -249,6 +263,13 @@ class RecordCheck:
             opened = "a value that is too large"
         else:
             opened = _opened(key, entry.subkey, entry.value, entry.expires)
+        if isinstance(opened, Announced) and (why := self.why_not(opened)):
+            opened = why
+        if isinstance(opened, Charter):
+            try:
+                check_life(opened, now=unix_s())
+            except Refused as refusal:
+                opened = refusal.text
         if isinstance(opened, str) and opened:
             return self.refuse(opened)
         return opened
@@ -283,6 +304,8 @@ class Kept(NamedTuple):
     entry: Entry
     first_hand: bool
     """Its peer sent it itself."""
+    rank: tuple[int, bytes] = (0, b"")
+    """Of two values of a subkey the one of higher rank stays, then the one that expires later."""
 
 
 class DhtNode:
@@ -372,12 +395,15 @@ class DhtNode:
 
     def keep(self, key: bytes, entry: Entry, *, first_hand: bool) -> bool:
         """Hold a value that was checked; whether it is later than the one that is held, and not over."""
-        old = self._kept.get(key, {}).get(entry.subkey)
-        if entry.expires <= max(unix_s(), old.entry.expires if old is not None else 0.0):
+        old, opened = self._kept.get(key, {}).get(entry.subkey), self.check.open(key, entry)
+        rank = opened.rank if isinstance(opened, Charter) else (0, b"")
+        if entry.expires <= unix_s():
+            return False
+        if old is not None and (rank, entry.expires) <= (old.rank, old.entry.expires):
             return False
         self._entries += old is None
         first_hand = first_hand or (old is not None and old.first_hand)
-        self._kept.setdefault(key, {})[entry.subkey] = Kept(entry, first_hand)
+        self._kept.setdefault(key, {})[entry.subkey] = Kept(entry, first_hand, rank)
         return True
 
     def _has_room(self, key: bytes, held: int, first_hand: bool) -> bool:
@@ -405,6 +431,13 @@ class DhtNode:
         """Drop the values of a subkey, under all keys: later ones may expire earlier."""
         for key in [key for key, kept in self._kept.items() if subkey in kept]:
             self._drop(key, subkey)
+
+    def recheck(self) -> None:
+        """Drop what would not be taken any more."""
+        for key, held in list(self._kept.items()):
+            for subkey, kept in list(held.items()):
+                if self.check.open(key, kept.entry) is None:
+                    self._drop(key, subkey)
 
     def _expire(self) -> None:
         """Drop what is over, once a second."""

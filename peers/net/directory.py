@@ -12,10 +12,13 @@ import logging
 import math
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 
 import msgspec
 
 from peers.clock import now_s, unix_s
+from peers.net.charter.doorkeeper import Doorkeeper
+from peers.net.charter.keeper import CharterKeeper
 from peers.net.dht_protocol import (
     MAX_ANSWER_BYTES,
     REPLICAS,
@@ -41,7 +44,7 @@ from peers.net.signed_records import (
 )
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from swarm.errors import Refused, SetupError
-from swarm.ids import PeerId, Stage
+from swarm.ids import PeerId, RunName, Stage
 from swarm.manifest import parse_run
 from swarm.records import PeerRecord
 
@@ -66,15 +69,28 @@ class NetDirectory:
         learn: Callable[[PeerId, Iterable[str]], None] | None = None,
         timings: NetTimings = DEFAULT_TIMINGS,
         scale: Scale = DEFAULT_SCALE,
+        door: Doorkeeper | None = None,
+        charters: Path | None = None,
     ) -> None:
-        """`join`: multiaddrs of peers to join at, each ending in `/p2p/<id>`. `learn` is told addresses."""
+        """`join`: multiaddrs of peers to join at, each ending in `/p2p/<id>`. `learn` is told addresses.
+
+        `door` says whose records are believed; `charters` is a folder for those that were seen.
+        """
         self.run_id = run_id
+        self.door = door or Doorkeeper()
+        self.credential = b""
+        """What our record carries, to be admitted."""
         self._identity = identity
         self._timings = timings
         self._random = random.Random(identity.peer_id)
         self._table = Table(identity.peer_id)
         self.storage = DhtStorage(control, identity.peer_id, join, self._random)
+        self.storage.check.why_not = self.door.why_not_record
+        self.door.on_change.append(self._recheck)
         self._manifests = ManifestKeeper(self.storage, self._random, timings.manifest_life_s)
+        self.charters = CharterKeeper(
+            self.storage, self.door, self._random, timings.manifest_life_s, charters
+        )
         self.reader = RecordReader(
             self.storage, self._table, run_id, self._random, timings.refresh_s, scale, learn
         )
@@ -125,6 +141,7 @@ class NetDirectory:
         await self.close()
         self._moved_to = moved_to
         self._stored_at = self._manifests.stored_at = -math.inf
+        self.charters.forget_times()
         self.reader.refreshed = False
         self.storage.forget_places()
         latest = list(self.storage.met)[-_MAX_REJOINED:]
@@ -171,6 +188,7 @@ class NetDirectory:
         if self._own is not None and now - self._stored_at >= renew_s:
             await self._store_own()
         await self._manifests.renew()
+        self.charters.poll()
         if self.run_id is not None:
             await self.reader.read_some()
 
@@ -264,7 +282,9 @@ class NetDirectory:
             record = msgspec.structs.replace(record, addresses=self._moved_to)
         replicas = sum(self._table.levels(record.stage).values()) if record.run == self.run_id else 0
         self._level = self.reader.scale.level_for(1 + replicas, self._level)
-        value = seal_record(record, self._own_expires, self._identity, level=self._level)
+        value = seal_record(
+            record, self._own_expires, self._identity, level=self._level, credential=self.credential
+        )
         entry = Entry(record.peer, value, self._own_expires)
         keys = record_keys(record, self._level)
         took = await asyncio.gather(*(self.storage.store(key, entry) for key in keys))
@@ -279,8 +299,24 @@ class NetDirectory:
         """
         run_id = run_id_of(text)
         await self._manifests.publish(run_id, *seal_manifest(text, self._identity))
-        self._learn_stages(run_id, text)
+        await self._learn(run_id, text)
         return run_id
+
+    async def find_run(self, name: RunName, *, timeout_s: float = 10.0) -> str:
+        """The id of the run that the charter of this name is about; this directory is of that run from now
+        on.
+
+        Raises:
+            SetupError: no node that can be reached has that charter.
+        """
+        charter = await self.charters.find(name, timeout_s=timeout_s)
+        self.run_id = self.reader.run_id = charter.run
+        return charter.run
+
+    def _recheck(self) -> None:
+        """What was admitted may not be any more."""
+        self._table.drop(self.door.why_not_record)
+        self.storage.node.recheck()
 
     async def fetch_manifest(self, run_id: str, *, timeout_s: float = 10.0) -> str:
         """The text of a run's manifest: its hash is the id, and its owner, if it names one, signed it.
@@ -288,10 +324,10 @@ class NetDirectory:
         From then on we help to keep it published.
 
         Raises:
-            SetupError: no node that can be reached has it.
+            SetupError: no node that can be reached has it, or the charter that we follow is not its owner's.
         """
         text = await self._manifests.fetch(run_id, timeout_s)
-        self._learn_stages(run_id, text)
+        await self._learn(run_id, text)
         return text
 
     async def _find_stages(self) -> None:
@@ -300,9 +336,14 @@ class NetDirectory:
             with contextlib.suppress(SetupError):
                 await self.fetch_manifest(self.run_id, timeout_s=SEARCH_WAIT_S)
 
-    def _learn_stages(self, run_id: str, text: str) -> None:
+    async def _learn(self, run_id: str, text: str) -> None:
+        """From the run's manifest: its stages, and whose charter holds."""
         if run_id == self.run_id:
-            self.reader.stages = parse_run(text).S
+            run = parse_run(text)
+            self.reader.stages = run.S
+            self.charters.follow_manifest(run)
+            if self.charters.charter is None:
+                await self.charters.ask_now()
 
 
 class ManifestKeeper:

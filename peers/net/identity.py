@@ -111,7 +111,7 @@ class Identity:
             SetupError: the file cannot be read or written, or is not a key.
         """
         if path.exists():
-            return cls._load(path)
+            return cls.load(path)
         identity, draft = cls.generate(), path.with_name(f".{path.name}.{os.getpid()}")
         try:
             with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -121,7 +121,7 @@ class Identity:
             finally:
                 draft.unlink()
         except FileExistsError:
-            return cls._load(path)
+            return cls.load(path)
         except OSError as error:
             raise SetupError(
                 f"cannot write the identity file {path}: {error.strerror}. Choose a writable folder."
@@ -129,7 +129,8 @@ class Identity:
         return identity
 
     @classmethod
-    def _load(cls, path: Path) -> Identity:
+    def load(cls, path: Path) -> Identity:
+        """The key in `path`. Raises SetupError: it cannot be read, or is not a key."""
         try:
             with path.open("rb") as file:
                 return cls.from_file_bytes(file.read(4096))

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from peers.net import nat
+from peers.net.charter.doorkeeper import Doorkeeper
 from peers.net.directory import NetDirectory
 from peers.net.identity import (
     CIRCUIT,
@@ -32,9 +33,10 @@ from peers.net.identity import (
 from peers.net.p2pd import Daemon, DaemonOptions, shortage
 from peers.net.p2pd_control import ControlError, DaemonControl, ShortOfFiles
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
-from peers.net.transport import NetTransport
+from peers.net.transport import SHOW_METHOD, NetTransport
 from swarm.errors import OtherVersion, Refused, SetupError, SwarmError
-from swarm.ids import PeerId
+from swarm.ids import PeerId, RunName
+from swarm.manifest import Run, check_id
 from swarm.wire.version import PROTOCOL_VERSION, differ
 
 logger = logging.getLogger(__name__)
@@ -90,8 +92,12 @@ class Node:
         run_id: str | None = None,
         daemon: Daemon | None = None,
         timings: NetTimings = DEFAULT_TIMINGS,
+        charters: Path | None = None,
     ) -> None:
         """`join`: addresses of peers to join at, ending in `/p2p/<id>`; none for the first peer of a swarm.
+
+        `run_id`: or `NAME@FINGERPRINT`, which is looked up; it is the id once this is entered. `charters`: a
+        folder for the highest charters that were seen.
 
         `daemon`: one that was spawned before; else `options` and `identity_path` say how to start it.
         A p2pd that ends, or hangs, without being asked to is started again, on the same identity and port:
@@ -102,7 +108,10 @@ class Node:
         self._options = options or DaemonOptions()
         self._identity_path = identity_path
         self._join = tuple(join)
-        self._run_id = run_id
+        self.run_id = run_id
+        self.door = Doorkeeper()
+        """Who is admitted; the transport and the directory ask it."""
+        self._charters = charters
         self._timings, self._deaths = timings, Deaths(timings.revivals)
         self._reviving: asyncio.Task[None] | None = None
         self._probing: asyncio.Task[None] | None = None
@@ -154,21 +163,29 @@ class Node:
             self._told_addresses = self.addresses
             self.transport = NetTransport(self.control, daemon.identity, timings=self._timings)
             self._started.append("transport")
+            self.transport.refusal = self.door.refusal
+            self.transport.serve(SHOW_METHOD, self.door.serve_show)
+            self.door.on_change.append(self.transport.drop_refused)
             await self.transport.start()
             dial_back = nat.DialBack(self.control, self._relays, self._is_relay, lambda: self.addresses)
             self.transport.serve(nat.METHOD, dial_back.serve)
             await self.control.attach()
+            name = RunName.parse(self.run_id) if self.run_id is not None else None
             self.directory = NetDirectory(
                 self.control,
                 daemon.identity,
-                self._run_id,
+                self.run_id if name is None else None,
                 join=self._join,
                 learn=self.transport.learn,
                 timings=self._timings,
+                door=self.door,
+                charters=self._charters,
             )
             self._started.append("directory")
             await self.directory.start()
             await self._compare_versions()
+            if name is not None:
+                self.run_id = await self.directory.find_run(name)
         except ControlError as error:
             raise SetupError(f"p2pd fails right after its start: {error.text}") from None
 
@@ -228,11 +245,17 @@ class Node:
     def _give_up(self, why: str, advice: str) -> None:
         logger.error("p2pd could not be started again: %s", why)
         self.transport.daemon_died(for_good=True)
-        if self._owner is not None:
-            self._fatal = SetupError(
+        self.end(
+            SetupError(
                 f"p2pd, which connects this process to the others, could not be started again: {why}. "
                 f"{advice}"
             )
+        )
+
+    def end(self, why: SetupError) -> None:
+        """Interrupt the task that entered this, and have it leave with an error."""
+        if self._owner is not None and self._fatal is None:
+            self._fatal = why
             self._owner.cancel()
 
     async def _replace_daemon(self) -> None:
@@ -406,6 +429,11 @@ class Node:
         finally:
             if self.daemon is not None:
                 self.daemon.close_now()
+
+    async def manifest(self) -> Run:
+        """The manifest of the run, from the directory. Raises SetupError: it is not acceptable."""
+        assert self.run_id is not None
+        return check_id(await self.directory.fetch_manifest(self.run_id), self.run_id)
 
     # -- who and where --------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from peers.net.signed_records import Announced
 from swarm.ids import PeerId, Stage
@@ -49,6 +49,12 @@ class Table:
             return False
         self._replace(peer, announced)
         return True
+
+    def drop(self, refused: Callable[[Announced], object]) -> None:
+        """Forget the records of others that are refused."""
+        for peer, known in list(self._known.items()):
+            if peer != self._me and refused(known):
+                self._replace(peer, None)
 
     def set_own(self, record: PeerRecord | None) -> None:
         """What we announce; it never expires here."""

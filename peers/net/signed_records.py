@@ -41,6 +41,8 @@ class Announced(msgspec.Struct, frozen=True):
     """How far its peer thinks that its stage is spread."""
     expires: float
     """Unix time."""
+    credential: bytes = b""
+    """What its peer brought to be admitted; see `peers.net.charter.signed`."""
 
 
 class _Packed(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -63,6 +65,7 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Without the peer's own id at the end: `/p2p/`."""
     since: float
     voucher: Voucher | None = None
+    credential: Annotated[bytes, msgspec.Meta(max_length=256)] = b""
 
 
 class _SignedRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -101,13 +104,13 @@ def _to_sign(run: str, expires: float, record: bytes) -> bytes:
     return _encoder.encode(("swarm record 2", run, expires, record))
 
 
-def _pack(record: PeerRecord, level: int) -> bytes:
+def _pack(record: PeerRecord, level: int, credential: bytes = b"") -> bytes:
     fields = {name: getattr(record, name) for name in PeerRecord.__struct_fields__ if name != "peer"}
     end = f"/p2p/{record.peer}"
     fields["addresses"] = tuple(
         address[: -len(record.peer)] if address.endswith(end) else address for address in record.addresses
     )
-    return _encoder.encode(_Packed(level=level, **fields))
+    return _encoder.encode(_Packed(level=level, credential=credential, **fields))
 
 
 def _unpack(packed: _Packed, peer: PeerId) -> PeerRecord:
@@ -118,7 +121,9 @@ def _unpack(packed: _Packed, peer: PeerId) -> PeerRecord:
     return PeerRecord(peer=peer, **fields)
 
 
-def seal_record(record: PeerRecord, expires: float, identity: Identity, *, level: int = 0) -> bytes:
+def seal_record(
+    record: PeerRecord, expires: float, identity: Identity, *, level: int = 0, credential: bytes = b""
+) -> bytes:
     """The signed record. `expires`: Unix time. `level`: how far its stage is spread, see `lookup.Scale`.
 
     Raises:
@@ -126,7 +131,7 @@ def seal_record(record: PeerRecord, expires: float, identity: Identity, *, level
     """
     if record.peer != identity.peer_id:
         raise ValueError("a peer can only announce itself")
-    packed = _pack(record, level)
+    packed = _pack(record, level, credential)
     if len(packed) > MAX_RECORD_BYTES:
         raise ValueError(f"a record of {len(packed)} bytes; at most {MAX_RECORD_BYTES} are allowed")
     signature = identity.sign(_to_sign(record.run, expires, packed))
@@ -157,7 +162,7 @@ def open_record(data: bytes, peer: PeerId, expires: float) -> Announced:
         raise Refused(f"an impossible record: speed {packed.speed}, since {packed.since}")
     if not verify(peer, _to_sign(packed.run, signed.expires, signed.record), signed.signature):
         raise Refused("a record with a wrong signature")
-    return Announced(_unpack(packed, peer), packed.level, expires)
+    return Announced(_unpack(packed, peer), packed.level, expires, packed.credential)
 
 
 def run_id_of(text: str) -> str:

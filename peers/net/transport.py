@@ -39,6 +39,8 @@ from swarm.wire import frames
 logger = logging.getLogger(__name__)
 
 PROTOCOL = "/swarm/calls/1"
+SHOW_METHOD = "admit"
+"""A caller shows what admits it, first on each stream."""
 MAX_LINKS = 2048
 """Streams from callers, all together: 0.2 kB each while idle, and a file descriptor."""
 MAX_LINKS_PER_PEER = 2
@@ -73,6 +75,8 @@ class Dialer:
         self.bypassed: set[ClientConnection] = set()
         """Relayed streams that finish what was begun on them."""
         self.addresses: dict[PeerId, tuple[str, ...]] = {}
+        self.credential = b""
+        """Shown first on each stream, if there is any."""
         self._timings, self._traffic, self._tasks = timings, traffic, tasks
         self._dials: dict[PeerId, asyncio.Task[ClientConnection]] = {}
         self._back = asyncio.Event()
@@ -148,6 +152,9 @@ class Dialer:
             link.estimator, link.outbox.limiter = self._traffic.of(peer), self._traffic.limiter
             link.relayed = relayed
             check_response(await within(link.opened, deadline - clock()))
+            if self.credential:
+                with contextlib.suppress(Refused):  # what it is for is refused too, and says why
+                    await within(link.call(SHOW_METHOD, self.credential, (), 0), deadline - clock())
         except BaseException as error:
             fault = self._why_not(peer, error)
             if link is not None:
@@ -198,6 +205,9 @@ class NetTransport:
         self.signer, self.peer_id = signer, signer.peer_id
         self.on_gone: Callable[[PeerId], None] | None = None
         """Told when the last stream that a peer had opened to us ended: it died, or left."""
+        self.refusal: Callable[[PeerId, str, bool], str] = lambda *_: ""
+        """Why a peer may not call a method, or not be called for it (False); empty if it may. Of a stream,
+        the method is empty."""
         self._timings = timings
         self._traffic, self._tasks = Traffic(most_peers=MAX_LINKS), TaskKeeper()
         self._dialer = Dialer(control, timings, self._traffic, self._tasks)
@@ -259,6 +269,16 @@ class NetTransport:
         for link in self._open_links():
             link.outbox.limiter = self._traffic.limiter
 
+    def show(self, credential: bytes) -> None:
+        """Show this on each stream that we open from now on."""
+        self._dialer.credential = credential
+
+    def drop_refused(self) -> None:
+        """Close the streams of peers that are refused now."""
+        for link in self._open_links():
+            if why := self.refusal(link.peer, "", isinstance(link, ServerConnection)):
+                link.fail(PeerGone(link.peer, why))
+
     def _open_links(self) -> list[Connection]:
         return [*self._dialer.links.values(), *self._dialer.bypassed, *self._incoming]
 
@@ -279,6 +299,8 @@ class NetTransport:
         deadline_s: float | None = None,
     ) -> Answer:
         """See `peers.ports.Transport.call`. The buffers must not change until this returns."""
+        if peer != self.peer_id and (why := self.refusal(peer, method, False)):
+            raise PeerGone(peer, why)
         views = [flat(part) for part in body]
         call = self._call_locally if peer == self.peer_id else self._call_remotely
         running = call(peer, method, header, views, max_answer_bytes)
@@ -350,8 +372,9 @@ class NetTransport:
         links.append(link)
         if len(links) > MAX_LINKS_PER_PEER:
             links[0].fail(PeerGone(peer, "opened another stream"))
-        if self._dialer.closed or len(self._incoming) > MAX_LINKS:
-            link.fail(PeerGone(peer, self._dialer.closed or "too many streams are open"))
+        why = self._dialer.closed or self.refusal(peer, "", True)
+        if why or len(self._incoming) > MAX_LINKS:
+            link.fail(PeerGone(peer, why or "too many streams are open"))
         return peer, self._traffic.of(peer)
 
     def _caller_left(self, link: ServerConnection) -> None:
@@ -378,6 +401,8 @@ class NetTransport:
 
     def _called(self, link: ServerConnection, served: ServedCall) -> None:
         """A CALL arrived: start its handler. Raises Refused, Leaving or Busy."""
+        if why := self.refusal(link.peer, served.method, True):
+            raise Refused(why)
         handler = self._find(served.method, sum(served.body_sizes))
         if self._dialer.closed:
             raise Leaving(self._dialer.closed)

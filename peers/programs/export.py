@@ -71,7 +71,7 @@ async def fetch(run_id: str, join: Sequence[str], folder: Path) -> int:
     from peers.transfer.keeper import collect
 
     async with Node(join=join, run_id=run_id) as node:
-        run = await manifest(node, run_id)
+        run = await manifest(node)
         return await collect(run, node.transport, node.directory, folder, lambda event: say(event.words()))
 
 

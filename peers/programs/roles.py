@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib
 import os
+import shlex
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -13,15 +14,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar
 
+from peers.clock import unix_s
 from peers.events import Emit, JoinLine, Note, Started, Trouble
-from peers.net.identity import is_loopback
+from peers.net.charter import file
+from peers.net.charter.entry import check_stage, enter
+from peers.net.identity import Identity, is_loopback
 from peers.net.nat import settled
 from peers.net.node import Node
 from peers.net.p2pd import Daemon, DaemonOptions
 from peers.options import (
     BootstrapOptions,
     KeeperOptions,
-    Membership,
+    MemberOptions,
     NetworkOptions,
     PeerOptions,
     TrainOptions,
@@ -29,11 +33,12 @@ from peers.options import (
 from peers.owner.commands import Owner
 from peers.owner.control_socket import PeerAnswer, obeying
 from peers.programs.stage_choice import choose_stage
-from peers.storage import atomic_file, results_folder
-from peers.waiting import unless
-from swarm.errors import SetupError, SwarmError
+from peers.storage import atomic_file, charters_folder, results_folder, stamps_folder
+from peers.waiting import happens, unless
+from swarm.charter import Role, succeed
+from swarm.errors import Refused, SetupError, SwarmError
 from swarm.ids import Stage
-from swarm.manifest import Run, check_id, load_run, parse_run
+from swarm.manifest import Run, load_run, parse_run
 
 if TYPE_CHECKING:  # torch is imported while p2pd starts
     from peers.stage.server import StagePeer
@@ -44,6 +49,11 @@ if TYPE_CHECKING:  # torch is imported while p2pd starts
 
 OptionsT = TypeVar("OptionsT", bound=NetworkOptions)
 RoleName: TypeAlias = Literal["bootstrap", "peer", "train", "keeper"]
+AS: dict[str, Role] = {"peer": "peer", "train": "trainer", "keeper": "keeper"}
+"""What a program is admitted as."""
+RENEWED_S = 10 * 86_400
+"""A bootstrap with the owner's key renews a charter that expires within this."""
+RENEW_EVERY_S = 600.0
 
 
 class Networked(Generic[OptionsT]):
@@ -55,6 +65,9 @@ class Networked(Generic[OptionsT]):
     def __init__(self, options: OptionsT, *, emit: Emit) -> None:
         self.options, self._emit = options, emit
         self._node: Node | None = None
+
+    def _note(self, text: str) -> None:
+        self._emit(Note(text=text))
 
     async def connected(self) -> int:
         """How many peers p2pd is connected to.
@@ -81,7 +94,7 @@ class Networked(Generic[OptionsT]):
     async def _joined(
         self,
         role: RoleName,
-        run: Membership,
+        run: MemberOptions,
         prepare: Callable[[], object],
         accepts: Callable[[Run], object] = lambda _: None,
     ) -> AsyncIterator[tuple[Node, Run]]:
@@ -94,11 +107,13 @@ class Networked(Generic[OptionsT]):
         self.preparing = True
         prepared = asyncio.ensure_future(asyncio.to_thread(prepare))
         try:
-            async with Node(daemon=daemon, join=run.join, run_id=run.run) as node:
+            async with Node(daemon=daemon, join=run.join, run_id=run.run, charters=charters_folder()) as node:
                 self._node = node
-                self._emit(started(role, node, run.run))
-                terms = await unless(prepared, manifest(node, run.run))
+                self._emit(started(role, node, node.run_id or ""))
+                terms = await unless(prepared, manifest(node))
                 accepts(terms)
+                entering = enter(node, AS[role], run.token, stamps_folder(), self._note)
+                await unless(prepared, entering)
                 await prepared
                 self.preparing = False
                 yield node, terms
@@ -131,15 +146,51 @@ class Bootstrap(Networked[BootstrapOptions]):
             identity_path=options.identity,
             join=options.join,
             run_id=run.id,
+            charters=charters_folder(),
         ) as node:
             await node.directory.publish_manifest(run.to_toml())
+            if options.charter is not None:
+                await self._publish_charter(node, options.charter)
             self._node = node
             self._emit(started("bootstrap", node, run.id))
-            words = ["--run", run.id, "--join", address_for_others(node.addresses)]
+            charters = node.directory.charters
+            called = run.id if charters.charter is None else str(charters.name)
+            words = ["--run", called, "--join", address_for_others(node.addresses)]
             if options.join_file is not None:
                 write_join_file(options.join_file, words)
-            self._emit(JoinLine(line=f"swarm peer {' '.join(words)}"))
-            await self._leaving.wait()
+            self._emit(JoinLine(line=f"swarm peer {shlex.join(words)}"))
+            while not await happens(self._leaving, RENEW_EVERY_S):
+                await self._renew(node)
+
+    async def _publish_charter(self, node: Node, path: Path) -> None:
+        """That of the file, or the one that is known to be newer; which is written there from now on."""
+        charters = node.directory.charters
+        try:
+            await charters.offer(*file.read(path))
+        except (OSError, Refused) as error:
+            raise SetupError(f"--charter {path} is none that swarm init made: {error}") from None
+        if charters.charter is None or charters.charter.run != node.run_id:
+            raise SetupError(f"{path} is not the charter of the manifest: give those that swarm init made")
+        await self._renew(node)
+
+        def keep() -> None:
+            try:
+                file.write(path, charters.owner, charters.sealed)
+            except OSError as error:
+                self._emit(Trouble(text=f"--charter {path} cannot be written: {error.strerror}"))
+
+        keep()
+        node.door.on_change.append(keep)
+
+    async def _renew(self, node: Node) -> None:
+        """Sign the charter for another term, if it is old and the key is the owner's."""
+        charters, key = node.directory.charters, self.options.identity
+        if charters.charter is None or key is None or charters.charter.expires > unix_s() + RENEWED_S:
+            return
+        owner = await asyncio.to_thread(Identity.load, key)
+        if owner.peer_id == charters.owner:
+            await charters.publish(succeed(charters.charter, now=unix_s()), owner)
+            self._note(f"the charter was renewed: it is {charters.charter.sequence} now")
 
     async def leave(self) -> None:
         self._leaving.set()
@@ -162,13 +213,13 @@ def started(role: RoleName, node: Node, run_id: str) -> Started:
     return Started(role=role, peer=node.peer_id, addresses=node.addresses, run=run_id, pid=os.getpid())
 
 
-async def manifest(node: Node, run_id: str) -> Run:
-    """The manifest that `run_id` is the hash of, from the DHT.
+async def manifest(node: Node) -> Run:
+    """The manifest of the run that `node` is of, from the DHT.
 
     Raises:
         SetupError: it is not acceptable, or leaves open what its model is: no peer could see a difference.
     """
-    run = check_id(await node.directory.fetch_manifest(run_id), run_id)
+    run = await node.manifest()
     if run.brings_model and not run.pinned:
         raise SetupError(
             f"run {run.id} does not say which data or model it has: its owner has to publish it anew"
@@ -240,6 +291,7 @@ class Peer(Networked[PeerOptions]):
 
     async def _choose_stage(self, node: Node, run: Run) -> Stage:
         if self.options.stage != "auto":
+            check_stage(node, self.options.stage)
             return self.options.stage
         stage = await choose_stage(node.peer_id, run, node.directory, node.addresses)
         self._emit(Note(text=f"stage {stage} is taken: it is among the slowest"))

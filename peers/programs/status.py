@@ -24,7 +24,7 @@ from peers.programs.tool_options import StatusOptions
 from peers.watch.display import clock
 from peers.watch.monitor import ASK_S, ask_or_why
 from swarm.errors import short
-from swarm.manifest import Run, check_id
+from swarm.manifest import Run
 from swarm.monitoring import validation
 from swarm.monitoring.aggregator import Aggregator
 from swarm.monitoring.health import Observation, SwarmHealth
@@ -123,7 +123,7 @@ async def observe(
 
     daemon = DaemonOptions(host=options.host, port=options.port, announce=options.announce)
     async with Node(options=daemon, join=join, run_id=run_id) as node:
-        run = check_id(await node.directory.fetch_manifest(run_id), run_id)
+        run = await node.manifest()
         records = await node.directory.lookup_all()
         transport = node.transport if calls else None
         return run, await ask(run, transport, records, now=time.time(), directory=node.directory)

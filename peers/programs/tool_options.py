@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from peers.options import (
     COUNT,
+    DATA_HELP,
     DEVICE,
     DIR,
     FILE,
@@ -17,10 +20,12 @@ from peers.options import (
     NEEDED_FILE,
     NUMBER,
     PEER_ADDRESS,
+    PEER_ID_KIND,
     PORT,
     SECONDS,
     TOKENIZER_HELP,
     WEIGHTS,
+    WORD,
     Kind,
     Listen,
     ListenOptions,
@@ -35,6 +40,7 @@ from peers.options import (
     switch,
     wrong,
 )
+from swarm.charter import MAX_LIFE_DAYS, MAX_WORK_BITS, Door, Role
 from swarm.codecs import KNOWN, parse_codec
 
 FACES, HISTORY = "faces, besides the terminal", "history"
@@ -48,7 +54,24 @@ def _codec(text: str) -> str:
     return text
 
 
+def _up_to(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if low <= int(text) <= high:
+                return int(text)
+        raise wrong(text, f"a whole number from {low} to {high}")
+
+    return parse
+
+
+DOORS = ("open", "list", "token")
+OWNER_HELP = "the owner's key, as swarm init made it"
 TEXT = Kind(str, "PROMPT")
+WORDS = Kind(str, "TEXT")
+INTEGER = Kind(_up_to(-1024, 1023), "N")
+WORK_BITS = Kind(_up_to(0, MAX_WORK_BITS), "BITS")
+USES = Kind(_up_to(1, 1000), "N")
+DAYS = Kind(between(MAX_LIFE_DAYS, "a number of days: above 0, up to 30", above=True), "DAYS")
 PNG = Kind(Path, "PNG")
 MODEL = Kind(str, "MODEL")
 CODEC = Kind(_codec, "NAME")
@@ -80,6 +103,106 @@ class ManifestOptions:
         "check this one: print its canonical text; without FILE, print an example to edit",
         positional=True,
     )
+
+
+# --- an owner's ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitOptions:
+    """Make a run of your own: its owner's key, manifest and charter.
+
+    swarm init --dir myrun --manifest run.toml --data corpus.txt
+    """
+
+    dir: Path = option(DIR, "a new folder for them")
+    manifest: Path | None = optional(FILE, "the terms of the run (default: as swarm manifest prints)")
+    name: str | None = optional(WORD, "of the run (default: the manifest's)")
+    data: tuple[Path, ...] = several(NEEDED_FILE, DATA_HELP)
+    tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
+    peers: Door = option(None, "who may serve a stage (default: open)", "open", choices=DOORS)
+    keepers: Door = option(None, "who may keep checkpoints (default: open)", "open", choices=DOORS)
+    work_bits: int = option(WORK_BITS, "a stamp of so many bits, where it is open: 27 = 3 minutes", 0)
+    days: float = option(DAYS, "until the charter expires (default: 30)", 30.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InviteOptions:
+    """Print a token that lets another machine take part in your run.
+
+    swarm invite --manifest myrun/run.toml --owner myrun/owner.key --role peer --days 7
+    """
+
+    manifest: Path = option(FILE, "the run's, as swarm init wrote it")
+    owner: Path = option(FILE, OWNER_HELP)
+    role: Role = option(None, "what for (default: peer)", "peer", choices=("peer", "trainer", "keeper"))
+    days: float = option(DAYS, "until it expires (default: 7)", 7.0)
+    uses: int = option(USES, "identities that it admits at a time (default: 1)", 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnersOptions(Membership, ListenOptions):
+    """Of commands that speak with the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BanOptions(OwnersOptions):
+    """Keep a peer out of your run.
+
+    swarm ban PEER @join.txt --owner myrun/owner.key --why 'wrong gradients'
+    """
+
+    peer: str = option(PEER_ID_KIND, "whom", positional=True)
+    why: str = option(WORDS, "what others are told")
+    owner: Path = option(FILE, OWNER_HELP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnbanOptions(OwnersOptions):
+    """Let a peer that you banned take part again.
+
+    swarm unban PEER @join.txt --owner myrun/owner.key
+    """
+
+    peer: str = option(PEER_ID_KIND, "whom", positional=True)
+    owner: Path = option(FILE, OWNER_HELP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CharterOptions(OwnersOptions):
+    """Show which peers may take part in a run; with its key, change that.
+
+    swarm charter @join.txt
+    swarm charter @join.txt --owner myrun/owner.key --peers token
+    """
+
+    owner: Path | None = optional(FILE, OWNER_HELP)
+    days: float = option(DAYS, "until it expires (default: 30)", 30.0)
+    peers: Door | None = option(None, "who may serve a stage", None, choices=DOORS)
+    trainers: Door | None = option(None, "who may send microbatches", None, choices=DOORS)
+    keepers: Door | None = option(None, "who may keep checkpoints", None, choices=DOORS)
+    name_peer: tuple[str, ...] = repeated(PEER_ID_KIND, "admit it to any stage; repeatable")
+    name_trainer: tuple[str, ...] = repeated(PEER_ID_KIND, "admit it as a trainer; repeatable")
+    name_keeper: tuple[str, ...] = repeated(PEER_ID_KIND, "admit it as a keeper; repeatable")
+    founder: tuple[str, ...] = repeated(PEER_ID_KIND, "vouch for a peer; repeatable")
+    unname: tuple[str, ...] = repeated(PEER_ID_KIND, "take it from all of these; repeatable")
+    trusted_stages: tuple[int, ...] = several(
+        INTEGER, "only named or invited peers serve these; -1 is the last"
+    )
+    work_bits: int | None = optional(WORK_BITS, "a stamp of so many bits, where it is open")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RevokeOptions(OwnersOptions):
+    """Say of a key of yours that it is to be trusted no more.
+
+    swarm revoke @join.txt --identity stolen.key
+    """
+
+    identity: Path = option(FILE, "the key")
+
+
+# --- everybody's ---
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,13 +29,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from peers.progress import Bar
-from peers.storage import atomic_file
+from peers.storage import CACHE_ENV, atomic_file
 from swarm.data import token_dtype
 from swarm.errors import SetupError
 from swarm.manifest import Run, pin
-
-CACHE_ENV = "SWARM_CACHE"
-"""Environment variable with the cache folder; ~/.cache/swarm without it."""
 
 PART_CHARS = 1 << 16
 """A file tokenizer gets text in parts of at most this many characters, ending after a line if there is one.

@@ -13,7 +13,7 @@ from peers.programs.tool_options import DashboardOptions
 from peers.watch import history
 from peers.watch.terminal import Screen
 from swarm.errors import SetupError
-from swarm.manifest import Run, check_id
+from swarm.manifest import Run
 from swarm.monitoring.aggregator import Aggregator
 from swarm.monitoring.health import Observation, SwarmHealth
 
@@ -64,7 +64,7 @@ async def _watch(options: DashboardOptions, run_id: str) -> None:
     daemon = DaemonOptions(host=options.host, port=options.port, announce=options.announce)
     async with contextlib.AsyncExitStack() as stack:
         node = await stack.enter_async_context(Node(options=daemon, join=options.join, run_id=run_id))
-        board = Board(check_id(await node.directory.fetch_manifest(run_id), run_id))
+        board = Board(await node.manifest())
         record: Callable[[Observation], None] | None = None
         if options.record is not None:
             most_bytes = int(options.record_max * 2**30)

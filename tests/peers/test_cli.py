@@ -22,19 +22,26 @@ from typing import Any
 import pytest
 
 from peers import cli, options
-from peers.cli import COMMANDS, PROGRAMS, ROLES, Exit, build_parser, exit_code, main, options_of
+from peers.cli import COMMANDS, OWNERS, PROGRAMS, ROLES, Exit, build_parser, exit_code, main, options_of
 from peers.events import Failed, parse_event
 from peers.options import description, options_from
 from peers.programs import roles, tool_options
 from peers.programs.roles import manifest
 from swarm.errors import Busy, PeerGone, Refused, SetupError, SwarmError
-from swarm.manifest import CustomModelSpec, demo_run, example_run
+from swarm.manifest import CustomModelSpec, Run, demo_run, example_run
 
 RUN = "0123456789abcdef" * 2
 JOIN = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 NEEDED = {
     "bootstrap": ["--manifest", "run.toml"],
     "peer": ["--run", RUN, "--join", JOIN],
+    "init": ["--dir", "myrun"],
+    "invite": ["--manifest", "run.toml", "--owner", "owner.key"],
+    "ban": [PEER, "--why", "lies", "--owner", "owner.key", "--run", RUN, "--join", JOIN],
+    "unban": [PEER, "--owner", "owner.key", "--run", RUN, "--join", JOIN],
+    "charter": ["--run", RUN, "--join", JOIN],
+    "revoke": ["--identity", "stolen.key", "--run", RUN, "--join", JOIN],
     "train": ["--run", RUN, "--join", JOIN],
     "health": ["peer.sock"],
     "status": ["--run", RUN, "--join", JOIN],
@@ -91,7 +98,7 @@ def test_the_help_fits_a_screen_and_names_every_command(
     assert max(map(len, lines)) <= 80
     assert set(COMMANDS) == set(PROGRAMS)
     for name in COMMANDS:
-        words = description(options_of(name))[0][1:-1]
+        words = "" if name in OWNERS else description(options_of(name))[0][1:-1]
         assert any(name in line and words in line for line in lines)
 
 
@@ -106,7 +113,8 @@ def test_every_command_has_an_example_that_parses(
     assert "example" in text
     assert examples
     for example in examples:
-        words = shlex.split(example.replace("5a7c...", RUN).partition(" > ")[0])[1:]
+        filled = example.replace("5a7c...", RUN).replace("PEER", PEER)
+        words = shlex.split(filled.partition(" > ")[0])[1:]
         assert build_parser().parse_args(words).command == name
 
 
@@ -423,15 +431,12 @@ def test_a_peer_does_not_join_a_run_that_leaves_its_model_open() -> None:
     model = CustomModelSpec(kind="code", source="cats.models:build", stages=3)
     run = dataclasses.replace(example_run(), model=model)
 
-    class Directory:
-        async def fetch_manifest(self, run_id: str) -> str:
-            return run.to_toml()
-
     class Node:
-        directory = Directory()
+        async def manifest(self) -> Run:
+            return run
 
     with pytest.raises(SetupError, match=rf"^run {run.id} does not say which data or model it has"):
-        asyncio.run(manifest(Node(), run.id))  # type: ignore[arg-type]
+        asyncio.run(manifest(Node()))  # type: ignore[arg-type]
 
 
 async def test_a_stage_that_the_run_has_not_is_refused_while_torch_is_imported(
@@ -439,12 +444,11 @@ async def test_a_stage_that_the_run_has_not_is_refused_while_torch_is_imported(
 ) -> None:
     run, imported = demo_run(), threading.Event()
 
-    class Directory:
-        async def fetch_manifest(self, run_id: str) -> str:
-            return run.to_toml()
-
     class Node:
-        directory, peer_id, addresses = Directory(), JOIN[-52:], (JOIN,)
+        run_id, peer_id, addresses = run.id, JOIN[-52:], (JOIN,)
+
+        async def manifest(self) -> Run:
+            return run
 
         def __init__(self, **_: object) -> None: ...
 

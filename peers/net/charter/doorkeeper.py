@@ -1,0 +1,149 @@
+"""Which streams, calls and records are let in, by the charter that holds now. Without a charter, all.
+
+The transport and the directory ask it of each call and record, and know nothing of charters. It keeps what
+peers brought with them, opened when it is needed: a caller may come before we know of the charter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from peers.clock import unix_s
+from peers.net.charter.signed import MAX_CREDENTIAL_BYTES, open_credential
+from peers.net.signed_records import Announced
+from peers.net.transport import SHOW_METHOD
+from peers.ports import Answer, Request
+from swarm.charter import (
+    MAX_WORK_BITS,
+    NOTHING,
+    Candidate,
+    Credential,
+    Role,
+    Terms,
+    TokenUses,
+    callers_of,
+    why_not_admitted,
+    why_shut_out,
+)
+from swarm.errors import Refused, count
+from swarm.ids import PeerId, Stage
+from swarm.records import NO_STAGE, PeerRecord
+
+MAX_SHOWN = 65_536
+USED_S = 60.0
+"""A caller's token is in use for so long after each of its calls."""
+
+_opened = functools.lru_cache(maxsize=8192)(open_credential)
+
+
+class Doorkeeper:
+    """The charter that holds for one run, and what peers brought."""
+
+    def __init__(self) -> None:
+        self.terms: Terms | None = None
+        self.stage: Stage | None = None
+        """That we serve, if we serve one."""
+        self.on_change: list[Callable[[], None]] = []
+        self._shown: dict[PeerId, bytes] = {}
+        """Credentials, the latest last."""
+        self._uses = TokenUses()
+
+    def set(self, terms: Terms) -> None:
+        """Go by these from now on."""
+        if terms != self.terms:
+            self.terms = terms
+            for told in self.on_change:
+                told()
+
+    def refusal(self, peer: PeerId, method: str, incoming: bool) -> str:
+        """Why a peer may not call this method, or not be called for it; empty if it may. Of a stream, the
+        method is empty."""
+        if self.terms is None:
+            return ""
+        now = unix_s()
+        if why := why_shut_out(self.terms, peer):
+            return f"not admitted: {why}"
+        if method in ("", SHOW_METHOD):
+            return ""
+        roles = callers_of(method, self.stage)
+        if not incoming:
+            roles = ("peer",) if roles else ()
+        return self._why_none(peer, roles, now=now)
+
+    def _why_none(
+        self, peer: PeerId, roles: tuple[Role, ...], *, now: float, stage: Stage | None = None
+    ) -> str:
+        """Why a peer is admitted as none of these; empty if it is, or there are none."""
+        assert self.terms is not None
+        whys = []
+        for role in roles:
+            why = self.why_not(peer, role, stage=stage, now=now)
+            if not why:
+                return ""
+            whys.append(f"as a {role}: {why}")
+        return f"not admitted {'; '.join(whys)}" if whys else ""
+
+    def lacks_stamp(self, peer: PeerId, role: Role) -> bool:
+        """Whether a stamp is all that a peer needs to be admitted as a role."""
+        now = unix_s()
+        enough = self.why_not(peer, role, now=now, stamped_bits=MAX_WORK_BITS)
+        return not enough and bool(self.why_not(peer, role, now=now))
+
+    def why_not(
+        self, peer: PeerId, role: Role, *, stage: Stage | None = None, now: float, stamped_bits: int = 0
+    ) -> str:
+        """Why a peer is not admitted as a role; empty if it is, or everybody is.
+
+        `stamped_bits`: taken to have a stamp of so many, besides what it showed.
+        """
+        if self.terms is None:
+            return ""
+        try:
+            credential = self._credential(peer)
+        except Refused as refusal:
+            return refusal.text
+        credential = credential._replace(stamp_bits=max(stamped_bits, credential.stamp_bits))
+        if credential.token is not None:
+            self._uses.saw(credential.token.id, peer, until=now + USED_S, now=now)
+        return why_not_admitted(self.terms, Candidate(peer, role, credential, stage), self._uses, now=now)
+
+    def _credential(self, peer: PeerId) -> Credential:
+        assert self.terms is not None
+        shown = self._shown.get(peer, b"")
+        return _opened(shown, self.terms.charter.run, self.terms.owner, peer) if shown else NOTHING
+
+    def why_not_record(self, announced: Announced) -> str:
+        """Why a record must not be kept, nor believed; empty if it may, or is of another run."""
+        record = announced.record
+        if self.terms is None or record.run != self.terms.charter.run:
+            return ""
+        self.show(record.peer, announced.credential)
+        stage = None if record.stage == NO_STAGE else record.stage
+        return self._why_none(record.peer, _roles_of(record), now=unix_s(), stage=stage)
+
+    def shown(self, peer: PeerId) -> bytes:
+        """What a peer showed last."""
+        return self._shown.get(peer, b"")
+
+    def show(self, peer: PeerId, credential: bytes) -> None:
+        """A peer brought this. Raises Refused: it is too large."""
+        if len(credential) > MAX_CREDENTIAL_BYTES:
+            raise Refused(f"a credential of {count(len(credential), 'byte')}")
+        if credential and self._shown.get(peer) != credential:
+            self._shown.pop(peer, None)
+            self._shown[peer] = credential
+            while len(self._shown) > MAX_SHOWN:
+                del self._shown[next(iter(self._shown))]
+
+    async def serve_show(self, request: Request) -> Answer:
+        """Handler: a caller shows its credential."""
+        self.show(request.peer, request.header)
+        return Answer(b"")
+
+
+def _roles_of(record: PeerRecord) -> tuple[Role, ...]:
+    """As what a peer announces itself."""
+    if record.state == "keeping":
+        return ("keeper",)
+    return ("peer", "keeper") if record.stage == NO_STAGE and record.state == "left" else ("peer",)

@@ -1,0 +1,88 @@
+"""How a program is admitted to a run: it brings what the charter asks for, and ends if it is shut out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from peers.clock import unix_s
+from peers.net.charter.doorkeeper import Doorkeeper
+from peers.net.charter.signed import certify, seal_credential, search_stamp, stamp_bits
+from swarm.charter import Role
+from swarm.errors import SetupError
+from swarm.ids import PeerId, Stage
+
+if TYPE_CHECKING:
+    from peers.net.node import Node
+
+
+async def enter(
+    node: Node, role: Role, token: str | None, cache: Path | None, note: Callable[[str], None]
+) -> None:
+    """Be admitted as `role`, by a token if there is one, and by a stamp if the charter asks for one. From
+    then on `node` ends if its peer is shut out.
+
+    Args:
+        cache: a folder for stamps, which take minutes.
+        note: told what takes long.
+
+    Raises:
+        SetupError: the charter does not admit this peer; the text says what to do.
+    """
+    door, me = node.door, node.peer_id
+    if door.terms is None:
+        if token is not None:
+            raise SetupError("--token: this run has no charter and admits everybody: leave it out")
+        return
+    run_id, certificate = door.terms.charter.run, None
+    if token is not None:
+        invited, certificate = certify(token, run_id, me)
+        if invited != role:
+            raise SetupError(f"--token is for a {invited}, and this is a {role}: ask for another one")
+    door.show(me, seal_credential(certificate))
+    if door.lacks_stamp(me, role):
+        bits = door.terms.charter.work_bits
+        note(f"the run asks for a stamp of {bits} bits of work: about {2**bits / 1e6:.0f} s of a core, once")
+        stamp = await asyncio.to_thread(_stamp, run_id, me, bits, cache)
+        door.show(me, seal_credential(certificate, stamp))
+    credential = door.shown(me)
+    node.directory.credential = credential
+    node.transport.show(credential)
+
+    def check() -> None:
+        if why := _why_not(door, me, role):
+            node.end(SetupError(why))
+
+    if why := _why_not(door, me, role):
+        raise SetupError(why)
+    door.on_change.append(check)
+
+
+def check_stage(node: Node, stage: Stage) -> None:
+    """Raises SetupError: the charter does not let this peer serve that stage."""
+    if why := _why_not(node.door, node.peer_id, "peer", stage):
+        raise SetupError(why)
+
+
+def _why_not(door: Doorkeeper, me: PeerId, role: Role, stage: Stage | None = None) -> str:
+    why = door.why_not(me, role, stage=stage, now=unix_s())
+    return why and f"the run does not admit this {role} ({me}): {why}"
+
+
+def _stamp(run_id: str, peer: PeerId, bits: int, cache: Path | None) -> int:
+    """One of so many bits: that of the last time, or one that is made now."""
+    path = None if cache is None else cache / f"{run_id}-{peer}"
+    if path is not None:
+        with contextlib.suppress(OSError, ValueError):
+            known = int(path.read_text()[:20])
+            if stamp_bits(run_id, peer, known) >= bits:
+                return known
+    found = next(stamp for stamp in search_stamp(run_id, peer, bits) if stamp is not None)
+    if path is not None:
+        with contextlib.suppress(OSError):  # it is made again the next time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(str(found))
+    return found

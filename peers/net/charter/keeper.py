@@ -1,0 +1,275 @@
+"""Follows the charter of a run: found in the DHT, looked at again and again, kept there and on the disk.
+
+Each peer of a run asks nodes near the charter's key every few seconds. It goes by the charter of the highest
+rank that it ever saw, also before it was started again (`cache`), and keeps that one in the DHT, so that the
+owner need not be there, and nobody can bring back an older one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+from peers.clock import now_s, unix_s
+from peers.net.charter import file
+from peers.net.charter.doorkeeper import Doorkeeper
+from peers.net.charter.signed import (
+    Revocation,
+    charter_key,
+    revocations_key,
+    seal_charter,
+)
+from peers.net.dht_protocol import MAX_ANSWER_BYTES, REPLICAS, RPC_S, Entry
+from peers.net.dht_storage import DhtStorage, Place
+from peers.net.identity import Identity
+from swarm.charter import Charter, Terms, check_life
+from swarm.errors import Refused, SetupError
+from swarm.ids import PeerId, RunName, fingerprint_of
+from swarm.manifest import Run
+
+logger = logging.getLogger(__name__)
+
+POLL_EVERY_S = 8.0
+"""With two nodes asked each time, a ban is known everywhere within 30 s though some of them keep it back."""
+POLLED_NODES = 2
+REVOCATION_LIFE_S = 600.0
+MAX_REVOKED = 1024
+_SEARCH_EVERY_S = 120.0
+
+
+class CharterKeeper:
+    """The charter of one run. Follows nothing until it is told of a name."""
+
+    def __init__(
+        self, storage: DhtStorage, door: Doorkeeper, rng: random.Random, life_s: float, cache: Path | None
+    ) -> None:
+        """`cache`: a folder for the highest charters seen; None: they are forgotten at the end."""
+        self.charter: Charter | None = None
+        """The highest that was seen, expired or not."""
+        self.owner: PeerId = ""
+        self.name: RunName | None = None
+        self.run: Run | None = None
+        self._sealed = b""
+        self._storage, self._door, self._random, self._life_s = storage, door, rng, life_s
+        self._cache = cache
+        self._revoked: set[PeerId] = set()
+        self._polled_at = self._stored_at = -math.inf
+        self._polling: asyncio.Task[None] | None = None
+
+    # -- whose charter ----------------------------------------------------------------------------
+
+    def follow(self, name: RunName) -> None:
+        """Look for the charter of this name from now on, and believe no other owner's."""
+        if self.name != name:
+            self.name, self.charter = name, None
+            self._load()
+
+    def follow_manifest(self, run: Run) -> None:
+        """The run's manifest is known, and with it whose charter it would be.
+
+        Raises:
+            SetupError: the charter of the name is of another run or owner.
+        """
+        owner = run.admission.owner
+        if self.name is None and owner:
+            self.follow(RunName(run.name, fingerprint_of(owner)))
+        if self.name is None:
+            return
+        if not owner or self.name != RunName(run.name, fingerprint_of(owner)):
+            raise SetupError(
+                f"the charter of {self.name} names a run whose manifest is {run.name!r} of "
+                f"{owner or 'no owner'}: do not join it"
+            )
+        self.run = run
+        self._tell()
+
+    async def find(self, name: RunName, *, timeout_s: float, expired: bool = False) -> Charter:
+        """The charter of a name, which holds now, or may have expired.
+
+        Raises:
+            SetupError: no node that can be reached has one.
+        """
+        self.follow(name)
+        deadline, why = now_s() + timeout_s, ""
+        while True:
+            await self._ask(2 * REPLICAS)
+            if self.charter is not None:
+                try:
+                    if not expired:
+                        check_life(self.charter, now=unix_s())
+                except Refused as refusal:
+                    why = refusal.text
+                else:
+                    return self.charter
+            if now_s() >= deadline:
+                nobody = f"no peer here knows a run {name}: check the name and the fingerprint, and that a "
+                raise SetupError(why or f"{nobody}peer of that run is up")
+            await self._storage.search([self._place()])
+            await asyncio.sleep(0.3)
+
+    async def ask_now(self) -> None:
+        """Ask once, all nodes that may have it."""
+        if self.name is not None:
+            await self._ask(2 * REPLICAS)
+
+    # -- again and again --------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Ask again if it is time, in the background, and keep what we have in the DHT."""
+        if self.name is None or not self._storage.online:
+            return
+        now = now_s()
+        if now - self._polled_at >= POLL_EVERY_S and (self._polling is None or self._polling.done()):
+            self._polled_at = now
+            self._polling = self._storage.tasks.create_task(self._ask(POLLED_NODES))
+        if self.charter is not None and now - self._stored_at >= self._life_s / 3:
+            self._stored_at = now - self._life_s / 6 * self._random.random()
+            self._storage.tasks.create_task(self._store())
+
+    def forget_times(self) -> None:
+        """A new p2pd: ask and store at once."""
+        self._polled_at = self._stored_at = -math.inf
+
+    def _place(self) -> Place:
+        assert self.name is not None
+        return self._storage.place(charter_key(self.name))
+
+    async def _ask(self, most: int) -> None:
+        """Take in what some of the nodes near the keys have."""
+        storage = self._storage
+        places = [self._place()]
+        if self.charter is not None:
+            places.append(storage.place(revocations_key(self.charter.run)))
+        if not storage.online:
+            return
+        old = [place for place in places if now_s() - place.searched_at > _SEARCH_EVERY_S]
+        if old:
+            await storage.search(old)
+        for place in places:
+            self._take(place.key, storage.node.entries(place.key))
+        near = {peer for place in places for peer in storage.nearest(place, max(REPLICAS, most))}
+        keys: dict[bytes, dict[str, float]] = {place.key: {} for place in places}
+        asked = self._random.sample(sorted(near), min(most, len(near)))
+        asking = [storage.node.read(peer, keys, MAX_ANSWER_BYTES) for peer in asked]
+        tasks = [storage.tasks.create_task(one) for one in asking]
+        if tasks:
+            await asyncio.wait(tasks, timeout=RPC_S)
+        for task in tasks:
+            answered = task.result() if task.done() and not task.cancelled() else None
+            for key, found in (answered[0] if answered is not None else {}).items():
+                self._take(key, found.entries)
+
+    def _take(self, key: bytes, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            opened = self._storage.check.open(key, entry)
+            if isinstance(opened, Charter):
+                self.adopt(opened, entry.subkey, entry.value)
+            elif isinstance(opened, Revocation) and self.charter is not None:
+                self._revoke(opened)
+
+    def _revoke(self, revocation: Revocation) -> None:
+        known = len(self._revoked)
+        assert self.charter is not None
+        if revocation.run == self.charter.run and known < MAX_REVOKED:
+            self._revoked.add(revocation.peer)
+            if len(self._revoked) > known:
+                self._tell()
+
+    @property
+    def sealed(self) -> bytes:
+        """The charter as its owner signed it."""
+        return self._sealed
+
+    @property
+    def revoked(self) -> frozenset[PeerId]:
+        """Keys that were seen to revoke themselves."""
+        return frozenset(self._revoked)
+
+    def adopt(self, charter: Charter, owner: PeerId, sealed: bytes) -> bool:
+        """Go by a charter from now on, if it is of the name that we follow and the highest that we know.
+
+        `sealed` was opened: `owner` signed it.
+        """
+        if self.name is None or RunName(charter.name, fingerprint_of(owner)) != self.name:
+            return False
+        if self.charter is not None and charter.rank <= self.charter.rank:
+            return False
+        if self.run is not None and charter.run != self.run.id:
+            logger.warning("the owner's charter names another run now (%s): that is ignored", charter.run)
+            return False
+        if self.charter is not None:
+            logger.info("charter %s, sequence %d: it holds from now on", self.name, charter.sequence)
+        self.charter, self.owner, self._sealed = charter, owner, sealed
+        self._stored_at = -math.inf
+        self._save()
+        self._tell()
+        return True
+
+    def _tell(self) -> None:
+        """Let the doorkeeper go by what we know."""
+        if self.charter is not None:
+            run = self.run
+            self._door.set(
+                Terms(
+                    self.charter,
+                    self.owner,
+                    stages=run.S if run is not None else 0,
+                    trainers=run.admission.trainers if run is not None else (),
+                    revoked=self.revoked,
+                )
+            )
+
+    # -- kept -------------------------------------------------------------------------------------
+
+    async def publish(self, charter: Charter, owner: Identity) -> int:
+        """Sign a charter, go by it, and store it; how many nodes took it. Raises SetupError."""
+        return await self.offer(charter, owner.peer_id, seal_charter(charter, owner))
+
+    async def offer(self, charter: Charter, owner: PeerId, sealed: bytes) -> int:
+        """Go by a charter that was opened unless a higher one is known, and store the highest."""
+        self.follow(RunName(charter.name, fingerprint_of(owner)))
+        self.adopt(charter, owner, sealed)
+        return await self._store()
+
+    async def revoke(self, run_id: str, peer: PeerId, sealed: bytes) -> int:
+        """Store a revocation; how many nodes took it."""
+        entry = Entry(peer, sealed, unix_s() + REVOCATION_LIFE_S)
+        return await self._storage.store(revocations_key(run_id), entry)
+
+    async def _store(self) -> int:
+        assert self.name is not None
+        self._stored_at = now_s()
+        entry = Entry(self.owner, self._sealed, unix_s() + self._life_s)
+        return await self._storage.store(charter_key(self.name), entry)
+
+    def _path(self) -> Path | None:
+        return None if self._cache is None or self.name is None else self._cache / str(self.name)
+
+    def _load(self) -> None:
+        """What was seen before we were started."""
+        if (remembered := self._remembered()) is not None:
+            self.adopt(*remembered)
+
+    def _remembered(self) -> tuple[Charter, PeerId, bytes] | None:
+        path = self._path()
+        if path is not None:
+            with contextlib.suppress(OSError, Refused):
+                return file.read(path)
+        return None
+
+    def _save(self) -> None:
+        """Several peers of a machine share the folder: the highest charter stays."""
+        path, remembered = self._path(), self._remembered()
+        if path is None or self.charter is None:
+            return
+        if remembered is not None and remembered[0].rank >= self.charter.rank:
+            return
+        try:
+            file.write(path, self.owner, self._sealed)
+        except OSError as error:
+            logger.warning("the charter cannot be remembered in %s: %s", path.parent, error.strerror)

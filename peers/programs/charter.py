@@ -1,0 +1,262 @@
+"""What the owner of a run says: init, invite, ban, unban, charter; and a key of itself: revoke."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peers.clock import unix_s
+from peers.net.charter import file
+from peers.net.charter.signed import make_token, seal_charter, seal_revocation
+from peers.net.identity import Identity
+from peers.storage import atomic_file, charters_folder
+from swarm import charter as rules
+from swarm.charter import ROLES, Charter, Door, Role, Rule
+from swarm.errors import SetupError, count
+from swarm.ids import PeerId, RunName, fingerprint_of
+from swarm.manifest import EXAMPLE, load_run, parse_run
+
+if TYPE_CHECKING:
+    from peers.net.node import Node
+    from peers.programs.tool_options import (
+        BanOptions,
+        CharterOptions,
+        InitOptions,
+        InviteOptions,
+        OwnersOptions,
+        RevokeOptions,
+        UnbanOptions,
+    )
+
+DAY_S = 86_400
+FIND_S = 10.0
+
+
+# --- on this machine ---
+
+
+def run_init(options: InitOptions) -> None:
+    """Make a folder with the owner's key, a trainer's key, the manifest and the charter.
+
+    Raises:
+        SetupError: the manifest or its data cannot be used, or there is such a run in the folder already.
+    """
+    from peers.programs.manifest_pinning import pinned
+    from peers.storage.samples import open_data
+
+    folder = options.dir
+    taken = [name for name in ("owner.key", "run.toml", "charter") if (folder / name).exists()]
+    if taken:
+        raise SetupError(f"{folder / taken[0]} is there already: name another folder for another run")
+    run = parse_run(EXAMPLE) if options.manifest is None else load_run(options.manifest)
+    name = options.name or run.name
+    if run.admission.owner:
+        raise SetupError("the manifest has an owner already (admission.owner): leave it out, a key is made")
+    _make(folder)
+    owner, trainer = (Identity.load_or_create(folder / f"{who}.key") for who in ("owner", "trainer"))
+    run = replace(run, name=name, admission=replace(run.admission, owner=owner.peer_id))
+    try:
+        run = pinned(run, open_data(run, options.data, options.tokenizer))
+        charter = rules.make(
+            name=run.name,
+            run=run.id,
+            sequence=1,
+            expires=int(unix_s() + options.days * DAY_S),
+            peers=Rule(options.peers),
+            trainers=Rule("list", (trainer.peer_id,)),
+            keepers=Rule(options.keepers),
+            work_bits=options.work_bits,
+        )
+    except SetupError:
+        for who in ("owner", "trainer"):
+            (folder / f"{who}.key").unlink()
+        raise
+    try:
+        atomic_file.write_whole(folder / "run.toml", run.to_toml().encode())
+        file.write(folder / "charter", owner.peer_id, seal_charter(charter, owner))
+    except OSError as error:
+        raise atomic_file.trouble("cannot write", folder, error, "name another folder") from None
+    print(f"run {RunName(run.name, fingerprint_of(owner.peer_id))} ({run.id})")
+    print(f"{folder}/owner.key is the run: keep a copy where nobody finds it. Next:")
+    print(
+        f"swarm bootstrap --manifest {folder}/run.toml --charter {folder}/charter --identity "
+        f"{folder}/owner.key --host 0.0.0.0 --port 31337 --announce HOST:31337 --join-file join.txt"
+    )
+    print(f"swarm train @join.txt --identity {folder}/trainer.key    (with the same --data)")
+    print("Give join.txt to those who are to join: swarm peer @join.txt --identity peer.key")
+    if options.peers == "token":
+        print(f"and a token to each: swarm invite --manifest {folder}/run.toml --owner {folder}/owner.key")
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise SetupError(f"{folder} cannot be made: {error.strerror}. Name another folder") from None
+
+
+def run_invite(options: InviteOptions) -> None:
+    """Print a token. Raises SetupError: the key is not that of the run's owner."""
+    run, owner = load_run(options.manifest), Identity.load(options.owner)
+    if not run.pinned:
+        raise SetupError(f"{options.manifest} is not published yet: give the run.toml of swarm init")
+    if run.admission.owner != owner.peer_id:
+        raise SetupError(f"{options.owner} is not the key of the owner of {run.name!r}")
+    expires = int(unix_s() + options.days * DAY_S)
+    print(make_token(run.id, owner, options.role, expires=expires, uses=options.uses))
+
+
+# --- at the run ---
+
+
+@contextlib.asynccontextmanager
+async def _at_the_run(options: OwnersOptions) -> AsyncIterator[tuple[Node, Charter]]:
+    """A node in the network of the run, and the highest charter, be it expired.
+
+    Raises:
+        SetupError: no route to the run, or it has no charter.
+    """
+    from peers.net.node import Node
+    from peers.net.p2pd import DaemonOptions
+
+    daemon = DaemonOptions(host=options.host, port=options.port, announce=options.announce)
+    name = RunName.parse(options.run)
+    async with Node(
+        options=daemon,
+        join=options.join,
+        run_id=None if name else options.run,
+        charters=charters_folder(),
+    ) as node:
+        charters = node.directory.charters
+        if name is not None:
+            yield node, await charters.find(name, timeout_s=FIND_S, expired=True)
+            return
+        await node.directory.fetch_manifest(options.run)
+        if charters.charter is None:
+            raise SetupError(
+                f"the run {options.run} has no charter: one that swarm init makes has one, published by "
+                "swarm bootstrap --charter"
+            )
+        yield node, charters.charter
+
+
+def _owner(path: Path, node: Node) -> Identity:
+    """The owner's key. Raises SetupError: it is another one."""
+    identity, charters = Identity.load(path), node.directory.charters
+    if identity.peer_id != charters.owner:
+        raise SetupError(
+            f"{path} is not the key of the owner of {charters.name}: its fingerprint is "
+            f"{fingerprint_of(identity.peer_id)}"
+        )
+    return identity
+
+
+async def _publish(node: Node, charter: Charter, owner: Identity, words: str) -> None:
+    took = await node.directory.charters.publish(charter, owner)
+    if took < 2:  # one is ours
+        raise SetupError("no node of the run took the new charter: try again, and check the clocks (NTP)")
+    print(
+        f"{words}. Charter {charter.sequence} holds until {_date(charter.expires)}; all peers follow in 30 s"
+    )
+
+
+async def run_ban(options: BanOptions) -> None:
+    """Publish a charter with one ban more. Raises SetupError."""
+    async with _at_the_run(options) as (node, charter):
+        owner = _owner(options.owner, node)
+        bans = rules.ban(charter, options.peer, options.why)
+        await _publish(node, _succeed(node, charter, bans=bans), owner, f"{options.peer} is banned")
+
+
+async def run_unban(options: UnbanOptions) -> None:
+    """Publish a charter with one ban less. Raises SetupError."""
+    async with _at_the_run(options) as (node, charter):
+        owner = _owner(options.owner, node)
+        bans = rules.unban(charter, options.peer)
+        await _publish(node, _succeed(node, charter, bans=bans), owner, f"{options.peer} is not banned")
+
+
+def _succeed(node: Node, charter: Charter, **changes: Any) -> Charter:
+    """The next charter, with the keys that revoked themselves since the last one."""
+    seen = sorted(node.directory.charters.revoked)[: rules.MAX_REVOCATIONS_TAKEN]
+    revocations = (*charter.revocations, *changes.pop("revocations", ()), *seen)
+    return rules.succeed(charter, now=unix_s(), revocations=revocations, **changes)
+
+
+async def run_charter(options: CharterOptions) -> None:
+    """Print the charter; with the owner's key, change and renew it first. Raises SetupError."""
+    async with _at_the_run(options) as (node, charter):
+        if options.owner is None:
+            if _changes(options, charter):
+                raise SetupError("only the owner changes a charter: give its key as --owner")
+            print(told(charter, node.directory.charters.owner))
+            return
+        owner = _owner(options.owner, node)
+        changed = _succeed(node, charter, **_changes(options, charter), days=options.days)
+        await _publish(node, changed, owner, "The charter is renewed")
+        print(told(changed, owner.peer_id))
+
+
+def _changes(options: CharterOptions, charter: Charter) -> dict[str, Any]:
+    """The fields of the charter that the options change."""
+    found: dict[str, Any] = {}
+    gone = set(options.unname)
+    doors: dict[Role, Door | None]
+    doors = {"peer": options.peers, "trainer": options.trainers, "keeper": options.keepers}
+    named = {"peer": options.name_peer, "trainer": options.name_trainer, "keeper": options.name_keeper}
+    for role in ROLES:
+        old = charter.rule(role)
+        new = Rule(doors[role] or old.door, tuple(sorted({*old.named, *named[role]} - gone)))
+        if new != old:
+            found[f"{role}s"] = new
+    founders = tuple(sorted({*charter.founders, *options.founder} - gone))
+    if founders != charter.founders:
+        found["founders"] = founders
+    if options.work_bits is not None and options.work_bits != charter.work_bits:
+        found["work_bits"] = options.work_bits
+    if options.trusted_stages:
+        found["trusted_stages"] = options.trusted_stages
+    return found
+
+
+def told(charter: Charter, owner: PeerId) -> str:
+    """A charter, for people."""
+    lines = [
+        f"{RunName(charter.name, fingerprint_of(owner))}: charter {charter.sequence}, until "
+        f"{_date(charter.expires)}",
+        f"run {charter.run}, owner {owner}",
+    ]
+    for role in ROLES:
+        rule = charter.rule(role)
+        stamp = f" with {charter.work_bits} bits of work" if charter.work_bits and rule.door == "open" else ""
+        lines += [f"{role}s: {rule.door}{stamp}", *(f"  {peer}" for peer in rule.named)]
+    lists = {"founders": charter.founders, "revoked keys": charter.revocations}
+    for words, peers in lists.items():
+        lines += [f"{words}:", *(f"  {peer}" for peer in peers)] if peers else []
+    if charter.trusted_stages:
+        lines.append(f"trusted stages: {', '.join(map(str, charter.trusted_stages))}")
+    if charter.bans:
+        lines.append(f"{count(len(charter.bans), 'ban')}:")
+        lines += [f"  {one.peer} {one.why}" for one in charter.bans]
+    return "\n".join(lines)
+
+
+def _date(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
+async def run_revoke(options: RevokeOptions) -> None:
+    """Have a key say that it is to be trusted no more. Raises SetupError."""
+    identity = Identity.load(options.identity)
+    async with _at_the_run(options) as (node, charter):
+        sealed = seal_revocation(charter.run, identity)
+        if await node.directory.charters.revoke(charter.run, identity.peer_id, sealed) < 2:
+            raise SetupError("no node of the run took the revocation: try again, and check the clocks (NTP)")
+        print(
+            f"{identity.peer_id} is revoked: peers that are there now refuse it for as long as they live. "
+            "Ask the owner to run swarm charter --owner within 10 minutes: then it is so for good"
+        )

@@ -1,0 +1,354 @@
+"""The charter of a run: which peers its owner lets take part, as what. Rules only: bytes in, decisions out.
+
+A manifest is what a run computes, and never changes; a charter says who may compute it, and changes whenever
+its owner says so. It is signed by the owner (`peers.net.charter.signed`), lies in the directory under the
+owner's id, and is found by the run's name and a *fingerprint* of the owner: `demo@k3f7a-2xq4m-7dhzp-c5wta`.
+
+Of two charters the one with the higher sequence holds (`Charter.rank`). One that has expired holds no more:
+then nobody is admitted, the run stands still, and goes on as soon as the owner has signed another one. So who
+withholds a new charter from a peer, with a ban in it, gains 30 days at most.
+
+Roles: a *peer* serves a stage, a *trainer* sends microbatches, a *keeper* keeps checkpoints. The owner may be
+each. Others are admitted as the charter says of their role:
+
+    open    everybody; with a stamp, if `work_bits` asks for one
+    token   who is named, or brings a token that the owner made (`swarm invite`)
+    list    who is named
+
+Who only reads (status, weights) has no role and needs no admission: a ban is all that keeps a reader out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from swarm.errors import Refused, SetupError, clean
+from swarm.ids import PEER_ID, RUN_NAME, PeerId, Stage
+
+MAX_CHARTER_BYTES = 16_000
+"""About 270 peer ids, bans and names together. Bans do not scale: identities cost nothing, tokens do."""
+MAX_LIFE_DAYS = 30
+MAX_LIFE_S = MAX_LIFE_DAYS * 86_400
+CLOCK_MARGIN_S = 3_600
+"""That the owner's clock may be ahead of ours."""
+MAX_WORK_BITS = 40
+"""Each bit doubles the work: 27 take two minutes of a core, 40 a fortnight."""
+MAX_WHY_CHARS = 100
+MAX_REVOCATIONS_TAKEN = 64
+"""Into one charter, of those that were seen: anybody can make keys that revoke themselves."""
+Role: TypeAlias = Literal["peer", "trainer", "keeper"]
+ROLES: tuple[Role, ...] = ("peer", "trainer", "keeper")
+Door: TypeAlias = Literal["open", "list", "token"]
+
+_PeerId: TypeAlias = Annotated[str, msgspec.Meta(pattern=rf"\A{PEER_ID.pattern}\Z")]
+_PeerIds: TypeAlias = Annotated[tuple[_PeerId, ...], msgspec.Meta(max_length=300)]
+
+
+class Ban(msgspec.Struct, frozen=True, array_like=True, order=True, forbid_unknown_fields=True):
+    """A peer that takes no part, whatever else is said of it."""
+
+    peer: _PeerId
+    why: Annotated[str, msgspec.Meta(max_length=MAX_WHY_CHARS)]
+
+
+class Rule(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Which peers are admitted as one role."""
+
+    door: Door = "open"
+    named: _PeerIds = ()
+
+
+class Charter(msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid_unknown_fields=True):
+    """What an owner says of a run. Sets are sorted, so that equal charters are equal bytes."""
+
+    name: Annotated[str, msgspec.Meta(pattern=rf"\A{RUN_NAME}\Z")]
+    run: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+    """The id of its manifest, which has the same name and owner."""
+    sequence: Annotated[int, msgspec.Meta(ge=1, lt=1 << 48)]
+    expires: Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+    """Unix seconds."""
+    peers: Rule = Rule()
+    trainers: Rule = Rule("list")
+    keepers: Rule = Rule()
+    work_bits: Annotated[int, msgspec.Meta(ge=0, le=MAX_WORK_BITS)] = 0
+    """Of who enters by an open door."""
+    founders: _PeerIds = ()
+    """Peers that the owner vouches for: they are admitted as peers, and have the voice in a run's first
+    steps."""
+    trusted_stages: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=-1024, lt=1024)], ...], msgspec.Meta(max_length=64)
+    ] = ()
+    """Served by peers that are named or invited; -1 is the last one."""
+    bans: Annotated[tuple[Ban, ...], msgspec.Meta(max_length=300)] = ()
+    revocations: _PeerIds = ()
+    """Keys that said of themselves that they are to be trusted no more."""
+
+    def __post_init__(self) -> None:
+        sets = (self.peers.named, self.trainers.named, self.keepers.named, self.founders, self.revocations)
+        for some in (*sets, tuple(ban.peer for ban in self.bans), self.trusted_stages):
+            if list(some) != sorted(set(some)):
+                raise ValueError("a set that is not sorted, or names somebody twice")
+
+    @property
+    def rank(self) -> tuple[int, bytes]:
+        """Of two charters of an owner the one of higher rank holds: all agree, even if the owner signed two
+        of one sequence."""
+        return self.sequence, hashlib.sha256(encode(self)).digest()
+
+    def rule(self, role: Role) -> Rule:
+        return {"peer": self.peers, "trainer": self.trainers, "keeper": self.keepers}[role]
+
+    def trusts_only_some(self, stage: Stage, stages: int) -> bool:
+        """Whether a stage is one of the `trusted_stages` of a run with so many."""
+        return any(stage == (one + stages if one < 0 else one) for one in self.trusted_stages)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Charter)
+
+
+def encode(charter: Charter) -> bytes:
+    """The canonical bytes, which the owner signs."""
+    return _encoder.encode(charter)
+
+
+def decode(data: bytes) -> Charter:
+    """A charter from a stranger's bytes.
+
+    Raises:
+        Refused: oversized, malformed, or not the canonical bytes of what it says.
+    """
+    if len(data) > MAX_CHARTER_BYTES:
+        raise Refused(f"a charter of {len(data)} bytes; at most {MAX_CHARTER_BYTES} are allowed")
+    try:
+        charter = _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Refused(f"a malformed charter: {clean(str(error))}") from None
+    if encode(charter) != data:
+        raise Refused("a charter that is not in canonical form")
+    return charter
+
+
+def check_life(charter: Charter, *, now: float) -> None:
+    """Raises Refused: it has expired, or wants to hold for too long. `now`: Unix seconds."""
+    if charter.expires <= now:
+        raise Refused(
+            f"the charter of {charter.name!r} has expired: its owner has to sign another one (swarm charter)"
+        )
+    if charter.expires > now + MAX_LIFE_S + CLOCK_MARGIN_S:
+        raise Refused(f"a charter that wants to hold for more than {MAX_LIFE_DAYS} days")
+
+
+class Token(NamedTuple):
+    """What a token says that the owner made, once its signatures were checked."""
+
+    id: bytes
+    """The public key of the token: no two are alike."""
+    role: Role
+    expires: float
+    """Unix seconds."""
+    uses: int
+    """Identities that it admits at a time."""
+
+
+class Credential(NamedTuple):
+    """What a peer brought, checked: it holds for this peer and this run."""
+
+    token: Token | None = None
+    stamp_bits: int = 0
+
+
+NOTHING = Credential()
+
+
+class TokenUses:
+    """Which identities used which token, by all records and callers that we saw.
+
+    A token is a secret, and who has it can bind it to any identity. So of more identities than it admits none
+    is better than another: whatever chose between them (the first to come, the smallest id) could be arranged
+    by a thief, and peers that saw other records would choose differently. All of them are refused, and the
+    token with them, while so many are there.
+    """
+
+    def __init__(self, most: int = 65_536) -> None:
+        self._most = most
+        self._until: dict[bytes, dict[PeerId, float]] = {}
+        self._count = 0
+
+    def saw(self, token: bytes, peer: PeerId, *, until: float, now: float) -> None:
+        """A peer uses a token, for all that we know until then (Unix seconds)."""
+        users = self._until.setdefault(token, {})
+        if peer not in users and self._count >= self._most:
+            self._expire(now)
+            if self._count >= self._most:
+                return
+            users = self._until.setdefault(token, {})
+        self._count += peer not in users
+        users[peer] = max(until, users.get(peer, 0.0))
+
+    def users(self, token: bytes, *, now: float) -> int:
+        """How many identities use it."""
+        return sum(until > now for until in self._until.get(token, {}).values())
+
+    def _expire(self, now: float) -> None:
+        self._until = {
+            token: living
+            for token, users in self._until.items()
+            if (living := {peer: until for peer, until in users.items() if until > now})
+        }
+        self._count = sum(map(len, self._until.values()))
+
+
+class Candidate(NamedTuple):
+    """A peer that wants to take part, and as what."""
+
+    peer: PeerId
+    role: Role
+    credential: Credential = NOTHING
+    stage: Stage | None = None
+    """That a peer serves, as far as it is known."""
+
+
+class Terms(NamedTuple):
+    """What is decided by: a charter, and what it says nothing of."""
+
+    charter: Charter
+    owner: PeerId
+    stages: int = 0
+    """Of the run; 0: not known yet."""
+    trainers: tuple[PeerId, ...] = ()
+    """That the manifest names (`admission.trainers`)."""
+    revoked: frozenset[PeerId] = frozenset()
+    """Keys that revoked themselves, besides those in the charter."""
+
+
+def why_shut_out(terms: Terms, peer: PeerId) -> str:
+    """Why a peer may not even read; empty if it may."""
+    charter = terms.charter
+    if peer in charter.revocations or peer in terms.revoked:
+        return "its key was revoked by itself: start with another identity"
+    for ban in charter.bans:
+        if ban.peer == peer:
+            return f"the owner of the run banned it: {clean(ban.why) or 'without a reason'}"
+    return ""
+
+
+def why_not_admitted(terms: Terms, who: Candidate, uses: TokenUses, *, now: float) -> str:
+    """Why a peer may not take part as that role; empty if it may. `now`: Unix seconds."""
+    charter = terms.charter
+    if {terms.owner} & {*charter.revocations, *terms.revoked}:
+        return "the key of the run's owner was revoked: nobody is admitted any more"
+    try:
+        check_life(charter, now=now)
+    except Refused as refusal:
+        return refusal.text
+    if why := why_shut_out(terms, who.peer):
+        return why
+    if who.role == "trainer" and terms.trainers and who.peer not in terms.trainers:
+        return "the run's manifest names its trainers (admission.trainers), and this is none of them"
+    if _is_named(terms, who):
+        return ""
+    rule, credential = charter.rule(who.role), who.credential
+    trusted = who.stage is not None and charter.trusts_only_some(who.stage, terms.stages)
+    if rule.door == "list":
+        return f"the run's charter names its {who.role}s, and this is none of them: ask the owner"
+    why = _why_not_invited(credential.token, who.role, uses, now=now)
+    if not why:
+        return ""
+    if trusted:
+        return f"stage {who.stage} is served only by peers that the owner named or invited: {why}"
+    if rule.door == "token":
+        return f"the run admits {who.role}s that were invited: {why}"
+    if credential.stamp_bits < charter.work_bits:
+        bits = credential.stamp_bits
+        return f"the run asks for a stamp of {charter.work_bits} bits of work, and this has {bits}"
+    return ""
+
+
+def _is_named(terms: Terms, who: Candidate) -> bool:
+    named: Iterable[PeerId] = terms.charter.rule(who.role).named
+    if who.role == "peer":
+        named = (*named, *terms.charter.founders)
+    elif who.role == "trainer":
+        named = (*named, *terms.trainers)
+    return who.peer == terms.owner or who.peer in named
+
+
+def _why_not_invited(token: Token | None, role: Role, uses: TokenUses, *, now: float) -> str:
+    if token is None:
+        return "it has no token: ask the owner for one (swarm invite), and give it as --token"
+    if token.role != role:
+        return f"its token is for a {token.role}"
+    if token.expires <= now:
+        return "its token has expired: ask the owner for another one"
+    if (count := uses.users(token.id, now=now)) > token.uses:
+        return (
+            f"its token is used by {count} identities, and admits {token.uses}: keep your --identity, "
+            "or ask the owner for another token"
+        )
+    return ""
+
+
+# --- what an owner changes ----------------------------------------------------------------------------------
+
+
+def succeed(charter: Charter, *, now: float, days: float = MAX_LIFE_DAYS, **changes: Any) -> Charter:
+    """The charter that comes after this one: changed, and with a new term. Sets may come in any order.
+
+    Raises:
+        SetupError: it is no charter; says why.
+    """
+    fields = {name: getattr(charter, name) for name in charter.__struct_fields__} | changes
+    fields |= {"sequence": charter.sequence + 1, "expires": int(now + days * 86_400)}
+    return make(**fields)
+
+
+def make(**fields: Any) -> Charter:
+    """A charter, with its sets in order. Raises SetupError: it is none; says why."""
+    for name in ("founders", "trusted_stages", "bans", "revocations"):
+        if name in fields:
+            fields[name] = tuple(sorted(set(fields[name])))
+    for name in ("peers", "trainers", "keepers"):
+        if name in fields:
+            fields[name] = Rule(fields[name].door, tuple(sorted(set(fields[name].named))))
+    try:
+        charter = Charter(**fields)
+        decode(encode(charter))
+    except (Refused, ValueError) as error:
+        raise SetupError(f"this cannot be a charter: {error}") from None
+    return charter
+
+
+def ban(charter: Charter, peer: PeerId, why: str) -> tuple[Ban, ...]:
+    """The bans of a charter with another one. Raises SetupError: it is banned already."""
+    if any(one.peer == peer for one in charter.bans):
+        raise SetupError(f"{peer} is banned already: swarm charter shows why")
+    return tuple(sorted((*charter.bans, Ban(peer, clean(why, MAX_WHY_CHARS)))))
+
+
+def unban(charter: Charter, peer: PeerId) -> tuple[Ban, ...]:
+    """The bans of a charter without that of a peer. Raises SetupError: there is none."""
+    left = tuple(one for one in charter.bans if one.peer != peer)
+    if len(left) == len(charter.bans):
+        raise SetupError(f"{peer} is not banned: swarm charter lists who is")
+    return left
+
+
+# --- which methods are for whom -----------------------------------------------------------------------------
+
+READS = frozenset({"status", "state", "saved", "chunk", "close", "version", "reach"})
+"""Methods that answer everybody who is not banned, at everybody."""
+_TRAINERS_CALL = frozenset({"work", "locate", "watch", "line"})
+
+
+def callers_of(method: str, stage: Stage | None) -> tuple[Role, ...]:
+    """Roles that may call a method of a peer at `stage`; none: everybody but the banned."""
+    if method in READS:
+        return ()
+    if method == "work" and stage == 0:
+        return ("trainer",)
+    return ("peer", "trainer") if method in _TRAINERS_CALL else ("peer",)

@@ -1,0 +1,166 @@
+"""Who may call and who is called, at the transport: before any handler, and on streams that are open."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from peers.net.charter import signed
+from peers.net.charter.doorkeeper import Doorkeeper
+from peers.net.identity import Identity
+from peers.net.transport import SHOW_METHOD, NetTransport
+from peers.ports import Answer, Request
+from swarm import charter as rules
+from swarm.charter import Ban, Rule, Terms
+from swarm.errors import PeerGone, Refused
+from tests.net.relay import Relay
+
+RUN, OWNER = "ab" * 16, Identity(b"o" * 32)
+
+
+@pytest_asyncio.fixture
+async def relay(tmp_path: Path) -> AsyncIterator[Relay]:
+    relay = Relay(tmp_path)
+    yield relay
+    await relay.close()
+
+
+class Guarded:
+    """A transport with a doorkeeper, as `peers.net.node` puts them together."""
+
+    def __init__(self, transport: NetTransport) -> None:
+        self.transport, self.door = transport, Doorkeeper()
+        self.handled: list[str] = []
+        transport.refusal = self.door.refusal
+        transport.serve(SHOW_METHOD, self.door.serve_show)
+        self.door.on_change.append(transport.drop_refused)
+        for method in ("part", "status", "work"):
+            transport.serve(method, self._handle, max_body_bytes=100)
+
+    async def _handle(self, request: Request) -> Answer:
+        self.handled.append(request.peer)
+        return Answer(b"done")
+
+    @property
+    def peer(self) -> str:
+        return self.transport.peer_id
+
+    async def call(self, other: Guarded, method: str = "part") -> bytes:
+        return bytes((await self.transport.call(other.peer, method, b"")).header)
+
+
+def terms(**changes: Any) -> Terms:
+    fields = {"name": "demo", "run": RUN, "sequence": 1, "expires": int(2e9)}
+    return Terms(rules.make(**(fields | changes)), OWNER.peer_id, stages=2)
+
+
+@pytest.fixture(autouse=True)
+def _before_it_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peers.net.charter.doorkeeper.unix_s", lambda: 2e9 - 1000)
+
+
+@pytest_asyncio.fixture
+async def pair(relay: Relay) -> tuple[Guarded, Guarded]:
+    """(caller, callee)"""
+    return Guarded(await relay.add()), Guarded(await relay.add())
+
+
+async def test_a_banned_caller_reaches_no_handler(pair: tuple[Guarded, Guarded]) -> None:
+    caller, callee = pair
+    assert await caller.call(callee) == b"done"
+    callee.door.set(terms(bans=(Ban(caller.peer, "x"),)))
+    for _ in range(2):
+        with pytest.raises(PeerGone):
+            await caller.call(callee, "status")
+    assert callee.handled == [caller.peer]
+
+
+async def test_a_ban_closes_streams_that_are_open(pair: tuple[Guarded, Guarded]) -> None:
+    caller, callee = pair
+    gate = asyncio.Event()
+
+    async def wait(request: Request) -> Answer:
+        await gate.wait()
+        return Answer(b"")
+
+    callee.transport.serve("status", wait)
+    waiting = asyncio.ensure_future(caller.call(callee, "status"))
+    while not callee.transport.links[1]:
+        await asyncio.sleep(0.005)
+    callee.door.set(terms(bans=(Ban(caller.peer, "x"),)))
+    with pytest.raises(PeerGone, match="broke"):
+        await waiting
+    assert callee.transport.links == (0, 0)
+    gate.set()
+
+
+async def test_a_banned_callee_is_not_called(relay: Relay, pair: tuple[Guarded, Guarded]) -> None:
+    caller, callee = pair
+    caller.door.set(terms(bans=(Ban(callee.peer, "wrong gradients"),)))
+    with pytest.raises(PeerGone, match="not admitted: the owner of the run banned it: wrong gradients"):
+        await caller.call(callee, "status")
+    assert relay.dials == []
+
+
+async def test_who_is_not_admitted_may_read_and_nothing_else(pair: tuple[Guarded, Guarded]) -> None:
+    caller, callee = pair
+    callee.door.set(terms(peers=Rule("list")))
+    assert await caller.call(callee, "status") == b"done"
+    for method, text in (
+        ("part", "not admitted as a peer: "),
+        ("work", "not admitted as a peer: .*; as a tr"),
+    ):
+        with pytest.raises(Refused, match=text):
+            await caller.call(callee, method)
+    assert callee.handled == [caller.peer]
+
+
+async def test_a_peer_that_is_not_admitted_is_not_called_for_work(
+    relay: Relay, pair: tuple[Guarded, Guarded]
+) -> None:
+    caller, callee = pair
+    caller.door.set(terms(peers=Rule("list", (caller.peer,))))
+    with pytest.raises(PeerGone, match="not admitted as a peer: the run's charter names its peers"):
+        await caller.call(callee, "work")
+    assert relay.dials == []
+
+
+async def test_a_caller_shows_its_token_before_its_first_call(relay: Relay) -> None:
+    """So a trainer, which has no record, is admitted too; also by a callee that did not know of it."""
+    caller, callee = Guarded(await relay.add()), Guarded(await relay.add())
+    closed = terms(peers=Rule("token"), trainers=Rule("token"))
+    callee.door.set(closed)
+    callee.door.stage = 0
+    with pytest.raises(Refused, match="not admitted as a trainer: the run admits trainers that were invited"):
+        await caller.call(callee, "work")
+    token = signed.make_token(RUN, OWNER, "trainer", expires=int(2e9))
+    certificate = signed.certify(token, RUN, caller.peer)[1]
+    other = Guarded(await relay.add())
+    other.door.set(closed)
+    other.door.stage = 0
+    caller.transport.show(signed.seal_credential(certificate))
+    assert await caller.call(other, "work") == b"done"
+    with pytest.raises(Refused, match="its token is for a trainer"):
+        await caller.call(other, "part")
+
+
+async def test_a_callee_that_knows_no_credentials_is_called_all_the_same(relay: Relay) -> None:
+    caller, callee = await relay.add(), await relay.add()
+
+    async def answer(request: Request) -> Answer:
+        return Answer(b"done")
+
+    callee.serve("part", answer)
+    caller.show(b"x" * 1000)
+    assert (await caller.call(callee.peer_id, "part", b"")).header == b"done"
+
+
+async def test_a_peer_calls_itself_whatever_the_charter_says(relay: Relay) -> None:
+    alone = Guarded(await relay.add())
+    alone.door.set(terms(peers=Rule("list")))
+    assert await alone.call(alone) == b"done"
