@@ -45,6 +45,8 @@ MAX_LONG_BYTES = 1 << 20
 microbatches takes 0.5 MB at most, the plan of a reduce of 1,000 replicas 0.1 MB."""
 MAX_HOPS = 256
 """Of those in an answer: 31 kB. What the others spent is told to nobody."""
+MAX_RECEIPTS = 60
+"""Of those in an answer: 12 kB. Those of stages further behind are checked by their callers only."""
 UNFOLDED_BYTES = 1 << 20
 """Bytes of bitmaps that a header may say in short: those of a plan with 1,000 members. A body: twice that."""
 
@@ -66,7 +68,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorMeta, ...] = ()
 
 
-class Hop(msgspec.Struct, frozen=True, kw_only=True):
+class Hop(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one stage's peer spent on a microbatch, in seconds, for the caller's router; and its receipt."""
 
     stage: Stage
@@ -95,7 +97,8 @@ def with_latency(hops: tuple[Hop, ...], took_s: float) -> tuple[Hop, ...]:
         return hops
     latency_s = took_s - sum(hop.own_s for hop in hops) - sum(hop.latency_s for hop in hops[1:])
     first = msgspec.structs.replace(hops[0], latency_s=latency_s if 0.0 < latency_s <= took_s else 0.0)
-    return (first, *hops[1:MAX_HOPS])
+    behind = (msgspec.structs.replace(hop, receipt=None) for hop in hops[MAX_RECEIPTS:MAX_HOPS])
+    return (first, *hops[1:MAX_RECEIPTS], *behind)
 
 
 class WorkDone(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,6 +32,7 @@ from swarm.protocol.messages import (
 )
 from swarm.protocol.replica import COMMITS_KEPT
 from swarm.protocol.rounds import Commit, FetchResult, Plan, Prepared, StepReport, StepSummary, round_id
+from swarm.protocol.statements import SIGNATURE_BYTES
 from swarm.wire import messages as wire_messages
 from swarm.wire.messages import (
     MAX_HEADER_BYTES,
@@ -54,7 +55,9 @@ from swarm.wire.messages import (
     pack,
     say,
     unpack,
+    with_latency,
 )
+from swarm.wire.receipts import DIGEST_BYTES, Receipt
 from swarm.wire.tensor_meta import TensorMeta
 
 M, S, REPLICAS, T = MAX_MICROBATCHES, 256, 1000, 10**9
@@ -129,9 +132,13 @@ LARGEST: dict[type, msgspec.Struct] = {
     ),
     WorkDone: WorkDone(
         loss=1.5, tensors=metas(300),
-        hops=tuple(
-            Hop(stage=s, peer=PEERS[s], own_s=1.5, compute_s=1.5, latency_s=1.5) for s in range(MAX_HOPS)
-        ),
+        hops=with_latency(tuple(
+            Hop(
+                stage=s, peer=PEERS[s], own_s=1.5, compute_s=1.5, latency_s=1.5,
+                receipt=Receipt(*(bytes(DIGEST_BYTES) for _ in range(4)), bytes(SIGNATURE_BYTES)),
+            )
+            for s in range(MAX_HOPS)
+        ), 1e6),
     ),
     Part: Part(run=RUN, t=T, round=NAME, start=HUGE, numel=HUGE, crc=1 << 31, tensors=metas(1)),
     PartDone: PartDone(crc=1 << 31, tensors=metas(1)),
@@ -163,7 +170,7 @@ def kinds() -> list[type[msgspec.Struct]]:
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
     }
     inner = {Positioned, Plan, Commit, Prepared, FetchResult, StepReport, StepSummary, StepDirective}
-    inner |= {StepLacking, Hop, TensorMeta, TensorForm, SavedStage, Audit, LinkStatus}
+    inner |= {StepLacking, Hop, Receipt, TensorMeta, TensorForm, SavedStage, Audit, LinkStatus}
     return [kind for kind in declared if kind not in inner]
 
 
