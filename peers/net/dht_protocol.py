@@ -257,7 +257,7 @@ class RecordCheck:
 
     def open(self, key: bytes, entry: Entry) -> Opened | str | None:
         """What lies under a key: a record, '' for a manifest, None for what must not be there."""
-        if entry.expires > latest_expiry(unix_s()):
+        if not entry.expires <= latest_expiry(unix_s()):  # a NaN neither
             opened = "a value that wants to live too long"
         elif len(entry.value) > MAX_PACKED_MANIFEST_BYTES or len(entry.subkey) > 100:
             opened = "a value that is too large"

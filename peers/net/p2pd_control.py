@@ -270,7 +270,7 @@ class DaemonControl:
         elif answer is None or answer.done():
             pass  # given up before
         elif message.HasField("daemonError"):
-            answer.set_exception(ControlError(message.daemonError.message))
+            answer.set_exception(ControlError(_text(message.daemonError.message)))
         elif response.HasField("error"):
             answer.set_exception(ControlError(response.error.decode(errors="replace")))
         else:
@@ -297,8 +297,14 @@ def check_response(data: bytes) -> Any:
     except DecodeError as error:
         raise ControlError(f"p2pd answered something else: {error}") from None
     if response.type == p2pd_pb2.Response.ERROR:
-        raise ControlError(" ".join(response.error.msg[:300].split()))  # of several lines, with bullets
+        why = _text(response.error.msg)[:300]  # of several lines, with bullets
+        raise ControlError(" ".join(why.split()))
     return response
+
+
+def _text(value: str | bytes) -> str:
+    """protobuf gives a string that is no UTF-8 as bytes: a stranger's words may be in it."""
+    return value if isinstance(value, str) else value.decode(errors="replace")
 
 
 def stream_peer(data: bytes) -> PeerId:

@@ -32,6 +32,7 @@ from peers.net.identity import Identity
 from peers.net.lookup import Shard
 from peers.net.tasks import TaskKeeper
 from swarm.errors import Refused
+from swarm.manifest import example_run
 from swarm.records import PeerRecord
 from swarm.wire.version import PROTOCOL_VERSION
 from tests.net.memory_dht import MemoryDht
@@ -239,6 +240,18 @@ async def test_a_strangers_records_are_not_stored() -> None:
     assert await store(at, Entry(me.peer_id, older, soon() - 5), sender=1) == [False]
     (kept_now,) = at.entries(key_bytes(STAGE_0))
     assert kept_now.value == good
+
+
+async def test_a_manifest_that_expires_never_or_not_at_a_number_is_not_kept() -> None:
+    """A NaN is not later than the latest time, and no time is later than a NaN: it stayed for ever."""
+    at = node()
+    run = example_run()
+    _, value = signed_records.seal_manifest(run.to_toml(), None)
+    key = signed_records.manifest_key(run.id)
+    for never in (float("nan"), float("inf")):
+        assert await store(at, Entry("", value, never), sender=1, key=key) == [False]
+    assert at.check.rejected == {"a value that wants to live too long": 2}
+    assert await store(at, Entry("", value, soon()), sender=1, key=key) == [True]
 
 
 async def test_what_does_not_fit_a_question_is_no_answer() -> None:

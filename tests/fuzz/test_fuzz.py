@@ -1,0 +1,80 @@
+"""Decoders of strangers' bytes: honest inputs, those that failed once, and 400,000 that are mutated plainly.
+
+The mutations are drawn from a fixed seed: a failure is the same one in the next call. `scripts/bench/fuzz.py`
+looks further, with atheris.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fuzz.targets import TARGETS, Target, clean_up, corpus_of, mutated
+
+EACH = 15_000
+"""Mutated inputs of a target; of those of files a tenth. All together: 15 s."""
+MEASURED = 60
+SLOW_S = 1.0
+FILES = {"checkpoints", "model files", "histories", "safetensors", "manifests"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _folder() -> Iterator[None]:
+    yield
+    clean_up()
+
+
+@pytest.fixture(params=TARGETS, ids=lambda name: name.replace(" ", "-"))
+def target(request: pytest.FixtureRequest) -> Target:
+    return TARGETS[request.param]
+
+
+def shown(data: bytes) -> str:
+    return f"{data.hex()} (a line of tests/fuzz/corpus replays it)"
+
+
+def test_no_input_raises_what_is_not_documented_or_takes_long(target: Target) -> None:
+    inputs = [*target.seeds(), *corpus_of(target.name)]
+    dice = random.Random(target.name)
+    slowest = 0.0
+    for data in [
+        *inputs,
+        *(mutated(inputs, dice) for _ in range(EACH // (10 if target.name in FILES else 1))),
+    ]:
+        began = time.thread_time()
+        try:
+            target.run(data)
+        except Exception as error:
+            raise AssertionError(shown(data)) from error
+        slowest = max(slowest, time.thread_time() - began)
+    assert slowest < SLOW_S
+
+
+def test_no_input_takes_more_memory_than_four_times_its_size_and_a_megabyte(target: Target) -> None:
+    inputs = [*target.seeds(), *corpus_of(target.name)]
+    dice = random.Random(target.name)
+    for data in [*inputs, *(mutated(inputs, dice) for _ in range(MEASURED))]:
+        target.run(data)  # what is done once is done
+        tracemalloc.start()
+        try:
+            target.run(data)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak <= 4 * len(data) + target.spare_bytes, shown(data)
+
+
+def test_a_target_notices_a_decoder_that_raises_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness can fail: a decoder without its `except` is found by the mutations."""
+    module = sys.modules["tests.fuzz.targets"]
+    monkeypatch.setattr(module, "Refused", KeyError)
+    inputs = TARGETS["status answers"].seeds()
+    dice = random.Random(1)
+    with pytest.raises(Exception, match="malformed PeerStatus header"):
+        for _ in range(100):
+            TARGETS["status answers"].run(mutated(inputs, dice))
