@@ -83,7 +83,7 @@ class StepCoordination:
         self.timings = ProtocolTimings()
         self.protocol = StepProtocol(
             core.run, core.stage, core.me, core.compute.numel, self._local(), backoff, self.timings,
-            since_s=since_s,
+            transport.signer, since_s=since_s,
         )  # fmt: skip
         self._asking: asyncio.Task[None] | None = None
         self._shown = self.protocol.run_status
@@ -106,7 +106,7 @@ class StepCoordination:
     # -- asked by the stage peer ------------------------------------------------------------------
 
     def coordinator(self, stage: Stage) -> PeerId | None:
-        """The live serving peer of `stage` that joined first, as far as this peer can see."""
+        """The live serving peer of `stage` that coordinates it, as far as this peer can see."""
         now = self._observe(also=stage)
         return self.protocol.coordinator(stage, now=now)
 
@@ -189,9 +189,9 @@ class StepCoordination:
         self.protocol.observe(self._local(), seen, now=now)
         return now
 
-    def _step(self, event: Callable[[float], T]) -> T:
+    def _step(self, event: Callable[[float], T], *, also: Stage = 0) -> T:
         """Let the protocol see what is, and then `event`; do what it says."""
-        now = self._observe()
+        now = self._observe(also=also)
         try:
             return event(now)
         finally:
@@ -300,7 +300,9 @@ class StepCoordination:
             raise Refused(f"a summary of stage {summary.stage} of run {summary.run[:40]!r}")
         if self.coordinator(0) == self._me:
             await self._membership.require(request.peer, summary.stage)
-        status = self._step(lambda now: self.protocol.summary(request.peer, summary, now=now))
+        status = self._step(
+            lambda now: self.protocol.summary(request.peer, summary, now=now), also=summary.stage
+        )
         return Answer(*say(status))
 
     async def _serve_pushed(

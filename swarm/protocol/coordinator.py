@@ -35,7 +35,9 @@ from swarm.protocol.rounds import (
     decide,
     decide_commit,
     digest_majority,
+    held_by_word,
 )
+from swarm.protocol.voice import heard
 
 REALIGN_STEPS = 100
 """Steps between realignments where the manifest has no checkpoints: replicas on different kinds of device
@@ -99,6 +101,8 @@ class StageCoordinator:
     def __init__(self, run: Run, stage: Stage, me: PeerId, numel: int, agreed: Agreed) -> None:
         self._run, self._stage, self._me, self._numel, self._agreed = run, stage, me, numel, agreed
         self.members: dict[PeerId, Member] = {}
+        self.voice: Mapping[PeerId, int] = {}
+        """Of the replicas, as far as the directory knows them."""
         self.losses: dict[int, float] = {}
         """Last stage: the mean loss of each of the last steps."""
         self._plans: dict[int, Plan] = {}
@@ -120,12 +124,13 @@ class StageCoordinator:
         """The newest version of the stage. A generation that none of its replicas has entered begins at its
         start.
         """
-        reports = self.present().values()
-        return max((report.version for report in reports), default=self._agreed.generation.start)
+        present = self.present()
+        versions = (present[peer].version for peer in heard(present, self.voice))
+        return max(versions, default=self._agreed.generation.start)
 
     def holds(self, t: int) -> bool:
         """Whether a replica is prepared for step `t`."""
-        return any(step.prepared for step in self._steps(t).values())
+        return bool(held_by_word(self._steps(t), self.voice))
 
     def decide(self) -> None:
         """Decide on each open step, from the reports that are here."""
@@ -138,9 +143,11 @@ class StageCoordinator:
             if not steps:
                 continue
             decision = decide(
-                self._run.id, self._stage, t, self._run.M, self._numel, steps, self._plans.get(t), uploads_bps
-            )
+                self._run.id, self._stage, t, self._run.M, self._numel, steps, self._plans.get(t),
+                uploads_bps, self.voice,
+            )  # fmt: skip
             self._decisions[t] = decision
+            self._left_out[t] |= self._alone_with_a_result(steps, decision)
             if isinstance(decision, Reduce):
                 self._plans[t] = decision.plan
                 self.heard(t, decision.plan)
@@ -176,6 +183,20 @@ class StageCoordinator:
             for step in others
         )
 
+    def _alone_with_a_result(self, steps: Mapping[PeerId, StepReport], decision: Decision) -> set[PeerId]:
+        """The replicas without voice whose result no other confirms, and whose round is over: its sums are
+        in another one, or open again.
+        """
+        if isinstance(decision, FetchResult):
+            return set()  # they are told to fetch that
+        running = decision.plan.round if isinstance(decision, Reduce) else ""
+        held = held_by_word(steps, self.voice)
+        return {
+            peer
+            for peer, step in steps.items()
+            if step.prepared is not None and peer not in held and step.prepared.round != running
+        }
+
     def _note_loss(self, t: int) -> None:
         """Note the mean loss of a step whose microbatches are all there, added in their order."""
         if self._stage != self._run.S - 1 or t in self.losses:
@@ -193,13 +214,14 @@ class StageCoordinator:
     ) -> Directive:
         """What `peer` is to do now."""
         newest = self.newest_version()
-        at_newest = {p: r for p, r in self.present().items() if r.version == newest}
+        there = {p: r for p, r in self.present().items() if r.version == newest}
+        at_newest = {p: there[p] for p in heard(there, self.voice)}
         # Different kinds of device differ in the last bits; at realignments the stage takes the majority's
         # bits.
         kind = self.members[peer].report.kind
         alike = {p: r for p, r in at_newest.items() if r.kind == kind or realigns(self._run, newest)}
         digests = {p: r.digest for p, r in alike.items() if r.digest}
-        digest = digest_majority(digests) if len(digests) == len(alike) and digests else ""
+        digest = digest_majority(digests, self.voice) if len(digests) == len(alike) and digests else ""
         sources = sorted(p for p, r in (alike or at_newest).items() if not digest or r.digest == digest)
         return Directive(
             run=self._run.id,

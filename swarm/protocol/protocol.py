@@ -33,8 +33,10 @@ from swarm.protocol.replica import (
     report_of,
 )
 from swarm.protocol.rollback import is_alone_ahead, is_disproved, is_followed
-from swarm.protocol.rounds import Commit, eldest
+from swarm.protocol.rounds import Commit, elect
+from swarm.protocol.statements import Signer
 from swarm.protocol.timings import ProtocolTimings
+from swarm.protocol.voice import Electorate
 from swarm.records import PeerRecord
 
 MAX_BEHIND_S = 3600
@@ -74,6 +76,7 @@ class StepProtocol:
         local: Local,
         backoff: Backoff,
         timings: ProtocolTimings,
+        signer: Signer,
         *,
         since_s: float,
     ) -> None:
@@ -83,6 +86,7 @@ class StepProtocol:
         self._run, self._stage, self._me, self._since_s = run, stage, me, since_s
         self._local, self._backoff, self._timings = local, backoff, timings
         self._peers: Mapping[Stage, Sequence[PeerRecord]] = {}
+        self._electorate = Electorate(run, signer)
         self._agreed = Agreed(local.generation)
         self._coordinator = StageCoordinator(run, stage, me, numel, self._agreed)
         self._run_coordinator = RunCoordinator(run, me, self._agreed)
@@ -109,6 +113,7 @@ class StepProtocol:
         if local.position != self._local.position:
             self._moved_s = now
         self._local, self._peers = local, peers
+        self._coordinator.voice = self._voice(self._stage)
         if local.generation > self._agreed.generation:
             self._enter(local.generation, now)
         if local.busy:
@@ -130,25 +135,26 @@ class StepProtocol:
         return ready
 
     def coordinator(self, stage: Stage, *, now: float) -> PeerId | None:
-        """The live serving peer of `stage` that joined first, as far as this peer can see."""
-        records = self._peers.get(stage, ())
+        """The live serving peer of `stage` that coordinates it, as far as this peer can see."""
+        records, gone = self._peers.get(stage, ()), self._timings.is_gone
         since_s = {r.peer: r.since or math.inf for r in records} | {self._me: self._since_s}
         serving = {r.peer for r in records if r.state == "serving"}
         if stage == self._stage:
-            serving |= {p for p, m in self._coordinator.members.items() if not self._is_gone(m.seen_s, now)}
+            serving |= {p for p, m in self._coordinator.members.items() if not gone(m.seen_s, now=now)}
             serving -= {r.peer for r in records if r.state in ("leaving", "left", "paused")}
             serving.discard(self._me)
             if self._local.joined and not (self._local.leaving and serving):
                 serving.add(self._me)
         there = [p for p in serving if p == self._me or not self._backoff.in_backoff(p, now=now)]
-        return eldest({peer: since_s.get(peer, math.inf) for peer in there})
+        return elect({peer: since_s.get(peer, math.inf) for peer in there}, self._voice(stage))
 
     def coordinates(self, stage: Stage, *, now: float) -> bool:
         """Whether this peer is the coordinator of `stage`."""
         return self.coordinator(stage, now=now) == self._me
 
-    def _is_gone(self, seen_s: float, now: float) -> bool:
-        return now - seen_s > self._timings.gone_after_s
+    def _voice(self, stage: Stage) -> Mapping[PeerId, int]:
+        version = max(self._local.version, self.run_status.version)
+        return self._electorate.of(stage, self._peers.get(stage, ()), version=version)
 
     # -- speaking ---------------------------------------------------------------------------------
 
@@ -278,7 +284,9 @@ class StepProtocol:
     def _lead(self, now: float) -> None:
         """Decide for the stage; tell the replicas whose directive changed, and the run coordinator."""
         stage = self._coordinator
-        for peer in [p for p, member in stage.members.items() if self._is_gone(member.seen_s, now)]:
+        for peer in [
+            p for p, member in stage.members.items() if self._timings.is_gone(member.seen_s, now=now)
+        ]:
             self.lost(peer)
         report = report_of(self._run.id, self._stage, self._local)
         stage.members[self._me] = Member(report, self._losses(report), now)
@@ -338,13 +346,26 @@ class StepProtocol:
     # -- the run ----------------------------------------------------------------------------------
 
     def summary(self, sender: PeerId, summary: StageSummary, *, now: float) -> RunStatus:
-        """Take in a stage's summary, if this peer coordinates the run; return how the run is.
+        """Take in the summary of a stage's coordinator, if this peer coordinates the run; return how the run
+        is.
+
+        Where replicas have voice, one of them speaks for its stage: the coordinator that this peer sees, or
+        another if that one is silent, since pictures of the directory differ.
 
         Raises:
             Refused: no honest coordinator sends that.
+            NotNow: the sender does not coordinate the stage.
         """
         if self.coordinates(0, now=now):
             check_summary(summary, self._run)
+            voice, known = self._voice(summary.stage), self._run_coordinator.stages.get(summary.stage)
+            overruled = (
+                known is not None
+                and now - known.seen_s < 1.5 * self._timings.refresh_s
+                and known.coordinator == self.coordinator(summary.stage, now=now) != sender
+            )
+            if voice and (sender not in voice or overruled):
+                raise NotNow(f"peer {short(sender)} does not coordinate stage {summary.stage}")
             self._run_coordinator.stages[summary.stage] = Summarized(summary, sender, now)
             self._follows(summary.generation, now)
             self._update_run_status(now)
@@ -352,7 +373,7 @@ class StepProtocol:
 
     def _update_run_status(self, now: float) -> None:
         run = self._run_coordinator
-        for stage in [s for s, said in run.stages.items() if self._is_gone(said.seen_s, now)]:
+        for stage in [s for s, said in run.stages.items() if self._timings.is_gone(said.seen_s, now=now)]:
             del run.stages[stage]
         present = run.present()
         if not present:
@@ -442,6 +463,5 @@ class StepProtocol:
         self._entered_s, self._soon = now, True
 
     def _learn(self, commits: Sequence[Commit], generation: Generation) -> None:
-        reports = self._coordinator.present().values()
-        newest = max((report.version for report in reports), default=0)
+        newest = self._coordinator.newest_version() if self._coordinator.present() else 0
         self._agreed.learn(commits, generation, newest=max(newest, self._local.version))

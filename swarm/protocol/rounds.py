@@ -3,8 +3,8 @@
 There are three roles, and none of them holds anything that cannot be asked for again:
 
 - a *replica* serves one stage and knows its own ledger and sum;
-- the *coordinator* of a stage (its live replica that joined first: `eldest`) reads its replicas' reports and
-publishes what the stage should do: `decide`;
+- the *coordinator* of a stage (`elect`ed of its live replicas) reads its replicas' reports and publishes what
+the stage should do: `decide`;
 - the *run coordinator* (the coordinator of stage 0) reads the stages' summaries: `decide_commit`.
 
 What travels is state, not commands: reports up, directives down, each complete and idempotent. A lost, late
@@ -24,8 +24,11 @@ import msgspec
 
 from swarm.ids import PeerId, Stage
 from swarm.protocol.ledger import Bitmap, everything, members_of
+from swarm.protocol.voice import MIN_STEPS, heard, weight
 
 NOTHING = Bitmap(0)
+NO_VOICE: Mapping[PeerId, int] = {}
+"""All words count alike."""
 
 STAR_AFTER = 3
 """Aborted rounds of one step after which the coordinator reduces everything itself: two replicas may be
@@ -117,13 +120,18 @@ class Reduce:
 Decision = FetchResult | Lacking | Undo | Reduce
 
 
-def eldest(since_s: Mapping[PeerId, float]) -> PeerId | None:
-    """The coordinator: the peer that joined first, by its own clock; of two at once, the smallest id.
+def elect(since_s: Mapping[PeerId, float], voice: Mapping[PeerId, int]) -> PeerId | None:
+    """The coordinator: the peer with the most voice, in whole `MIN_STEPS`; of several, the smallest id.
 
-    A newcomer thus takes nothing over while older peers live: it would know of no plan, and a running reduce
-    would start again. A wrong clock costs just that.
+    Where none has voice, the peer that joined first, by its own clock: a newcomer thus takes nothing over
+    while older peers live. It would know of no plan, and a running reduce would start again. A wrong clock
+    costs just that.
     """
-    return min(since_s, key=lambda peer: (since_s[peer], peer), default=None)
+
+    def rank(peer: PeerId) -> tuple[float, PeerId]:
+        return (-(voice[peer] // MIN_STEPS) if voice.get(peer) else since_s[peer]), peer
+
+    return min(heard(since_s, voice), key=rank, default=None)
 
 
 def round_id(
@@ -144,16 +152,18 @@ def decide(
     reports: Mapping[PeerId, StepReport],
     current: Plan | None,
     bandwidths_bps: Mapping[PeerId, float],
+    voice: Mapping[PeerId, int] = NO_VOICE,
 ) -> Decision:
     """What a stage should do about step `t`, from its live replicas' reports.
 
     `current` is the plan published last, kept as long as it still fits the reports. `bandwidths_bps`: the
-    replicas' uploads, as far as they are measured.
+    replicas' uploads, as far as they are measured. `voice`: whose word counts that it has the result; a
+    replica without voice is not waited for, and owns no part.
     """
     reports = dict(sorted(reports.items()))
-    held = {peer: report.prepared for peer, report in reports.items() if report.prepared is not None}
+    held = held_by_word(reports, voice)
     if held:
-        return _fetch(held, len(reports))
+        return _fetch(held, heard(reports, voice), voice)
     union = twice = in_progress = 0
     for report in reports.values():
         twice |= union & report.done
@@ -169,20 +179,30 @@ def decide(
     number = 0 if current is None else current.number + 1
     ids, ledgers = tuple(reports), tuple(report.done for report in reports.values())
     uploads_bps = [bandwidths_bps.get(peer, 0.0) for peer in ids]
-    parts = _share_out(numel, uploads_bps, star=number >= STAR_AFTER)
+    owners = set(heard(ids, voice))
+    parts = _share_out(numel, uploads_bps, [peer in owners for peer in ids], star=number >= STAR_AFTER)
     return Reduce(Plan(round_id(run, stage, t, number, ids, ledgers), number, ids, ledgers, parts))
 
 
-def _fetch(held: Mapping[PeerId, Prepared], replicas: int) -> FetchResult:
+def held_by_word(reports: Mapping[PeerId, StepReport], voice: Mapping[PeerId, int]) -> dict[PeerId, Prepared]:
+    """The results that replicas hold, as far as a replica that is heard holds the same."""
+    held = {peer: report.prepared for peer, report in reports.items() if report.prepared is not None}
+    rounds = {held[peer].round for peer in heard(reports, voice) if peer in held}
+    return {peer: prepared for peer, prepared in held.items() if prepared.round in rounds}
+
+
+def _fetch(
+    held: Mapping[PeerId, Prepared], waited_for: Sequence[PeerId], voice: Mapping[PeerId, int]
+) -> FetchResult:
     votes: dict[str, list[PeerId]] = {}
-    for peer, prepared in held.items():
-        votes.setdefault(prepared.round, []).append(peer)
-    chosen = min(votes, key=lambda name: (-len(votes[name]), name))
+    for peer in heard(held, voice):
+        votes.setdefault(held[peer].round, []).append(peer)
+    chosen = min(votes, key=lambda name: (-sum(weight(peer, voice) for peer in votes[name]), name))
     sources = votes[chosen]
     return FetchResult(
         round=chosen,
         sources=tuple(sources),
-        ready=len(sources) == replicas,
+        ready=set(waited_for) <= set(sources),
         sqnorm=held[sources[0]].sqnorm,
     )
 
@@ -214,21 +234,25 @@ def _still_fits(plan: Plan, reports: Mapping[PeerId, StepReport]) -> bool:
     )
 
 
-def _share_out(numel: int, uploads_bps: Sequence[float], *, star: bool) -> tuple[int, ...]:
+def _share_out(
+    numel: int, uploads_bps: Sequence[float], owns: Sequence[bool], *, star: bool
+) -> tuple[int, ...]:
     """Elements owned by each replica, in proportion to its upload; if unmeasured or near the median, by the
-    median.
+    median. A replica that `owns` says no of has none.
 
     Measurements contain other replicas' delays; parts made unequal by such noise are slower than equal ones.
     """
     if star:
-        return (numel, *(0 for _ in uploads_bps[1:]))
-    measured = sorted(bps for bps in uploads_bps if bps > 0)
+        first = owns.index(True)
+        return tuple(numel if i == first else 0 for i in range(len(owns)))
+    measured = sorted(bps for bps, owner in zip(uploads_bps, owns, strict=True) if owner and bps > 0)
     usual = measured[len(measured) // 2] if measured else 1.0
     alike = usual / ALIKE, usual * ALIKE
     weights = [bps if bps > 0 and not alike[0] <= bps <= alike[1] else usual for bps in uploads_bps]
+    weights = [share if owner else 0.0 for share, owner in zip(weights, owns, strict=True)]
     total, edges, running = sum(weights), [0], 0.0
-    for weight in weights:
-        running += weight
+    for share in weights:
+        running += share
         edges.append(round(numel * running / total))
     edges[-1] = numel
     return tuple(b - a for a, b in pairwise(edges))
@@ -300,9 +324,9 @@ def decide_commit(
     return Commit(t, sum(summaries[stage].sqnorm for stage in range(stages)))
 
 
-def digest_majority(digests: Mapping[PeerId, str]) -> str:
-    """The digest that most replicas report; a tie goes to the smallest id."""
-    counts: dict[str, list[PeerId]] = {}
-    for peer, digest in digests.items():
-        counts.setdefault(digest, []).append(peer)
-    return min(counts, key=lambda d: (-len(counts[d]), min(counts[d])))
+def digest_majority(digests: Mapping[PeerId, str], voice: Mapping[PeerId, int] = NO_VOICE) -> str:
+    """The digest that has the most voice among replicas; a tie goes to the smallest id."""
+    said: dict[str, list[PeerId]] = {}
+    for peer in heard(digests, voice):
+        said.setdefault(digests[peer], []).append(peer)
+    return min(said, key=lambda digest: (-sum(weight(p, voice) for p in said[digest]), min(said[digest])))

@@ -18,3 +18,7 @@ class ProtocolTimings:
     lost_s: float = 6.0
     """A stage without any replica that has its weights counts as lost after this: replicas may be cut off
     shortly."""
+
+    def is_gone(self, seen_s: float, *, now: float) -> bool:
+        """Whether a replica that last spoke at `seen_s` is left out."""
+        return now - seen_s > self.gone_after_s

@@ -83,14 +83,14 @@ def weight(peer: PeerId, voice: Mapping[PeerId, int]) -> int:
 
 
 class Electorate:
-    """Who has voice in each stage, remembered as long as its records are the same."""
+    """The peers with voice in each stage, remembered as long as its records are the same."""
 
     def __init__(self, run: Run, signer: Signer) -> None:
         self._run, self._signer = run, signer
         self._known: dict[Stage, tuple[Sequence[PeerRecord], int, dict[PeerId, int]]] = {}
 
     def of(self, stage: Stage, records: Sequence[PeerRecord], *, version: int) -> dict[PeerId, int]:
-        """Who has voice in a stage with these records; see `voices`."""
+        """The peers with voice in a stage that has these records; see `voices`."""
         if not (self._run.admission.trainers or self._run.admission.founders):
             return {}
         known = self._known.get(stage)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from peers.sim.network import SimSigner
 from swarm.errors import Leaving, NotNow, Refused
 from swarm.ids import Generation
 from swarm.manifest import audit_run
@@ -100,7 +101,7 @@ def test_no_more_steps_are_reported_than_can_be_open() -> None:
 def protocol(*, joined: bool = True, leaving: bool = False) -> StepProtocol:
     """Of `me`, the first of stage 0, which so coordinates the run."""
     local = Local(generation=Generation(), version=0, steps={}, commits={}, joined=joined, leaving=leaving)
-    this = StepProtocol(RUN, 0, "me", 8, local, Backoff(), ProtocolTimings(), since_s=1.0)
+    this = StepProtocol(RUN, 0, "me", 8, local, Backoff(), ProtocolTimings(), SimSigner("me"), since_s=1.0)
     there = [PeerRecord(peer="other", run=RUN.id, stage=1, state="serving", version=0, since=2.0)]
     this.observe(local, {0: (), 1: there}, now=NOW)
     return this

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from peers.sim.network import SimSigner
 from swarm.errors import NotNow
 from swarm.ids import Generation
 from swarm.manifest import audit_run
@@ -28,7 +29,9 @@ def record(peer: str, stage: int, since: float) -> PeerRecord:
 def protocol_of(peer: str, *, joined: bool = True, others: tuple[PeerRecord, ...] = ()) -> StepProtocol:
     """Of a replica of stage 1, which came at second 2; `first` serves stage 0."""
     local = Local(generation=Generation(), version=0, steps={}, commits={}, joined=joined)
-    protocol = StepProtocol(RUN, 1, peer, 8, local, Backoff(), ProtocolTimings(), since_s=2.0)
+    protocol = StepProtocol(
+        RUN, 1, peer, 8, local, Backoff(), ProtocolTimings(), SimSigner(peer), since_s=2.0
+    )
     protocol.observe(local, {0: [record("first", 0, 1.0)], 1: list(others)}, now=NOW)
     return protocol
 

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from peers.sim.network import SimSigner
 from swarm.errors import NotNow, Refused
 from swarm.ids import PeerId, Position, Stage
 from swarm.manifest import Run, audit_run
@@ -115,7 +116,7 @@ class World:
         replica = Replica(name, stage, self.now + len(self.replicas), joined=joined)
         replica.protocol = StepProtocol(
             self.run, stage, name, NUMEL, replica.local(), Backoff(), ProtocolTimings(),
-            since_s=replica.since_s,
+            SimSigner(name), since_s=replica.since_s,
         )  # fmt: skip
         self.replicas[name] = replica
         self.announce(replica, "serving" if joined else "joining")

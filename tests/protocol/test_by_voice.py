@@ -1,0 +1,180 @@
+"""What strangers say counts for nothing once a peer of their stage has voice (attacks 1, 2, 6)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from peers.sim.network import SimSigner
+from swarm.errors import NotNow
+from swarm.ids import Generation, PeerId, Stage
+from swarm.manifest import AdmissionSpec, audit_run
+from swarm.policy.backoff import Backoff
+from swarm.protocol.ledger import Bitmap
+from swarm.protocol.messages import Directive, ReplicaReport, StageSummary
+from swarm.protocol.protocol import StepProtocol
+from swarm.protocol.replica import Local
+from swarm.protocol.rounds import (
+    FetchResult,
+    Lacking,
+    Prepared,
+    Reduce,
+    StepReport,
+    decide,
+    digest_majority,
+    elect,
+)
+from swarm.protocol.timings import ProtocolTimings
+from swarm.protocol.voice import Worked, vouch
+from swarm.records import PeerRecord
+
+TRAINER = "12D3KooW" + "t" * 44
+RUN = replace(
+    audit_run(stages=2, steps=80, microbatches_per_step=4), admission=AdmissionSpec(trainers=(TRAINER,))
+)
+NOW, ALL = 100.0, 0b1111
+VOICE = {"ann": 40, "bob": 40}
+
+
+def record(peer: PeerId, stage: Stage = 1, *, since: float = 1.0, steps: int = 0) -> PeerRecord:
+    voucher = vouch(SimSigner(TRAINER), RUN.id, Worked(peer, steps, 0)) if steps else None
+    return PeerRecord(
+        peer=peer, run=RUN.id, stage=stage, state="serving", version=0, since=since, voucher=voucher
+    )
+
+
+def protocol_of(me: PeerId, *records: PeerRecord, stage: Stage = 1) -> StepProtocol:
+    local = Local(generation=Generation(), version=0, steps={}, commits={})
+    signer = SimSigner(me)
+    this = StepProtocol(RUN, stage, me, 8, local, Backoff(), ProtocolTimings(), signer, since_s=2.0)
+    by_stage = {s: [r for r in records if r.stage == s] for s in range(RUN.S)}
+    this.observe(local, by_stage, now=NOW)
+    return this
+
+
+def report(version: int = 0, *steps: StepReport, digest: str = "") -> ReplicaReport:
+    return ReplicaReport(run=RUN.id, stage=1, version=version, steps=steps, digest=digest)
+
+
+def decided(voice: dict[PeerId, int], /, current: object = None, **reports: StepReport) -> object:
+    return decide(RUN.id, 1, 0, RUN.M, 100, reports, current, {"liar": 1e15}, voice)  # type: ignore[arg-type]
+
+
+def step(done: int = 0, *, held: str = "", in_progress: int = 0) -> StepReport:
+    prepared = Prepared(held, 1.0, "") if held else None
+    return StepReport(t=0, done=Bitmap(done), in_progress=Bitmap(in_progress), prepared=prepared)
+
+
+# --- who coordinates ---
+
+
+def test_a_stranger_that_says_it_came_first_coordinates_nothing() -> None:
+    liar = record("liar", since=1e-300)
+    this = protocol_of("ann", record("ann", steps=40), liar)
+    assert this.coordinator(1, now=NOW) == "ann"
+    this.hear_directive("liar", Directive(run=RUN.id, stage=1, coordinator="liar", version=0), now=NOW)
+    assert this.directive is None
+
+
+def test_the_one_with_most_steps_coordinates_and_few_more_steps_are_not_more() -> None:
+    since_s = {"ann": 3.0, "bob": 2.0, "cid": 1.0}
+    assert elect(since_s, {"ann": 39, "bob": 79, "cid": 59}) == "bob"
+    assert elect(since_s, {"ann": 21, "bob": 39}) == "ann", "both have one score of steps"
+    assert elect(since_s, {}) == "cid"
+
+
+def test_strangers_go_on_alone_when_all_with_voice_are_gone() -> None:
+    this = protocol_of("cid", record("cid", since=2.0), record("dan", since=1.0))
+    assert this.coordinator(1, now=NOW) == "dan"
+
+
+def test_a_stranger_does_not_speak_for_a_stage_nor_over_its_coordinator() -> None:
+    this = protocol_of(
+        "zoe", record("zoe", 0, steps=40), record("ann", steps=60), record("bob", steps=20), record("liar"),
+        stage=0,
+    )  # fmt: skip
+    summary = StageSummary(run=RUN.id, stage=1, version=0, members=1)
+    with pytest.raises(NotNow, match="liar does not coordinate stage 1"):
+        this.summary("liar", summary, now=NOW)
+    this.summary("ann", summary, now=NOW)
+    with pytest.raises(NotNow, match="bob does not coordinate stage 1"):
+        this.summary("bob", summary, now=NOW + 1.0)
+    this.summary("bob", summary, now=NOW + 2.0)  # ann is silent: pictures may differ
+
+
+# --- what counts ---
+
+
+def test_a_stranger_owns_no_part_whatever_its_line() -> None:
+    decision = decided(VOICE, ann=step(0b0011), bob=step(0b1100), liar=step())
+    assert isinstance(decision, Reduce)
+    assert dict(zip(decision.plan.members, decision.plan.parts, strict=True)) == {
+        "ann": 50,
+        "bob": 50,
+        "liar": 0,
+    }
+
+
+def test_when_one_reduces_everything_it_is_not_a_stranger() -> None:
+    reports = {"aaa": step(), "ann": step(0b0011), "bob": step(0b1100)}
+    plan = None
+    for _ in range(6):
+        failed = {
+            p: msgspec.structs.replace(r, failed_round=plan.round if plan else "") for p, r in reports.items()
+        }
+        decision = decided(VOICE, plan, **failed)
+        assert isinstance(decision, Reduce)
+        plan = decision.plan
+    assert plan is not None and plan.parts == (0, 100, 0)
+
+
+def test_a_stage_does_not_wait_for_a_stranger_to_take_the_result() -> None:
+    decision = decided(VOICE, ann=step(0b0011, held="r"), bob=step(0b1100, held="r"), liar=step())
+    assert decision == FetchResult("r", ("ann", "bob"), ready=True, sqnorm=1.0)
+    decision = decided({}, ann=step(0b0011, held="r"), bob=step(0b1100, held="r"), liar=step())
+    assert decision == FetchResult("r", ("ann", "bob"), ready=False, sqnorm=1.0)
+
+
+def test_the_result_of_strangers_is_no_result() -> None:
+    strangers = {f"liar{i}": step(held="made-up") for i in range(9)}
+    assert isinstance(decided(VOICE, ann=step(0b0011), bob=step(0b1100), **strangers), Reduce)
+    assert isinstance(decided(VOICE, ann=step(0b0001), bob=step(0b1100), **strangers), Lacking)
+    both = decided(VOICE, ann=step(0b0011, held="r"), bob=step(0b1100), **strangers)
+    assert both == FetchResult("r", ("ann",), ready=False, sqnorm=1.0)
+
+
+def test_digests_count_by_voice() -> None:
+    digests = {"ann": "x", "bob": "y", "liar1": "z", "liar2": "z", "liar3": "z"}
+    assert digest_majority(digests, {"ann": 40, "bob": 41}) == "y"
+    assert digest_majority(digests) == "z"
+
+
+def led(*reports: tuple[PeerId, ReplicaReport]) -> Directive:
+    """What ann, who coordinates, tells bob."""
+    this = protocol_of("ann", record("ann", steps=60), record("bob", steps=40), record("liar"))
+    for peer, said in reports:
+        this.report(peer, said, [], now=NOW)
+    return this.report("bob", report(digest="true"), [], now=NOW)
+
+
+def test_a_stranger_moves_no_stage_to_another_version_or_other_weights() -> None:
+    told = led(("liar", report(1, digest="false")))
+    assert (told.version, told.sources) == (0, ("ann", "bob"))
+
+
+def test_a_stranger_with_a_result_that_none_confirms_begins_again() -> None:
+    this = protocol_of("ann", record("ann", steps=60), record("bob", steps=40), record("dan"))
+    this.report("bob", report(0, step(0b1100)), [], now=NOW)
+    told = this.report("dan", report(0, step(0b0011, held="r")), [], now=NOW)
+    assert told.steps[0].begin_again and told.steps[0].plan is None
+
+
+def test_a_stranger_that_ended_the_running_round_first_keeps_its_result() -> None:
+    this = protocol_of("ann", record("ann", steps=60), record("bob", steps=40), record("dan"))
+    this.report("bob", report(0, step(0b1100)), [], now=NOW)
+    told = this.report("dan", report(0, step(0b0011)), [], now=NOW)
+    assert told.steps[0].plan is not None
+    told = this.report("dan", report(0, step(0b0011, held=told.steps[0].plan.round)), [], now=NOW)
+    assert told.steps[0].plan is not None and not told.steps[0].begin_again
