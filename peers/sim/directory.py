@@ -17,7 +17,7 @@ import msgspec
 from peers.sim.loop import VirtualLoop
 from peers.sim.processes import Process
 from swarm.ids import PeerId, Stage
-from swarm.records import PeerRecord
+from swarm.records import PeerRecord, Voucher
 from swarm.sim.dice import Dice
 
 LIFE_S = 20.0
@@ -75,8 +75,9 @@ class Dht:
 class SimDirectory:
     """Fulfils `peers.ports.Directory` for one process."""
 
-    def __init__(self, dht: Dht, process: Process) -> None:
-        self._dht, self.process = dht, process
+    def __init__(self, dht: Dht, process: Process, voucher: Voucher | None = None) -> None:
+        """`voucher`: what the peer got in a life before this one."""
+        self._dht, self.process, self._voucher = dht, process, voucher
         self.due: list[tuple[float, _Entry]] = []
         """What the background will bring, and when."""
         self._known: dict[PeerId, _Entry] = {}
@@ -123,6 +124,7 @@ class SimDirectory:
         return await self.refresh()
 
     async def announce(self, record: PeerRecord) -> None:
+        record = msgspec.structs.replace(record, voucher=record.voucher or self._voucher)
         await asyncio.sleep(self._dht.dice.between(*self._dht.ask_s))
         if self.process.name not in self._dht.cut_off:
             self._dht.put(record)

@@ -6,8 +6,11 @@ import hashlib
 from dataclasses import dataclass, replace
 
 from peers.sim.lines import Lines
+from peers.sim.network import SimSigner
 from swarm.ids import PeerId
 from swarm.manifest import AdmissionSpec, Run, audit_run
+from swarm.protocol.voice import Worked, vouch
+from swarm.records import Voucher
 from swarm.sim.dice import Dice
 
 
@@ -24,6 +27,8 @@ ADMITTING = 0.25
 """Share of the seeds whose manifest names the trainers."""
 TRAINERS = tuple("12D3KooW" + letter * 44 for letter in "ABCDEFGHJKLMNPQRSTUVWXYZ")
 """Their names then: of the form of peer ids."""
+WITH_VOUCHER = 0.6
+"""Share of the peers of such a run that come with a voucher."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,13 @@ class Setting:
     """Peers go where the rebalancer sends them."""
     crowd: bool = False
     """Vectors travel in chunks of one element, and replicas leave together."""
+
+    def voucher_of(self, peer: PeerId) -> Voucher | None:
+        """What a peer brings along, in a run that names its trainers."""
+        trainers, dice = self.run.admission.trainers, dice_of(self.seed, f"voucher of {peer}")
+        if not trainers or not dice.chance(WITH_VOUCHER):
+            return None
+        return vouch(SimSigner(trainers[0]), self.run.id, Worked(peer, dice.pick((20, 50, 100)), 0))
 
     @property
     def has(self) -> set[str]:

@@ -103,7 +103,8 @@ class Swarm:
             disk = disk or (self.disks.all[0] if self.setting.disks == "shared" else self.disks.add())
             self.disks.mount(process.name, disk)
         member = PeerMember(
-            process, self.network.add(process), SimDirectory(self.dht, process), Owner(),
+            process, self.network.add(process),
+            SimDirectory(self.dht, process, self.setting.voucher_of(process.name)), Owner(),
             job_s=self.dice.pick(self.setting.job_s), stage=stage, disk=disk,
         )  # fmt: skip
         settings = StageSettings(

@@ -68,6 +68,7 @@ CODEC = "swarm/wire/codec.py"
 CHECKS = "swarm/protocol/checks.py"
 RECEIPTS = "peers/vouching/receipts.py"
 RECEIPT = "swarm/wire/receipts.py"
+VOICE = "swarm/protocol/voice.py"
 
 SWARMS = ("test_loops", "test_council")
 MOVES = ("test_handover", "test_moves")
@@ -216,10 +217,98 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "prepared-when-one-is",
         ROUNDS,
-        "ready=len(sources) == replicas,",
+        "ready=set(waited_for) <= set(sources),",
         "ready=True,",
         "The commit comes before all replicas hold the result.",
         SWARMS,
+    ),
+    Mutation(
+        "hear-strangers",
+        VOICE,
+        "return [peer for peer in said if voice.get(peer)] or said",
+        "return said",
+        "The words of identities count that have never worked.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "elect-by-the-clock",
+        ROUNDS,
+        "(-(voice[peer] // MIN_STEPS) if voice.get(peer) else since_s[peer])",
+        "since_s[peer]",
+        "Of those with voice, the one coordinates that says the earliest time.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "believe-any-voucher",
+        VOICE,
+        "if not is_signed(signer, voucher.trainer, run.id, worked, voucher.signature):",
+        "if False:",
+        "A peer writes itself a voucher in the name of a trainer.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "believe-any-trainer",
+        VOICE,
+        "voucher is None or voucher.trainer not in run.admission.trainers",
+        "voucher is None",
+        "A peer is its own trainer, and vouches for itself.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "vouchers-never-end",
+        VOICE,
+        " or version - voucher.t > VALID_STEPS",
+        "",
+        "A peer that stopped working, or was found lying, keeps its voice.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "voice-at-once",
+        VOICE,
+        "voucher.steps < MIN_STEPS or ",
+        "",
+        "One step of work gives voice.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "sign-without-the-kind",
+        "swarm/protocol/statements.py",
+        "kind = type(statement).__name__",
+        'kind = ""',
+        "A signature of one kind of statement is taken for another.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "a-stranger-owns-a-part",
+        ROUNDS,
+        "[peer in owners for peer in ids]",
+        "[True for peer in ids]",
+        "A peer that never worked adds up a part for all.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "keep-a-result-that-none-confirms",
+        COORDINATOR,
+        "self._left_out[t] |= self._alone_with_a_result(steps, decision)",
+        "pass",
+        "A replica whose result does not count takes part in no other round.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "a-stranger-speaks-for-a-stage",
+        PROTOCOL,
+        "if voice and (sender not in voice or overruled):",
+        "if voice and overruled:",
+        "The run coordinator hears of a stage from a peer without voice.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "two-speak-for-a-stage",
+        PROTOCOL,
+        "if voice and (sender not in voice or overruled):",
+        "if voice and sender not in voice:",
+        "The run coordinator hears of a stage from another replica than its coordinator.",
+        ("test_attack",),
     ),
     Mutation(
         "keep-a-plan-that-changed",

@@ -113,7 +113,10 @@ class StepProtocol:
         if local.position != self._local.position:
             self._moved_s = now
         self._local, self._peers = local, peers
-        self._coordinator.voice = self._voice(self._stage)
+        voice = self._voice(self._stage)
+        # Before a stage is restored, strangers are asked as well: perhaps one of them has its state.
+        self._coordinator.voice = {} if self.stuck_s(now=now) > self._timings.lost_s else voice
+        restore_s = self._timings.lost_s + (self._timings.check_s if voice else 0.0)
         if local.generation > self._agreed.generation:
             self._enter(local.generation, now)
         if local.busy:
@@ -122,7 +125,7 @@ class StepProtocol:
             self._behind_since is not None
             and now - self._checked_s >= self._timings.check_s
             and local.joined
-            and self.behind_s(now=now) > self._timings.lost_s
+            and self.behind_s(now=now) > restore_s
         ):
             self._checked_s = now
             self._actions.append(RestoreStage())

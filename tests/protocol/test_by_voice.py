@@ -178,3 +178,14 @@ def test_a_stranger_that_ended_the_running_round_first_keeps_its_result() -> Non
     assert told.steps[0].plan is not None
     told = this.report("dan", report(0, step(0b0011, held=told.steps[0].plan.round)), [], now=NOW)
     assert told.steps[0].plan is not None and not told.steps[0].begin_again
+
+
+def test_a_stranger_that_alone_ended_a_round_which_failed_for_the_others_begins_again() -> None:
+    this = protocol_of("ann", record("ann", steps=60), record("bob", steps=40), record("dan"))
+    this.report("bob", report(0, step(0b1100)), [], now=NOW)
+    plan = this.report("dan", report(0, step(0b0011)), [], now=NOW).steps[0].plan
+    assert plan is not None
+    failed = msgspec.structs.replace(step(0b1100), failed_round=plan.round)
+    this.report("bob", report(0, failed), [], now=NOW)
+    told = this.report("dan", report(0, step(0b0011, held=plan.round)), [], now=NOW)
+    assert told.steps[0].begin_again

@@ -218,3 +218,8 @@ def test_two_steps_that_begin_again_at_once_are_opened_once_each(seed: int) -> N
 def test_a_replica_that_does_not_know_how_far_the_run_was_follows_a_generation() -> None:
     """Seed 91047: at version 0 it took itself for the proof that its stage was never lost."""
     assert run_schedule(91047).violation == ""
+
+
+def test_a_stage_follows_the_run_by_a_stranger_if_all_with_voice_are_behind() -> None:
+    """Seed 5159: a newcomer with a voucher had nothing, and the replica that had the weights no voucher."""
+    assert run_schedule(5159).violation == ""
