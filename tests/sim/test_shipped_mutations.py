@@ -56,6 +56,7 @@ def _blind_decide(
     reports: dict[str, StepReport],
     current: Plan | None,
     uploads_bps: dict[str, float],
+    voice: dict[str, int],
 ) -> Decision:
     """`decide` without its look for duplicates."""
     done = {peer: report.done for peer, report in reports.items()}
@@ -65,7 +66,7 @@ def _blind_decide(
         seen |= report.done
     if current is not None and current.ledgers == tuple(done.get(p) for p in current.members):
         current = _with_ledgers(current, tuple(single[p].done for p in current.members))
-    decision = real_decide(run, stage, t, microbatches, numel, single, current, uploads_bps)
+    decision = real_decide(run, stage, t, microbatches, numel, single, current, uploads_bps, voice)
     if not isinstance(decision, Reduce):
         return decision
     plan = decision.plan
