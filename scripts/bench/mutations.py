@@ -295,6 +295,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_attack",),
     ),
     Mutation(
+        "wait-for-the-word-of-a-stranger",
+        ROUNDS,
+        "        and not ledgers.keys().isdisjoint(speaking)\n",
+        "",
+        "A round of strangers alone is complete, and no replica that is heard can say so.",
+        ("test_attack",),
+    ),
+    Mutation(
         "a-stranger-speaks-for-a-stage",
         PROTOCOL,
         "if voice and (sender not in voice or overruled):",
@@ -377,8 +385,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "digest-of-the-minority",
         ROUNDS,
-        "key=lambda d: (-len(counts[d]), min(counts[d]))",
-        "key=lambda d: (len(counts[d]), min(counts[d]))",
+        "key=lambda digest: (-sum(weight(p, voice) for p in said[digest]), min(said[digest]))",
+        "key=lambda digest: (sum(weight(p, voice) for p in said[digest]), min(said[digest]))",
         "One replica with other bits makes the majority download them.",
         SWARMS,
     ),
@@ -594,8 +602,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "count-the-silent",
-        PROTOCOL,
-        "return now - seen_s > self._timings.gone_after_s",
+        "swarm/protocol/timings.py",
+        "return now - seen_s > self.gone_after_s",
         "return False",
         "A replica that hangs is waited for without end.",
         SWARMS,

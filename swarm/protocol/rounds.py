@@ -174,7 +174,7 @@ def decide(
         return Lacking(lacking, lacking & ~in_progress)
     if twice:
         return _undo(reports, twice)
-    if current is not None and _still_fits(current, reports):
+    if current is not None and _still_fits(current, reports, heard(reports, voice)):
         return Reduce(current)
     number = 0 if current is None else current.number + 1
     ids, ledgers = tuple(reports), tuple(report.done for report in reports.values())
@@ -224,11 +224,15 @@ def _undo(reports: Mapping[PeerId, StepReport], twice: int) -> Undo:
     return Undo({peer: again for peer, again in by.items() if again})
 
 
-def _still_fits(plan: Plan, reports: Mapping[PeerId, StepReport]) -> bool:
-    """Whether a plan still fits. A replica that came since and has added nothing fetches the result later."""
+def _still_fits(plan: Plan, reports: Mapping[PeerId, StepReport], speaking: Sequence[PeerId]) -> bool:
+    """Whether a plan still fits. A replica that came since and has added nothing fetches the result later.
+
+    The word of a plan's members that it is complete has to count: one of them is `speaking`.
+    """
     ledgers = dict(zip(plan.members, plan.ledgers, strict=True))
     return (
         ledgers.keys() <= reports.keys()
+        and not ledgers.keys().isdisjoint(speaking)
         and all(report.done == ledgers.get(peer, 0) for peer, report in reports.items())
         and not any(report.failed_round == plan.round for report in reports.values())
     )

@@ -189,3 +189,10 @@ def test_a_stranger_that_alone_ended_a_round_which_failed_for_the_others_begins_
     this.report("bob", report(0, failed), [], now=NOW)
     told = this.report("dan", report(0, step(0b0011, held=plan.round)), [], now=NOW)
     assert told.steps[0].begin_again
+
+
+def test_a_plan_of_strangers_alone_gives_way_to_one_with_a_member_that_is_heard() -> None:
+    alone = decided({}, dan=step(ALL))
+    assert isinstance(alone, Reduce) and alone.plan.members == ("dan",)
+    after = decided(VOICE, alone.plan, dan=step(ALL, held=alone.plan.round), ann=step())
+    assert isinstance(after, Reduce) and after.plan.members == ("ann", "dan")
