@@ -22,6 +22,7 @@ from peers.fault_points import fault_point
 from peers.liveness_probe import Prober
 from peers.ports import Directory, Transport
 from peers.status_query import all_have
+from peers.vouching.giver import VoucherGiver
 from peers.waiting import happens
 from swarm.data import sample_offsets, trainer_order
 from swarm.errors import BadAnswer, Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError
@@ -40,6 +41,7 @@ from swarm.protocol.worklist import WorkList
 from swarm.records import PeerRecord
 from swarm.wire.buffers import Buffer
 from swarm.wire.messages import MAX_HOPS, MAX_LONG_BYTES, Watch, Watched, Work, WorkDone, pack, unpack_answer
+from swarm.wire.receipts import tensors_digest
 
 WATCH_S = 3.0
 """Limit for one look at the run; the answer is held back at most a second."""
@@ -105,6 +107,7 @@ class Trainer:
         me = transport.peer_id
         self._router = Router(Backoff(probed=True))
         self._prober = Prober(run.id, transport, directory, self._router.backoff)
+        self._vouchers = VoucherGiver(run, transport, directory)
         self.timeout = AdaptiveTimeout()
         self._seen: dict[Stage, Sequence[PeerRecord]] = {}
         self._latency = LinkLatency()
@@ -172,6 +175,7 @@ class Trainer:
             for task in self._running:
                 task.cancel()
             await asyncio.gather(watching, probing, *self._running, return_exceptions=True)
+            await self._vouchers.close()
 
     def _nothing_to_do(self) -> str:
         if self._last_step < self._run.steps:
@@ -316,6 +320,7 @@ class Trainer:
         done = unpack_answer(peer, answer.header, WorkDone)
         if not -1e30 < done.loss < 1e30:
             raise BadAnswer(peer, f"answered with the loss {done.loss}")
+        self._vouchers.answered(item.microbatch, tensors_digest(work.tensors, body), done)
         return done
 
     # -- the run ----------------------------------------------------------------------------------
@@ -325,6 +330,7 @@ class Trainer:
             records = self._directory.at(stage)
             if records is not self._seen.get(stage):
                 self._seen[stage] = records
+                self._vouchers.saw(records)
                 self._set_peers(stage, [record for record in records if record.state == "serving"])
 
     def _set_peers(self, stage: Stage, serving: Sequence[PeerRecord]) -> None:
@@ -451,6 +457,7 @@ class Trainer:
                     losses=self._losses_of(t),
                 )
             )  # fmt: skip
+        self._vouchers.stepped(self._version, version)
         self._pace.stepped(self._todo.ran(version - 1) / self._run.M)
         self._version, self._step_began = version, now
         self._todo.stepped(version)

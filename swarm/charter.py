@@ -349,6 +349,6 @@ def callers_of(method: str, stage: Stage | None) -> tuple[Role, ...]:
     """Roles that may call a method of a peer at `stage`; none: everybody but the banned."""
     if method in READS:
         return ()
-    if method == "work" and stage == 0:
+    if method == "voucher" or (method == "work" and stage == 0):
         return ("trainer",)
     return ("peer", "trainer") if method in _TRAINERS_CALL else ("peer",)

@@ -340,6 +340,7 @@ class Peer(Networked[PeerOptions]):
         from peers.stage import pause as paused
         from peers.stage.server import StagePeer
         from peers.stage.settings import Checkpoints, StageSettings
+        from peers.vouching.own import OwnVoucher
 
         options, owner, emit = self.options, self.owner, self._emit
         checkpoints = None
@@ -349,12 +350,14 @@ class Peer(Networked[PeerOptions]):
             checkpoints = Checkpoints(folder=folder, keep=1, only_last=True)
 
         movable = options.stage == "auto" and await asyncio.to_thread(self._fits_anywhere, run)
+        key = options.identity
+        voucher = OwnVoucher(None if key is None else key.with_name(f"{key.name}.voucher"))
 
         def settings(max_inflight: int, workers: int = 1) -> StageSettings:
             return StageSettings(
                 max_inflight=max_inflight, workers=workers, device_name=device, addresses=node.addresses,
                 checkpoints=checkpoints, joined_at=time.time(), movable=movable,
-                leave_within_s=options.leave_within, pause_within_s=options.pause_within,
+                leave_within_s=options.leave_within, pause_within_s=options.pause_within, voucher=voucher,
             )  # fmt: skip
 
         async def build(stage: Stage, kept: Snapshot | None) -> StagePeer:

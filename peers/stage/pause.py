@@ -33,7 +33,7 @@ from swarm.wire.messages import AskStatus, PeerStatus, check_run, pack, unpack
 
 ABSENT = (
     *("work", "locate", "report", "directive", "summary", "run"),
-    *("watch", "part", "offer", "give", "sum", "take", "held"),
+    *("watch", "part", "offer", "give", "sum", "take", "held", "voucher"),
 )
 """What a paused peer takes no part in."""
 _ANY_BYTES = 1 << 62
@@ -83,7 +83,7 @@ class PausedPeer:
                 peer=self._transport.peer_id, run=self._run.id, stage=self._stage, state="paused",
                 version=0 if kept is None else kept.version, movable=settings.movable,
                 max_inflight=settings.max_inflight, device=settings.device_name,
-                addresses=settings.addresses, since=self._since,
+                addresses=settings.addresses, since=self._since, voucher=settings.voucher.value,
             )
         )  # fmt: skip
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from peers.clock import unix_s
+from peers.vouching.own import OwnVoucher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,8 @@ class StageSettings:
     hung_s: float = 600.0
     """A job of the device that takes less is never given up."""
     joined_at: float = field(default_factory=unix_s)
+    voucher: OwnVoucher = field(default_factory=OwnVoucher)
+    """That it has worked for the run: of the process, whichever stage it serves."""
 
     @property
     def resumed_from(self) -> Path | None:

@@ -43,6 +43,8 @@ class StageStatus:
         self.rehearsed_s = self._rehearsals_s = 0.0
         """What a microbatch took before there was any; all of the device's time that went into that."""
         transport.serve("status", self._serve)
+        settings.voucher.recall(core.run, transport)
+        settings.voucher.serve(core.run, transport, lambda: core.version, self.announce)
 
     async def announce(self) -> None:
         """Publish the record of this peer as it is now."""
@@ -52,7 +54,7 @@ class StageStatus:
             speed=self._speed(), load=core.device.mean_queue(), state_bytes=core.compute.state.nbytes,
             bandwidth_bps=self._all_reduce.bandwidth_bps, movable=settings.movable,
             max_inflight=self._microbatches.max_inflight, device=settings.device_name,
-            addresses=settings.addresses, since=settings.joined_at,
+            addresses=settings.addresses, since=settings.joined_at, voucher=settings.voucher.value,
         )  # fmt: skip
         await self._directory.announce(record)
 

@@ -69,6 +69,9 @@ CHECKS = "swarm/protocol/checks.py"
 RECEIPTS = "peers/vouching/receipts.py"
 RECEIPT = "swarm/wire/receipts.py"
 VOICE = "swarm/protocol/voice.py"
+GIVER = "peers/vouching/giver.py"
+OWN_VOUCHER = "peers/vouching/own.py"
+WORK_COUNT = "swarm/protocol/work_count.py"
 
 SWARMS = ("test_loops", "test_council")
 MOVES = ("test_handover", "test_moves")
@@ -195,6 +198,82 @@ MUTATIONS: tuple[Mutation, ...] = (
         "NOTHING, _digest(input_grads), loss,",
         "The receipts of a microbatch are no chain: nobody can tell at which stage a gradient changed.",
         ("test_receipts",),
+    ),
+    Mutation(
+        "count-what-was-not-asked",
+        GIVER,
+        "if receipt.inputs == came and self._count.wants(hop.peer, mb):",
+        "if self._count.wants(hop.peer, mb):",
+        "A peer that answers something else than was asked comes to have voice.",
+        ("test_vouchers",),
+    ),
+    Mutation(
+        "count-receipts-unverified",
+        GIVER,
+        "                if is_receipt(self._signer, *said):\n",
+        "                if said:\n",
+        "A peer has its work counted for another identity, or for as many as it likes.",
+        ("test_vouchers",),
+    ),
+    Mutation(
+        "vouch-though-not-named",
+        GIVER,
+        "self._named = transport.peer_id in run.admission.trainers",
+        "self._named = True",
+        "Any trainer sends vouchers that all peers refuse.",
+        ("test_vouchers",),
+    ),
+    Mutation(
+        "take-a-voucher-of-anybody",
+        OWN_VOUCHER,
+        "if request.peer != voucher.trainer or voucher.trainer not in run.admission.trainers:",
+        "if voucher.trainer not in run.admission.trainers:",
+        "A stranger passes an old voucher on.",
+        ("test_vouchers",),
+    ),
+    Mutation(
+        "a-lower-voucher-replaces-a-better-one",
+        OWN_VOUCHER,
+        "if worth(voucher) > worth(self.value):",
+        "if voucher != self.value:",
+        "A voucher that was on its way for long, or a new trainer's, takes voice away.",
+        ("test_vouchers",),
+    ),
+    Mutation(
+        "no-voucher-of-another-process",
+        OWN_VOUCHER,
+        "if voice_of(me, kept.voucher, run, signer, version=kept.voucher.t):",
+        "if not kept:",
+        "A peer that starts again has to work for twenty steps before its word counts again.",
+        ("test_vouchers",),
+    ),
+    Mutation(
+        "rollbacks-inflate-work",
+        WORK_COUNT,
+        "        if mb.t > work.newest:\n            work.steps",
+        "        if mb.t != work.newest:\n            work.steps",
+        "Steps that are run again after a rollback count again.",
+    ),
+    Mutation(
+        "an-answer-counts-again",
+        WORK_COUNT,
+        "if mb.t == work.newest and not work.of_newest >> mb.m & 1:",
+        "if mb.t == work.newest:",
+        "A peer that is asked for the same microbatch again has worked twice.",
+    ),
+    Mutation(
+        "steps-before-a-voucher-count-again",
+        WORK_COUNT,
+        "            work.newest, work.of_newest = voucher.t, 0",
+        "            pass",
+        "A step that two trainers saw counts twice.",
+    ),
+    Mutation(
+        "vouch-for-peers-that-stopped",
+        WORK_COUNT,
+        "            and work.newest > work.vouched\n",
+        "",
+        "A peer that was found lying, or does nothing any more, keeps its voice.",
     ),
     # --- rounds ---
     Mutation(

@@ -18,6 +18,7 @@
     close     whoever opened it → its source CloseLease             → Ack
     saved     anyone → peer, keeper          AskSaved               → Saved
     status    anyone → peer                  AskStatus              → PeerStatus
+    voucher   trainer → peer                 GiveVoucher            → Ack
 
 Every request names the run by its hash, so that runs never mix.
 """
@@ -34,6 +35,7 @@ from swarm.ids import Generation, PeerId, Stage
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Positioned, RunStatus
 from swarm.protocol.rounds import Commit, Prepared
+from swarm.records import Voucher
 from swarm.wire.buffers import Buffer
 from swarm.wire.receipts import Receipt
 from swarm.wire.tensor_meta import TensorMeta
@@ -107,6 +109,13 @@ class WorkDone(msgspec.Struct, frozen=True, kw_only=True):
     loss: float
     tensors: tuple[TensorMeta, ...] = ()
     hops: tuple[Hop, ...] = ()
+
+
+class GiveVoucher(msgspec.Struct, frozen=True, kw_only=True):
+    """A trainer's word for the work of the peer that it is given to."""
+
+    run: str
+    voucher: Voucher
 
 
 class Locate(msgspec.Struct, frozen=True, kw_only=True):

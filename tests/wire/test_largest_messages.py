@@ -33,12 +33,14 @@ from swarm.protocol.messages import (
 from swarm.protocol.replica import COMMITS_KEPT
 from swarm.protocol.rounds import Commit, FetchResult, Plan, Prepared, StepReport, StepSummary, round_id
 from swarm.protocol.statements import SIGNATURE_BYTES
+from swarm.records import Voucher
 from swarm.wire import messages as wire_messages
 from swarm.wire.messages import (
     MAX_HEADER_BYTES,
     MAX_HOPS,
     MAX_LONG_BYTES,
     Audit,
+    GiveVoucher,
     Hop,
     LinkStatus,
     Opened,
@@ -63,6 +65,7 @@ from swarm.wire.tensor_meta import TensorMeta
 M, S, REPLICAS, T = MAX_MICROBATCHES, 256, 1000, 10**9
 DICE = random.Random(14)
 NAME, RUN = "f" * MAX_NAME, "f" * 32
+DIGEST = bytes(DIGEST_BYTES)
 GENERATION = Generation(T, T, 1023, T)
 HUGE = 1 << 62
 SAY_LONG = {Directive, RunStatus, Watched, Saved}
@@ -135,11 +138,12 @@ LARGEST: dict[type, msgspec.Struct] = {
         hops=with_latency(tuple(
             Hop(
                 stage=s, peer=PEERS[s], own_s=1.5, compute_s=1.5, latency_s=1.5,
-                receipt=Receipt(*(bytes(DIGEST_BYTES) for _ in range(4)), bytes(SIGNATURE_BYTES)),
+                receipt=Receipt(DIGEST, DIGEST, DIGEST, DIGEST, bytes(SIGNATURE_BYTES)),
             )
             for s in range(MAX_HOPS)
         ), 1e6),
     ),
+    GiveVoucher: GiveVoucher(run=RUN, voucher=Voucher(PEERS[0], HUGE, HUGE, bytes(SIGNATURE_BYTES))),
     Part: Part(run=RUN, t=T, round=NAME, start=HUGE, numel=HUGE, crc=1 << 31, tensors=metas(1)),
     PartDone: PartDone(crc=1 << 31, tensors=metas(1)),
     Opened: Opened(
@@ -170,7 +174,7 @@ def kinds() -> list[type[msgspec.Struct]]:
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
     }
     inner = {Positioned, Plan, Commit, Prepared, FetchResult, StepReport, StepSummary, StepDirective}
-    inner |= {StepLacking, Hop, Receipt, TensorMeta, TensorForm, SavedStage, Audit, LinkStatus}
+    inner |= {StepLacking, Hop, Receipt, Voucher, TensorMeta, TensorForm, SavedStage, Audit, LinkStatus}
     return [kind for kind in declared if kind not in inner]
 
 

@@ -1,0 +1,90 @@
+"""A trainer's side of vouchers: it counts the work that receipts show, and vouches for it to the peers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from peers.ports import Directory, Transport
+from swarm.errors import SwarmError
+from swarm.ids import Microbatch, PeerId
+from swarm.manifest import Run
+from swarm.protocol.voice import Worked, voice_of, vouch
+from swarm.protocol.work_count import WorkCount, renewal
+from swarm.records import PeerRecord
+from swarm.wire.messages import GiveVoucher, WorkDone, pack
+from swarm.wire.receipts import is_receipt
+
+GIVE_S = 3.0
+"""Limit for giving one voucher. A peer that misses it gets the next."""
+AT_ONCE = 16
+
+
+class VoucherGiver:
+    """Nothing for a trainer that the manifest does not name."""
+
+    def __init__(self, run: Run, transport: Transport, directory: Directory) -> None:
+        self._run, self._transport, self._directory = run, transport, directory
+        self._signer = transport.signer
+        self._named = transport.peer_id in run.admission.trainers
+        self._count = WorkCount()
+        self._giving: set[asyncio.Task[None]] = set()
+
+    def answered(self, mb: Microbatch, inputs: bytes, done: WorkDone) -> None:
+        """Count what an answer shows: `inputs` is the digest of what stage 0 was sent.
+
+        The chain begins with that. A peer whose receipt names other inputs than the stage before sent
+        computed something else, and a receipt that does not verify is nobody's: they count nothing. Of the
+        others only those are verified that change something: as a rule the first of a peer and step.
+        """
+        if not self._named:
+            return
+        came = inputs
+        for stage, hop in enumerate(done.hops[: self._run.S]):
+            receipt = hop.receipt
+            if receipt is None or hop.stage != stage:
+                return
+            if receipt.inputs == came and self._count.wants(hop.peer, mb):
+                said = (hop.peer, self._run.id, stage, mb, done.loss, receipt)
+                if is_receipt(self._signer, *said):
+                    self._count.answered(hop.peer, mb)
+            came = receipt.outputs
+
+    def saw(self, records: Sequence[PeerRecord]) -> None:
+        """Go on from the vouchers that peers carry, which this trainer gave before it started, or another."""
+        for record in records if self._named else ():
+            voucher = record.voucher
+            if voucher and voice_of(record.peer, voucher, self._run, self._signer, version=voucher.t):
+                self._count.shown(record.peer, voucher)
+
+    def stepped(self, before: int, version: int) -> None:
+        """Give vouchers to all that are due, if the run has come to where they are."""
+        if not self._named or not renewal(before, version):
+            return
+        task = asyncio.get_running_loop().create_task(self._give_all(self._count.renew(version)))
+        self._giving.add(task)
+        task.add_done_callback(self._giving.discard)
+
+    async def close(self) -> None:
+        """Give nothing more."""
+        for task in self._giving:
+            task.cancel()
+        await asyncio.gather(*self._giving, return_exceptions=True)
+
+    async def _give_all(self, due: Sequence[Worked]) -> None:
+        room = asyncio.Semaphore(AT_ONCE)
+
+        async def give(worked: Worked) -> None:
+            async with room:
+                await self._give(worked.peer, worked)
+
+        await asyncio.gather(*(give(worked) for worked in due))
+
+    async def _give(self, peer: PeerId, worked: Worked) -> None:
+        if self._directory.find(peer) is None:
+            return  # it is gone, or never was
+        message = GiveVoucher(run=self._run.id, voucher=vouch(self._signer, self._run.id, worked))
+        try:
+            await self._transport.call(peer, "voucher", pack(message), deadline_s=GIVE_S)
+        except SwarmError:
+            return

@@ -1,0 +1,87 @@
+"""What a trainer counts of the work of peers, and vouches for."""
+
+from __future__ import annotations
+
+from swarm.ids import Microbatch
+from swarm.protocol.voice import MAX_STEPS, MIN_MICROBATCHES, MIN_STEPS, VALID_STEPS, Worked
+from swarm.protocol.work_count import WorkCount, renewal
+from swarm.records import Voucher
+
+PEER = "p"
+
+
+def worked(steps: int, each: int = 3, *, first: int = 0, count: WorkCount | None = None) -> WorkCount:
+    """A peer that answered `each` microbatches in each of `steps` steps."""
+    count = count or WorkCount()
+    for t in range(first, first + steps):
+        for m in range(each):
+            count.answered(PEER, Microbatch(t, m))
+    return count
+
+
+def vouched(count: WorkCount, version: int = 1000) -> list[tuple[int, int]]:
+    return [(w.steps, w.t) for w in count.renew(version)]
+
+
+def test_twenty_steps_and_fifty_microbatches_are_vouched_for() -> None:
+    assert worked(MIN_STEPS).renew(20) == [Worked(PEER, MIN_STEPS, MIN_STEPS - 1)]
+    assert worked(MIN_STEPS - 1, 9).renew(20) == []
+    assert worked(MIN_STEPS, 2).renew(20) == [] and 2 * MIN_STEPS < MIN_MICROBATCHES
+    assert vouched(worked(25, 2), 25) == [(25, 24)]
+
+
+def test_an_answer_counts_once() -> None:
+    count = worked(MIN_STEPS, 2)
+    for _ in range(9):
+        worked(1, 2, first=MIN_STEPS - 1, count=count)
+    assert vouched(count, 20) == []
+
+
+def test_steps_that_are_run_again_after_a_rollback_count_nothing() -> None:
+    count = worked(15, 4)
+    for _ in range(5):
+        worked(12, 4, first=3, count=count)
+    assert vouched(count, 15) == []
+    assert vouched(worked(5, 4, first=15, count=count), 20) == [(20, 19)]
+
+
+def test_more_than_a_hundred_steps_count_no_more() -> None:
+    assert vouched(worked(300), 300) == [(MAX_STEPS, 299)]
+
+
+def test_who_does_no_work_gets_no_other_voucher_and_is_forgotten() -> None:
+    count = worked(30)
+    assert vouched(count, 40) == [(30, 29)]
+    assert vouched(count, 60) == []
+    assert vouched(worked(1, first=70, count=count), 80) == [(31, 70)]
+    assert vouched(count, 71 + VALID_STEPS) == []
+    assert vouched(worked(25, first=400, count=count), 440) == [(25, 424)]
+
+
+def test_a_trainer_goes_on_from_what_another_vouched_for() -> None:
+    count = WorkCount()
+    count.shown(PEER, Voucher("other", 40, 60, b""))
+    assert vouched(count, 60) == [], "it says nothing that the peer does not have"
+    worked(5, 1, first=58, count=count)
+    assert vouched(count, 63) == [(42, 62)], "steps up to 60 are counted already"
+
+
+def test_a_voucher_that_says_less_than_was_counted_changes_nothing() -> None:
+    count = worked(30)
+    count.shown(PEER, Voucher("other", 25, 100, b""))
+    assert vouched(worked(1, first=50, count=count), 60) == [(31, 50)]
+
+
+def test_only_answers_that_change_something_are_looked_at() -> None:
+    count = worked(10, 4)
+    assert not count.wants(PEER, Microbatch(8, 9)) and not count.wants(PEER, Microbatch(9, 3))
+    assert count.wants(PEER, Microbatch(9, 4)) and count.wants(PEER, Microbatch(10, 0))
+    assert count.wants("another", Microbatch(0, 0))
+    enough = worked(20, 4)
+    assert not enough.wants(PEER, Microbatch(19, 4)), "there are fifty microbatches"
+    assert enough.wants(PEER, Microbatch(20, 0))
+
+
+def test_vouchers_are_renewed_when_the_run_passes_each_twentieth_step() -> None:
+    assert [v for v in range(1, 61) if renewal(v - 1, v)] == [20, 40, 60]
+    assert renewal(19, 23) and renewal(10, 90) and not renewal(20, 39) and not renewal(45, 20)
