@@ -20,6 +20,7 @@ from peers.ports import Answer, Directory, Request, Transport
 from peers.stage.membership import Membership
 from peers.stage.state import StageCore
 from peers.status_query import ask_status
+from peers.voices import Voices
 from peers.waiting import happens
 from swarm.errors import Leaving, NotNow, PeerFault, Refused, SwarmError
 from swarm.ids import Generation, PeerId, Stage
@@ -28,6 +29,7 @@ from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSu
 from swarm.protocol.protocol import Message, Ready, StepProtocol
 from swarm.protocol.replica import Action, AskLostStage, AskWitnesses, Local
 from swarm.protocol.timings import ProtocolTimings
+from swarm.protocol.voice import heard
 from swarm.wire.messages import (
     MAX_LONG_BYTES,
     Ack,
@@ -77,6 +79,7 @@ class StepCoordination:
     ) -> None:
         self._core, self._transport, self._directory, self._backoff = core, transport, directory, backoff
         self._membership, self._bandwidth = membership, bandwidth
+        self._voices = Voices(core.run, transport.signer, directory)
         self.act: Callable[[Action], None] = lambda action: None
         """Called with each action; it makes the peer do it."""
         self._run, self._stage, self._me = core.run, core.stage, core.me
@@ -225,23 +228,27 @@ class StepCoordination:
         """Ask replicas where they are: of a stage that is called lost, and of the others; some of each."""
         lost, asked = claimed.lost_stage, []
         records = [r for r in await self._directory.refresh({lost}) if r.state in ("serving", "leaving")]
+        voice = self._voices.of_all(version=self._core.version)
         for group in ([r for r in records if r.stage == lost], [r for r in records if r.stage != lost]):
             peers = sorted(record.peer for record in group if record.peer != self._me)
-            # Strangers may crowd out the others, but not in the same way everywhere.
-            asked += random.Random(self._me).sample(peers, min(MAX_LOST_ASKED, len(peers)))
-        told = await ask_status(self._run, self._transport, asked)
-        there = [s for s in told.values() if s.state in ("serving", "leaving")]
-        of_stage = [status.position for status in there if status.stage == lost]
-        of_others = [status.position for status in there if status.stage != lost]
-        self._step(lambda now: self.protocol.lost_stage_told(claimed, of_stage, of_others, now=now))
+            # Strangers may crowd out others without voice, but not in the same way everywhere.
+            random.Random(self._me).shuffle(peers)
+            asked += sorted(peers, key=lambda peer: peer not in voice)[:MAX_LOST_ASKED]
+        told = {
+            peer: (status.stage, status.position)
+            for peer, status in (await ask_status(self._run, self._transport, asked)).items()
+            if status.state in ("serving", "leaving")
+        }
+        self._step(lambda now: self.protocol.lost_stage_told(claimed, told, voice, now=now))
 
     async def _ask_witnesses(self) -> None:
         """Ask replicas of the other stages for their positions: their coordinators may have slept as well."""
         others = [r for r in self._directory.peers() if r.state == "serving" and r.stage != self._stage]
-        furthest = sorted(others, key=lambda r: (-r.version, r.peer))[:MAX_WITNESSES]
+        voice = self._voices.of_all(version=self._core.version)
+        furthest = sorted(others, key=lambda r: (r.peer not in voice, -r.version, r.peer))[:MAX_WITNESSES]
         told = await ask_status(self._run, self._transport, [record.peer for record in furthest])
-        for status in told.values():
-            self.protocol.witness(status.position)
+        for peer in heard(told, voice):
+            self.protocol.witness(told[peer].position)
 
     # -- sending ----------------------------------------------------------------------------------
 

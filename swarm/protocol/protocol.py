@@ -36,7 +36,7 @@ from swarm.protocol.rollback import is_alone_ahead, is_disproved, is_followed
 from swarm.protocol.rounds import Commit, elect
 from swarm.protocol.statements import Signer
 from swarm.protocol.timings import ProtocolTimings
-from swarm.protocol.voice import Electorate
+from swarm.protocol.voice import Electorate, heard, weight
 from swarm.records import PeerRecord
 
 MAX_BEHIND_S = 3600
@@ -437,25 +437,30 @@ class StepProtocol:
         return not later
 
     def lost_stage_told(
-        self, claimed: Generation, of_stage: Sequence[Position], of_others: Sequence[Position], *, now: float
+        self,
+        claimed: Generation,
+        told: Mapping[PeerId, tuple[Stage, Position]],
+        voice: Mapping[PeerId, int],
+        *,
+        now: float,
     ) -> None:
         """Enter a generation, or leave it, by where the replicas are of the stage that it calls lost, and
-        some of others.
+        some of others. They count by voice; what this replica has itself disproves without it.
         """
         mine, local = self._agreed.generation, self._local
         if local.busy:
             return
-        if claimed.lost_stage == self._stage:
-            of_stage = [*of_stage, local.position]
-        else:
-            of_others = [*of_others, local.position]
-        told = [*of_stage, *of_others]
+        told = {**told, self._me: (self._stage, local.position)}
+        counted = {peer: told[peer] for peer in heard(told, voice)}
+        all_at = [(at, weight(peer, voice)) for peer, (_, at) in counted.items()]
+        counted[self._me] = told[self._me]
+        of_stage = [at for stage, at in counted.values() if stage == claimed.lost_stage]
         known = max(local.version, self.run_status.version)
-        before = max((at.generation for at in told if at.generation < claimed), default=None)
+        before = max((at.generation for at, _ in all_at if at.generation < claimed), default=None)
         if claimed > mine:
-            if is_followed(claimed, told) or not is_disproved(claimed, of_stage, run_version=known):
+            if is_followed(claimed, all_at) or not is_disproved(claimed, of_stage, run_version=known):
                 self._enter(claimed, now)
-        elif claimed == mine and before is not None and not is_followed(claimed, told):
+        elif claimed == mine and before is not None and not is_followed(claimed, all_at):
             self._enter(before, now)
             if local.generation > before:
                 self._actions.append(Retreat(before))

@@ -80,10 +80,13 @@ def is_disproved(claimed: Generation, of_stage: Iterable[Position], *, run_versi
     return any(at.generation < claimed and at.version >= where for at in of_stage)
 
 
-def is_followed(claimed: Generation, replicas: Collection[Position]) -> bool:
-    """Whether at least half of the replicas are in a generation, or a later one, and not just one of them."""
-    follow = sum(at.generation >= claimed for at in replicas)
-    return follow >= 2 and 2 * follow >= len(replicas)
+def is_followed(claimed: Generation, replicas: Collection[tuple[Position, int]]) -> bool:
+    """Whether at least half of the replicas are in a generation, or a later one, and not just one of several.
+
+    `replicas`: where each is, and how much its word counts.
+    """
+    follow = [weight for at, weight in replicas if at.generation >= claimed]
+    return len(follow) >= min(2, len(replicas)) and 2 * sum(follow) >= sum(w for _, w in replicas)
 
 
 class Rollback(NamedTuple):

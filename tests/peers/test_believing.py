@@ -5,12 +5,18 @@ The strangers of these tests answer first, and are more than the peers that answ
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from dataclasses import replace
 
 import pytest
 import torch
 
+from swarm.errors import SwarmError
+from swarm.ids import Generation
 from swarm.manifest import audit_run
+from swarm.protocol.messages import ReplicaReport
+from swarm.wire.messages import pack
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, add_liar, admitting, give_voice
 
@@ -78,4 +84,40 @@ async def test_where_all_with_voice_are_gone_a_newcomer_takes_what_there_is() ->
         s.kill("s1p0")
         await joined(s)
         assert s.peers["newcomer"].core.version == 2
+        assert_honest(s)
+
+
+@pytest.mark.parametrize("lost_stage", [0, 1])
+async def test_a_generation_that_only_strangers_are_in_is_not_entered(lost_stage: int) -> None:
+    """They are more than the peers, say it again and again, and the run stands still."""
+    lie = Generation(1, 0, lost_stage=lost_stage, lost_version=2)
+    async with swarm(RUN, replicas=2) as s:
+        await begun(s)
+        for number in range(9):
+            await add_liar(s, f"a{number}", number % 2, 2, generation=lie)
+        stranger = s.network.peers["a1"].transport
+        report = ReplicaReport(run=RUN.id, stage=1, version=2, generation=lie)
+        until = s.network.loop.now_s + 40.0
+        while s.network.loop.now_s < until:
+            for name in ("s1p0", "s1p1"):
+                with contextlib.suppress(SwarmError):
+                    await stranger.call(name, "report", pack(report))
+            await asyncio.sleep(0.5)
+        assert {peer.core.generation for peer in s.peers.values()} == {Generation()}
+
+
+async def test_how_far_the_run_is_strangers_do_not_witness() -> None:
+    """A replica that says it is far ahead is asked about at other stages."""
+    async with swarm(RUN, replicas=2) as s:
+        await begun(s)
+        for number in range(9):
+            await add_liar(s, f"a{number}", 0, 9)
+        await add_liar(s, "ahead", 1, 9)
+        report = ReplicaReport(run=RUN.id, stage=1, version=9)
+        for _ in range(20):
+            for name in ("s1p0", "s1p1"):
+                with contextlib.suppress(SwarmError):
+                    await s.network.peers["ahead"].transport.call(name, "report", pack(report))
+            await asyncio.sleep(0.5)
+        assert {peer.core.version for peer in s.peers.values()} == {2}
         assert_honest(s)

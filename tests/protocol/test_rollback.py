@@ -123,11 +123,15 @@ def test_a_replica_where_the_run_was_disproves_that_its_stage_is_lost() -> None:
 def test_the_larger_half_decides_whether_a_generation_is_followed() -> None:
     claimed = Generation(2, 6, lost_stage=1, lost_version=8)
     there, before = Position(claimed, 6), Position(Generation(1, 2), 8)
-    assert is_followed(claimed, [there, there, before, before])
-    assert not is_followed(claimed, [there, before, before])
-    assert not is_followed(claimed, [there, there, before, before, before])
-    assert not is_followed(claimed, [there]), "one voice is none"
-    assert is_followed(claimed, [there, Position(Generation(3, 0), 0)])
+    follows, stays = (there, 1), (before, 1)
+    assert is_followed(claimed, [follows, follows, stays, stays])
+    assert not is_followed(claimed, [follows, stays, stays])
+    assert not is_followed(claimed, [follows, follows, stays, stays, stays])
+    assert not is_followed(claimed, [follows, stays]), "one of several is none"
+    assert is_followed(claimed, [follows]), "all that have voice are"
+    assert is_followed(claimed, [follows, (Position(Generation(3, 0), 0), 1)])
+    assert not is_followed(claimed, [follows, follows, (before, 3)])
+    assert is_followed(claimed, [(there, 2), follows, (before, 3)])
 
 
 def test_who_is_two_versions_ahead_of_all_others_is_alone_there() -> None:

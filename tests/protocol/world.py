@@ -319,9 +319,8 @@ class World:
             there = [r for r in self.live() if r.joined and self._reaches(name, r.name) and r is not replica]
             where = ", ".join(f"{r.name} {_at(r.position)}" for r in there) or "none answers"
             self._once(name, "asks", "", f"{name} asks whether stage {lost} was lost: {where}")
-            of_stage = [r.position for r in there if r.stage == lost]
-            of_others = [r.position for r in there if r.stage != lost]
-            replica.protocol.lost_stage_told(action.generation, of_stage, of_others, now=self.now)
+            told = {r.name: (r.stage, r.position) for r in there}
+            replica.protocol.lost_stage_told(action.generation, told, {}, now=self.now)
             self._drain(replica)
         elif isinstance(action, Retreat):
             replica.position, replica.commits = Position(action.generation, replica.position.version), {}
