@@ -50,11 +50,15 @@ def unheard_of(text: str) -> None:
 _KIND = safetensors_file.Kind("checkpoint", "Remove that step's folder to resume from an older one")
 
 
+_VOICED = "voiced"
+"""In the index: false if no peer with voice said that it is the state of its version."""
+
+
 class _Index(safetensors_file.Described, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stage: int
     tensors: dict[str, TensorInfo]
     meta: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Not read: others may put there what they like."""
+    """Others may put there what they like; only `_VOICED` is read."""
 
 
 class Checkpoint:
@@ -121,6 +125,14 @@ class Checkpoint:
             return False
 
     @property
+    def voiced(self) -> bool:
+        """Whether it is this peer's own work, or a peer with voice gave it; see `swarm.protocol.voice`."""
+        try:
+            return self._index().meta.get(_VOICED) is not False
+        except Damaged:
+            return False
+
+    @property
     def size_bytes(self) -> int:
         """How long the file of the tensors is, by its index.
 
@@ -152,8 +164,9 @@ class Checkpoint:
         keep: int = KEEP,
         together: Collection[Stage] | None = None,
         option: str = "--checkpoint-dir",
+        voiced: bool = True,
     ) -> None:
-        """Write it; older ones of the stage beyond `keep` are removed.
+        """Write it; older ones of the stage beyond `keep` are removed, and before them those without voice.
 
         The newest step that every stage has in the folder is never removed, however many newer ones there
         are; nor is this one, which may be an old one that completes a step.
@@ -162,13 +175,14 @@ class Checkpoint:
             tensors: any shapes; the dtypes of safetensors.
             together: the stages that are kept in this folder; None: all of the run.
             option: what the user chose the folder with, for errors.
+            voiced: it is this peer's own work, or a peer with voice gave it.
 
         Raises:
             SetupError: it could not be written; earlier checkpoints are as they were, nothing is left behind.
         """
         for attempt in range(MAX_WRITES):
             try:
-                self._write(tensors)
+                self._write(tensors, {} if voiced else {_VOICED: False})
                 break
             except OSError as error:
                 if isinstance(error, FileNotFoundError) and attempt + 1 < MAX_WRITES:
@@ -181,7 +195,7 @@ class Checkpoint:
                 ) from None
         self._prune(keep, range(self._run.S) if together is None else together)
 
-    def _write(self, tensors: dict[str, torch.Tensor]) -> None:
+    def _write(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
         """The tensors' file, then the index that makes it a checkpoint. A failed write leaves nothing."""
         where, run, written = self._folder, self._run, None
         try:
@@ -198,7 +212,7 @@ class Checkpoint:
             index = _Index(
                 format=safetensors_file.FORMAT, run=run.id, stage=self._stage, step=self._step,
                 bytes=size, sha256=digest,
-                tensors={name: safetensors_file.info(tensor) for name, tensor in tensors.items()},
+                tensors={name: safetensors_file.info(tensor) for name, tensor in tensors.items()}, meta=meta,
             )  # fmt: skip
             safetensors_file.write_json(self.path, index)
         except OSError:
@@ -212,15 +226,20 @@ class Checkpoint:
     def _prune(self, keep: int, together: Collection[Stage]) -> None:
         """Remove what this stage no longer needs. Failing to is no reason to stop training.
 
-        What is damaged at first sight counts for nothing: it neither stands for a step nor makes one go.
+        What is damaged at first sight counts for nothing: it neither stands for a step nor makes one go. Nor
+        does a version without voice, as soon as there is one with it.
         """
         mine = _saved(self._all, self._run, [self._stage])
         whole = [step for step, (one,) in mine.items() if one._seems_whole()]
-        shared = _saved(self._all, self._run, together).items()
-        common = next((step for step, all_ in shared if all(one._seems_whole() for one in all_)), None)
-        kept = whole[: max(1, keep)]
+        voiced = [step for step in whole if mine[step][0].voiced]
+        shared = _saved(self._all, self._run, together)
+        common = [step for step, all_ in shared.items() if all(one._seems_whole() for one in all_)]
+        believed = [step for step in common if all(one.voiced for one in shared[step])]
+        kept = {self._step, *(believed or common)[:1]}
+        ranked = (voiced or whole)[: max(1, keep)]
         for step, (one,) in mine.items():
-            if step not in (common, self._step) and kept and step < kept[-1]:
+            displaced = bool(voiced) and step in whole and step not in voiced
+            if step not in kept and ranked and (step < ranked[-1] or displaced):
                 one._remove()
 
     def _remove(self) -> None:

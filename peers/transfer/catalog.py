@@ -51,7 +51,7 @@ async def ask_saved(
     """
     asked = chosen(run, records, transport.peer_id, voice)
 
-    async def ask(record: PeerRecord) -> dict[Stage, tuple[int, ...]]:
+    async def ask(record: PeerRecord) -> dict[Stage, tuple[int, ...]] | None:
         try:
             question = pack(AskSaved(run=run.id))
             answer = await transport.call(
@@ -62,12 +62,13 @@ async def ask_saved(
             on_fault(fault)
         except SwarmError:
             pass  # it is leaving, say: a healthy peer without anything for us
-        return {}
+        return None
 
-    told = list(zip(asked, await asyncio.gather(*map(ask, asked)), strict=True))
+    answers = zip(asked, await asyncio.gather(*map(ask, asked)), strict=True)
+    told = [(record, saved) for record, saved in answers if saved is not None]
     found: Sources = {}
     for stage in range(run.S):
-        replicas = [record.peer for record, saved in told if saved.get(stage) and not is_keeper(record)]
+        replicas = [record.peer for record, _ in told if record.stage == stage]
         not_heard = set(replicas).difference(heard(replicas, voice))
         sources: dict[int, list[PeerId]] = {}
         for record, saved in told:

@@ -145,6 +145,8 @@ class Download:
     tensors: dict[str, torch.Tensor]
     sources: tuple[PeerId, ...]
     """Those that gave it, the one that gave most first."""
+    voiced: bool
+    """One of those that were believed has voice."""
     received_bytes: int
     """Without what was here already."""
 
@@ -323,7 +325,8 @@ class _Downloading:
                 self._close(list(self.leases))
                 self.partial.give_away()
                 return Download(
-                    opened=opened, tensors=tensors, received_bytes=sum(self.given_bytes.values()),
+                    opened=opened, tensors=tensors, voiced=self._has_voice(members),
+                    received_bytes=sum(self.given_bytes.values()),
                     sources=tuple(peer for peer, _ in self.given_bytes.most_common()),
                 )  # fmt: skip
             self.partial.forget()

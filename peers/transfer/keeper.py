@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,15 +22,16 @@ from peers.clock import now_s, unix_s
 from peers.ports import Answer, Directory, Request, Transport
 from peers.storage import checkpoint
 from peers.storage.checkpoint_store import CheckpointStore
-from peers.transfer.catalog import ask_saved, is_keeper
+from peers.transfer.catalog import Sources, ask_saved, is_keeper
 from peers.transfer.client import DownloadFailed, Partial, download, shown, state_of
 from peers.transfer.server import StateLeases
+from peers.voices import Voices
 from peers.waiting import happens, within
 from swarm.errors import BadAnswer, PeerFault, SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.policy.backoff import Backoff
-from swarm.policy.keeping import newest_common, next_download, reached
+from swarm.policy.keeping import newest_common, next_download, reached, worth_fetching
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import AskStatus, PeerStatus, check_run, pack, unpack
 
@@ -97,6 +98,21 @@ async def collect(
         await asyncio.sleep(POLL_S)
 
 
+def _said(records: Sequence[PeerRecord], found: Sources) -> dict[Stage, dict[PeerId, int]]:
+    """The newest version that each peer of a stage says it has, by its record or by what it saved."""
+    keepers = {record.peer for record in records if is_keeper(record)}
+    said: dict[Stage, dict[PeerId, int]] = {stage: {} for stage in found}
+    for record in records:
+        if record.state == "serving" and record.stage in said:
+            said[record.stage][record.peer] = record.version
+    for stage, versions in found.items():
+        for version, peers in versions.items():
+            for peer in peers:
+                if peer not in keepers:
+                    said[stage][peer] = max(version, said[stage].get(peer, version))
+    return said
+
+
 class CheckpointKeeper:
     """Keeps checkpoints of `run` until told to leave."""
 
@@ -110,6 +126,7 @@ class CheckpointKeeper:
     ) -> None:
         self._run, self._settings, self._emit = run, settings, emit
         self._transport, self._directory = transport, directory
+        self._voices = Voices(run, transport.signer, directory)
         self.stages = settings.stages or tuple(range(run.S))
         self._stores = {
             stage: CheckpointStore(run, stage, settings.folder, tell=self._not_kept) for stage in self.stages
@@ -120,6 +137,8 @@ class CheckpointKeeper:
         self._backoff = Backoff(first_s=FIRST_REST_S, longest_s=LONGEST_REST_S)
         self._partials: dict[Stage, Partial] = {}
         self._have: dict[Stage, list[int]] = {stage: [] for stage in self.stages}
+        self._voiced: set[Stage] = set()
+        """Of these stages there are versions that a peer with voice gave: the others do not count."""
         self.offers: dict[Stage, list[int]] = {stage: [] for stage in self.stages}
         """The versions of each stage that peers could give when they were last asked."""
         self._said: int | None = None
@@ -193,10 +212,18 @@ class CheckpointKeeper:
     async def _take_stock(self) -> None:
         """Note what is on the disk now; say so if the newest whole version is another."""
         for stage, store in self._stores.items():
-            self._have[stage] = await asyncio.to_thread(store.versions)
+            versions = await asyncio.to_thread(store.versions)
+            voiced = await asyncio.to_thread(self._voiced_of, stage, versions)
+            self._have[stage] = voiced or versions
+            if voiced and self._voices.named:
+                self._voiced.add(stage)
         if self.version is not None and self.version != self._said:
             self._said = self.version
             self._emit(events.Kept(version=self.version, stages=self.stages))
+
+    def _voiced_of(self, stage: Stage, versions: Sequence[int]) -> list[int]:
+        folder, run = self._settings.folder, self._run
+        return [v for v in versions if checkpoint.Checkpoint(folder, run, stage, v).voiced]
 
     # -- keeping ----------------------------------------------------------------------------------
 
@@ -217,24 +244,27 @@ class CheckpointKeeper:
         records = [
             r for r in await self._directory.refresh() if not self._backoff.in_backoff(r.peer, now=now)
         ]
-        found = await ask_saved(self._run, self._transport, records, on_fault=self._not_believed)
-        keepers = {record.peer for record in records if is_keeper(record)}
-        claims = {
-            stage: [v for v, peers in versions.items() if not keepers.issuperset(peers)]
-            for stage, versions in found.items()
-        }
-        limit = reached(records, claims)
+        voice = {stage: self._voices.of(stage) for stage in range(self._run.S)}
+        of_all = {peer: much for of in voice.values() for peer, much in of.items()}
+        found = await ask_saved(
+            self._run, self._transport, records, voice=of_all, on_fault=self._not_believed
+        )
+        limit = reached(_said(records, found), of_all)
         offered = {
-            stage: {v: peers for v, peers in found[stage].items() if limit is None or v <= limit}
+            stage: worth_fetching(
+                {v: peers for v, peers in found[stage].items() if limit is None or v <= limit},
+                voice[stage], have_voiced=stage in self._voiced,
+            )
             for stage in self.stages
-        }
+        }  # fmt: skip
         self.offers = {stage: sorted(versions) for stage, versions in offered.items()}
-        while (wanted := next_download(self._have, offered)) is not None:
+        while (wanted := next_download(self._believed(voice), offered)) is not None:
             stage, version = wanted
             if self._leaving.is_set():
                 text = f"version {version} of stage {stage} is fetched before this keeper leaves, within "
                 self._emit(events.Note(text=f"{text}{LAST_S:.0f} s; again to leave now"))
-            if not await self._fetch(stage, version, offered[stage].pop(version)):
+            sources = offered[stage].pop(version)
+            if not await self._fetch(stage, version, sources, voice[stage]):
                 if now_s() < self._full_until:
                     return
                 continue
@@ -254,7 +284,13 @@ class CheckpointKeeper:
             )
             self._emit(events.Trouble(text=text))
 
-    async def _fetch(self, stage: Stage, version: int, sources: list[PeerId]) -> bool:
+    def _believed(self, voice: Mapping[Stage, Mapping[PeerId, int]]) -> dict[Stage, list[int]]:
+        """The versions here, of stages whose peers have voice only those that such a peer gave."""
+        return {s: [] if voice[s] and s not in self._voiced else self._have[s] for s in self.stages}
+
+    async def _fetch(
+        self, stage: Stage, version: int, sources: Sequence[PeerId], voice: Mapping[PeerId, int]
+    ) -> bool:
         """Download and save one version of one stage; False: not now, and why was said."""
         folder, began = self._settings.folder, now_s()
         wanted = state_of(self._run, stage, version)
@@ -264,7 +300,8 @@ class CheckpointKeeper:
             return False
         try:
             found = await download(
-                self._transport, wanted, sources, partial=self._partials.setdefault(stage, Partial()),
+                self._transport, wanted, sources, voice=voice,
+                partial=self._partials.setdefault(stage, Partial()),
                 progress=shown(stage, version, self._emit), on_fault=self._not_believed,
             )  # fmt: skip
         except DownloadFailed as failed:
@@ -276,6 +313,10 @@ class CheckpointKeeper:
             return False
         for peer in found.sources:
             self._backoff.answered(peer)
+        if voice and not found.voiced:
+            text = f"version {version} of stage {stage} is not kept: no peer with voice gave it"
+            self._complain(f"{stage} {version}", text)
+            return False
         self._emit(
             events.StateFetched(
                 stage=stage, version=version, source=found.sources[0] if found.sources else "", bytes=size,
@@ -286,6 +327,7 @@ class CheckpointKeeper:
         def save() -> None:
             checkpoint.Checkpoint(folder, self._run, stage, version).save(found.tensors,
                 keep=self._settings.keep, together=self.stages, option="--dir",
+                voiced=found.voiced or not self._voices.named,
             )  # fmt: skip
 
         try:

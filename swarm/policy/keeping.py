@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
-from swarm.ids import Stage
-from swarm.records import PeerRecord
+from swarm.ids import PeerId, Stage
+from swarm.protocol.voice import heard
 
 
 def newest_common(versions: Mapping[Stage, Collection[int]]) -> int | None:
@@ -40,16 +40,27 @@ def next_download(
     return stage, version
 
 
-def reached(records: Iterable[PeerRecord], claims: Mapping[Stage, Collection[int]]) -> int | None:
-    """The version that every stage has reached by its own records; None: no stage has a peer that says
-    anything.
+def reached(said: Mapping[Stage, Mapping[PeerId, int]], voice: Mapping[PeerId, int]) -> int | None:
+    """The version that every stage has reached by the word of its own peers; None: no peer says anything.
 
-    Stages step together, so no checkpoint can be newer. A peer that lies about its step raises only the
-    number of its own stage, and the smallest counts. `claims`: per stage, the versions that its own peers say
-    they saved, which may be newer than their records.
+    Stages step together, so no checkpoint can be newer. A peer that lies raises only the number of its own
+    stage, and the smallest counts; if peers of a stage have `voice`, only they say where it is. `said`: the
+    newest version that each peer says it has, or has saved.
     """
-    newest = {stage: max(versions) for stage, versions in claims.items() if versions}
-    for record in records:
-        if record.state == "serving" and record.stage in claims:
-            newest[record.stage] = max(record.version, newest.get(record.stage, 0))
-    return min(newest.values(), default=None)
+    newest = [max(of[peer] for peer in heard(of, voice)) for of in said.values() if of]
+    return min(newest, default=None)
+
+
+def worth_fetching(
+    offered: Mapping[int, Sequence[PeerId]], voice: Mapping[PeerId, int], *, have_voiced: bool
+) -> dict[int, Sequence[PeerId]]:
+    """The versions of one stage that a keeper may fetch: none takes the place of one believed by more voice.
+
+    Args:
+        offered: the peers that offer each version.
+        voice: of the stage. If its peers have voice, one of them has to offer a version.
+        have_voiced: a version that one with voice gave is here.
+    """
+    if voice:
+        return {version: peers for version, peers in offered.items() if not voice.keys().isdisjoint(peers)}
+    return {} if have_voiced else dict(offered)

@@ -8,17 +8,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from peers.storage import checkpoint
 from swarm.errors import SwarmError
 from swarm.ids import Generation
 from swarm.manifest import audit_run
 from swarm.protocol.messages import ReplicaReport
 from swarm.wire.messages import pack
 from tests.peers.loops import Swarm, swarm
-from tests.peers.sybils import TRAINER, add_liar, admitting, give_voice
+from tests.peers.sybils import TRAINER, MadeUp, add_liar, admitting, give_voice
+from tests.peers.test_keeping import add_keeper
 
 pytestmark = pytest.mark.virtual_time
 
@@ -121,3 +124,53 @@ async def test_how_far_the_run_is_strangers_do_not_witness() -> None:
             await asyncio.sleep(0.5)
         assert {peer.core.version for peer in s.peers.values()} == {2}
         assert_honest(s)
+
+
+def kept(folder: Path) -> tuple[int | None, list[bool]]:
+    """The newest version that a keeper has of all stages, and of which it is the honest state."""
+    version = checkpoint.newest_common_step(folder, RUN)
+    if version is None:
+        return None, []
+    states = [checkpoint.Checkpoint(folder, RUN, stage, version).load() for stage in range(RUN.S)]
+    return version, [bool((state["weights"] * RUN.M == -version).all()) for state in states]
+
+
+@pytest.mark.parametrize("saved", [(11,), (3, 5)])
+async def test_a_keeper_keeps_what_those_with_voice_saved(saved: tuple[int, ...], tmp_path: Path) -> None:
+    """Two strangers of each stage offer versions that nobody computed, newer ones and ones in between."""
+    async with swarm(RUN, replicas=2) as s:
+        add_keeper(s, tmp_path)
+        await begun(s, version=5)
+        await s.until(lambda: kept(tmp_path) == (4, [True, True]))
+        for name, stage in (("a0", 0), ("a1", 1), ("b0", 0), ("b1", 1)):
+            await add_liar(s, name, stage, max(saved), saved=saved)
+        await asyncio.sleep(60.0)
+        assert kept(tmp_path) == (4, [True, True])
+
+
+async def test_what_a_keeper_took_from_strangers_gives_way_to_what_those_with_voice_saved(
+    tmp_path: Path,
+) -> None:
+    """It was there before them, and what it took is newer."""
+    for stage in range(RUN.S):
+        made_up = dict(MadeUp(RUN, stage, ()).load(11))
+        checkpoint.Checkpoint(tmp_path, RUN, stage, 11).save(made_up, voiced=False)
+    async with swarm(RUN, replicas=2) as s:
+        add_keeper(s, tmp_path)
+        assert kept(tmp_path) == (11, [False, False])
+        await begun(s, version=5)
+        await s.until(lambda: kept(tmp_path) == (4, [True, True]), limit_s=60.0)
+
+
+async def test_a_keeper_takes_nothing_from_strangers_when_all_with_voice_are_gone(tmp_path: Path) -> None:
+    async with swarm(RUN, replicas=2) as s:
+        add_keeper(s, tmp_path)
+        await begun(s, version=4)
+        await s.until(lambda: kept(tmp_path) == (4, [True, True]))
+        for name in PEERS:
+            s.kill(name)
+            s.network.expire(name)
+        for name, stage in (("a0", 0), ("a1", 1)):
+            await add_liar(s, name, stage, 8)
+        await asyncio.sleep(60.0)
+        assert kept(tmp_path) == (4, [True, True])

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from swarm.policy.keeping import newest_common, next_download, reached
-from swarm.records import NO_STAGE, PeerRecord
+from swarm.policy.keeping import newest_common, next_download, reached, worth_fetching
 
 
 @pytest.mark.parametrize(
@@ -71,19 +70,25 @@ def test_whatever_is_offered_the_newest_version_that_all_can_be_had_at_is_fetche
         assert next_download(have, {s: [] for s in stages}) is None
 
 
-def record(stage: int, version: int, *, state: str = "serving") -> PeerRecord:
-    return PeerRecord(peer=f"p{stage}", run="r", stage=stage, state=state, version=version)
-
-
 def test_the_run_has_come_as_far_as_its_last_stage_says() -> None:
-    records = [record(0, 20), record(1, 22), record(1, 5), record(NO_STAGE, 99, state="keeping")]
-    assert reached(records, {0: [], 1: []}) == 20
-    assert reached(records, {0: [21], 1: []}) == 21  # a checkpoint is newer than its peer's record
-    assert reached([], {0: [], 1: [30]}) == 30
-    assert reached([], {0: [], 1: []}) is None
+    assert reached({0: {"a": 20}, 1: {"b": 22, "c": 5}}, {}) == 20
+    assert reached({0: {}, 1: {"b": 30}}, {}) == 30
+    assert reached({0: {}, 1: {}}, {}) is None
 
 
 def test_one_that_lies_about_its_step_moves_nothing() -> None:
-    honest = [record(0, 20), record(1, 20)]
-    assert reached([*honest, record(1, 10**9)], {0: [20], 1: [20, 10**9]}) == 20
-    assert reached([record(0, 20, state="joining"), *honest], {0: [], 1: []}) == 20
+    assert reached({0: {"a": 20}, 1: {"b": 20, "liar": 10**9}}, {}) == 20
+
+
+def test_liars_in_every_stage_move_nothing_where_others_have_voice() -> None:
+    said = {0: {"a": 20, "l": 10**9, "m": 10**9}, 1: {"b": 22, "n": 10**9}}
+    assert reached(said, {"a": 30, "b": 30}) == 20
+    assert reached(said, {"b": 30}) == 22
+
+
+def test_a_version_without_voice_takes_the_place_of_none_with_it() -> None:
+    offered = {8: ["a", "l"], 9: ["l", "m"]}
+    assert worth_fetching(offered, {}, have_voiced=False) == offered
+    assert worth_fetching(offered, {}, have_voiced=True) == {}
+    assert worth_fetching(offered, {"a": 30}, have_voiced=False) == {8: ["a", "l"]}
+    assert worth_fetching(offered, {"b": 30}, have_voiced=False) == {}
