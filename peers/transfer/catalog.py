@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from peers.ports import Transport
-from peers.transfer.client import NO_VOICE
 from swarm.errors import BadAnswer, PeerFault, SwarmError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
+from swarm.protocol.rounds import NO_VOICE
 from swarm.protocol.voice import heard
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import MAX_LONG_BYTES, AskSaved, Saved, pack, unpack_answer

@@ -37,7 +37,7 @@ from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.model.layout import empty_state
 from swarm.protocol.rollback import check_generation
-from swarm.protocol.rounds import Commit
+from swarm.protocol.rounds import NO_VOICE, Commit
 from swarm.protocol.voice import heard, weight
 from swarm.wire.codec import TensorMeta, decode, dtype_name
 from swarm.wire.messages import (
@@ -78,8 +78,6 @@ BUSY_TRIES = 20
 SHOW_S = 2.0
 """Between two words about a download."""
 
-NO_VOICE: Mapping[PeerId, int] = {}
-"""The word of each source counts alike."""
 
 Progress: TypeAlias = Callable[[int, int, int], None]
 """(bytes that are here, bytes in all, sources now)."""

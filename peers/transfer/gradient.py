@@ -14,13 +14,13 @@ from peers.clock import now_s
 from peers.ports import Directory, Transport
 from peers.stage.all_reduce import holds
 from peers.stage.state import StageCore
-from peers.transfer.client import NO_VOICE, DownloadFailed, Partial, Wanted, download, state_of
+from peers.transfer.client import DownloadFailed, Partial, Wanted, download, state_of
 from peers.voices import Voices
 from swarm.errors import PeerFault, SetupError
 from swarm.ids import PeerId
 from swarm.manifest import Run
 from swarm.model.layout import named_weights
-from swarm.protocol.rounds import Commit, Prepared
+from swarm.protocol.rounds import NO_VOICE, Commit, Prepared
 from swarm.protocol.voice import heard
 from swarm.wire.messages import Opened, OpenHeld
 

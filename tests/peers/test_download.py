@@ -17,7 +17,6 @@ from peers.stage.server import StagePeer
 from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer import client, leases
 from peers.transfer.client import (
-    NO_VOICE,
     Download,
     DownloadFailed,
     Offer,
@@ -33,7 +32,7 @@ from swarm.errors import Busy, NotReady, PeerFault
 from swarm.ids import Generation
 from swarm.manifest import audit_run
 from swarm.protocol import coordinator, rounds
-from swarm.protocol.rounds import Commit, Decision, Reduce
+from swarm.protocol.rounds import NO_VOICE, Commit, Decision, Reduce
 from swarm.wire.messages import Opened, TensorForm
 from tests.peers.lies import flip_a_bit, offered
 from tests.peers.loops import swarm
