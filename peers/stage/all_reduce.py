@@ -14,9 +14,12 @@ import hashlib
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
+from peers.audit.sum_check import SumCheck
+from peers.audit.sums import SumAudits
 from peers.clock import now_s
 from peers.fault_points import fault_point
 from peers.ports import Answer, Buffer, Request, Transport
@@ -56,6 +59,8 @@ class _Chunk:
     """A chunk that this replica owns: contributions come in, one result goes out."""
 
     numel: int
+    index: int
+    """In this replica's part."""
     contributions: dict[PeerId, torch.Tensor | None] = field(default_factory=dict)
     result: asyncio.Future[tuple[PartDone, Sequence[Buffer]]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -71,6 +76,8 @@ class _Round:
     reduced: torch.Tensor
     chunks: dict[int, _Chunk]
     failed: asyncio.Future[None]
+    check: SumCheck | None
+    """None in a run whose sums are not checked."""
     sent_bytes: int = 0
     """To the owners of the other parts, and answered."""
 
@@ -87,10 +94,13 @@ class AllReduce:
         sum_dtype: torch.dtype,
         to_float: Callable[[torch.Tensor], torch.Tensor],
         sqnorm: Callable[[torch.Tensor], float] = sqnorm,
+        audits: SumAudits | None = None,
     ) -> None:
         """`sum_dtype`: of the replicas' sums; `to_float` gives the value of their total, as it is applied,
-        and `sqnorm` the squared norm of that, as the stage reports it.
+        and `sqnorm` the squared norm of that, as the stage reports it. `audits` checks results before they
+        count.
         """
+        self._audits = audits
         self._run, self._me, self._transport, self._codec = run, me, transport, codec
         self._sum_dtype, self._to_float, self._sqnorm = sum_dtype, to_float, sqnorm
         self._dtype = to_float(torch.zeros(1, dtype=sum_dtype)).dtype
@@ -120,30 +130,42 @@ class AllReduce:
         for size in plan.parts:
             edges.append(edges[-1] + size)
         mine = plan.members.index(self._me)
-        chunks = {start: _Chunk(numel) for start, numel in chunks_of(edges[mine], edges[mine + 1])}
-        this = _Round(plan, t, total, torch.empty(total.numel(), dtype=self._dtype), chunks, failed)
+        parts = [chunks_of(first, last) for first, last in pairwise(edges)]
+        chunks = {start: _Chunk(numel, index) for index, (start, numel) in enumerate(parts[mine])}
+        try:
+            check = self._audits.open(plan, t, parts, total) if self._audits is not None else None
+        except Refused as refused:
+            raise RoundAborted(refused.text) from None
+        reduced = torch.empty(total.numel(), dtype=self._dtype)
+        this = _Round(plan, t, total, reduced, chunks, failed, check)
         self._rounds[plan.round] = this
         started, self._started = self._started, asyncio.Event()
         started.set()
         work: list[asyncio.Task[None]] = []
         try:
+            if check is not None:
+                await asyncio.to_thread(check.commit)
             for start in chunks:
                 self._contribute(this, start, self._me, self._own(this, start))
                 await asyncio.sleep(0)  # gigabytes must not keep heartbeats waiting
-            for owner, first, last in zip(plan.members, edges, edges[1:], strict=False):
+            for owner, part in zip(plan.members, parts, strict=True):
                 if owner == self._me:
                     work.append(asyncio.create_task(self._collect_own(this)))
-                elif last > first:
-                    work.append(asyncio.create_task(self._exchange(this, owner, chunks_of(first, last))))
+                elif part:
+                    work.append(asyncio.create_task(self._exchange(this, owner, part)))
             began = now_s()
             await asyncio.gather(*work)
             self._measured(this.sent_bytes, now_s() - began)
+            if self._audits is not None and check is not None:
+                await self._audits.verify(check, this.reduced)
         except SwarmError as error:  # whatever a replica answered
             raise RoundAborted(error.text) from None
         finally:
             for task in work:
                 task.cancel()
             self._void(plan.round, "the round ended")
+            if self._audits is not None and check is not None:
+                self._audits.close(check)
         return this.reduced, await asyncio.to_thread(holds, plan.round, this.reduced, self._sqnorm)
 
     def _alone(self, total: torch.Tensor) -> torch.Tensor:
@@ -187,7 +209,12 @@ class AllReduce:
             chunk.result.exception()
             return
         this.reduced[start : start + total.numel()] = decode(meta, buffers)
-        chunk.result.set_result((PartDone(crc=checksum(buffers), tensors=(meta,)), buffers))
+        proof, crc = None, 0
+        if this.check is None:
+            crc = checksum(buffers)
+        else:
+            proof = this.check.made(chunk.index, buffers)
+        chunk.result.set_result((PartDone(crc=crc, tensors=(meta,), proof=proof), buffers))
 
     async def _collect_own(self, this: _Round) -> None:
         for chunk in this.chunks.values():
@@ -196,8 +223,9 @@ class AllReduce:
     async def _exchange(self, this: _Round, owner: PeerId, chunks: Sequence[tuple[int, int]]) -> None:
         """Send this replica's contribution to each chunk that `owner` owns, and take the reduced chunk."""
         room = asyncio.Semaphore(CHUNKS_IN_FLIGHT)
+        check, place = this.check, this.plan.members.index(owner)
 
-        async def exchange(start: int, numel: int) -> None:
+        async def exchange(index: int, start: int, numel: int) -> None:
             async with room:
                 tensors: tuple[TensorMeta, ...] = ()
                 body: Sequence[Buffer] = ()
@@ -206,16 +234,20 @@ class AllReduce:
                     tensors = (meta,)
                 part = Part(
                     run=self._run, t=this.t, round=this.plan.round, start=start, numel=numel,
-                    crc=checksum(body), tensors=tensors,
+                    crc=0 if check else checksum(body), tensors=tensors,
+                    proof=check.proof(place) if check else None,
                 )  # fmt: skip
                 answer = await self._call_until_ready(owner, part, body)
                 done = unpack_answer(owner, answer.header, PartDone)
                 this.reduced[start : start + numel] = read_part(
-                    owner, done.tensors, done.crc, answer.body, numel, self._codec, self._dtype
-                )
+                    owner, done.tensors, None if check else done.crc, answer.body, numel, self._codec,
+                    self._dtype,
+                )  # fmt: skip
+                if check is not None:
+                    check.came(place, done.proof)
                 this.sent_bytes += sum(memoryview(b).nbytes for b in body)
 
-        tasks = [asyncio.create_task(exchange(start, numel)) for start, numel in chunks]
+        tasks = [asyncio.create_task(exchange(index, *chunk)) for index, chunk in enumerate(chunks)]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -259,11 +291,13 @@ class AllReduce:
             raise Refused("the announced buffers do not fit the tensor")
         body = await request.accept()
         contribution = None
+        if this.check is not None:
+            this.check.take(request.peer, chunk.index, part.proof, body)
         if part.tensors:
+            crc = None if this.check else part.crc
             contribution = read_part(
-                request.peer, part.tensors, part.crc, body, part.numel, self._codec, self._sum_dtype,
-                error=Refused,
-            )  # fmt: skip
+                request.peer, part.tensors, crc, body, part.numel, self._codec, self._sum_dtype, error=Refused
+            )
         fault_point("reduce")
         self._contribute(this, part.start, request.peer, contribution)
         done, buffers = await asyncio.shield(chunk.result)
@@ -289,7 +323,7 @@ def chunks_of(start: int, end: int) -> list[tuple[int, int]]:
 def read_part(
     peer: PeerId,
     metas: Sequence[TensorMeta],
-    crc: int,
+    crc: int | None,
     body: Sequence[Buffer],
     numel: int,
     codec: str,
@@ -297,11 +331,14 @@ def read_part(
     *,
     error: type[Refused] | None = None,
 ) -> torch.Tensor:
-    """A checked flat chunk. Raises `error`, or BadAnswer for an answer, if anything does not fit."""
+    """A checked flat chunk; `crc` None: its bytes are checked by their digest.
+
+    Raises `error`, or BadAnswer for an answer, if anything does not fit.
+    """
     try:
         if len(metas) != 1:
             raise Refused(f"{len(metas)} tensors where one chunk was expected")
-        if checksum(body) != crc:
+        if crc is not None and checksum(body) != crc:
             raise Refused("the checksum of a chunk does not fit its bytes")
         return decode(
             metas[0], body, expect_shape=(numel,), expect_dtype=dtype, expect_codec=codec, name="a chunk"

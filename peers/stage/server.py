@@ -17,6 +17,8 @@ import random
 from collections.abc import Callable, Sequence
 
 from peers import events
+from peers.audit.convictions import Convictions, TrustedDirectory
+from peers.audit.sums import SumAudits
 from peers.clock import now_s
 from peers.liveness_probe import Prober
 from peers.ports import Device, Directory, Rank, Transport
@@ -69,7 +71,8 @@ class StagePeer:
     ) -> None:
         """`kept`: of the pause that it comes back from. `device`: by default threads of its own."""
         self._run, self.stage, self._settings, self._emit = run, stage, settings, emit
-        self._directory = directory
+        self.convictions = Convictions(run, transport, directory, emit)
+        self._directory = directory = TrustedDirectory(directory, self.convictions.convicted)
         device = device or DeviceThreads(f"device of stage {stage}", settings.workers)
         self.core = core = StageCore(run, stage, transport.peer_id, compute, emit, device=device)
         router = Router(Backoff(probed=True))
@@ -87,6 +90,7 @@ class StagePeer:
         all_reduce = AllReduce(
             run.id, core.me, transport, run.codec.reduce,
             compute.sums.dtype, compute.sums.value, compute.shared.sqnorm,
+            SumAudits(run, stage, transport, self.convictions),
         )  # fmt: skip
         self.store = CheckpointStore(run, stage, settings.resumed_from, tell=self._say_damaged)
         self.coordination = StepCoordination(
@@ -110,6 +114,7 @@ class StagePeer:
             core, transport, directory, settings, self.coordination, self.microbatches, all_reduce,
             self.moving,
         )  # fmt: skip
+        self.convictions.on_conviction = self.peer_gone
         self._leaving = asyncio.Event()
         self._owner_waits = False
         """It leaves or pauses on its owner's command; one that moves has as much time as one that serves."""
@@ -264,6 +269,7 @@ class StagePeer:
         self.microbatches.stop()
         try:
             await self.coordination.close()
+            await self.convictions.close()
             await asyncio.gather(*loops, self.actions.ended(), return_exceptions=True)
             if watch.done():
                 watch.result()  # perhaps no caller heard it yet

@@ -51,6 +51,7 @@ from scripts.bench.mutations import MUTATIONS, Mutation  # noqa: E402
 
 RINGS = ("pure", "peers", "sim")
 PURE = {
+    "swarm/audit": ("tests/audit",),
     "swarm/model": ("tests/model/test_stage.py", "tests/model/test_fixed_point.py"),
     "swarm/policy": ("tests/policy",),
     "swarm/protocol": ("tests/protocol", "tests/policy"),

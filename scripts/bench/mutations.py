@@ -68,6 +68,11 @@ CODEC = "swarm/wire/codec.py"
 CHECKS = "swarm/protocol/checks.py"
 RECEIPTS = "peers/vouching/receipts.py"
 RECEIPT = "swarm/wire/receipts.py"
+SUM_CHECK = "peers/audit/sum_check.py"
+SUM_AUDITS = "peers/audit/sums.py"
+CONVICTIONS = "peers/audit/convictions.py"
+EVIDENCE = "swarm/audit/evidence.py"
+PROJECTION = "swarm/audit/projection.py"
 VOICE = "swarm/protocol/voice.py"
 GIVER = "peers/vouching/giver.py"
 OWN_VOUCHER = "peers/vouching/own.py"
@@ -788,7 +793,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "chunk-checksum-not-compared",
         ALL_REDUCE,
-        "        if checksum(body) != crc:",
+        "        if crc is not None and checksum(body) != crc:",
         "        if False:",
         "A chunk that was damaged on the way enters the sum.",
         ("test_reduce", "test_attack"),
@@ -2206,5 +2211,71 @@ MUTATIONS: tuple[Mutation, ...] = (
         "                if False:\n",
         "A state with numbers that are none is loaded.",
         ("test_sync", "test_keeping"),
+    ),
+    # --- sums that are checked ---
+    Mutation(
+        "wrong-sum-taken",
+        SUM_AUDITS,
+        "        if wrong is not None:\n",
+        "        if False:\n",
+        "One owner of a part decides what the gradient is.",
+        ("test_false_sums",),
+    ),
+    Mutation(
+        "forged-contribution-taken",
+        SUM_AUDITS,
+        "        if forged is not None:\n",
+        "        if False:\n",
+        "An owner blames a member for what it added itself.",
+        ("test_false_sums",),
+    ),
+    Mutation(
+        "other-bytes-than-signed",
+        SUM_CHECK,
+        "        if body and _digest(body) != nth_digest(proof.chunks, index):\n",
+        "        if False:\n",
+        "A member has an honest owner convicted.",
+        ("test_false_sums",),
+    ),
+    Mutation(
+        "unsigned-contribution",
+        SUM_CHECK,
+        "        if not is_signed(self._signer, member, self._run, statement, proof.signature):\n"
+        "            raise Refused",
+        "        if False:\n            raise Refused",
+        "A member can deny what it sent, and have an honest owner convicted.",
+        ("test_false_sums",),
+    ),
+    Mutation(
+        "nonce-not-sealed",
+        SUM_CHECK,
+        "            if digest_of(nonce) != self._seals.get(member):\n",
+        "            if False:\n",
+        "The last to reveal its nonce chooses the coefficients, so that its lie does not show.",
+        ("test_false_sums",),
+    ),
+    Mutation(
+        "convicted-and-not-left-out",
+        CONVICTIONS,
+        "        if not self._convicted:\n            return records",
+        "        if True:\n            return records",
+        "A peer that was shown to lie takes part in the next round.",
+        ("test_false_sums",),
+    ),
+    Mutation(
+        "evidence-of-other-contributions",
+        EVIDENCE,
+        "        if digest_of(digests) != contribution.chunks:\n            return False",
+        "        if False:\n            return False",
+        "Anybody convicts an honest owner, with numbers that no member sent.",
+        ("test_false_sums",),
+    ),
+    Mutation(
+        "product-with-a-wide-margin",
+        PROJECTION,
+        "DEVIATIONS = 16.0",
+        "DEVIATIONS = 16e3",
+        "A flipped sign in a chunk passes for rounding.",
+        ("test_false_sums",),
     ),
 )

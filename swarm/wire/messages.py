@@ -8,6 +8,9 @@
     run       run coordinator → coordinator  RunStatus              → Ack
     watch     trainer → any stage-0 peer     Watch                  → Watched (held until a change)
     part      replica → owner of a part      Part + contribution    → PartDone + reduced part
+    reveal    member → member of a round     Reveal                 → Projecting (evidence.py)
+    show      member → member of a round     ShowChunk              → ShownChunk + contribution (evidence.py)
+    evidence  anyone → peer                  ShowEvidence + data    → Ack (evidence.py)
     offer     leaving peer → replica         OfferSum               → OfferedSum
     give      leaving peer → replica         GiveSum                → Ack (once it has fetched the sum)
     take      leaving peer → replica         TakeSum + losses       → Ack
@@ -35,6 +38,7 @@ from swarm.ids import Generation, PeerId, Stage
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Positioned, RunStatus
 from swarm.protocol.rounds import Commit, Prepared
+from swarm.protocol.sums import PartProof, ReducedProof
 from swarm.records import Voucher
 from swarm.wire.buffers import Buffer
 from swarm.wire.receipts import Receipt
@@ -165,11 +169,15 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """CRC-32 of the body."""
     tensors: tuple[TensorMeta, ...] = ()
     """Empty: nothing to contribute (an empty ledger)."""
+    proof: PartProof | None = None
+    """Where sums are checked: what its member signed; then there is no CRC."""
 
 
 class PartDone(msgspec.Struct, frozen=True, kw_only=True):
     crc: int
     tensors: tuple[TensorMeta, ...]
+    proof: ReducedProof | None = None
+    """Where sums are checked: with the last chunk of a part, what its owner signed."""
 
 
 class OfferSum(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,1 @@
+"""Verification: what shows that a peer lied, computed again from what it signed."""

@@ -1,0 +1,77 @@
+"""Products of sums with random coefficients: a result is what its contributions add up to, or its product
+differs from theirs.
+
+Coefficients are odd whole numbers from -127 to 127. Contributions are whole numbers
+(`swarm.model.fixed_point`), and their products are exact, modulo 2^64. A result is rounded to float32:
+its product may differ from theirs by that of the rounding errors, each at most 2^-24 of its element. By
+Hoeffding's inequality that is more than `DEVIATIONS` times 127 · 2^-24 · |result| with a probability of
+2 exp(-DEVIATIONS² / 2) = 5e-56.
+
+What an owner adds of length d, relative to the chunk, is missed with a probability of about 3e-6 / d: a
+thousandth of the chunk once in 300 times, a flipped sign of an element of a chunk of a million once in 700.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from swarm.model.fixed_point import SCALE, to_float
+
+LARGEST = 127
+"""Of a coefficient."""
+DEVIATIONS = 16.0
+ROUNDING = 2.0**-24 * (1.0 + 2.0**-20)
+"""Of int64 to float64 to float32."""
+_SLICE = 1 << 14
+"""Elements: what is computed with them stays in an L2 cache."""
+MODULUS = 1 << 64
+
+
+def coefficients(seed: bytes, owner: int, index: int, numel: int) -> npt.NDArray[np.int8]:
+    """Those of chunk `index` of the part of an owner, by its place among the members."""
+    key = hashlib.sha256(seed + owner.to_bytes(4, "little") + index.to_bytes(4, "little")).digest()
+    raw = np.random.SFC64(int.from_bytes(key, "little")).random_raw(-(-numel // 8))
+    return raw.astype("<u8", copy=False).view(np.int8)[:numel] | np.int8(1)
+
+
+def product(contribution: torch.Tensor, r: npt.NDArray[np.int8]) -> int:
+    """Of a contribution (int64, 1-D, host), modulo 2^64."""
+    values, total = contribution.numpy(), 0
+    for start in range(0, len(values), _SLICE):
+        part = slice(start, start + _SLICE)
+        total += int(np.dot(values[part], r[part].astype(np.int64)))
+    return total % MODULUS
+
+
+def fits(result: torch.Tensor, r: npt.NDArray[np.int8], expected: int) -> bool:
+    """Whether a result (floats, 1-D, host) can be that of contributions whose products add up to `expected`,
+    modulo 2^64.
+    """
+    values, value, square = result.numpy(), 0.0, 0.0
+    for start in range(0, len(values), _SLICE):
+        part = values[start : start + _SLICE]
+        value += float(np.dot(part.astype(np.float64), r[start : start + _SLICE].astype(np.float64)))
+        square += float(np.dot(part, part))  # elements of 2^-44 to 2^19: their squares are in range
+    if not np.isfinite(value):
+        return False
+    differs = (int(value * SCALE) - expected) % MODULUS
+    most = DEVIATIONS * LARGEST * ROUNDING * square**0.5 * SCALE + 1.0
+    return min(differs, MODULUS - differs) <= most
+
+
+def reduced_of(contributions: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """What an owner makes of these contributions, all of one length: the value of their sum."""
+    total = torch.zeros_like(contributions[0])
+    for contribution in contributions:
+        total += contribution
+    return to_float(total, dtype)
+
+
+def chunk_digest(chunk: torch.Tensor) -> bytes:
+    """SHA-256 of a chunk's numbers (1-D, host)."""
+    return hashlib.sha256(chunk.detach().contiguous().view(torch.uint8).numpy().data).digest()

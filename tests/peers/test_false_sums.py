@@ -1,0 +1,266 @@
+"""Attack 18, in sums: an owner that adds wrongly, tells members different things, or a member that lies about
+what it sent. Found in the same round, shown to others, left out; the result is as if it had not been there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from peers.audit import sums as audits
+from peers.audit.sum_check import SumCheck
+from peers.events import Stepped, Trouble
+from peers.ports import Answer, Request
+from peers.stage.server import StagePeer
+from swarm.audit.projection import MODULUS
+from swarm.errors import Refused
+from swarm.manifest import Run, audit_run
+from swarm.protocol.statements import sign
+from swarm.protocol.sums import PartProof, Projected, Reduced, nth_sum
+from swarm.wire.evidence import Projecting, Reveal
+from swarm.wire.messages import PartDone, pack, unpack
+from tests.peers.loops import Swarm, swarm
+
+pytestmark = pytest.mark.virtual_time
+
+TRAINER = "12D3KooW" + "t" * 44
+LIAR = "s1p1"
+STEPS = 3
+
+
+def checked_run(**changes: int) -> Run:
+    run = audit_run(stages=2, steps=STEPS, microbatches_per_step=8)
+    return replace(run, dtype="float32", admission=replace(run.admission, trainers=(TRAINER,)), **changes)
+
+
+async def play(lie: Callable[[Swarm, StagePeer], None] | None, *, replicas: int = 3) -> tuple[Swarm, float]:
+    """Run to the end beside a liar; the swarm, and how long it took, s."""
+    async with swarm(checked_run(), replicas=replicas) as s:
+        await s.until_serving()
+        if lie is not None:
+            lie(s, s.peers[LIAR])
+        s.add_trainer(TRAINER)
+        began = s.network.loop.now_s
+        honest = [name for name in s.peers if name != LIAR or lie is None]
+        await s.until(lambda: all(s.peers[n].core.version >= STEPS for n in honest), limit_s=120.0)
+        took_s = s.network.loop.now_s - began
+        counts = s.count_matrix()
+        assert all((counts[name] == STEPS).all() for name in honest), s.story()
+        return s, took_s
+
+
+def convicted(s: Swarm) -> dict[str, set[str]]:
+    """Whom each peer has convicted."""
+    return {name: set(peer.convictions.convicted) for name, peer in s.peers.items()}
+
+
+def assert_only_the_liar_is_left_out(s: Swarm) -> None:
+    found = convicted(s)
+    mates = [name for name, peer in s.peers.items() if peer.stage == 1 and name != LIAR]
+    assert all(found[name] == {LIAR} for name in mates), found
+    assert all(who <= {LIAR} for name, who in found.items() if name != LIAR), found
+
+
+def value(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Swarm, StagePeer], None]:
+    """An owner whose results are changed."""
+
+    def lie(s: Swarm, liar: StagePeer) -> None:
+        reducer = liar.actions._all_reduce  # pyright: ignore[reportPrivateUsage]
+        honest = reducer._to_float  # pyright: ignore[reportPrivateUsage]
+        reducer._to_float = lambda total: change(honest(total))  # pyright: ignore[reportPrivateUsage]
+
+    return lie
+
+
+def one_more(result: torch.Tensor) -> torch.Tensor:
+    result[-1] += 0.01
+    return result
+
+
+@pytest.mark.parametrize(
+    "change",
+    [torch.neg, torch.zeros_like, lambda result: result * 100, one_more],
+    ids=["sign flip", "zero", "times 100", "a hundredth in one element"],
+)
+async def test_an_owner_that_adds_wrongly_is_found_in_the_same_round(
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    _, honest_s = await play(None)
+    s, took_s = await play(value(change))
+    assert_only_the_liar_is_left_out(s)
+    assert took_s - honest_s < 10.0
+    texts = [event.text for event in s.seen(Trouble)]
+    assert f"peer {LIAR} is left out: its signed reduced of step 0 is false" in texts
+
+
+async def test_without_a_liar_nobody_is_accused_and_each_round_is_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(audits, "SPOT_CHECKS", 1.0)
+    s, _ = await play(None)
+    assert not any(convicted(s).values())
+    assert not s.seen(Trouble) and not s.voids()
+    assert len(s.seen(Stepped)) == STEPS * len(s.peers)
+
+
+def answers(liar: StagePeer, method: str, change: Callable[[Request, Answer], Answer]) -> None:
+    """Change what a liar answers."""
+    transport = liar.actions._transport  # pyright: ignore[reportPrivateUsage]
+    honest, limit = transport.handlers[method]  # type: ignore[attr-defined]
+
+    async def serve(request: Request) -> Answer:
+        return change(request, await honest(request))
+
+    transport.serve(method, serve, max_body_bytes=limit)
+
+
+def checks(liar: StagePeer) -> SumCheck:
+    """Of the liar's newest round."""
+    reducer = liar.actions._all_reduce  # pyright: ignore[reportPrivateUsage]
+    assert reducer._audits is not None  # pyright: ignore[reportPrivateUsage]
+    return list(reducer._audits._checks.values())[-1]  # pyright: ignore[reportPrivateUsage]
+
+
+def resigned(s: Swarm, check: SumCheck, done: PartDone, body: list[bytes]) -> Answer:
+    """An owner's last answer, of a part of one chunk, with another result that it signs as well."""
+    assert done.proof is not None
+    reduced = Reduced(1, check.t, check.plan.round, done.proof.contributions, done.proof.chunks)
+    signer = s.network.peers[LIAR].transport.signer
+    proof = msgspec.structs.replace(done.proof, signature=sign(signer, s.run.id, reduced))
+    return Answer(pack(msgspec.structs.replace(done, proof=proof)), body)
+
+
+async def test_an_owner_that_gives_members_different_results_is_found_by_those_that_it_lied_to() -> None:
+    def lie(s: Swarm, liar: StagePeer) -> None:
+        def change(request: Request, answer: Answer) -> Answer:
+            done = unpack(answer.header, PartDone)
+            if request.peer != "s1p0" or done.proof is None:
+                return answer
+            body = [bytes(len(buffer)) for buffer in answer.body]
+            chunks = hashlib.sha256(body[0]).digest()
+            other = msgspec.structs.replace(done, proof=msgspec.structs.replace(done.proof, chunks=chunks))
+            return resigned(s, checks(liar), other, body)
+
+        answers(liar, "part", change)
+
+    s, _ = await play(lie)
+    assert_only_the_liar_is_left_out(s)
+
+
+async def test_an_owner_that_names_a_contribution_that_nobody_sent_is_found() -> None:
+    """Else it could blame a member for what it added."""
+
+    def lie(s: Swarm, liar: StagePeer) -> None:
+        def change(request: Request, answer: Answer) -> Answer:
+            done = unpack(answer.header, PartDone)
+            if done.proof is None:
+                return answer
+            first, *rest = done.proof.contributions
+            forged = msgspec.structs.replace(first, chunks=bytes(32))
+            other = msgspec.structs.replace(done.proof, contributions=(forged, *rest))
+            return resigned(s, checks(liar), msgspec.structs.replace(done, proof=other), list(answer.body))
+
+        answers(liar, "part", change)
+
+    s, _ = await play(lie)
+    assert convicted(s)["s1p0"] == {LIAR}  # the first member, in whose name it lied
+    assert_only_the_liar_is_left_out(s)
+
+
+async def test_a_member_that_lies_about_its_product_is_found_and_no_owner_is_accused() -> None:
+    def lie(s: Swarm, liar: StagePeer) -> None:
+        def change(request: Request, answer: Answer) -> Answer:
+            told, check = unpack(answer.header, Projecting), checks(liar)
+            sums = tuple(
+                ((nth_sum(one, 0) or 0) + 3 & MODULUS - 1 | 1 << 50).to_bytes(8, "little") if one else one
+                for one in told.sums
+            )
+            said = Projected(1, check.t, check.plan.round, told.nonces, told.contributions, sums)
+            signature = sign(s.network.peers[LIAR].transport.signer, s.run.id, said)
+            return Answer(pack(msgspec.structs.replace(told, sums=sums, signature=signature)))
+
+        answers(liar, "reveal", change)
+
+    s, _ = await play(lie)
+    assert_only_the_liar_is_left_out(s)
+
+
+async def test_a_contribution_that_was_not_signed_is_not_added() -> None:
+    """The round ends; nothing is added that its member could deny."""
+
+    def lie(s: Swarm, liar: StagePeer) -> None:
+        left = 2
+
+        def forge(self: SumCheck, place: int, honest: Callable[[int], PartProof]) -> PartProof:
+            nonlocal left
+            left -= 1
+            proof = honest(place)
+            return msgspec.structs.replace(proof, chunks=bytes(32)) if left >= 0 else proof
+
+        reducer = liar.actions._all_reduce  # pyright: ignore[reportPrivateUsage]
+        audit = reducer._audits  # pyright: ignore[reportPrivateUsage]
+        assert audit is not None
+        opened = audit.open
+
+        def open_(*args: object) -> SumCheck | None:
+            check = opened(*args)  # type: ignore[arg-type]
+            if check is not None:
+                honest = check.proof
+                check.proof = lambda place: forge(check, place, honest)  # type: ignore[method-assign]
+            return check
+
+        audit.open = open_  # type: ignore[method-assign]
+
+    s, _ = await play(lie)
+    assert not any(convicted(s).values())
+    assert any("whose signature is not its member's" in why for why in s.voids()), s.voids()
+
+
+async def test_a_contribution_that_is_not_the_one_that_was_signed_is_not_added() -> None:
+    """Else its member could have an honest owner convicted: of a sum that is not that of what it signed."""
+
+    def lie(s: Swarm, liar: StagePeer) -> None:
+        transport = liar.actions._transport  # pyright: ignore[reportPrivateUsage]
+        honest, left = transport.call, [2]
+
+        async def call(peer: str, method: str, header: bytes, body: Any = (), **limits: Any) -> Answer:
+            if method == "part" and body and left[0]:
+                left[0] -= 1
+                body = [bytes(memoryview(body[0]).nbytes)]
+            return await honest(peer, method, header, body, **limits)
+
+        transport.call = call  # type: ignore[method-assign]
+
+    s, _ = await play(lie)
+    assert not any(convicted(s).values())
+    assert any("not the one that was signed" in why for why in s.voids()), s.voids()
+
+
+@pytest.mark.parametrize("other", [b"", b"another nonce"], ids=["none", "another than was sealed"])
+async def test_a_member_with_no_nonce_to_show_ends_the_round_and_no_honest_one_is_accused(
+    other: bytes,
+) -> None:
+    def lie(s: Swarm, liar: StagePeer) -> None:
+        transport = liar.actions._transport  # pyright: ignore[reportPrivateUsage]
+        honest, left = transport.call, [2]
+
+        async def call(peer: str, method: str, header: bytes, *args: object, **limits: object) -> Answer:
+            if method == "reveal" and left[0]:
+                left[0] -= 1
+                if not other:
+                    raise Refused("not revealed")
+                header = pack(msgspec.structs.replace(unpack(header, Reveal), nonce=other))
+            return await honest(peer, method, header, *args, **limits)  # type: ignore[arg-type]
+
+        transport.call = call  # type: ignore[method-assign]
+
+    s, _ = await play(lie)
+    assert not any(convicted(s).values())
+    due = "revealed another nonce than it had sealed" if other else "not revealed"
+    assert any(due in why for why in s.voids()), s.voids()
