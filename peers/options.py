@@ -248,6 +248,7 @@ Reach: TypeAlias = Literal["auto", "public", "relay"]
 _RUN_HELP = "run id, 32 hex digits; or its name and its owner's fingerprint"
 _JOIN_HELP = "a bootstrap or any peer of it; repeatable"
 DATA_HELP = "text files, in the order that the manifest pins; needed unless its source is pydoc or code"
+ALLOW_HELP = "a package whose functions the manifest may name; repeatable"
 TOKENIZER_HELP = "tokenizer.json, if the run has one"
 
 
@@ -279,6 +280,7 @@ class MemberOptions(Membership):
     token: str | None = optional(
         WORD, "from the owner, who made it with swarm invite; keep your --identity", group=RUN
     )
+    allow_code: tuple[str, ...] = repeated(WORD, ALLOW_HELP, group=RUN)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -181,13 +181,13 @@ class TokenUses:
 
     def saw(self, token: bytes, peer: PeerId, *, until: float, now: float) -> None:
         """A peer uses a token, for all that we know until then (Unix seconds)."""
-        users = self._until.setdefault(token, {})
-        if peer not in users and self._count >= self._most:
+        is_new = peer not in self._until.get(token, {})
+        if is_new and self._count >= self._most:
             self._expire(now)
             if self._count >= self._most:
                 return
-            users = self._until.setdefault(token, {})
-        self._count += peer not in users
+        users = self._until.setdefault(token, {})
+        self._count += is_new
         users[peer] = max(until, users.get(peer, 0.0))
 
     def users(self, token: bytes, *, now: float) -> int:

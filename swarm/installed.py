@@ -1,7 +1,9 @@
 """Code that a manifest names, `package.module:function`: installed by this machine's user, never fetched.
 
-A manifest may be a stranger's, so it cannot name Python's own modules (`os:abort`); all else that is
-installed here is trusted by the user who installed it.
+A manifest may be a stranger's, and most functions that are installed somewhere were not made to be called by
+strangers. So it cannot name Python's own modules (`os:abort`), and of all else only what the user of this
+machine allows: packages by name (`--allow-code`), and functions that an installed package declares as models
+or data of swarms (entry points of the group `swarm.models`).
 """
 
 from __future__ import annotations
@@ -10,11 +12,30 @@ import hashlib
 import importlib
 import inspect
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from swarm.errors import SetupError
+
+ENTRY_POINTS = "swarm.models"
+"""Group of entry points, each of which is a function that manifests may name."""
+
+
+def check_allowed(specs: Collection[str], allowed: Collection[str]) -> None:
+    """`allowed`: packages, modules or functions.
+
+    Raises:
+        SetupError: one of the functions is in none of these.
+    """
+    for spec in specs:
+        module = spec.partition(":")[0]
+        if not any(spec == one or f"{module}.".startswith(f"{one}.") for one in allowed):
+            raise SetupError(
+                f"the manifest, which may be a stranger's, names code that is installed here: {spec}. If you "
+                f"trust the run with it, add --allow-code {module.partition('.')[0]}"
+            )
 
 
 def call(spec: str, what: str) -> Any:

@@ -628,6 +628,12 @@ class Run(_Spec):
         return isinstance(self.model, CustomModelSpec)
 
     @property
+    def code(self) -> tuple[str, ...]:
+        """The functions that the manifest names, each `package.module:function`."""
+        model = self.model.source if isinstance(self.model, CustomModelSpec) else ""
+        return tuple(filter(None, (model, self.data.code)))
+
+    @property
     def pinned(self) -> bool:
         """Whether the manifest says exactly what its data are, and its custom model if there is one: it can
         be published.

@@ -188,6 +188,7 @@ class Demo:
                           stdin=run.to_toml().encode())  # fmt: skip
         await self._until(lambda: "bootstrap" in self._started, START_S, "the bootstrap does not start")
         self._meeting = ["--run", run.id, "--join", self._started["bootstrap"].addresses[0]]
+        self._meeting += [word for code in run.code for word in ("--allow-code", code)]
         for stage in range(run.S):
             for _ in range(self._options.peers):
                 await self._spawn_peer(stage)

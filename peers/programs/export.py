@@ -39,7 +39,7 @@ def run_export(options: ExportOptions) -> None:
         if options.run is None:
             raise SetupError("--join needs --run: both are in the file of a bootstrap's --join-file, @FILE")
         folder = results_folder() or Path(tempfile.mkdtemp(prefix="swarm-"))
-        step = asyncio.run(fetch(options.run, options.join, folder))
+        step = asyncio.run(fetch(options.run, options.join, folder, options.allow_code))
         options = replace(options, join=(), checkpoint_dir=folder, step=step)
     if options.hf is not None:
         run_export_hf(options, options.hf)
@@ -60,7 +60,7 @@ def run_export(options: ExportOptions) -> None:
         print(f"try it: swarm generate --model {options.out}{words} 'The '")
 
 
-async def fetch(run_id: str, join: Sequence[str], folder: Path) -> int:
+async def fetch(run_id: str, join: Sequence[str], folder: Path, allow_code: Sequence[str] = ()) -> int:
     """Fetch the newest version of all stages that the peers of a run can give, and return it.
 
     Raises:
@@ -71,7 +71,7 @@ async def fetch(run_id: str, join: Sequence[str], folder: Path) -> int:
     from peers.transfer.keeper import collect
 
     async with Node(join=join, run_id=run_id) as node:
-        run = await manifest(node)
+        run = await manifest(node, allow_code)
         return await collect(run, node.transport, node.directory, folder, lambda event: say(event.words()))
 
 

@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar
 
 from peers.clock import unix_s
 from peers.events import Emit, JoinLine, Note, Started, Trouble
 from peers.net.charter import file
-from peers.net.charter.entry import check_stage, enter
+from peers.net.charter.entry import allowed_stages, enter
 from peers.net.identity import Identity, is_loopback
 from peers.net.nat import settled
 from peers.net.node import Node
@@ -38,6 +39,7 @@ from peers.waiting import happens, unless
 from swarm.charter import Role, succeed
 from swarm.errors import Refused, SetupError, SwarmError
 from swarm.ids import Stage
+from swarm.installed import ENTRY_POINTS, check_allowed
 from swarm.manifest import Run, load_run, parse_run
 
 if TYPE_CHECKING:  # torch is imported while p2pd starts
@@ -110,7 +112,7 @@ class Networked(Generic[OptionsT]):
             async with Node(daemon=daemon, join=run.join, run_id=run.run, charters=charters_folder()) as node:
                 self._node = node
                 self._emit(started(role, node, node.run_id or ""))
-                terms = await unless(prepared, manifest(node))
+                terms = await unless(prepared, manifest(node, run.allow_code))
                 accepts(terms)
                 entering = enter(node, AS[role], run.token, stamps_folder(), self._note)
                 await unless(prepared, entering)
@@ -213,13 +215,19 @@ def started(role: RoleName, node: Node, run_id: str) -> Started:
     return Started(role=role, peer=node.peer_id, addresses=node.addresses, run=run_id, pid=os.getpid())
 
 
-async def manifest(node: Node) -> Run:
+async def manifest(node: Node, allow_code: Sequence[str] = ()) -> Run:
     """The manifest of the run that `node` is of, from the DHT.
 
+    Args:
+        allow_code: packages that it may name functions of, besides those that are declared for it.
+
     Raises:
-        SetupError: it is not acceptable, or leaves open what its model is: no peer could see a difference.
+        SetupError: it is not acceptable, names other code, or leaves open what its model is: no peer could
+            see a difference.
     """
     run = await node.manifest()
+    declared = [entry.value for entry in entry_points(group=ENTRY_POINTS)] if run.code else []
+    check_allowed(run.code, (*allow_code, *declared))
     if run.brings_model and not run.pinned:
         raise SetupError(
             f"run {run.id} does not say which data or model it has: its owner has to publish it anew"
@@ -291,9 +299,10 @@ class Peer(Networked[PeerOptions]):
 
     async def _choose_stage(self, node: Node, run: Run) -> Stage:
         if self.options.stage != "auto":
-            check_stage(node, self.options.stage)
-            return self.options.stage
-        stage = await choose_stage(node.peer_id, run, node.directory, node.addresses)
+            (stage,) = allowed_stages(node, [self.options.stage])
+            return stage
+        allowed = allowed_stages(node, range(run.S))
+        stage = await choose_stage(node.peer_id, run, node.directory, node.addresses, allowed)
         self._emit(Note(text=f"stage {stage} is taken: it is among the slowest"))
         return stage
 
@@ -349,7 +358,8 @@ class Peer(Networked[PeerOptions]):
         elif (folder := results_folder()) is not None:
             checkpoints = Checkpoints(folder=folder, keep=1, only_last=True)
 
-        movable = options.stage == "auto" and await asyncio.to_thread(self._fits_anywhere, run)
+        movable = options.stage == "auto" and len(allowed_stages(node, range(run.S))) == run.S
+        movable = movable and await asyncio.to_thread(self._fits_anywhere, run)
         key = options.identity
         voucher = OwnVoucher(None if key is None else key.with_name(f"{key.name}.voucher"))
 
@@ -363,6 +373,7 @@ class Peer(Networked[PeerOptions]):
         async def build(stage: Stage, kept: Snapshot | None) -> StagePeer:
             compute, *room = await asyncio.to_thread(self._build, run, stage, device)
             mine = settings(*room)
+            node.door.stage = stage
             peer = StagePeer(run, stage, compute, node.transport, node.directory, mine, emit, kept=kept)
             node.transport.on_gone = peer.peer_gone
             return peer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from peers.ports import Directory
@@ -18,8 +19,10 @@ OTHERS_S = 1.0
 """So long a newcomer waits for the records of others that came in the same instant."""
 
 
-async def choose_stage(me: PeerId, run: Run, directory: Directory, addresses: Sequence[str]) -> Stage:
-    """The stage that needs this peer most.
+async def choose_stage(
+    me: PeerId, run: Run, directory: Directory, addresses: Sequence[str], allowed: Sequence[Stage] = ()
+) -> Stage:
+    """The stage that needs this peer most, of those that are allowed; none: of all.
 
     The peer first announces that it is choosing, and looks which others are: they place one another, in the
     order of their ids, by the same rule. So ten that start together do not all go to the stage that was
@@ -44,5 +47,7 @@ async def choose_stage(me: PeerId, run: Run, directory: Directory, addresses: Se
     records = await directory.lookup_all()
     others = sorted(r.peer for r in records if r.state == "choosing" and r.peer != me)[:MAX_OTHERS]
     stage = choose_stages(records, [me, *others], stages=run.S, now_s=time.time())[me]
+    if allowed and stage not in allowed:
+        stage = min(allowed, key=Counter(record.stage for record in records).__getitem__)
     await announce(stage)  # peers that choose after this count us there
     return stage

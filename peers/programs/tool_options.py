@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peers.options import (
+    ALLOW_HELP,
     COUNT,
     DATA_HELP,
     DEVICE,
@@ -308,6 +309,7 @@ class ExportOptions(WeightsOptions):
         group=WEIGHTS,
         one_of="weights!",
     )
+    allow_code: tuple[str, ...] = repeated(WORD, ALLOW_HELP, group=WEIGHTS)
     out: Path | None = optional(
         FILE, "a .safetensors file; what it is will stand in a .json beside it", one_of="target!"
     )

@@ -247,6 +247,7 @@ def test_what_is_remembered_of_tokens_is_bounded_and_forgotten() -> None:
     for token in (b"a", b"b", b"c"):
         uses.saw(token, KIM.peer_id, until=NOW + 10, now=NOW)
     assert [uses.users(token, now=NOW) for token in (b"a", b"b", b"c")] == [1, 1, 0]
+    assert len(uses._until) == 2
     uses.saw(b"c", KIM.peer_id, until=NOW + 30, now=NOW + 20)
     assert [uses.users(token, now=NOW + 20) for token in (b"a", b"b", b"c")] == [0, 0, 1]
     uses.saw(b"c", KIM.peer_id, until=NOW + 25, now=NOW + 20)
@@ -489,6 +490,13 @@ def test_two_that_use_one_token_are_both_refused_while_both_are_there() -> None:
             record(who, credential_of(token, who))
         )
     assert "is used by 2 identities" in invited.refusal(KIM.peer_id, "part", True)
+
+
+def test_a_banned_thief_of_a_token_does_not_use_it() -> None:
+    invited = door(peers=Rule("token"), bans=(Ban(SAM.peer_id, "thief"),))
+    token = signed.make_token(RUN, OWNER, "peer", expires=int(4e9))
+    assert "thief" in invited.why_not_record(record(SAM, credential_of(token, SAM)))
+    assert invited.why_not_record(record(KIM, credential_of(token))) == ""
 
 
 def test_a_record_at_a_trusted_stage_is_of_a_trusted_peer() -> None:

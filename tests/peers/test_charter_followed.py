@@ -90,6 +90,8 @@ async def test_a_newcomer_finds_a_run_by_its_name_and_believes_no_other_owner() 
         assert newcomer.directory.run_id == newcomer.directory.reader.run_id == RUN.id
         await newcomer.directory.fetch_manifest(RUN.id)
         assert sequences([newcomer]) == [1]
+        taken = newcomer.directory.charters.adopt(charter(9), THIEF.peer_id, b"")
+        assert not taken
         other = RunName(RUN.name, fingerprint_of(THIEF.peer_id))
         with pytest.raises(SetupError, match=f"no peer here knows a run {other}: check the name and the"):
             await newcomer.directory.find_run(other, timeout_s=2.0)

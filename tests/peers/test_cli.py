@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from peers.options import description, options_from
 from peers.programs import roles, tool_options
 from peers.programs.roles import manifest
 from swarm.errors import Busy, PeerGone, Refused, SetupError, SwarmError
-from swarm.manifest import CustomModelSpec, Run, demo_run, example_run
+from swarm.installed import check_allowed
+from swarm.manifest import CustomModelSpec, DataSpec, Run, demo_run, example_run
 
 RUN = "0123456789abcdef" * 2
 JOIN = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -436,7 +438,43 @@ def test_a_peer_does_not_join_a_run_that_leaves_its_model_open() -> None:
             return run
 
     with pytest.raises(SetupError, match=rf"^run {run.id} does not say which data or model it has"):
+        asyncio.run(manifest(Node(), ["cats"]))  # type: ignore[arg-type]
+
+
+CODE = dataclasses.replace(
+    example_run(),
+    model=CustomModelSpec(kind="code", source="cats.models:build", stages=3),
+    data=DataSpec(source="code", code="cats.data:samples", sequence_length=1),
+)
+
+
+@pytest.mark.parametrize("allowed", [["cats"], ["cats.models", "cats.data"], list(CODE.code)])
+def test_a_manifest_may_name_the_code_that_a_volunteer_allows(allowed: list[str]) -> None:
+    check_allowed(CODE.code, allowed)
+    check_allowed(example_run().code, [])
+
+
+@pytest.mark.parametrize("allowed", [[], ["cat"], ["cats.model", "cats.data"], ["cats.models:other"], [""]])
+def test_a_manifest_that_names_other_code_is_refused_with_what_allows_it(allowed: list[str]) -> None:
+    with pytest.raises(SetupError, match=r"names code that is installed here: cats.*\. If you trust the run "
+                       r"with it, add --allow-code cats$"):  # fmt: skip
+        check_allowed(CODE.code, allowed)
+
+
+def test_code_that_a_package_declares_for_swarms_needs_no_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Node:
+        async def manifest(self) -> Run:
+            return CODE
+
+    declared = [EntryPoint("m", "cats.models:build", "swarm.models")]
+    monkeypatch.setattr(roles, "entry_points", lambda group: declared if group == "swarm.models" else [])
+    with pytest.raises(SetupError, match=r"names code that is installed here: cats\.data:samples\."):
         asyncio.run(manifest(Node()))  # type: ignore[arg-type]
+    for more, allowed in ((["cats.data:samples"], []), ([], ["cats.data"])):
+        declared += [EntryPoint("d", one, "swarm.models") for one in more]
+        with pytest.raises(SetupError, match="does not say which data or model it has"):  # the next check
+            asyncio.run(manifest(Node(), allowed))  # type: ignore[arg-type]
+        del declared[1:]
 
 
 async def test_a_stage_that_the_run_has_not_is_refused_while_torch_is_imported(

@@ -443,7 +443,8 @@ class Swarm(Processes):
 
     def membership(self) -> list[str]:
         """Arguments of who takes part in the run."""
-        return ["--run", self.run.id, *self._joins()]
+        allowed = [word for code in self.run.code for word in ("--allow-code", code)]
+        return ["--run", self.run.id, *self._joins(), *allowed]
 
     def _name(self, kind: str) -> str:
         self._counts[kind] += 1

@@ -104,7 +104,7 @@ class Doorkeeper:
         except Refused as refusal:
             return refusal.text
         credential = credential._replace(stamp_bits=max(stamped_bits, credential.stamp_bits))
-        if credential.token is not None:
+        if credential.token is not None and not why_shut_out(self.terms, peer):  # a banned thief is no user
             self._uses.saw(credential.token.id, peer, until=now + USED_S, now=now)
         return why_not_admitted(self.terms, Candidate(peer, role, credential, stage), self._uses, now=now)
 

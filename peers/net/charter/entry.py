@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,10 +61,13 @@ async def enter(
     door.on_change.append(check)
 
 
-def check_stage(node: Node, stage: Stage) -> None:
-    """Raises SetupError: the charter does not let this peer serve that stage."""
-    if why := _why_not(node.door, node.peer_id, "peer", stage):
-        raise SetupError(why)
+def allowed_stages(node: Node, stages: Collection[Stage]) -> list[Stage]:
+    """Those that the charter lets this peer serve. Raises SetupError: none of them; says why."""
+    whys = {stage: _why_not(node.door, node.peer_id, "peer", stage) for stage in stages}
+    allowed = [stage for stage, why in whys.items() if not why]
+    if not allowed:
+        raise SetupError(next(iter(whys.values())))
+    return allowed
 
 
 def _why_not(door: Doorkeeper, me: PeerId, role: Role, stage: Stage | None = None) -> str:

@@ -13,6 +13,7 @@ import logging
 import math
 import random
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
 from peers.clock import now_s, unix_s
@@ -24,7 +25,7 @@ from peers.net.charter.signed import (
     revocations_key,
     seal_charter,
 )
-from peers.net.dht_protocol import MAX_ANSWER_BYTES, REPLICAS, RPC_S, Entry
+from peers.net.dht_protocol import MAX_ANSWER_BYTES, MAX_SUBKEYS, REPLICAS, RPC_S, VERSION_S, Entry
 from peers.net.dht_storage import DhtStorage, Place
 from peers.net.identity import Identity
 from swarm.charter import Charter, Terms, check_life
@@ -40,6 +41,8 @@ POLLED_NODES = 2
 REVOCATION_LIFE_S = 600.0
 MAX_REVOKED = 1024
 _SEARCH_EVERY_S = 120.0
+_ASKED_ALL = 0.125
+"""Of the questions: that part is for all that there is, whatever we know of it."""
 
 
 class CharterKeeper:
@@ -57,7 +60,8 @@ class CharterKeeper:
         self._sealed = b""
         self._storage, self._door, self._random, self._life_s = storage, door, rng, life_s
         self._cache = cache
-        self._revoked: set[PeerId] = set()
+        self._revoked: dict[PeerId, float] = {}
+        """Keys that revoked themselves, and until when the DHT keeps that (Unix time)."""
         self._polled_at = self._stored_at = -math.inf
         self._polling: asyncio.Task[None] | None = None
 
@@ -128,7 +132,7 @@ class CharterKeeper:
             self._polled_at = now
             self._polling = self._storage.tasks.create_task(self._ask(POLLED_NODES))
         if self.charter is not None and now - self._stored_at >= self._life_s / 3:
-            self._stored_at = now - self._life_s / 6 * self._random.random()
+            self._stored_at = now
             self._storage.tasks.create_task(self._store())
 
     def forget_times(self) -> None:
@@ -153,7 +157,8 @@ class CharterKeeper:
         for place in places:
             self._take(place.key, storage.node.entries(place.key))
         near = {peer for place in places for peer in storage.nearest(place, max(REPLICAS, most))}
-        keys: dict[bytes, dict[str, float]] = {place.key: {} for place in places}
+        known = [self._known_charter(), dict(islice(self._revoked.items(), MAX_SUBKEYS))]
+        keys = {place.key: one for place, one in zip(places, known, strict=False)}
         asked = self._random.sample(sorted(near), min(most, len(near)))
         asking = [storage.node.read(peer, keys, MAX_ANSWER_BYTES) for peer in asked]
         tasks = [storage.tasks.create_task(one) for one in asking]
@@ -164,20 +169,34 @@ class CharterKeeper:
             for key, found in (answered[0] if answered is not None else {}).items():
                 self._take(key, found.entries)
 
+    def _known_charter(self) -> dict[PeerId, float]:
+        """What we tell those that we ask: a charter may be 16 kB, and has seldom changed."""
+        if self.charter is None or self._random.random() < _ASKED_ALL:
+            return {}
+        return {self.owner: self._kept_until()}
+
+    def _kept_until(self) -> float:
+        """When the DHT may forget our charter: the same for all that store it meanwhile, and later than that
+        of the charter before, or it would be news each time, or none."""
+        assert self.charter is not None
+        period_s = self._life_s / 3
+        later_s = self.charter.sequence % 512 * 2 * VERSION_S
+        return (unix_s() // period_s + 3) * period_s + later_s
+
     def _take(self, key: bytes, entries: Iterable[Entry]) -> None:
         for entry in entries:
             opened = self._storage.check.open(key, entry)
             if isinstance(opened, Charter):
                 self.adopt(opened, entry.subkey, entry.value)
             elif isinstance(opened, Revocation) and self.charter is not None:
-                self._revoke(opened)
+                self._revoke(opened, entry.expires)
 
-    def _revoke(self, revocation: Revocation) -> None:
-        known = len(self._revoked)
+    def _revoke(self, revocation: Revocation, expires: float) -> None:
         assert self.charter is not None
-        if revocation.run == self.charter.run and known < MAX_REVOKED:
-            self._revoked.add(revocation.peer)
-            if len(self._revoked) > known:
+        is_new = revocation.peer not in self._revoked
+        if revocation.run == self.charter.run and not (is_new and len(self._revoked) >= MAX_REVOKED):
+            self._revoked[revocation.peer] = expires
+            if is_new:
                 self._tell()
 
     @property
@@ -243,8 +262,9 @@ class CharterKeeper:
 
     async def _store(self) -> int:
         assert self.name is not None
-        self._stored_at = now_s()
-        entry = Entry(self.owner, self._sealed, unix_s() + self._life_s)
+        # Not all peers at the same moment.
+        self._stored_at = now_s() - self._life_s / 6 * self._random.random()
+        entry = Entry(self.owner, self._sealed, self._kept_until())
         return await self._storage.store(charter_key(self.name), entry)
 
     def _path(self) -> Path | None:
