@@ -222,6 +222,8 @@ class Terms(NamedTuple):
     """Of the run; 0: not known yet."""
     trainers: tuple[PeerId, ...] = ()
     """That the manifest names (`admission.trainers`)."""
+    founders: tuple[PeerId, ...] = ()
+    """Likewise (`admission.founders`)."""
     revoked: frozenset[PeerId] = frozenset()
     """Keys that revoked themselves, besides those in the charter."""
 
@@ -272,7 +274,7 @@ def why_not_admitted(terms: Terms, who: Candidate, uses: TokenUses, *, now: floa
 def _is_named(terms: Terms, who: Candidate) -> bool:
     named: Iterable[PeerId] = terms.charter.rule(who.role).named
     if who.role == "peer":
-        named = (*named, *terms.charter.founders)
+        named = (*named, *terms.charter.founders, *terms.founders)
     elif who.role == "trainer":
         named = (*named, *terms.trainers)
     return who.peer == terms.owner or who.peer in named

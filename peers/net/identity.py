@@ -112,14 +112,9 @@ class Identity:
         """
         if path.exists():
             return cls.load(path)
-        identity, draft = cls.generate(), path.with_name(f".{path.name}.{os.getpid()}")
+        identity = cls.generate()
         try:
-            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(identity.to_file_bytes())
-            try:
-                os.link(draft, path)  # appears whole or not at all, and never replaces a key
-            finally:
-                draft.unlink()
+            identity.save(path)
         except FileExistsError:
             return cls.load(path)
         except OSError as error:
@@ -127,6 +122,16 @@ class Identity:
                 f"cannot write the identity file {path}: {error.strerror}. Choose a writable folder."
             ) from None
         return identity
+
+    def save(self, path: Path) -> None:
+        """Write a new file (mode 600). Raises FileExistsError and other OSErrors."""
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(self.to_file_bytes())
+        try:
+            os.link(draft, path)  # appears whole or not at all, and never replaces a key
+        finally:
+            draft.unlink()
 
     @classmethod
     def load(cls, path: Path) -> Identity:

@@ -18,7 +18,7 @@ from swarm import charter as rules
 from swarm.charter import ROLES, Charter, Door, Role, Rule
 from swarm.errors import SetupError, count
 from swarm.ids import PeerId, RunName, fingerprint_of
-from swarm.manifest import EXAMPLE, load_run, parse_run
+from swarm.manifest import EXAMPLE, MAX_FOUNDERS, load_run, parse_run
 
 if TYPE_CHECKING:
     from peers.net.node import Node
@@ -40,7 +40,9 @@ FIND_S = 10.0
 
 
 def run_init(options: InitOptions) -> None:
-    """Make a folder with the owner's key, a trainer's key, the manifest and the charter.
+    """Make a folder with the manifest, the charter, and keys: of the owner, a trainer, a peer of each stage.
+
+    The manifest names the trainer and these peers (the founders): they vouch for what others did.
 
     Raises:
         SetupError: the manifest or its data cannot be used, or there is such a run in the folder already.
@@ -56,26 +58,30 @@ def run_init(options: InitOptions) -> None:
     name = options.name or run.name
     if run.admission.owner:
         raise SetupError("the manifest has an owner already (admission.owner): leave it out, a key is made")
+    keys = {"owner": Identity.generate(), "trainer": Identity.generate()}
+    keys |= {f"peer{stage}": Identity.generate() for stage in range(min(run.S, MAX_FOUNDERS))}
+    owner, trainer, *founders = keys.values()
+    admission = replace(
+        run.admission,
+        owner=owner.peer_id,
+        trainers=run.admission.trainers or (trainer.peer_id,),
+        founders=run.admission.founders or tuple(one.peer_id for one in founders),
+    )
+    run = replace(run, name=name, admission=admission)
+    run = pinned(run, open_data(run, options.data, options.tokenizer))
+    charter = rules.make(
+        name=run.name,
+        run=run.id,
+        sequence=1,
+        expires=int(unix_s() + options.days * DAY_S),
+        peers=Rule(options.peers),
+        keepers=Rule(options.keepers),
+        work_bits=options.work_bits,
+    )
     _make(folder)
-    owner, trainer = (Identity.load_or_create(folder / f"{who}.key") for who in ("owner", "trainer"))
-    run = replace(run, name=name, admission=replace(run.admission, owner=owner.peer_id))
     try:
-        run = pinned(run, open_data(run, options.data, options.tokenizer))
-        charter = rules.make(
-            name=run.name,
-            run=run.id,
-            sequence=1,
-            expires=int(unix_s() + options.days * DAY_S),
-            peers=Rule(options.peers),
-            trainers=Rule("list", (trainer.peer_id,)),
-            keepers=Rule(options.keepers),
-            work_bits=options.work_bits,
-        )
-    except SetupError:
-        for who in ("owner", "trainer"):
-            (folder / f"{who}.key").unlink()
-        raise
-    try:
+        for who, identity in keys.items():
+            identity.save(folder / f"{who}.key")
         atomic_file.write_whole(folder / "run.toml", run.to_toml().encode())
         file.write(folder / "charter", owner.peer_id, seal_charter(charter, owner))
     except OSError as error:
@@ -87,6 +93,9 @@ def run_init(options: InitOptions) -> None:
         f"{folder}/owner.key --host 0.0.0.0 --port 31337 --announce HOST:31337 --join-file join.txt"
     )
     print(f"swarm train @join.txt --identity {folder}/trainer.key    (with the same --data)")
+    for stage in range(run.S):
+        key = f" --identity {folder}/peer{stage}.key" if f"peer{stage}" in keys else ""
+        print(f"swarm peer @join.txt --stage {stage}{key}")
     print("Give join.txt to those who are to join: swarm peer @join.txt --identity peer.key")
     if options.peers == "token":
         print(f"and a token to each: swarm invite --manifest {folder}/run.toml --owner {folder}/owner.key")
@@ -133,7 +142,9 @@ async def _at_the_run(options: OwnersOptions) -> AsyncIterator[tuple[Node, Chart
     ) as node:
         charters = node.directory.charters
         if name is not None:
-            yield node, await charters.find(name, timeout_s=FIND_S, expired=True)
+            charter = await charters.find(name, timeout_s=FIND_S, expired=True)
+            await charters.ask_now()  # for revocations, now that the run is known
+            yield node, charters.charter or charter
             return
         await node.directory.fetch_manifest(options.run)
         if charters.charter is None:

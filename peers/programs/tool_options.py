@@ -183,9 +183,11 @@ class CharterOptions(OwnersOptions):
     trainers: Door | None = option(None, "who may send microbatches", None, choices=DOORS)
     keepers: Door | None = option(None, "who may keep checkpoints", None, choices=DOORS)
     name_peer: tuple[str, ...] = repeated(PEER_ID_KIND, "admit it to any stage; repeatable")
-    name_trainer: tuple[str, ...] = repeated(PEER_ID_KIND, "admit it as a trainer; repeatable")
+    name_trainer: tuple[str, ...] = repeated(
+        PEER_ID_KIND, "admit it as a trainer, if the manifest names none; repeatable"
+    )
     name_keeper: tuple[str, ...] = repeated(PEER_ID_KIND, "admit it as a keeper; repeatable")
-    founder: tuple[str, ...] = repeated(PEER_ID_KIND, "vouch for a peer; repeatable")
+    founder: tuple[str, ...] = repeated(PEER_ID_KIND, "admit it to any stage, and vouch for it; repeatable")
     unname: tuple[str, ...] = repeated(PEER_ID_KIND, "take it from all of these; repeatable")
     trusted_stages: tuple[int, ...] = several(
         INTEGER, "only named or invited peers serve these; -1 is the last"

@@ -275,6 +275,24 @@ async def test_only_the_invited_are_seen_in_a_run_for_the_invited() -> None:
         assert nodes[1].directory.door.refusal(invited.peer_id, "part", True) == ""
 
 
+async def test_following_a_large_charter_costs_little_while_nothing_changes() -> None:
+    many = tuple(sorted(Identity(n.to_bytes(32, "big")).peer_id for n in range(250)))
+    async with MemoryDht() as dht:
+        nodes = await swarm(dht, 6)
+        large = charter(1, founders=many)
+        size = len(rules.encode(large))
+        assert size > 13_000
+        await nodes[0].directory.charters.publish(large, OWNER)
+        await within(FOLLOWED_S, lambda: sequences(nodes) == [1] * 6)
+        await asyncio.sleep(60)
+        before = dht.bytes["rpc_read"]
+        await asyncio.sleep(240)
+        charters_read = (dht.bytes["rpc_read"] - before) / size
+        polled = 6 * 240 / 8 * 2
+        print(f"\n{charters_read:.0f} charters' bytes in {polled:.0f} questions")
+        assert charters_read < polled / 3
+
+
 async def test_a_run_without_an_owner_follows_nothing() -> None:
     bare = run_of(owner="")
     async with MemoryDht() as dht:

@@ -239,6 +239,7 @@ class CharterKeeper:
                     self.owner,
                     stages=run.S if run is not None else 0,
                     trainers=run.admission.trainers if run is not None else (),
+                    founders=run.admission.founders if run is not None else (),
                     revoked=self.revoked,
                 )
             )
