@@ -344,7 +344,11 @@ def unban(charter: Charter, peer: PeerId) -> tuple[Ban, ...]:
 
 READS = frozenset({"status", "state", "saved", "chunk", "close", "version", "reach"})
 """Methods that answer everybody who is not banned, at everybody."""
-_TRAINERS_CALL = frozenset({"work", "locate", "watch", "line"})
+TRAINERS_CALL = frozenset({"work", "locate", "watch", "line", "voucher"})
+PEERS_CALL = frozenset(
+    {"report", "directive", "summary", "run", "part", "held", "offer", "give", "sum", "take"}
+)
+"""All others are for peers too, as long as nobody has thought of them."""
 
 
 def callers_of(method: str, stage: Stage | None) -> tuple[Role, ...]:
@@ -353,4 +357,4 @@ def callers_of(method: str, stage: Stage | None) -> tuple[Role, ...]:
         return ()
     if method == "voucher" or (method == "work" and stage == 0):
         return ("trainer",)
-    return ("peer", "trainer") if method in _TRAINERS_CALL else ("peer",)
+    return ("peer", "trainer") if method in TRAINERS_CALL else ("peer",)

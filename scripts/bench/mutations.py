@@ -2530,8 +2530,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "peers-feed-stage-0",
         CHARTER,
-        '    if method == "work" and stage == 0:\n',
-        "    if False:\n",
+        '(method == "work" and stage == 0)',
+        "False",
         "A peer that is no trainer sends microbatches.",
         ("test_charter",),
     ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -445,6 +447,17 @@ def test_each_method_is_for_who_needs_it() -> None:
     closed.stage = 0
     assert closed.refusal(TINA.peer_id, "work", True) == ""
     assert "not admitted as a trainer" in closed.refusal(PETER.peer_id, "work", True), "no peer feeds stage 0"
+
+
+def test_it_was_thought_of_each_method_that_is_served() -> None:
+    served = re.compile(r"\.serve\(\s*\"(\w+)\"")
+    named = re.compile(r"METHOD = \"(\w+)\"")
+    found = {
+        method
+        for path in Path(rules.__file__).parents[1].joinpath("peers").rglob("*.py")
+        for method in (*served.findall(path.read_text()), *named.findall(path.read_text()))
+    }
+    assert found - {"admit"} <= rules.READS | rules.TRAINERS_CALL | rules.PEERS_CALL
 
 
 def test_only_peers_are_called_for_work() -> None:
