@@ -119,7 +119,8 @@ async def test_a_ban_is_followed_by_all_within_thirty_seconds_and_its_record_goe
         await within(60, lambda: all(node.directory.find(banned.peer_id) for node in others))
         new = charter(2, bans=(Ban(banned.peer_id, "x"),))
         await nodes[3].directory.charters.publish(new, OWNER)  # anywhere
-        await within(FOLLOWED_S, lambda: sequences(nodes) == [2] * 12)
+        took = await within(FOLLOWED_S, lambda: sequences(nodes) == [2] * 12)
+        print(f"\na ban is followed by 12 peers after {took:.1f} s")
         assert not any(node.directory.find(banned.peer_id) for node in others)
         held = [entry for node in others for keys in node.node._kept.values() for entry in keys]
         assert banned.peer_id not in held
