@@ -2368,7 +2368,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_charter_followed",),
     ),
     Mutation(
-        "name-of-somebody-elses-run",
+        "name-of-anothers-run",
         FOLLOWER,
         "        if not owner or self.name != RunName(run.name, fingerprint_of(owner)):\n",
         "        if False:\n",
