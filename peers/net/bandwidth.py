@@ -1,4 +1,4 @@
-"""What passes over the line to a peer: how much, how fast, and within which limit (`--max-upload`).
+"""What passes over the line to a peer: how much and how fast, and what it and we may send.
 
 No clock: times and durations are given.
 """
@@ -9,6 +9,7 @@ from collections import deque
 
 from peers.ports import PROBE_BYTES, NetworkPath
 from swarm.ids import PeerId
+from swarm.wire import frames
 
 SMALL_BYTES = 4096
 """A call with no more tells the round trip: its own time on the line is 3 ms at 10 Mbit/s."""
@@ -111,3 +112,88 @@ class Traffic:
         if len(self.lines) > self._most_peers:
             del self.lines[next(iter(self.lines))]
         return estimator
+
+
+# --- what callers may make us do and hold ------------------------------------------------------------------
+#
+# One that asks for more is slowed down: nothing more is read of its stream until its allowance has grown
+# again, so what it sends waits in its own machine. Others are not affected, and no call is refused for it.
+
+CALLS_PER_S = 200.0
+CALLS_AT_ONCE = 1000.0
+"""A trainer with 512 microbatches in flight makes 256 calls at once (`frames.MAX_PENDING`), and answers come
+at the pace of a device. A peer of 64 replicas gets up to 56 a second of its coordinator, or 46 kB (virtual
+time, 2026-11-23). A download makes a call for each MB: 1.6 Gbit/s from one source, after the first GB."""
+CONTROL_BYTES_PER_S = float(1 << 20)
+CONTROL_BYTES_AT_ONCE = float(4 << 20)
+"""64 of the largest headers."""
+FRAME_BYTES = 256
+"""What a frame costs besides its header: so a body of single bytes is slowed down, too. 4,096 frames a second
+are 8 Gbit/s of bodies in whole chunks."""
+EARLY_BYTES = 8 * frames.WINDOW_BYTES
+"""What one caller can make us hold of bodies that we did not accept yet."""
+EARLY_BYTES_OF_ALL = 512 << 20
+EARLY_SHARE = 8
+"""A caller may hold at most this part of what is left of that: so what is left for a new one never ends, and
+is as much as any of N others has, 512 / (8 + N) MiB, however many there are (dynamic thresholds: Choudhury
+and Hahne, 1998)."""
+
+
+class Allowance:
+    """A token bucket: so much at once, and so much a second."""
+
+    __slots__ = ("_at", "_left", "_most", "_per_s")
+
+    def __init__(self, per_s: float, at_once: float) -> None:
+        self._per_s, self._most, self._left, self._at = per_s, at_once, at_once, float("-inf")
+
+    def take(self, amount: float, *, now: float) -> float:
+        """Take it in any case; the seconds after which nothing of it is owed."""
+        self._left = min(self._most, self._left + (now - self._at) * self._per_s) - amount
+        self._at = now
+        return max(0.0, -self._left / self._per_s)
+
+
+class Caller:
+    """One peer that calls us, over all of its streams."""
+
+    __slots__ = ("_all", "_calls", "_control", "held_bytes")
+
+    def __init__(self, all_: Callers) -> None:
+        self._all = all_
+        self._calls = Allowance(CALLS_PER_S, CALLS_AT_ONCE)
+        self._control = Allowance(CONTROL_BYTES_PER_S, CONTROL_BYTES_AT_ONCE)
+        self.held_bytes = 0
+        """Of bodies that were not accepted yet."""
+
+    def pays(self, frame: frames.Prefix, *, now: float) -> float:
+        """Note a frame that it sends; how long to read nothing more of it, in seconds."""
+        calls_s = self._calls.take(1.0, now=now) if frame.kind is frames.Kind.CALL else 0.0
+        return max(calls_s, self._control.take(FRAME_BYTES + frame.header_bytes, now=now))
+
+    def may_hold(self, more_bytes: int) -> bool:
+        """Whether so much more may be held of its bodies."""
+        share = (EARLY_BYTES_OF_ALL - self._all.held_bytes) // EARLY_SHARE
+        return self.held_bytes + more_bytes <= min(EARLY_BYTES, share)
+
+    def holds(self, more_bytes: int) -> None:
+        """Note that so much more is held, or less."""
+        self.held_bytes += more_bytes
+        self._all.held_bytes += more_bytes
+
+
+class Callers:
+    """All peers that call us. One whose stream ended is remembered: a new one is no new allowance."""
+
+    def __init__(self, *, most: int) -> None:
+        """`most`: of more, the one that opened a stream longest ago is forgotten."""
+        self.held_bytes = 0
+        self._most = most
+        self._known: dict[PeerId, Caller] = {}
+
+    def of(self, peer: PeerId) -> Caller:
+        """A peer that opens a stream."""
+        caller = self._known[peer] = self._known.pop(peer, None) or Caller(self)
+        if len(self._known) > self._most:
+            del self._known[next(iter(self._known))]
+        return caller

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from peers.net.bandwidth import RateLimiter
 from peers.ports import Buffer
@@ -66,13 +66,14 @@ class Sink:
 class EarlySink:
     """What came before the body was accepted: nothing is reserved for what was only announced."""
 
-    __slots__ = ("_parts", "_used", "announced", "held", "received")
+    __slots__ = ("_holds", "_parts", "_used", "announced", "held", "received")
 
     _PART_BYTES = 16 * 1024
     """Small chunks share a part, so that a million of one byte cost what they hold."""
 
-    def __init__(self, announced: int) -> None:
-        self.announced = announced
+    def __init__(self, announced: int, holds: Callable[[int], None]) -> None:
+        """`holds` is told of each byte that is held, and of all when they are given back."""
+        self.announced, self._holds = announced, holds
         self.held = 0
         """Bytes reserved."""
         self.received = 0
@@ -90,6 +91,7 @@ class EarlySink:
             self._parts.append(memoryview(bytearray(max(size, self._PART_BYTES))))
             self._used.append(0)
             self.held += self._parts[-1].nbytes
+            self._holds(self._parts[-1].nbytes)
 
     def view(self) -> memoryview:
         return self._parts[-1][self._used[-1] :]
@@ -100,6 +102,12 @@ class EarlySink:
     def pour_into(self, sink: Sink) -> None:
         for part, used in zip(self._parts, self._used, strict=True):
             sink.put(part[:used])
+
+    def give_back(self) -> None:
+        """Hold nothing any more."""
+        self._holds(-self.held)
+        self.held = 0
+        self._parts, self._used = [], []
 
 
 class Outgoing:

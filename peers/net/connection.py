@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from peers.net.bandwidth import BandwidthEstimator
+from peers.net.bandwidth import BandwidthEstimator, Caller
 from peers.net.body_buffers import UNLIMITED, EarlySink, Outbox, Outgoing, Sink
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.ports import Answer
@@ -40,8 +40,6 @@ from swarm.wire import frames
 from swarm.wire.frames import FrameError, Kind, OtherVersionError, Prefix
 from swarm.wire.version import PROTOCOL_VERSION, differ
 
-EARLY_BYTES_PER_LINK = 8 * frames.WINDOW_BYTES
-"""What one caller can make us hold of bodies that we did not accept yet."""
 _HIGH_WATER_BYTES = 2 * frames.CHUNK_BYTES
 _SCRATCH_BYTES = 128 * 1024
 """More than the largest header; a header has to lie in it as a whole."""
@@ -81,6 +79,8 @@ class Connection(asyncio.BufferedProtocol):
         """Of the chunk that is under way; None if it is discarded."""
         self._sink_call = 0
         self._direct = self._deaf = False
+        self._resting = False
+        """Nothing is read: the other end has sent more than it may."""
         self._finishing = self._finished = False
         """Nothing follows what is queued; all of that is sent: what is said now came too late."""
         self._paused_since: float | None = None
@@ -178,7 +178,7 @@ class Connection(asyncio.BufferedProtocol):
             self._chunk_done()
 
     def _parse(self, now: float) -> None:
-        while not self.over:
+        while not self.over and not self._resting:
             available = self._end - self._start
             if self._chunk_left:
                 count = min(available, self._chunk_left)
@@ -544,7 +544,7 @@ class ServedCall:
 
     def __post_init__(self) -> None:
         self.total = sum(self.body_sizes)
-        self.early = EarlySink(self.total)
+        self.early = EarlySink(self.total, self.link.caller.holds)
         self.receiving = self.total > 0
 
     async def accept(self) -> list[memoryview]:
@@ -560,21 +560,41 @@ class ServerConnection(Connection):
 
     def __init__(
         self,
-        on_open: Callable[[ServerConnection, bytes], tuple[PeerId, BandwidthEstimator]],
+        on_open: Callable[[ServerConnection, bytes], tuple[PeerId, BandwidthEstimator, Caller]],
         on_call: Callable[[ServerConnection, ServedCall], None],
         timings: NetTimings = DEFAULT_TIMINGS,
     ) -> None:
         """`on_open`: which peer p2pd's message introduces. `on_call` starts a handler, or raises why not."""
         super().__init__(timings)
         self._on_open, self._on_call = on_open, on_call
+        self.caller: Caller
+        """Known once the stream is opened."""
+        self.on_rest: Callable[[ServerConnection], None] = lambda link: None
+        """Told whenever the caller is slowed down."""
         self._calls: dict[int, ServedCall] = {}
         """Those not answered in full."""
         self._last_alive = 0.0
 
     def _open(self, message: bytes) -> None:
-        self.peer, self.estimator = self._on_open(self, message)
+        self.peer, self.estimator, self.caller = self._on_open(self, message)
 
     # -- what the caller says -------------------------------------------------------------------
+
+    def _begin(self, prefix: Prefix) -> None:
+        super()._begin(prefix)
+        rests_s = self.caller.pays(prefix, now=self._loop.time())
+        if rests_s > 0 and self._transport is not None:
+            self._resting = True
+            self._transport.pause_reading()
+            self._loop.call_later(rests_s, self._go_on)
+            self.on_rest(self)
+
+    def _go_on(self) -> None:
+        """Its allowance has grown: read what waited."""
+        if not self.over and self._transport is not None:
+            self._resting = self._direct = False
+            self._transport.resume_reading()
+            self.buffer_updated(0)
 
     def _frame(self, prefix: Prefix, header: bytes, now: float) -> None:
         if prefix.kind is Kind.ABORT:
@@ -619,6 +639,8 @@ class ServerConnection(Connection):
     def _forget_body(self, call: ServedCall) -> None:
         if self._sink is not None and self._sink in (call.early, call.sink):
             self._sink = None
+        if call.early is not None:
+            call.early.give_back()
         call.early, call.receiving = None, False
 
     def _other_version(self, error: OtherVersionError) -> None:
@@ -636,8 +658,7 @@ class ServerConnection(Connection):
             return None
         if call.sink is not None:
             return call.sink
-        held = sum(other.early.held for other in self._calls.values() if other.early is not None)
-        if held + prefix.body_bytes > EARLY_BYTES_PER_LINK:
+        if not self.caller.may_hold(prefix.body_bytes):
             self._refuse_body(call, Busy("too many bodies of yours are waiting to be accepted"))
         return call.early
 
@@ -683,6 +704,7 @@ class ServerConnection(Connection):
         call.sink, call.accepted_at = Sink(call.body_sizes), self._loop.time()
         if early is not None:
             early.pour_into(call.sink)
+            early.give_back()
             if self._sink is early:
                 self._sink = call.sink  # the rest of a chunk that is under way
         if not call.sink.left:

@@ -50,6 +50,8 @@ _STALE_AFTER_S = 60.0
 MAX_RELAYS = 4
 """That p2pd is told of. It takes a place at each, and nowhere for three minutes if one of them is dead or no
 relay. Four, since it believes the address at which four peers see it, and punches no holes before."""
+MAX_CONNECTIONS = 4096
+"""Of p2pd to other peers; each takes about 100 kB there."""
 _RELAY_BUFFER_BYTES = 256 * 1024
 """For each direction of each relayed connection. p2pd's default, 16 MiB, is no faster."""
 
@@ -102,6 +104,12 @@ def hivemind_folder() -> Path | None:
     spec = importlib.util.find_spec("hivemind")
     locations = spec.submodule_search_locations if spec is not None else None
     return Path(locations[0]) if locations else None
+
+
+def most_connections() -> int:
+    """How many peers may be connected: half of the files that a process may open, of which each takes one."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(64, min(MAX_CONNECTIONS, soft // 2))
 
 
 def p2pd_path() -> Path:
@@ -288,6 +296,9 @@ class Daemon:
             "hostAddrs": f"{host_part(options.host)}/tcp/{options.port}",
             "tls": 1,
             "connManager": 1,
+            # By default it closes connections above 512, down to 256: a coordinator of more would lose them.
+            "connHi": most_connections(),
+            "connLo": most_connections() * 3 // 4,
             "autonat": 1,
             "dhtServer": 1,
             "natPortMap": 0,  # no UPnP

@@ -12,10 +12,19 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from peers.net.bandwidth import BandwidthEstimator, RateLimiter, Traffic
+from peers.net.bandwidth import (
+    CALLS_PER_S,
+    CONTROL_BYTES_PER_S,
+    BandwidthEstimator,
+    Caller,
+    Callers,
+    RateLimiter,
+    Traffic,
+)
 from peers.net.body_buffers import flat
 from peers.net.connection import ClientConnection, Connection, ServedCall, ServerConnection
 from peers.net.identity import CIRCUIT, Identity
+from peers.net.p2pd import most_connections
 from peers.net.p2pd_control import ControlError, DaemonControl, check_response, stream_peer
 from peers.net.tasks import TaskKeeper
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
@@ -210,6 +219,7 @@ class NetTransport:
         the method is empty."""
         self._timings = timings
         self._traffic, self._tasks = Traffic(most_peers=MAX_LINKS), TaskKeeper()
+        self._allowed, self._most_links = Callers(most=MAX_LINKS), min(MAX_LINKS, most_connections())
         self._dialer = Dialer(control, timings, self._traffic, self._tasks)
         self._methods: dict[str, tuple[Handler, int]] = {}
         self._callers: dict[PeerId, list[ServerConnection]] = defaultdict(list)
@@ -361,11 +371,14 @@ class NetTransport:
     def _make_callee(self) -> ServerConnection:
         link = ServerConnection(self._introduced, self._called, self._timings)
         link.outbox.limiter = self._traffic.limiter
+        link.on_rest = self._slowed
         self._incoming.add(link)
         link.closed.add_done_callback(lambda _: self._caller_left(link))
         return link
 
-    def _introduced(self, link: ServerConnection, message: bytes) -> tuple[PeerId, BandwidthEstimator]:
+    def _introduced(
+        self, link: ServerConnection, message: bytes
+    ) -> tuple[PeerId, BandwidthEstimator, Caller]:
         """p2pd names the peer that opened the stream."""
         peer = stream_peer(message)
         links = self._callers[peer]
@@ -373,9 +386,9 @@ class NetTransport:
         if len(links) > MAX_LINKS_PER_PEER:
             links[0].fail(PeerGone(peer, "opened another stream"))
         why = self._dialer.closed or self.refusal(peer, "", True)
-        if why or len(self._incoming) > MAX_LINKS:
+        if why or len(self._incoming) > self._most_links:
             link.fail(PeerGone(peer, why or "too many streams are open"))
-        return peer, self._traffic.of(peer)
+        return peer, self._traffic.of(peer), self._allowed.of(peer)
 
     def _caller_left(self, link: ServerConnection) -> None:
         self._incoming.discard(link)
@@ -387,7 +400,11 @@ class NetTransport:
             if self.on_gone is not None and not self._dialer.closed:
                 self.on_gone(link.peer)
         if isinstance(link.lost_because, BadAnswer):
-            self._log_abuse(link.peer, link.lost_because.text)
+            self._log_abuse(link.peer, f"closed a stream that broke the protocol: {link.lost_because.text}")
+
+    def _slowed(self, link: ServerConnection) -> None:
+        most = f"{CALLS_PER_S:g} calls and {CONTROL_BYTES_PER_S / (1 << 20):g} MB of headers a second"
+        self._log_abuse(link.peer, f"peer {short(link.peer)} is slowed down: it sends more than {most}")
 
     def _log_abuse(self, peer: PeerId, text: str) -> None:
         """Once a minute for each peer, so that a stranger cannot fill the log."""
@@ -397,7 +414,7 @@ class NetTransport:
         if len(self._logged) >= MAX_LINKS:
             self._logged.clear()
         self._logged[peer] = now
-        logger.warning("closed a stream that broke the protocol: %s", text)
+        logger.warning("%s", text)
 
     def _called(self, link: ServerConnection, served: ServedCall) -> None:
         """A CALL arrived: start its handler. Raises Refused, Leaving or Busy."""

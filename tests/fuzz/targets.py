@@ -28,7 +28,7 @@ import torch
 from peers.clock import unix_s
 from peers.net import dht_protocol, identity, p2pd_control
 from peers.net._hivemind import dht_pb2, p2pd_pb2
-from peers.net.bandwidth import BandwidthEstimator
+from peers.net.bandwidth import BandwidthEstimator, Callers
 from peers.net.body_buffers import flat
 from peers.net.connection import ClientConnection, Connection, ServedCall, ServerConnection
 from peers.net.identity import Identity
@@ -171,6 +171,8 @@ class _Line:
 
     def abort(self) -> None: ...
 
+    resume_reading = pause_reading = abort
+
 
 _LOOP = _Loop()
 
@@ -188,7 +190,7 @@ def _on_no_loop() -> Iterator[None]:
 def _feed(link: Connection, data: bytes) -> None:
     """Pieces of 1, 2, 4, … bytes, then all the rest; as the event loop does it."""
     at, piece = 0, 1
-    while at < len(data) and not link.over:
+    while at < len(data) and not link.over and not link._resting:
         room = link.get_buffer(-1)
         assert room.nbytes, "nowhere to read into: the event loop would take that for an end"
         count = min(piece, room.nbytes, len(data) - at)
@@ -247,7 +249,9 @@ def _(data: bytes) -> None:
             _begun(served.accept())
 
     with _on_no_loop():
-        link = ServerConnection(lambda *_: (ME.peer_id, BandwidthEstimator()), called)
+        link = ServerConnection(
+            lambda *_: (ME.peer_id, BandwidthEstimator(), Callers(most=1).of(ME.peer_id)), called
+        )
         link.connection_made(cast(asyncio.BaseTransport, _Line()))
         _feed(link, _INTRODUCTION + data)
         held = sum(call.early.held for call in link._calls.values() if call.early is not None)
@@ -255,6 +259,7 @@ def _(data: bytes) -> None:
         assert len(link._calls) <= frames.MAX_PENDING
         link.connection_lost(None)
         assert not link._calls
+        assert link.caller.held_bytes == 0, "all is given back"
         _end_all()
 
 

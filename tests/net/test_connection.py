@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from peers.net.bandwidth import BandwidthEstimator
+from peers.net.bandwidth import BandwidthEstimator, Callers
 from peers.net.connection import ClientConnection, Connection, ServedCall, ServerConnection
 from peers.net.timings import NetTimings
 from peers.ports import Answer
@@ -58,7 +58,7 @@ def feed(end: Connection, data: bytes) -> None:
 def serving(called: list[ServedCall], timings: NetTimings | None = None) -> ServerConnection:
     """An end that is called, and does nothing about it."""
     return ServerConnection(
-        lambda link, message: ("caller", BandwidthEstimator()),
+        lambda link, message: ("caller", BandwidthEstimator(), Callers(most=1).of("caller")),
         lambda link, call: called.append(call),
         timings or NetTimings(),
     )

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from peers.net.bandwidth import BandwidthEstimator
+from peers.net.bandwidth import BandwidthEstimator, Callers
 from peers.net.connection import ServedCall, ServerConnection
 from peers.net.timings import NetTimings
 from peers.net.transport import MAX_LINKS_PER_PEER, NetTransport
@@ -960,7 +960,9 @@ async def test_what_is_said_after_the_end_is_dropped_without_a_traceback() -> No
     def refuse(link: ServerConnection, served: ServedCall) -> None:
         raise Leaving("it closes")
 
-    link = ServerConnection(lambda link, message: ("caller", BandwidthEstimator()), refuse)
+    link = ServerConnection(
+        lambda link, message: ("caller", BandwidthEstimator(), Callers(most=1).of("caller")), refuse
+    )
     transport = Ended()
     link.connection_made(transport)
     said = memoryview(b"\x01x" + frames.pack_call(1, "work", b"", []))
