@@ -1,6 +1,7 @@
 """The largest message of each kind that an honest peer of a legal run can have to say: all can be said.
 
-Legal: 256 stages of 8192 microbatches, 1,000 replicas of a stage, names as long as they may be.
+Legal: 256 stages of 8192 microbatches, 1,000 replicas of a stage, names as long as they may be. In a run
+whose sums are checked 300 replicas: an owner tells the signed contributions of all in one header.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from swarm.protocol.messages import (
 from swarm.protocol.replica import COMMITS_KEPT
 from swarm.protocol.rounds import Commit, FetchResult, Plan, Prepared, StepReport, StepSummary, round_id
 from swarm.protocol.statements import SIGNATURE_BYTES
+from swarm.protocol.sums import Contribution, PartProof, ReducedProof
 from swarm.records import Voucher
 from swarm.wire import messages as wire_messages
 from swarm.wire.messages import (
@@ -145,7 +147,13 @@ LARGEST: dict[type, msgspec.Struct] = {
     ),
     GiveVoucher: GiveVoucher(run=RUN, voucher=Voucher(PEERS[0], HUGE, HUGE, bytes(SIGNATURE_BYTES))),
     Part: Part(run=RUN, t=T, round=NAME, start=HUGE, numel=HUGE, crc=1 << 31, tensors=metas(1)),
-    PartDone: PartDone(crc=1 << 31, tensors=metas(1)),
+    PartDone: PartDone(
+        crc=1 << 31, tensors=metas(1),
+        proof=ReducedProof(
+            tuple(Contribution(name, bytes(32), bytes(32), bytes(64)) for name in PEERS[:300]),
+            bytes(32 * 8), bytes(64),
+        ),
+    ),
     Opened: Opened(
         generation=GENERATION, version=T, lease="f" * 16, last_commit=COMMITS[0], prepared=PREPARED,
         tensors=(TensorForm(name=NAME, numel=HUGE, dtype="float32"),) * 8,
@@ -175,6 +183,7 @@ def kinds() -> list[type[msgspec.Struct]]:
     }
     inner = {Positioned, Plan, Commit, Prepared, FetchResult, StepReport, StepSummary, StepDirective}
     inner |= {StepLacking, Hop, Receipt, Voucher, TensorMeta, TensorForm, SavedStage, Audit, LinkStatus}
+    inner |= {PartProof, ReducedProof, Contribution}
     return [kind for kind in declared if kind not in inner]
 
 
