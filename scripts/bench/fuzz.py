@@ -104,13 +104,17 @@ def run_one(name: str, options: argparse.Namespace) -> dict[str, Any]:
     told = ended.stdout + ended.stderr
     count = re.search(r"stat::number_of_executed_units:\s*(\d+)", told)
     kept = sorted(folder.iterdir())
-    most, slowest_s = 0.0, 0.0
+    most, slowest_s, failed = 0.0, 0.0, ended.returncode != 0
     for path in kept[:: max(1, len(kept) // MEMORY_SAMPLES)]:
         data = path.read_bytes()
-        took_s, peak = measured(name, data)
+        try:
+            took_s, peak = measured(name, data)
+        except Exception as error:  # noqa: BLE001  whatever the target finds
+            print(f"{path}: {error!r}", file=sys.stderr)
+            failed = True
+            continue
         slowest_s = max(slowest_s, took_s)
         most = max(most, peak / (4 * len(data) + TARGETS[name].spare_bytes))
-    failed = ended.returncode != 0
     if failed:
         print(told[-6000:], file=sys.stderr)
     return {
