@@ -123,7 +123,9 @@ def run_invite(options: InviteOptions) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _at_the_run(options: OwnersOptions) -> AsyncIterator[tuple[Node, Charter]]:
+async def _at_the_run(
+    options: OwnersOptions, identity: Path | None = None
+) -> AsyncIterator[tuple[Node, Charter]]:
     """A node in the network of the run, and the highest charter, be it expired.
 
     Raises:
@@ -139,6 +141,7 @@ async def _at_the_run(options: OwnersOptions) -> AsyncIterator[tuple[Node, Chart
         join=options.join,
         run_id=None if name else options.run,
         charters=charters_folder(),
+        identity_path=identity,
     ) as node:
         charters = node.directory.charters
         if name is not None:
@@ -263,7 +266,8 @@ def _date(seconds: float) -> str:
 async def run_revoke(options: RevokeOptions) -> None:
     """Have a key say that it is to be trusted no more. Raises SetupError."""
     identity = Identity.load(options.identity)
-    async with _at_the_run(options) as (node, charter):
+    # With the key itself: what a peer says of itself first hand has a place in a full node.
+    async with _at_the_run(options, options.identity) as (node, charter):
         sealed = seal_revocation(charter.run, identity)
         if await node.directory.charters.revoke(charter.run, identity.peer_id, sealed) < 2:
             raise SetupError("no node of the run took the revocation: try again, and check the clocks (NTP)")

@@ -529,14 +529,26 @@ def test_a_stamp_is_lacking_only_where_it_is_all_that_is_lacking() -> None:
 
 
 def test_what_callers_show_is_bounded() -> None:
-    busy = door()
+    busy = Doorkeeper()
     with pytest.raises(Refused, match="a credential of 257 bytes"):
         busy.show(KIM.peer_id, bytes(257))
     for n in range(MAX_SHOWN + 1):
         busy.show(f"peer {n}", b"x")
     assert busy.shown("peer 0") == b""
     assert busy.shown("peer 1") == busy.shown(f"peer {MAX_SHOWN}") == b"x"
+    busy.set(terms())
     assert "malformed credential" in busy.refusal("peer 1", "part", True)
+
+
+def test_what_admits_nobody_is_not_kept() -> None:
+    asking = door(work_bits=40)
+    for worthless in (signed.seal_credential(None, 1), b""):
+        with pytest.raises(Refused, match="a credential that is worth nothing here"):
+            asking.show(KIM.peer_id, worthless)
+    with pytest.raises(Refused, match="a malformed credential"):
+        asking.show(KIM.peer_id, b"x")
+    assert "bits of work" in asking.why_not_record(record(KIM, signed.seal_credential(None, 1)))
+    assert asking.shown(KIM.peer_id) == b""
 
 
 def test_a_new_charter_is_told_of_once() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from peers.clock import unix_s
 from peers.net.charter.signed import MAX_CREDENTIAL_BYTES, open_credential
@@ -30,7 +31,8 @@ from swarm.errors import Refused, count
 from swarm.ids import PeerId, Stage
 from swarm.records import NO_STAGE, PeerRecord
 
-MAX_SHOWN = 65_536
+MAX_SHOWN = 16_384
+"""4 MB. What admits nobody is not kept, once there is a charter to tell."""
 USED_S = 60.0
 """A caller's token is in use for so long after each of its calls."""
 
@@ -71,14 +73,11 @@ class Doorkeeper:
             roles = ("peer",) if roles else ()
         return self._why_none(peer, roles, now=now)
 
-    def _why_none(
-        self, peer: PeerId, roles: tuple[Role, ...], *, now: float, stage: Stage | None = None
-    ) -> str:
-        """Why a peer is admitted as none of these; empty if it is, or there are none."""
-        assert self.terms is not None
+    def _why_none(self, peer: PeerId, roles: tuple[Role, ...], *, now: float, **more: Any) -> str:
+        """Why a peer is admitted as none of these; empty if it is, or there are none. See `why_not`."""
         whys = []
         for role in roles:
-            why = self.why_not(peer, role, stage=stage, now=now)
+            why = self.why_not(peer, role, now=now, **more)
             if not why:
                 return ""
             whys.append(f"as a {role}: {why}")
@@ -91,16 +90,25 @@ class Doorkeeper:
         return not enough and bool(self.why_not(peer, role, now=now))
 
     def why_not(
-        self, peer: PeerId, role: Role, *, stage: Stage | None = None, now: float, stamped_bits: int = 0
+        self,
+        peer: PeerId,
+        role: Role,
+        *,
+        now: float,
+        stage: Stage | None = None,
+        brought: bytes | None = None,
+        stamped_bits: int = 0,
     ) -> str:
         """Why a peer is not admitted as a role; empty if it is, or everybody is.
 
-        `stamped_bits`: taken to have a stamp of so many, besides what it showed.
+        Args:
+            brought: its credential; None: the one that it showed last.
+            stamped_bits: it is taken to have a stamp of so many, besides.
         """
         if self.terms is None:
             return ""
         try:
-            credential = self._credential(peer)
+            credential = self._open(peer, self.shown(peer) if brought is None else brought)
         except Refused as refusal:
             return refusal.text
         credential = credential._replace(stamp_bits=max(stamped_bits, credential.stamp_bits))
@@ -108,28 +116,39 @@ class Doorkeeper:
             self._uses.saw(credential.token.id, peer, until=now + USED_S, now=now)
         return why_not_admitted(self.terms, Candidate(peer, role, credential, stage), self._uses, now=now)
 
-    def _credential(self, peer: PeerId) -> Credential:
+    def _open(self, peer: PeerId, credential: bytes) -> Credential:
         assert self.terms is not None
-        shown = self._shown.get(peer, b"")
-        return _opened(shown, self.terms.charter.run, self.terms.owner, peer) if shown else NOTHING
+        if not credential:
+            return NOTHING
+        return _opened(credential, self.terms.charter.run, self.terms.owner, peer)
 
     def why_not_record(self, announced: Announced) -> str:
         """Why a record must not be kept, nor believed; empty if it may, or is of another run."""
         record = announced.record
         if self.terms is None or record.run != self.terms.charter.run:
             return ""
-        self.show(record.peer, announced.credential)
+        brought, now = announced.credential, unix_s()
         stage = None if record.stage == NO_STAGE else record.stage
-        return self._why_none(record.peer, _roles_of(record), now=unix_s(), stage=stage)
+        why = self._why_none(record.peer, _roles_of(record), now=now, stage=stage, brought=brought)
+        if not why:
+            self._keep(record.peer, brought)
+        return why
 
     def shown(self, peer: PeerId) -> bytes:
         """What a peer showed last."""
         return self._shown.get(peer, b"")
 
     def show(self, peer: PeerId, credential: bytes) -> None:
-        """A peer brought this. Raises Refused: it is too large."""
+        """A peer brought this. Raises Refused: it is too large, or nothing that admits here."""
         if len(credential) > MAX_CREDENTIAL_BYTES:
             raise Refused(f"a credential of {count(len(credential), 'byte')}")
+        if self.terms is not None:
+            opened = self._open(peer, credential)
+            if opened.token is None and opened.stamp_bits < max(1, self.terms.charter.work_bits):
+                raise Refused("a credential that is worth nothing here")
+        self._keep(peer, credential)
+
+    def _keep(self, peer: PeerId, credential: bytes) -> None:
         if credential and self._shown.get(peer) != credential:
             self._shown.pop(peer, None)
             self._shown[peer] = credential

@@ -42,7 +42,8 @@ async def enter(
         invited, certificate = certify(token, run_id, me)
         if invited != role:
             raise SetupError(f"--token is for a {invited}, and this is a {role}: ask for another one")
-    door.show(me, seal_credential(certificate))
+    if certificate is not None:
+        door.show(me, seal_credential(certificate))
     if door.lacks_stamp(me, role):
         bits = door.terms.charter.work_bits
         note(f"the run asks for a stamp of {bits} bits of work: about {2**bits / 1e6:.0f} s of a core, once")

@@ -12,8 +12,8 @@ import contextlib
 import logging
 import math
 import random
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Callable, Iterable
+from itertools import chain, islice
 from pathlib import Path
 
 from peers.clock import now_s, unix_s
@@ -25,10 +25,10 @@ from peers.net.charter.signed import (
     revocations_key,
     seal_charter,
 )
-from peers.net.dht_protocol import MAX_ANSWER_BYTES, MAX_SUBKEYS, REPLICAS, RPC_S, VERSION_S, Entry
+from peers.net.dht_protocol import MAX_SUBKEYS, REPLICAS, RPC_S, VERSION_S, Entry
 from peers.net.dht_storage import DhtStorage, Place
 from peers.net.identity import Identity
-from swarm.charter import Charter, Terms, check_life
+from swarm.charter import ROLES, Charter, Terms, check_life
 from swarm.errors import Refused, SetupError
 from swarm.ids import PeerId, RunName, fingerprint_of
 from swarm.manifest import Run
@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 POLL_EVERY_S = 8.0
 """With two nodes asked each time, a ban is known everywhere within 30 s though some of them keep it back."""
 POLLED_NODES = 2
+MOST_BYTES = 65_536
+"""Of an answer: the largest charter and, in any order, three hundred revocations."""
 REVOCATION_LIFE_S = 600.0
 MAX_REVOKED = 1024
 _SEARCH_EVERY_S = 120.0
@@ -49,9 +51,16 @@ class CharterKeeper:
     """The charter of one run. Follows nothing until it is told of a name."""
 
     def __init__(
-        self, storage: DhtStorage, door: Doorkeeper, rng: random.Random, life_s: float, cache: Path | None
+        self,
+        storage: DhtStorage,
+        door: Doorkeeper,
+        rng: random.Random,
+        life_s: float,
+        cache: Path | None,
+        is_there: Callable[[PeerId], bool],
     ) -> None:
-        """`cache`: a folder for the highest charters seen; None: they are forgotten at the end."""
+        """`cache`: a folder for the highest charters seen; None: they are forgotten at the end. `is_there`:
+        whether a peer has a record."""
         self.charter: Charter | None = None
         """The highest that was seen, expired or not."""
         self.owner: PeerId = ""
@@ -59,7 +68,7 @@ class CharterKeeper:
         self.run: Run | None = None
         self._sealed = b""
         self._storage, self._door, self._random, self._life_s = storage, door, rng, life_s
-        self._cache = cache
+        self._cache, self._is_there = cache, is_there
         self._revoked: dict[PeerId, float] = {}
         """Keys that revoked themselves, and until when the DHT keeps that (Unix time)."""
         self._polled_at = self._stored_at = -math.inf
@@ -160,7 +169,7 @@ class CharterKeeper:
         known = [self._known_charter(), dict(islice(self._revoked.items(), MAX_SUBKEYS))]
         keys = {place.key: one for place, one in zip(places, known, strict=False)}
         asked = self._random.sample(sorted(near), min(most, len(near)))
-        asking = [storage.node.read(peer, keys, MAX_ANSWER_BYTES) for peer in asked]
+        asking = [storage.node.read(peer, keys, MOST_BYTES) for peer in asked]
         tasks = [storage.tasks.create_task(one) for one in asking]
         if tasks:
             await asyncio.wait(tasks, timeout=RPC_S)
@@ -193,11 +202,24 @@ class CharterKeeper:
 
     def _revoke(self, revocation: Revocation, expires: float) -> None:
         assert self.charter is not None
+        if revocation.run != self.charter.run:
+            return
         is_new = revocation.peer not in self._revoked
-        if revocation.run == self.charter.run and not (is_new and len(self._revoked) >= MAX_REVOKED):
-            self._revoked[revocation.peer] = expires
-            if is_new:
-                self._tell()
+        if is_new and len(self._revoked) >= MAX_REVOKED:
+            # Anybody can make keys that revoke themselves: those that nobody knows give way.
+            unknown = next((peer for peer in self._revoked if not self._matters(peer)), None)
+            if unknown is None or not self._matters(revocation.peer):
+                return
+            del self._revoked[unknown]
+        self._revoked[revocation.peer] = expires
+        if is_new:
+            self._tell()
+
+    def _matters(self, peer: PeerId) -> bool:
+        """Whether a peer is of this run, as far as we know."""
+        assert self.charter is not None
+        named = (self.charter.rule(role).named for role in ROLES)
+        return self._is_there(peer) or peer in {self.owner, *self.charter.founders, *chain(*named)}
 
     @property
     def sealed(self) -> bytes:
