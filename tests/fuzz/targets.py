@@ -30,6 +30,7 @@ from peers.net import dht_protocol, identity, p2pd_control
 from peers.net._hivemind import dht_pb2, p2pd_pb2
 from peers.net.bandwidth import BandwidthEstimator, Callers
 from peers.net.body_buffers import flat
+from peers.net.charter import signed
 from peers.net.connection import ClientConnection, Connection, ServedCall, ServerConnection
 from peers.net.identity import Identity
 from peers.net.p2pd_control import ControlError, DaemonControl
@@ -45,6 +46,7 @@ from peers.net.signed_records import (
 from peers.storage import model_file, safetensors_file
 from peers.storage.checkpoint import Checkpoint
 from peers.watch import history
+from swarm import charter
 from swarm.errors import PeerFault, Refused, SetupError, SwarmError, from_wire
 from swarm.ids import Generation
 from swarm.manifest import Run, audit_run, example_run, parse_run
@@ -486,6 +488,67 @@ def _(data: bytes) -> None:
         places = unpack_places(memoryview(packed), numel, rows, keep, name="it")
         assert len(places) == rows * keep
         assert pack_places(places, numel)[: layout.unary_bits // 8] == packed[: layout.unary_bits // 8]
+
+
+# --- charters -----------------------------------------------------------------------------------------------
+
+
+def _charter(**changes: Any) -> charter.Charter:
+    fields = {"name": "demo", "run": RUN.id, "sequence": 3, "expires": int(SOON)}
+    return charter.make(**(fields | changes))
+
+
+def _charters() -> list[bytes]:
+    full = _charter(
+        peers=charter.Rule("token", (STRANGER.peer_id,)), bans=(charter.Ban(STRANGER.peer_id, "lies"),),
+        founders=(ME.peer_id, STRANGER.peer_id), trusted_stages=(0, -1), work_bits=20,
+        revocations=(STRANGER.peer_id,),
+    )  # fmt: skip
+    return [
+        *(b"s" + charter.encode(one) for one in (_charter(), full)),
+        b"r" + signed.seal_charter(full, ME),
+        b"r" + signed.seal_revocation(RUN.id, ME),
+    ]
+
+
+@target("charters", _charters)
+def _(data: bytes) -> None:
+    """After `s`: a charter that its owner signed, be he a liar; else all as it came."""
+    value = data[1:]
+    if data[:1] == b"s":
+        value = msgspec.msgpack.encode(("charter", value, ME.sign(signed._charter_to_sign(value))))
+    try:
+        opened = signed.open_statement(value, ME.peer_id)
+    except Refused:
+        return
+    signed.key_of(opened, ME.peer_id)
+    if isinstance(opened, charter.Charter):
+        assert charter.decode(charter.encode(opened)) == opened
+        terms = charter.Terms(opened, ME.peer_id, stages=3)
+        for role in charter.ROLES:
+            who = charter.Candidate(STRANGER.peer_id, role, stage=1)
+            assert charter.why_not_admitted(terms, who, charter.TokenUses(), now=SOON - 1).isprintable()
+
+
+def _credentials() -> list[bytes]:
+    token = signed.make_token(RUN.id, ME, "peer", expires=int(SOON), seed=b"k" * 32)
+    _, certificate = signed.certify(token, RUN.id, STRANGER.peer_id)
+    credentials = (signed.seal_credential(certificate), signed.seal_credential(None, 1 << 61))
+    return [*(b"c" + one for one in credentials), b"t" + token.encode()]
+
+
+@target("credentials", _credentials)
+def _(data: bytes) -> None:
+    """After `t`: a token, as a user pastes it; else what a caller shows."""
+    if data[:1] == b"t":
+        with contextlib.suppress(SetupError):
+            role, certificate = signed.certify(data[1:].decode(errors="replace"), RUN.id, STRANGER.peer_id)
+            assert role in charter.ROLES
+            signed.seal_credential(certificate)
+        return
+    with contextlib.suppress(Refused):
+        opened = signed.open_credential(data[1:], RUN.id, ME.peer_id, STRANGER.peer_id)
+        assert 0 <= opened.stamp_bits <= 256
 
 
 # --- records, manifests, questions --------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from swarm.charter import (
 )
 from swarm.errors import Refused, SetupError
 from swarm.ids import RunName, fingerprint_of
-from swarm.records import NO_STAGE, PeerRecord
+from swarm.records import NO_STAGE, PeerRecord, Voucher
 
 NOW = 1_800_000_000.0
 RUN, OTHER_RUN = "ab" * 16, "cd" * 16
@@ -492,6 +492,22 @@ def test_a_record_carries_what_admits_its_peer() -> None:
     )
     assert "names its keepers" in invited.why_not_record(record(TINA, stage=NO_STAGE, state="keeping"))
     assert invited.why_not_record(record(TINA, run=OTHER_RUN)) == "", "of another run"
+
+
+def test_the_largest_record_with_a_credential_is_under_a_kilobyte() -> None:
+    token = signed.make_token(RUN, OWNER, "trainer", expires=int(4e9), uses=1000)
+    certificate = signed.certify(token, RUN, KIM.peer_id)[1]
+    credential = signed.seal_credential(certificate, (1 << 62) - 1)
+    relayed = f"/ip4/255.255.255.255/tcp/65535/p2p/{SAM.peer_id}/p2p-circuit/p2p/{KIM.peer_id}"
+    voucher = Voucher(OWNER.peer_id, 100, 1 << 40, bytes(64))
+    assert len(credential) <= signed.MAX_CREDENTIAL_BYTES
+    full = {"addresses": (relayed, relayed), "voucher": voucher, "device": "cuda:0 NVIDIA H100 80GB HBM3"}
+    kept = PeerRecord(
+        peer=KIM.peer_id, run=RUN, stage=63, state="serving", version=1 << 40, speed=1.5, **full
+    )
+    packed = seal_record(kept, 5.0, KIM, credential=credential)
+    print(f"\n{len(packed)} bytes, {len(credential)} of them the credential")
+    assert len(packed) < 1000
 
 
 def test_two_that_use_one_token_are_both_refused_while_both_are_there() -> None:

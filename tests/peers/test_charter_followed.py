@@ -258,6 +258,28 @@ async def test_a_key_revokes_itself_without_the_owner() -> None:
         assert await nodes[2].directory.storage.store(key, forged) == 1, "nobody but us"
 
 
+async def test_strangers_that_revoke_themselves_do_not_crowd_out_a_peer_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("peers.net.charter.keeper.MAX_REVOKED", 3)
+    async with MemoryDht() as dht:
+        nodes = await swarm(dht, 3)
+        await nodes[0].directory.charters.publish(charter(1, founders=(THIEF.peer_id,)), OWNER)
+        await within(FOLLOWED_S, lambda: sequences(nodes) == [1] * 3)
+        await nodes[2].directory.announce(mine(nodes[2]))
+        charters = nodes[1].directory.charters
+        await within(20, lambda: nodes[1].directory.find(nodes[2].peer_id))
+        for n in range(100, 105):
+            stranger = Identity(n.to_bytes(32, "big")).peer_id
+            charters._revoke(signed.Revocation(RUN.id, stranger), 0.0)
+        assert len(charters.revoked) == 3
+        for known in (nodes[2].peer_id, THIEF.peer_id):
+            charters._revoke(signed.Revocation(RUN.id, known), 0.0)
+            charters._revoke(signed.Revocation("ab" * 16, known), 0.0)
+        assert len(charters.revoked) == 3
+        assert {nodes[2].peer_id, THIEF.peer_id} < charters.revoked
+
+
 async def test_only_the_invited_are_seen_in_a_run_for_the_invited() -> None:
     async with MemoryDht() as dht:
         nodes = await swarm(dht, 4)

@@ -96,19 +96,19 @@ class Doorkeeper:
         *,
         now: float,
         stage: Stage | None = None,
-        brought: bytes | None = None,
+        carried: bytes | None = None,
         stamped_bits: int = 0,
     ) -> str:
         """Why a peer is not admitted as a role; empty if it is, or everybody is.
 
         Args:
-            brought: its credential; None: the one that it showed last.
+            carried: its credential; None: the one that it showed last.
             stamped_bits: it is taken to have a stamp of so many, besides.
         """
         if self.terms is None:
             return ""
         try:
-            credential = self._open(peer, self.shown(peer) if brought is None else brought)
+            credential = self._open(peer, self.shown(peer) if carried is None else carried)
         except Refused as refusal:
             return refusal.text
         credential = credential._replace(stamp_bits=max(stamped_bits, credential.stamp_bits))
@@ -127,11 +127,11 @@ class Doorkeeper:
         record = announced.record
         if self.terms is None or record.run != self.terms.charter.run:
             return ""
-        brought, now = announced.credential, unix_s()
+        carried, now = announced.credential, unix_s()
         stage = None if record.stage == NO_STAGE else record.stage
-        why = self._why_none(record.peer, _roles_of(record), now=now, stage=stage, brought=brought)
+        why = self._why_none(record.peer, _roles_of(record), now=now, stage=stage, carried=carried)
         if not why:
-            self._keep(record.peer, brought)
+            self._keep(record.peer, carried)
         return why
 
     def shown(self, peer: PeerId) -> bytes:
