@@ -350,6 +350,8 @@ PEERS_CALL = frozenset(
     | {"show", "reveal", "evidence"}
 )
 """All others are for peers too, as long as nobody has thought of them."""
+REPLICAS_CALL = frozenset({"report", "part", "offer", "give", "take"})
+"""Those that only peers of the same stage call."""
 
 
 def callers_of(method: str, stage: Stage | None) -> tuple[Role, ...]:

@@ -288,6 +288,7 @@ class NetTransport:
         for link in self._open_links():
             if why := self.refusal(link.peer, "", isinstance(link, ServerConnection)):
                 link.fail(PeerGone(link.peer, why))
+                self._tasks.create_task(self._dialer.control.disconnect(link.peer))
 
     def _open_links(self) -> list[Connection]:
         return [*self._dialer.links.values(), *self._dialer.bypassed, *self._incoming]

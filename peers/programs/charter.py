@@ -170,9 +170,12 @@ def _owner(path: Path, node: Node) -> Identity:
 
 
 async def _publish(node: Node, charter: Charter, owner: Identity, words: str) -> None:
-    took = await node.directory.charters.publish(charter, owner)
-    if took < 2:  # one is ours
+    charters = node.directory.charters
+    if await charters.publish(charter, owner) < 2:  # one is ours
         raise SetupError("no node of the run took the new charter: try again, and check the clocks (NTP)")
+    await charters.ask_now()
+    if charters.charter != charter:
+        raise SetupError("another charter was signed in the same moment, and holds: do this again")
     print(
         f"{words}. Charter {charter.sequence} holds until {_date(charter.expires)}; all peers follow in 30 s"
     )

@@ -71,6 +71,7 @@ INSTALLED = "swarm/installed.py"
 SIGNED_CHARTER = "peers/net/charter/signed.py"
 FOLLOWER = "peers/net/charter/keeper.py"
 DOORKEEPER = "peers/net/charter/doorkeeper.py"
+ENTRY = "peers/net/charter/entry.py"
 CALLS = "peers/net/transport.py"
 NODES = "peers/net/dht_protocol.py"
 DIRECTORY = "peers/net/directory.py"
@@ -2534,6 +2535,30 @@ MUTATIONS: tuple[Mutation, ...] = (
         "False",
         "A peer that is no trainer sends microbatches.",
         ("test_charter",),
+    ),
+    Mutation(
+        "strangers-at-a-trusted-stage",
+        DOORKEEPER,
+        "stage=self.stage if method in REPLICAS_CALL else None",
+        "stage=None",
+        "A peer that is not trusted with a stage takes part in its all-reduce.",
+        ("test_charter",),
+    ),
+    Mutation(
+        "worthless-credentials-kept",
+        DOORKEEPER,
+        "            if opened.token is None and opened.stamp_bits < max(1, self.terms.charter.work_bits):\n",
+        "            if False:\n",
+        "Strangers crowd out what honest callers showed.",
+        ("test_charter",),
+    ),
+    Mutation(
+        "late-charter-not-obeyed",
+        ENTRY,
+        "        door.on_change.append(check)  # it may get one\n",
+        "",
+        "A peer that came before the charter goes on after it was banned.",
+        ("test_charter_commands",),
     ),
     Mutation(
         "any-installed-code",

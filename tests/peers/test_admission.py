@@ -80,7 +80,7 @@ async def test_a_banned_caller_reaches_no_handler(pair: tuple[Guarded, Guarded])
     assert callee.handled == [caller.peer]
 
 
-async def test_a_ban_closes_streams_that_are_open(pair: tuple[Guarded, Guarded]) -> None:
+async def test_a_ban_closes_streams_that_are_open(relay: Relay, pair: tuple[Guarded, Guarded]) -> None:
     caller, callee = pair
     gate = asyncio.Event()
 
@@ -97,6 +97,8 @@ async def test_a_ban_closes_streams_that_are_open(pair: tuple[Guarded, Guarded])
         await waiting
     assert callee.transport.links == (0, 0)
     gate.set()
+    await asyncio.sleep(0.01)
+    assert (callee.peer, caller.peer) in relay.disconnects
 
 
 async def test_a_banned_callee_is_not_called(relay: Relay, pair: tuple[Guarded, Guarded]) -> None:

@@ -534,6 +534,16 @@ def test_a_record_at_a_trusted_stage_is_of_a_trusted_peer() -> None:
     assert trusting.why_not_record(record(KIM, stage=1)) == trusting.why_not_record(record(PETER)) == ""
 
 
+def test_at_a_trusted_stage_only_the_trusted_call_as_replicas() -> None:
+    trusting = door(trusted_stages=(0,), founders=(PETER.peer_id,))
+    for stage, refused in ((0, True), (1, False)):
+        trusting.stage = stage
+        for method in ("report", "part", "offer"):
+            assert bool(trusting.refusal(KIM.peer_id, method, True)) == refused
+            assert trusting.refusal(PETER.peer_id, method, True) == ""
+        assert trusting.refusal(KIM.peer_id, "summary", True) == "", "of another stage"
+
+
 def test_a_stamp_is_lacking_only_where_it_is_all_that_is_lacking() -> None:
     asking = door(work_bits=12)
     assert asking.lacks_stamp(KIM.peer_id, "peer")

@@ -18,6 +18,7 @@ from peers.clock import unix_s
 from peers.events import Event, Note
 from peers.net.charter import entry, file, signed
 from peers.net.charter.doorkeeper import Doorkeeper
+from peers.net.charter.keeper import CharterKeeper
 from peers.net.identity import Identity
 from peers.options import BootstrapOptions
 from peers.programs import charter as commands
@@ -269,6 +270,24 @@ async def test_what_no_node_takes_is_said(monkeypatch: pytest.MonkeyPatch, keys:
             await commands.run_revoke(given(tool_options.RevokeOptions, identity=keys / "kim.key"))
 
 
+@virtual
+async def test_two_charters_of_one_moment_are_noticed(monkeypatch: pytest.MonkeyPatch, keys: Path) -> None:
+    plain = CharterKeeper.publish
+
+    async def meanwhile(self: CharterKeeper, charter: Charter, owner: Identity) -> int:
+        took = await plain(self, charter, owner)
+        others = (charter_of(2, work_bits=bits) for bits in range(40))
+        higher = next(one for one in others if one.rank > charter.rank)
+        assert self.adopt(higher, OWNER.peer_id, signed.seal_charter(higher, OWNER))
+        return took
+
+    async with a_run(monkeypatch):
+        monkeypatch.setattr(CharterKeeper, "publish", meanwhile)
+        ban = given(tool_options.BanOptions, peer=SAM.peer_id, why="", owner=keys / "owner.key")
+        with pytest.raises(SetupError, match="another charter was signed in the same moment, and holds"):
+            await commands.run_ban(ban)
+
+
 # --- a bootstrap with a charter -----------------------------------------------------------------------------
 
 
@@ -392,6 +411,13 @@ async def test_a_program_ends_when_its_peer_is_banned() -> None:
     assert node.ended == [
         f"the run does not admit this peer ({KIM.peer_id}): the owner of the run banned it: lies"
     ]
+
+
+async def test_a_program_ends_when_its_run_gets_a_charter_that_does_not_admit_it() -> None:
+    node = FakeNode(KIM, has_charter=False)
+    await enter(node)
+    node.go_by(peers=Rule("list"))
+    assert "the run's charter names its peers, and this is none of them: ask the owner" in node.ended[0]
 
 
 async def test_a_stamp_is_made_once(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from peers.ports import Answer, Request
 from swarm.charter import (
     MAX_WORK_BITS,
     NOTHING,
+    REPLICAS_CALL,
     Candidate,
     Credential,
     Role,
@@ -71,7 +72,7 @@ class Doorkeeper:
         roles = callers_of(method, self.stage)
         if not incoming:
             roles = ("peer",) if roles else ()
-        return self._why_none(peer, roles, now=now)
+        return self._why_none(peer, roles, now=now, stage=self.stage if method in REPLICAS_CALL else None)
 
     def _why_none(self, peer: PeerId, roles: tuple[Role, ...], *, now: float, **more: Any) -> str:
         """Why a peer is admitted as none of these; empty if it is, or there are none. See `why_not`."""

@@ -33,9 +33,15 @@ async def enter(
         SetupError: the charter does not admit this peer; the text says what to do.
     """
     door, me = node.door, node.peer_id
+
+    def check() -> None:
+        if why := _why_not(door, me, role):
+            node.end(SetupError(why))
+
     if door.terms is None:
         if token is not None:
             raise SetupError("--token: this run has no charter and admits everybody: leave it out")
+        door.on_change.append(check)  # it may get one
         return
     run_id, certificate = door.terms.charter.run, None
     if token is not None:
@@ -52,11 +58,6 @@ async def enter(
     credential = door.shown(me)
     node.directory.credential = credential
     node.transport.show(credential)
-
-    def check() -> None:
-        if why := _why_not(door, me, role):
-            node.end(SetupError(why))
-
     if why := _why_not(door, me, role):
         raise SetupError(why)
     door.on_change.append(check)
