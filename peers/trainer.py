@@ -22,6 +22,7 @@ from peers.fault_points import fault_point
 from peers.liveness_probe import Prober
 from peers.ports import Directory, Transport
 from peers.status_query import all_have
+from peers.voices import Voices
 from peers.vouching.giver import VoucherGiver
 from peers.waiting import happens
 from swarm.data import sample_offsets, trainer_order
@@ -36,6 +37,7 @@ from swarm.policy.timeouts import AdaptiveTimeout
 from swarm.policy.window import Window
 from swarm.protocol.ledger import check_bitmap
 from swarm.protocol.rollback import check_position
+from swarm.protocol.voice import heard
 from swarm.protocol.worklist import Work as Item
 from swarm.protocol.worklist import WorkList
 from swarm.records import PeerRecord
@@ -108,6 +110,7 @@ class Trainer:
         self._router = Router(Backoff(probed=True))
         self._prober = Prober(run.id, transport, directory, self._router.backoff)
         self._vouchers = VoucherGiver(run, transport, directory)
+        self._voices = Voices(run, transport.signer, directory)
         self.timeout = AdaptiveTimeout()
         self._seen: dict[Stage, Sequence[PeerRecord]] = {}
         self._latency = LinkLatency()
@@ -267,7 +270,8 @@ class Trainer:
             self._router.failed(peer, now=now_s())
             by = self._refusals.setdefault(mb, set())
             by.add(peer)
-            if len(by) >= MAX_REFUSALS or by.issuperset(self._router.peers(0)):
+            counted = heard(self._router.peers(0), self._voices.of(0, version=self._version))
+            if len(by.intersection(counted)) >= MAX_REFUSALS or by.issuperset(counted):
                 self._failure = SetupError(f"microbatch {mb} is refused again and again: {refused.text}")
             await asyncio.sleep(0.2)
             self._todo.failed(mb)
@@ -361,7 +365,8 @@ class Trainer:
                     self._refresh_peers()
                     await asyncio.sleep(0.1)
                     continue
-                peer = last if last in peers else peers[0]
+                heard_first = heard(peers, self._voices.of(0, version=self._version))
+                peer = last if last in heard_first else heard_first[0]
                 if peer != last:
                     seen, last = -1, peer
                 question = pack(Watch(run=self._run.id, seen=seen))
@@ -383,7 +388,8 @@ class Trainer:
             await asyncio.sleep(0.02)  # progress need not be followed more closely
 
     async def _check_leap(self, peer: PeerId, watched: Watched) -> None:
-        """Have it borne out by all stages that the run is over, or far ahead of what this trainer knows.
+        """Have it borne out by all stages that the run is over, or far ahead of what this trainer knows; by
+        their peers with voice, if they have such.
 
         Raises:
             BadAnswer: it is not.
@@ -391,7 +397,10 @@ class Trainer:
         over = watched.status.held_by_all >= self._last_step
         version = self._last_step if over else watched.version
         if over or version > self._version + 1:
-            stages = [self._router.peers(stage) for stage in range(self._run.S)]
+            stages = [
+                heard(self._router.peers(stage), self._voices.of(stage, version=self._version))
+                for stage in range(self._run.S)
+            ]
             if not await all_have(self._run, self._transport, stages, version - (not over)):
                 raise BadAnswer(peer, f"says that the run is at version {version}, which no other bears out")
 

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from peers.ports import Answer, Request
 from peers.storage import checkpoint
 from swarm.errors import SwarmError
 from swarm.ids import Generation
 from swarm.manifest import audit_run
-from swarm.protocol.messages import ReplicaReport
-from swarm.wire.messages import pack
+from swarm.protocol.messages import ReplicaReport, RunStatus
+from swarm.wire.messages import Watched, pack
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, MadeUp, add_liar, admitting, give_voice
 from tests.peers.test_keeping import add_keeper
@@ -174,3 +175,27 @@ async def test_a_keeper_takes_nothing_from_strangers_when_all_with_voice_are_gon
             await add_liar(s, name, stage, 8)
         await asyncio.sleep(60.0)
         assert kept(tmp_path) == (4, [True, True])
+
+
+async def test_a_trainer_ends_only_by_the_word_of_those_with_voice() -> None:
+    """Strangers of every stage bear one another out that the run is over."""
+    async with swarm(RUN, replicas=2) as s:
+        await begun(s)
+        for number in range(9):
+            await add_liar(s, f"a{number}", number % 2, RUN.steps)
+        status = RunStatus(run=RUN.id, version=RUN.steps, held_by_all=RUN.steps)
+
+        async def watch(request: Request) -> Answer:
+            await asyncio.sleep(0.5)
+            return Answer(pack(Watched(revision=1, version=RUN.steps, status=status)))
+
+        async def nonsense(request: Request) -> Answer:
+            return Answer(b"\xc1")
+
+        for number in range(9):
+            s.network.peers[f"a{number}"].transport.serve("watch", watch)
+            s.network.peers[f"a{number}"].transport.serve("work", nonsense, max_body_bytes=1 << 20)
+        s.kill(TRAINER)
+        s.add_trainer(TRAINER)
+        await s.until_finished(limit_s=300.0)
+        assert_honest(s)
