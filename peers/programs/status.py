@@ -21,9 +21,11 @@ from peers.events import count
 from peers.options import ListenOptions
 from peers.ports import Directory, Transport
 from peers.programs.tool_options import StatusOptions
+from peers.voices import Voices
 from peers.watch.display import clock
 from peers.watch.monitor import ASK_S, ask_or_why
 from swarm.errors import short
+from swarm.ids import PeerId
 from swarm.manifest import Run
 from swarm.monitoring import validation
 from swarm.monitoring.aggregator import Aggregator
@@ -40,8 +42,12 @@ async def ask(
     now: float,
     ask_s: float = ASK_S,
     directory: Directory | None = None,
+    voice: dict[PeerId, int] | None = None,
 ) -> Observation:
-    """The run by its records and, if there is a transport, by each peer's own answer; all asked at once."""
+    """The run by its records and, if there is a transport, by each peer's own answer; all asked at once.
+
+    `voice`: how much the word of each counts.
+    """
     ordered = sorted(records, key=lambda record: (record.stage, record.peer))
     there = tuple(validation.tidy(record) for record in ordered if record.state != "left")
     answers: list[PeerStatus | str | None] = []
@@ -54,6 +60,7 @@ async def ask(
         records=there,
         statuses=tuple(answer for answer in answers if isinstance(answer, PeerStatus)),
         silent={r.peer: why for r, why in zip(there, answers, strict=False) if isinstance(why, str)},
+        voice=voice,
     )
 
 
@@ -72,7 +79,9 @@ def table(health: SwarmHealth) -> RenderableType:
         there += f", {count(len(health.keepers), 'keeper')}"
     head = Text(f"{health.name}  {health.run}\nstep {health.version} of {health.steps}{loss}, {there}")
     rows = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
-    for name in ("stage", "peer", "state", "version", "step", "in flight", "microbatches/s", "up", "device"):
+    named = any(peer.voice for peer in health.peers)
+    columns = ("stage", "peer", "state", "version", "step", "in flight", "microbatches/s", "up", "device")
+    for name in (*columns[:2], *(("voice",) if named else ()), *columns[2:]):
         rows.add_column(
             name, justify="left" if name in ("peer", "state", "device") else "right", no_wrap=True
         )
@@ -81,6 +90,7 @@ def table(health: SwarmHealth) -> RenderableType:
         rows.add_row(
             "–" if peer.stage == NO_STAGE else str(peer.stage),
             short(peer.peer),
+            *((str(peer.voice or "–"),) if named else ()),
             "no answer" if peer.why else peer.state,
             str(peer.version),
             f"{peer.done}/{health.microbatches_per_step}" if asked else "",
@@ -126,7 +136,8 @@ async def observe(
         run = await node.manifest()
         records = await node.directory.lookup_all()
         transport = node.transport if calls else None
-        return run, await ask(run, transport, records, now=time.time(), directory=node.directory)
+        voice = Voices(run, node.transport.signer, node.directory).of_all()
+        return run, await ask(run, transport, records, now=time.time(), directory=node.directory, voice=voice)
 
 
 async def run_status(options: StatusOptions) -> None:

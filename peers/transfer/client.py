@@ -143,10 +143,10 @@ class Download:
     tensors: dict[str, torch.Tensor]
     sources: tuple[PeerId, ...]
     """Those that gave it, the one that gave most first."""
-    voiced: bool
-    """One of those that were believed has voice."""
     received_bytes: int
     """Without what was here already."""
+    voiced: bool = False
+    """One of those that were believed has voice."""
 
 
 class Partial:

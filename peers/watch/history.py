@@ -53,6 +53,7 @@ class Recorder:
         self._records: dict[PeerId, PeerRecord] = {}
         """The records of now: a file begins with them."""
         self._refused: dict[str, int] | None = None
+        self._voice: dict[PeerId, int] | None = None
         try:
             if path.exists() and path.stat().st_size:
                 known, _ = read(path)
@@ -83,6 +84,7 @@ class Recorder:
         for peer in observation.gone:
             self._records.pop(peer, None)
         self._refused = observation.refused if observation.refused is not None else self._refused
+        self._voice = observation.voice if observation.voice is not None else self._voice
 
     def _begin_anew(self, at: float) -> None:
         try:
@@ -92,7 +94,9 @@ class Recorder:
         except OSError as error:
             raise SetupError(f"cannot record to {self._path}: {error.strerror or error}") from None
         self._write(self._head)
-        there = Observation(at=at, records=tuple(self._records.values()), refused=self._refused)
+        there = Observation(
+            at=at, records=tuple(self._records.values()), refused=self._refused, voice=self._voice
+        )
         self._write(msgspec.json.encode(there))
 
     def _write(self, line: bytes) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from peers.ports import Directory, Transport
+from peers.voices import Voices
 from swarm.errors import BadAnswer, PeerGone, Refused, SwarmError, clean, short
 from swarm.ids import PeerId
 from swarm.manifest import Run
@@ -104,6 +105,8 @@ class Monitor:
         self._take, self._refused = take, refused
         self._observe_every_s, self._ask_s = observe_every_s, ask_s
         self._peer_every_s, self._silent_every_s = peer_every_s, silent_every_s
+        self._voices = Voices(run, transport.signer, directory)
+        self._voice: Mapping[PeerId, int] = {}
         self._listed: Sequence[PeerRecord] = ()
         self._records: dict[PeerId, PeerRecord] = {}
         self._reasons: dict[str, int] = {}
@@ -143,9 +146,12 @@ class Monitor:
         self._reasons = reasons
         statuses, self._statuses = tuple(self._statuses), []
         silent, self._silent = self._silent, {}
+        voice, before = self._voices.of_all(), self._voice
+        self._voice = voice
         return Observation(
-            at=time.time(), records=changed, gone=gone, statuses=statuses, silent=silent, refused=refused
-        )
+            at=time.time(), records=changed, gone=gone, statuses=statuses, silent=silent, refused=refused,
+            voice=voice if voice != before else None,
+        )  # fmt: skip
 
     def _ask_some(self) -> None:
         """Ask the peers that have waited longest."""

@@ -155,6 +155,7 @@ def _peers(health: SwarmHealth, most: int, width: int) -> Table:
         cells = (
             "–" if peer.stage == NO_STAGE else str(peer.stage),
             short(peer.peer),
+            str(peer.voice or "–"),
             device,
             f"{peer.speed:.2f}" if peer.speed else "–",
             f"{peer.inflight}/{peer.max_inflight}" if peer.answered and peer.max_inflight else "–",
@@ -164,9 +165,13 @@ def _peers(health: SwarmHealth, most: int, width: int) -> Table:
             _last(peer),
         )
         rows.append(("red" if peer.why else "yellow" if _odd(peer) else "", cells))
-    columns = ("stage", "<peer", "<device", "work/s", "in flight", "queue", "up", "computed", "<last")
-    first_out = ("queue", "in flight", "device", "up", "computed", "work/s")
-    return _table(rows, width, columns, first_out)
+    columns = ["stage", "<peer", "voice", "<device", "work/s", "in flight", "queue", "up", "computed"]
+    first_out = ["queue", "in flight", "device", "up", "computed", "voice", "work/s"]
+    if not any(peer.voice for peer in health.peers):
+        columns.remove("voice")
+        first_out.remove("voice")
+        rows = [(style, (*cells[:2], *cells[3:])) for style, cells in rows]
+    return _table(rows, width, [*columns, "<last"], first_out)
 
 
 def _odd(peer: PeerHealth) -> bool:

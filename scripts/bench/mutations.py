@@ -1717,7 +1717,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "one-refusal-ends-a-trainer",
         TRAINER,
-        "if len(by) >= MAX_REFUSALS or by.issuperset(self._router.peers(0)):",
+        "if len(by.intersection(counted)) >= MAX_REFUSALS or by.issuperset(counted):",
         "if by:",
         "A record of a peer that serves nothing ends every trainer.",
         ("test_attack",),
@@ -1755,7 +1755,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "refused-without-end",
         TRAINER,
-        "            if len(by) >= MAX_REFUSALS or by.issuperset(self._router.peers(0)):\n",
+        "            if len(by.intersection(counted)) >= MAX_REFUSALS or by.issuperset(counted):\n",
         "            if False:\n",
         "A trainer that the run does not admit tries for ever.",
         ("test_work",),

@@ -1,8 +1,9 @@
 """Aggregator of observations of a run: observations in, a picture out. Pure.
 
 The same history of observations gives the same pictures. No peer is believed alone: the run's position and
-loss are those of most peers that answered lately; a peer that contradicts them gets an *inconsistency*, shown
-beside it. Impossible statements never get here (`swarm.monitoring.validation`).
+loss are the medians of what was answered lately, by voice (`swarm.protocol.voice`): if any peer has it, the
+others do not count. A peer that contradicts them gets an *inconsistency*, shown beside it. Impossible
+statements never get here (`swarm.monitoring.validation`).
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from swarm.errors import clean, short
 from swarm.ids import PeerId, Position, Stage
@@ -29,6 +30,7 @@ from swarm.monitoring.health import (
     StageHealth,
     SwarmHealth,
 )
+from swarm.protocol.voice import heard, weight
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import PeerStatus
 
@@ -59,6 +61,8 @@ RECORD_LAG_S = 15.0
 """Records lag behind answers for this long, around a move."""
 MAX_RECOMPUTED = 4
 """A peer cannot have computed more than this many times the run's needs so far."""
+
+T = TypeVar("T", Position, int, float)
 
 NOTHING_SAID = PeerStatus(peer="", stage=NO_STAGE, state="", device="", since=0.0, version=0)
 
@@ -147,6 +151,7 @@ class Aggregator:
         self._trainer_at: float | None = None
         self._digests: dict[tuple[Stage, Position], dict[PeerId, tuple[str, str]]] = {}
         self._refused: dict[str, int] = {}
+        self._voice: Mapping[PeerId, int] = {}
         self._heard_at: float | None = None
         """Time of the last answer, at first the beginning."""
         self._unheard: set[PeerId] = set()
@@ -162,6 +167,8 @@ class Aggregator:
             self._lose(peer, observation.at)
         if observation.refused is not None:
             self._refused = dict(observation.refused)
+        if observation.voice is not None:
+            self._voice = dict(observation.voice)
         for status in observation.statuses:
             if status.peer in self._peers:
                 self._take_status(self._peers[status.peer], status, observation.at)
@@ -262,7 +269,7 @@ class Aggregator:
     # -- the run ----------------------------------------------------------------------------------
 
     def _update_position(self, now: float) -> None:
-        voters = [seen for seen in self._peers.values() if seen.serves]
+        voters = self._heard(seen for seen in self._peers.values() if seen.serves)
         fresh = [
             seen.status
             for seen in voters
@@ -271,10 +278,11 @@ class Aggregator:
             and seen.status.stage == seen.record.stage
         ]
         if fresh:
-            position = statistics.median_high(status.position for status in fresh)
+            position = self._median([(status.position, status.peer) for status in fresh], high=True)
         elif voters:
             generation = self._position.generation
-            position = Position(generation, statistics.median_high(seen.version for seen in voters))
+            version = self._median([(seen.version, seen.record.peer) for seen in voters], high=True)
+            position = Position(generation, version)
         else:
             if self._began is None:
                 self._position = self._paused_position()
@@ -302,6 +310,22 @@ class Aggregator:
         for key in sorted(self._digests, key=lambda key: key[1])[: -MAX_VERSIONS * self.run.S]:
             del self._digests[key]
 
+    def _heard(self, peers: Iterable[_Seen]) -> list[_Seen]:
+        """The peers whose word counts."""
+        said = {seen.record.peer: seen for seen in peers}
+        return [said[peer] for peer in heard(said, self._voice)]
+
+    def _median(self, said: Sequence[tuple[T, PeerId]], *, high: bool) -> T:
+        """The median of what peers say, each by its voice; of two the higher one, or the lower one."""
+        ordered = sorted(said)
+        half = sum(weight(peer, self._voice) for _, peer in ordered) / 2
+        so_far = 0
+        for value, peer in ordered:
+            so_far += weight(peer, self._voice)
+            if so_far > half or (so_far == half and not high):
+                return value
+        raise AssertionError("nothing was said")
+
     def _paused_position(self) -> Position:
         """The position of a run that no peer serves, by its paused peers and keepers."""
         versions = [
@@ -312,13 +336,13 @@ class Aggregator:
         return statistics.median_high(versions) if versions else Position()
 
     def _update_loss(self, fresh: Sequence[PeerStatus], version: int) -> None:
-        said: dict[int, list[float]] = {}
+        said: dict[int, list[tuple[float, PeerId]]] = {}
         for status in fresh:
             if status.loss is not None and 0 <= status.loss_step < version:
-                said.setdefault(status.loss_step + 1, []).append(status.loss)
+                said.setdefault(status.loss_step + 1, []).append((status.loss, status.peer))
         for of_version, losses in said.items():
             if len(losses) >= min(2, len(fresh)):  # no peer is believed alone
-                self._losses[of_version] = statistics.median_low(losses)
+                self._losses[of_version] = self._median(losses, high=False)
         if len(self._losses) > MAX_POINTS:
             for version in sorted(self._losses)[1:-1:2]:
                 del self._losses[version]
@@ -431,7 +455,9 @@ class Aggregator:
             serving=len(serving),
             most_serving=self._most_serving[stage],
             joining=sum(s.state == "joining" for s in seen),
-            version=statistics.median_high(s.version for s in serving) if serving else 0,
+            version=self._median([(s.version, s.record.peer) for s in self._heard(serving)], high=True)
+            if serving
+            else 0,
             load=statistics.fmean(s.record.load for s in serving) if serving else 0.0,
             speed=math.fsum(speed for speed, _ in speeds),
             slowest=speeds[0][1] if speeds else None,
@@ -476,6 +502,7 @@ class Aggregator:
             slower=slower,
             inconsistencies=tuple(self._inconsistencies(seen, now)),
             address=_address(record),
+            voice=self._voice.get(record.peer, 0),
         )
 
     def _inconsistencies(self, seen: _Seen, now: float) -> Iterable[str]:
@@ -560,7 +587,8 @@ class Aggregator:
         )  # fmt: skip
 
     def _rebalance(self) -> str:
-        said = Counter(seen.status.rebalance for seen in self._peers.values() if seen.status is not None)
+        told = self._heard(seen for seen in self._peers.values() if seen.status is not None)
+        said = Counter(seen.status.rebalance for seen in told if seen.status is not None)
         said.pop("", None)
         return max(said, key=lambda text: (said[text], text), default="")
 

@@ -39,6 +39,9 @@ class Observation:
     """Peers that were asked and gave no usable answer, and why."""
     refused: dict[str, int] | None = None
     """Records that were refused so far, by reason; None: as before."""
+    voice: dict[PeerId, int] | None = None
+    """How much the word of each peer counts (`swarm.protocol.voice`), without those that have none; None: as
+    before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +110,8 @@ class PeerHealth:
     """The last thing that happened to it."""
     address: str = ""
     """What others dial it at, as it says; empty: it has not said."""
+    voice: int = 0
+    """How much its word counts: steps of work that trainers saw; 0: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from swarm.errors import MAX_WORDS_CHARS, Refused, clean
 from swarm.ids import PeerId
 from swarm.manifest import Run
 from swarm.protocol.rollback import check_position
+from swarm.protocol.voice import MAX_STEPS
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import LinkStatus, PeerStatus
 
@@ -72,7 +73,7 @@ def tidy_observation(observation: Observation, run: Run) -> Observation:
     for status in observation.statuses:
         with contextlib.suppress(Refused):  # as in a live answer
             statuses.append(_possible(status, run))
-    refused = observation.refused
+    refused, voice = observation.refused, observation.voice
     return replace(
         observation,
         records=tuple(tidy(r) for r in observation.records if _is_id(r.peer) and NO_STAGE <= r.stage < run.S),
@@ -80,6 +81,7 @@ def tidy_observation(observation: Observation, run: Run) -> Observation:
         statuses=tuple(statuses),
         silent={peer: clean(why) for peer, why in observation.silent.items() if _is_id(peer)},
         refused=None if refused is None else {clean(why): n for why, n in refused.items()},
+        voice=None if voice is None else {p: n for p, n in voice.items() if _is_id(p) and 0 < n <= MAX_STEPS},
     )
 
 

@@ -106,6 +106,31 @@ def test_who_is_asked_a_moment_later_in_a_quick_run_is_not_doubted() -> None:
     assert (health.version, peer(health, "d").inconsistencies) == (11, ())
 
 
+def test_strangers_that_are_more_move_neither_the_step_nor_the_loss_where_others_have_voice() -> None:
+    """Five of nine answers are invented."""
+    strangers = tuple(record(f"l{i}", i % 2) for i in range(5))
+    seen = Seen(*FOUR, *strangers)
+    seen.look(voice={"a": 30, "b": 100, "c": 40})
+
+    def told(version: int) -> tuple[PeerStatus, ...]:
+        honest = [status(r.peer, r.stage, version=version, loss=2.5, loss_step=version - 1) for r in FOUR]
+        lies = [status(r.peer, r.stage, version=9, loss=77.0, loss_step=5) for r in strangers]
+        return (*honest, *lies)
+
+    for version in (5, 6):
+        health = seen.look(statuses=told(version))
+        assert (health.version, health.loss) == (version, 2.5)
+        assert [stage.version for stage in health.stages] == [version, version]
+    assert {peer.peer: peer.voice for peer in health.peers if peer.voice} == {"a": 30, "b": 100, "c": 40}
+
+
+def test_the_most_voice_says_where_the_run_is_not_the_most_heads() -> None:
+    seen = Seen()
+    seen.look(voice={"a": 20, "b": 20, "c": 20, "d": 100})
+    told = [status(r.peer, r.stage, version=6 if r.peer == "d" else 5) for r in FOUR]
+    assert seen.look(statuses=tuple(told)).version == 6
+
+
 def test_a_loss_belongs_to_its_step_and_one_voice_among_many_is_not_enough() -> None:
     seen = Seen()
     seen.say(version=5)
