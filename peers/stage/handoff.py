@@ -8,6 +8,9 @@ From the offer on the sum is frozen, and reported as being computed: no replica 
 again. Whatever happens to the answer of `take`, the leaving replica drops its sum: the microbatches are in
 the taker's ledger, or in none, and then they are lacking and run again. They can never count twice.
 
+A sum is taken from a peer with voice only, where any has it (`swarm.protocol.voice`): what a stranger gives
+was perhaps never computed.
+
 What was handed off cannot be retracted (its boundary tensors stay behind), so ledgers call it inherited: of a
 duplicate the other copy is retracted. A repeated request for it is computed again and not added.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,6 +121,11 @@ class Handoff:
             except PeerFault:
                 dead.add(replicas[0])
                 continue
+            except Refused as refused:
+                count, t = step.ledger.done.bit_count(), step.t
+                text = f"{count} microbatches of step {t} are run again by others: {refused.text}"
+                self._core.emit(events.Note(text=text))
+                return
             except SwarmError:
                 pass  # its step is being averaged, or it is leaving as well
             finally:
@@ -127,8 +135,12 @@ class Handoff:
             await asyncio.sleep(PAUSE_S)
 
     def _takers(self) -> list[PeerId]:
-        """The replicas that could take a sum, the least loaded first."""
-        return [r.peer for r in sorted(self._replicas.announced(), key=lambda r: (r.load, r.peer))]
+        """The replicas that could take a sum: those with voice first, then the least loaded."""
+        voice, there = self._voice(), self._replicas.announced()
+        return [r.peer for r in sorted(there, key=lambda r: (r.peer not in voice, r.load, r.peer))]
+
+    def _voice(self) -> Mapping[PeerId, int]:
+        return self._replicas.voices.of(self._core.stage, version=self._core.version)
 
     async def _give(self, step: OpenStep, replica: PeerId) -> bool:
         """Hand a sum off to `replica`. True if it has it, or may have it; raises if it certainly has not."""
@@ -247,7 +259,14 @@ class Handoff:
         step.losses.update(zip(members_of(done), losses, strict=False))
 
     async def _step_for(self, request: Request, run: str, t: int) -> OpenStep:
+        """The step that a peer hands its sum of to this one.
+
+        Raises:
+            Refused: the peer has no voice, and nobody saw that it computed what it gives.
+        """
         await self._check(request, run)
+        if (voice := self._voice()) and request.peer not in voice:
+            raise Refused("the sum of a peer without voice is not taken: no trainer has vouched for it yet")
         step = self._core.steps.get(t)
         if step is None or not self._core.joined:
             raise NotNow(f"step {t} is not open here")

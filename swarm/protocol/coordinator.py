@@ -35,6 +35,7 @@ from swarm.protocol.rounds import (
     decide,
     decide_commit,
     digest_majority,
+    doubled_without_voice,
     held_by_word,
 )
 from swarm.protocol.voice import heard
@@ -111,6 +112,8 @@ class StageCoordinator:
         self._decisions: dict[int, Decision] = {}
         self._left_out: dict[int, set[PeerId]] = {}
         """Replicas that a decision leaves out, since their result of the step may be made up."""
+        self._doubled: dict[int, dict[PeerId, int]] = {}
+        """Replicas without voice that are not counted before they have retracted these microbatches."""
 
     def present(self) -> dict[PeerId, ReplicaReport]:
         """The reports of the present generation. The other replicas have to roll back first."""
@@ -134,12 +137,14 @@ class StageCoordinator:
 
     def decide(self) -> None:
         """Decide on each open step, from the reports that are here."""
-        self._decisions, self._left_out = {}, {}
+        self._decisions, self._left_out, self._doubled = {}, {}, {}
         newest = self.newest_version()
         uploads_bps = {peer: member.report.bandwidth_bps for peer, member in self.members.items()}
         for t in range(newest, min(newest + (2 if self._run.delayed_updates else 1), self._run.steps)):
             steps = self._steps(t)
             self._left_out[t] = self._reported(t).keys() - steps.keys()
+            self._doubled[t] = doubled_without_voice(steps, self.voice)
+            steps = {peer: step for peer, step in steps.items() if peer not in self._doubled[t]}
             if not steps:
                 continue
             decision = decide(
@@ -242,6 +247,9 @@ class StageCoordinator:
     def _step_directive(self, t: int, decision: Decision, peer: PeerId) -> StepDirective:
         if peer in self._left_out[t]:
             return StepDirective(t=t, begin_again=True)
+        doubled = self._doubled[t].get(peer)
+        if doubled and not isinstance(decision, FetchResult):
+            return StepDirective(t=t, retract=Bitmap(doubled))
         match decision:
             case Reduce(plan=plan):
                 return StepDirective(t=t, plan=plan)

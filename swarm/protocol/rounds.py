@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 import msgspec
 
@@ -173,7 +173,7 @@ def decide(
         lacking = everything(microbatches) & ~union
         return Lacking(lacking, lacking & ~in_progress)
     if twice:
-        return _undo(reports, twice)
+        return _undo(reports, twice, voice)
     if current is not None and _still_fits(current, reports, heard(reports, voice)):
         return Reduce(current)
     number = 0 if current is None else current.number + 1
@@ -207,18 +207,35 @@ def _fetch(
     )
 
 
-def _undo(reports: Mapping[PeerId, StepReport], twice: int) -> Undo:
-    """The directive to retract duplicates: a replica that cannot subtract keeps its own, else the smallest id
-    does.
+def doubled_without_voice(
+    reports: Mapping[PeerId, StepReport], voice: Mapping[PeerId, int]
+) -> dict[PeerId, int]:
+    """What replicas without voice have of the microbatches that are in the sums of those with voice.
 
-    Of two that cannot, the second is told all the same: it drops its whole sum.
+    Until it has retracted that, such a replica is not counted: it may never do so. One that cannot subtract
+    drops its sum.
+    """
+    counted = 0
+    for peer, report in reports.items():
+        counted |= report.done if voice.get(peer) else 0
+    found = {peer: report.done & counted for peer, report in reports.items() if not voice.get(peer)}
+    return {peer: doubled for peer, doubled in found.items() if doubled}
+
+
+def _undo(reports: Mapping[PeerId, StepReport], twice: int, voice: Mapping[PeerId, int]) -> Undo:
+    """The directive to retract duplicates: the replica with the most voice, in whole `MIN_STEPS`, keeps its
+    own; of several, one that cannot subtract; else the smallest id.
+
+    One that cannot is told all the same: it drops its whole sum.
     """
     keeps = dict.fromkeys(reports, 0)
     left = twice
-    for only_inherited in (True, False):
+    ranks = {peer: voice.get(peer, 0) // MIN_STEPS for peer in reports}
+    for rank, only_inherited in product(sorted(set(ranks.values()), reverse=True), (True, False)):
         for peer, report in reports.items():
             could = report.done & report.inherited if only_inherited else report.done
-            keeps[peer] |= could & left
+            could = could & left if ranks[peer] == rank else 0
+            keeps[peer] |= could
             left &= ~could
     by = {peer: report.done & twice & ~keeps[peer] for peer, report in reports.items()}
     return Undo({peer: again for peer, again in by.items() if again})

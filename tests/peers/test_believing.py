@@ -13,13 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from peers.events import HandedOver, Note
 from peers.ports import Answer, Request
 from peers.storage import checkpoint
-from swarm.errors import SwarmError
+from peers.transfer.leases import Leases, Snapshot
+from swarm.errors import Refused, SwarmError
 from swarm.ids import Generation
 from swarm.manifest import audit_run
+from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import ReplicaReport, RunStatus
-from swarm.wire.messages import Watched, pack
+from swarm.protocol.rounds import StepReport
+from swarm.wire.messages import GiveSum, OfferSum, TakeSum, Watched, pack
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, MadeUp, add_liar, admitting, give_voice
 from tests.peers.test_keeping import add_keeper
@@ -199,3 +203,92 @@ async def test_a_trainer_ends_only_by_the_word_of_those_with_voice() -> None:
         s.add_trainer(TRAINER)
         await s.until_finished(limit_s=300.0)
         assert_honest(s)
+
+
+@pytest.mark.parametrize("inherited", [True, False])
+async def test_a_stranger_that_says_it_has_all_that_others_have_makes_none_undo_its_own(
+    inherited: bool,
+) -> None:
+    """It never retracts what it never had, and holds up nothing."""
+    async with swarm(RUN, replicas=2) as s:
+        give_voice(s, *PEERS)
+        await s.until_serving()
+        await add_liar(s, "liar", 1, 0, state="joining")
+
+        async def repeat() -> None:
+            while True:
+                t = max(peer.core.version for _, peer in s.live())
+                theirs = Bitmap(s.done("s1p0", t) | s.done("s1p1", t))
+                step = StepReport(t=t, done=theirs, inherited=theirs if inherited else Bitmap(0))
+                report = ReplicaReport(run=RUN.id, stage=1, version=t, steps=(step,))
+                with contextlib.suppress(SwarmError):
+                    await s.network.peers["liar"].transport.call(
+                        "s1p0", "report", pack(report), [bytes(8 * theirs.bit_count())]
+                    )
+                await asyncio.sleep(0.02)
+
+        lying = asyncio.create_task(repeat())
+        await asyncio.sleep(1.0)
+        s.add_trainer(TRAINER)
+        await s.until_finished(limit_s=120.0)
+        lying.cancel()
+        s.assert_each_counted_once()
+        assert s.undone == 0
+
+
+async def made_up_sum(s: Swarm, *, stage: int) -> list[int]:
+    """What became of the offer, the gift and the taking of a sum that nobody computed: 1 for each refused."""
+    done, refused = Bitmap(0b11), []
+    end = s.network.peers["liar"]
+    leases = Leases(RUN.id, end.transport)
+    vector = torch.full((s.peers[f"s{stage}p0"].core.compute.numel,), 7, dtype=torch.float64)
+
+    async def give(request: Request) -> Answer:
+        return await leases.lend(
+            request.peer, "sum", None, Snapshot(version=0, tensors={"sum": vector}), vector
+        )
+
+    end.transport.serve("sum", give)
+    generation = Generation()
+    body = [bytes(16)] if stage == RUN.S - 1 else []
+    for method, message, sent in (
+        ("offer", OfferSum(run=RUN.id, generation=generation, t=0, done=done), []),
+        ("give", GiveSum(run=RUN.id, t=0, done=done), []),
+        ("take", TakeSum(run=RUN.id, generation=generation, t=0, done=done), body),
+    ):
+        try:
+            await end.transport.call(f"s{stage}p0", method, pack(message), sent)
+            refused.append(0)
+        except Refused:
+            refused.append(1)
+    return refused
+
+
+async def test_a_sum_that_a_stranger_hands_off_is_not_taken() -> None:
+    async with swarm(RUN, replicas=2) as s:
+        give_voice(s, *PEERS)
+        await s.until_serving()
+        await add_liar(s, "liar", 0, 0)
+        assert await made_up_sum(s, stage=0) == [1, 1, 1]
+        assert s.done("s0p0") == 0
+        s.network.kill("liar")
+        s.add_trainer(TRAINER)
+        await s.until_finished(limit_s=120.0)
+        s.assert_each_counted_once()
+
+
+async def test_a_peer_without_voice_that_leaves_says_that_its_sum_is_run_again() -> None:
+    run = replace(RUN, batch=replace(RUN.batch, microbatches_per_step=40))
+    async with swarm(run, replicas=2) as s:
+        give_voice(s, "s1p0")
+        await s.until_serving()
+        s.add_trainer(TRAINER)
+        await s.until(lambda: s.done("s1p1").bit_count() > 3)
+        s.peers["s1p1"].leave()
+        await s.until(s.tasks["s1p1"].done)
+        await s.until_version(2)
+        assert any(
+            "are run again by others: the sum of a peer without voice is not taken" in note.text
+            for note in s.seen(Note)
+        )
+        assert not s.seen(HandedOver)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,6 +13,7 @@ from msgspec.structs import replace as remade
 from swarm.protocol.ledger import Bitmap, everything, members_of
 from swarm.protocol.rounds import (
     FINISHES_LEAST_S,
+    NO_VOICE,
     STAR_AFTER,
     Commit,
     Decision,
@@ -28,6 +29,7 @@ from swarm.protocol.rounds import (
     decide,
     decide_commit,
     digest_majority,
+    doubled_without_voice,
     elect,
     finishes_until_s,
     round_id,
@@ -58,10 +60,15 @@ class MemberStep:
         )  # fmt: skip
 
 
-def decided(*members: MemberStep, current: Plan | None = None, numel: int = NUMEL) -> Decision:
+def decided(
+    *members: MemberStep,
+    current: Plan | None = None,
+    numel: int = NUMEL,
+    voice: Mapping[str, int] = NO_VOICE,
+) -> Decision:
     reports = {member.peer: member.report for member in members}
     uploads_bps = {member.peer: member.bandwidth_bps for member in members}
-    return decide(RUN, STAGE, T, M, numel, reports, current, uploads_bps)
+    return decide(RUN, STAGE, T, M, numel, reports, current, uploads_bps, voice)
 
 
 def planned(*members: MemberStep, current: Plan | None = None) -> Plan:
@@ -118,6 +125,21 @@ def test_a_member_that_inherited_it_keeps_it_whatever_its_id() -> None:
 def test_of_two_that_inherited_it_the_second_is_told_all_the_same() -> None:
     first, second = replace(A, inherited=0b11), replace(B, done=0b001110, inherited=0b000010)
     assert decided(first, second, C) == Undo({"b": 0b000010})
+
+
+def test_the_one_with_more_voice_keeps_it_even_if_the_other_cannot_subtract() -> None:
+    inherits = replace(B, done=0b001110, inherited=0b001110)
+    assert decided(A, inherits, C, voice={"a": 100, "b": 30, "c": 100}) == Undo({"b": 0b000010})
+    assert decided(A, inherits, C, voice={"a": 20, "b": 30, "c": 30}) == Undo({"a": 0b000010}), (
+        "about as much"
+    )
+
+
+def test_what_a_replica_without_voice_has_too_is_known() -> None:
+    reports = {member.peer: member.report for member in (A, replace(B, done=0b001110), replace(C, done=0b1))}
+    assert doubled_without_voice(reports, {}) == {}
+    assert doubled_without_voice(reports, {"a": 20}) == {"b": 0b10, "c": 0b1}
+    assert doubled_without_voice(reports, {"b": 20, "c": 20}) == {"a": 0b11}
 
 
 def test_what_is_lacking_is_settled_before_what_is_there_twice() -> None:
