@@ -430,8 +430,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "undo-at-the-one-who-cannot",
         ROUNDS,
-        "for only_inherited in (True, False):",
-        "for only_inherited in (False,):",
+        "reverse=True), (True, False)):",
+        "reverse=True), (False,)):",
         "A replica that inherited a duplicate drops its whole sum although the other could subtract.",
         MOVES,
     ),
