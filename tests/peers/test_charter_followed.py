@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from peers.clock import unix_s
+from peers.clock import now_s, unix_s
 from peers.net.charter import signed
 from peers.net.dht_protocol import Entry
 from peers.net.identity import Identity
@@ -206,6 +206,22 @@ async def test_a_charter_that_expired_lets_nobody_in_and_the_next_one_does() -> 
         await nodes[0].directory.charters.publish(charter(2), OWNER)
         await within(FOLLOWED_S, lambda: sequences(nodes) == [2] * 3)
         assert door.refusal(nodes[2].peer_id, "part", True) == ""
+
+
+async def test_a_charter_that_is_about_to_expire_is_said_once_a_day(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with MemoryDht() as dht:
+        (only,) = await swarm(dht, 1)
+        charters = only.directory.charters
+        await charters.publish(charter(1, expires=int(unix_s()) + 4 * 86_400), OWNER)
+        await asyncio.sleep(5)
+        assert "expires in" not in caplog.text
+        await charters.publish(charter(2, expires=int(unix_s()) + 2 * 86_400), OWNER)
+        await asyncio.sleep(30)
+        assert caplog.text.count("expires in 48 h: then nobody is admitted until its owner has") == 1
+        charters._warn(now_s() + 86_400)
+        assert caplog.text.count("expires in") == 2
 
 
 async def test_a_name_whose_run_is_of_another_owner_is_not_joined() -> None:

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 POLL_EVERY_S = 8.0
 """With two nodes asked each time, a ban is known everywhere within 30 s though some of them keep it back."""
 POLLED_NODES = 2
+DAY_S = 86_400.0
+WARNED_S = 3 * DAY_S
 MOST_BYTES = 65_536
 """Of an answer: the largest charter and, in any order, three hundred revocations."""
 REVOCATION_LIFE_S = 600.0
@@ -71,7 +73,7 @@ class CharterKeeper:
         self._cache, self._is_there = cache, is_there
         self._revoked: dict[PeerId, float] = {}
         """Keys that revoked themselves, and until when the DHT keeps that (Unix time)."""
-        self._polled_at = self._stored_at = -math.inf
+        self._polled_at = self._stored_at = self._warned_at = -math.inf
         self._polling: asyncio.Task[None] | None = None
 
     # -- whose charter ----------------------------------------------------------------------------
@@ -137,12 +139,24 @@ class CharterKeeper:
         if self.name is None or not self._storage.online:
             return
         now = now_s()
+        self._warn(now)
         if now - self._polled_at >= POLL_EVERY_S and (self._polling is None or self._polling.done()):
             self._polled_at = now
             self._polling = self._storage.tasks.create_task(self._ask(POLLED_NODES))
         if self.charter is not None and now - self._stored_at >= self._life_s / 3:
             self._stored_at = now
             self._storage.tasks.create_task(self._store())
+
+    def _warn(self, now: float) -> None:
+        """Say once a day that the charter is about to expire, or has expired."""
+        left_s = self.charter.expires - unix_s() if self.charter is not None else math.inf
+        if left_s < WARNED_S and now - self._warned_at >= DAY_S:
+            self._warned_at = now
+            logger.warning(
+                "the charter of %s %s: then nobody is admitted until its owner has signed another one",
+                self.name,
+                f"expires in {left_s / 3600:.0f} h" if left_s > 0 else "has expired",
+            )
 
     def forget_times(self) -> None:
         """A new p2pd: ask and store at once."""
