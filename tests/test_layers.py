@@ -121,7 +121,7 @@ DOORS = frozenset(
 """(importer, tool): lazy imports that a role needs only for what it is asked for: a user's model, --metrics,
 --health, several devices, --pause-when-busy."""
 
-MAX_ROLE_LINES = 28_350
+MAX_ROLE_LINES = 28_450
 """Of all that the four roles import; the goal is 20 500. Lower it whenever something is cut."""
 MAX_LINES = 45_000
 """Of `swarm` and `peers`; the goal is 31 000."""
