@@ -21,6 +21,7 @@ Who only reads (status, weights) has no role and needs no admission: a ban is al
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
@@ -233,7 +234,8 @@ def why_shut_out(terms: Terms, peer: PeerId) -> str:
     charter = terms.charter
     if peer in charter.revocations or peer in terms.revoked:
         return "its key was revoked by itself: start with another identity"
-    for ban in charter.bans:
+    place = bisect_left(charter.bans, peer, key=lambda ban: ban.peer)  # asked at each call
+    for ban in charter.bans[place : place + 1]:
         if ban.peer == peer:
             return f"the owner of the run banned it: {clean(ban.why) or 'without a reason'}"
     return ""

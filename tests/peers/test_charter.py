@@ -284,6 +284,14 @@ def test_a_ban_is_above_all_that_admits() -> None:
     assert why(PETER, bans=(Ban(KIM.peer_id, "x"),)) == ""
 
 
+def test_each_of_many_bans_is_found() -> None:
+    banned = [Identity(n.to_bytes(32, "big")) for n in range(200, 230)]
+    bans = [Ban(one.peer_id, f"no {n}") for n, one in enumerate(banned)]
+    for n, one in enumerate(banned):
+        assert why(one, bans=bans).endswith(f"banned it: no {n}")
+    assert why(KIM, bans=bans) == why(PETER, bans=bans) == why(SAM, bans=bans) == ""
+
+
 def test_a_key_that_revoked_itself_is_out_and_the_owners_takes_all_with_it() -> None:
     text = "its key was revoked by itself: start with another identity"
     assert why(KIM, revocations=(KIM.peer_id,)) == why(KIM, revoked=(KIM.peer_id,)) == text
