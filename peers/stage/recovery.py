@@ -126,10 +126,13 @@ class Recovery:
             self._backoff.failed(fault.peer, now=now_s())
             self._emit(events.PeerLost(peer=fault.peer, stage=self._stage, why=fault.text))
 
+        # Of a stage that is lost the keepers of founders say what its state was.
+        founders = {source: 1 for source in sources if source in self._run.admission.founders}
         usable = [source for source in sources if not self._backoff.in_backoff(source, now=began)]
         try:
             found = await download(
-                self._transport, state_of(self._run, self._stage, version), usable, voice=self.voice(),
+                self._transport, state_of(self._run, self._stage, version), usable,
+                voice=self.voice() or founders,
                 partial=self._partial, progress=shown(self._stage, version, self._emit), on_fault=fault,
             )  # fmt: skip
             await core.load(

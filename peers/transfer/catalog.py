@@ -81,13 +81,14 @@ async def ask_saved(
 def chosen(
     run: Run, records: Sequence[PeerRecord], me: PeerId, voice: Mapping[PeerId, int] = NO_VOICE
 ) -> list[PeerRecord]:
-    """The peers to ask: a bounded number of keepers, and of each stage; those with voice first, then the
-    furthest.
+    """The peers to ask: a bounded number of keepers, and of each stage; founders and those with voice first,
+    then the furthest.
 
     Also peers that are joining or paused: what they hold, on a disk or in memory, may be the last of it.
     """
     others = [record for record in records if record.peer != me]
-    order = sorted(others, key=lambda r: (r.peer not in voice, r.state != "serving", -r.version, r.peer))
+    first = {*voice, *run.admission.founders}
+    order = sorted(others, key=lambda r: (r.peer not in first, r.state != "serving", -r.version, r.peer))
     asked = [record for record in order if is_keeper(record)][:MAX_ASKED]
     for stage in range(run.S):
         replicas = [r for r in order if r.stage == stage and r.state in ("serving", "joining", "paused")]

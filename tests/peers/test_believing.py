@@ -17,12 +17,14 @@ from peers.events import HandedOver, Note
 from peers.ports import Answer, Request
 from peers.storage import checkpoint
 from peers.transfer.leases import Leases, Snapshot
+from peers.transfer.server import StateLeases
 from swarm.errors import Refused, SwarmError
 from swarm.ids import Generation
 from swarm.manifest import audit_run
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import ReplicaReport, RunStatus
 from swarm.protocol.rounds import StepReport
+from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import GiveSum, OfferSum, TakeSum, Watched, pack
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, MadeUp, add_liar, admitting, give_voice
@@ -292,3 +294,27 @@ async def test_a_peer_without_voice_that_leaves_says_that_its_sum_is_run_again()
             for note in s.seen(Note)
         )
         assert not s.seen(HandedOver)
+
+
+async def test_of_a_lost_stage_a_founders_keeper_is_believed_however_many_others_there_are(
+    tmp_path: Path,
+) -> None:
+    founder = "12D3KooW" + "K" * 44
+    run = replace(RUN, admission=replace(RUN.admission, founders=(founder,)))
+    async with swarm(run, replicas=2) as s:
+        keeper = add_keeper(s, tmp_path, founder)
+        await begun(s, version=5)
+        await s.until(lambda: keeper.version == 4)
+        for number in range(9):
+            name = f"a{number}"
+            end = s.network.join(name)
+            StateLeases(run.id, end.transport, {stage: MadeUp(run, stage, (4,)) for stage in range(2)})
+            await end.directory.announce(
+                PeerRecord(peer=name, run=run.id, stage=NO_STAGE, state="keeping", version=4)
+            )
+        for name in ("s1p0", "s1p1"):
+            s.kill(name)
+            s.network.expire(name)
+        await joined(s)
+        assert s.peers["newcomer"].core.version == 4
+        assert_honest(s)

@@ -524,7 +524,8 @@ async def test_those_with_voice_are_believed_however_many_others_answered_first(
     names = strangers(net, many)
     for name in VOICE:
         net.give(name, Saved(4))
-        net.delay_answer(name, "state", late_s)
+        for nth in range(1, 20):  # whenever it is asked: it has gigabytes to copy
+            net.delay_answer(name, "state", late_s, nth)
     net.silence_s = 100.0
     got = await net.get(*names, *VOICE, voice=VOICE)
     assert is_of(got, 4) and set(got.sources) == set(VOICE)
