@@ -153,6 +153,13 @@ class Allowance:
         self._at = now
         return max(0.0, -self._left / self._per_s)
 
+    def take_if_there(self, amount: float, *, now: float) -> bool:
+        """Take it, if nothing has to be owed for it."""
+        there = self.take(amount, now=now) == 0.0
+        if not there:
+            self._left += amount
+        return there
+
 
 class Caller:
     """One peer that calls us, over all of its streams."""

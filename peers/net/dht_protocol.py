@@ -12,7 +12,9 @@ hang beyond 4 MiB.
 
 Identities cost nothing, so a stranger can make as many records as he likes. He can fill a key, or a node,
 but a peer that sends its own record itself (libp2p proves which one it is) gets the place of one that another
-peer sent.
+peer sent. Of one identity a node keeps a few records, and takes a few a second; and an answer begins with
+what its reader does not know at all, then with what it was told of longest ago. So a thousand that renew
+their records all the time do not hide one that is new.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ import msgspec
 
 from peers.clock import now_s, unix_s
 from peers.net._hivemind import DHTID, RoutingTable, dht_pb2
+from peers.net.bandwidth import Allowance
 from peers.net.charter.signed import Revocation, key_of, open_statement
 from peers.net.identity import PEER_ID_LETTERS
 from peers.net.p2pd_control import DaemonControl
@@ -56,8 +59,19 @@ from swarm.ids import PeerId
 
 logger = logging.getLogger(__name__)
 
-MAX_SUBKEYS = 1024
-"""Under one key: eight times what `lookup.Scale` puts there."""
+MAX_SUBKEYS = 2048
+"""Under one key: eight times what `lookup.Scale` puts there, and a thousand strangers' besides."""
+MAX_OF_ONE = 8
+"""Values of one identity: its record is under 4 keys of its stage, and after a move of the last one."""
+STORED_PER_S = 2.0
+STORED_AT_ONCE = 128.0
+"""Values of its own that one peer may offer: each costs the check of a signature, 0.1 ms. Its record is
+renewed under 4 keys each 5 s."""
+HANDED_ON_PER_S = 200.0
+HANDED_ON_AT_ONCE = 4096.0
+"""Values of others that all peers together may offer: a node that is met is given at once what it should
+hold. What is refused comes with the next renewal from its own peer."""
+MAX_OFFERERS = 4096
 MAX_KEYS = 4096
 MAX_ENTRIES = 16384
 """That a node keeps for others: about 10 MB."""
@@ -180,7 +194,9 @@ def answer(question: Question, held: Callable[[bytes], Sequence[Entry]]) -> byte
         share = room // (len(question.keys) - number)
         size, told = 0, 0
         known: dict[bytes, int] = dict(_KNOWN.iter_unpack(one.known))
-        new = [entry for entry in held(one.key) if _is_new(entry, known, question.salt)]
+        late = ((_lateness(entry, known, question.salt), entry) for entry in held(one.key))
+        # Stable: of those that are as late, in the order in which they are held.
+        new = [entry for by, entry in sorted(late, key=lambda one: -one[0]) if by > 0]
         for entry in new:
             # A share may be less than one record takes.
             if size + entry.size > (share if told else room):
@@ -192,9 +208,13 @@ def answer(question: Question, held: Callable[[bytes], Sequence[Entry]]) -> byte
     return _encode(found)
 
 
-def _is_new(entry: Entry, known: Mapping[bytes, int], salt: bytes) -> bool:
+def _lateness(entry: Entry, known: Mapping[bytes, int], salt: bytes) -> int:
+    """How much later it expires than what the asker knows; 0: not at all. Greatest for one not known."""
     ticks = known.get(_mark(salt, entry.subkey))
-    return ticks is None or 0 < (_ticks(entry.expires) - ticks) % (1 << 32) < 1 << 31
+    if ticks is None:
+        return 1 << 31
+    by = (_ticks(entry.expires) - ticks) % (1 << 32)
+    return by if by < 1 << 31 else 0
 
 
 # --- what may be kept ---------------------------------------------------------------------------------------
@@ -325,6 +345,10 @@ class DhtNode:
         self._info = dht_pb2.NodeInfo(node_id=self.node_id.to_bytes())
         self._kept: dict[bytes, dict[str, Kept]] = {}
         self._entries = 0
+        self._of: Counter[str] = Counter()
+        """How many values are kept of each subkey."""
+        self._offers: dict[PeerId, Allowance] = {}
+        self._handed_on = Allowance(HANDED_ON_PER_S, HANDED_ON_AT_ONCE)
         self._expired_at = self._pinged_at = -math.inf
         self.table: Any = self._empty_table()
 
@@ -376,6 +400,15 @@ class DhtNode:
             stored = [self._store(asker, *row) for row in zip(*columns, strict=True)]
         return dht_pb2.StoreResponse(store_ok=stored)
 
+    def _may_offer(self, peer: PeerId, *, first_hand: bool) -> bool:
+        if not first_hand:
+            return self._handed_on.take_if_there(1.0, now=now_s())
+        known = self._offers.pop(peer, None) or Allowance(STORED_PER_S, STORED_AT_ONCE)
+        self._offers[peer] = known
+        if len(self._offers) > MAX_OFFERERS:
+            del self._offers[next(iter(self._offers))]
+        return known.take_if_there(1.0, now=now_s())
+
     def _store(
         self, sender: PeerId, key: bytes, subkey: bytes, value: bytes, expires: float, in_cache: bool
     ) -> bool:
@@ -386,11 +419,12 @@ class DhtNode:
         except (msgspec.DecodeError, UnicodeDecodeError):
             self.check.refuse("a subkey that is not a text")
             return False
-        if self.check.open(key, entry) is None:
+        first_hand, held = sender == entry.subkey, self._kept.get(key, {})
+        if not self._may_offer(sender, first_hand=first_hand) or self.check.open(key, entry) is None:
             return False
         self._expire()
-        first_hand, held = sender == entry.subkey, self._kept.get(key, {})
-        has_room = entry.subkey in held or self._has_room(key, len(held), first_hand)
+        few = not entry.subkey or self._of[entry.subkey] < MAX_OF_ONE
+        has_room = entry.subkey in held or (few and self._has_room(key, len(held), first_hand))
         return has_room and self.keep(key, entry, first_hand=first_hand)
 
     def keep(self, key: bytes, entry: Entry, *, first_hand: bool) -> bool:
@@ -402,6 +436,7 @@ class DhtNode:
         if old is not None and (rank, entry.expires) <= (old.rank, old.entry.expires):
             return False
         self._entries += old is None
+        self._of[entry.subkey] += old is None
         first_hand = first_hand or (old is not None and old.first_hand)
         self._kept.setdefault(key, {})[entry.subkey] = Kept(entry, first_hand, rank)
         return True
@@ -424,6 +459,7 @@ class DhtNode:
     def _drop(self, key: bytes, subkey: str) -> None:
         del self._kept[key][subkey]
         self._entries -= 1
+        self._of -= Counter([subkey])
         if not self._kept[key]:
             del self._kept[key]
 

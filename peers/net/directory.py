@@ -109,6 +109,8 @@ class NetDirectory:
         """How far we spread our own record."""
         # Monotonic, as everything but what others are told: the machine's clock may be set at any time.
         self._stored_at = -math.inf
+        self._stored_stretch = 1.0
+        """Of the record that is out there: it is renewed before it ends, whatever was learnt since."""
         self._clock_offset_s = 0.0
         self._loop_task: asyncio.Task[None] | None = None
 
@@ -189,7 +191,7 @@ class NetDirectory:
         search_every_s = self._timings.search_every_s * self.reader.stretch
         if now - self.storage.searched_at >= search_every_s or not self.storage.neighbours:
             await self.storage.search(self.reader.places_of(self.reader.near_stages()))
-        renew_s = self._timings.renew_s * self.reader.stretch
+        renew_s = self._timings.renew_s * self._stored_stretch
         if self._own is not None and now - self._stored_at >= renew_s:
             await self._store_own()
         await self._manifests.renew()
@@ -280,7 +282,8 @@ class NetDirectory:
             self._own_expires = -math.inf
             self.storage.node.forget(self._own.peer)
         # Later than any earlier one, also when the clock was set back a little: the DHT keeps the latest.
-        life_s = min(self._timings.life_s * self.reader.stretch, MAX_LIFE_S)
+        self._stored_stretch = self.reader.stretch
+        life_s = min(self._timings.life_s * self._stored_stretch, MAX_LIFE_S)
         self._own_expires = max(now + life_s, self._own_expires + 2 * VERSION_S)
         record = self._own
         if self._moved_to:

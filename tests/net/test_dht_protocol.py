@@ -68,7 +68,7 @@ def test_only_what_is_not_known_is_told() -> None:
     old, renewed, new = Entry("a", b"A", 1.0), Entry("b", b"B", 2.0), Entry("c", b"C", 3.0)
     known = {"a": 1.0, "b": 1.5, "gone": 9.0}
     (found,) = asked({KEY: known}, {KEY: [old, renewed, new]})
-    assert found == Found((renewed, new), 0)
+    assert found == Found((new, renewed), 0)
     assert asked({KEY: {}, OTHER_KEY: {}}, {OTHER_KEY: [new]}) == [Found((), 0), Found((new,), 0)]
 
 
@@ -81,6 +81,12 @@ def test_what_is_older_than_what_is_known_is_not_told_again() -> None:
     assert asked({KEY: {"a": 100.0}}, {KEY: [renewed]}) == [Found((renewed,), 0)]
     wrapped = 2.0**32 * dht_protocol.VERSION_S
     assert asked({KEY: {"a": wrapped - 5.0}}, {KEY: [Entry("a", b"C", wrapped + 5.0)]})[0].entries
+
+
+def test_first_is_told_what_is_not_known_at_all_then_what_was_told_longest_ago() -> None:
+    held = [Entry(name, name.encode(), 100.0) for name in ("just told", "long ago", "never", "never too")]
+    (found,) = asked({KEY: {"just told": 99.0, "long ago": 80.0}}, {KEY: held})
+    assert [one.subkey for one in found.entries] == ["never", "never too", "long ago", "just told"]
 
 
 def test_an_answer_takes_no_more_than_it_may_shared_by_the_keys() -> None:
@@ -166,6 +172,47 @@ async def test_of_a_flood_through_one_node_no_record_keeps_out_a_peer_that_speak
         assert await store(at, entry(number), sender=number) == [True]
     assert await store(at, entry(11), sender=11) == [False], "all places are taken by such peers"
     assert set(kept(at)) == {entry(n).subkey for n in range(1, 11)}
+
+
+async def test_of_one_identity_a_few_records_are_kept_and_the_next_one_finds_room() -> None:
+    """Records of as many stages as there are keys, from their peer itself, took all places of a node."""
+    at = node()
+    at.max_entries = 20 * dht_protocol.MAX_OF_ONE
+    for number in range(10):
+        for stage in range(2 * dht_protocol.MAX_OF_ONE):
+            key = signed_records.peers_key(RUN, Shard(stage, 0, 0))
+            stored = await store(at, entry(number, stage), sender=number, key=key)
+            assert stored == [stage < dht_protocol.MAX_OF_ONE]
+    assert await store(at, entry(99), sender=99) == [True]
+
+
+@pytest.mark.virtual_time
+async def test_one_who_offers_too_much_is_not_listened_to_and_others_are() -> None:
+    async with MemoryDht() as dht:
+        at = (await dht.add(0)).node
+        forged = [entry(n)._replace(value=b"forged %d" % n) for n in range(64)]
+        most = int(dht_protocol.HANDED_ON_AT_ONCE)
+        for _ in range(most // len(forged)):
+            await store(at, *forged, sender=99)
+        assert sum(at.check.rejected.values()) == most
+        in_time = [of_now(1), of_now(99)]
+        assert await store(at, *forged, sender=99) == [False] * len(forged)
+        assert sum(at.check.rejected.values()) == most, "nothing of it was looked at"
+        assert await store(at, in_time[0], sender=1) == [True]
+        assert await store(at, in_time[1], sender=99) == [True], "its own is no part of what it hands on"
+        own = in_time[1]._replace(value=b"forged")
+        for _ in range(int(dht_protocol.STORED_AT_ONCE) // 64):
+            await store(at, *[own] * 64, sender=99)
+        assert sum(at.check.rejected.values()) == most + dht_protocol.STORED_AT_ONCE - 1
+        await asyncio.sleep(1.0)
+        assert await store(at, of_now(2), sender=99) == [True]
+
+
+def of_now(number: int) -> Entry:
+    """A record by the clock of the loop."""
+    me, expires = Identity(number.to_bytes(32, "big")), unix_s() + 100.0
+    said = PeerRecord(peer=me.peer_id, run=RUN, stage=0, state="serving", version=0)
+    return Entry(me.peer_id, signed_records.seal_record(said, expires, me), expires)
 
 
 @pytest.mark.virtual_time

@@ -67,6 +67,16 @@ async def test_all_peers_find_their_stages_at_the_nodes_near_their_keys(
             assert counts(node.directory) == {0: 4, 1: 4, 2: 5, 3: 6}
 
 
+async def test_a_record_stays_though_the_run_turns_out_to_be_larger_than_its_peer_knew() -> None:
+    """It was to live 20 s, and its peer, now in a run of thousands, renewed it after 100 s."""
+    async with MemoryDht() as dht:
+        nodes = await joined(dht, 12, 1, Scale(usual=0.5))
+        await asyncio.sleep(10.0)
+        for _ in range(60):
+            await asyncio.sleep(1.0)
+            assert [counts(node.directory)[0] for node in nodes] == [12] * 12
+
+
 async def test_in_a_run_of_thousands_records_live_longer_and_what_is_far_is_read_in_turn() -> None:
     """Sixteen nodes that take themselves for four thousand: all times are twenty times as long."""
     scale = Scale(usual=0.5)
@@ -78,9 +88,9 @@ async def test_in_a_run_of_thousands_records_live_longer_and_what_is_far_is_read
         for node in nodes:
             assert counts(node.directory) == dict.fromkeys(range(8), 2)
         dht.calls.clear()
-        await asyncio.sleep(60.0)
+        await asyncio.sleep(80.0)
         stored = dht.calls["rpc_store"] / len(nodes)
-        assert stored <= 5 * 60 / 80, "renewals are rare"
+        assert stored <= 5, "renewals are rare"
         newcomer = await dht.add(99, join=nodes[5], scale=scale)
         await newcomer.directory.announce(record(newcomer, 5))
         await asyncio.sleep(15.0)
