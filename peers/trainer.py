@@ -43,7 +43,6 @@ from swarm.protocol.worklist import WorkList
 from swarm.records import PeerRecord
 from swarm.wire.buffers import Buffer
 from swarm.wire.messages import MAX_HOPS, MAX_LONG_BYTES, Watch, Watched, Work, WorkDone, pack, unpack_answer
-from swarm.wire.receipts import tensors_digest
 
 WATCH_S = 3.0
 """Limit for one look at the run; the answer is held back at most a second."""
@@ -313,18 +312,20 @@ class Trainer:
 
     async def _call(self, peer: PeerId, route: list[PeerId], item: Item) -> WorkDone:
         t, m = item.microbatch
+        body = entering(self._run, self._batches.batch(sample_offsets(self._run, t, m)))
+        ticket = self._vouchers.ticket(item.microbatch, body)
         work = Work(
             run=self._run.id, t=t, m=m, version=self._run.weight_version(t),
             attempt=self._attempts.get(item.microbatch, 0), deepest=item.deepest,
-            route=tuple(route[1 : 1 + MAX_HOPS]), tensors=input_metas(self._run, 0),
+            route=tuple(route[1 : 1 + MAX_HOPS]), tensors=input_metas(self._run, 0), ticket=ticket,
         )  # fmt: skip
-        body = entering(self._run, self._batches.batch(sample_offsets(self._run, t, m)))
         fault_point("trainer")
         answer = await self._transport.call(peer, "work", pack(work), body, deadline_s=self.timeout.limit_s)
         done = unpack_answer(peer, answer.header, WorkDone)
         if not -1e30 < done.loss < 1e30:
             raise BadAnswer(peer, f"answered with the loss {done.loss}")
-        self._vouchers.answered(item.microbatch, tensors_digest(work.tensors, body), done)
+        if ticket is not None:
+            self._vouchers.answered(item.microbatch, ticket.inputs, done)
         return done
 
     # -- the run ----------------------------------------------------------------------------------

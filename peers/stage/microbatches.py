@@ -17,6 +17,7 @@ from peers.stage.next_stage import NextStage
 from peers.stage.open_step import Job, Kept, OpenStep
 from peers.stage.state import StageCore
 from peers.vouching.receipts import Receipts
+from peers.vouching.tickets import check_inputs, check_ticket
 from swarm.codecs import choose_codec
 from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused, SwarmError
 from swarm.ids import Microbatch, PeerId
@@ -146,6 +147,7 @@ class MicrobatchServer:
             )
         if self._core.leaving:
             raise Leaving("this peer is leaving")
+        check_ticket(self._transport.signer, core.run, work)
 
     async def _open(self, t: int) -> OpenStep:
         """The step, once it is open, if that is soon. Requests that wait hold no memory."""
@@ -177,7 +179,9 @@ class MicrobatchServer:
                 raise Busy(f"{self.inflight} microbatches are in flight; no more fit")
             self.inflight += 1
             admitted = True
-            inputs = _split(work.tensors, await request.accept())
+            body = await request.accept()
+            check_inputs(self._core.run, self._core.stage, work, body)
+            inputs = _split(work.tensors, body)
             self.taken += 1
         except BaseException as error:
             self._end(step, work.m, admitted=admitted)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from peers.ports import Directory, Transport
+from peers.ports import Buffer, Directory, Transport
+from peers.vouching.tickets import ticket_for
 from swarm.errors import SwarmError
 from swarm.ids import Microbatch, PeerId
 from swarm.manifest import Run
 from swarm.protocol.voice import Worked, voice_of, vouch
 from swarm.protocol.work_count import WorkCount, renewal
 from swarm.records import PeerRecord
-from swarm.wire.messages import GiveVoucher, WorkDone, pack
+from swarm.wire.messages import GiveVoucher, Ticket, WorkDone, pack
 from swarm.wire.receipts import is_receipt
 
 GIVE_S = 3.0
@@ -30,6 +31,10 @@ class VoucherGiver:
         self._count = WorkCount()
         self._giving: set[asyncio.Task[None]] = set()
 
+    def ticket(self, mb: Microbatch, body: Sequence[Buffer]) -> Ticket | None:
+        """What the stages want to see, if the manifest names trainers. `body`: as stage 0 is sent it."""
+        return ticket_for(self._signer, self._run, mb, body) if self._named else None
+
     def answered(self, mb: Microbatch, inputs: bytes, done: WorkDone) -> None:
         """Count what an answer shows: `inputs` is the digest of what stage 0 was sent.
 
@@ -37,8 +42,6 @@ class VoucherGiver:
         computed something else, and a receipt that does not verify is nobody's: they count nothing. Of the
         others only those are verified that change something: as a rule the first of a peer and step.
         """
-        if not self._named:
-            return
         came = inputs
         for stage, hop in enumerate(done.hops[: self._run.S]):
             receipt = hop.receipt

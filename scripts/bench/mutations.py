@@ -84,6 +84,7 @@ EVIDENCE = "swarm/audit/evidence.py"
 PROJECTION = "swarm/audit/projection.py"
 VOICE = "swarm/protocol/voice.py"
 GIVER = "peers/vouching/giver.py"
+TICKETS = "peers/vouching/tickets.py"
 OWN_VOUCHER = "peers/vouching/own.py"
 WORK_COUNT = "swarm/protocol/work_count.py"
 
@@ -288,6 +289,46 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            and work.newest > work.vouched\n",
         "",
         "A peer that was found lying, or does nothing any more, keeps its voice.",
+    ),
+    Mutation(
+        "feed-a-stage-without-a-trainer",
+        MICROBATCHES,
+        "        check_ticket(self._transport.signer, core.run, work)\n",
+        "",
+        "A mere record at the stage before is enough to feed a stage anything.",
+        ("test_tickets",),
+    ),
+    Mutation(
+        "tickets-are-not-verified",
+        TICKETS,
+        "        if is_signed(signer, ticket.trainer, run.id, asked, ticket.signature):\n",
+        "        if asked:\n",
+        "Whoever knows a trainer's name makes its tickets.",
+        ("test_tickets",),
+    ),
+    Mutation(
+        "tickets-of-anybody",
+        TICKETS,
+        "if ticket is not None and ticket.trainer in run.admission.trainers:",
+        "if ticket is not None:",
+        "A trainer that the manifest does not name feeds the stages behind the first.",
+        ("test_tickets",),
+    ),
+    Mutation(
+        "a-ticket-for-any-inputs",
+        TICKETS,
+        "if stage == 0 and tensors_digest(work.tensors, body) != ticket.inputs:",
+        "if stage == 0 and not body:",
+        "What stage 0 computes is not what its trainer signed.",
+        ("test_tickets",),
+    ),
+    Mutation(
+        "a-ticket-for-any-labels",
+        TICKETS,
+        "tensors_digest([_labels_meta(run)], body[-1:]) != ticket.labels:",
+        "not body:",
+        "A peer in the middle exchanges the labels, and the loss is that of other text.",
+        ("test_tickets",),
     ),
     # --- rounds ---
     Mutation(

@@ -39,9 +39,10 @@ from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Positioned, RunStatus
 from swarm.protocol.rounds import Commit, Prepared
 from swarm.protocol.sums import PartProof, ReducedProof
+from swarm.protocol.statements import Signature
 from swarm.records import Voucher
 from swarm.wire.buffers import Buffer
-from swarm.wire.receipts import Receipt
+from swarm.wire.receipts import Digest, Receipt
 from swarm.wire.tensor_meta import TensorMeta
 
 MAX_HEADER_BYTES = 1 << 16
@@ -59,6 +60,16 @@ UNFOLDED_BYTES = 1 << 20
 T = TypeVar("T")
 
 
+class Ticket(msgspec.Struct, frozen=True, array_like=True):
+    """What travels of a trainer's `Asked`, with the microbatch, from stage to stage."""
+
+    trainer: PeerId
+    inputs: Digest
+    labels: Digest
+    """Of those that a built-in model's stages pass on; of a custom model empty."""
+    signature: Signature
+
+
 class Work(msgspec.Struct, frozen=True, kw_only=True):
     """Run microbatch `(t, m)` with weights of `version`; the route names suggested peers of later stages."""
 
@@ -72,6 +83,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """For a recompute: stages before this one pass the microbatch on even if they have it."""
     route: tuple[PeerId, ...] = ()
     tensors: tuple[TensorMeta, ...] = ()
+    ticket: Ticket | None = None
+    """In a run that names trainers."""
 
 
 class Hop(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

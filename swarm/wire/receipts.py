@@ -46,6 +46,15 @@ class Answered(Statement, frozen=True, array_like=True):
     loss: float
 
 
+class Asked(Statement, frozen=True, array_like=True):
+    """That the signer, a trainer, has a microbatch computed from these inputs of stage 0."""
+
+    t: int
+    m: int
+    inputs: Digest
+    labels: Digest
+
+
 class Receipt(msgspec.Struct, frozen=True, array_like=True):
     """What travels of an `Answered`: the rest is known to all that read it. Under 210 bytes."""
 

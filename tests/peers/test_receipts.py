@@ -11,6 +11,7 @@ import pytest
 from peers.events import PeerLost
 from peers.ports import Answer, Request
 from peers.sim.network import SimSigner
+from peers.vouching.tickets import ticket_for
 from swarm.ids import Microbatch
 from swarm.manifest import Run, audit_run
 from swarm.model.stage_io import input_metas
@@ -31,7 +32,8 @@ GRADIENT = TensorMeta((1, 1, 1), "float64", "none")
 
 def work_of(run: Run, **changes: Any) -> Work:
     """A good request to stage 0, but for the changes."""
-    good = Work(run=run.id, t=0, m=0, version=0, tensors=input_metas(run, 0))
+    ticket = ticket_for(SimSigner(TRAINER), run, Microbatch(0, 0), [bytes(9)])
+    good = Work(run=run.id, t=0, m=0, version=0, tensors=input_metas(run, 0), ticket=ticket)
     return msgspec.structs.replace(good, **changes)
 
 

@@ -52,6 +52,7 @@ from swarm.wire.messages import (
     Saved,
     SavedStage,
     TensorForm,
+    Ticket,
     Watched,
     Work,
     WorkDone,
@@ -133,7 +134,8 @@ LARGEST: dict[type, msgspec.Struct] = {
     RunStatus: RUN_STATUS,
     Watched: Watched(generation=GENERATION, version=T, revision=HUGE, status=RUN_STATUS),
     Work: Work(
-        run=RUN, t=T, m=M, version=T, attempt=1 << 30, deepest=S, route=PEERS[:MAX_HOPS], tensors=metas(400)
+        run=RUN, t=T, m=M, version=T, attempt=1 << 30, deepest=S, route=PEERS[:MAX_HOPS], tensors=metas(400),
+        ticket=Ticket(PEERS[0], DIGEST, DIGEST, bytes(SIGNATURE_BYTES)),
     ),
     WorkDone: WorkDone(
         loss=1.5, tensors=metas(300),
@@ -183,7 +185,7 @@ def kinds() -> list[type[msgspec.Struct]]:
     }
     inner = {Positioned, Plan, Commit, Prepared, FetchResult, StepReport, StepSummary, StepDirective}
     inner |= {StepLacking, Hop, Receipt, Voucher, TensorMeta, TensorForm, SavedStage, Audit, LinkStatus}
-    inner |= {PartProof, ReducedProof, Contribution}
+    inner |= {PartProof, ReducedProof, Contribution, Ticket}
     return [kind for kind in declared if kind not in inner]
 
 

@@ -1,0 +1,76 @@
+"""Tickets: a trainer's word for a microbatch, without which no stage computes it.
+
+In a run whose manifest names trainers. A ticket names what stage 0 is sent by its digest, and the labels,
+which go on from there to all stages. So a peer in between may spoil what it computes, but feeds the stages
+behind it nothing that no trainer asked for, and cannot exchange the labels. Of a custom model only what
+enters stage 0 is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from peers.ports import Buffer
+from swarm.data import token_dtype
+from swarm.errors import Refused
+from swarm.ids import Microbatch, Stage
+from swarm.manifest import Run
+from swarm.model.stage_io import input_metas
+from swarm.protocol.statements import Signer, is_signed, sign
+from swarm.wire.messages import Ticket, Work
+from swarm.wire.receipts import Asked, tensors_digest
+from swarm.wire.tensor_meta import TensorMeta
+
+NO_LABELS = b""
+
+
+def ticket_for(signer: Signer, run: Run, mb: Microbatch, body: Sequence[Buffer]) -> Ticket:
+    """The signer's ticket for a microbatch. `body`: as stage 0 is sent it."""
+    inputs, labels = tensors_digest(input_metas(run, 0), body), NO_LABELS
+    if not run.brings_model:
+        rows, length = run.batch.microbatch_size, run.data.sequence_length
+        tokens = np.frombuffer(body[0], dtype=token_dtype(run.model.vocab_size)).reshape(rows, length + 1)
+        labels = tensors_digest([_labels_meta(run)], [np.ascontiguousarray(tokens[:, 1:]).data.cast("B")])
+    return Ticket(signer.peer_id, inputs, labels, sign(signer, run.id, Asked(*mb, inputs, labels)))
+
+
+def check_ticket(signer: Signer, run: Run, work: Work) -> None:
+    """Check that a trainer of the manifest asked for a microbatch, if it names any.
+
+    Raises:
+        Refused: none did.
+    """
+    if not run.admission.trainers:
+        return
+    ticket = work.ticket
+    if ticket is not None and ticket.trainer in run.admission.trainers:
+        asked = Asked(work.t, work.m, ticket.inputs, ticket.labels)
+        if is_signed(signer, ticket.trainer, run.id, asked, ticket.signature):
+            return
+    raise Refused(
+        f"run {run.name!r} computes no microbatch without a ticket of a trainer that it names: send the one "
+        "that came with it"
+    )
+
+
+def check_inputs(run: Run, stage: Stage, work: Work, body: Sequence[Buffer]) -> None:
+    """Check that what came is what the ticket names: all of it at stage 0, the labels at the others.
+
+    Raises:
+        Refused: it is something else.
+    """
+    ticket = work.ticket
+    if ticket is None or not run.admission.trainers:
+        return
+    if stage == 0 and tensors_digest(work.tensors, body) != ticket.inputs:
+        raise Refused(f"what came for ({work.t}, {work.m}) is not what its ticket names")
+    if stage > 0 and not run.brings_model and tensors_digest([_labels_meta(run)], body[-1:]) != ticket.labels:
+        raise Refused(f"the labels of ({work.t}, {work.m}) are not those that its ticket names")
+
+
+def _labels_meta(run: Run) -> TensorMeta:
+    """Those of a built-in model: the last tensor that enters a stage."""
+    shape = (run.batch.microbatch_size, run.data.sequence_length)
+    return TensorMeta(shape, token_dtype(run.model.vocab_size), "none")
