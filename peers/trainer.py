@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -64,6 +64,15 @@ class Batches(Protocol):
 
     def batch(self, offsets: list[int]) -> np.ndarray | list[np.ndarray]:
         """Tokens [B, T+1] in the run's narrow dtype; of samples that code makes an array for each input."""
+        ...
+
+
+@runtime_checkable
+class Proving(Protocol):
+    """What a run with a `data.root` needs besides."""
+
+    def prove(self, run: Run, offsets: list[int]) -> bytes:
+        """What goes with the samples; see `swarm.data.prove_samples`."""
         ...
 
 
@@ -312,8 +321,12 @@ class Trainer:
 
     async def _call(self, peer: PeerId, route: list[PeerId], item: Item) -> WorkDone:
         t, m = item.microbatch
-        body = entering(self._run, self._batches.batch(sample_offsets(self._run, t, m)))
+        offsets = sample_offsets(self._run, t, m)
+        body = entering(self._run, self._batches.batch(offsets))
         ticket = self._vouchers.ticket(item.microbatch, body)
+        if self._run.data.root:
+            assert isinstance(self._batches, Proving), "a run with a data.root has one array of tokens"
+            body.append(self._batches.prove(self._run, offsets))
         work = Work(
             run=self._run.id, t=t, m=m, version=self._run.weight_version(t),
             attempt=self._attempts.get(item.microbatch, 0), deepest=item.deepest,

@@ -7,10 +7,12 @@ every version of Python and numpy, and (t, m) is enough to know them: no stream 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from struct import unpack
 from typing import Literal
 
-from swarm.errors import SetupError
+from swarm import merkle
+from swarm.errors import Refused, SetupError
 from swarm.ids import PeerId
 from swarm.manifest import Run
 
@@ -35,6 +37,60 @@ def sample_offsets(run: Run, t: int, m: int) -> list[int]:
     return [
         (word * starts) >> 64 for word in _words(f"samples {run.seed} {t} {m}", run.batch.microbatch_size)
     ]
+
+
+def prove_samples(run: Run, tree: merkle.Tree, offsets: Sequence[int]) -> bytes:
+    """What `check_samples` wants to see for the samples of a microbatch. `tree`: over all tokens."""
+    return b"".join(tree.prove(start, end) for start, end in _places(run, offsets))
+
+
+def proof_bytes(run: Run, t: int, m: int) -> int:
+    """How long the proof for the samples of microbatch (t, m) is."""
+    size = _size(run)
+    places = _places(run, sample_offsets(run, t, m))
+    return sum(merkle.proof_bytes(size, start, end) for start, end in places)
+
+
+def most_proof_bytes(run: Run) -> int:
+    """At most so much for any microbatch."""
+    return run.batch.microbatch_size * merkle.most_proof_bytes(_size(run))
+
+
+def check_samples(run: Run, t: int, m: int, tokens: memoryview, proof: memoryview) -> None:
+    """Check that the tokens of a microbatch are those that the manifest prescribes (`data.root`).
+
+    Args:
+        tokens: bytes of [B, T + 1] of the narrow dtype.
+        proof: `proof_bytes` bytes.
+
+    Raises:
+        Refused: a sample is something else, or its proof does not hold.
+    """
+    root, size, at, row = bytes.fromhex(run.data.root), _size(run), 0, 0
+    for start, end in _places(run, sample_offsets(run, t, m)):
+        length = merkle.proof_bytes(size, start, end)
+        sample, shown = bytes(tokens[row : row + end - start]), bytes(proof[at : at + length])
+        if not merkle.holds(root, size, start, sample, shown):
+            raise Refused(
+                f"what came for ({t}, {m}) is not what the run's data have at byte {start}: train on the "
+                "data that the manifest names (data.root)"
+            )
+        row, at = row + end - start, at + length
+
+
+def _places(run: Run, offsets: Sequence[int]) -> list[tuple[int, int]]:
+    """First and last byte of each sample in the array of tokens."""
+    item, window = _item_bytes(run), run.data.sequence_length + 1
+    return [(offset * item, (offset + window) * item) for offset in offsets]
+
+
+def _size(run: Run) -> int:
+    """Bytes of all tokens."""
+    return run.data.tokens * _item_bytes(run)
+
+
+def _item_bytes(run: Run) -> int:
+    return {"uint8": 1, "uint16": 2, "uint32": 4}[token_dtype(run.model.vocab_size)]
 
 
 def trainer_order(run_id: str, t: int, trainer: PeerId, microbatches: int) -> list[int]:

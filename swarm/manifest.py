@@ -358,6 +358,8 @@ class DataSpec(_Spec, section="data"):
     and without the batch's dimension."""
     sha256: str = _rule(_DIGEST, "")
     """SHA-256 of the tokens as little-endian integers of the narrow dtype, or of all samples; by `pin`."""
+    root: str = _rule(_DIGEST, "", later=True)
+    """Root of the Merkle tree over the tokens (`swarm.merkle`), by `pin`; empty: trainers prove nothing."""
     tokens: int = _rule(_integer(0, 2**48), 0)
     """Number of tokens, or of samples; 0 = not pinned yet."""
     tokenizer: Literal["bytes", "file"] = _rule(_choice("bytes", "file"), "bytes")
@@ -377,6 +379,8 @@ class DataSpec(_Spec, section="data"):
             raise self.wrong("code", f'empty when data.source is "{self.source}"')
         if self.sha256 and not self.tokens:
             raise self.wrong("tokens", "the number of tokens when data.sha256 is set")
+        if self.root and not self.tokens:
+            raise self.wrong("tokens", "the number of tokens when data.root is set")
         if self.source != "code" and self.tokens and self.tokens <= self.sequence_length:
             raise self.wrong(
                 "tokens", f"more than data.sequence_length ({self.sequence_length}), or 0: not pinned"
@@ -572,6 +576,8 @@ class Run(_Spec):
                 raise self.data.wrong("source", f'"pydoc" or "files" when model.kind is "{self.model.kind}"')
         elif self.data.tokenizer == "bytes" and self.model.vocab_size < 256:
             raise self.model.wrong("vocab_size", 'at least 256 when data.tokenizer is "bytes"')
+        if self.data.root and self.brings_model:
+            raise self.data.wrong("root", f'empty when model.kind is "{self.model.kind}"')
         if self.S * self.M > MAX_TOLD:
             raise self.batch.wrong(
                 "microbatches_per_step", f"at most {MAX_TOLD // self.S} with {self.S} stages: what they "
@@ -845,10 +851,11 @@ def _build(spec: type[_SpecT], values: dict[str, Any], **tables: Any) -> _SpecT:
     return spec(**values, **tables)
 
 
-def pin(run: Run, sha256: str, tokens: int, *, tokenizer_sha256: str = "") -> Run:
+def pin(run: Run, sha256: str, tokens: int, *, tokenizer_sha256: str = "", root: str = "") -> Run:
     """`run` bound to one token file, as `peers.storage.dataset` found it. Its id changes."""
-    words = tokenizer_sha256 or run.data.tokenizer_sha256
-    return replace(run, data=replace(run.data, sha256=sha256, tokens=tokens, tokenizer_sha256=words))
+    words, root = tokenizer_sha256 or run.data.tokenizer_sha256, root or run.data.root
+    data = replace(run.data, sha256=sha256, tokens=tokens, tokenizer_sha256=words, root=root)
+    return replace(run, data=data)
 
 
 def write_cut(assignment: Sequence[int]) -> str:

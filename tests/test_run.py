@@ -42,6 +42,7 @@ ALICE = "12D3KooW" + "A" * 44
 BOB = "12D3KooW" + "B" * 44
 FULL = replace(
     example_run(),
+    data=replace(example_run().data, tokens=123_000, root="c" * 64),
     batch=replace(example_run().batch, microbatch_threads=2),
     codec=CodecSpec(adaptive=("bf16",)),
     admission=AdmissionSpec(owner=ALICE, trainers=(ALICE, BOB), founders=(BOB,)),
@@ -405,6 +406,11 @@ def test_each_key_refuses_bad_types_and_values_naming_key_value_and_what_is_allo
     assert refused >= 5
 
 
+def test_a_custom_model_has_no_root_of_tokens() -> None:
+    with pytest.raises(SetupError, match=r'data\.root = .* empty when model\.kind is "hf"'):
+        replace(BROUGHT, data=replace(BROUGHT.data, tokens=9, root="a" * 64))
+
+
 @pytest.mark.parametrize("section", ("", *TABLES))
 def test_an_unknown_key_is_refused_with_the_keys_that_exist(section: str) -> None:
     table = f"\n[{section}]\n" if section else "\n"
@@ -467,6 +473,7 @@ def test_missing_sizes_can_also_come_from_a_preset() -> None:
         ({"model": {"stages": 9}}, r"model\.stages = 9 .* at most model\.layers \(8\)"),
         ({"model": {"vocab_size": 255}}, r"model\.vocab_size = 255 .* at least 256"),
         ({"data": {"sha256": "a" * 64}}, r"data\.tokens = 0 .* when data\.sha256 is set"),
+        ({"data": {"root": "a" * 64}}, r"data\.tokens = 0 .* when data\.root is set"),
         ({"data": {"tokens": 256}}, r"data\.tokens = 256 .* more than data\.sequence_length \(256\)"),
         (
             {"data": {"tokenizer_sha256": "a" * 64}},

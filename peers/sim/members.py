@@ -14,9 +14,10 @@ from peers.sim.network import SimTransport
 from peers.sim.processes import Process
 from peers.stage.server import StagePeer
 from peers.trainer import Trainer
-from swarm.data import token_dtype
+from swarm.data import prove_samples, token_dtype
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
+from swarm.merkle import Tree
 from swarm.model.gradient_sum import Gradients, SumLost
 from swarm.model.stage import StageCompute
 
@@ -30,6 +31,14 @@ class Zeros:
 
     def batch(self, offsets: list[int]) -> np.ndarray:
         return self._batch
+
+    def prove(self, run: Run, offsets: list[int]) -> bytes:
+        return prove_samples(run, tree_of_zeros(run), offsets)
+
+
+def tree_of_zeros(run: Run) -> Tree:
+    """Over all tokens of a run whose tokens are zeros."""
+    return Tree(lambda start, end: bytes(end - start), run.data.tokens)
 
 
 class AuditCompute(StageCompute):

@@ -9,6 +9,7 @@ from peers.sim.lines import Lines
 from peers.sim.network import SimSigner
 from swarm.ids import PeerId
 from swarm.manifest import AdmissionSpec, Run, audit_run
+from swarm.merkle import Tree
 from swarm.protocol.voice import Worked, vouch
 from swarm.records import Voucher
 from swarm.sim.dice import Dice
@@ -26,7 +27,7 @@ CHECKED = 0.6
 BYTES_PER_S = (1e6, 1e6, 1e6, 3e4, 1e4)
 """Of a line. The slowest one carries a report or a directive in 20 to 60 ms."""
 ADMITTING = 0.25
-"""Share of the seeds whose manifest names the trainers."""
+"""Share of the seeds whose manifest names the trainers, and the root of the data."""
 TRAINERS = tuple("12D3KooW" + letter * 44 for letter in "ABCDEFGHJKLMNPQRSTUVWXYZ")
 """Their names then: of the form of peer ids."""
 WITH_VOUCHER = 0.6
@@ -103,7 +104,8 @@ def usual(seed: int) -> Setting:
         checkpoint_every=dice.pick((0, 1, 1, 2)),
     )
     if dice_of(seed, "admission").chance(ADMITTING):
-        run = replace(run, admission=AdmissionSpec(trainers=TRAINERS))
+        root = Tree(lambda start, end: bytes(end - start), run.data.tokens).root.hex()
+        run = replace(run, admission=AdmissionSpec(trainers=TRAINERS), data=replace(run.data, root=root))
         if dice_of(seed, "checked sums").chance(CHECKED):
             # Means of two or four whole numbers are exact in float32, too.
             run = replace(_longer(run, steps=run.steps, microbatches=2 * (run.M - 1)), dtype="float32")

@@ -19,6 +19,7 @@ from peers.stage.state import StageCore
 from peers.vouching.receipts import Receipts
 from peers.vouching.tickets import check_inputs, check_ticket
 from swarm.codecs import choose_codec
+from swarm.data import most_proof_bytes, proof_bytes
 from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused, SwarmError
 from swarm.ids import Microbatch, PeerId
 from swarm.model.gradient_sum import Gradients, SumLost
@@ -69,7 +70,8 @@ class MicrobatchServer:
         self.answered = 0
         self._waiting = 0
         self._jobs: set[asyncio.Task[None]] = set()
-        most = max(map(body_bytes, self._takes))
+        self._proven = core.stage == 0 and bool(core.run.data.root)
+        most = max(map(body_bytes, self._takes)) + (most_proof_bytes(core.run) if self._proven else 0)
         transport.serve("work", self._serve_work, max_body_bytes=most)
         transport.serve("locate", self._serve_locate)
 
@@ -141,7 +143,8 @@ class MicrobatchServer:
             also = f" (the first also as {others})" if others else ""
             takes = _shown(self._takes[0]) + also
             raise Refused(f"stage {core.stage} takes {takes}; offered were {_shown(work.tensors)}")
-        if list(request.body_sizes) != _buffer_sizes(work.tensors):
+        proof = [proof_bytes(core.run, work.t, work.m)] if self._proven else []
+        if list(request.body_sizes) != _buffer_sizes(work.tensors) + proof:
             raise Refused(
                 f"the announced buffers, {list(request.body_sizes)[:8]} bytes, do not fit the tensors"
             )

@@ -23,6 +23,7 @@ import platform
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,9 +31,10 @@ import numpy as np
 
 from peers.progress import Bar
 from peers.storage import CACHE_ENV, atomic_file
-from swarm.data import token_dtype
+from swarm.data import prove_samples, token_dtype
 from swarm.errors import SetupError
 from swarm.manifest import Run, pin
+from swarm.merkle import Tree
 
 PART_CHARS = 1 << 16
 """A file tokenizer gets text in parts of at most this many characters, ending after a line if there is one.
@@ -126,8 +128,36 @@ class Dataset:
         return np.stack([self._tokens[offset : offset + self._window] for offset in offsets])
 
     def pinned(self, run: Run) -> Run:
-        """`run` bound to these tokens: the run to publish."""
-        return pin(run, self.sha256, self.tokens, tokenizer_sha256=self.tokenizer.sha256)
+        """`run` bound to these tokens: the run to publish. Trainers that it names prove what they send."""
+        root = self.tree.root.hex() if run.admission.trainers and not run.brings_model else ""
+        return pin(run, self.sha256, self.tokens, tokenizer_sha256=self.tokenizer.sha256, root=root)
+
+    @cached_property
+    def tree(self) -> Tree:
+        """The tree over all tokens. Made when it is first asked for: 5 s for each GB."""
+        raw = self._tokens.view(np.uint8)
+
+        def read(start: int, end: int) -> bytes:
+            return raw[start:end].tobytes()
+
+        with Bar("making the tree of the tokens", len(raw)) as bar:
+            return Tree(read, len(raw), bar)
+
+    def prove(self, run: Run, offsets: Sequence[int]) -> bytes:
+        """The proof that goes with the samples at `offsets`, for a run with a `data.root`."""
+        return prove_samples(run, self.tree, offsets)
+
+    def check_root(self, run: Run) -> None:
+        """Make the tree, if the run wants proofs.
+
+        Raises:
+            SetupError: it is not that of the manifest.
+        """
+        if run.data.root and run.data.root != self.tree.root.hex():
+            raise SetupError(
+                f"these tokens have the root {self.tree.root.hex()}, but the manifest says {run.data.root} "
+                "(data.root): its owner has to publish it anew, with data.root left out"
+            )
 
 
 def open_dataset(

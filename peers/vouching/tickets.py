@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from peers.ports import Buffer
-from swarm.data import token_dtype
+from swarm.data import check_samples, token_dtype
 from swarm.errors import Refused
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import Run
@@ -56,11 +56,15 @@ def check_ticket(signer: Signer, run: Run, work: Work) -> None:
 
 
 def check_inputs(run: Run, stage: Stage, work: Work, body: Sequence[Buffer]) -> None:
-    """Check that what came is what the ticket names: all of it at stage 0, the labels at the others.
+    """Check that what came is what the ticket names, all of it at stage 0, the labels at the others; and that
+    it is of the run's data, if the manifest has their root.
 
     Raises:
         Refused: it is something else.
     """
+    if stage == 0 and run.data.root:
+        *body, proof = body
+        check_samples(run, work.t, work.m, memoryview(body[0]).cast("B"), memoryview(proof))
     ticket = work.ticket
     if ticket is None or not run.admission.trainers:
         return

@@ -83,6 +83,9 @@ CONVICTIONS = "peers/audit/convictions.py"
 EVIDENCE = "swarm/audit/evidence.py"
 PROJECTION = "swarm/audit/projection.py"
 VOICE = "swarm/protocol/voice.py"
+DATA = "swarm/data.py"
+DATASET = "peers/storage/dataset.py"
+MERKLE = "swarm/merkle.py"
 GIVER = "peers/vouching/giver.py"
 TICKETS = "peers/vouching/tickets.py"
 OWN_VOUCHER = "peers/vouching/own.py"
@@ -303,7 +306,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         TICKETS,
         "        if is_signed(signer, ticket.trainer, run.id, asked, ticket.signature):\n",
         "        if asked:\n",
-        "Whoever knows a trainer's name makes its tickets.",
+        "Anybody who knows a trainer's name makes its tickets.",
         ("test_tickets",),
     ),
     Mutation(
@@ -329,6 +332,38 @@ MUTATIONS: tuple[Mutation, ...] = (
         "not body:",
         "A peer in the middle exchanges the labels, and the loss is that of other text.",
         ("test_tickets",),
+    ),
+    Mutation(
+        "train-on-any-data",
+        TICKETS,
+        '        check_samples(run, work.t, work.m, memoryview(body[0]).cast("B"), memoryview(proof))\n',
+        "",
+        "A trainer that the manifest names trains the model on what it likes.",
+        ("test_data_root",),
+    ),
+    Mutation(
+        "any-proof-will-do",
+        DATA,
+        "if not merkle.holds(root, size, start, sample, shown):",
+        "if not shown:",
+        "The samples of a microbatch are others than the manifest prescribes.",
+        ("test_data_root",),
+    ),
+    Mutation(
+        "any-tree-will-do",
+        MERKLE,
+        "return _root(nodes[0], size) == root",
+        "return len(root) == NODE_BYTES",
+        "What is proven is in some tree, but not in that of the manifest.",
+        ("test_data_root",),
+    ),
+    Mutation(
+        "the-data-are-published-without-their-root",
+        DATASET,
+        "root = self.tree.root.hex() if run.admission.trainers and not run.brings_model else",
+        "root = self.tree.root.hex() if not run.admission.trainers and not run.brings_model else",
+        "A run that names trainers does not say what they have to train on.",
+        ("test_data_root",),
     ),
     # --- rounds ---
     Mutation(

@@ -38,8 +38,8 @@ from swarm.ids import Generation, PeerId, Stage
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Positioned, RunStatus
 from swarm.protocol.rounds import Commit, Prepared
-from swarm.protocol.sums import PartProof, ReducedProof
 from swarm.protocol.statements import Signature
+from swarm.protocol.sums import PartProof, ReducedProof
 from swarm.records import Voucher
 from swarm.wire.buffers import Buffer
 from swarm.wire.receipts import Digest, Receipt

@@ -20,6 +20,7 @@ from peers.events import Event, RoundAborted, Stepped
 from peers.owner.commands import Owner
 from peers.ports import Answer, Buffer, Rank
 from peers.sim.device import SimDevice
+from peers.sim.members import tree_of_zeros
 from peers.stage import pause as paused
 from peers.stage.open_step import OpenStep
 from peers.stage.pause import PausedPeer
@@ -27,7 +28,7 @@ from peers.stage.server import StagePeer
 from peers.stage.settings import StageSettings
 from peers.trainer import Trainer, TrainerSettings
 from peers.transfer.leases import Snapshot
-from swarm.data import sample_offsets, token_dtype
+from swarm.data import prove_samples, sample_offsets, token_dtype
 from swarm.manifest import Run, audit_run
 from swarm.model.stage import StageCompute
 from swarm.protocol.messages import Directive
@@ -55,6 +56,9 @@ class Zeros:
 
     def batch(self, offsets: list[int]) -> np.ndarray:
         return np.zeros((len(offsets), self._shape), dtype=self._dtype)
+
+    def prove(self, run: Run, offsets: list[int]) -> bytes:
+        return prove_samples(run, tree_of_zeros(run), offsets)
 
 
 @dataclass
