@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -81,7 +82,7 @@ def measured(name: str, data: bytes) -> tuple[float, int]:
 
 def run_one(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Fuzz a target in a process of its own, then measure the memory of what it kept. A row of the table."""
-    from tests.fuzz.targets import TARGETS
+    from tests.fuzz.targets import FOLDER, TARGETS
 
     folder = options.corpus / name.replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
@@ -100,8 +101,12 @@ def run_one(name: str, options: argparse.Namespace) -> dict[str, Any]:
     ]
     command = [sys.executable, __file__, "--inside", name, str(folder), *arguments]
     began = time.monotonic()
-    ended = subprocess.run(command, capture_output=True, text=True, errors="replace", cwd=ROOT, check=False)
-    told = ended.stdout + ended.stderr
+    ended = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=ROOT
+    )
+    told, _ = ended.communicate()
+    for left in FOLDER.parent.glob(f"swarm-fuzz-{ended.pid}-*"):  # atheris ends a process where it stands
+        shutil.rmtree(left)
     count = re.search(r"stat::number_of_executed_units:\s*(\d+)", told)
     kept = sorted(folder.iterdir())
     most, slowest_s, failed = 0.0, 0.0, ended.returncode != 0

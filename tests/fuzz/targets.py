@@ -809,20 +809,22 @@ def _(data: bytes) -> None:
 # --- files --------------------------------------------------------------------------------------------------
 
 _MEMORY = Path("/dev/shm")
-_FOLDER = Path(tempfile.mkdtemp(prefix="swarm-fuzz-", dir=_MEMORY if _MEMORY.is_dir() else None))
+FOLDER = Path(
+    tempfile.mkdtemp(prefix=f"swarm-fuzz-{os.getpid()}-", dir=_MEMORY if _MEMORY.is_dir() else None)
+)
 _WEIGHTS = {"a.weight": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.float64)}
 
 
 def clean_up() -> None:
     """Remove the folder in which the targets of files work."""
-    for folder, _, files in os.walk(_FOLDER, topdown=False):
+    for folder, _, files in os.walk(FOLDER, topdown=False):
         for name in files:
             Path(folder, name).unlink()
         Path(folder).rmdir()
 
 
 def _safetensors() -> list[bytes]:
-    path = _FOLDER / "seed.safetensors"
+    path = FOLDER / "seed.safetensors"
     with path.open("wb") as file:
         safetensors_file.write(file, _WEIGHTS, _WEIGHTS.__getitem__, {"run": "r"})
     return [path.read_bytes()]
@@ -831,7 +833,7 @@ def _safetensors() -> list[bytes]:
 @target("safetensors", _safetensors, spare_bytes=2 << 20)
 def _(data: bytes) -> None:
     """A file whose digest was told right: a stranger made both."""
-    path = _FOLDER / "fuzz.safetensors"
+    path = FOLDER / "fuzz.safetensors"
     path.write_bytes(data)
     told = safetensors_file.Described(
         format=1, run="r", step=0, sha256=hashlib.sha256(data).hexdigest(), bytes=len(data)
@@ -844,7 +846,7 @@ def _(data: bytes) -> None:
 
 
 def _checkpoints() -> list[bytes]:
-    saved = Checkpoint(_FOLDER / "seed", AUDIT, 0, 2)
+    saved = Checkpoint(FOLDER / "seed", AUDIT, 0, 2)
     saved.save(_WEIGHTS)
     (tensors,) = saved.path.parent.glob("stage-0-*.safetensors")
     return [struct.pack("<I", len(saved.path.read_bytes())) + saved.path.read_bytes() + tensors.read_bytes()]
@@ -862,7 +864,7 @@ def _(data: bytes) -> None:
         told = json.loads(index)
         if isinstance(told, dict) and len(data) % 2:
             index = json.dumps({**told, "sha256": digest, "bytes": len(tensors)}).encode()
-    saved = Checkpoint(_FOLDER / "fuzz", AUDIT, 0, 2)
+    saved = Checkpoint(FOLDER / "fuzz", AUDIT, 0, 2)
     saved.path.parent.mkdir(parents=True, exist_ok=True)
     saved.path.write_bytes(index)
     saved._tensors_path(digest).write_bytes(tensors)
@@ -876,14 +878,14 @@ def _(data: bytes) -> None:
 
 
 def _model_files() -> list[bytes]:
-    path = _FOLDER / "seed-model.safetensors"
+    path = FOLDER / "seed-model.safetensors"
     model_file.write(path, AUDIT, 2, _WEIGHTS, _WEIGHTS.__getitem__)
     return [path.with_suffix(".json").read_bytes()]
 
 
 @target("model files", _model_files)
 def _(data: bytes) -> None:
-    path = _FOLDER / "fuzz-model.safetensors"
+    path = FOLDER / "fuzz-model.safetensors"
     path.touch()
     path.with_suffix(".json").write_bytes(data)
     with contextlib.suppress(SetupError):
@@ -923,7 +925,7 @@ def _histories() -> list[bytes]:
 @target("histories", _histories)
 def _(data: bytes) -> None:
     """After `1`: lines that follow a good first one; else the whole file."""
-    path = _FOLDER / "fuzz.history"
+    path = FOLDER / "fuzz.history"
     path.write_bytes((_HEAD if data[:1] == b"1" else b"") + data[1:])
     with contextlib.suppress(SetupError):
         _, observations = history.read(path)
