@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from peers import events
+from peers.audit.asking import AuditCaller
 from peers.clock import now_s
 from peers.fault_points import fault_point
 from peers.liveness_probe import Prober
@@ -119,6 +120,7 @@ class Trainer:
         self._prober = Prober(run.id, transport, directory, self._router.backoff)
         self._vouchers = VoucherGiver(run, transport, directory)
         self._voices = Voices(run, transport.signer, directory)
+        self._audits = AuditCaller(run, transport, directory, self._answered_wrongly)
         self.timeout = AdaptiveTimeout()
         self._seen: dict[Stage, Sequence[PeerRecord]] = {}
         self._latency = LinkLatency()
@@ -187,6 +189,7 @@ class Trainer:
                 task.cancel()
             await asyncio.gather(watching, probing, *self._running, return_exceptions=True)
             await self._vouchers.close()
+            await self._audits.close()
 
     def _nothing_to_do(self) -> str:
         if self._last_step < self._run.steps:
@@ -339,7 +342,12 @@ class Trainer:
             raise BadAnswer(peer, f"answered with the loss {done.loss}")
         if ticket is not None:
             self._vouchers.answered(item.microbatch, ticket.inputs, done)
+            self._audits.answered(0, item.microbatch, ticket.inputs, done)
         return done
+
+    def _answered_wrongly(self, fault: PeerFault) -> None:
+        self._router.failed(fault.peer, now=now_s(), silent=False)
+        self._emit(events.PeerLost(peer=fault.peer, stage=0, why=fault.text))
 
     # -- the run ----------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ the next one, and its microbatches run again. Why this suffices: docs/decisions/
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Sequence
 
 import torch
@@ -23,6 +22,7 @@ from swarm.audit.projection import chunk_digest
 from swarm.errors import BadAnswer, NotReady, PeerFault, PeerSilent, Refused
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
+from swarm.protocol.coins import Coin, Toss
 from swarm.protocol.rounds import Plan
 from swarm.protocol.sums import digest_of, nth_digest
 from swarm.wire.codec import bytes_of
@@ -53,7 +53,6 @@ class SumAudits:
 
     def __init__(self, run: Run, stage: Stage, transport: Transport, convictions: Convictions) -> None:
         self._run, self._stage, self._transport, self._convictions = run, stage, transport, convictions
-        self._dice = random.Random()
         self._checks: dict[str, SumCheck] = {}
         """Of this round and the last ones: other members may still ask."""
         self._opened = asyncio.Event()
@@ -68,7 +67,7 @@ class SumAudits:
         Raises:
             Refused: a member was shown to lie.
         """
-        liars = self._convictions.convicted.intersection(plan.members)
+        liars = self._convictions.barred.intersection(plan.members)
         if liars:
             raise Refused(f"{min(liars)}, a member of this round, was shown to lie")
         if not is_checked(self._run):
@@ -118,14 +117,16 @@ class SumAudits:
             await self._dispute(check, reduced, *wrong)
             owner = check.plan.members[wrong[0]]
             raise Refused(f"the part of {owner} is not the sum of what its members say that they sent")
-        if self._dice.random() < SPOT_CHECKS and await self._spot_check(check, reduced):
+        toss = Toss("spot check", self._stage, check.t, check.plan.round)
+        coin = Coin(self._transport.signer, self._run.id, toss)
+        if coin.falls(SPOT_CHECKS) and await self._spot_check(check, reduced, coin):
             raise Refused("a chunk is not the sum of what its members sent")
 
-    async def _spot_check(self, check: SumCheck, reduced: torch.Tensor) -> bool:
+    async def _spot_check(self, check: SumCheck, reduced: torch.Tensor, coin: Coin) -> bool:
         """Compute any chunk again; whether a peer was shown to lie."""
-        place = self._dice.choice([place for place, part in enumerate(check.parts) if part])
+        chunks = [(place, index) for place, part in enumerate(check.parts) for index in range(len(part))]
         try:
-            return await self._dispute(check, reduced, place, self._dice.randrange(len(check.parts[place])))
+            return await self._dispute(check, reduced, *chunks[coin.below(len(chunks))])
         except BadAnswer:
             raise
         except PeerFault:

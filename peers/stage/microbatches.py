@@ -9,6 +9,7 @@ from functools import partial
 import msgspec
 import torch
 
+from peers.audit.asking import AuditCaller
 from peers.clock import now_s
 from peers.fault_points import fault_point, job_point
 from peers.ports import Answer, Buffer, Rank, Request, Transport
@@ -18,6 +19,7 @@ from peers.stage.open_step import Job, Kept, OpenStep
 from peers.stage.state import StageCore
 from peers.vouching.receipts import Receipts
 from peers.vouching.tickets import check_inputs, check_ticket
+from swarm.audit.answers import digest, is_audited
 from swarm.codecs import choose_codec
 from swarm.data import most_proof_bytes, proof_bytes
 from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused, SwarmError
@@ -46,6 +48,7 @@ class MicrobatchServer:
     Args:
         next_stage: None at the last stage.
         on_fault: told of each peer of the next stage that failed.
+        audits: has some answers of the next stage computed again; None: none.
     """
 
     def __init__(
@@ -56,7 +59,9 @@ class MicrobatchServer:
         next_stage: NextStage | None,
         *,
         max_inflight: int,
+        audits: AuditCaller | None = None,
     ) -> None:
+        self._audits, self._is_audited = audits, is_audited(core.run)
         self._core, self._transport, self._membership, self._next = core, transport, membership, next_stage
         self.max_inflight = max_inflight
         self._receipts = Receipts(core.run, core.stage, transport.signer)
@@ -240,7 +245,8 @@ class MicrobatchServer:
             grads_in = found.answer
             receipt = self._receipts.give(mb, inputs, grads_in, found.loss)
             hop = self._hop(own_s=now_s() - began, compute_s=self._took_s(), receipt=receipt)
-            return self._count(step, found, Kept(inputs, (), _done(found.loss, grads_in, hop), grads_in))
+            answer = _done(found.loss, grads_in, hop)
+            return self._count(step, found, Kept(inputs, (), answer, grads_in, (), self._is_audited))
 
         return await self._core.device.run(Rank.FORWARD, work.t, compute)
 
@@ -290,7 +296,10 @@ class MicrobatchServer:
                 own_s, compute_s = now_s() - began - behind_s, timed[0] + self._took_s()
                 hop = self._hop(own_s=own_s, compute_s=compute_s, receipt=receipt)
                 answer = _done(done.loss, grads_in, hop, *done.hops)
-                return self._count(step, found, Kept(inputs, grads, answer, grads_in))
+                outputs = fwd.outputs if self._is_audited else ()
+                return self._count(
+                    step, found, Kept(inputs, grads, answer, grads_in, outputs, self._is_audited)
+                )
 
             try:
                 return await core.device.run(Rank.BACKWARD, work.t, backward)
@@ -319,6 +328,8 @@ class MicrobatchServer:
             if not -1e30 < done.loss < 1e30:
                 raise BadAnswer(peer, f"answered with the loss {done.loss}")
             self._receipts.check(peer, fwd.mb, done, answer.body)
+            if self._audits is not None:
+                self._audits.answered(self._core.stage + 1, fwd.mb, digest(fwd.outputs), done)
 
         body = [buffer for output in fwd.outputs for buffer in output.buffers]
         peer, done, answer = await self._next.call(

@@ -32,6 +32,10 @@ class Kept:
     answer: WorkDone
     grads_in: Sequence[Encoded]
     """What this stage answered; nothing at stage 0."""
+    outputs: Sequence[Encoded] = ()
+    """What was sent on, for audits; nothing at the last stage, and where answers are not audited."""
+    audited: bool = False
+    """It may be asked for when its step is over."""
 
 
 @dataclass(slots=True)
@@ -48,6 +52,8 @@ class OpenStep(ReplicaStep):
         super().__init__(t, ledger)
         self.jobs: dict[int, Job] = {}
         self.kept: dict[int, Kept] = {}
+        self.audit_kept: dict[int, Kept] = {}
+        """The same after the step was taken, where answers are audited; it goes with the next one."""
         self.losses: dict[int, float] = {}
         """Last stage: of microbatches that were handed over, which have nothing kept."""
         self.reduced: torch.Tensor | None = None
@@ -77,8 +83,9 @@ class OpenStep(ReplicaStep):
         self.losses.clear()
 
     def keep_result(self, commit: Commit) -> None:
-        """Keep of the step, which was taken, only what replicas that missed it ask for."""
+        """Keep of the step, which was taken, only what replicas ask for that missed it, or audit answers."""
         self.commit, self.whole = commit, None
+        self.audit_kept = {m: kept for m, kept in self.kept.items() if kept.audited}
         self.kept.clear()
         self.losses.clear()
 

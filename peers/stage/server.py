@@ -17,6 +17,8 @@ import random
 from collections.abc import Callable, Sequence
 
 from peers import events
+from peers.audit.answers import AnswerAudits
+from peers.audit.asking import AuditCaller
 from peers.audit.convictions import Convictions, TrustedDirectory
 from peers.audit.sums import SumAudits
 from peers.clock import now_s
@@ -42,6 +44,7 @@ from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.leases import Snapshot
 from peers.transfer.server import StateServer
 from peers.waiting import unless
+from swarm.audit.answers import is_audited
 from swarm.errors import PeerFault, SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
@@ -71,7 +74,7 @@ class StagePeer:
     ) -> None:
         """`kept`: of the pause that it comes back from. `device`: by default threads of its own."""
         self._run, self.stage, self._settings, self._emit = run, stage, settings, emit
-        self.convictions = Convictions(run, transport, directory, emit)
+        self.convictions = Convictions(run, stage, transport, directory, emit)
         self._directory = directory = TrustedDirectory(directory, self.convictions.convicted)
         device = device or DeviceThreads(f"device of stage {stage}", settings.workers)
         self.core = core = StageCore(run, stage, transport.peer_id, compute, emit, device=device)
@@ -84,9 +87,14 @@ class StagePeer:
             next_stage = NextStage(stage + 1, transport, directory, router, on_fault=self._fault)
         membership = Membership(directory)
         self.replicas = Replicas(core, transport, directory)
+        audits = None
+        if next_stage is not None and is_audited(run):
+            audits = AuditCaller(run, transport, directory, next_stage.fault)
+        self._audits = audits
         self.microbatches = MicrobatchServer(
-            core, transport, membership, next_stage, max_inflight=settings.max_inflight
+            core, transport, membership, next_stage, max_inflight=settings.max_inflight, audits=audits
         )
+        self.answer_audits = AnswerAudits(core, transport, membership, self.convictions)
         all_reduce = AllReduce(
             run.id, core.me, transport, run.codec.reduce,
             compute.sums.dtype, compute.sums.value, compute.shared.sqnorm,
@@ -270,6 +278,8 @@ class StagePeer:
         try:
             await self.coordination.close()
             await self.convictions.close()
+            if self._audits is not None:
+                await self._audits.close()
             await asyncio.gather(*loops, self.actions.ended(), return_exceptions=True)
             if watch.done():
                 watch.result()  # perhaps no caller heard it yet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -24,6 +24,9 @@ from swarm.protocol.ledger import Ledger, members_of
 from swarm.protocol.replica import COMMITS_KEPT
 from swarm.protocol.rounds import Commit
 from swarm.wire.messages import Audit
+
+AUDITS_S = 1.0
+"""How long a step is not taken while an answer of it is computed again."""
 
 Life: TypeAlias = Literal["joining", "serving", "leaving", "left"]
 
@@ -92,6 +95,8 @@ class StageCore:
         self.life: Life = "joining"
         self.changing = False
         """A task takes a step or changes the whole state; no other does meanwhile."""
+        self.audits: set[asyncio.Future[Any]] = set()
+        """Jobs that compute answers of others again, with the weights that are there now."""
         self.stepped = asyncio.Event()
         """Set after each step that is taken."""
 
@@ -251,6 +256,8 @@ class StageCore:
         # From here on nothing may enter the step; its graphs see weights that are about to change.
         step.close(taken=True)
         await step.stopped()
+        if self.audits:
+            await asyncio.wait(self.audits, timeout=AUDITS_S)
 
         await self.device.run(
             Rank.STEP, commit.t, self.compute.apply, commit.t, step.whole, commit.total_sqnorm

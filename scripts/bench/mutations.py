@@ -82,6 +82,9 @@ SUM_AUDITS = "peers/audit/sums.py"
 CONVICTIONS = "peers/audit/convictions.py"
 EVIDENCE = "swarm/audit/evidence.py"
 PROJECTION = "swarm/audit/projection.py"
+ANSWERS = "swarm/audit/answers.py"
+ANSWER_AUDITS = "peers/audit/answers.py"
+AUDIT_CALLER = "peers/audit/asking.py"
 VOICE = "swarm/protocol/voice.py"
 DATA = "swarm/data.py"
 DATASET = "peers/storage/dataset.py"
@@ -2748,5 +2751,54 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if False:",
         "A stranger hands off a sum that nobody computed.",
         ("test_believing",),
+    ),
+    # --- answers that are computed again ---
+    Mutation(
+        "answers-not-computed-again",
+        AUDIT_CALLER,
+        "        if not coin.falls(SHARE):\n",
+        "        if True:\n",
+        "A peer answers zeros for as long as it likes.",
+        ("test_false_answers",),
+    ),
+    Mutation(
+        "wrong-answer-not-passed-on",
+        ANSWER_AUDITS,
+        "            self._convictions.pass_on(evidence, body)\n",
+        "            pass\n",
+        "Other stages go on with a coordinator that was shown to lie.",
+        ("test_false_answers",),
+    ),
+    Mutation(
+        "answer-of-another-peer",
+        ANSWERS,
+        "    if not is_signed(signer, evidence.accused, run.id, said, evidence.signature):\n",
+        "    if False:\n",
+        "Anybody convicts any peer of an answer that it never gave.",
+        ("test_false_answers",),
+    ),
+    Mutation(
+        "evidence-of-other-tensors",
+        ANSWERS,
+        "    if tuple(map(digest, split)) != signed:\n",
+        "    if False:\n",
+        "Anybody convicts any peer with tensors that it never had.",
+        ("test_false_answers",),
+    ),
+    Mutation(
+        "rounding-is-a-lie",
+        ANSWERS,
+        "> FAR[dtype] for",
+        "> 0 for",
+        "A peer on another kind of device is left out for its last bits.",
+        ("test_false_answers",),
+    ),
+    Mutation(
+        "one-replica-speaks-for-its-stage",
+        CONVICTIONS,
+        "        return 2 * agree > sum(weight.values())\n",
+        "        return agree > 0\n",
+        "One liar of a stage has its honest replicas left out by all other stages.",
+        ("test_false_answers",),
     ),
 )

@@ -11,6 +11,8 @@ import msgspec
 from swarm.ids import PeerId
 from swarm.protocol.statements import Signature
 from swarm.protocol.sums import Digest, Projected, Reduced
+from swarm.wire.receipts import Answered
+from swarm.wire.tensor_meta import TensorMeta
 
 MAX_EVIDENCE_BYTES = 1 << 26
 """Larger evidence is not passed on: each replica of the stage finds the same by itself."""
@@ -55,7 +57,27 @@ class WrongProduct(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Of the chunks of this contribution."""
 
 
-Evidence = WrongSum | FalseContribution | WrongProduct
+class WrongAnswer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What a peer sent on, or answered, is far from what its stage computes. It takes the weights to see it.
+
+    Body: the buffers of all these tensors, one after the other.
+    """
+
+    accused: PeerId
+    statement: Answered
+    signature: Signature
+    inputs: tuple[TensorMeta, ...]
+    output_grads: tuple[TensorMeta, ...]
+    outputs: tuple[TensorMeta, ...]
+    input_grads: tuple[TensorMeta, ...]
+
+    @property
+    def tensors(self) -> tuple[tuple[TensorMeta, ...], ...]:
+        """In the order of the body."""
+        return self.inputs, self.output_grads, self.outputs, self.input_grads
+
+
+Evidence = WrongSum | FalseContribution | WrongProduct | WrongAnswer
 
 
 class ShowEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +85,49 @@ class ShowEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     evidence: Evidence
+
+
+class AuditAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to compute an answer of `peer` again, from what it keeps."""
+
+    run: str
+    peer: PeerId
+    statement: Answered
+    signature: Signature
+
+
+class Audited(msgspec.Struct, frozen=True, kw_only=True):
+    fits: bool
+    """Or it could not be computed now."""
+
+
+class AskKept(msgspec.Struct, frozen=True, kw_only=True):
+    """The question for what a peer keeps of a microbatch: what came in, or what it made of that."""
+
+    run: str
+    t: int
+    m: int
+    made: bool
+
+
+class KeptTensors(msgspec.Struct, frozen=True, kw_only=True):
+    """Body: the buffers of both."""
+
+    forth: tuple[TensorMeta, ...]
+    """The inputs, or the outputs."""
+    back: tuple[TensorMeta, ...]
+    """The gradients of the outputs, or of the inputs."""
+
+
+class AskConvicted(msgspec.Struct, frozen=True, kw_only=True):
+    """The question whether a peer saw evidence against another."""
+
+    run: str
+    peer: PeerId
+
+
+class Convicted(msgspec.Struct, frozen=True, kw_only=True):
+    yes: bool
 
 
 class Reveal(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,9 @@
     part      replica → owner of a part      Part + contribution    → PartDone + reduced part
     reveal    member → member of a round     Reveal                 → Projecting (evidence.py)
     show      member → member of a round     ShowChunk              → ShownChunk + contribution (evidence.py)
+    audit     caller of a peer → its replica AuditAnswer            → Audited (evidence.py)
+    kept      replica → replica              AskKept                → KeptTensors + tensors (evidence.py)
+    convicted peer → replica of a stage      AskConvicted           → Convicted (evidence.py)
     evidence  anyone → peer                  ShowEvidence + data    → Ack (evidence.py)
     offer     leaving peer → replica         OfferSum               → OfferedSum
     give      leaving peer → replica         GiveSum                → Ack (once it has fetched the sum)

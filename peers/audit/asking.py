@@ -1,0 +1,81 @@
+"""A caller has some of the answers that it got computed again, by another replica of the stage.
+
+The coin falls when the answer, and the receipt for it, are here: nothing in the work tells an audit. Trainers
+do it for stage 0, and stage peers for the stage behind them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from peers.ports import Directory, Transport
+from swarm.errors import BadAnswer, PeerFault, SwarmError
+from swarm.ids import Microbatch, PeerId, Stage
+from swarm.manifest import Run
+from swarm.protocol.coins import Coin, Toss
+from swarm.wire.evidence import AuditAnswer, Audited
+from swarm.wire.messages import WorkDone, pack, unpack_answer
+from swarm.wire.receipts import Answered
+
+SHARE = 0.015
+"""Of the answers that are computed again: a liar is found in its 67th microbatch, on average."""
+AUDIT_S = 20.0
+"""Limit for one audit; its step may be over much sooner."""
+AT_ONCE = 4
+JUDGES = 2
+"""A peer is left alone when so many say that its answer is wrong: one of them may lie."""
+
+
+class AuditCaller:
+    """Args: on_fault: told of a peer whose answer did not fit, which is to be left alone for a while."""
+
+    def __init__(
+        self, run: Run, transport: Transport, directory: Directory, on_fault: Callable[[PeerFault], None]
+    ) -> None:
+        self._run, self._transport, self._directory = run, transport, directory
+        self._on_fault = on_fault
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def answered(self, stage: Stage, mb: Microbatch, sent: bytes, done: WorkDone) -> None:
+        """Note an answer, whose receipt was checked; `sent`: the digest of what it answers.
+
+        A peer may have computed with the same microbatch from another caller: then there is nothing to say.
+        """
+        hop = done.hops[0] if done.hops else None
+        if hop is None or hop.receipt is None or hop.receipt.inputs != sent or len(self._tasks) >= AT_ONCE:
+            return
+        coin = Coin(self._transport.signer, self._run.id, Toss("audit", stage, mb.t, f"{mb.m} {hop.peer}"))
+        if not coin.falls(SHARE):
+            return
+        others = sorted(
+            r.peer for r in self._directory.at(stage) if r.state == "serving" and r.peer != hop.peer
+        )
+        if not others:
+            return
+        receipt = hop.receipt
+        said = Answered(
+            stage, *mb, receipt.inputs, receipt.outputs, receipt.output_grads, receipt.input_grads, done.loss
+        )
+        ask = AuditAnswer(run=self._run.id, peer=hop.peer, statement=said, signature=receipt.signature)
+        first = coin.below(len(others))
+        judges = [*others[first:], *others[:first]][:JUDGES]
+        task = asyncio.get_running_loop().create_task(self._audit(judges, ask))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _audit(self, judges: Sequence[PeerId], ask: AuditAnswer) -> None:
+        for judge in judges:
+            try:
+                answer = await self._transport.call(judge, "audit", pack(ask), deadline_s=AUDIT_S)
+                if unpack_answer(judge, answer.header, Audited).fits:
+                    return
+            except SwarmError:
+                return  # the step is over, or the judge is busy
+        self._on_fault(BadAnswer(ask.peer, "its answer was computed again, and is another"))
+
+    async def close(self) -> None:
+        """Ask nothing more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

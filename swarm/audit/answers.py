@@ -1,0 +1,139 @@
+"""Whether an answer is what its stage computes: the microbatch is computed again, and not added.
+
+Devices of one kind give the same bytes; others differ by their rounding. Of what differs, the relative
+distance of each tensor is compared: that of honest devices of all kinds is far below `FAR`, a flipped sign is
+at 2, a zero at 1. Top-k codecs are not audited: another rounding can choose other places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from swarm.ids import Microbatch
+from swarm.manifest import Run
+from swarm.model.stage import StageCompute
+from swarm.protocol.statements import Signer, is_signed
+from swarm.wire.buffers import Buffer
+from swarm.wire.codec import Encoded, decode, encoded_sizes
+from swarm.wire.evidence import WrongAnswer
+from swarm.wire.receipts import Answered, tensors_digest
+from swarm.wire.tensor_meta import TensorMeta
+
+FAR = {"float32": 0.02, "float64": 0.02, "bfloat16": 0.2}
+"""Relative distance, by the dtype that a run computes in. Seen between honest devices: 4e-7 in float32, 2e-4
+with blockwise8."""
+
+
+NOISE = 1e-3
+"""What is smaller than that part of what it was made of may be nothing but its rounding."""
+
+
+class Made(NamedTuple):
+    """What a stage makes of a microbatch."""
+
+    outputs: list[Encoded]
+    """Nothing at the last stage."""
+    input_grads: list[Encoded]
+    """Nothing at stage 0."""
+
+    def is_of(self, said: Answered) -> bool:
+        """Whether these are the bytes that a peer signed."""
+        return (digest(self.outputs), digest(self.input_grads)) == (said.outputs, said.input_grads)
+
+
+def is_audited(run: Run) -> bool:
+    """Whether the answers of a run are audited: its trainers are named, its codecs leave no numbers out, and
+    peers do not choose them.
+    """
+    sparse = any("topk" in run.codec.forward_at(boundary) for boundary in range(run.S - 1))
+    return bool(run.admission.trainers) and not sparse and not run.codec.adaptive
+
+
+def make(
+    compute: StageCompute, mb: Microbatch, inputs: Sequence[Encoded], output_grads: Sequence[Encoded]
+) -> Made:
+    """Compute a microbatch; no sum changes. In a job of the device.
+
+    Raises:
+        As `StageCompute.forward`.
+    """
+    if compute.stage == compute.run.S - 1:
+        return Made([], list(compute.loss_gradients(mb, inputs, weights=False).answer))
+    fwd = compute.forward(mb, inputs)
+    return Made(fwd.outputs, list(compute.gradients(fwd, output_grads, weights=False).answer))
+
+
+def is_far(made: Sequence[Encoded], said: Sequence[Encoded], of: Sequence[Encoded], dtype: str) -> bool:
+    """Whether tensors that a peer signed are far from those that were computed again, `of` given ones.
+
+    A tensor that is nothing but rounding errors of what was given is not: it is compared with that.
+    """
+    if [one.meta for one in made] != [one.meta for one in said]:
+        return True
+    least = NOISE * max((_norm(_values(one)) for one in of), default=0.0)
+    return any(_distance(a, b, least) > FAR[dtype] for a, b in zip(made, said, strict=True))
+
+
+def _distance(one: Encoded, other: Encoded, least: float) -> float:
+    a, b = _values(one), _values(other)
+    return _norm(a - b) / max(_norm(a), _norm(b), least, 1e-30)
+
+
+def _values(one: Encoded) -> torch.Tensor:
+    """As float64; nothing of labels and masks, which a stage passes on."""
+    found = decode(one.meta, one.buffers, name="a tensor of an answer")
+    return found.to(torch.float64) if found.is_floating_point() else torch.zeros(1, dtype=torch.float64)
+
+
+def _norm(values: torch.Tensor) -> float:
+    return torch.linalg.vector_norm(values).item()
+
+
+def proves_answer(
+    compute: StageCompute, signer: Signer, evidence: WrongAnswer, body: Sequence[Buffer]
+) -> bool:
+    """Whether the accused's answer is wrong. In a job of the device, which must have the step's weights.
+
+    Raises:
+        As `StageCompute.forward`.
+    """
+    said, run = evidence.statement, compute.run
+    if not is_audited(run) or said.stage != compute.stage:
+        return False
+    if not is_signed(signer, evidence.accused, run.id, said, evidence.signature):
+        return False
+    split = split_tensors(evidence.tensors, body)
+    if split is None:
+        return False
+    inputs, output_grads, outputs, input_grads = split
+    signed = (said.inputs, said.output_grads, said.outputs, said.input_grads)
+    if tuple(map(digest, split)) != signed:
+        return False
+    made = make(compute, Microbatch(said.t, said.m), inputs, output_grads)
+    forth = is_far(made.outputs, outputs, inputs, run.dtype)
+    return forth or is_far(made.input_grads, input_grads, output_grads, run.dtype)
+
+
+def split_tensors(
+    metas: Sequence[Sequence[TensorMeta]], body: Sequence[Buffer]
+) -> list[list[Encoded]] | None:
+    """The buffers of a body by their tensors; None if there are not as many, or not as long."""
+    left, groups = list(body), list[list[Encoded]]()
+    for group in metas:
+        found = []
+        for meta in group:
+            sizes = encoded_sizes(meta)
+            buffers, left = left[: len(sizes)], left[len(sizes) :]
+            if [memoryview(buffer).nbytes for buffer in buffers] != sizes:
+                return None
+            found.append(Encoded(meta, buffers))
+        groups.append(found)
+    return None if left else groups
+
+
+def digest(tensors: Sequence[Encoded]) -> bytes:
+    """The name of tensors in a receipt."""
+    return tensors_digest([one.meta for one in tensors], [b for one in tensors for b in one.buffers])

@@ -1,0 +1,116 @@
+"""What of an answer is a lie, and what is another device's rounding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from peers.sim.network import SimSigner
+from swarm.audit.answers import digest, is_audited, is_far, make, proves_answer, split_tensors
+from swarm.ids import Microbatch
+from swarm.manifest import CodecSpec, Run, audit_run
+from swarm.model.stage import StageCompute
+from swarm.model.stage_io import input_metas
+from swarm.protocol.coins import Coin, Toss
+from swarm.protocol.statements import sign
+from swarm.wire.codec import Encoded, encode
+from swarm.wire.evidence import WrongAnswer
+from swarm.wire.receipts import Answered
+from tests.peers.admitted import admitting
+
+SIGNER = SimSigner("a")
+
+
+def run_of(**changes: Any) -> Run:
+    return admitting(replace(audit_run(stages=3), dtype="float32", **changes))
+
+
+def tensor(values: torch.Tensor, codec: str = "none") -> Encoded:
+    meta, buffers = encode(values, codec)
+    return Encoded(meta, [bytes(memoryview(b).cast("B")) for b in buffers])
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16", "blockwise8"])
+def test_rounding_is_no_lie_and_gross_changes_are(codec: str) -> None:
+    torch.manual_seed(1)
+    for _ in range(200):
+        made = torch.randn(4, 256)
+        given = [tensor(torch.randn(4, 256))]
+        rounded = made * (1 + 1e-6 * torch.randn(4, 256))
+        assert not is_far([tensor(made, codec)], [tensor(rounded, codec)], given, "float32")
+        for lie in (-made, made * 0, made * 100, made.roll(1, 0), made + 0.05 * torch.randn(4, 256)):
+            assert is_far([tensor(made, codec)], [tensor(lie, codec)], given, "float32")
+
+
+def test_what_is_nothing_but_rounding_is_no_lie() -> None:
+    """The true gradient is zero, and each kind of device gives other noise."""
+    given = [tensor(torch.randn(256))]
+    noise = [tensor(1e-7 * torch.randn(256)) for _ in range(2)]
+    assert not is_far(noise[:1], noise[1:], given, "float32")
+
+
+def evidence_of(run: Run, stage: int) -> tuple[StageCompute, WrongAnswer, list[Any]]:
+    """What an honest peer keeps of a microbatch, as evidence against it."""
+    compute = StageCompute(run, stage)
+    inputs = [
+        tensor(torch.from_numpy(np.ones(meta.shape, dtype=meta.dtype))) for meta in input_metas(run, stage)
+    ]
+    grads = [tensor(torch.ones(1, 1, 1))] if stage < run.S - 1 else []
+    made = make(compute, Microbatch(0, 3), inputs, grads)
+    groups = (inputs, grads, made.outputs, made.input_grads)
+    said = Answered(stage, 0, 3, digest(inputs), digest(made.outputs), digest(grads), digest(groups[3]), 0.5)
+    metas = [tuple(one.meta for one in group) for group in groups]
+    evidence = WrongAnswer(
+        accused="a", statement=said, signature=sign(SIGNER, run.id, said), inputs=metas[0],
+        output_grads=metas[1], outputs=metas[2], input_grads=metas[3],
+    )  # fmt: skip
+    return compute, evidence, [buffer for group in groups for one in group for buffer in one.buffers]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_honest_answer_is_no_evidence_whatever_is_changed(stage: int) -> None:
+    compute, evidence, body = evidence_of(run_of(), stage)
+    assert not proves_answer(compute, SIGNER, evidence, body)
+    for index in range(len(body)):
+        other = [*body[:index], bytes(len(body[index])), *body[index + 1 :]]
+        assert not proves_answer(compute, SIGNER, evidence, other)
+        assert not proves_answer(compute, SIGNER, evidence, body[:index])
+    said = msgspec.structs.replace(evidence.statement, input_grads=bytes(32), outputs=bytes(32))
+    assert not proves_answer(compute, SIGNER, msgspec.structs.replace(evidence, statement=said), body)
+    assert not proves_answer(compute, SIGNER, msgspec.structs.replace(evidence, accused="b"), body)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_wrong_answer_is_evidence_if_its_peer_signed_it(stage: int) -> None:
+    compute, evidence, body = evidence_of(run_of(), stage)
+    lie = [*body[:-1], bytes(len(body[-1]))]  # the gradient of the inputs
+    split = split_tensors(evidence.tensors, lie)
+    assert split is not None
+    said = msgspec.structs.replace(evidence.statement, input_grads=digest(split[3]))
+    unsigned = msgspec.structs.replace(evidence, statement=said)
+    assert not proves_answer(compute, SIGNER, unsigned, lie)
+    signed = msgspec.structs.replace(unsigned, signature=sign(SIGNER, compute.run.id, said))
+    assert proves_answer(compute, SIGNER, signed, lie)
+    assert not proves_answer(StageCompute(run_of(), 0), SIGNER, signed, lie)  # of another stage
+
+
+def test_which_runs_are_audited() -> None:
+    assert is_audited(run_of())
+    assert not is_audited(audit_run())
+    assert not is_audited(run_of(codec=CodecSpec(forward="topk:0.1", backward="none")))
+    assert not is_audited(run_of(codec=CodecSpec(adaptive=("bf16",))))
+
+
+def test_a_coin_is_the_signers_own_and_falls_as_often_as_it_should() -> None:
+    tosses = [Toss("audit", 1, t, "3 b") for t in range(4000)]
+    mine = [Coin(SIGNER, "run", toss) for toss in tosses]
+    assert 0.01 < sum(coin.falls(0.02) for coin in mine) / 4000 < 0.03
+    assert [c.falls(0.5) for c in mine] == [Coin(SIGNER, "run", toss).falls(0.5) for toss in tosses]
+    assert [c.falls(0.5) for c in mine] != [Coin(SimSigner("b"), "run", t).falls(0.5) for t in tosses]
+    drawn = [coin.below(3) for coin in mine if coin.falls(0.3)]
+    assert all(0.25 < drawn.count(n) / len(drawn) < 0.42 for n in range(3))

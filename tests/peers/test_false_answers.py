@@ -1,0 +1,216 @@
+"""Attack 18, in answers: some are computed again by another replica of the stage, and a liar is left out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peers.audit import answers as answer_audits
+from peers.audit import asking
+from peers.events import PeerLost, Trouble
+from peers.ports import Answer, Buffer, Request
+from peers.stage.server import StagePeer
+from swarm.manifest import Run, audit_run
+from swarm.wire.codec import Encoded
+from swarm.wire.evidence import Audited, KeptTensors, WrongAnswer
+from swarm.wire.messages import pack
+from tests.peers.admitted import TRAINER, admitting
+from tests.peers.loops import Swarm, swarm
+
+pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(240)]
+
+Change = Callable[[np.ndarray], np.ndarray]
+LIES: dict[str, Change] = {
+    "sign flip": lambda values: -values,
+    "zero": lambda values: values * 0,
+    "times 100": lambda values: values * 100,
+}
+
+
+def audited_run(*, steps: int = 4, seed: int = 1, microbatches: int = 8) -> Run:
+    run = audit_run(stages=3, steps=steps, microbatches_per_step=microbatches, seed=seed)
+    return admitting(replace(run, dtype="float32"), TRAINER)
+
+
+def changed(tensors: Sequence[Encoded], change: Change) -> list[Encoded]:
+    """Tensors of floats, with other values."""
+    found = []
+    for one in tensors:
+        if one.meta.dtype != "float32":
+            found.append(one)
+            continue
+        values = change(np.frombuffer(memoryview(one.buffers[0]).cast("B"), np.float32))
+        found.append(Encoded(one.meta, [memoryview(values.astype(np.float32).tobytes())]))
+    return found
+
+
+def lie(liar: StagePeer, change: Change) -> None:
+    """Have a peer answer, and send on, other values than it computes; its own sum stays true."""
+    compute: Any = liar.core.compute
+    forward, gradients, loss_gradients = compute.forward, compute.gradients, compute.loss_gradients
+
+    def false_forward(*args: Any, **more: Any) -> Any:
+        fwd = forward(*args, **more)
+        fwd.outputs = changed(fwd.outputs, change)
+        return fwd
+
+    def false(honest: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(*args: Any, **more: Any) -> Any:
+            found = honest(*args, **more)
+            found.answer = changed(found.answer, change)
+            return found
+
+        return answer
+
+    async def says_that_it_fits(request: Request) -> Answer:
+        return Answer(pack(Audited(fits=True)))
+
+    async def believes_nothing(evidence: WrongAnswer, body: Sequence[Buffer]) -> bool:
+        return False
+
+    transport = liar.actions._transport  # pyright: ignore[reportPrivateUsage]
+    transport.serve("audit", says_that_it_fits)
+    liar.convictions.judge = believes_nothing
+    compute.forward = false_forward
+    compute.gradients, compute.loss_gradients = false(gradients), false(loss_gradients)
+
+
+async def play(run: Run, stage: int | None, change: Change, *, replicas: int = 3) -> tuple[Swarm, int]:
+    """Run to the end beside a liar at `stage`; how many microbatches it had answered when it was found."""
+    async with swarm(run, replicas=replicas) as s:
+        await s.until_serving()
+        liar = f"s{stage}p1"
+        found_after = -1
+
+        def convicted() -> bool:
+            mates = [p for n, p in s.peers.items() if p.stage == stage and n != liar]
+            return bool(mates) and any(liar in p.convictions.convicted for p in mates)
+
+        if stage is not None:
+            lie(s.peers[liar], change)
+        s.add_trainer(TRAINER)
+        honest = [name for name in s.peers if name != liar]
+
+        def over() -> bool:
+            nonlocal found_after
+            if found_after < 0 and convicted():
+                found_after = s.peers[liar].microbatches.answered
+            return all(s.peers[name].core.version >= run.steps for name in honest)
+
+        await s.until(over, limit_s=600.0)
+        await asyncio.sleep(10.0)  # the other stages ask those that computed
+        return s, found_after
+
+
+def accused(s: Swarm) -> set[str]:
+    return {name for peer in s.peers.values() for name in peer.convictions.convicted}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("kind", LIES)
+async def test_a_peer_that_answers_wrongly_is_found_and_left_out(
+    kind: str, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "SHARE", 1.0)
+    s, found_after = await play(audited_run(), stage, LIES[kind])
+    assert accused(s) == {f"s{stage}p1"}
+    # In the first step all activations are zero, so stage 0 tells no lie in it.
+    assert 0 <= found_after <= (24 if stage == 0 else 8)
+    assert all(
+        f"s{stage}p1" in peer.convictions.convicted for peer in s.peers.values() if peer.stage != stage
+    )
+    said = f"peer s{stage}p1 is left out: its signed answered of step"
+    assert any(event.text.startswith(said) for event in s.seen(Trouble))
+
+
+async def test_honest_answers_are_computed_again_and_accuse_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "SHARE", 1.0)
+    s, _ = await play(audited_run(steps=6), None, LIES["zero"])
+    assert not accused(s)
+    assert sum(peer.answer_audits.audited for peer in s.peers.values()) > 30
+    assert all((row == 6).all() for row in s.count_matrix().values())
+
+
+async def test_a_share_of_the_answers_is_audited_whoever_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "SHARE", 0.2)
+    s, _ = await play(audited_run(steps=12, microbatches=16), None, LIES["zero"])
+    audited = sum(peer.answer_audits.audited for peer in s.peers.values())
+    assert 0.5 <= audited / (0.2 * 12 * 16 * 3) <= 1.3
+
+
+def judges_falsely(s: Swarm, liar: StagePeer) -> None:
+    """Have a peer say that no answer fits, and show what it is given as evidence against who answered."""
+    honest = liar.answer_audits.judge
+
+    async def sees_lies(evidence: WrongAnswer, body: Sequence[Buffer]) -> bool:
+        await honest(evidence, body)
+        return True
+
+    liar.answer_audits.judge = sees_lies  # type: ignore[method-assign]
+    audit = liar.answer_audits._core.compute  # pyright: ignore[reportPrivateUsage]
+    assert audit is liar.core.compute
+    made = answer_audits.make
+
+    def make(compute: Any, *args: Any) -> Any:
+        found = made(compute, *args)
+        return found._replace(input_grads=[], outputs=[]) if compute is liar.core.compute else found
+
+    answer_audits.make = make
+
+
+async def test_a_judge_that_lies_convicts_nobody_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "SHARE", 1.0)
+    monkeypatch.setattr(answer_audits, "make", answer_audits.make)
+    run = audited_run()
+    async with swarm(run, replicas=3) as s:
+        await s.until_serving()
+        judges_falsely(s, s.peers["s1p1"])
+        s.add_trainer(TRAINER)
+        await s.until(lambda: s.peers["s1p1"].convictions.convicted, limit_s=60.0)
+        await asyncio.sleep(20.0)
+        others = [peer for name, peer in s.peers.items() if name != "s1p1"]
+        assert not any(peer.convictions.convicted for peer in others)
+
+
+async def test_a_peer_that_shows_nothing_of_what_it_keeps_is_left_alone_by_its_callers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(asking, "SHARE", 1.0)
+    run = audited_run()
+    async with swarm(run, replicas=3) as s:
+        await s.until_serving()
+        liar = s.peers["s1p1"]
+        lie(liar, LIES["zero"])
+
+        async def others(request: Request) -> Answer:
+            return Answer(pack(KeptTensors(forth=(), back=())))
+
+        liar.actions._transport.serve("kept", others)  # pyright: ignore[reportPrivateUsage]
+        s.add_trainer(TRAINER)
+        await s.until_finished(limit_s=200.0)
+        assert not accused(s)  # there is nothing to show
+        lost = [event for event in s.seen(PeerLost) if event.peer == "s1p1"]
+        assert lost and "its answer was computed again, and is another" in lost[0].why
+        assert liar.microbatches.answered < run.steps * run.M / 3
+
+
+async def test_one_of_two_replicas_cannot_have_the_other_left_out_by_other_stages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who of the two lies, only they can see."""
+    monkeypatch.setattr(asking, "SHARE", 1.0)
+    monkeypatch.setattr(answer_audits, "make", answer_audits.make)
+    run = audited_run()
+    async with swarm(run, replicas=2) as s:
+        await s.until_serving()
+        judges_falsely(s, s.peers["s1p1"])
+        s.add_trainer(TRAINER)
+        await s.until(lambda: s.peers["s1p1"].convictions.convicted, limit_s=60.0)
+        await asyncio.sleep(20.0)
+        others = [peer for name, peer in s.peers.items() if name != "s1p1"]
+        assert not any(peer.convictions.convicted for peer in others)
