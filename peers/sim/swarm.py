@@ -210,6 +210,8 @@ class Swarm:
             await life
         except SwarmError as error:
             self.say(f"{member.name} ends: {error.text}")
+        except torch.AcceleratorError as error:
+            self.say(f"{member.name} ends: {error}")
         self.network.kill(member.name, quietly=False)  # a process that ends takes its connections along
 
     # -- those that a fault can hit ---------------------------------------------------------------

@@ -223,3 +223,8 @@ def test_a_replica_that_does_not_know_how_far_the_run_was_follows_a_generation()
 def test_a_stage_follows_the_run_by_a_stranger_if_all_with_voice_are_behind() -> None:
     """Seed 5159: a newcomer with a voucher had nothing, and the replica that had the weights no voucher."""
     assert run_schedule(5159).violation == ""
+
+
+def test_a_process_whose_device_dies_as_it_joins_announces_nothing_any_more() -> None:
+    """Seed 1923: its voice was in its record for ever, and its stage waited for it."""
+    assert run_schedule(1923).violation == ""
