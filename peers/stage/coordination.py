@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 import random
 import struct
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from peers.clock import now_s
 from peers.latest_value import LatestValueSender
@@ -27,7 +29,8 @@ from swarm.ids import Generation, PeerId, Stage
 from swarm.policy.backoff import Backoff
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary
 from swarm.protocol.protocol import Message, Ready, StepProtocol
-from swarm.protocol.replica import Action, AskLostStage, AskWitnesses, Local
+from swarm.protocol.replica import Action, AskAbsent, AskLostStage, AskWitnesses, Local
+from swarm.protocol.rounds import Commit
 from swarm.protocol.timings import ProtocolTimings
 from swarm.protocol.voice import heard
 from swarm.wire.messages import (
@@ -125,7 +128,13 @@ class StepCoordination:
     @property
     def behind_s(self) -> float:
         """For how long this stage, which this peer coordinates, has been unable to follow the run."""
-        return self.protocol.behind_s(now=self._observe())
+        now = self._observe()
+        return self.protocol.stuck_s(now=now) if self.protocol.coordinates(self._stage, now=now) else 0.0
+
+    def believes(self, commit: Commit) -> bool:
+        """Whether a commit of this peer's generation that another replica tells of is proven."""
+        self._observe()
+        return self.protocol.believes(commit, self._core.generation)
 
     def lost(self, peer: PeerId) -> None:
         """The connection to `peer` broke: do not wait for its silence."""
@@ -188,7 +197,9 @@ class StepCoordination:
     def _observe(self, *, also: Stage = 0) -> float:
         """Let the protocol see what is; returns when that was."""
         now = now_s()
-        seen = {stage: self._directory.at(stage) for stage in {0, self._stage, also}}
+        every = self._run.admission.trainers or self._run.admission.founders  # commits are proven by all
+        stages = range(self._run.S) if every else {0, self._stage, also}
+        seen = {stage: self._directory.at(stage) for stage in stages}
         self.protocol.observe(self._local(), seen, now=now)
         return now
 
@@ -207,6 +218,8 @@ class StepCoordination:
             match action:
                 case AskWitnesses():
                     self._ask(self._ask_witnesses)
+                case AskAbsent(t=t, peers=peers):
+                    self._ask(lambda t=t, peers=peers: self._ask_absent(t, peers))
                 case AskLostStage(generation=claimed):
                     self._ask(lambda claimed=claimed: self._ask_lost_stage(claimed))
                 case _:
@@ -240,6 +253,12 @@ class StepCoordination:
             if status.state in ("serving", "leaving")
         }
         self._step(lambda now: self.protocol.lost_stage_told(claimed, told, voice, now=now))
+
+    async def _ask_absent(self, t: int, peers: Sequence[PeerId]) -> None:
+        """Ask peers whose word a commit lacks: one that is away, or not that far, cannot give it."""
+        told = await ask_status(self._run, self._transport, peers)
+        able = {peer for peer, s in told.items() if s.state == "serving" and s.version >= t}
+        self._step(lambda _: self.protocol.excuse(t, set(peers) - able))
 
     async def _ask_witnesses(self) -> None:
         """Ask replicas of the other stages for their positions: their coordinators may have slept as well."""
@@ -346,6 +365,7 @@ class StepCoordination:
         if self._core.joined:
             far = max(far, self._core.position)
         watched = Watched(
-            revision=self._revision, generation=far.generation, version=far.version, status=self.run_status
-        )
+            revision=self._revision, generation=far.generation, version=far.version,
+            status=replace(self.run_status, commits=()),
+        )  # fmt: skip
         return Answer(*say(watched))

@@ -28,6 +28,7 @@ from swarm.model.layout import initial_state
 from swarm.policy.backoff import Backoff
 from swarm.protocol.messages import Directive
 from swarm.protocol.rollback import is_one_step, newest_start, plan_rollback
+from swarm.protocol.rounds import Commit
 from swarm.protocol.voice import heard
 
 MAX_ASKED = 8
@@ -51,11 +52,12 @@ class Recovery:
         tied_weights: TiedWeights,
         *,
         trainers: Callable[[], Sequence[PeerId]],
+        believes: Callable[[Commit], bool],
     ) -> None:
-        """`trainers`: those that this peer knows of itself."""
+        """`trainers`: those that this peer knows of itself; `believes`: whether a commit is proven."""
         self._core, self._transport, self._directory = core, transport, directory
         self._store, self._backoff, self._tied_weights = store, backoff, tied_weights
-        self._trainers, self._emit = trainers, core.emit
+        self._trainers, self._believes, self._emit = trainers, believes, core.emit
         self._run, self._stage = core.run, core.stage
         self._voices = Voices(core.run, transport.signer, directory)
         self._said_at = float("-inf")
@@ -100,7 +102,7 @@ class Recovery:
             reduced, held, commit, source = await fetch_gradient(
                 core, self._transport, sources, step.t, "", voice=self.voice()
             )
-            if commit is None:
+            if commit is None or not self._believes(commit):
                 return False
             step.audited = None
             await self._tied_weights.hold_fetched(step, reduced, held, limit_s=SHARED_S)
@@ -141,8 +143,9 @@ class Recovery:
         except SwarmError as error:
             self._emit(events.Note(text=error.text))
             return False
-        if generation is None:
-            core.remember(found.opened.last_commit)
+        commit = found.opened.last_commit
+        if generation is None and commit is not None and self._believes(commit):
+            core.remember(commit)
         source = found.sources[0] if found.sources else ""
         self._emit(
             events.StateFetched(

@@ -109,6 +109,7 @@ class StagePeer:
         recovery = Recovery(
             core, transport, directory, self.store, backoff, tied_weights,
             trainers=lambda: self.coordination.trainers,
+            believes=lambda commit: self.coordination.believes(commit),
         )  # fmt: skip
         self.actions = Actions(
             core, transport, directory, backoff, self.coordination, all_reduce, tied_weights, recovery,

@@ -5,7 +5,7 @@ Nothing here is kept on disk or handed over: a peer that takes over is told ever
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -238,10 +238,10 @@ class StageCoordinator:
             sources=tuple(sources[:MAX_SOURCES]),
             digest=digest,
             steps=tuple(self._step_directive(t, decision, peer) for t, decision in self._decisions.items()),
-            commits=newest_commits(commits),
+            commits=newest_commits(commits, since=self.members[peer].report.version),
             # Only trainers need it, and they ask stage 0; for other stages it would mean a message per
             # microbatch.
-            run_status=run_status if self._stage == 0 else RunStatus(run=self._run.id),
+            run_status=replace(run_status, commits=()) if self._stage == 0 else RunStatus(run=self._run.id),
         )
 
     def _step_directive(self, t: int, decision: Decision, peer: PeerId) -> StepDirective:
@@ -267,7 +267,7 @@ class StageCoordinator:
             if isinstance(decision, Lacking):
                 step = replace(step, unclaimed=Bitmap(decision.unclaimed))
             elif isinstance(decision, FetchResult):
-                step = replace(step, ready=decision.ready, sqnorm=decision.sqnorm)
+                step = replace(step, ready=decision.ready, sqnorm=decision.sqnorm, proofs=decision.proofs)
             steps.append(step)
         return StageSummary(
             run=self._run.id,
@@ -278,6 +278,13 @@ class StageCoordinator:
             steps=tuple(steps),
             commits=newest_commits(commits),
         )
+
+
+def is_news(directive: Directive, told: Directive | None) -> bool:
+    """Whether a replica has to be told a directive. Commits that it has taken by now are no news."""
+    if told is None or not set(directive.commits) <= set(told.commits):
+        return True
+    return directive != replace(told, commits=directive.commits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,8 +313,12 @@ class RunCoordinator:
             if said.summary.generation == self._agreed.generation
         }
 
-    def decide(self, losses: dict[int, float], local: Local) -> RunStatus:
+    def decide(
+        self, losses: dict[int, float], local: Local, believes: Callable[[Commit], bool] = lambda _: True
+    ) -> RunStatus:
         """What all stages and trainers are told; notes new commits and losses. A stage must be present.
+
+        `believes`: whether what the stages say proves a commit.
 
         What a silent stage lacks is left out: it could not be run again now.
         """
@@ -329,7 +340,7 @@ class RunCoordinator:
             known = {stage: view for stage, view in views.items() if view is not None}
             if t == oldest:  # steps are taken in their order
                 commit = decide_commit(t, self._run.S, known, self._agreed.commits)
-                if commit is not None:
+                if commit is not None and believes(commit):
                     self._agreed.commits[t] = commit
             if t >= version:
                 silent = StepSummary(t=t)

@@ -9,20 +9,23 @@ others say; and then sends and does what `ready` returns.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from swarm.errors import Leaving, NotNow, Refused, short
 from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.policy.backoff import Backoff
 from swarm.protocol.checks import check_report, check_summary
-from swarm.protocol.coordinator import Agreed, Member, RunCoordinator, StageCoordinator, Summarized
+from swarm.protocol.coordinator import Agreed, Member, RunCoordinator, StageCoordinator, Summarized, is_news
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary
+from swarm.protocol.proofs import CommitCheck, check_signed_report, signed_report
 from swarm.protocol.replica import (
     Action,
+    AskAbsent,
     AskLostStage,
     AskWitnesses,
     Local,
@@ -86,17 +89,18 @@ class StepProtocol:
         self._run, self._stage, self._me, self._since_s = run, stage, me, since_s
         self._local, self._backoff, self._timings = local, backoff, timings
         self._peers: Mapping[Stage, Sequence[PeerRecord]] = {}
-        self._electorate = Electorate(run, signer)
+        self._signer, self._electorate = signer, Electorate(run, signer)
+        self._proofs = CommitCheck(run, stage, signer)
         self._agreed = Agreed(local.generation)
         self._coordinator = StageCoordinator(run, stage, me, numel, self._agreed)
         self._run_coordinator = RunCoordinator(run, me, self._agreed)
         self._told: dict[PeerId, Directive] = {}
-        self._number = 0
+        self._numbers = count(1)
         self._behind_since: float | None = None
         self._checked_s = -math.inf
         self._witnessed = local.position
         """The furthest position that a replica of another stage reported."""
-        self._moved_s = self._asked_s = self._entered_s = -math.inf
+        self._moved_s = self._asked_s = self._entered_s = self._doubted_s = self._now = -math.inf
         """When this replica last took a step or loaded a state, asked a lost stage, entered a generation."""
         self.directive: Directive | None = None
         """The last directive that was followed."""
@@ -112,7 +116,7 @@ class StepProtocol:
         """Take in this replica's state, and what the directory says of its stage and of stage 0."""
         if local.position != self._local.position:
             self._moved_s = now
-        self._local, self._peers = local, peers
+        self._local, self._peers, self._now = local, peers, now
         voice = self._voice(self._stage)
         # Before a stage is restored, strangers are asked as well: perhaps one of them has its state.
         self._coordinator.voice = {} if self.stuck_s(now=now) > self._timings.lost_s else voice
@@ -125,7 +129,8 @@ class StepProtocol:
             self._behind_since is not None
             and now - self._checked_s >= self._timings.check_s
             and local.joined
-            and self.behind_s(now=now) > restore_s
+            and self.stuck_s(now=now) > restore_s
+            and self.coordinates(self._stage, now=now)
         ):
             self._checked_s = now
             self._actions.append(RestoreStage())
@@ -171,11 +176,19 @@ class StepProtocol:
             self._lead(now)
         elif coordinator is not None:
             self._coordinator.members.pop(self._me, None)
-            report = report_of(self._run.id, self._stage, self._local)
-            self._messages.append(Message(coordinator, report, self._losses(report)))
+            last, since = self.directive, 0
+            if last and (last.coordinator, last.generation) == (coordinator, self._local.generation):
+                since = last.version  # it knows the commits before
+            self._messages.append(Message(coordinator, *self._report(since=since)))
 
-    def _losses(self, report: ReplicaReport) -> list[list[float]]:
-        return losses_of(report, self._local.steps) if self._stage == self._run.S - 1 else []
+    def _report(self, *, since: int = 0) -> tuple[ReplicaReport, list[list[float]]]:
+        """This replica's report, and the losses that go with it."""
+        report = report_of(self._run.id, self._stage, self._local, since=since)
+        losses = losses_of(report, self._local.steps) if self._stage == self._run.S - 1 else []
+        if self._proofs.needed:
+            own = next((r for r in self._peers.get(self._stage, ()) if r.peer == self._me), None)
+            report = signed_report(report, self._signer, own.voucher if own else None)
+        return report, losses
 
     def lost(self, peer: PeerId) -> None:
         """Stop waiting for that peer: it is gone."""
@@ -220,7 +233,8 @@ class StepProtocol:
             self._behind_since = began if directive.behind_s > 0 else None
             if self._stage == 0:
                 self.run_status = directive.run_status
-        self._actions += follow(self._me, self._local, directive, now=now)
+        self._learn(directive.commits, directive.generation)
+        self._actions += follow(self._me, self._local, directive, self._agreed.known(self._local), now=now)
 
     # -- the stage's coordinator ------------------------------------------------------------------
 
@@ -253,6 +267,8 @@ class StepProtocol:
         if report.say_leaving:
             self.lost(sender)
             raise NotNow("goodbye")
+        if self._proofs.needed:
+            check_signed_report(report, sender, self._signer)
         self._check_ahead(sender, report)
         self._backoff.answered(sender)
         self._coordinator.members[sender] = Member(report, losses, now)
@@ -262,7 +278,7 @@ class StepProtocol:
                 raise NotNow("another peer coordinates this stage")
             return self.directive
         self._lead(now)
-        return self._numbered(self._directive_for(sender, now))
+        return replace(self._directive_for(sender, now), number=next(self._numbers))
 
     def _check_ahead(self, sender: PeerId, report: ReplicaReport) -> None:
         """Refuse a replica that is two versions ahead of the rest: stages step together, unless this peer
@@ -291,8 +307,7 @@ class StepProtocol:
             p for p, member in stage.members.items() if self._timings.is_gone(member.seen_s, now=now)
         ]:
             self.lost(peer)
-        report = report_of(self._run.id, self._stage, self._local)
-        stage.members[self._me] = Member(report, self._losses(report), now)
+        stage.members[self._me] = Member(*self._report(), now)
         for member in list(stage.members.values()):
             self._learn(member.report.commits, member.report.generation)
         stage.decide()
@@ -307,10 +322,10 @@ class StepProtocol:
         for peer in stage.members:
             directive = self._directive_for(peer, now)
             if peer == self._me:
-                self.directive_came(self._numbered(directive), now=now)
-            elif directive != self._told.get(peer):
+                self.directive_came(replace(directive, number=next(self._numbers)), now=now)
+            elif is_news(directive, self._told.get(peer)):
                 self._told[peer] = directive
-                self._messages.append(Message(peer, self._numbered(directive)))
+                self._messages.append(Message(peer, replace(directive, number=next(self._numbers))))
 
     def _directive_for(self, peer: PeerId, now: float) -> Directive:
         return self._coordinator.directive_for(
@@ -319,10 +334,6 @@ class StepProtocol:
             behind_s=self.stuck_s(now=now),
             run_status=self.run_status,
         )
-
-    def _numbered(self, directive: Directive) -> Directive:
-        self._number += 1
-        return msgspec.structs.replace(directive, number=self._number)
 
     # -- a stage that cannot follow the run -------------------------------------------------------
 
@@ -341,10 +352,6 @@ class StepProtocol:
     def stuck_s(self, *, now: float) -> float:
         """For how long this stage has been unable to follow the run."""
         return 0.0 if self._behind_since is None else now - self._behind_since
-
-    def behind_s(self, *, now: float) -> float:
-        """The same, if this peer coordinates the stage; else 0."""
-        return self.stuck_s(now=now) if self.coordinates(self._stage, now=now) else 0.0
 
     # -- the run ----------------------------------------------------------------------------------
 
@@ -384,7 +391,7 @@ class StepProtocol:
         for summary in present.values():
             self._learn(summary.commits, summary.generation)
         losses = self._coordinator.losses
-        status = run.decide(losses, self._local)
+        status = run.decide(losses, self._local, lambda c: self.believes(c, self._agreed.generation))
         if status == self.run_status:
             return
         if status.commits != self.run_status.commits:
@@ -472,4 +479,30 @@ class StepProtocol:
 
     def _learn(self, commits: Sequence[Commit], generation: Generation) -> None:
         newest = self._coordinator.newest_version() if self._coordinator.present() else 0
-        self._agreed.learn(commits, generation, newest=max(newest, self._local.version))
+        believed = [commit for commit in commits if self.believes(commit, generation)]
+        self._agreed.learn(believed, generation, newest=max(newest, self._local.version))
+
+    # -- what proves a commit ---------------------------------------------------------------------
+
+    def believes(self, commit: Commit, generation: Generation) -> bool:
+        """Whether a commit is proven, as far as this replica can see; if not, it asks for what is lacking."""
+        if not self._proofs.needed or self._agreed.known(self._local).get(commit.t) == commit:
+            return True
+        there = {
+            stage: {r.peer: self._voice(stage).get(r.peer, 0) for r in records if r.state == "serving"}
+            for stage, records in self._peers.items()
+        }
+        step = self._local.steps.get(commit.t)
+        try:
+            lacking = self._proofs.lacking(commit, generation, there, step.prepared if step else None)
+        except Refused:
+            return False
+        if lacking and self._now - self._doubted_s >= self._timings.refresh_s:
+            self._doubted_s = self._now
+            self._actions.append(AskAbsent(commit.t, tuple(lacking)))
+        return not lacking
+
+    def excuse(self, t: int, peers: Iterable[PeerId]) -> None:
+        """Do without the word of peers on the commit of step `t`: they are away, or not that far."""
+        self._proofs.excuse(t, peers)
+        self._soon = True

@@ -114,6 +114,14 @@ class Retreat:
 
 
 @dataclass(frozen=True)
+class AskAbsent:
+    """Ask peers whether they are there, and as far as step `t`: a commit of it lacks their word."""
+
+    t: int
+    peers: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
 class AskWitnesses:
     """Ask the other stages how far the run is: a replica says that it is far ahead."""
 
@@ -130,15 +138,16 @@ Action = (
     | Retreat
     | AskWitnesses
     | AskLostStage
+    | AskAbsent
 )
 
 
 # -- the report ---------------------------------------------------------------------------------------
 
 
-def newest_commits(commits: Mapping[int, Commit]) -> tuple[Commit, ...]:
-    """The newest commits, ascending."""
-    return tuple(commits[t] for t in sorted(commits)[-COMMITS_KEPT:])
+def newest_commits(commits: Mapping[int, Commit], *, since: int = 0) -> tuple[Commit, ...]:
+    """The newest commits, ascending; of steps from `since` on."""
+    return tuple(commits[t] for t in sorted(commits)[-COMMITS_KEPT:] if t >= since)
 
 
 def step_report(step: ReplicaStep) -> StepReport:
@@ -157,8 +166,8 @@ def step_report(step: ReplicaStep) -> StepReport:
     )
 
 
-def report_of(run: str, stage: int, local: Local) -> ReplicaReport:
-    """What a replica reports of itself."""
+def report_of(run: str, stage: int, local: Local, *, since: int = 0) -> ReplicaReport:
+    """What a replica reports of itself. `since`: the version at which its coordinator has the stage."""
     return ReplicaReport(
         run=run,
         stage=stage,
@@ -167,7 +176,7 @@ def report_of(run: str, stage: int, local: Local) -> ReplicaReport:
         digest=local.digest,
         kind=local.kind,
         steps=tuple(step_report(local.steps[t]) for t in sorted(local.steps)),
-        commits=newest_commits(local.commits),
+        commits=newest_commits(local.commits, since=since),
         bandwidth_bps=local.bandwidth_bps,
     )
 
@@ -180,14 +189,16 @@ def losses_of(report: ReplicaReport, steps: Mapping[int, ReplicaStep]) -> list[l
 # -- the directive ------------------------------------------------------------------------------------
 
 
-def follow(me: PeerId, local: Local, directive: Directive, *, now: float) -> list[Action]:
+def follow(
+    me: PeerId, local: Local, directive: Directive, commits: Mapping[int, Commit], *, now: float
+) -> list[Action]:
     """What a directive asks for and is not done yet. Directives repeat: what is in progress is asked for
-    again.
+    again. `commits`: those that are believed.
     """
     if local.busy:
         return []
     same_generation = directive.generation == local.generation
-    commit = next((commit for commit in directive.commits if commit.t == local.version), None)
+    commit = commits.get(local.version)
     if same_generation and commit is not None:
         step = local.steps.get(local.version)
         if step is not None and step.state is StepState.PREPARED:

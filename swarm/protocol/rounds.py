@@ -24,7 +24,9 @@ import msgspec
 
 from swarm.ids import PeerId, Stage
 from swarm.protocol.ledger import Bitmap, everything, members_of
+from swarm.protocol.statements import Signature
 from swarm.protocol.voice import MIN_STEPS, heard, weight
+from swarm.records import Voucher
 
 NOTHING = Bitmap(0)
 NO_VOICE: Mapping[PeerId, int] = {}
@@ -34,6 +36,9 @@ STAR_AFTER = 3
 """Aborted rounds of one step after which the coordinator reduces everything itself: two replicas may be
 unable to reach each other while both reach it."""
 
+
+PROOFS = 2
+"""Replicas whose word a stage's norm needs, if there are as many."""
 
 FINISHES_LEAST_S = 1.0
 
@@ -49,6 +54,17 @@ class Prepared(msgspec.Struct, frozen=True):
     sqnorm: float
     """Squared 2-norm of the stage's summed gradient."""
     digest: str
+    signature: Signature = b""
+    """Of the replica that holds it; see `swarm.protocol.proofs`."""
+    voucher: Voucher | None = None
+    """What gives that replica voice."""
+
+
+class Proof(msgspec.Struct, frozen=True, array_like=True):
+    """A replica's signed result."""
+
+    peer: PeerId
+    prepared: Prepared
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -56,6 +72,8 @@ class Commit(msgspec.Struct, frozen=True):
 
     t: int
     total_sqnorm: float
+    proofs: tuple[tuple[Proof, ...], ...] = ()
+    """By stage, in runs whose replicas sign."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -93,6 +111,7 @@ class FetchResult(msgspec.Struct, frozen=True):
     ready: bool
     """Every replica holds it: the stage is prepared."""
     sqnorm: float
+    proofs: tuple[Proof, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +223,7 @@ def _fetch(
         sources=tuple(sources),
         ready=set(waited_for) <= set(sources),
         sqnorm=held[sources[0]].sqnorm,
+        proofs=tuple(Proof(peer, held[peer]) for peer in sources if held[peer].signature)[:PROOFS],
     )
 
 
@@ -326,6 +346,7 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Microbatches that no live replica has or computes (none once the stage is reducing)."""
     ready: bool = False
     sqnorm: float = 0.0
+    proofs: tuple[Proof, ...] = ()
     loss: float | None = None
     """Last stage, once covered: the mean over the M microbatches, added in their order."""
 
@@ -342,7 +363,9 @@ def decide_commit(
         return known[t]
     if len(summaries) < stages or not all(s.ready for s in summaries.values()):
         return None
-    return Commit(t, sum(summaries[stage].sqnorm for stage in range(stages)))
+    by_stage = [summaries[stage] for stage in range(stages)]
+    proofs = tuple(summary.proofs for summary in by_stage) if by_stage[0].proofs else ()
+    return Commit(t, sum(summary.sqnorm for summary in by_stage), proofs)
 
 
 def digest_majority(digests: Mapping[PeerId, str], voice: Mapping[PeerId, int] = NO_VOICE) -> str:

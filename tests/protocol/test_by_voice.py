@@ -14,6 +14,7 @@ from swarm.manifest import AdmissionSpec, audit_run
 from swarm.policy.backoff import Backoff
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Directive, ReplicaReport, StageSummary
+from swarm.protocol.proofs import signed_report
 from swarm.protocol.protocol import StepProtocol
 from swarm.protocol.replica import Local
 from swarm.protocol.rounds import (
@@ -56,6 +57,10 @@ def protocol_of(me: PeerId, *records: PeerRecord, stage: Stage = 1) -> StepProto
 
 def report(version: int = 0, *steps: StepReport, digest: str = "") -> ReplicaReport:
     return ReplicaReport(run=RUN.id, stage=1, version=version, steps=steps, digest=digest)
+
+
+def tell(this: StepProtocol, peer: PeerId, said: ReplicaReport) -> Directive:
+    return this.report(peer, signed_report(said, SimSigner(peer), None), [], now=NOW)
 
 
 def decided(voice: dict[PeerId, int], /, current: object = None, **reports: StepReport) -> object:
@@ -155,8 +160,8 @@ def led(*reports: tuple[PeerId, ReplicaReport]) -> Directive:
     """What ann, who coordinates, tells bob."""
     this = protocol_of("ann", record("ann", steps=60), record("bob", steps=40), record("liar"))
     for peer, said in reports:
-        this.report(peer, said, [], now=NOW)
-    return this.report("bob", report(digest="true"), [], now=NOW)
+        tell(this, peer, said)
+    return tell(this, "bob", report(digest="true"))
 
 
 def test_a_stranger_moves_no_stage_to_another_version_or_other_weights() -> None:
@@ -166,28 +171,28 @@ def test_a_stranger_moves_no_stage_to_another_version_or_other_weights() -> None
 
 def test_a_stranger_with_a_result_that_none_confirms_begins_again() -> None:
     this = protocol_of("ann", record("ann", steps=60), record("bob", steps=40), record("dan"))
-    this.report("bob", report(0, step(0b1100)), [], now=NOW)
-    told = this.report("dan", report(0, step(0b0011, held="r")), [], now=NOW)
+    tell(this, "bob", report(0, step(0b1100)))
+    told = tell(this, "dan", report(0, step(0b0011, held="r")))
     assert told.steps[0].begin_again and told.steps[0].plan is None
 
 
 def test_a_stranger_that_ended_the_running_round_first_keeps_its_result() -> None:
     this = protocol_of("ann", record("ann", steps=60), record("bob", steps=40), record("dan"))
-    this.report("bob", report(0, step(0b1100)), [], now=NOW)
-    told = this.report("dan", report(0, step(0b0011)), [], now=NOW)
+    tell(this, "bob", report(0, step(0b1100)))
+    told = tell(this, "dan", report(0, step(0b0011)))
     assert told.steps[0].plan is not None
-    told = this.report("dan", report(0, step(0b0011, held=told.steps[0].plan.round)), [], now=NOW)
+    told = tell(this, "dan", report(0, step(0b0011, held=told.steps[0].plan.round)))
     assert told.steps[0].plan is not None and not told.steps[0].begin_again
 
 
 def test_a_stranger_that_alone_ended_a_round_which_failed_for_the_others_begins_again() -> None:
     this = protocol_of("ann", record("ann", steps=60), record("bob", steps=40), record("dan"))
-    this.report("bob", report(0, step(0b1100)), [], now=NOW)
-    plan = this.report("dan", report(0, step(0b0011)), [], now=NOW).steps[0].plan
+    tell(this, "bob", report(0, step(0b1100)))
+    plan = tell(this, "dan", report(0, step(0b0011))).steps[0].plan
     assert plan is not None
     failed = msgspec.structs.replace(step(0b1100), failed_round=plan.round)
-    this.report("bob", report(0, failed), [], now=NOW)
-    told = this.report("dan", report(0, step(0b0011, held=plan.round)), [], now=NOW)
+    tell(this, "bob", report(0, failed))
+    told = tell(this, "dan", report(0, step(0b0011, held=plan.round)))
     assert told.steps[0].begin_again
 
 

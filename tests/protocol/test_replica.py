@@ -44,7 +44,7 @@ def prepared() -> ReplicaStep:
 
 def told(step: ReplicaStep, *steps: StepDirective, now: float = 0.0, **changes: object) -> list[Action]:
     directive = Directive(run="run", stage=0, coordinator="bob", version=0, steps=steps, **changes)  # type: ignore[arg-type]
-    return follow("me", local(step), directive, now=now)
+    return follow("me", local(step), directive, {c.t: c for c in directive.commits}, now=now)
 
 
 def test_each_order_is_an_action_of_its_own() -> None:
@@ -119,9 +119,9 @@ def test_a_sum_on_its_way_to_another_replica_counts_nowhere_and_follows_nothing(
 def test_a_busy_replica_follows_nothing_and_one_that_is_behind_catches_up() -> None:
     step = prepared()
     directive = Directive(run="run", stage=0, coordinator="bob", version=0, commits=(Commit(0, 1.0),))
-    assert follow("me", replace(local(step), busy=True), directive, now=0.0) == []
+    assert follow("me", replace(local(step), busy=True), directive, {}, now=0.0) == []
     ahead = Directive(run="run", stage=0, coordinator="bob", version=1)
-    assert follow("me", local(opened()), ahead, now=0.0) == [CatchUp(ahead)]
+    assert follow("me", local(opened()), ahead, {}, now=0.0) == [CatchUp(ahead)]
     other = Directive(run="run", stage=0, coordinator="bob", version=0, digest="x")
-    assert follow("me", replace(local(opened()), digest="y"), other, now=0.0) == [CatchUp(other)]
-    assert follow("me", replace(local(opened()), digest="x"), other, now=0.0) == []
+    assert follow("me", replace(local(opened()), digest="y"), other, {}, now=0.0) == [CatchUp(other)]
+    assert follow("me", replace(local(opened()), digest="x"), other, {}, now=0.0) == []

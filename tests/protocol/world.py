@@ -21,6 +21,7 @@ from swarm.protocol.replica import (
     Action,
     AllReduce,
     ApplyStep,
+    AskAbsent,
     AskLostStage,
     AskWitnesses,
     BeginAgain,
@@ -314,6 +315,9 @@ class World:
             for other in self.live():
                 if other.stage != replica.stage:
                     replica.protocol.witness(other.position)
+        elif isinstance(action, AskAbsent):
+            able = {p for p in action.peers if self._reaches(name, p) and self.replicas[p].joined}
+            replica.protocol.excuse(action.t, set(action.peers) - able)
         elif isinstance(action, AskLostStage):
             lost = action.generation.lost_stage
             there = [r for r in self.live() if r.joined and self._reaches(name, r.name) and r is not replica]
@@ -486,7 +490,7 @@ class World:
     def _restore(self, replica: Replica) -> None:
         run = replica.protocol.run_status.position
         goal, wait_s = plan_rollback(
-            replica.stage, self.run.S, run, self.saved, waited_s=replica.protocol.behind_s(now=self.now),
+            replica.stage, self.run.S, run, self.saved, waited_s=replica.protocol.stuck_s(now=self.now),
             checkpoint_every=self.run.checkpoint_every, steps=self.run.steps,
         )  # fmt: skip
         if wait_s > 0:
