@@ -258,7 +258,8 @@ class StepCoordination:
         """Ask peers whose word a commit lacks: one that is away, or not that far, cannot give it."""
         told = await ask_status(self._run, self._transport, peers)
         able = {peer for peer, s in told.items() if s.state == "serving" and s.version >= t}
-        self._step(lambda _: self.protocol.excuse(t, set(peers) - able))
+        self.protocol.belief.excuse(t, set(peers) - able)
+        self._core.report_trigger.urgent()  # the answer tells the commit again
 
     async def _ask_witnesses(self) -> None:
         """Ask replicas of the other stages for their positions: their coordinators may have slept as well."""

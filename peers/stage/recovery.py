@@ -27,6 +27,7 @@ from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.model.layout import initial_state
 from swarm.policy.backoff import Backoff
 from swarm.protocol.messages import Directive
+from swarm.protocol.proofs import proves
 from swarm.protocol.rollback import is_one_step, newest_start, plan_rollback
 from swarm.protocol.rounds import Commit
 from swarm.protocol.voice import heard
@@ -102,7 +103,7 @@ class Recovery:
             reduced, held, commit, source = await fetch_gradient(
                 core, self._transport, sources, step.t, "", voice=self.voice()
             )
-            if commit is None or not self._believes(commit):
+            if commit is None or not (self._believes(commit) and proves(commit, self._stage, held)):
                 return False
             step.audited = None
             await self._tied_weights.hold_fetched(step, reduced, held, limit_s=SHARED_S)

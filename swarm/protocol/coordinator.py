@@ -166,6 +166,10 @@ class StageCoordinator:
         """Remember the name of a round: a result of it may be true."""
         self._rounds.setdefault(t, set()).add(plan.round)
 
+    def knows(self, t: int, round_name: str) -> bool:
+        """Whether this peer has heard of a round before there was a result."""
+        return round_name in self._rounds.get(t, ())
+
     def _steps(self, t: int) -> dict[PeerId, StepReport]:
         """The reports on step `t`, by replica; without those of a result that may be made up."""
         reports = self._reported(t)
@@ -280,7 +284,7 @@ class StageCoordinator:
         )
 
 
-def is_news(directive: Directive, told: Directive | None) -> bool:
+def is_untold(directive: Directive, told: Directive | None) -> bool:
     """Whether a replica has to be told a directive. Commits that it has taken by now are no news."""
     if told is None or not set(directive.commits) <= set(told.commits):
         return True

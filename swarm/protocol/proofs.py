@@ -17,11 +17,12 @@ from swarm.errors import Refused, short
 from swarm.ids import Generation, PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.messages import ReplicaReport
-from swarm.protocol.rounds import PROOFS, Commit, Prepared, Proof
+from swarm.protocol.rounds import PROOFS, Commit, FetchResult, Prepared, Proof
 from swarm.protocol.statements import Signer, Statement, is_signed, sign
-from swarm.protocol.voice import heard, voice_of
-from swarm.records import Voucher
+from swarm.protocol.voice import Electorate, heard, voice_of
+from swarm.records import PeerRecord, Voucher
 
+KEPT_STEPS = 2
 ALIKE = 1e-6
 """Relative difference of two norms of one result: hosts add in another order."""
 
@@ -74,61 +75,82 @@ def _check_signed(
         raise Refused(f"peer {short(peer)} did not sign its result of step {t} of stage {stage}")
 
 
-class CommitCheck:
-    """Whether commits are proven, as one replica of `stage` sees it."""
+class Belief:
+    """What a replica of `stage` believes of results and commits, from what it sees of the directory."""
 
     def __init__(self, run: Run, stage: Stage, signer: Signer) -> None:
         self._run, self._stage, self._signer = run, stage, signer
-        self.needed = bool(run.admission.trainers or run.admission.founders)
-        """Else commits need no proof."""
+        self._electorate = Electorate(run, signer)
+        self.needs_proof = bool(run.admission.trainers or run.admission.founders)
+        """Else all words count alike."""
+        self._peers: Mapping[Stage, Sequence[PeerRecord]] = {}
+        self._version = 0
         self._excused: dict[int, set[PeerId]] = {}
+        self.lacking: dict[int, tuple[PeerId, ...]] = {}
+        """The peers whose word was lacking, by step, since this was last emptied."""
+
+    def observe(self, peers: Mapping[Stage, Sequence[PeerRecord]], version: int) -> None:
+        """Take in what the directory says, and where the run is."""
+        self._peers, self._version = peers, version
+
+    def voice(self, stage: Stage) -> Mapping[PeerId, int]:
+        """The peers with voice in a stage, and how much."""
+        return self._electorate.of(stage, self._peers.get(stage, ()), version=self._version)
 
     def excuse(self, t: int, peers: Iterable[PeerId]) -> None:
-        """Note the peers that cannot say anything about step `t`: they are away, or not that far."""
+        """Do without the word of peers on step `t`: they are away, or not that far."""
         self._excused.setdefault(t, set()).update(peers)
-        for old in [old for old in self._excused if old < t - PROOFS]:
+        for old in [old for old in self._excused if old < t - KEPT_STEPS]:
             del self._excused[old]
 
-    def lacking(
-        self,
-        commit: Commit,
-        generation: Generation,
-        there: Mapping[Stage, Mapping[PeerId, int]],
-        mine: Prepared | None,
-    ) -> list[PeerId]:
-        """The peers whose word a commit lacks; of none if it is proven.
+    def commit(self, commit: Commit, generation: Generation, mine: Prepared | None) -> bool:
+        """Whether a commit is proven. `mine`: the result that this replica holds of its step."""
+        try:
+            self.check_commit(commit, generation, mine)
+            lacking = [
+                peer
+                for stage, proofs in enumerate(commit.proofs)
+                for peer in self._silent(proofs, stage, commit.t)
+            ]
+        except Refused:
+            return False
+        return self._complete(commit.t, lacking)
 
-        `there`: the peers that serve each stage, with their voice; `mine`: the result of this replica.
+    def result(self, fetch: FetchResult, generation: Generation, t: int) -> bool:
+        """Whether a result that this replica did not take part in is what its stage found."""
+        try:
+            self._norm(fetch.proofs, generation, self._stage, t)
+            if fetch.proofs[0].prepared.round != fetch.round:
+                return False
+            return self._complete(t, self._silent(fetch.proofs, self._stage, t))
+        except Refused:
+            return False
+
+    def _complete(self, t: int, lacking: list[PeerId]) -> bool:
+        if lacking:
+            self.lacking[t] = tuple(lacking)
+        return not lacking
+
+    def check_commit(self, commit: Commit, generation: Generation, mine: Prepared | None) -> None:
+        """Check the signatures and norms of a commit.
 
         Raises:
             Refused: what proves it is false.
         """
-        t, lacking, total = commit.t, list[PeerId](), 0.0
+        t = commit.t
         if len(commit.proofs) != self._run.S:
             raise Refused(f"the commit of step {t} has proofs of {len(commit.proofs)} stages")
-        for stage, proofs in enumerate(commit.proofs):
-            total += self._norm(proofs, generation, stage, t, mine if stage == self._stage else None)
-            said = {proof.peer for proof in proofs}
-            serving = there.get(stage, {})
-            others = [peer for peer in heard(serving, serving) if peer not in said]
-            voiced = [p for p in proofs if serving.get(p.peer) or self._vouched(p, t)]
-            counting = voiced or ([] if any(serving.values()) else proofs)
-            unheard = [peer for peer in others if peer not in self._excused.get(t, ())]
-            if not counting:
-                raise Refused(
-                    f"no peer with voice proves the norm of stage {stage} in the commit of step {t}"
-                )
-            if len(counting) < PROOFS:
-                lacking += unheard
-        if total != commit.total_sqnorm and not (math.isnan(total) and math.isnan(commit.total_sqnorm)):
+        norms = [self._norm(proofs, generation, stage, t) for stage, proofs in enumerate(commit.proofs)]
+        if mine is not None and not _alike(mine.sqnorm, norms[self._stage]):
             raise Refused(
-                f"the commit of step {t} has the norm {commit.total_sqnorm}; its proofs add up to {total}"
+                f"the commit of step {t} says that stage {self._stage} has the squared norm "
+                f"{norms[self._stage]}; this replica's result has {mine.sqnorm}"
             )
-        return lacking
+        if sum(norms) != commit.total_sqnorm:
+            said = commit.total_sqnorm
+            raise Refused(f"the commit of step {t} has the norm {said}; its proofs add up to {sum(norms)}")
 
-    def _norm(
-        self, proofs: Sequence[Proof], generation: Generation, stage: Stage, t: int, mine: Prepared | None
-    ) -> float:
+    def _norm(self, proofs: Sequence[Proof], generation: Generation, stage: Stage, t: int) -> float:
         """The squared norm of a stage that all of its proofs state."""
         if not 1 <= len(proofs) <= PROOFS or len({proof.peer for proof in proofs}) < len(proofs):
             raise Refused(f"{len(proofs)} proofs of stage {stage} in the commit of step {t}")
@@ -137,16 +159,31 @@ class CommitCheck:
             _check_signed(self._signer, self._run.id, generation, stage, t, proof.peer, proof.prepared)
             if proof.prepared.round != first.round or not _alike(proof.prepared.sqnorm, first.sqnorm):
                 raise Refused(f"the proofs of stage {stage} in the commit of step {t} are not of one result")
-        if mine is not None and not _alike(mine.sqnorm, first.sqnorm):
-            raise Refused(
-                f"the commit of step {t} says that stage {stage} has the squared norm {first.sqnorm}; "
-                f"this replica's result has {mine.sqnorm}"
-            )
         return first.sqnorm
+
+    def _silent(self, proofs: Sequence[Proof], stage: Stage, t: int) -> list[PeerId]:
+        """The peers of a stage whose word is lacking: none, if enough have given theirs.
+
+        Raises:
+            Refused: no peer did whose word counts.
+        """
+        voice, serving = self.voice(stage), [r for r in self._peers.get(stage, ()) if r.state == "serving"]
+        counting = [p for p in proofs if voice.get(p.peer) or self._vouched(p, t)]
+        if not counting and any(record.peer in voice for record in serving):
+            raise Refused(f"no peer with voice proves the norm of stage {stage} in the commit of step {t}")
+        if len(counting or proofs) >= PROOFS:
+            return []
+        said = {proof.peer for proof in proofs} | self._excused.get(t, set())
+        return [peer for peer in heard((r.peer for r in serving), voice) if peer not in said]
 
     def _vouched(self, proof: Proof, t: int) -> bool:
         voucher = proof.prepared.voucher
         return voice_of(proof.peer, voucher, self._run, self._signer, version=t) > 0
+
+
+def proves(commit: Commit, stage: Stage, held: Prepared) -> bool:
+    """Whether a gradient is the one that a commit is about; commits without proofs are about any."""
+    return not commit.proofs or commit.proofs[stage][0].prepared.digest == held.digest
 
 
 def _alike(one: float, other: float) -> bool:

@@ -9,7 +9,7 @@ others say; and then sends and does what `ready` returns.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -20,9 +20,15 @@ from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.policy.backoff import Backoff
 from swarm.protocol.checks import check_report, check_summary
-from swarm.protocol.coordinator import Agreed, Member, RunCoordinator, StageCoordinator, Summarized, is_news
-from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary
-from swarm.protocol.proofs import CommitCheck, check_signed_report, signed_report
+from swarm.protocol.coordinator import Agreed, Member, RunCoordinator, StageCoordinator, Summarized, is_untold
+from swarm.protocol.messages import (
+    Directive,
+    ReplicaReport,
+    RunStatus,
+    StageSummary,
+    StepDirective,
+)
+from swarm.protocol.proofs import Belief, check_signed_report, signed_report
 from swarm.protocol.replica import (
     Action,
     AskAbsent,
@@ -39,7 +45,7 @@ from swarm.protocol.rollback import is_alone_ahead, is_disproved, is_followed
 from swarm.protocol.rounds import Commit, elect
 from swarm.protocol.statements import Signer
 from swarm.protocol.timings import ProtocolTimings
-from swarm.protocol.voice import Electorate, heard, weight
+from swarm.protocol.voice import heard, weight
 from swarm.records import PeerRecord
 
 MAX_BEHIND_S = 3600
@@ -89,8 +95,8 @@ class StepProtocol:
         self._run, self._stage, self._me, self._since_s = run, stage, me, since_s
         self._local, self._backoff, self._timings = local, backoff, timings
         self._peers: Mapping[Stage, Sequence[PeerRecord]] = {}
-        self._signer, self._electorate = signer, Electorate(run, signer)
-        self._proofs = CommitCheck(run, stage, signer)
+        self._signer = signer
+        self.belief = Belief(run, stage, signer)
         self._agreed = Agreed(local.generation)
         self._coordinator = StageCoordinator(run, stage, me, numel, self._agreed)
         self._run_coordinator = RunCoordinator(run, me, self._agreed)
@@ -100,7 +106,7 @@ class StepProtocol:
         self._checked_s = -math.inf
         self._witnessed = local.position
         """The furthest position that a replica of another stage reported."""
-        self._moved_s = self._asked_s = self._entered_s = self._doubted_s = self._now = -math.inf
+        self._moved_s = self._asked_s = self._entered_s = self._doubted_s = -math.inf
         """When this replica last took a step or loaded a state, asked a lost stage, entered a generation."""
         self.directive: Directive | None = None
         """The last directive that was followed."""
@@ -116,8 +122,9 @@ class StepProtocol:
         """Take in this replica's state, and what the directory says of its stage and of stage 0."""
         if local.position != self._local.position:
             self._moved_s = now
-        self._local, self._peers, self._now = local, peers, now
-        voice = self._voice(self._stage)
+        self._local, self._peers = local, peers
+        self.belief.observe(peers, max(local.version, self.run_status.version))
+        voice = self.belief.voice(self._stage)
         # Before a stage is restored, strangers are asked as well: perhaps one of them has its state.
         self._coordinator.voice = {} if self.stuck_s(now=now) > self._timings.lost_s else voice
         restore_s = self._timings.lost_s + (self._timings.check_s if voice else 0.0)
@@ -137,6 +144,10 @@ class StepProtocol:
 
     def ready(self, *, now: float) -> Ready:
         """What is to be done about all that came in; each message and action is returned once."""
+        if self.belief.lacking and now - self._doubted_s >= self._timings.refresh_s:
+            self._doubted_s = now
+            self._actions += [AskAbsent(t, peers) for t, peers in self.belief.lacking.items()]
+        self.belief.lacking.clear()
         wake_at = now if self._soon else self._spoke_s + self._timings.refresh_s
         ready = Ready(self._messages, self._actions, wake_at)
         self._messages, self._actions, self._soon = [], [], False
@@ -154,15 +165,11 @@ class StepProtocol:
             if self._local.joined and not (self._local.leaving and serving):
                 serving.add(self._me)
         there = [p for p in serving if p == self._me or not self._backoff.in_backoff(p, now=now)]
-        return elect({peer: since_s.get(peer, math.inf) for peer in there}, self._voice(stage))
+        return elect({peer: since_s.get(peer, math.inf) for peer in there}, self.belief.voice(stage))
 
     def coordinates(self, stage: Stage, *, now: float) -> bool:
         """Whether this peer is the coordinator of `stage`."""
         return self.coordinator(stage, now=now) == self._me
-
-    def _voice(self, stage: Stage) -> Mapping[PeerId, int]:
-        version = max(self._local.version, self.run_status.version)
-        return self._electorate.of(stage, self._peers.get(stage, ()), version=version)
 
     # -- speaking ---------------------------------------------------------------------------------
 
@@ -185,7 +192,7 @@ class StepProtocol:
         """This replica's report, and the losses that go with it."""
         report = report_of(self._run.id, self._stage, self._local, since=since)
         losses = losses_of(report, self._local.steps) if self._stage == self._run.S - 1 else []
-        if self._proofs.needed:
+        if self.belief.needs_proof:
             own = next((r for r in self._peers.get(self._stage, ()) if r.peer == self._me), None)
             report = signed_report(report, self._signer, own.voucher if own else None)
         return report, losses
@@ -224,6 +231,9 @@ class StepProtocol:
             return  # overtaken by a newer one
         if not self._follows(directive.generation, now):
             return
+        if directive.coordinator != self._me:
+            steps = tuple(step for step in directive.steps if self._may_follow(step, directive.generation))
+            directive = replace(directive, steps=steps)
         self.directive = directive
         for step in directive.steps:
             if step.plan is not None:
@@ -267,7 +277,7 @@ class StepProtocol:
         if report.say_leaving:
             self.lost(sender)
             raise NotNow("goodbye")
-        if self._proofs.needed:
+        if self.belief.needs_proof:
             check_signed_report(report, sender, self._signer)
         self._check_ahead(sender, report)
         self._backoff.answered(sender)
@@ -323,7 +333,7 @@ class StepProtocol:
             directive = self._directive_for(peer, now)
             if peer == self._me:
                 self.directive_came(replace(directive, number=next(self._numbers)), now=now)
-            elif is_news(directive, self._told.get(peer)):
+            elif is_untold(directive, self._told.get(peer)):
                 self._told[peer] = directive
                 self._messages.append(Message(peer, replace(directive, number=next(self._numbers))))
 
@@ -368,7 +378,7 @@ class StepProtocol:
         """
         if self.coordinates(0, now=now):
             check_summary(summary, self._run)
-            voice, known = self._voice(summary.stage), self._run_coordinator.stages.get(summary.stage)
+            voice, known = self.belief.voice(summary.stage), self._run_coordinator.stages.get(summary.stage)
             overruled = (
                 known is not None
                 and now - known.seen_s < 1.5 * self._timings.refresh_s
@@ -482,27 +492,16 @@ class StepProtocol:
         believed = [commit for commit in commits if self.believes(commit, generation)]
         self._agreed.learn(believed, generation, newest=max(newest, self._local.version))
 
-    # -- what proves a commit ---------------------------------------------------------------------
-
     def believes(self, commit: Commit, generation: Generation) -> bool:
         """Whether a commit is proven, as far as this replica can see; if not, it asks for what is lacking."""
-        if not self._proofs.needed or self._agreed.known(self._local).get(commit.t) == commit:
+        if not self.belief.needs_proof or self._agreed.known(self._local).get(commit.t) == commit:
             return True
-        there = {
-            stage: {r.peer: self._voice(stage).get(r.peer, 0) for r in records if r.state == "serving"}
-            for stage, records in self._peers.items()
-        }
         step = self._local.steps.get(commit.t)
-        try:
-            lacking = self._proofs.lacking(commit, generation, there, step.prepared if step else None)
-        except Refused:
-            return False
-        if lacking and self._now - self._doubted_s >= self._timings.refresh_s:
-            self._doubted_s = self._now
-            self._actions.append(AskAbsent(commit.t, tuple(lacking)))
-        return not lacking
+        return self.belief.commit(commit, generation, step.prepared if step else None)
 
-    def excuse(self, t: int, peers: Iterable[PeerId]) -> None:
-        """Do without the word of peers on the commit of step `t`: they are away, or not that far."""
-        self._proofs.excuse(t, peers)
-        self._soon = True
+    def _may_follow(self, step: StepDirective, generation: Generation) -> bool:
+        """Whether a coordinator may ask for that: a result that it alone knows of may be made up."""
+        if step.fetch is None or not self.belief.needs_proof:
+            return True
+        heard_of = self._coordinator.knows(step.t, step.fetch.round)
+        return heard_of or self.belief.result(step.fetch, generation, step.t)

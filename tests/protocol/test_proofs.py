@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -11,16 +11,17 @@ import pytest
 from peers.sim.network import SimSigner
 from swarm.errors import Refused
 from swarm.ids import Generation, PeerId, Stage
-from swarm.protocol.ledger import Ledger
-from swarm.protocol.messages import Directive
-from swarm.protocol.proofs import CommitCheck, signed_report
-from swarm.protocol.replica import ApplyStep, AskAbsent, Local, report_of
-from swarm.protocol.rounds import Commit, Prepared, Proof, StepReport
+from swarm.protocol.ledger import Bitmap, Ledger
+from swarm.protocol.messages import Directive, StepDirective
+from swarm.protocol.proofs import Belief, proves, signed_report
+from swarm.protocol.replica import ApplyStep, AskAbsent, Fetch, Local, report_of
+from swarm.protocol.rounds import Commit, FetchResult, Plan, Prepared, Proof, StepReport
+from swarm.records import PeerRecord
 from tests.protocol.test_by_voice import NOW, RUN, TRAINER, protocol_of, record, report, tell
 from tests.protocol.world import Step
 
 GENERATION = Generation()
-THERE = {0: {"zoe": 40}, 1: {"ann": 40, "bob": 40}}
+THERE = [record("zoe", 0, steps=40), record("ann", steps=40), record("bob", steps=40)]
 NOT_SIGNED = "did not sign its result of step 0 of stage"
 
 
@@ -41,28 +42,36 @@ def commit(*stages: Sequence[Proof], total: float | None = None) -> Commit:
     return Commit(0, norms if total is None else total, tuple(map(tuple, stages)))
 
 
-def lacking(
-    said: Commit, *, there: Mapping[Stage, Mapping[PeerId, int]] = THERE, mine: Prepared | None = None
-) -> list[PeerId]:
-    return CommitCheck(RUN, 1, SimSigner("ann")).lacking(said, GENERATION, there, mine)
+def belief(*records: PeerRecord) -> Belief:
+    this = Belief(RUN, 1, SimSigner("ann"))
+    this.observe({s: [r for r in records if r.stage == s] for s in (0, 1)}, 0)
+    return this
+
+
+def lacking(said: Commit, *records: PeerRecord, mine: Prepared | None = None) -> tuple[PeerId, ...] | None:
+    """Whose word a commit lacks; None: it is false."""
+    this = belief(*(records or THERE))
+    believed = this.commit(said, GENERATION, mine)
+    return this.lacking.get(0) if this.lacking else () if believed else None
 
 
 ZOE, ANN, BOB = proof("zoe", 0), proof("ann", 1), proof("bob", 1)
 
 
 def test_the_word_of_two_peers_of_each_stage_proves_a_commit_or_of_the_only_one() -> None:
-    assert lacking(commit([ZOE], [ANN, BOB])) == []
-    assert lacking(commit([ZOE], [ANN])) == ["bob"]
-    assert lacking(commit([ZOE], [ANN]), there={0: {"zoe": 40}, 1: {"ann": 40}}) == []
+    assert lacking(commit([ZOE], [ANN, BOB])) == ()
+    assert lacking(commit([ZOE], [ANN])) == ("bob",)
+    assert lacking(commit([ZOE], [ANN]), *THERE[:2]) == ()
+    assert lacking(commit([ZOE], [ANN]), *THERE[:2], record("cid")) == (), "cid has no voice"
 
 
 def test_where_none_has_voice_two_of_all_are_heard() -> None:
-    assert lacking(commit([ZOE], [ANN]), there={0: {}, 1: {"ann": 0, "cid": 0}}) == ["cid"]
+    assert lacking(commit([ZOE], [ANN]), record("ann"), record("cid")) == ("cid",)
 
 
 def test_a_peer_of_which_the_directory_says_nothing_is_heard_by_its_voucher() -> None:
     new = proof("new", 1, steps=30)
-    assert lacking(commit([ZOE], [ANN, new])) == []
+    assert lacking(commit([ZOE], [ANN, new])) == ()
 
 
 @pytest.mark.parametrize(
@@ -83,16 +92,22 @@ def test_a_peer_of_which_the_directory_says_nothing_is_heard_by_its_voucher() ->
     ],
 )  # fmt: skip
 def test_what_proves_nothing_is_refused(said: Commit, why: str) -> None:
+    assert lacking(said) is None
     with pytest.raises(Refused, match=why):
-        lacking(said)
+        this = belief(*THERE)
+        this.check_commit(said, GENERATION, None)
+        for stage, proofs in enumerate(said.proofs):
+            this._silent(proofs, stage, 0)  # pyright: ignore[reportPrivateUsage]
 
 
 def test_two_peers_with_voice_do_not_change_the_norm_of_a_stage_that_knows_better() -> None:
     said = commit([ZOE], [proof("ann", 1, norm=1e30), proof("bob", 1, norm=1e30)])
-    assert lacking(said) == []
+    assert lacking(said) == ()
+    mine = Prepared("r", 1.0, "d")
+    assert lacking(said, mine=mine) is None
     with pytest.raises(Refused, match=r"stage 1 has the squared norm 1e\+30; this replica's result has 1.0"):
-        lacking(said, mine=Prepared("r", 1.0, "d"))
-    assert lacking(commit([ZOE], [ANN, BOB]), mine=Prepared("r", 1.0 + 1e-9, "d")) == []
+        belief(*THERE).check_commit(said, GENERATION, mine)
+    assert lacking(commit([ZOE], [ANN, BOB]), mine=Prepared("r", 1.0 + 1e-9, "d")) == ()
 
 
 # --- a replica ---
@@ -120,7 +135,7 @@ def actions_of(directive: Directive, step: Step, *, excused: Sequence[PeerId] = 
     this = protocol_of("bob", *records)
     local = Local(generation=GENERATION, version=0, steps={0: step}, commits={})
     this.observe(local, {s: [r for r in records if r.stage == s] for s in (0, 1)}, now=NOW)
-    this.excuse(0, excused)
+    this.belief.excuse(0, excused)
     this.hear_directive("ann", directive, now=NOW)
     return list(this.ready(now=NOW).actions)
 
@@ -155,10 +170,10 @@ def test_a_coordinator_refuses_a_result_that_its_sender_did_not_sign() -> None:
 
 
 def test_a_run_that_names_no_trainers_signs_nothing() -> None:
-    assert CommitCheck(RUN, 1, SimSigner("ann")).needed
+    assert belief().needs_proof
     from tests.protocol.test_coordinating import RUN as CLOSED
 
-    assert not CommitCheck(CLOSED, 1, SimSigner("ann")).needed
+    assert not Belief(CLOSED, 1, SimSigner("ann")).needs_proof
 
 
 def test_a_report_leaves_out_the_commits_that_its_coordinator_knows() -> None:
@@ -166,3 +181,44 @@ def test_a_report_leaves_out_the_commits_that_its_coordinator_knows() -> None:
     assert [c.t for c in report_of(RUN.id, 1, local).commits] == [0, 1, 2]
     assert [c.t for c in report_of(RUN.id, 1, local, since=2).commits] == [2]
     assert TRAINER in RUN.admission.trainers
+
+
+# --- a result that others found ---
+
+
+def fetches(*proofs: Proof, round: str = "r", heard_of: bool = False) -> bool:
+    """Whether bob fetches a result that ann tells of."""
+    records = [record("ann", steps=60), record("bob", steps=40), record("cid", steps=40)]
+    this = protocol_of("bob", *records)
+    step = Step(0, Ledger(0, RUN.M))
+    local = Local(generation=GENERATION, version=0, steps={0: step}, commits={})
+    this.observe(local, {1: records}, now=NOW)
+    if heard_of:
+        plan = Plan(round, 0, ("ann", "bob"), (Bitmap(1), Bitmap(14)), (4, 4))
+        this.directive_came(ann_says(StepDirective(t=0, plan=plan)), now=NOW)
+    fetch = FetchResult(round, ("ann",), ready=False, sqnorm=1.0, proofs=proofs)
+    this.directive_came(ann_says(StepDirective(t=0, fetch=fetch)), now=NOW)
+    return any(isinstance(action, Fetch) for action in this.ready(now=NOW).actions)
+
+
+def ann_says(step: StepDirective) -> Directive:
+    return Directive(run=RUN.id, stage=1, coordinator="ann", number=1, version=0, steps=(step,))
+
+
+def test_a_result_of_a_round_that_never_was_is_not_fetched_on_one_word() -> None:
+    assert not fetches()
+    assert not fetches(ANN)
+    assert not fetches(ANN, proof("liar", 1))
+    assert not fetches(ANN, proof("cid", 1, by="ann"))
+    assert not fetches(proof("ann", 1, round="s"), proof("cid", 1, round="s"))
+    assert fetches(ANN, proof("cid", 1))
+
+
+def test_a_result_of_a_round_that_the_replica_heard_of_is_fetched_from_one() -> None:
+    assert fetches(ANN, heard_of=True)
+
+
+def test_a_gradient_is_taken_with_the_commit_that_is_about_it() -> None:
+    said = commit([ZOE], [ANN, BOB])
+    assert proves(said, 1, Prepared("r", 1.0, "d")) and not proves(said, 1, Prepared("r", 1.0, "e"))
+    assert proves(Commit(0, 2.0), 1, Prepared("r", 1.0, "e"))
