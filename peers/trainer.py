@@ -391,7 +391,8 @@ class Trainer:
                 peer = last if last in heard_first else heard_first[0]
                 if peer != last:
                     seen, last = -1, peer
-                question = pack(Watch(run=self._run.id, seen=seen))
+                watch = Watch(run=self._run.id, seen=seen, generation=self._generation, version=self._version)
+                question = pack(watch)
                 answer = await self._transport.call(
                     peer, "watch", question, max_answer_bytes=MAX_LONG_BYTES, deadline_s=WATCH_S
                 )

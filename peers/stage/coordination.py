@@ -255,9 +255,13 @@ class StepCoordination:
         self._step(lambda now: self.protocol.lost_stage_told(claimed, told, voice, now=now))
 
     async def _ask_absent(self, t: int, peers: Sequence[PeerId]) -> None:
-        """Ask peers whose word a commit lacks: one that is away, or not that far, cannot give it."""
+        """Ask peers whose word is lacking: those that are away, or have nothing of the step, give none."""
         told = await ask_status(self._run, self._transport, peers)
-        able = {peer for peer, s in told.items() if s.state == "serving" and s.version >= t}
+        able = {
+            peer
+            for peer, status in told.items()
+            if status.state == "serving" and status.version >= t and (status.done or status.inflight)
+        }
         self.protocol.belief.excuse(t, set(peers) - able)
         self._core.report_trigger.urgent()  # the answer tells the commit again
 
@@ -354,6 +358,8 @@ class StepCoordination:
     async def _serve_watch(self, request: Request) -> Answer:
         watch = unpack(request.header, Watch)
         check_run(watch.run, self._run.id)
+        if request.peer in self._run.admission.trainers:
+            self.protocol.trained = max(self.protocol.trained, watch.position)
         self._watchers.pop(request.peer, None)
         self._watchers[request.peer] = now_s()
         if len(self._watchers) > MAX_WATCHERS:

@@ -182,15 +182,25 @@ class StageCoordinator:
     def _may_be_made_up(self, peer: PeerId, t: int, reports: Mapping[PeerId, StepReport]) -> bool:
         """Whether a replica alone has the result of a round that no other took part in, or this peer heard
         of. An honest one loses little: it takes part in another round.
+
+        Where replicas have voice, it has to take part in one with each other that has voice and microbatches
+        of the step: those would take no result on one word that does not hold what they computed.
         """
         prepared = reports[peer].prepared
-        if prepared is None or peer == self._me or prepared.round in self._rounds.get(t, ()):
+        if prepared is None:
             return False
-        others = (step for other, step in reports.items() if other != peer)
-        return not any(
+        others = {other: step for other, step in reports.items() if other != peer}
+        if any(
             prepared.round in (step.frozen_for, step.failed_round, step.prepared and step.prepared.round)
-            for step in others
-        )
+            for step in others.values()
+        ):
+            return False
+        if self.voice:
+            plan = self._plans.get(t)
+            members = plan.members if plan is not None and plan.round == prepared.round else ()
+            apart = [others[other] for other in others if other in self.voice and other not in members]
+            return peer in self.voice and any(step.done or step.in_progress for step in apart)
+        return peer != self._me and not self.knows(t, prepared.round)
 
     def _alone_with_a_result(self, steps: Mapping[PeerId, StepReport], decision: Decision) -> set[PeerId]:
         """The replicas without voice whose result no other confirms, and whose round is over: its sums are

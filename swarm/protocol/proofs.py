@@ -98,7 +98,7 @@ class Belief:
         return self._electorate.of(stage, self._peers.get(stage, ()), version=self._version)
 
     def excuse(self, t: int, peers: Iterable[PeerId]) -> None:
-        """Do without the word of peers on step `t`: they are away, or not that far."""
+        """Do without the word of peers on step `t`: they are away, not that far, or have nothing of it."""
         self._excused.setdefault(t, set()).update(peers)
         for old in [old for old in self._excused if old < t - KEPT_STEPS]:
             del self._excused[old]
@@ -116,11 +116,15 @@ class Belief:
             return False
         return self._complete(commit.t, lacking)
 
-    def result(self, fetch: FetchResult, generation: Generation, t: int) -> bool:
-        """Whether a result that this replica did not take part in is what its stage found."""
+    def result(self, fetch: FetchResult, generation: Generation, t: int, *, idle: bool) -> bool:
+        """Whether a result that this replica did not take part in is what its stage found.
+
+        Two peers say so; or one, while this replica is `idle`, and so are the others with voice: they have
+        nothing of the step, and computed nothing that would be missing in it.
+        """
         try:
             self._norm(fetch.proofs, generation, self._stage, t)
-            if fetch.proofs[0].prepared.round != fetch.round:
+            if fetch.proofs[0].prepared.round != fetch.round or not (idle or len(fetch.proofs) >= PROOFS):
                 return False
             return self._complete(t, self._silent(fetch.proofs, self._stage, t))
         except Refused:
@@ -173,7 +177,7 @@ class Belief:
             raise Refused(f"no peer with voice proves the norm of stage {stage} in the commit of step {t}")
         if len(counting or proofs) >= PROOFS:
             return []
-        said = {proof.peer for proof in proofs} | self._excused.get(t, set())
+        said = {proof.peer for proof in proofs} | self._excused.get(t, set()) | {self._signer.peer_id}
         return [peer for peer in heard((r.peer for r in serving), voice) if peer not in said]
 
     def _vouched(self, proof: Proof, t: int) -> bool:

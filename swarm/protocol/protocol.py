@@ -106,6 +106,9 @@ class StepProtocol:
         self._checked_s = -math.inf
         self._witnessed = local.position
         """The furthest position that a replica of another stage reported."""
+        self.trained = Position()
+        """The furthest position that a trainer named in the manifest knows the run to have come to: a stage
+        whose replicas with voice are all new may not know it."""
         self._moved_s = self._asked_s = self._entered_s = self._doubted_s = -math.inf
         """When this replica last took a step or loaded a state, asked a lost stage, entered a generation."""
         self.directive: Directive | None = None
@@ -350,7 +353,8 @@ class StepProtocol:
     def _check_behind(self, now: float) -> None:
         """Notice that the run has gone on without this stage: no replica has what the others have taken."""
         newest = self._coordinator.newest_version()
-        behind = self.run_status.generation == self._agreed.generation and self.run_status.version > newest
+        known = (self.run_status.position, self.trained)
+        behind = any(at.generation == self._agreed.generation and at.version > newest for at in known)
         # A prepared replica waits for its commit. The run is past it: if no replica here was told, the commit
         # is lost.
         follows = self._coordinator.holds(newest) and newest in self._agreed.known(self._local)
@@ -503,5 +507,7 @@ class StepProtocol:
         """Whether a coordinator may ask for that: a result that it alone knows of may be made up."""
         if step.fetch is None or not self.belief.needs_proof:
             return True
+        mine = self._local.steps.get(step.t)
+        idle = mine is None or not (mine.ledger.done or mine.ledger.in_progress)
         heard_of = self._coordinator.knows(step.t, step.fetch.round)
-        return heard_of or self.belief.result(step.fetch, generation, step.t)
+        return heard_of or self.belief.result(step.fetch, generation, step.t, idle=idle)

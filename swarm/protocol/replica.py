@@ -115,7 +115,7 @@ class Retreat:
 
 @dataclass(frozen=True)
 class AskAbsent:
-    """Ask peers whether they are there, and as far as step `t`: a commit of it lacks their word."""
+    """Ask peers whether they are there, and have anything of step `t`: their word on it is lacking."""
 
     t: int
     peers: tuple[PeerId, ...]

@@ -160,10 +160,14 @@ class ProbeLine(msgspec.Struct, frozen=True, kw_only=True):
     run: str
 
 
-class Watch(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that is answered when the run's status differs from revision `seen`, or after a second."""
+class Watch(Positioned, frozen=True, kw_only=True):
+    """A request that is answered when the run's status differs from revision `seen`, or after a second.
+
+    The position is where the trainer knows the run to be.
+    """
 
     run: str
+    version: int = 0
     seen: int = -1
 
 

@@ -201,3 +201,12 @@ def test_a_plan_of_strangers_alone_gives_way_to_one_with_a_member_that_is_heard(
     assert isinstance(alone, Reduce) and alone.plan.members == ("dan",)
     after = decided(VOICE, alone.plan, dan=step(ALL, held=alone.plan.round), ann=step())
     assert isinstance(after, Reduce) and after.plan.members == ("ann", "dan")
+
+
+def test_a_result_of_one_with_voice_is_none_while_another_has_microbatches_that_it_may_lack() -> None:
+    """Attack 5 by a peer that has worked for it."""
+    this = protocol_of("ann", record("ann", steps=60), record("bob", steps=40), record("cid", steps=40))
+    assert tell(this, "cid", report(0, step(0b0011, held="made-up"))).steps[0].fetch is not None
+    tell(this, "bob", report(0, step(in_progress=0b1000)))
+    told = tell(this, "cid", report(0, step(0b0011, held="made-up")))
+    assert told.steps[0].begin_again and told.steps[0].fetch is None

@@ -77,6 +77,10 @@ class Replica:
     dead: bool = False
     protocol: StepProtocol = field(init=False)
 
+    def sums(self, t: int) -> bool:
+        """Whether it has microbatches of a step."""
+        return t in self.steps and bool(self.steps[t].ledger.done or self.steps[t].ledger.in_progress)
+
     def local(self) -> Local:
         return Local(
             generation=self.position.generation, version=self.position.version, steps=self.steps,
@@ -316,7 +320,7 @@ class World:
                 if other.stage != replica.stage:
                     replica.protocol.witness(other.position)
         elif isinstance(action, AskAbsent):
-            able = {p for p in action.peers if self._reaches(name, p) and self.replicas[p].joined}
+            able = {p for p in action.peers if self._reaches(name, p) and self.replicas[p].sums(action.t)}
             replica.protocol.belief.excuse(action.t, set(action.peers) - able)
         elif isinstance(action, AskLostStage):
             lost = action.generation.lost_stage
