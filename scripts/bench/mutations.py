@@ -89,6 +89,7 @@ VOICE = "swarm/protocol/voice.py"
 DATA = "swarm/data.py"
 DATASET = "peers/storage/dataset.py"
 MERKLE = "swarm/merkle.py"
+PROOFS = "swarm/protocol/proofs.py"
 GIVER = "peers/vouching/giver.py"
 TICKETS = "peers/vouching/tickets.py"
 OWN_VOUCHER = "peers/vouching/own.py"
@@ -491,6 +492,102 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_attack",),
     ),
     Mutation(
+        "take-a-step-that-is-not-proven",
+        PROTOCOL,
+        "return self.belief.commit(commit, generation, step.prepared if step else None)",
+        "return True",
+        "One peer ends all others with an infinite norm.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "commit-what-is-not-proven",
+        COORDINATOR,
+        "if commit is not None and believes(commit):",
+        "if commit is not None:",
+        "The run coordinator takes a step with a norm that a stage made up.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "one-word-proves-a-norm",
+        PROOFS,
+        "if len(counting or proofs) >= PROOFS:",
+        "if len(counting or proofs) >= 1:",
+        "One replica makes the norm of its stage up.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "the-word-of-strangers-proves-a-norm",
+        PROOFS,
+        "if not counting and any(record.peer in voice for record in serving):",
+        "if False:",
+        "Identities that never worked prove a norm to each other.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "believe-any-signature",
+        PROOFS,
+        "if not is_signed(signer, peer, run, statement, prepared.signature):",
+        "if False:",
+        "A peer signs in the name of another.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "take-in-what-is-not-signed",
+        PROTOCOL,
+        "            check_signed_report(report, sender, self._signer)",
+        "            pass",
+        "A result is passed on that its replica can deny.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "do-not-add-up-the-norms",
+        PROOFS,
+        "if sum(norms) != commit.total_sqnorm:",
+        "if False:",
+        "The norm of a commit is another than its proofs say.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "do-not-compare-the-own-norm",
+        PROOFS,
+        "if mine is not None and not _alike(mine.sqnorm, norms[self._stage]):",
+        "if False:",
+        "Two peers of a stage make its norm up for those that know better.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "fetch-on-one-word",
+        PROTOCOL,
+        "return heard_of or self.belief.result(step.fetch, generation, step.t, idle=idle)",
+        "return True",
+        "The vector of one peer is the gradient of all.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "gradient-of-another-commit",
+        PROOFS,
+        "return not commit.proofs or commit.proofs[stage][0].prepared.digest == held.digest",
+        "return True",
+        "A replica that is a step behind takes any gradient.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "believe-in-a-lone-result-by-voice",
+        COORDINATOR,
+        "return peer in self.voice and any(step.done or step.in_progress for step in apart)",
+        "return False",
+        "A result is the one of the stage that lacks what others computed.",
+        ("test_attack",),
+    ),
+    Mutation(
+        "a-stage-of-newcomers-knows-no-trainer",
+        PROTOCOL,
+        "known = (self.run_status.position, self.trained)",
+        "known = (self.run_status.position,)",
+        "A stage whose replicas with voice are new waits for ever at version 0.",
+        ("test_attack",),
+    ),
+    Mutation(
         "keep-a-plan-that-changed",
         ROUNDS,
         "report.done == ledgers.get(peer, 0) for",
@@ -549,8 +646,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "norm-of-one-stage",
         ROUNDS,
-        "summaries[stage].sqnorm for stage in range(stages))",
-        "summaries[stage].sqnorm for stage in range(1))",
+        "sum(summary.sqnorm for summary in by_stage)",
+        "by_stage[0].sqnorm",
         "Gradients are clipped by the norm of stage 0 alone.",
         SWARMS,
     ),
@@ -566,8 +663,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "believe-in-a-round-that-never-was",
         COORDINATOR,
-        "        if prepared is None or peer == self._me or prepared.round in self._rounds.get(t, ()):\n",
-        "        if True:\n",
+        "return peer != self._me and not self.knows(t, prepared.round)",
+        "return False",
         "A stranger's vector is the gradient of the stage.",
         ("test_attack",),
     ),

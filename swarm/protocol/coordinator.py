@@ -45,6 +45,8 @@ REALIGN_STEPS = 100
 then take the same bits."""
 LOSSES_KEPT = 64
 MAX_SOURCES = 64
+ALONE_S = 20.0
+"""How long a round may go on for the others after a replica without voice has its result."""
 """Replicas that are named as the source of something."""
 
 
@@ -110,6 +112,8 @@ class StageCoordinator:
         self._rounds: dict[int, set[str]] = {}
         """Names of all rounds of a step that this peer has heard of, as a coordinator or a replica."""
         self._decisions: dict[int, Decision] = {}
+        self._alone_since: dict[tuple[PeerId, str], float] = {}
+        """Since when a replica alone has had the result of a round."""
         self._left_out: dict[int, set[PeerId]] = {}
         """Replicas that a decision leaves out, since their result of the step may be made up."""
         self._doubled: dict[int, dict[PeerId, int]] = {}
@@ -183,38 +187,42 @@ class StageCoordinator:
         """Whether a replica alone has the result of a round that no other took part in, or this peer heard
         of. An honest one loses little: it takes part in another round.
 
-        Where replicas have voice, it has to take part in one with each other that has voice and microbatches
-        of the step: those would take no result on one word that does not hold what they computed.
+        Where results are signed, it has to take part in one with each other that is heard and has
+        microbatches of the step: those would take no result on one word that may lack what they computed.
         """
         prepared = reports[peer].prepared
         if prepared is None:
             return False
-        others = {other: step for other, step in reports.items() if other != peer}
+        speaking = heard(reports, self.voice)
+        others = {other: reports[other] for other in speaking if other != peer}
         if any(
             prepared.round in (step.frozen_for, step.failed_round, step.prepared and step.prepared.round)
             for step in others.values()
         ):
             return False
-        if self.voice:
+        if prepared.signature:
             plan = self._plans.get(t)
             members = plan.members if plan is not None and plan.round == prepared.round else ()
-            apart = [others[other] for other in others if other in self.voice and other not in members]
-            return peer in self.voice and any(step.done or step.in_progress for step in apart)
+            apart = [step for other, step in others.items() if other not in members]
+            return peer in speaking and any(step.done or step.in_progress for step in apart)
         return peer != self._me and not self.knows(t, prepared.round)
 
     def _alone_with_a_result(self, steps: Mapping[PeerId, StepReport], decision: Decision) -> set[PeerId]:
         """The replicas without voice whose result no other confirms, and whose round is over: its sums are
-        in another one, or open again.
+        in another one, or open again; or it has lasted for `ALONE_S` since.
         """
         if isinstance(decision, FetchResult):
             return set()  # they are told to fetch that
         running = decision.plan.round if isinstance(decision, Reduce) else ""
-        held = held_by_word(steps, self.voice)
-        return {
-            peer
+        confirmed, now = held_by_word(steps, self.voice), self.members[self._me].seen_s
+        alone = {
+            peer: step.prepared.round
             for peer, step in steps.items()
-            if step.prepared is not None and peer not in held and step.prepared.round != running
+            if step.prepared is not None and peer not in confirmed
         }
+        since = {at: self._alone_since.get(at, now) for at in alone.items()}
+        self._alone_since = since
+        return {peer for peer, name in alone.items() if name != running or now - since[peer, name] > ALONE_S}
 
     def _note_loss(self, t: int) -> None:
         """Note the mean loss of a step whose microbatches are all there, added in their order."""

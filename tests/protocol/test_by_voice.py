@@ -9,10 +9,10 @@ import pytest
 
 from peers.sim.network import SimSigner
 from swarm.errors import NotNow
-from swarm.ids import Generation, PeerId, Stage
+from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.manifest import AdmissionSpec, audit_run
 from swarm.policy.backoff import Backoff
-from swarm.protocol.ledger import Bitmap
+from swarm.protocol.ledger import Bitmap, Ledger
 from swarm.protocol.messages import Directive, ReplicaReport, StageSummary
 from swarm.protocol.proofs import signed_report
 from swarm.protocol.protocol import StepProtocol
@@ -21,8 +21,10 @@ from swarm.protocol.rounds import (
     FetchResult,
     Lacking,
     Prepared,
+    Proof,
     Reduce,
     StepReport,
+    StepSummary,
     decide,
     digest_majority,
     elect,
@@ -30,6 +32,7 @@ from swarm.protocol.rounds import (
 from swarm.protocol.timings import ProtocolTimings
 from swarm.protocol.voice import Worked, vouch
 from swarm.records import PeerRecord
+from tests.protocol.world import Step
 
 TRAINER = "12D3KooW" + "t" * 44
 RUN = replace(
@@ -210,3 +213,46 @@ def test_a_result_of_one_with_voice_is_none_while_another_has_microbatches_that_
     tell(this, "bob", report(0, step(in_progress=0b1000)))
     told = tell(this, "cid", report(0, step(0b0011, held="made-up")))
     assert told.steps[0].begin_again and told.steps[0].fetch is None
+
+
+def commit_of(norm: float, *, by: PeerId = "ann") -> tuple[object, ...]:
+    """What zoe, who coordinates the run, commits when both stages say that they are prepared."""
+    records = [record("zoe", 0, steps=40), record("ann", steps=60)]
+    this = protocol_of("zoe", *records, stage=0)
+    mine = opened(0, RUN.M)
+    local = Local(generation=Generation(), version=0, steps={0: mine}, commits={})
+    this.observe(local, {s: [r for r in records if r.stage == s] for s in (0, 1)}, now=NOW)
+    this.speak(now=NOW)
+    said = signed_report(report(0, step(held="r")), SimSigner(by), None).steps[0].prepared
+    assert said is not None
+    view = StepSummary(t=0, ready=True, sqnorm=norm, proofs=(Proof("ann", said),))
+    summary = StageSummary(run=RUN.id, stage=1, version=0, members=1, steps=(view,))
+    return this.summary("ann", summary, now=NOW).commits
+
+
+def opened(t: int, microbatches: int) -> Step:
+    """A step whose result this replica holds."""
+    prepared = Step(t, Ledger(t, microbatches))
+    prepared.promise("r", now=NOW)
+    prepared.exchange("r")
+    prepared.complete()
+    prepared.prepare(Prepared("r", 1.0, ""))
+    return prepared
+
+
+def test_the_run_coordinator_commits_what_is_proven_and_nothing_else() -> None:
+    assert len(commit_of(1.0)) == 1
+    assert commit_of(1e30) == ()
+    assert commit_of(1.0, by="liar") == ()
+
+
+def test_a_stage_of_newcomers_with_voice_hears_from_a_trainer_that_the_run_is_further() -> None:
+    this = protocol_of("ann", record("ann", steps=60), record("dan"))
+    this.speak(now=NOW)
+    assert this.stuck_s(now=NOW) == 0.0
+    this.trained = Position(Generation(), 1)
+    this.speak(now=NOW)
+    assert this.stuck_s(now=NOW + 5.0) == 5.0
+    this.trained = Position(Generation(3), 1)
+    this.speak(now=NOW)
+    assert this.stuck_s(now=NOW + 5.0) == 0.0, "of another generation it says nothing"

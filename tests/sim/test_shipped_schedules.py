@@ -228,3 +228,14 @@ def test_a_stage_follows_the_run_by_a_stranger_if_all_with_voice_are_behind() ->
 def test_a_process_whose_device_dies_as_it_joins_announces_nothing_any_more() -> None:
     """Seed 1923: its voice was in its record for ever, and its stage waited for it."""
     assert run_schedule(1923).violation == ""
+
+
+def test_a_stage_of_newcomers_with_voice_learns_from_a_trainer_how_far_the_run_is() -> None:
+    """Seed 300475: one stage, whose replica with voice was new, and the one with the weights had none."""
+    assert run_schedule(300475).violation == ""
+
+
+@pytest.mark.parametrize("seed", [300067, 300115])
+def test_a_newcomer_with_voice_takes_the_result_of_one_replica(seed: int) -> None:
+    """It waited for the word of a second one, which was its own."""
+    assert run_schedule(seed).violation == ""
