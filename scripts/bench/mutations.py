@@ -574,7 +574,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "believe-in-a-lone-result-by-voice",
         COORDINATOR,
-        "return peer in self.voice and any(step.done or step.in_progress for step in apart)",
+        "return peer in speaking and any(step.done or step.in_progress for step in apart)",
         "return False",
         "A result is the one of the stage that lacks what others computed.",
         ("test_attack",),
@@ -1795,8 +1795,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "last-commit-not-downloaded",
         RECOVERY,
-        "            core.remember(found.opened.last_commit)\n",
-        "            pass\n",
+        "if generation is None and commit is not None and self._believes(commit):",
+        "if False:",
         "A newcomer that coordinates does not know the commit that others wait for.",
         ("test_guards", "test_sync", "test_loops", "test_pause"),
     ),
