@@ -112,8 +112,8 @@ class StageCoordinator:
         self._rounds: dict[int, set[str]] = {}
         """Names of all rounds of a step that this peer has heard of, as a coordinator or a replica."""
         self._decisions: dict[int, Decision] = {}
-        self._alone_since: dict[tuple[PeerId, str], float] = {}
-        """Since when a replica alone has had the result of a round."""
+        self._alone_since: dict[int, dict[tuple[PeerId, str], float]] = {}
+        """By step: since when a replica alone has had the result of a round."""
         self._left_out: dict[int, set[PeerId]] = {}
         """Replicas that a decision leaves out, since their result of the step may be made up."""
         self._doubled: dict[int, dict[PeerId, int]] = {}
@@ -156,13 +156,13 @@ class StageCoordinator:
                 uploads_bps, self.voice,
             )  # fmt: skip
             self._decisions[t] = decision
-            self._left_out[t] |= self._alone_with_a_result(steps, decision)
+            self._left_out[t] |= self._alone_with_a_result(t, decision)
             if isinstance(decision, Reduce):
                 self._plans[t] = decision.plan
                 self.heard(t, decision.plan)
             if isinstance(decision, (Reduce, FetchResult)):
                 self._note_loss(t)
-        for known in (self._plans, self._rounds):
+        for known in (self._plans, self._rounds, self._alone_since):
             for t in [t for t in known if t < newest]:
                 del known[t]
 
@@ -207,10 +207,11 @@ class StageCoordinator:
             return peer in speaking and any(step.done or step.in_progress for step in apart)
         return peer != self._me and not self.knows(t, prepared.round)
 
-    def _alone_with_a_result(self, steps: Mapping[PeerId, StepReport], decision: Decision) -> set[PeerId]:
+    def _alone_with_a_result(self, t: int, decision: Decision) -> set[PeerId]:
         """The replicas without voice whose result no other confirms, and whose round is over: its sums are
         in another one, or open again; or it has lasted for `ALONE_S` since.
         """
+        steps, before = self._reported(t), self._alone_since.pop(t, {})
         if isinstance(decision, FetchResult):
             return set()  # they are told to fetch that
         running = decision.plan.round if isinstance(decision, Reduce) else ""
@@ -220,8 +221,7 @@ class StageCoordinator:
             for peer, step in steps.items()
             if step.prepared is not None and peer not in confirmed
         }
-        since = {at: self._alone_since.get(at, now) for at in alone.items()}
-        self._alone_since = since
+        since = self._alone_since[t] = {at: before.get(at, now) for at in alone.items()}
         return {peer for peer, name in alone.items() if name != running or now - since[peer, name] > ALONE_S}
 
     def _note_loss(self, t: int) -> None:

@@ -256,3 +256,11 @@ def test_a_stage_of_newcomers_with_voice_hears_from_a_trainer_that_the_run_is_fu
     this.trained = Position(Generation(3), 1)
     this.speak(now=NOW)
     assert this.stuck_s(now=NOW + 5.0) == 0.0, "of another generation it says nothing"
+
+
+def test_a_stranger_with_a_result_that_doubles_what_one_with_voice_has_begins_again() -> None:
+    """It cannot retract what is in a result, and was told so for ever (seed 500760)."""
+    this = protocol_of("ann", record("ann", steps=60), record("bob", steps=40), record("dan"))
+    tell(this, "bob", report(0, step(0b10)))
+    told = tell(this, "dan", report(0, step(ALL, held="r")))
+    assert told.steps[0].begin_again and not told.steps[0].retract
