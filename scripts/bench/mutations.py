@@ -462,10 +462,18 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "keep-a-result-that-none-confirms",
         COORDINATOR,
-        "self._left_out[t] |= self._alone_with_a_result(steps, decision)",
+        "self._left_out[t] |= self._alone_with_a_result(t, decision)",
         "pass",
         "A replica whose result does not count takes part in no other round.",
         ("test_attack",),
+    ),
+    Mutation(
+        "tell-nobody-if-all-are-left-out",
+        COORDINATOR,
+        "if not steps and not self._left_out[t]:",
+        "if not steps:",
+        "Replicas that each found a result alone wait for each other for ever.",
+        ("test_by_voice",),
     ),
     Mutation(
         "wait-for-the-word-of-a-stranger",

@@ -149,7 +149,7 @@ class StageCoordinator:
             self._left_out[t] = self._reported(t).keys() - steps.keys()
             self._doubled[t] = doubled_without_voice(steps, self.voice)
             steps = {peer: step for peer, step in steps.items() if peer not in self._doubled[t]}
-            if not steps:
+            if not steps and not self._left_out[t]:
                 continue
             decision = decide(
                 self._run.id, self._stage, t, self._run.M, self._numel, steps, self._plans.get(t),

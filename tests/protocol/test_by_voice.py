@@ -264,3 +264,11 @@ def test_a_stranger_with_a_result_that_doubles_what_one_with_voice_has_begins_ag
     tell(this, "bob", report(0, step(0b10)))
     told = tell(this, "dan", report(0, step(ALL, held="r")))
     assert told.steps[0].begin_again and not told.steps[0].retract
+
+
+def test_replicas_that_each_found_a_result_alone_begin_the_step_again_together() -> None:
+    """Both are left out: neither result has what the other computed (seeds 1074, 1428)."""
+    this = protocol_of("ann", record("ann", steps=60), record("bob", steps=40), record("cid", steps=40))
+    tell(this, "bob", report(0, step(ALL, held="r")))
+    assert tell(this, "cid", report(0, step(ALL, held="s"))).steps[0].begin_again
+    assert tell(this, "bob", report(0, step(ALL, held="r"))).steps[0].begin_again

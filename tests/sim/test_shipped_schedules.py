@@ -239,3 +239,9 @@ def test_a_stage_of_newcomers_with_voice_learns_from_a_trainer_how_far_the_run_i
 def test_a_newcomer_with_voice_takes_the_result_of_one_replica(seed: int) -> None:
     """It waited for the word of a second one, which was its own."""
     assert run_schedule(seed).violation == ""
+
+
+@pytest.mark.parametrize("seed", [1074, 1428])
+def test_replicas_that_each_found_a_result_alone_begin_the_step_again_together(seed: int) -> None:
+    """Both were left out, and neither was told, since nothing was left to decide on."""
+    assert run_schedule(seed).violation == ""
