@@ -349,7 +349,7 @@ READS = frozenset({"status", "state", "saved", "chunk", "close", "version", "rea
 TRAINERS_CALL = frozenset({"work", "locate", "watch", "line", "voucher"})
 PEERS_CALL = frozenset(
     {"report", "directive", "summary", "run", "part", "held", "offer", "give", "sum", "take"}
-    | {"show", "reveal", "evidence"}
+    | {"show", "reveal", "evidence", "convicted", "audit", "kept"}
 )
 """All others are for peers too, as long as nobody has thought of them."""
 REPLICAS_CALL = frozenset({"report", "part", "offer", "give", "take"})

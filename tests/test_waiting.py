@@ -19,10 +19,11 @@ ELSEWHERE = frozenset({"process", "net", "slow"})
 """Marks of tests that are about real processes and daemons, or their time."""
 
 PATCHED_TODAY = {"net": 34, "peers": 17, "sim": 1, "watch": 1}
-"""Constants that tests of a folder patch: sizes of chunks and of what is under way, paths of the system; in
-`net` a time."""
-SLEEPS_TODAY = {"net": 3, "watch": 1}
-"""Waits in real time: for an answer over a socket, or for the next line of a program."""
+"""Constants that tests of a folder patch: sizes of chunks and of what is under way, the share of what is
+audited, paths of the system; in `net` a time."""
+SLEEPS_TODAY = {"net": 4, "watch": 1}
+"""Waits in real time: for an answer over a socket, for the next line of a program, or between calls that
+a callee counts."""
 
 
 def trees(*words: str) -> dict[str, ast.Module]:

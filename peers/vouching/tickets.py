@@ -33,7 +33,9 @@ def ticket_for(signer: Signer, run: Run, mb: Microbatch, body: Sequence[Buffer])
         rows, length = run.batch.microbatch_size, run.data.sequence_length
         tokens = np.frombuffer(body[0], dtype=token_dtype(run.model.vocab_size)).reshape(rows, length + 1)
         labels = tensors_digest([_labels_meta(run)], [np.ascontiguousarray(tokens[:, 1:]).data.cast("B")])
-    return Ticket(signer.peer_id, inputs, labels, sign(signer, run.id, Asked(*mb, inputs, labels)))
+    asked = Asked(*mb, inputs, labels)
+    signature = sign(signer, run.id, asked)
+    return Ticket(trainer=signer.peer_id, inputs=inputs, labels=labels, signature=signature)
 
 
 def check_ticket(signer: Signer, run: Run, work: Work) -> None:

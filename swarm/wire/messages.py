@@ -63,7 +63,7 @@ UNFOLDED_BYTES = 1 << 20
 T = TypeVar("T")
 
 
-class Ticket(msgspec.Struct, frozen=True, array_like=True):
+class Ticket(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What travels of a trainer's `Asked`, with the microbatch, from stage to stage."""
 
     trainer: PeerId

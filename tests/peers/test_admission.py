@@ -82,23 +82,23 @@ async def test_a_banned_caller_reaches_no_handler(pair: tuple[Guarded, Guarded])
 
 async def test_a_ban_closes_streams_that_are_open(relay: Relay, pair: tuple[Guarded, Guarded]) -> None:
     caller, callee = pair
-    gate = asyncio.Event()
+    asked, gate = asyncio.Event(), asyncio.Event()
 
     async def wait(request: Request) -> Answer:
+        asked.set()
         await gate.wait()
         return Answer(b"")
 
     callee.transport.serve("status", wait)
     waiting = asyncio.ensure_future(caller.call(callee, "status"))
-    while not callee.transport.links[1]:
-        await asyncio.sleep(0.005)
+    await asked.wait()
     callee.door.set(terms(bans=(Ban(caller.peer, "x"),)))
     with pytest.raises(PeerGone, match="broke"):
         await waiting
     assert callee.transport.links == (0, 0)
     gate.set()
-    await asyncio.sleep(0.01)
-    assert (callee.peer, caller.peer) in relay.disconnects
+    while (callee.peer, caller.peer) not in relay.disconnects:
+        await asyncio.sleep(0)
 
 
 async def test_a_banned_callee_is_not_called(relay: Relay, pair: tuple[Guarded, Guarded]) -> None:

@@ -32,6 +32,10 @@ LIES: dict[str, Change] = {
 }
 
 
+def audit(monkeypatch: pytest.MonkeyPatch, *, share: float) -> None:
+    monkeypatch.setattr(asking, "SHARE", share)
+
+
 def audited_run(*, steps: int = 4, seed: int = 1, microbatches: int = 8) -> Run:
     run = audit_run(stages=3, steps=steps, microbatches_per_step=microbatches, seed=seed)
     return admitting(replace(run, dtype="float32"), TRAINER)
@@ -116,7 +120,7 @@ def accused(s: Swarm) -> set[str]:
 async def test_a_peer_that_answers_wrongly_is_found_and_left_out(
     kind: str, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking, "SHARE", 1.0)
+    audit(monkeypatch, share=1.0)
     s, found_after = await play(audited_run(), stage, LIES[kind])
     assert accused(s) == {f"s{stage}p1"}
     # In the first step all activations are zero, so stage 0 tells no lie in it.
@@ -129,7 +133,7 @@ async def test_a_peer_that_answers_wrongly_is_found_and_left_out(
 
 
 async def test_honest_answers_are_computed_again_and_accuse_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "SHARE", 1.0)
+    audit(monkeypatch, share=1.0)
     s, _ = await play(audited_run(steps=6), None, LIES["zero"])
     assert not accused(s)
     assert sum(peer.answer_audits.audited for peer in s.peers.values()) > 30
@@ -137,7 +141,7 @@ async def test_honest_answers_are_computed_again_and_accuse_nobody(monkeypatch: 
 
 
 async def test_a_share_of_the_answers_is_audited_whoever_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "SHARE", 0.2)
+    audit(monkeypatch, share=0.2)
     s, _ = await play(audited_run(steps=12, microbatches=16), None, LIES["zero"])
     audited = sum(peer.answer_audits.audited for peer in s.peers.values())
     assert 0.5 <= audited / (0.2 * 12 * 16 * 3) <= 1.3
@@ -164,7 +168,7 @@ def judges_falsely(s: Swarm, liar: StagePeer) -> None:
 
 
 async def test_a_judge_that_lies_convicts_nobody_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "SHARE", 1.0)
+    audit(monkeypatch, share=1.0)
     monkeypatch.setattr(answer_audits, "make", answer_audits.make)
     run = audited_run()
     async with swarm(run, replicas=3) as s:
@@ -180,7 +184,7 @@ async def test_a_judge_that_lies_convicts_nobody_for_others(monkeypatch: pytest.
 async def test_a_peer_that_shows_nothing_of_what_it_keeps_is_left_alone_by_its_callers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(asking, "SHARE", 1.0)
+    audit(monkeypatch, share=1.0)
     run = audited_run()
     async with swarm(run, replicas=3) as s:
         await s.until_serving()
@@ -203,7 +207,7 @@ async def test_one_of_two_replicas_cannot_have_the_other_left_out_by_other_stage
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Who of the two lies, only they can see."""
-    monkeypatch.setattr(asking, "SHARE", 1.0)
+    audit(monkeypatch, share=1.0)
     monkeypatch.setattr(answer_audits, "make", answer_audits.make)
     run = audited_run()
     async with swarm(run, replicas=2) as s:
