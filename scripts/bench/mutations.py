@@ -473,7 +473,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if not steps and not self._left_out[t]:",
         "if not steps:",
         "Replicas that each found a result alone wait for each other for ever.",
-        ("test_by_voice",),
+        ("test_attack",),
     ),
     Mutation(
         "wait-for-the-word-of-a-stranger",
