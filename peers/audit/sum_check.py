@@ -212,7 +212,7 @@ class SumCheck:
         return tuple(self.nonces[member] for member in self.plan.members)
 
     def project(self, nonces: tuple[bytes, ...]) -> Projecting:
-        """This member's products: 1.5 ms for each million weights. In any thread."""
+        """This member's products: 2.5 ms for each million weights. In any thread."""
         seed = seed_of(nonces)
         sums = []
         for place, part in enumerate(self.parts):
@@ -250,7 +250,7 @@ class SumCheck:
         self._said[place] = (statement, told.signature)
 
     def mismatch(self, reduced: torch.Tensor) -> tuple[int, int] | None:
-        """Owner and chunk of the first result that is not the sum of the contributions: 1.5 ms for each
+        """Owner and chunk of the first result that is not the sum of the contributions: 2.5 ms for each
         million weights. In any thread.
         """
         seed = seed_of(self.nonces[member] for member in self.plan.members)

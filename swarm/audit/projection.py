@@ -1,14 +1,16 @@
 """Products of sums with random coefficients: a result is what its contributions add up to, or its product
 differs from theirs.
 
-Coefficients are odd whole numbers from -127 to 127. Contributions are whole numbers
+Coefficients are odd whole numbers from -32767 to 32767. Contributions are whole numbers
 (`swarm.model.fixed_point`), and their products are exact, modulo 2^64. A result is rounded to float32:
 its product may differ from theirs by that of the rounding errors, each at most 2^-24 of its element. By
-Hoeffding's inequality that is more than `DEVIATIONS` times 127 · 2^-24 · |result| with a probability of
+Hoeffding's inequality that is more than `DEVIATIONS` times 32767 · 2^-24 · |result| with a probability of
 2 exp(-DEVIATIONS² / 2) = 5e-56.
 
 What an owner adds of length d, relative to the chunk, is missed with a probability of about 3e-6 / d: a
 thousandth of the chunk once in 300 times, a flipped sign of an element of a chunk of a million once in 700.
+Whatever it is, it is missed once in 32768 times at most by equal coefficients: moving a number from one
+element to another changes nothing if theirs are alike. (Once in 128 with coefficients of 8 bits.)
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import torch
 
 from swarm.model.fixed_point import SCALE, to_float
 
-LARGEST = 127
+LARGEST = 32767
 """Of a coefficient."""
 DEVIATIONS = 16.0
 ROUNDING = 2.0**-24 * (1.0 + 2.0**-20)
@@ -32,14 +34,14 @@ _SLICE = 1 << 14
 MODULUS = 1 << 64
 
 
-def coefficients(seed: bytes, owner: int, index: int, numel: int) -> npt.NDArray[np.int8]:
+def coefficients(seed: bytes, owner: int, index: int, numel: int) -> npt.NDArray[np.int16]:
     """Those of chunk `index` of the part of an owner, by its place among the members."""
     key = hashlib.sha256(seed + owner.to_bytes(4, "little") + index.to_bytes(4, "little")).digest()
-    raw = np.random.SFC64(int.from_bytes(key, "little")).random_raw(-(-numel // 8))
-    return raw.astype("<u8", copy=False).view(np.int8)[:numel] | np.int8(1)
+    raw = np.random.SFC64(int.from_bytes(key, "little")).random_raw(-(-numel // 4))
+    return raw.astype("<u8", copy=False).view("<i2")[:numel] | np.int16(1)
 
 
-def product(contribution: torch.Tensor, r: npt.NDArray[np.int8]) -> int:
+def product(contribution: torch.Tensor, r: npt.NDArray[np.int16]) -> int:
     """Of a contribution (int64, 1-D, host), modulo 2^64."""
     values, total = contribution.numpy(), 0
     for start in range(0, len(values), _SLICE):
@@ -48,7 +50,7 @@ def product(contribution: torch.Tensor, r: npt.NDArray[np.int8]) -> int:
     return total % MODULUS
 
 
-def fits(result: torch.Tensor, r: npt.NDArray[np.int8], expected: int) -> bool:
+def fits(result: torch.Tensor, r: npt.NDArray[np.int16], expected: int) -> bool:
     """Whether a result (floats, 1-D, host) can be that of contributions whose products add up to `expected`,
     modulo 2^64.
     """

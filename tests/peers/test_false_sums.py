@@ -178,7 +178,7 @@ async def test_a_member_that_lies_about_its_product_is_found_and_no_owner_is_acc
         def change(request: Request, answer: Answer) -> Answer:
             told, check = unpack(answer.header, Projecting), checks(liar)
             sums = tuple(
-                ((nth_sum(one, 0) or 0) + 3 & MODULUS - 1 | 1 << 50).to_bytes(8, "little") if one else one
+                (((nth_sum(one, 0) or 0) + 3 & MODULUS - 1) ^ 1 << 50).to_bytes(8, "little") if one else one
                 for one in told.sums
             )
             said = Projected(1, check.t, check.plan.round, told.nonces, told.contributions, sums)
