@@ -58,7 +58,9 @@ class Child:
         """Send it a signal, unless it has ended."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
+                # Not `send_signal`: that takes the exit code of a process which has just died from whoever waits
+                # for it, and asyncio calls it 255 then.
+                os.kill(self.pid, number)
 
     async def wait(self) -> int:
         """Its exit code, once it has ended and everything that it said was heard."""
