@@ -155,7 +155,7 @@ class _Telling:
     """A transport that prints when a microbatch is done."""
 
     def __init__(self, inner: Any) -> None:
-        self._inner, self.peer_id = inner, inner.peer_id
+        self._inner, self.peer_id, self.signer = inner, inner.peer_id, inner.signer
 
     async def call(self, peer: str, method: str, header: bytes, *rest: Any, **named: Any) -> Any:
         from swarm.wire.messages import Work, WorkDone, unpack, unpack_answer
