@@ -58,8 +58,7 @@ class Child:
         """Send it a signal, unless it has ended."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                # Not `send_signal`: that takes the exit code of a process which has just died from whoever waits
-                # for it, and asyncio calls it 255 then.
+                # `send_signal` may take the exit code of one that has just died: asyncio says 255 then.
                 os.kill(self.pid, number)
 
     async def wait(self) -> int:
