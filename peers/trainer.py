@@ -22,6 +22,7 @@ from peers.clock import now_s
 from peers.fault_points import fault_point
 from peers.liveness_probe import Prober
 from peers.ports import Directory, Transport
+from peers.stage.locator import Locator
 from peers.status_query import all_have
 from peers.voices import Voices
 from peers.vouching.giver import VoucherGiver
@@ -34,7 +35,7 @@ from swarm.model.stage_io import input_metas
 from swarm.policy.backoff import Backoff
 from swarm.policy.link_latency import LinkLatency
 from swarm.policy.router import NoPeerForStage, Pace, Router
-from swarm.policy.timeouts import AdaptiveTimeout
+from swarm.policy.timeouts import AdaptiveTimeout, expected_s
 from swarm.policy.window import Window
 from swarm.protocol.ledger import check_bitmap
 from swarm.protocol.rollback import check_position
@@ -55,6 +56,8 @@ BACK_AFTER_S = 6.0
 """The run is where it is said to be, if that has been earlier than we knew for so long: all peers that held
 more are dead, and others came back from older checkpoints. One peer that lags behind has caught up by
 then."""
+MAX_PAUSE_S = 1.0
+"""However long a peer says that it wants to be left alone."""
 MAX_REFUSALS = 3
 """A microbatch that so many peers refuse, or all there are, stops the trainer: the run diverged, or does not
 admit it."""
@@ -121,7 +124,8 @@ class Trainer:
         self._vouchers = VoucherGiver(run, transport, directory)
         self._voices = Voices(run, transport.signer, directory)
         self._audits = AuditCaller(run, transport, directory, self._answered_wrongly)
-        self.timeout = AdaptiveTimeout()
+        self._locator = Locator(run.id, transport, self._router.backoff)
+        self.timeout = AdaptiveTimeout(run.S)
         self._seen: dict[Stage, Sequence[PeerRecord]] = {}
         self._latency = LinkLatency()
         self._pace = Pace()
@@ -256,6 +260,8 @@ class Trainer:
         mb, peer = item.microbatch, None
         began = now_s()
         try:
+            if item.deepest == 0:  # it was answered, and does not count: by whom it may be told
+                await self._locator.holders(mb, self._router.peers(0))
             route = self._route(mb.t)
             peer = route[0]
             done = await self._call(peer, route, item)
@@ -263,6 +269,7 @@ class Trainer:
             self._todo.failed(mb)
             await asyncio.sleep(min(0.5, max(0.05, none.retry_at - now_s())))
         except PeerFault as fault:
+            self._lost(fault.peer, mb.t, began)
             self._router.failed(fault.peer, now=now_s(), silent=fault.silent)
             self._emit(events.PeerLost(peer=fault.peer, stage=0, why=fault.text))
             self._attempts[mb] = self._attempts.get(mb, 0) + 1
@@ -270,7 +277,7 @@ class Trainer:
         except NotNow as later:
             if isinstance(later, Busy):
                 self._window.refused()
-            await asyncio.sleep(later.retry_after_s)
+            await asyncio.sleep(min(MAX_PAUSE_S, later.retry_after_s))
             self._todo.failed(mb)
         except Stale:
             # One peer's word that the step is over is no proof: the run coordinator's picture will show it.
@@ -308,6 +315,12 @@ class Trainer:
                     self._latency.took(here.peer, there.peer, there.latency_s)
             self._refusals.pop(mb, None)
 
+    def _lost(self, peer: PeerId, t: int, began: float) -> None:
+        """A call failed: all of its time is lost."""
+        self._router.backoff.charge(peer, t=t, since_s=began, now=now_s())
+        if now_s() - began >= self.timeout.limit_s:
+            self.timeout.gave_up(now_s() - began)
+
     def _route(self, t: int) -> list[PeerId]:
         """One peer of each stage; stages behind the first may be empty for now, their callers wait."""
         ahead = self._run.M if self._run.delayed_updates else 0
@@ -336,7 +349,9 @@ class Trainer:
             route=tuple(route[1 : 1 + MAX_HOPS]), tensors=input_metas(self._run, 0), ticket=ticket,
         )  # fmt: skip
         fault_point("trainer")
-        answer = await self._transport.call(peer, "work", pack(work), body, deadline_s=self.timeout.limit_s)
+        self.timeout.expected_s = expected_s(map(self._directory.at, range(self._run.S)))
+        limit_s = self._router.backoff.within_budget_s(peer, self.timeout.limit_s, t=t)
+        answer = await self._transport.call(peer, "work", pack(work), body, deadline_s=limit_s)
         done = unpack_answer(peer, answer.header, WorkDone)
         if not -1e30 < done.loss < 1e30:
             raise BadAnswer(peer, f"answered with the loss {done.loss}")

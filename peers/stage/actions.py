@@ -176,7 +176,7 @@ class Actions:
 
     async def _reduce(self, step: OpenStep, plan: Plan) -> None:
         """Freeze the sum for this round, reduce it with the others, hold the result."""
-        core, m = self._core, self._core.run.M
+        core, m, began = self._core, self._core.run.M, now_s()
 
         def freeze() -> tuple[str | None, torch.Tensor | None]:
             if step.over or step.state is StepState.HANDING:
@@ -204,6 +204,8 @@ class Actions:
                 await self._tied_weights.hold(step, reduced, held)
                 fault_point("prepared")
         except RoundAborted as aborted:
+            for peer in aborted.by:
+                self._backoff.charge(peer, t=step.t, since_s=began, now=now_s(), rounds=1)
             step.end_round(plan.round, failed=True)
             core.emit(events.RoundAborted(stage=core.stage, t=step.t, why=aborted.text))
         except Exception:

@@ -23,10 +23,12 @@ from peers.audit.sums import SumAudits
 from peers.clock import now_s
 from peers.fault_points import fault_point
 from peers.ports import Answer, Buffer, Request, Transport
-from peers.waiting import happens
-from swarm.errors import BadAnswer, NotReady, Refused, SwarmError
+from peers.waiting import happens, unless
+from swarm.errors import BadAnswer, NotReady, Refused, SwarmError, short
 from swarm.ids import PeerId
 from swarm.model.reductions import sqnorm
+from swarm.policy.pace import most_s
+from swarm.policy.timeouts import AdaptiveTimeout
 from swarm.protocol.rounds import Plan, Prepared
 from swarm.wire.codec import TensorMeta, decode, encode, encoded_sizes
 from swarm.wire.messages import Part, PartDone, check_run, pack, unpack, unpack_answer
@@ -42,16 +44,26 @@ CHUNKS_IN_FLIGHT = 6
 report."""
 START_WAIT_S = 5.0
 """A contribution may arrive before its owner has heard of the round."""
-PART_S = 300.0
-"""Limit for one chunk: 8 MB each way on a line of 1 Mbit/s take 130 s. A replica that sends heartbeats and no
-chunk aborts the round."""
+TIMES_USUAL = 3.0
+"""An exchange of sums that takes so much longer than usual is given up; all of a stage take about the same."""
+NEARLY = 0.8
+"""Of a limit: of replicas that give up together, one is the first."""
+WATCH_S = 0.25
 NOT_READY_RETRIES = 20
 
 
 class RoundAborted(SwarmError):
-    """This round will not complete; nothing was changed. The text says why."""
+    """This round will not complete; nothing was changed. The text says why.
+
+    `by`: the replicas that sent nothing to this one, as it saw itself. An owner that does not answer may wait
+    for another that gave it nothing: nobody is to blame for that.
+    """
 
     code = "void"
+
+    def __init__(self, text: str, by: Sequence[PeerId] = ()) -> None:
+        super().__init__(text)
+        self.by = tuple(by)
 
 
 @dataclass(slots=True)
@@ -75,11 +87,45 @@ class _Round:
     """This replica's own flat sum, in host memory; read only."""
     reduced: torch.Tensor
     chunks: dict[int, _Chunk]
-    failed: asyncio.Future[None]
     check: SumCheck | None
     """None in a run whose sums are not checked."""
+    began_s: float = field(default_factory=now_s)
+    moved_s: float = field(default_factory=now_s)
+    """When a chunk of this replica was reduced last, or the round began."""
+    came_s: dict[PeerId, float] = field(default_factory=dict)
+    """When the first contribution of each other replica was announced."""
+    receiving: set[tuple[PeerId, int]] = field(default_factory=set)
+    """Contributions whose bodies are under way: the replica, and the chunk's start."""
     sent_bytes: int = 0
     """To the owners of the other parts, and answered."""
+
+    def stalled_by(self, limit_s: float) -> list[PeerId]:
+        """The replicas of which nothing has come for so long, and without which nothing goes on here.
+
+        A replica sends its chunks in their order, and waits for answers: only those that lack in the first
+        open chunk hold up the others.
+        """
+        first = self.first_open
+        if first is None or now_s() - self.moved_s < limit_s:
+            return []
+        there = self.chunks[first].contributions
+        return [m for m in self.plan.members if m not in there and (m, first) not in self.receiving]
+
+    @property
+    def shared(self) -> bool:
+        """Whether several replicas own a part."""
+        return sum(part > 0 for part in self.plan.parts) > 1
+
+    @property
+    def first_open(self) -> int | None:
+        """The start of the first chunk of this replica that is not reduced."""
+        return next((start for start, chunk in self.chunks.items() if not chunk.result.done()), None)
+
+    @property
+    def deadline_s(self) -> float:
+        """For an answer of an owner: all that it may have to take and give, at a third of the least pace."""
+        moved_bytes = 6 * len(self.plan.members) * self.total.numel() * self.total.element_size()
+        return START_WAIT_S + most_s(moved_bytes)
 
 
 class AllReduce:
@@ -106,6 +152,10 @@ class AllReduce:
         self._dtype = to_float(torch.zeros(1, dtype=sum_dtype)).dtype
         self._rounds: dict[str, _Round] = {}
         self._started = asyncio.Event()
+        self._first = AdaptiveTimeout()
+        """How long after the beginning of a round the last replica begins to send."""
+        self._whole = AdaptiveTimeout(times_typical=TIMES_USUAL)
+        """How long rounds take in which several own a part."""
         self.bandwidth_bps = 0.0
         """Measured upload to other replicas, with the time in which it waited for them."""
         transport.serve("part", self._serve_part, max_body_bytes=CHUNK_ELEMENTS * 8 + CHUNK_ELEMENTS // 8)
@@ -125,7 +175,6 @@ class AllReduce:
             except SwarmError as error:
                 raise RoundAborted(error.text) from None
             return reduced, await asyncio.to_thread(holds, plan.round, reduced, self._sqnorm)
-        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         edges = [0]
         for size in plan.parts:
             edges.append(edges[-1] + size)
@@ -137,7 +186,7 @@ class AllReduce:
         except Refused as refused:
             raise RoundAborted(refused.text) from None
         reduced = torch.empty(total.numel(), dtype=self._dtype)
-        this = _Round(plan, t, total, reduced, chunks, failed, check)
+        this = _Round(plan, t, total, reduced, chunks, check)
         self._rounds[plan.round] = this
         started, self._started = self._started, asyncio.Event()
         started.set()
@@ -154,12 +203,18 @@ class AllReduce:
                 elif part:
                     work.append(asyncio.create_task(self._exchange(this, owner, part)))
             began = now_s()
-            await asyncio.gather(*work)
+            exchange, watch = _all(tuple(work)), asyncio.create_task(self._watch(this))
+            work.append(watch)
+            await unless(watch, exchange)
             self._measured(this.sent_bytes, now_s() - began)
+            self._note_usual(this)
             if self._audits is not None and check is not None:
                 await self._audits.verify(check, this.reduced)
+        except RoundAborted:
+            raise
         except SwarmError as error:  # whatever a replica answered
-            raise RoundAborted(error.text) from None
+            # Another that waited for the same replica may have been quicker to say so.
+            raise RoundAborted(error.text, this.stalled_by(NEARLY * self._first.limit_s)) from None
         finally:
             for task in work:
                 task.cancel()
@@ -214,7 +269,35 @@ class AllReduce:
             crc = checksum(buffers)
         else:
             proof = this.check.made(chunk.index, buffers)
+        this.moved_s = now_s()
         chunk.result.set_result((PartDone(crc=crc, tensors=(meta,), proof=proof), buffers))
+
+    async def _watch(self, this: _Round) -> None:
+        """Wait until a replica holds the round up.
+
+        Raises:
+            RoundAborted: one does; or other owners take much longer than usual, and it cannot be seen why.
+        """
+        while this.first_open is not None:
+            limit_s = self._first.limit_s
+            by = this.stalled_by(limit_s)
+            if by:
+                if len(by) == len(this.plan.members) - 1:
+                    self._first.gave_up(limit_s)  # perhaps it is this replica that is early
+                text = f"nothing came from {', '.join(map(short, by))} for {limit_s:.1f} s"
+                raise RoundAborted(text, by)
+            await asyncio.sleep(max(WATCH_S, this.moved_s + limit_s - now_s()))
+        limit_s = self._whole.limit_s if self._whole.known and this.shared else this.deadline_s
+        await asyncio.sleep(this.moved_s + limit_s - now_s())
+        self._whole.gave_up(limit_s)
+        raise RoundAborted(f"the owners of other parts did not answer within {limit_s:.1f} s")
+
+    def _note_usual(self, this: _Round) -> None:
+        """Learn from a round that is complete."""
+        if this.came_s:
+            self._first.answered(max(0.0, max(this.came_s.values()) - this.began_s))
+        if this.shared:
+            self._whole.answered(now_s() - this.began_s)
 
     async def _collect_own(self, this: _Round) -> None:
         for chunk in this.chunks.values():
@@ -237,7 +320,7 @@ class AllReduce:
                     crc=0 if check else checksum(body), tensors=tensors,
                     proof=check.proof(place) if check else None,
                 )  # fmt: skip
-                answer = await self._call_until_ready(owner, part, body)
+                answer = await self._call_until_ready(owner, part, body, this.deadline_s)
                 done = unpack_answer(owner, answer.header, PartDone)
                 this.reduced[start : start + numel] = read_part(
                     owner, done.tensors, None if check else done.crc, answer.body, numel, self._codec,
@@ -254,13 +337,15 @@ class AllReduce:
             for task in tasks:
                 task.cancel()
 
-    async def _call_until_ready(self, owner: PeerId, part: Part, body: Sequence[Buffer]) -> Answer:
+    async def _call_until_ready(
+        self, owner: PeerId, part: Part, body: Sequence[Buffer], limit_s: float
+    ) -> Answer:
         most = part.numel * 8 + part.numel // 8 + 64
         for attempt in range(NOT_READY_RETRIES):
             fault_point("reduce")
             try:
                 return await self._transport.call(
-                    owner, "part", pack(part), body, max_answer_bytes=most, deadline_s=PART_S
+                    owner, "part", pack(part), body, max_answer_bytes=most, deadline_s=limit_s
                 )
             except NotReady as not_ready:
                 if attempt == NOT_READY_RETRIES - 1 or "void" in not_ready.text:
@@ -289,7 +374,12 @@ class AllReduce:
             )
         if part.tensors and list(request.body_sizes) != encoded_sizes(part.tensors[0]):
             raise Refused("the announced buffers do not fit the tensor")
-        body = await request.accept()
+        this.came_s.setdefault(request.peer, now_s())
+        this.receiving.add((request.peer, part.start))
+        try:
+            body = await request.accept()
+        finally:
+            this.receiving.discard((request.peer, part.start))
         contribution = None
         if this.check is not None:
             this.check.take(request.peer, chunk.index, part.proof, body)
@@ -312,6 +402,10 @@ class AllReduce:
                 raise NotReady(f"round {name[:8]!r} is not open here", version=-1)
             await happens(self._started, left_s)
         return self._rounds[name]
+
+
+async def _all(tasks: Sequence[asyncio.Task[None]]) -> None:
+    await asyncio.gather(*tasks)
 
 
 def chunks_of(start: int, end: int) -> list[tuple[int, int]]:

@@ -122,6 +122,11 @@ class StepCoordination:
         return self.protocol.directive
 
     @property
+    def left_out(self) -> tuple[PeerId, ...]:
+        """Replicas of this stage that take part in nothing for now, as its coordinator says."""
+        return self.directive.left_out if self.directive is not None else ()
+
+    @property
     def run_status(self) -> RunStatus:
         return self.protocol.run_status
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -32,7 +32,7 @@ from swarm.wire.codec import Encoded, TensorMeta, encoded_sizes
 from swarm.wire.messages import Hop, Locate, Located, Work, WorkDone, check_run, pack, unpack
 from swarm.wire.receipts import Receipt
 
-OPEN_WAIT_S = 10.0
+OPEN_WAIT_S = 2.5
 """How long a request for the next step waits for it to open; its caller sees heartbeats meanwhile."""
 MAX_BAD_GRADIENTS = 3
 MAX_ATTEMPTS = 1 << 30
@@ -47,6 +47,7 @@ class MicrobatchServer:
 
     Args:
         next_stage: None at the last stage.
+        left_out: replicas of this stage that take part in nothing for now.
         on_fault: told of each peer of the next stage that failed.
         audits: has some answers of the next stage computed again; None: none.
     """
@@ -59,9 +60,11 @@ class MicrobatchServer:
         next_stage: NextStage | None,
         *,
         max_inflight: int,
+        left_out: Callable[[], Sequence[PeerId]],
         audits: AuditCaller | None = None,
     ) -> None:
         self._audits, self._is_audited = audits, is_audited(core.run)
+        self._left_out = left_out
         self._core, self._transport, self._membership, self._next = core, transport, membership, next_stage
         self.max_inflight = max_inflight
         self._receipts = Receipts(core.run, core.stage, transport.signer)
@@ -98,7 +101,8 @@ class MicrobatchServer:
         has = False
         if step is not None and 0 <= where.m < self._core.run.M:
             has = bool((step.ledger.done | step.ledger.in_progress) >> where.m & 1)
-        return Answer(pack(Located(has=has)))
+        left_out = tuple(self._left_out())
+        return Answer(pack(Located(has=has and self._core.me not in left_out, left_out=left_out)))
 
     async def _serve_work(self, request: Request) -> Answer:
         """One microbatch: claimed, computed or remembered, answered."""
@@ -156,6 +160,9 @@ class MicrobatchServer:
         if self._core.leaving:
             raise Leaving("this peer is leaving")
         check_ticket(self._transport.signer, core.run, work)
+        if core.me in self._left_out():
+            text = "this peer's stage leaves it out for a while: it held the others up"
+            raise NotReady(text, version=core.version, retry_after_s=0.5)
 
     async def _open(self, t: int) -> OpenStep:
         """The step, once it is open, if that is soon. Requests that wait hold no memory."""

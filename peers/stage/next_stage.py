@@ -9,17 +9,18 @@ import msgspec
 
 from peers.clock import now_s
 from peers.ports import Answer, Buffer, Directory, Transport
-from swarm.errors import Busy, NotNow, PeerFault, Refused, Stale, SwarmError
-from swarm.ids import PeerId, Stage
+from peers.stage.locator import Locator
+from swarm.errors import NotNow, PeerFault, Refused, Stale, SwarmError
+from swarm.ids import Microbatch, PeerId, Stage
 from swarm.policy.router import NoPeerForStage, Router
-from swarm.policy.timeouts import AdaptiveTimeout
+from swarm.policy.timeouts import AdaptiveTimeout, expected_s
 from swarm.records import PeerRecord
-from swarm.wire.messages import Locate, Located, Work, WorkDone, pack, unpack_answer, with_latency
+from swarm.wire.messages import Work, WorkDone, pack, unpack_answer, with_latency
 
-LOCATE_S = 1.0
-"""How long to ask which peer has a microbatch before it is recomputed."""
-MAX_ASKED = 16
-"""Peers asked where a microbatch is. Missing a holder costs an undo, not correctness."""
+MAX_PAUSE_S = 1.0
+"""However long a peer says that it wants to be left alone."""
+USUAL_HOLD_S = 1.5
+"""A peer whose step is about to open may hold a request so long before it says that it is not."""
 MAX_REFUSALS = 2
 """So many peers that refuse the same microbatch are not all wrong about it."""
 
@@ -29,18 +30,25 @@ class NextStage:
 
     def __init__(
         self,
+        run: str,
         stage: Stage,
         transport: Transport,
         directory: Directory,
         router: Router,
         *,
+        stages: int,
         on_fault: Callable[[PeerFault], None],
     ) -> None:
+        """`stages`: of the run."""
         self.stage = stage
+        self._locator = Locator(run, transport, router.backoff)
         self._transport, self._directory = transport, directory
         self._router, self._on_fault = router, on_fault
-        self.timeout = AdaptiveTimeout()
+        self._stages = stages
+        self.timeout = AdaptiveTimeout(stages - stage)
         self._seen: Sequence[PeerRecord] | None = None
+        self._answered: dict[tuple[int, int], set[PeerId]] = {}
+        """Which peers answered a microbatch of the last steps."""
 
     async def call(
         self,
@@ -69,7 +77,8 @@ class NextStage:
             try:
                 if work.attempt > 0 or work.deepest >= 0:
                     holder = await self._locate(work)
-                peer = holder if holder and holder not in refusals else self._choose(work, {*refusals, *busy})
+                away = {*refusals, *busy}
+                peer = holder if holder and holder not in away else self._choose(work, away)
             except NoPeerForStage as none:
                 busy.clear()
                 await asyncio.sleep(min(1.0, max(0.05, none.retry_at - now_s())))
@@ -79,17 +88,20 @@ class NextStage:
             try:
                 answer = await self._transport.call(
                     peer, "work", pack(work), body, max_answer_bytes=max_answer_bytes,
-                    deadline_s=self.timeout.limit_s,
+                    deadline_s=self._limit_s(peer, work.t),
                 )  # fmt: skip
                 done = unpack_answer(peer, answer.header, WorkDone)
                 check(peer, done, answer)
             except PeerFault as fault:
+                self._lost(peer, work.t, began)
                 self.fault(fault)
                 work = msgspec.structs.replace(work, attempt=work.attempt + 1)
             except NotNow as later:
                 busy.add(peer)
-                if not isinstance(later, Busy) or len(busy) >= len(self._router.peers(self.stage)):
-                    await asyncio.sleep(later.retry_after_s)
+                if now_s() - began > USUAL_HOLD_S:
+                    self._router.backoff.charge(peer, t=work.t, since_s=began, now=now_s())
+                if len(busy) >= len(self._router.peers(self.stage)):
+                    await asyncio.sleep(min(MAX_PAUSE_S, later.retry_after_s))
                     busy.clear()
             except Refused as refused:
                 refusals.append(peer)
@@ -105,8 +117,29 @@ class NextStage:
                 else:
                     self._router.answered(self.stage, peer, took_s)
                 done = msgspec.structs.replace(done, hops=with_latency(done.hops, took_s))
+                self._note_answered(work, peer)
                 return peer, done, answer
         raise reason
+
+    def _limit_s(self, peer: PeerId, t: int) -> float:
+        """How long `peer` may take: what is usual, and no more than it may still cost the run."""
+        self.timeout.expected_s = expected_s(map(self._directory.at, range(self.stage, self._stages)))
+        return self._router.backoff.within_budget_s(peer, self.timeout.limit_s, t=t)
+
+    def _lost(self, peer: PeerId, t: int, began: float) -> None:
+        """A call failed: all of its time is lost."""
+        self._router.backoff.charge(peer, t=t, since_s=began, now=now_s())
+        if now_s() - began >= self.timeout.limit_s:
+            self.timeout.gave_up(now_s() - began)
+
+    def _note_answered(self, work: Work, peer: PeerId) -> None:
+        for name in [name for name in self._answered if name[0] < work.t - 1]:
+            del self._answered[name]
+        self._answered.setdefault((work.t, work.m), set()).add(peer)
+
+    def _in_vain(self, work: Work) -> set[PeerId]:
+        """Peers that answered a microbatch which their stage lacks: they lost it, or it does not count there."""
+        return self._answered.get((work.t, work.m), set()) if work.deepest == self.stage else set()
 
     def fault(self, fault: PeerFault) -> None:
         """Note that a peer of the stage broke the protocol: it gets a backoff."""
@@ -128,6 +161,9 @@ class NextStage:
     def _choose(self, work: Work, exclude: set[PeerId]) -> PeerId:
         """The trainer's suggestion on the first attempt; else the next of this peer's fair queue."""
         now = now_s()
+        in_vain = self._in_vain(work)
+        if exclude | in_vain != set(self._router.peers(self.stage)):
+            exclude |= in_vain
         suggested = work.route[0] if work.route and work.attempt == 0 else None
         known = suggested in self._router.peers(self.stage) and suggested not in exclude
         if suggested is not None and known and not self._router.backoff.in_backoff(suggested, now=now):
@@ -136,16 +172,6 @@ class NextStage:
 
     async def _locate(self, work: Work) -> PeerId | None:
         """The peer that has `(t, m)` already or computes it, if any: asking it again costs nothing."""
-        now = now_s()
-        peers = [p for p in self._router.peers(self.stage) if not self._router.backoff.in_backoff(p, now=now)]
-        question = pack(Locate(run=work.run, t=work.t, m=work.m))
-
-        async def ask(peer: PeerId) -> PeerId | None:
-            try:
-                answer = await self._transport.call(peer, "locate", question, deadline_s=LOCATE_S)
-                return peer if unpack_answer(peer, answer.header, Located).has else None
-            except (PeerFault, NotNow, Stale, Refused):
-                return None
-
-        answers = await asyncio.gather(*(ask(peer) for peer in peers[:MAX_ASKED]))
-        return next((peer for peer in answers if peer is not None), None)
+        peers = self._router.peers(self.stage)
+        holders = await self._locator.holders(Microbatch(work.t, work.m), peers)
+        return next((peer for peer in holders if peer not in self._in_vain(work)), None)

@@ -84,7 +84,9 @@ class StagePeer:
         self._prober = Prober(run.id, transport, directory, backoff)
         next_stage = None
         if stage < run.S - 1:
-            next_stage = NextStage(stage + 1, transport, directory, router, on_fault=self._fault)
+            next_stage = NextStage(
+                run.id, stage + 1, transport, directory, router, stages=run.S, on_fault=self._fault
+            )
         membership = Membership(directory)
         self.replicas = Replicas(core, transport, directory)
         audits = None
@@ -92,8 +94,9 @@ class StagePeer:
             audits = AuditCaller(run, transport, directory, next_stage.fault)
         self._audits = audits
         self.microbatches = MicrobatchServer(
-            core, transport, membership, next_stage, max_inflight=settings.max_inflight, audits=audits
-        )
+            core, transport, membership, next_stage, max_inflight=settings.max_inflight,
+            left_out=lambda: self.coordination.left_out, audits=audits,
+        )  # fmt: skip
         self.answer_audits = AnswerAudits(core, transport, membership, self.convictions)
         all_reduce = AllReduce(
             run.id, core.me, transport, run.codec.reduce,

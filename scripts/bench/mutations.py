@@ -606,8 +606,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "repeat-a-failed-round",
         ROUNDS,
-        "        and not any(report.failed_round == plan.round for report in reports.values())\n",
-        "",
+        "    return is_current(plan, reports) and not failed_at(plan, reports)\n",
+        "    return is_current(plan, reports)\n",
         "A round that failed at a member is told again for ever.",
         SWARMS,
     ),

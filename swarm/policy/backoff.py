@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from swarm.ids import PeerId
+from swarm.policy.lost_time import LostTime
 
 FIRST_BACKOFF_S = 1.0
 """Long enough to redial a broken connection, short enough not to miss a healthy peer."""
@@ -24,6 +27,7 @@ class Backoff:
         self._until: dict[PeerId, float] = {}
         self._last_s: dict[PeerId, float] = {}
         self._silent: set[PeerId] = set()
+        self._lost = LostTime()
         self.changes = 0
         """Counts the beginnings and ends of backoffs, except those that end by time."""
 
@@ -37,7 +41,7 @@ class Backoff:
             self._silent.add(peer)
             self.changes += 1
         if now < self.ends(peer):
-            return self._until[peer] - now
+            return self.ends(peer) - now
         backoff_s = min(self._longest_s, 2 * self._last_s.get(peer, self._first_s / 2))
         self.changes += 1
         self._last_s[peer] = backoff_s
@@ -69,6 +73,28 @@ class Backoff:
         self.changes += 1
         self._silent.discard(peer)
 
+    def charge(self, peer: PeerId, *, t: int, since_s: float, now: float, rounds: int = 0) -> None:
+        """Charge `peer` with time that the run lost by it in step `t`, and with aborted rounds."""
+        rested = self.rests(peer, now=now)
+        if self._lost.charge(peer, t=t, since_s=since_s, now=now, rounds=rounds) and not rested:
+            self.changes += 1
+
+    def rests(self, peer: PeerId, *, now: float) -> bool:
+        """Whether `peer` is left out since it cost the run too much."""
+        return now < self._lost.rests_until_s(peer)
+
+    def within_budget_s(self, peer: PeerId, limit_s: float, *, t: int) -> float:
+        """`limit_s` for a call in step `t`, or less: what `peer` may still cost, if that is anything."""
+        return min(limit_s, self._lost.left_s(peer, t=t) or limit_s)
+
+    def relent(self, peers: Collection[PeerId], *, now: float) -> bool:
+        """Ask again the one of `peers` whose rest ends first, if there is no other; returns whether."""
+        if not peers or not all(self.rests(peer, now=now) for peer in peers):
+            return False
+        self._lost.forgive(min(sorted(peers), key=self._lost.rests_until_s))
+        self.changes += 1
+        return True
+
     def in_backoff(self, peer: PeerId, *, now: float) -> bool:
         """Whether `peer` should not be called now."""
         return peer in self._silent or now < self.ends(peer)
@@ -77,4 +103,4 @@ class Backoff:
         """When the backoff of `peer` ends (at the earliest, if it is silent); minus infinity if it has
         none.
         """
-        return self._until.get(peer, float("-inf"))
+        return max(self._until.get(peer, float("-inf")), self._lost.rests_until_s(peer))

@@ -95,6 +95,10 @@ class Router:
         """
         queue = self._queue_of(stage)
         found = queue.next(self.backoff, now=now, exclude=exclude, horizon_s=horizon_s, latency_s=latency_s)
+        if found is None and self.backoff.relent(queue.known, now=now):
+            found = queue.next(
+                self.backoff, now=now, exclude=exclude, horizon_s=horizon_s, latency_s=latency_s
+            )
         if found is None:
             waits = [self.backoff.ends(p) for p in queue.known]
             raise NoPeerForStage(stage, max(now, min(waits)) if waits else float("inf"))

@@ -1,33 +1,73 @@
 """Adaptive timeout for calls to a peer that shows signs of life. Pure.
 
-Heartbeats tell a hung machine from a slow one, but a process whose device is stuck still sends them. So a
-call has a limit too, far beyond what honest work takes: a peer that is twenty times slower is used less, not
-declared dead, also when several microbatches wait for one another there.
+Heartbeats tell a hung machine from a slow one, but a process whose device is stuck still sends them, and so
+does one that never means to answer. So a call has a limit, which follows from what is usual.
 """
 
 from __future__ import annotations
 
-MIN_S = 60.0
-"""Covers a step that has yet to open, a stage that has yet to be joined, a download on the same link."""
-UNKNOWN_S = 600.0
-"""Before the first answer the speed of model and devices is unknown."""
-TIMES_TYPICAL = 60.0
-"""Covers a peer that is 20 times slower than the others and got more than its share before that was known."""
-EMA_WEIGHT = 0.1
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from statistics import median_high, median_low
+
+from swarm.records import PeerRecord
+
+MIN_S = 5.0
+"""For each stage that a call passes: a peer that waits for the next one, and gives that up, is not given up."""
+TIMES_TYPICAL = 10.0
+"""A peer that is slower by this is slow, not stuck."""
+TIMES_EXPECTED = 3.0
+"""The same before the first answer, when all that is known is what peers measured before there was work."""
+REMEMBERED = 32
 
 
 class AdaptiveTimeout:
     """Learns the typical duration of a call from its answers."""
 
-    def __init__(self) -> None:
-        self._typical_s: float | None = None
+    def __init__(
+        self, stages: int = 1, *, min_s: float = MIN_S, times_typical: float = TIMES_TYPICAL
+    ) -> None:
+        """`stages`: that a call passes; `min_s`: for each of them."""
+        self._min_s, self._times_typical = min_s * stages, times_typical
+        self._lasted_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._answered = False
+        self._patience = 1.0
+        self.expected_s = 0.0
+        """What a call should take by what peers say of their speed; 0: unknown."""
 
     def answered(self, took_s: float) -> None:
         """Record the duration of a call, everything behind it included."""
-        old = self._typical_s
-        self._typical_s = took_s if old is None else old + EMA_WEIGHT * (took_s - old)
+        self._answered = True
+        self._lasted_s.append(took_s)
+
+    def gave_up(self, after_s: float) -> None:
+        """Record that a call was given up. If most are, all peers have become slow: the limit doubles."""
+        if self._answered:
+            self._lasted_s.append(2 * after_s / self._times_typical)
+        else:
+            self._patience *= 2
+
+    @property
+    def known(self) -> bool:
+        """Whether there was an answer."""
+        return self._answered
 
     @property
     def limit_s(self) -> float:
         """Seconds after which a call is given up."""
-        return UNKNOWN_S if self._typical_s is None else max(MIN_S, TIMES_TYPICAL * self._typical_s)
+        if not self._answered:
+            return self._patience * max(self._min_s, TIMES_EXPECTED * self.expected_s)
+        return max(self._min_s, self._times_typical * median_low(self._lasted_s))
+
+
+def expected_s(stages: Iterable[Sequence[PeerRecord]]) -> float:
+    """Seconds of a microbatch through some stages, by what most of their peers say of their speed; 0:
+    unknown."""
+    whole_s = 0.0
+    for records in stages:
+        speeds = [r.speed for r in records if r.state == "serving" and 0.0 < r.speed < math.inf]
+        if not speeds:
+            return 0.0
+        whole_s += 1.0 / median_high(speeds)
+    return whole_s

@@ -12,6 +12,8 @@ from msgspec.structs import replace
 
 from swarm.ids import Generation, PeerId, Stage
 from swarm.manifest import Run
+from swarm.policy.backoff import Backoff
+from swarm.protocol.blame import Blame
 from swarm.protocol.ledger import Bitmap, members_of
 from swarm.protocol.messages import (
     Directive,
@@ -44,10 +46,12 @@ REALIGN_STEPS = 100
 """Steps between realignments where the manifest has no checkpoints: replicas on different kinds of device
 then take the same bits."""
 LOSSES_KEPT = 64
+MAX_LEFT_OUT = 8
+"""Replicas that are said to be left out; there is no need to say it of all."""
 MAX_SOURCES = 64
+"""Replicas that are named as the source of something."""
 ALONE_S = 20.0
 """How long a round may go on for the others after a replica without voice has its result."""
-"""Replicas that are named as the source of something."""
 
 
 def realigns(run: Run, version: int) -> bool:
@@ -101,7 +105,10 @@ class Member:
 class StageCoordinator:
     """Decisions on what the replicas of a stage do, from their reports."""
 
-    def __init__(self, run: Run, stage: Stage, me: PeerId, numel: int, agreed: Agreed) -> None:
+    def __init__(
+        self, run: Run, stage: Stage, me: PeerId, numel: int, agreed: Agreed, backoff: Backoff
+    ) -> None:
+        self._blame = Blame(me, run.M, backoff)
         self._run, self._stage, self._me, self._numel, self._agreed = run, stage, me, numel, agreed
         self.members: dict[PeerId, Member] = {}
         self.voice: Mapping[PeerId, int] = {}
@@ -118,6 +125,7 @@ class StageCoordinator:
         """Replicas that a decision leaves out, since their result of the step may be made up."""
         self._doubled: dict[int, dict[PeerId, int]] = {}
         """Replicas without voice that are not counted before they have retracted these microbatches."""
+        self._resting: tuple[PeerId, ...] = ()
 
     def present(self) -> dict[PeerId, ReplicaReport]:
         """The reports of the present generation. The other replicas have to roll back first."""
@@ -137,31 +145,38 @@ class StageCoordinator:
 
     def holds(self, t: int) -> bool:
         """Whether a replica is prepared for step `t`."""
-        return bool(held_by_word(self._steps(t), self.voice))
+        return bool(held_by_word(self._believable(t), self.voice))
 
-    def decide(self) -> None:
+    def decide(self, *, now: float) -> None:
         """Decide on each open step, from the reports that are here."""
         self._decisions, self._left_out, self._doubled = {}, {}, {}
+        resting = (peer for peer in self.members if self._blame.left_out(peer, now=now))
+        self._resting = tuple(sorted(resting))[:MAX_LEFT_OUT]
         newest = self.newest_version()
         uploads_bps = {peer: member.report.bandwidth_bps for peer, member in self.members.items()}
         for t in range(newest, min(newest + (2 if self._run.delayed_updates else 1), self._run.steps)):
-            steps = self._steps(t)
-            self._left_out[t] = self._reported(t).keys() - steps.keys()
+            steps = self._steps(t, now)
             self._doubled[t] = doubled_without_voice(steps, self.voice)
             steps = {peer: step for peer, step in steps.items() if peer not in self._doubled[t]}
             if not steps and not self._left_out[t]:
                 continue
+            blame, plan = self._blame, self._plans.get(t)
             decision = decide(
-                self._run.id, self._stage, t, self._run.M, self._numel, steps, self._plans.get(t),
-                uploads_bps, self.voice,
+                self._run.id, self._stage, t, self._run.M, self._numel,
+                blame.computing(t, steps, now=now), plan, uploads_bps, self.voice,
+                owner=blame.owner(t, plan, steps, now=now),
             )  # fmt: skip
             self._decisions[t] = decision
             self._left_out[t] |= self._alone_with_a_result(t, decision)
             if isinstance(decision, Reduce):
                 self._plans[t] = decision.plan
                 self.heard(t, decision.plan)
+                blame.planned(t, now=now)
+            if isinstance(decision, FetchResult):
+                blame.prepared(t, decision, steps, now=now)
             if isinstance(decision, (Reduce, FetchResult)):
                 self._note_loss(t)
+        self._blame.forget(newest)
         for known in (self._plans, self._rounds, self._alone_since):
             for t in [t for t in known if t < newest]:
                 del known[t]
@@ -174,7 +189,15 @@ class StageCoordinator:
         """Whether this peer has heard of a round before there was a result."""
         return round_name in self._rounds.get(t, ())
 
-    def _steps(self, t: int) -> dict[PeerId, StepReport]:
+    def _steps(self, t: int, now: float) -> dict[PeerId, StepReport]:
+        """The reports on step `t` that count, by replica: not those of replicas that cost the stage too
+        much.
+        """
+        believable = self._believable(t)
+        self._left_out[t] = self._reported(t).keys() - believable.keys()
+        return {p: step for p, step in believable.items() if not self._blame.left_out(p, now=now)}
+
+    def _believable(self, t: int) -> dict[PeerId, StepReport]:
         """The reports on step `t`, by replica; without those of a result that may be made up."""
         reports = self._reported(t)
         return {peer: step for peer, step in reports.items() if not self._may_be_made_up(peer, t, reports)}
@@ -259,6 +282,7 @@ class StageCoordinator:
             behind_s=int(behind_s),
             sources=tuple(sources[:MAX_SOURCES]),
             digest=digest,
+            left_out=self._resting,
             steps=tuple(self._step_directive(t, decision, peer) for t, decision in self._decisions.items()),
             commits=newest_commits(commits, since=self.members[peer].report.version),
             # Only trainers need it, and they ask stage 0; for other stages it would mean a message per

@@ -95,6 +95,8 @@ class Directive(Positioned, frozen=True, kw_only=True):
     """For how long the stage has been unable to follow the run; the next coordinator goes on counting."""
     digest: str = ""
     """What most replicas of `version` hold; empty while unknown."""
+    left_out: tuple[PeerId, ...] = ()
+    """Replicas that take part in nothing for now: they cost the stage too much."""
     steps: tuple[StepDirective, ...] = ()
     commits: tuple[Commit, ...] = ()
     run_status: RunStatus = RunStatus()

@@ -98,7 +98,7 @@ class StepProtocol:
         self._signer = signer
         self.belief = Belief(run, stage, signer)
         self._agreed = Agreed(local.generation)
-        self._coordinator = StageCoordinator(run, stage, me, numel, self._agreed)
+        self._coordinator = StageCoordinator(run, stage, me, numel, self._agreed, backoff)
         self._run_coordinator = RunCoordinator(run, me, self._agreed)
         self._told: dict[PeerId, Directive] = {}
         self._numbers = count(1)
@@ -323,7 +323,7 @@ class StepProtocol:
         stage.members[self._me] = Member(*self._report(), now)
         for member in list(stage.members.values()):
             self._learn(member.report.commits, member.report.generation)
-        stage.decide()
+        stage.decide(now=now)
         self._check_behind(now)
         summary = stage.summary(self._agreed.known(self._local))
         coordinator = self.coordinator(0, now=now)

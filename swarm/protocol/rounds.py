@@ -16,7 +16,7 @@ itself (`check_plan`), so any complete result of a step is *the* result.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
@@ -31,11 +31,6 @@ from swarm.records import Voucher
 NOTHING = Bitmap(0)
 NO_VOICE: Mapping[PeerId, int] = {}
 """All words count alike."""
-
-STAR_AFTER = 3
-"""Aborted rounds of one step after which the coordinator reduces everything itself: two replicas may be
-unable to reach each other while both reach it."""
-
 
 PROOFS = 2
 """Replicas whose word a stage's norm needs, if there are as many."""
@@ -153,6 +148,19 @@ def elect(since_s: Mapping[PeerId, float], voice: Mapping[PeerId, int]) -> PeerI
     return min(heard(since_s, voice), key=rank, default=None)
 
 
+def named_by_most(told: Mapping[PeerId, Collection[PeerId]]) -> set[PeerId]:
+    """The peers that most of the others name, and at least two, of those that said whom they mean. `told`:
+    by whom.
+    """
+    named = set[PeerId]()
+    for peer in {name for names in told.values() for name in names}:
+        others = [teller for teller in told if teller != peer]
+        by = [teller for teller in others if peer in told[teller]]
+        if 2 * len(by) > len(others) and len(by) > 1:
+            named.add(peer)
+    return named
+
+
 def round_id(
     run: str, stage: Stage, t: int, number: int, members: Sequence[PeerId], ledgers: Sequence[int]
 ) -> str:
@@ -172,12 +180,14 @@ def decide(
     current: Plan | None,
     bandwidths_bps: Mapping[PeerId, float],
     voice: Mapping[PeerId, int] = NO_VOICE,
+    *,
+    owner: PeerId | None = None,
 ) -> Decision:
     """What a stage should do about step `t`, from its live replicas' reports.
 
     `current` is the plan published last, kept as long as it still fits the reports. `bandwidths_bps`: the
     replicas' uploads, as far as they are measured. `voice`: whose word counts that it has the result; a
-    replica without voice is not waited for, and owns no part.
+    replica without voice is not waited for, and owns no part. `owner`: of the whole vector, in a new plan.
     """
     reports = dict(sorted(reports.items()))
     held = held_by_word(reports, voice)
@@ -198,8 +208,8 @@ def decide(
     number = 0 if current is None else current.number + 1
     ids, ledgers = tuple(reports), tuple(report.done for report in reports.values())
     uploads_bps = [bandwidths_bps.get(peer, 0.0) for peer in ids]
-    owners = set(heard(ids, voice))
-    parts = _share_out(numel, uploads_bps, [peer in owners for peer in ids], star=number >= STAR_AFTER)
+    owners = {owner} if owner in reports else set(heard(ids, voice))
+    parts = _share_out(numel, uploads_bps, [peer in owners for peer in ids])
     return Reduce(Plan(round_id(run, stage, t, number, ids, ledgers), number, ids, ledgers, parts))
 
 
@@ -262,30 +272,34 @@ def _undo(reports: Mapping[PeerId, StepReport], twice: int, voice: Mapping[PeerI
 
 
 def _still_fits(plan: Plan, reports: Mapping[PeerId, StepReport], speaking: Sequence[PeerId]) -> bool:
-    """Whether a plan still fits. A replica that came since and has added nothing fetches the result later.
+    """Whether a plan still fits. The word of its members that it is complete has to count: one of them is
+    `speaking`.
+    """
+    told = not set(plan.members).isdisjoint(speaking)
+    return told and is_current(plan, reports) and not failed_at(plan, reports)
 
-    The word of a plan's members that it is complete has to count: one of them is `speaking`.
+
+def is_current(plan: Plan, reports: Mapping[PeerId, StepReport]) -> bool:
+    """Whether a plan's replicas and ledgers are still those of the stage. A replica that came since and has
+    added nothing fetches the result later.
     """
     ledgers = dict(zip(plan.members, plan.ledgers, strict=True))
-    return (
-        ledgers.keys() <= reports.keys()
-        and not ledgers.keys().isdisjoint(speaking)
-        and all(report.done == ledgers.get(peer, 0) for peer, report in reports.items())
-        and not any(report.failed_round == plan.round for report in reports.values())
+    return ledgers.keys() <= reports.keys() and all(
+        report.done == ledgers.get(peer, 0) for peer, report in reports.items()
     )
 
 
-def _share_out(
-    numel: int, uploads_bps: Sequence[float], owns: Sequence[bool], *, star: bool
-) -> tuple[int, ...]:
+def failed_at(plan: Plan, reports: Mapping[PeerId, StepReport]) -> list[PeerId]:
+    """The replicas at which a round failed, as they say."""
+    return [peer for peer, report in reports.items() if report.failed_round == plan.round]
+
+
+def _share_out(numel: int, uploads_bps: Sequence[float], owns: Sequence[bool]) -> tuple[int, ...]:
     """Elements owned by each replica, in proportion to its upload; if unmeasured or near the median, by the
     median. A replica that `owns` says no of has none.
 
     Measurements contain other replicas' delays; parts made unequal by such noise are slower than equal ones.
     """
-    if star:
-        first = owns.index(True)
-        return tuple(numel if i == first else 0 for i in range(len(owns)))
     measured = sorted(bps for bps, owner in zip(uploads_bps, owns, strict=True) if owner and bps > 0)
     usual = measured[len(measured) // 2] if measured else 1.0
     alike = usual / ALIKE, usual * ALIKE

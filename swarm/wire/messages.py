@@ -32,7 +32,7 @@ Every request names the run by its hash, so that runs never mix.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -146,8 +146,13 @@ class Locate(msgspec.Struct, frozen=True, kw_only=True):
     m: int
 
 
+MAX_LEFT_OUT = 8
+
+
 class Located(msgspec.Struct, frozen=True, kw_only=True):
     has: bool
+    left_out: Annotated[tuple[PeerId, ...], msgspec.Meta(max_length=MAX_LEFT_OUT)] = ()
+    """Peers of its stage that take part in no round for now, as its coordinator says."""
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True):

@@ -269,7 +269,9 @@ async def test_a_time_that_cannot_be_true_draws_no_work_to_its_peer(own_s: float
 
         end.transport.serve("work", answer)
         await end.directory.announce(PeerRecord(peer=name, run="run", stage=1, state="serving", version=0))
-    following = NextStage(1, me.transport, me.directory, Router(), on_fault=lambda fault: None)
+    following = NextStage(
+        "run", 1, me.transport, me.directory, Router(), stages=2, on_fault=lambda fault: None
+    )
     for m in range(40):
         await following.call(
             Work(run="run", t=0, m=m, version=0), [], max_answer_bytes=0,

@@ -664,8 +664,8 @@ async def test_a_joiner_that_comes_in_the_middle_of_a_reduce_neither_blocks_nor_
     """With the smallest id or the greatest: neither makes it a coordinator that knows of no reduce."""
     plans = set[tuple[str, ...]]()
 
-    def decide(run: str, stage: int, t: int, *rest: Any) -> Decision:
-        decision = rounds.decide(run, stage, t, *rest)
+    def decide(run: str, stage: int, t: int, *rest: Any, **owner: Any) -> Decision:
+        decision = rounds.decide(run, stage, t, *rest, **owner)
         if isinstance(decision, Reduce) and (stage, t) == (1, 2):
             plans.add(decision.plan.members)
         return decision

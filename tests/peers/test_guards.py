@@ -190,7 +190,9 @@ def work(**changes: Any) -> Work:
 async def test_a_microbatch_goes_to_who_has_it_else_to_who_is_suggested_and_not_in_backoff() -> None:
     line, records, router, asked = Line(), Records(), Router(), list[str]()
     records.known = [replica(run=TWO.id, stage=1, peer=name) for name in "abc"]
-    following = NextStage(1, line, records, router, on_fault=lambda _: None)  # type: ignore[arg-type]
+    following = NextStage(
+        TWO.id, 1, line, records, router, stages=2, on_fault=lambda _: None,  # type: ignore[arg-type]
+    )  # fmt: skip
     line.answers["locate"] = lambda peer, _: Located(has=peer == "c")
 
     def done(peer: str, _: bytes) -> WorkDone:
@@ -206,7 +208,8 @@ async def test_a_microbatch_goes_to_who_has_it_else_to_who_is_suggested_and_not_
     line.answers["work"] = done
     assert await goes_to(route=("b",)) == "b"
     assert await goes_to(route=("b",), attempt=1) == "c", "it has been asked for before: who has it?"
-    assert await goes_to(route=("b",), deepest=1) == "c", "a later stage lost it"
+    assert await goes_to(route=("b",), deepest=2) == "c", "a later stage lost it"
+    assert await goes_to(route=("c",), deepest=1) == "a", "who answered it has lost it, or does not count"
     router.failed("b", now=now_s())
     assert await goes_to(route=("b",)) != "b"
 

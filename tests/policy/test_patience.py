@@ -2,22 +2,59 @@
 
 from __future__ import annotations
 
-from swarm.policy.timeouts import MIN_S, UNKNOWN_S, AdaptiveTimeout
+import math
+
+from swarm.policy.timeouts import MIN_S, AdaptiveTimeout, expected_s
+from swarm.records import PeerRecord
 
 
-def test_before_any_answer_the_limit_is_long() -> None:
-    assert AdaptiveTimeout().limit_s == UNKNOWN_S
+def record(peer: str, speed: float, state: str = "serving") -> PeerRecord:
+    return PeerRecord(peer=peer, run="run", stage=0, state=state, version=0, speed=speed)  # type: ignore[arg-type]
 
 
-def test_fast_answers_never_bring_the_limit_below_a_minute() -> None:
-    patience = AdaptiveTimeout()
+def test_before_any_answer_the_limit_follows_from_what_peers_measured() -> None:
+    timeout = AdaptiveTimeout()
+    assert timeout.limit_s == MIN_S
+    timeout.expected_s = 20.0
+    assert timeout.limit_s == 60.0
+
+
+def test_before_any_answer_each_call_that_is_given_up_doubles_the_limit() -> None:
+    timeout = AdaptiveTimeout()
+    for number in range(4):
+        assert timeout.limit_s == MIN_S * 2**number
+        timeout.gave_up(timeout.limit_s)
+
+
+def test_fast_answers_never_bring_the_limit_below_a_few_seconds_for_each_stage() -> None:
+    for stages in (1, 3):
+        timeout = AdaptiveTimeout(stages)
+        for _ in range(100):
+            timeout.answered(0.01)
+        assert timeout.limit_s == MIN_S * stages
+
+
+def test_a_peer_ten_times_slower_than_the_others_is_waited_for() -> None:
+    timeout = AdaptiveTimeout()
     for _ in range(100):
-        patience.answered(0.01)
-    assert patience.limit_s == MIN_S
+        timeout.answered(3.0)
+    assert timeout.limit_s == 30.0
 
 
-def test_a_peer_twenty_times_slower_is_waited_for_also_with_three_microbatches_in_its_queue() -> None:
-    patience = AdaptiveTimeout()
-    for _ in range(100):
-        patience.answered(30.0)
-    assert patience.limit_s >= 3 * 20 * 30.0 - 1e-6
+def test_a_few_slow_answers_change_nothing_and_calls_given_up_count_as_slow() -> None:
+    timeout = AdaptiveTimeout()
+    for _ in range(8):
+        timeout.answered(3.0)
+    for _ in range(7):
+        timeout.gave_up(30.0)
+    assert timeout.limit_s == 30.0
+    for _ in range(2):  # now most are: the stage has become slow
+        timeout.gave_up(30.0)
+    assert timeout.limit_s == 60.0
+
+
+def test_what_is_expected_is_the_median_of_each_stage_and_liars_change_it_little() -> None:
+    fast, slow = [record(p, 10.0) for p in "abc"], [record("d", 0.5)]
+    assert math.isclose(expected_s([fast, slow]), 2.1)
+    assert math.isclose(expected_s([[*fast, record("z", 1e-300)], slow]), 2.1)
+    assert expected_s([fast, [record("z", math.inf)]]) == expected_s([fast, [record("z", 0.0)]]) == 0.0

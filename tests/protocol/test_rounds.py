@@ -14,7 +14,6 @@ from swarm.protocol.ledger import Bitmap, everything, members_of
 from swarm.protocol.rounds import (
     FINISHES_LEAST_S,
     NO_VOICE,
-    STAR_AFTER,
     Commit,
     Decision,
     FetchResult,
@@ -228,13 +227,11 @@ def test_a_member_with_an_empty_sum_takes_part() -> None:
     assert planned(A, B, C, MemberStep("d")).ledgers == (A.done, B.done, C.done, 0)
 
 
-def test_after_a_few_void_rounds_one_member_reduces_everything_itself() -> None:
-    plan: Plan | None = None
-    for number in range(STAR_AFTER + 2):
-        failed = "" if plan is None else plan.round
-        plan = planned(A, replace(B, failed_round=failed), C, current=plan)
-        assert plan.number == number
-        assert (plan.parts == (NUMEL, 0, 0)) is (number >= STAR_AFTER)
+def test_one_member_may_own_all_parts_of_a_new_plan_and_none_does_that_is_not_there() -> None:
+    reports = {m.name: m.report() for m in (A, B, C)}
+    for owner, parts in (("b", (0, NUMEL, 0)), ("z", (333, 334, 333))):
+        decision = decide(RUN, STAGE, T, M, NUMEL, reports, None, {}, owner=owner)
+        assert isinstance(decision, Reduce) and decision.plan.parts == parts
 
 
 def test_parts_are_sized_by_their_owners_upload() -> None:

@@ -1,0 +1,122 @@
+"""Which replicas hold their stage up, as its coordinator sees it. Pure: times are given by the caller.
+
+A replica is charged (`swarm.policy.lost_time`) by what the coordinator saw itself, or for what it says of
+itself, never on the word of another. One that cost too much is left out: of plans, and of those that a
+prepared stage waits for. What it holds is run again by others; whatever it does later, a result is complete
+only with each microbatch once (`rounds.check_plan`), so this costs time only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from swarm.ids import PeerId
+from swarm.policy.backoff import Backoff
+from swarm.policy.lost_time import BUDGET_ROUNDS
+from swarm.policy.timeouts import AdaptiveTimeout
+from swarm.protocol.ledger import everything
+from swarm.protocol.rounds import NOTHING, FetchResult, Plan, StepReport, failed_at, is_current
+from swarm.protocol.waits import Waits
+
+ALL_OWNERS = ""
+"""Stands for rounds in which several own a part. If one of those fails and it cannot be seen why, the
+coordinator reduces everything itself for a while: then it sees which replica sends nothing."""
+PREPARED_S = 1.5
+"""In 20 steps 30 s: so much later than the others a replica may have the result each time."""
+TIMES_ROUND = 3.0
+"""A replica that has to fetch the result moves no more bytes than the round did."""
+COMPUTED_S = 60.0
+"""For a microbatch, before the first one of the run is done."""
+
+
+class Blame:
+    """The waits of a stage that `me` coordinates."""
+
+    def __init__(self, me: PeerId, microbatches: int, backoff: Backoff) -> None:
+        self._me, self._everything, self._backoff = me, everything(microbatches), backoff
+        self._computing = Waits(AdaptiveTimeout())
+        self._preparing = Waits(AdaptiveTimeout(min_s=PREPARED_S))
+        self._computing.usual.expected_s = COMPUTED_S / 3
+        self._planned_s: dict[int, float] = {}
+        self._round_s: dict[int, float] = {}
+        """How long the first complete round of a step took."""
+        self._judged: set[str] = set()
+        self._unclear = 0
+        """Rounds in a row that failed, and it could not be seen why."""
+
+    def forget(self, newest: int) -> None:
+        """Steps before `newest` are over."""
+        for known in (self._planned_s, self._round_s):
+            for t in [t for t in known if t < newest]:
+                del known[t]
+        for waits in (self._computing, self._preparing):
+            waits.forget(newest)
+
+    def left_out(self, peer: PeerId, *, now: float) -> bool:
+        """Whether `peer` cost the stage too much lately."""
+        return peer != self._me and self._backoff.rests(peer, now=now)
+
+    def computing(
+        self, t: int, reports: Mapping[PeerId, StepReport], *, now: float
+    ) -> dict[PeerId, StepReport]:
+        """The reports, without claims on microbatches that should be done by now.
+
+        Only where the stage waits for nothing but such claims: before that they cost nothing.
+        """
+        done = claimed = 0
+        for report in reports.values():
+            done, claimed = done | report.done, claimed | report.in_progress
+        lacking = self._everything & ~done
+        waits = {
+            peer: report.done
+            for peer, report in reports.items()
+            if peer != self._me and report.in_progress & lacking
+        }
+        self._computing.note(t, waits if lacking and not lacking & ~claimed else {}, now=now)
+        late = self._computing.late(t, now=now)
+        for peer, since_s in late.items():
+            self._backoff.charge(peer, t=t, since_s=since_s, now=now)
+        return {
+            peer: replace(report, in_progress=NOTHING) if peer in late else report
+            for peer, report in reports.items()
+        }
+
+    def planned(self, t: int, *, now: float) -> None:
+        """A round is published, or still goes on."""
+        self._planned_s.setdefault(t, now)
+
+    def prepared(
+        self, t: int, fetch: FetchResult, reports: Mapping[PeerId, StepReport], *, now: float
+    ) -> None:
+        """A result is there. If this replica has it, the others can have it of this one."""
+        if self._me not in fetch.sources:
+            return
+        self._round_s.setdefault(t, now - self._planned_s.get(t, now))
+        self._unclear = 0
+        self._preparing.note(t, dict.fromkeys(reports.keys() - set(fetch.sources)), now=now)
+        late = self._preparing.late(t, now=now, least_s=TIMES_ROUND * self._round_s[t])
+        for peer, since_s in late.items():
+            self._backoff.charge(peer, t=t, since_s=since_s, now=now)
+
+    def owner(
+        self, t: int, plan: Plan | None, reports: Mapping[PeerId, StepReport], *, now: float
+    ) -> PeerId | None:
+        """Which replica is to own the whole vector in the next plan, if one is. `plan`: the last one."""
+        failed = failed_at(plan, reports) if plan is not None else []
+        if plan is not None and failed and plan.round not in self._judged:
+            self._judged.add(plan.round)
+            if is_current(plan, reports):
+                self._judge(t, plan, failed, now)
+        return self._me if self._backoff.rests(ALL_OWNERS, now=now) else None
+
+    def _judge(self, t: int, plan: Plan, failed: list[PeerId], now: float) -> None:
+        """A round failed at some replicas, and none of them is gone or says something else."""
+        mine = plan.parts[plan.members.index(self._me)] if self._me in plan.members else 0
+        if mine != sum(plan.parts):
+            self._unclear += 1
+            self._backoff.charge(ALL_OWNERS, t=t, since_s=now, now=now, rounds=BUDGET_ROUNDS)
+        elif self._me not in failed:  # they had to do with this replica only, and it goes on
+            for peer in failed:
+                self._backoff.charge(peer, t=t, since_s=now, now=now, rounds=1 + self._unclear)

@@ -1,0 +1,150 @@
+"""One identity costs the run at most 30 s, whatever it does; and slow is no crime.
+
+A run is played twice, without the liar and with it. What counts is by how much longer it takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import pytest
+import torch
+
+from peers.ports import Answer, Request
+from peers.stage.server import StagePeer
+from swarm.errors import NotReady
+from swarm.manifest import audit_run
+from swarm.protocol.replica import Action, AllReduce, Fetch
+from tests.peers.loops import Swarm, swarm
+
+pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(300)]
+
+STEPS = 20
+BUDGET_S = 30.0
+LIAR = "z"
+
+Attack = Callable[[Swarm], Awaitable[None] | None]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def honest_serve(s: Swarm, honest: Sequence[str]) -> bool:
+    """Whether all of them have joined, and said so."""
+    records = s.network.records
+    return all(name in records and records[name].state == "serving" for name in honest)
+
+
+async def lasts_s(attack: Attack | None, *, replicas: int = 2, steps: int = STEPS) -> float:
+    """Seconds from the first microbatch to the last step, at each honest peer."""
+    run = audit_run(stages=3, steps=steps, microbatches_per_step=8)
+    async with swarm(run, replicas=replicas) as s:
+        honest = list(s.peers)
+        if attack is not None:
+            under_way = attack(s)
+            if under_way is not None:
+                await under_way
+        await s.until(lambda: honest_serve(s, honest))
+        began = s.network.loop.now_s
+        s.add_trainer("trainer")
+        await s.until(
+            lambda: all(s.peers[name].core.version >= steps for name in honest), limit_s=6_000.0
+        )
+        took_s = s.network.loop.now_s - began
+        counts = s.count_matrix()
+        assert all((counts[name] == steps).all() for name in honest)
+        return took_s
+
+
+async def lost_s(attack: Attack, **world: int) -> float:
+    """What an attack costs the run."""
+    lost = await lasts_s(attack, **world) - await lasts_s(None, **world)
+    print(f"lost {lost:.1f} s")
+    return lost
+
+
+def liar(s: Swarm, stage: int, name: str = LIAR) -> StagePeer:
+    """A replica with handlers to be replaced. Its id comes after all others: it coordinates nothing."""
+    peer = s.add_peer(name, stage, joined_at=1e12)
+    peer.microbatches._left_out = tuple  # it takes work although it is told that it is left out
+    return peer
+
+
+# --- 13: heartbeats and never an answer ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+async def test_a_peer_that_never_answers_costs_its_budget(stage: int) -> None:
+    def attack(s: Swarm) -> None:
+        liar(s, stage)
+
+        async def never(request: Request) -> Answer:
+            await request.accept()
+            return await asyncio.get_running_loop().create_future()
+
+        s.network.peers[LIAR].transport.serve("work", never, max_body_bytes=1 << 20)
+
+    assert await lost_s(attack) <= BUDGET_S
+
+
+# --- 15: reports, and no result -----------------------------------------------------------------------------
+
+
+def ignoring(*kinds: type) -> Attack:
+    """A replica that computes and reports, and does nothing of some kinds."""
+
+    def attack(s: Swarm) -> None:
+        peer = liar(s, 1)
+        act = peer.actions.act
+
+        def some(action: Action) -> None:
+            if not isinstance(action, kinds):
+                act(action)
+
+        peer.coordination.act = some
+
+    return attack
+
+
+async def test_a_replica_that_reports_and_never_has_the_result_costs_its_budget() -> None:
+    def attack(s: Swarm) -> None:
+        peer = liar(s, 1)
+        async def never(*_: object, **__: object) -> None:
+            raise NotReady("not today", version=-1)
+
+        peer.actions._tied_weights.hold = never  # type: ignore[method-assign]
+        peer.actions._tied_weights.hold_fetched = never  # type: ignore[method-assign]
+
+    assert await lost_s(attack) <= BUDGET_S
+
+
+async def test_a_replica_that_starts_no_reduce_costs_its_budget() -> None:
+    assert await lost_s(ignoring(AllReduce)) <= BUDGET_S
+
+
+async def test_a_replica_that_sends_no_part_costs_its_budget() -> None:
+    def attack(s: Swarm) -> None:
+        peer = liar(s, 1)
+
+        async def never(*_: object) -> Answer:
+            return await asyncio.get_running_loop().create_future()
+
+        peer.actions._all_reduce._call_until_ready = never  # type: ignore[method-assign]
+
+    assert await lost_s(attack) <= BUDGET_S
+
+
+async def test_an_owner_that_answers_no_part_costs_its_budget() -> None:
+    def attack(s: Swarm) -> None:
+        liar(s, 1)
+
+        async def never(request: Request) -> Answer:
+            await request.accept()
+            return await asyncio.get_running_loop().create_future()
+
+        s.network.peers[LIAR].transport.serve("part", never, max_body_bytes=1 << 24)
+
+    assert await lost_s(attack) <= BUDGET_S
