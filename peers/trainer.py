@@ -21,8 +21,8 @@ from peers.audit.asking import AuditCaller
 from peers.clock import now_s
 from peers.fault_points import fault_point
 from peers.liveness_probe import Prober
+from peers.locator import Locator
 from peers.ports import Directory, Transport
-from peers.stage.locator import Locator
 from peers.status_query import all_have
 from peers.voices import Voices
 from peers.vouching.giver import VoucherGiver

@@ -45,7 +45,7 @@ report."""
 START_WAIT_S = 5.0
 """A contribution may arrive before its owner has heard of the round."""
 TIMES_USUAL = 3.0
-"""An exchange of sums that takes so much longer than usual is given up; all of a stage take about the same."""
+"""An exchange of sums that takes so much longer than usual is given up."""
 NEARLY = 0.8
 """Of a limit: of replicas that give up together, one is the first."""
 WATCH_S = 0.25

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from peers.clock import now_s
+from peers.locator import Locator
 from peers.ports import Answer, Buffer, Directory, Transport
-from peers.stage.locator import Locator
-from swarm.errors import NotNow, PeerFault, Refused, Stale, SwarmError
+from swarm.errors import NotNow, PeerFault, Refused, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.policy.router import NoPeerForStage, Router
 from swarm.policy.timeouts import AdaptiveTimeout, expected_s
@@ -138,7 +138,7 @@ class NextStage:
         self._answered.setdefault((work.t, work.m), set()).add(peer)
 
     def _in_vain(self, work: Work) -> set[PeerId]:
-        """Peers that answered a microbatch which their stage lacks: they lost it, or it does not count there."""
+        """Peers that answered a microbatch which their stage lacks: lost there, or not counted."""
         return self._answered.get((work.t, work.m), set()) if work.deepest == self.stage else set()
 
     def fault(self, fault: PeerFault) -> None:

@@ -21,6 +21,7 @@ from peers.clock import now_s
 from peers.ports import Answer, Request, Transport
 from swarm.errors import NotReady, Refused
 from swarm.ids import Generation, PeerId
+from swarm.policy.pace import is_too_slow
 from swarm.protocol.rounds import Commit, Prepared
 from swarm.wire.codec import bytes_of, dtype_name
 from swarm.wire.messages import Ack, CloseLease, FetchChunk, Opened, TensorForm, check_run, pack, unpack
@@ -34,6 +35,8 @@ LEASE_S = 60.0
 to read it."""
 QUIET_S = 10.0
 """A reader that asked for nothing for this long is taken for dead while others wait ..."""
+REST_S = 30.0
+"""A reader that lost its place because it was slow gets no other for so long."""
 SLOW_TIMES = 3.0
 """... unless it was always slow: then this many times the longest pause that it made."""
 
@@ -54,14 +57,24 @@ class Snapshot:
 class _Reader:
     read_at: float
     longest_pause_s: float = 0.0
+    opened_at: float = field(init=False)
+    chunks: dict[int, int] = field(default_factory=lambda: dict[int, int]())
+    """Bytes of each chunk that it asked for: one that is read again is no progress."""
 
-    def reads(self, now: float) -> None:
+    def __post_init__(self) -> None:
+        self.opened_at = self.read_at
+
+    def reads(self, index: int, size_bytes: int, now: float) -> None:
         self.longest_pause_s = max(self.longest_pause_s, now - self.read_at)
-        self.read_at = now
+        self.read_at, self.chunks[index] = now, size_bytes
 
     def alive(self, now: float) -> bool:
         silent_s = min(LEASE_S, max(QUIET_S, SLOW_TIMES * self.longest_pause_s))
-        return now - self.read_at <= silent_s
+        return now - self.read_at <= silent_s and not self.too_slow(now)
+
+    def too_slow(self, now: float) -> bool:
+        """It reads less than the slowest line carries: while others wait, it makes way."""
+        return is_too_slow(sum(self.chunks.values()), now - self.opened_at - QUIET_S / 2)
 
 
 @dataclass(eq=False, slots=True)
@@ -89,6 +102,8 @@ class Leases:
     def __init__(self, run: str, transport: Transport) -> None:
         self._run = run
         self._leases: dict[str, Lease] = {}
+        self._rests: dict[PeerId, float] = {}
+        """Readers that lost their place because they were slow, and until when they get no other."""
         self._lending = asyncio.Lock()
         self._sweeper: asyncio.TimerHandle | None = None
         transport.serve("chunk", self._serve_chunk)
@@ -103,6 +118,18 @@ class Leases:
         """The open leases of some pools."""
         return [lease for lease in self._leases.values() if lease.pool in pools]
 
+    def require_no_rest(self, peer: PeerId, *, version: int) -> None:
+        """Return if `peer` may have a place.
+
+        Raises:
+            NotReady: it lost one a moment ago.
+        """
+        now = now_s()
+        self._rests = {other: until for other, until in self._rests.items() if now < until}
+        if peer in self._rests:
+            text = "this download was slower than any line, and others waited: try again later"
+            raise NotReady(text, version=version, retry_after_s=1.0)
+
     def make_room(self, pool: str, most: int, *, version: int) -> None:
         """Make room for one more copy: those without a live reader go.
 
@@ -112,6 +139,7 @@ class Leases:
         now = now_s()
         for unread in [lease for lease in self.of(pool) if not lease.wanted(now)]:
             del self._leases[unread.opened.lease]
+            self._rests |= {peer: now + REST_S for peer, r in unread.readers.items() if r.too_slow(now)}
         if len(self.of(pool)) >= most:
             raise NotReady("others are downloading from this peer", version=version, retry_after_s=1.0)
 
@@ -168,8 +196,9 @@ class Leases:
             raise Refused(f"there is no chunk {wanted.index} of {len(lease.chunks)}")
         now = now_s()
         lease.read_at = now
-        lease.readers.setdefault(request.peer, _Reader(now)).reads(now)
-        return Answer(pack(Ack()), [bytes_of(lease.chunks[wanted.index])])
+        chunk = lease.chunks[wanted.index]
+        lease.readers.setdefault(request.peer, _Reader(now)).reads(wanted.index, chunk.nbytes, now)
+        return Answer(pack(Ack()), [bytes_of(chunk)])
 
     async def _serve_close(self, request: Request) -> Answer:
         """The caller has all that it wants of a lease. A copy stays a while for others."""

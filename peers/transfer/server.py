@@ -74,6 +74,7 @@ class StateLeases(Leases):
         check_run(wanted.run, self._run)
         # One at a time: two that want the same version at the same moment get the same copy.
         async with self._opening:
+            self.require_no_rest(request.peer, version=-1)
             for other in self._of_stage(wanted.stage):
                 other.readers.pop(request.peer, None)  # with another version it has done
             return self.read_by(request.peer, await self._lease(wanted.stage, wanted.version))

@@ -478,8 +478,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "wait-for-the-word-of-a-stranger",
         ROUNDS,
-        "        and not ledgers.keys().isdisjoint(speaking)\n",
-        "",
+        "    told = not set(plan.members).isdisjoint(speaking)\n",
+        "    told = True\n",
         "A round of strangers alone is complete, and no replica that is heard can say so.",
         ("test_attack",),
     ),
@@ -606,8 +606,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "repeat-a-failed-round",
         ROUNDS,
-        "    return is_current(plan, reports) and not failed_at(plan, reports)\n",
-        "    return is_current(plan, reports)\n",
+        "    return told and is_current(plan, reports) and not failed_at(plan, reports)\n",
+        "    return told and is_current(plan, reports)\n",
         "A round that failed at a member is told again for ever.",
         SWARMS,
     ),

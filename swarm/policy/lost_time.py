@@ -1,8 +1,8 @@
-"""What each peer cost the run lately, and who is left out for it. Pure: times are given by the caller.
+"""What each peer cost the run lately, and which are left out for it. Pure: times are given by the caller.
 
 A peer may be slow, die, or answer nothing: within 20 steps it costs at most 30 seconds and `BUDGET_ROUNDS`
-aborted rounds, by what this peer saw itself. Then it is left out for as long again, and for twice as long each
-time after that, whatever it answers meanwhile. Being left out costs time, never a weight.
+aborted rounds, by what this peer saw itself. Then it is left out for as long again, and for twice as long
+each time after that, whatever it answers meanwhile. Being left out costs time, never a weight.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from statistics import median_high, median_low
 from swarm.records import PeerRecord
 
 MIN_S = 5.0
-"""For each stage that a call passes: a peer that waits for the next one, and gives that up, is not given up."""
+"""For each stage that a call passes: a peer that gives up one of the next stage is not itself given up."""
 TIMES_TYPICAL = 10.0
 """A peer that is slower by this is slow, not stuck."""
 TIMES_EXPECTED = 3.0
@@ -32,7 +32,7 @@ class AdaptiveTimeout:
         self._min_s, self._times_typical = min_s * stages, times_typical
         self._lasted_s: deque[float] = deque(maxlen=REMEMBERED)
         self._answered = False
-        self._patience = 1.0
+        self._doubled = 1.0
         self.expected_s = 0.0
         """What a call should take by what peers say of their speed; 0: unknown."""
 
@@ -46,7 +46,7 @@ class AdaptiveTimeout:
         if self._answered:
             self._lasted_s.append(2 * after_s / self._times_typical)
         else:
-            self._patience *= 2
+            self._doubled *= 2
 
     @property
     def known(self) -> bool:
@@ -57,7 +57,7 @@ class AdaptiveTimeout:
     def limit_s(self) -> float:
         """Seconds after which a call is given up."""
         if not self._answered:
-            return self._patience * max(self._min_s, TIMES_EXPECTED * self.expected_s)
+            return self._doubled * max(self._min_s, TIMES_EXPECTED * self.expected_s)
         return max(self._min_s, self._times_typical * median_low(self._lasted_s))
 
 

@@ -149,9 +149,7 @@ def elect(since_s: Mapping[PeerId, float], voice: Mapping[PeerId, int]) -> PeerI
 
 
 def named_by_most(told: Mapping[PeerId, Collection[PeerId]]) -> set[PeerId]:
-    """The peers that most of the others name, and at least two, of those that said whom they mean. `told`:
-    by whom.
-    """
+    """The peers that most of the others name, and at least two, of those that said what they know: `told`."""
     named = set[PeerId]()
     for peer in {name for names in told.values() for name in names}:
         others = [teller for teller in told if teller != peer]

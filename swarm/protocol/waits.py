@@ -1,4 +1,4 @@
-"""For whom a stage waits, since when, and who is slower than usual. Pure: times are given by the caller."""
+"""Which replicas a stage waits for, and which of them are slower than usual. Pure: times are given."""
 
 from __future__ import annotations
 

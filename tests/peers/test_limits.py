@@ -15,7 +15,7 @@ from peers.ports import Answer, Request
 from peers.stage.server import StagePeer
 from swarm.errors import NotReady
 from swarm.manifest import audit_run
-from swarm.protocol.replica import Action, AllReduce, Fetch
+from swarm.protocol.replica import Action, AllReduce
 from tests.peers.loops import Swarm, swarm
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(300)]
@@ -50,9 +50,7 @@ async def lasts_s(attack: Attack | None, *, replicas: int = 2, steps: int = STEP
         await s.until(lambda: honest_serve(s, honest))
         began = s.network.loop.now_s
         s.add_trainer("trainer")
-        await s.until(
-            lambda: all(s.peers[name].core.version >= steps for name in honest), limit_s=6_000.0
-        )
+        await s.until(lambda: all(s.peers[name].core.version >= steps for name in honest), limit_s=6_000.0)
         took_s = s.network.loop.now_s - began
         counts = s.count_matrix()
         assert all((counts[name] == steps).all() for name in honest)
@@ -112,6 +110,7 @@ def ignoring(*kinds: type) -> Attack:
 async def test_a_replica_that_reports_and_never_has_the_result_costs_its_budget() -> None:
     def attack(s: Swarm) -> None:
         peer = liar(s, 1)
+
         async def never(*_: object, **__: object) -> None:
             raise NotReady("not today", version=-1)
 

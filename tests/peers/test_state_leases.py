@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 
@@ -21,6 +22,7 @@ from swarm.errors import NotReady, Refused, SetupError, SwarmError
 from swarm.ids import Generation, Stage
 from swarm.manifest import audit_run
 from swarm.model.stage import StageCompute
+from swarm.policy import pace
 from swarm.sim.dice import Dice
 from swarm.wire.messages import (
     AskSaved,
@@ -169,22 +171,53 @@ async def test_a_reader_that_died_does_not_block_the_next_one(source: Source, cl
     assert (await source.refusal("late")).text == OTHERS
 
 
-async def test_a_reader_that_was_always_slow_is_not_taken_for_dead(source: Source, clock: Clock) -> None:
+async def test_two_slow_readers_lose_their_places_to_one_that_waits_and_get_no_other(
+    source: Source, clock: Clock
+) -> None:
+    """They read on, the same chunk again and again, and open another copy as soon as theirs is gone."""
+    await half_read(source)
+    opened = {}
+    for number, lease in enumerate(list(source.server.leases._leases.values())):
+        opened[f"reader{number}"] = lease.opened
+    began, joined = clock.now, False
+    while not joined:
+        for name, lease in opened.items():
+            with contextlib.suppress(SwarmError):
+                await source.read(lease, name)
+        try:
+            joined = bool(await source.open("joiner"))
+        except NotReady:
+            clock.now += 1.0
+    assert state_leases.QUIET_S < clock.now - began <= 30.0
+    assert "slower than any line" in (await source.refusal("reader0")).text
+    clock.now += state_leases.REST_S + 1.0
+    await source.open("reader0")
+
+
+async def test_a_slow_reader_keeps_its_place_while_no_other_waits(source: Source, clock: Clock) -> None:
     opened = await source.open("slow")
-    for _ in range(3):
+    for _ in range(9):
         clock.now += 18.0
         await source.read(opened, "slow")
+
+
+async def test_a_reader_on_a_slow_line_keeps_its_place(
+    source: Source, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it reads in a time is what the least pace asks for."""
+    monkeypatch.setattr(state_leases, "CHUNK_BYTES", 8)
+    monkeypatch.setattr(pace, "LEAST_BYTES_PER_S", 1.0)
+    opened = await source.open("slow")
     source.step()
-    await source.open("quiet")
-    clock.now += 17.0
-    source.step()
-    await source.open("third")  # in the place of the quiet one
+    chunks = len(source.server.leases._leases[opened.lease].chunks)
+    assert chunks > 3
+    for index in range(chunks):
+        clock.now += 7.0
+        await source.call("chunk", FetchChunk(run=RUN.id, lease=opened.lease, index=index), "slow")
+        source.step()
+        await source.open(f"joiner{index}")
+        source.server.leases.gone(f"joiner{index}")
     await source.read(opened, "slow")
-    clock.now += state_leases.LEASE_S + 1.0  # too long, however slow it was
-    source.step()
-    await source.open("fourth")
-    with pytest.raises(Refused, match="no such download"):
-        await source.read(opened, "slow")
 
 
 async def test_who_closes_makes_room(source: Source, clock: Clock) -> None:

@@ -126,7 +126,7 @@ def test_who_has_not_joined_or_leaves_takes_no_reports() -> None:
 
 def coordinator(*reports: tuple[str, str, str]) -> StageCoordinator:
     """Of replicas at version 1: name, digest, kind of device."""
-    this = StageCoordinator(RUN, 0, "a", 8, Agreed(Generation()))
+    this = StageCoordinator(RUN, 0, "a", 8, Agreed(Generation()), Backoff())
     for name, digest, kind in reports:
         this.members[name] = Reported(report(version=1, digest=digest, kind=kind), [], NOW)
     return this

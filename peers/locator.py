@@ -1,4 +1,4 @@
-"""Asking the peers of a stage which of them has a microbatch, and which of them their stage leaves out."""
+"""Asking the peers of a stage which of them has a microbatch, and which of them it leaves out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_ASKED = 16
 
 
 class Locator:
-    """Asks, and leaves out whom a stage leaves out: what such a peer computes is run again."""
+    """Asks, and leaves out the peers that their stage leaves out: what they compute is run again."""
 
     def __init__(self, run: str, transport: Transport, backoff: Backoff) -> None:
         self._run, self._transport, self._backoff = run, transport, backoff
