@@ -2905,5 +2905,29 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        return agree > 0\n",
         "One liar of a stage has its honest replicas left out by all other stages.",
         ("test_false_answers",),
+    # --- what costs the run time ---
+    Mutation(
+        "leave-nobody-out",
+        "swarm/policy/lost_time.py",
+        "if (lost_s >= BUDGET_S or aborted >= BUDGET_ROUNDS) and anew",
+        "if False and anew",
+        "A peer that never answers is asked again and again.",
+        ("test_limits",),
+    ),
+    Mutation(
+        "wait-for-a-silent-member",
+        ALL_REDUCE,
+        "            if by:\n",
+        "            if False:\n",
+        "A replica that sends no part holds its stage up for ever.",
+        ("test_reduce",),
+    ),
+    Mutation(
+        "slow-reader-keeps-its-place",
+        "peers/transfer/leases.py",
+        " and not self.too_slow(now)",
+        "",
+        "Two slow readers keep all others from joining.",
+        ("test_state_leases",),
     ),
 )

@@ -206,7 +206,9 @@ def decide(
     number = 0 if current is None else current.number + 1
     ids, ledgers = tuple(reports), tuple(report.done for report in reports.values())
     uploads_bps = [bandwidths_bps.get(peer, 0.0) for peer in ids]
-    owners = {owner} if owner in reports else set(heard(ids, voice))
+    owners = set(heard(ids, voice))
+    if owner in owners:
+        owners = {owner}
     parts = _share_out(numel, uploads_bps, [peer in owners for peer in ids])
     return Reduce(Plan(round_id(run, stage, t, number, ids, ledgers), number, ids, ledgers, parts))
 

@@ -112,6 +112,7 @@ async def test_a_replica_that_reports_and_never_has_the_result_costs_its_budget(
         peer = liar(s, 1)
 
         async def never(*_: object, **__: object) -> None:
+            await asyncio.sleep(0.5)
             raise NotReady("not today", version=-1)
 
         peer.actions._tied_weights.hold = never  # type: ignore[method-assign]

@@ -127,15 +127,9 @@ def test_a_stranger_owns_no_part_whatever_its_line() -> None:
 
 def test_when_one_reduces_everything_it_is_not_a_stranger() -> None:
     reports = {"aaa": step(), "ann": step(0b0011), "bob": step(0b1100)}
-    plan = None
-    for _ in range(6):
-        failed = {
-            p: msgspec.structs.replace(r, failed_round=plan.round if plan else "") for p, r in reports.items()
-        }
-        decision = decided(VOICE, plan, **failed)
-        assert isinstance(decision, Reduce)
-        plan = decision.plan
-    assert plan is not None and plan.parts == (0, 100, 0)
+    for owner, parts in (("ann", (0, 100, 0)), ("aaa", (0, 50, 50))):
+        decision = decide(RUN.id, 1, 0, RUN.M, 100, reports, None, {}, VOICE, owner=owner)
+        assert isinstance(decision, Reduce) and decision.plan.parts == parts
 
 
 def test_a_stage_does_not_wait_for_a_stranger_to_take_the_result() -> None:

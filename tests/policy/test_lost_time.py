@@ -1,0 +1,54 @@
+"""What a peer may cost the run before it is left out, and for how long."""
+
+from __future__ import annotations
+
+from swarm.policy.backoff import Backoff
+from swarm.policy.lost_time import BUDGET_S, FIRST_REST_S, MAX_PEERS, LostTime
+
+
+def test_a_peer_that_costs_little_is_not_left_out() -> None:
+    lost = LostTime()
+    for t in range(200):
+        assert not lost.charge("a", t=t, since_s=100.0 * t, now=100.0 * t + 1.0)
+
+
+def test_25_seconds_within_20_steps_are_too_much_and_each_rest_is_twice_the_last() -> None:
+    lost, now, rests = LostTime(), 1000.0, []
+    assert not lost.charge("a", t=0, since_s=now, now=now + BUDGET_S - 1.0)
+    now += BUDGET_S
+    for _ in range(3):
+        assert lost.charge("a", t=1, since_s=now, now=now + 1.0)
+        rests.append(lost.rests_until_s("a") - now - 1.0)
+        now = lost.rests_until_s("a")
+    assert rests == [FIRST_REST_S, 2 * FIRST_REST_S, 4 * FIRST_REST_S]
+
+
+def test_a_second_counts_once_however_many_waited_through_it() -> None:
+    lost = LostTime()
+    for _ in range(100):
+        assert not lost.charge("a", t=0, since_s=0.0, now=10.0)
+
+
+def test_two_aborted_rounds_are_too_much() -> None:
+    lost = LostTime()
+    assert not lost.charge("a", t=0, since_s=0.0, now=0.0, rounds=1)
+    assert lost.charge("a", t=19, since_s=1.0, now=1.0, rounds=1)
+    assert not lost.charge("b", t=0, since_s=0.0, now=0.0, rounds=1)
+    assert not lost.charge("b", t=20, since_s=1.0, now=1.0, rounds=1)
+
+
+def test_answers_do_not_end_a_rest_and_the_last_peer_of_all_is_asked_all_the_same() -> None:
+    backoff = Backoff()
+    backoff.charge("a", t=0, since_s=0.0, now=BUDGET_S)
+    backoff.answered("a")
+    assert backoff.in_backoff("a", now=BUDGET_S + 1.0)
+    assert not backoff.relent(["a", "b"], now=BUDGET_S + 1.0)
+    assert backoff.relent(["a"], now=BUDGET_S + 1.0)
+    assert not backoff.in_backoff("a", now=BUDGET_S + 1.0)
+
+
+def test_strangers_fill_no_memory() -> None:
+    lost = LostTime()
+    for number in range(MAX_PEERS + 100):
+        lost.charge(f"p{number}", t=0, since_s=0.0, now=BUDGET_S)
+    assert lost.rests_until_s("p0") < 0 < lost.rests_until_s(f"p{MAX_PEERS}")
