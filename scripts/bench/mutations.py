@@ -2905,6 +2905,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        return agree > 0\n",
         "One liar of a stage has its honest replicas left out by all other stages.",
         ("test_false_answers",),
+    ),
     # --- what costs the run time ---
     Mutation(
         "leave-nobody-out",
