@@ -64,6 +64,7 @@ async def unless(watch: asyncio.Future[Any], awaitable: Awaitable[T]) -> T:
         return await task
     finally:
         task.cancel()
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it was looked at
 
 
 async def in_daemon_thread(work: Callable[[], T], *, name: str) -> T:

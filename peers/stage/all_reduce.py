@@ -203,7 +203,7 @@ class AllReduce:
                 elif part:
                     work.append(asyncio.create_task(self._exchange(this, owner, part)))
             began = now_s()
-            exchange, watch = _all(tuple(work)), asyncio.create_task(self._watch(this))
+            exchange, watch = asyncio.gather(*work), asyncio.create_task(self._watch(this))
             work.append(watch)
             await unless(watch, exchange)
             self._measured(this.sent_bytes, now_s() - began)
@@ -402,10 +402,6 @@ class AllReduce:
                 raise NotReady(f"round {name[:8]!r} is not open here", version=-1)
             await happens(self._started, left_s)
         return self._rounds[name]
-
-
-async def _all(tasks: Sequence[asyncio.Task[None]]) -> None:
-    await asyncio.gather(*tasks)
 
 
 def chunks_of(start: int, end: int) -> list[tuple[int, int]]:

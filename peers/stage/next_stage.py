@@ -81,6 +81,7 @@ class NextStage:
                 peer = holder if holder and holder not in away else self._choose(work, away)
             except NoPeerForStage as none:
                 busy.clear()
+                refusals.clear()  # the others may be gone by now
                 await asyncio.sleep(min(1.0, max(0.05, none.retry_at - now_s())))
                 await self._directory.refresh({self.stage})
                 continue
@@ -162,7 +163,7 @@ class NextStage:
         """The trainer's suggestion on the first attempt; else the next of this peer's fair queue."""
         now = now_s()
         in_vain = self._in_vain(work)
-        if exclude | in_vain != set(self._router.peers(self.stage)):
+        if not exclude | in_vain >= set(self._router.peers(self.stage)):
             exclude |= in_vain
         suggested = work.route[0] if work.route and work.attempt == 0 else None
         known = suggested in self._router.peers(self.stage) and suggested not in exclude

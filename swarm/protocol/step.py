@@ -142,8 +142,10 @@ class ReplicaStep:
         return self._state is StepState.FROZEN and self.round is None
 
     def open_again(self) -> None:
-        """Note that the ledger is open again, unless the sum was promised anew meanwhile."""
-        if self.may_thaw:
+        """Note that the ledger is open again, unless the sum was promised anew meanwhile, and perhaps the
+        new round given up as well: then the ledger is as it was.
+        """
+        if self.may_thaw and self.ledger.frozen_for is None:
             self._go(StepState.OPEN)
 
     # -- another replica's result (peers.stage.tied_weights) ----------------------------------------

@@ -76,6 +76,19 @@ def test_a_sum_that_was_promised_anew_is_not_opened() -> None:
     assert this.state is StepState.FROZEN and this.failed_round == "one"
 
 
+def test_a_sum_that_is_still_frozen_is_not_open() -> None:
+    """It was promised anew and given up again while an order to open it was under way (seed 1819)."""
+    this = step()
+    this.start_round("one", now=0.0)
+    this.ledger.freeze("one")
+    this.give_up_round()
+    this.open_again()
+    assert this.state is StepState.FROZEN and this.may_thaw
+    this.ledger.thaw()
+    this.open_again()
+    assert this.state is StepState.OPEN
+
+
 def test_a_round_that_is_refused_opens_the_sum_unless_another_froze_it() -> None:
     this = step()
     this.start_round("one", now=0.0)

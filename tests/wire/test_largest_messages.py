@@ -20,7 +20,7 @@ from swarm.ids import Generation, PeerId
 from swarm.manifest import example_run
 from swarm.protocol import messages as protocol_messages
 from swarm.protocol.checks import MAX_NAME, MAX_STEPS
-from swarm.protocol.coordinator import LOSSES_KEPT, MAX_SOURCES
+from swarm.protocol.coordinator import LOSSES_KEPT, MAX_LEFT_OUT, MAX_SOURCES
 from swarm.protocol.ledger import MAX_MICROBATCHES, Bitmap
 from swarm.protocol.messages import (
     Directive,
@@ -45,6 +45,7 @@ from swarm.wire.messages import (
     GiveVoucher,
     Hop,
     LinkStatus,
+    Located,
     Opened,
     Part,
     PartDone,
@@ -112,6 +113,7 @@ RUN_STATUS = RunStatus(
     lacking=tuple(StepLacking(t=T, by_stage=tuple(worst() for _ in range(S))) for _ in range(2)),
 )  # fmt: skip
 LARGEST: dict[type, msgspec.Struct] = {
+    Located: Located(has=True, left_out=PEERS[:MAX_LEFT_OUT]),
     ReplicaReport: ReplicaReport(
         generation=GENERATION, version=T, run=RUN, stage=S, digest=NAME, kind=NAME, commits=COMMITS,
         say_leaving=True, bandwidth_bps=1.5,

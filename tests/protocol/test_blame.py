@@ -1,0 +1,156 @@
+"""Who holds a stage up is left out, and nobody else."""
+
+from __future__ import annotations
+
+from swarm.ids import PeerId
+from swarm.policy.backoff import Backoff
+from swarm.policy.timeouts import AdaptiveTimeout
+from swarm.protocol.blame import COMPUTED_S, PREPARED_S, Blame
+from swarm.protocol.ledger import Bitmap
+from swarm.protocol.rounds import FetchResult, Plan, Prepared, Reduce, StepReport, decide, named_by_most
+from swarm.protocol.waits import Waits
+
+ALL = 0b1111
+
+
+def step(done: int = 0, *, computes: int = 0, failed: str = "", held: str = "") -> StepReport:
+    return StepReport(
+        t=0, done=Bitmap(done), in_progress=Bitmap(computes), failed_round=failed,
+        prepared=Prepared(held, 1.0, "") if held else None,
+    )  # fmt: skip
+
+
+def blame() -> tuple[Blame, Backoff]:
+    backoff = Backoff()
+    return Blame("ann", 4, backoff), backoff
+
+
+def plan_of(**reports: StepReport) -> Plan:
+    decision = decide("5a", 1, 0, 4, 90, reports, None, {})
+    assert isinstance(decision, Reduce)
+    return decision.plan
+
+
+# --- waits ---
+
+
+def test_what_is_usual_follows_from_waits_that_ended() -> None:
+    waits = Waits(AdaptiveTimeout(min_s=1.0))
+    for t in range(5):
+        waits.note(t, {"bob": 0}, now=10.0 * t)
+        waits.note(t, {}, now=10.0 * t + 2.0)
+    waits.note(5, {"bob": 0}, now=50.0)
+    assert waits.late(5, now=69.0) == {}
+    assert waits.late(5, now=70.1) == {"bob": 50.0}
+    assert waits.late(5, now=70.1, least_s=30.0) == {}
+
+
+def test_progress_begins_a_wait_anew() -> None:
+    waits = Waits(AdaptiveTimeout(min_s=1.0))
+    waits.note(0, {"bob": 0b01}, now=0.0)
+    waits.note(0, {"bob": 0b11}, now=0.9)
+    assert waits.late(0, now=1.5) == {}
+
+
+def test_the_waits_of_two_steps_do_not_end_each_other() -> None:
+    """With delayed updates two steps are open."""
+    waits = Waits(AdaptiveTimeout(min_s=1.0))
+    for now in (0.0, 0.5, 1.5):
+        waits.note(0, {"bob": 0}, now=now)
+        waits.note(1, {}, now=now)
+    assert waits.late(0, now=1.5) == {"bob": 0.0}
+    waits.forget(1)
+    assert waits.late(0, now=1.5) == {}
+
+
+# --- claims ---
+
+
+def test_a_claim_that_takes_too_long_is_run_again_and_charged() -> None:
+    this, backoff = blame()
+    reports = {"ann": step(0b0111), "bob": step(computes=0b1000)}
+    assert this.computing(0, reports, now=0.0) == reports
+    assert this.computing(0, reports, now=COMPUTED_S - 1.0) == reports
+    told = this.computing(0, reports, now=COMPUTED_S + 1.0)
+    assert told["bob"].in_progress == 0 and told["ann"] == reports["ann"]
+    assert this.left_out("bob", now=COMPUTED_S + 1.0) and not this.left_out("ann", now=COMPUTED_S + 1.0)
+    assert backoff.rests("bob", now=COMPUTED_S + 1.0)
+
+
+def test_a_claim_costs_nothing_while_the_stage_waits_for_other_microbatches() -> None:
+    this, _ = blame()
+    reports = {"ann": step(0b0011), "bob": step(computes=0b1000)}
+    for now in (0.0, 200.0, 400.0):
+        assert this.computing(0, reports, now=now) == reports
+    assert not this.left_out("bob", now=400.0)
+
+
+# --- the result ---
+
+
+def test_a_replica_that_never_has_the_result_is_left_out() -> None:
+    this, _ = blame()
+    fetch = FetchResult(round="r", sources=("ann",), ready=False, sqnorm=1.0)
+    reports = {"ann": step(ALL, held="r"), "bob": step()}
+    this.planned(0, now=0.0)
+    this.prepared(0, fetch, reports, now=1.0)
+    this.prepared(0, fetch, reports, now=1.0 + 3.0)
+    assert not this.left_out("bob", now=4.0), "it may have to fetch all that the round moved"
+    for tenths in range(40, 400):
+        this.prepared(0, fetch, reports, now=tenths / 10)
+    assert this.left_out("bob", now=40.0)
+
+
+def test_nobody_is_charged_for_a_result_that_the_coordinator_itself_lacks() -> None:
+    this, _ = blame()
+    fetch = FetchResult(round="r", sources=("bob",), ready=False, sqnorm=1.0)
+    for now in range(100):
+        this.prepared(0, fetch, {"bob": step(ALL, held="r"), "cid": step()}, now=float(now))
+    assert not this.left_out("cid", now=100.0)
+    assert PREPARED_S < 100.0
+
+
+# --- rounds that fail ---
+
+
+def failed(plan: Plan, *peers: PeerId) -> dict[PeerId, StepReport]:
+    ledgers = dict(zip(plan.members, plan.ledgers, strict=True))
+    return {
+        peer: step(done, failed=plan.round if peer in peers else "") for peer, done in ledgers.items()
+    }
+
+
+def test_after_a_round_that_failed_for_no_reason_to_be_seen_the_coordinator_owns_all() -> None:
+    this, _ = blame()
+    plan = plan_of(ann=step(0b0011), bob=step(0b0100), cid=step(0b1000))
+    assert this.owner(0, plan, failed(plan), now=0.0) is None
+    assert this.owner(0, plan, failed(plan, "bob"), now=1.0) == "ann"
+    assert not any(this.left_out(peer, now=1.0) for peer in plan.members)
+
+
+def test_one_that_fails_with_the_coordinator_alone_is_charged_by_its_own_word() -> None:
+    this, _ = blame()
+    reports = {"ann": step(0b0011), "bob": step(0b0100), "cid": step(0b1000)}
+    for number in range(2):
+        decision = decide("5a", 1, 0, 4, 90, reports, None, {"ann": float(number)}, owner="ann")
+        assert isinstance(decision, Reduce) and decision.plan.parts == (90, 0, 0)
+        plan = Plan(f"{number}", number, decision.plan.members, decision.plan.ledgers, decision.plan.parts)
+        this.owner(0, plan, failed(plan, "bob"), now=float(number))
+    assert this.left_out("bob", now=2.0) and not this.left_out("cid", now=2.0)
+
+
+def test_a_round_that_a_death_broke_is_nobodys_fault() -> None:
+    this, _ = blame()
+    plan = plan_of(ann=step(0b0011), bob=step(0b0100), cid=step(0b1000))
+    gone = {peer: report for peer, report in failed(plan, "bob").items() if peer != "cid"}
+    assert this.owner(0, plan, gone, now=1.0) is None
+
+
+# --- by the word of others ---
+
+
+def test_who_is_named_by_most_of_the_others_and_two_at_least_is_left_out() -> None:
+    assert named_by_most({"ann": ("liar",), "bob": ("liar",), "liar": ()}) == {"liar"}
+    assert named_by_most({"ann": ("liar",), "liar": ("ann",)}) == set(), "one names the other"
+    assert named_by_most({"ann": ("dan",), "bob": ("dan",), "cid": (), "eve": ()}) == set()
+    assert named_by_most({"liar": ("ann", "bob"), "ann": (), "bob": ()}) == set()
