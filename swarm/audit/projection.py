@@ -38,7 +38,7 @@ def coefficients(seed: bytes, owner: int, index: int, numel: int) -> npt.NDArray
     """Those of chunk `index` of the part of an owner, by its place among the members."""
     key = hashlib.sha256(seed + owner.to_bytes(4, "little") + index.to_bytes(4, "little")).digest()
     raw = np.random.SFC64(int.from_bytes(key, "little")).random_raw(-(-numel // 4))
-    return raw.astype("<u8", copy=False).view("<i2")[:numel] | np.int16(1)
+    return raw.astype("<u8", copy=False).view("<i2")[:numel].astype(np.int16, copy=False) | np.int16(1)
 
 
 def product(contribution: torch.Tensor, r: npt.NDArray[np.int16]) -> int:

@@ -115,9 +115,7 @@ def test_nobody_is_charged_for_a_result_that_the_coordinator_itself_lacks() -> N
 
 def failed(plan: Plan, *peers: PeerId) -> dict[PeerId, StepReport]:
     ledgers = dict(zip(plan.members, plan.ledgers, strict=True))
-    return {
-        peer: step(done, failed=plan.round if peer in peers else "") for peer, done in ledgers.items()
-    }
+    return {peer: step(done, failed=plan.round if peer in peers else "") for peer, done in ledgers.items()}
 
 
 def test_after_a_round_that_failed_for_no_reason_to_be_seen_the_coordinator_owns_all() -> None:
