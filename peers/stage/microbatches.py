@@ -12,6 +12,7 @@ import torch
 from peers.audit.asking import AuditCaller
 from peers.clock import now_s
 from peers.fault_points import fault_point, job_point
+from peers.incoming import Incoming
 from peers.ports import Answer, Buffer, Rank, Request, Transport
 from peers.stage.membership import Membership
 from peers.stage.next_stage import NextStage
@@ -68,6 +69,7 @@ class MicrobatchServer:
         self._core, self._transport, self._membership, self._next = core, transport, membership, next_stage
         self.max_inflight = max_inflight
         self._receipts = Receipts(core.run, core.stage, transport.signer)
+        self._incoming = Incoming()
         self._takes = allowed_inputs(core.run, core.stage)
         self._gradients: tuple[tuple[TensorMeta, ...], ...] = ()
         if next_stage is not None:
@@ -115,6 +117,7 @@ class MicrobatchServer:
         if claim is Claim.NEW:
             kept = await self._take(step, work, request)
         elif claim is Claim.DOING:
+            self._incoming.others_wait()
             kept = await asyncio.shield(step.jobs[work.m].done)
         elif (found := step.kept.get(work.m)) is None:
             kept = await self._again(step, work, request)
@@ -191,10 +194,11 @@ class MicrobatchServer:
         admitted = False
         try:
             if self.inflight >= self.max_inflight:
+                self._incoming.others_wait()
                 raise Busy(f"{self.inflight} microbatches are in flight; no more fit")
             self.inflight += 1
             admitted = True
-            body = await request.accept()
+            body = await self._incoming.receive(request)
             check_inputs(self._core.run, self._core.stage, work, body)
             inputs = _split(work.tensors, body)
             self.taken += 1

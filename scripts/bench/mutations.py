@@ -3003,4 +3003,28 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A replica adds nothing to its sum any more, and its stage waits for it.",
         ("test_loops",),
     ),
+    Mutation(
+        "call-in-no-time",
+        "swarm/policy/backoff.py",
+        "return min(limit_s, left_s) if left_s >= AGAIN_S else limit_s",
+        "return min(limit_s, left_s or limit_s)",
+        "The last peer of a stage is called again and again, and never has the time to answer.",
+        ("test_limits",),
+    ),
+    Mutation(
+        "a-trickle-keeps-its-place",
+        "peers/incoming.py",
+        "timeout=most_s(self._bytes[request.peer])",
+        "timeout=None",
+        "Bodies that come a byte a second take all places of a peer.",
+        ("test_work",),
+    ),
+    Mutation(
+        "a-slow-body-makes-way-for-nobody",
+        "peers/incoming.py",
+        "            await asyncio.wait({body, waiting}, return_when=asyncio.FIRST_COMPLETED)\n",
+        "",
+        "A peer on a slow line contributes nothing.",
+        ("test_work",),
+    ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from swarm.ids import PeerId
-from swarm.policy.lost_time import LostTime
+from swarm.policy.lost_time import AGAIN_S, LostTime
 
 FIRST_BACKOFF_S = 1.0
 """Long enough to redial a broken connection, short enough not to miss a healthy peer."""
@@ -85,7 +85,8 @@ class Backoff:
 
     def within_budget_s(self, peer: PeerId, limit_s: float, *, t: int) -> float:
         """`limit_s` for a call in step `t`, or less: what `peer` may still cost, if that is anything."""
-        return min(limit_s, self._lost.left_s(peer, t=t) or limit_s)
+        left_s = self._lost.left_s(peer, t=t)
+        return min(limit_s, left_s) if left_s >= AGAIN_S else limit_s
 
     def relent(self, peers: Collection[PeerId], *, now: float) -> bool:
         """Ask again the one of `peers` whose rest ends first, if there is no other; returns whether."""

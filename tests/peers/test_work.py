@@ -496,3 +496,47 @@ async def test_what_was_undone_is_computed_again_when_asked() -> None:
         await sender.send("s1p0", "work", second(), hidden())
         assert bytes(encode(peer.core.compute.sums.of(0), "none").buffers[0]) == bytes(total.buffers[0])
         assert (peer.core.computed, peer.core.undone) == (2, 1)
+
+
+class Trickle:
+    """A request whose body comes a byte a second."""
+
+    def __init__(self, work: Work, sizes: list[int]) -> None:
+        self.peer, self.header, self.body_sizes = "s0p0", pack(work), sizes
+
+    async def accept(self) -> list[memoryview]:
+        await asyncio.sleep(1e6)
+        raise AssertionError("nobody waits for so long")
+
+
+async def test_a_body_that_trickles_makes_way_for_one_that_waits() -> None:
+    """Attack 14: it had its place for ever, and with `max_inflight` of them the run took no step."""
+    run = audit_run(stages=2, steps=2, microbatches_per_step=16)
+    async with swarm(run, replicas=1) as s:
+        await s.until_serving()
+        server = s.peers["s1p0"].microbatches
+        held = [
+            asyncio.ensure_future(server._serve_work(Trickle(second(run=run.id, m=m), [8, 8])))
+            for m in range(server.max_inflight)
+        ]
+        began = s.network.loop.now_s
+        s.add_trainer("trainer")
+        await s.until_next_step()
+        assert s.network.loop.now_s - began < 20.0
+        given_up = [task for task in held if task.done()]
+        assert given_up
+        for task in given_up:
+            with pytest.raises(NotReady, match="came too slowly, and others wait for its place"):
+                task.result()
+        for task in held:
+            task.cancel()
+
+
+async def test_a_body_that_comes_slowly_keeps_its_place_while_no_other_waits() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        server = s.peers["s1p0"].microbatches
+        slow = asyncio.ensure_future(server._serve_work(Trickle(second(), [8, 8])))
+        await asyncio.sleep(600.0)
+        assert not slow.done() and server.inflight == 1
+        slow.cancel()

@@ -52,3 +52,13 @@ def test_strangers_fill_no_memory() -> None:
     for number in range(MAX_PEERS + 100):
         lost.charge(f"p{number}", t=0, since_s=0.0, now=BUDGET_S)
     assert lost.rests_until_s("p0") < 0 < lost.rests_until_s(f"p{MAX_PEERS}")
+
+
+def test_a_call_gets_what_its_peer_may_still_cost_or_all_if_that_is_nothing() -> None:
+    """A limit of no time at all would end each call before it began."""
+    backoff = Backoff()
+    assert backoff.within_budget_s("bob", 40.0, t=0) == 25.0
+    backoff.charge("bob", t=0, since_s=0.0, now=20.0)
+    assert backoff.within_budget_s("bob", 40.0, t=0) == 5.0
+    backoff.charge("bob", t=0, since_s=20.0, now=25.0 - 1e-12)
+    assert backoff.within_budget_s("bob", 40.0, t=0) == 40.0

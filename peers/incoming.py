@@ -1,0 +1,51 @@
+"""Bodies that are on their way to this peer: one that comes slowly has its place while no other needs it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+
+from peers.ports import Buffer, Request
+from swarm.errors import NotReady
+from swarm.ids import PeerId
+from swarm.policy.pace import most_s
+
+
+class Incoming:
+    """The bodies that are being received, and whether others wait for their places."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[PeerId] = Counter()
+        """Announced, by sender: its bodies come one after another."""
+        self._wanted = asyncio.Event()
+
+    def others_wait(self) -> None:
+        """Somebody waits for a place, or for a microbatch whose body is on its way."""
+        self._wanted.set()
+        self._wanted = asyncio.Event()
+
+    async def receive(self, request: Request) -> Sequence[Buffer]:
+        """The body of a request.
+
+        Raises:
+            NotReady: it came more slowly than `swarm.policy.pace` asks for, and others wait.
+        """
+        size = sum(request.body_sizes)
+        self._bytes[request.peer] += size
+        body, wanted = asyncio.ensure_future(request.accept()), self._wanted
+        waiting = asyncio.ensure_future(wanted.wait())
+        try:
+            await asyncio.wait({body}, timeout=most_s(self._bytes[request.peer]))
+            await asyncio.wait({body, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if not body.done():
+                raise NotReady("the body came too slowly, and others wait for its place", version=-1)
+            return body.result()
+        finally:
+            self._bytes[request.peer] -= size
+            self._bytes += Counter()  # forget who has none
+            waiting.cancel()
+            body.cancel()
+            body.add_done_callback(
+                lambda ended: ended.cancelled() or ended.exception()
+            )  # nobody asks any more
