@@ -21,7 +21,7 @@ class Incoming:
         self._wanted = asyncio.Event()
 
     def others_wait(self) -> None:
-        """Somebody waits for a place, or for a microbatch whose body is on its way."""
+        """A caller waits for a place, or for a microbatch whose body is on its way."""
         self._wanted.set()
         self._wanted = asyncio.Event()
 
