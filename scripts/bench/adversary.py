@@ -1,0 +1,185 @@
+"""Liars in swarms of the shipped classes, in virtual time: how soon each is found, and what it costs.
+
+    python scripts/bench/adversary.py                       all lies, 4 seeds each
+    python scripts/bench/adversary.py --lie zero --seeds 20
+
+3 stages of 5 replicas, 16 microbatches a step. A liar of stage 1 (with `--liars 3` one of each stage, a fifth
+of all) lies from the first microbatch on. Of each lie are told: after how many microbatches that the liar had
+answered (of lies in answers), or steps (of lies in sums), its stage had left it out; who was accused falsely;
+how many answers of honest peers were computed again; and by how much the loss differs from that of a run
+without liars. The last line is an object of rows for `tables.py --store threats`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from peers.sim.loop import run_virtual
+from peers.stage.server import StagePeer
+from swarm.errors import SwarmError
+from tests.peers.admitted import TRAINER
+from tests.peers.loops import Swarm, swarm
+from tests.peers.test_false_answers import audited_run, lie
+from tests.peers.test_false_sums import value
+
+STAGES, REPLICAS, MICROBATCHES = 3, 5, 16
+Change = Callable[[np.ndarray], np.ndarray]
+
+
+def noise(values: np.ndarray) -> np.ndarray:
+    dice = np.random.default_rng(values.size)
+    return values + dice.standard_normal(values.shape).astype(values.dtype) * (np.abs(values).mean() + 1e-3)
+
+
+def stale() -> Change:
+    """What was asked for before is answered now."""
+    before: list[np.ndarray] = []
+
+    def change(values: np.ndarray) -> np.ndarray:
+        before.append(values.copy())
+        old = before[-9] if len(before) > 8 else values
+        return old if old.shape == values.shape else values
+
+    return change
+
+
+ANSWERS: dict[str, Callable[[], Change]] = {
+    "sign flip": lambda: lambda values: -values,
+    "zero": lambda: lambda values: values * 0,
+    "times 100": lambda: lambda values: values * 100,
+    "a tenth more": lambda: lambda values: values * 1.1,
+    "constant": lambda: lambda values: np.full_like(values, 0.5),
+    "noise": lambda: noise,
+    "stale": stale,
+}
+SUMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum: sign flip": torch.neg,
+    "sum: zero": torch.zeros_like,
+    "sum: times 100": lambda result: result * 100,
+    "sum: a thousandth more": lambda result: result * 1.001,
+}
+
+
+@dataclass
+class Played:
+    """One run."""
+
+    found_microbatches: list[int] = field(default_factory=list)
+    found_steps: list[int] = field(default_factory=list)
+    not_found: int = 0
+    accused_falsely: int = 0
+    audited: int = 0
+    losses: dict[int, float] = field(default_factory=dict)
+    took_s: float = 0.0
+
+
+async def play(name: str | None, seed: int, steps: int, liars: list[str]) -> Played:
+    run = audited_run(steps=steps, microbatches=MICROBATCHES, seed=seed)
+    run = replace(run, name=f"adversary-{name}-{seed}")
+    told = Played()
+    async with swarm(run, replicas=REPLICAS) as s:
+        await s.until_serving()
+        for liar in liars:
+            begin(s, s.peers[liar], name or "")
+        trainer = s.add_trainer(TRAINER)
+        began = s.network.loop.now_s
+        honest = [peer for peer in s.peers if peer not in liars]
+        found: dict[str, tuple[int, int]] = {}
+
+        def over() -> bool:
+            for liar in [liar for liar in liars if liar not in found and is_left_out(s, liar, liars)]:
+                peer = s.peers[liar]
+                version = max(s.peers[other].core.version for other in honest)
+                found[liar] = (peer.microbatches.answered, version + 1)
+            return all(s.peers[peer].core.version >= steps for peer in honest)
+
+        await s.until(over, limit_s=20_000.0)
+        told.took_s = s.network.loop.now_s - began
+        told.found_microbatches = [answered for answered, _ in found.values()]
+        told.found_steps = [step for _, step in found.values()]
+        told.not_found = len(liars) - len(found)
+        told.accused_falsely = len(
+            {who for peer in honest for who in s.peers[peer].convictions.convicted if who not in liars}
+        )
+        told.audited = sum(peer.answer_audits.audited for peer in s.peers.values())
+        told.losses = dict(trainer.step_losses)
+    return told
+
+
+def begin(s: Swarm, peer: StagePeer, name: str) -> None:
+    if name in ANSWERS:
+        lie(peer, ANSWERS[name]())
+    else:
+        value(SUMS[name])(s, peer)
+
+
+def is_left_out(s: Swarm, liar: str, liars: list[str]) -> bool:
+    """Whether an honest replica of its stage has convicted it."""
+    mates = [peer for name, peer in s.peers.items() if name not in liars and name[:2] == liar[:2]]
+    return any(liar in peer.convictions.convicted for peer in mates)
+
+
+def row(name: str, options: argparse.Namespace) -> dict[str, object]:
+    liars = [f"s{stage}p1" for stage in ([1] if options.liars == 1 else range(STAGES))]
+    runs, clean = [], []
+    for seed in range(1, options.seeds + 1):
+        clean.append(run_virtual(play(None, seed, options.steps, [])))
+        runs.append(run_virtual(play(name, seed, options.steps, liars)))
+    sums = name in SUMS
+    found = [at for told in runs for at in (told.found_steps if sums else told.found_microbatches)]
+    last = options.steps - 1
+    pairs = [(lied.losses, honest.losses) for lied, honest in zip(runs, clean, strict=True)]
+    ratios = [
+        abs(lied[last] - honest[last]) / abs(honest[last])
+        for lied, honest in pairs
+        if honest.get(last) and last in lied
+    ]
+    return {
+        "lie": name,
+        "liars": f"{len(liars)} of {STAGES * REPLICAS}",
+        "unit": "steps" if sums else "microbatches",
+        "mean": round(statistics.mean(found), 1) if found else None,
+        "median": statistics.median(found) if found else None,
+        "most": max(found, default=None),
+        "not_found": sum(told.not_found for told in runs),
+        "falsely": sum(told.accused_falsely for told in (*runs, *clean)),
+        "audits": sum(told.audited for told in (*runs, *clean)),
+        "loss": f"{100 * statistics.median(ratios):.2g} %" if ratios else None,
+        "time": round(statistics.median(r.took_s / c.took_s for r, c in zip(runs, clean, strict=True)), 2),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [*ANSWERS, *SUMS]
+    parser.add_argument("--lie", choices=names, action="append", help="this one; may be repeated")
+    parser.add_argument("--seeds", type=int, default=4, help="runs of each (%(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="of each run (%(default)s)")
+    parser.add_argument("--liars", type=int, choices=(1, 3), default=1, help="3: one of each stage")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[dict[str, object]] = []
+    for name in options.lie or names:
+        try:
+            rows.append(row(name, options))
+        except (SwarmError, AssertionError) as error:
+            rows.append({"lie": name, "failed": str(error).splitlines()[-1][:200]})
+        print(json.dumps(rows[-1]), flush=True)
+    print(json.dumps({"rows": rows}))
+    return int(any(one.get("failed") or one.get("falsely") for one in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
