@@ -52,6 +52,7 @@ from swarm.model.stage import StageCompute
 from swarm.policy.backoff import Backoff
 from swarm.policy.router import Router
 from swarm.protocol.rollback import may_leave
+from swarm.wire.messages import MAX_LEFT_OUT
 
 RETRY_S = 0.5
 
@@ -95,7 +96,7 @@ class StagePeer:
         self._audits = audits
         self.microbatches = MicrobatchServer(
             core, transport, membership, next_stage, max_inflight=settings.max_inflight,
-            left_out=lambda: self.coordination.left_out, audits=audits,
+            left_out=self._left_out, audits=audits,
         )  # fmt: skip
         self.answer_audits = AnswerAudits(core, transport, membership, self.convictions)
         all_reduce = AllReduce(
@@ -308,6 +309,10 @@ class StagePeer:
             await self.core.device.run(Rank.STEP, 0, lambda: None)
 
     # -- what others notice -------------------------------------------------------------------------
+
+    def _left_out(self) -> Sequence[PeerId]:
+        """Replicas whose microbatches this stage runs again: they cost too much, or were shown to lie."""
+        return sorted({*self.coordination.left_out, *self.convictions.convicted})[:MAX_LEFT_OUT]
 
     def peer_gone(self, peer: PeerId) -> None:
         """Note that the transport lost its connection to `peer`."""

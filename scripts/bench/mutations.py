@@ -3027,4 +3027,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A peer on a slow line contributes nothing.",
         ("test_work",),
     ),
+    Mutation(
+        "send-on-to-a-convicted-peer",
+        "peers/stage/server.py",
+        "sorted({*self.coordination.left_out, *self.convictions.convicted})",
+        "sorted(self.coordination.left_out)",
+        "What a stage lacks is asked of a peer that it has shown to lie, for ever.",
+        ("test_false_answers",),
+    ),
 )

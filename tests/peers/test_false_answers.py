@@ -18,7 +18,7 @@ from peers.stage.server import StagePeer
 from swarm.manifest import Run, audit_run
 from swarm.wire.codec import Encoded
 from swarm.wire.evidence import Audited, KeptTensors, WrongAnswer
-from swarm.wire.messages import pack
+from swarm.wire.messages import Locate, Located, pack, unpack
 from tests.peers.admitted import TRAINER, admitting
 from tests.peers.loops import Swarm, swarm
 
@@ -218,3 +218,15 @@ async def test_one_of_two_replicas_cannot_have_the_other_left_out_by_other_stage
         await asyncio.sleep(20.0)
         others = [peer for name, peer in s.peers.items() if name != "s1p1"]
         assert not any(peer.convictions.convicted for peer in others)
+
+
+async def test_its_stage_says_that_a_convicted_peer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the stage before asks it again for what its stage lacks: the run stood still."""
+    audit(monkeypatch, share=1.0)
+    async with swarm(audited_run(), replicas=3) as s:
+        await s.until_serving()
+        lie(s.peers["s1p1"], LIES["zero"])
+        s.add_trainer(TRAINER)
+        await s.until(lambda: all("s1p1" in s.peers[p].convictions.convicted for p in ("s1p0", "s1p2")))
+        asked = await s.add_stranger().send("s1p0", "locate", Locate(run=s.run.id, t=0, m=0))
+        assert unpack(asked.header, Located).left_out == ("s1p1",)
