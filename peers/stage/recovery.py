@@ -26,6 +26,7 @@ from swarm.errors import PeerFault, SwarmError, short
 from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.model.layout import initial_state
 from swarm.policy.backoff import Backoff
+from swarm.policy.borne_out import Standing, bearers
 from swarm.protocol.messages import Directive
 from swarm.protocol.proofs import proves
 from swarm.protocol.rollback import is_one_step, newest_start, plan_rollback
@@ -74,13 +75,33 @@ class Recovery:
     async def to(self, directive: Directive) -> bool:
         """Go to the stage's position in a directive. False if no peer could give it."""
         core, goal = self._core, directive.position
-        if await self.follow({source: goal for source in directive.sources if source != core.me}):
+        replicas = [source for source in directive.sources if source != core.me]
+        if self._voices.named and goal.generation == core.generation:
+            replicas = await self._borne_out(directive, replicas)
+        if await self.follow(dict.fromkeys(replicas, goal)):
             return True
         return (
             goal.generation > core.generation
             and goal.version == goal.generation.start
             and await self.enter(goal.generation)
         )
+
+    async def _borne_out(self, directive: Directive, sources: Sequence[PeerId]) -> list[PeerId]:
+        """The replicas that have what a directive says, if it is to be followed: `swarm.policy.borne_out`."""
+        core, goal, voice = self._core, directive.position, self.voice()
+        serving = [r.peer for r in self._directory.at(self._stage) if r.state == "serving"]
+        others = sorted({*sources, *serving} - {core.me})
+        told = await ask_status(self._run, self._transport, heard(others, voice))
+        found = bearers(
+            goal, directive.digest, Standing(core.position, core.digest, core.kind),
+            {peer: Standing(said.position, said.digest, said.kind) for peer, said in told.items()}, voice,
+            me=core.me,
+            is_proven=any(c.t == goal.version - 1 and self._believes(c) for c in directive.commits),
+        )  # fmt: skip
+        if not found:
+            text = f"stage {self._stage}: {short(directive.coordinator)}, who coordinates, wants version"
+            self._emit(events.Note(text=f"{text} {goal.version} of it taken; others do not bear that out"))
+        return found
 
     async def follow(self, replicas: Mapping[PeerId, Position]) -> bool:
         """Go to the newest position of those replicas whose word counts, perhaps only a step further. False
