@@ -35,8 +35,8 @@ from tests.peers.test_false_sums import value
 
 STAGES, REPLICAS, MICROBATCHES = 3, 5, 16
 HONEST_STEPS = 42
-"""Trainers vouch after 20 and 40 steps. While only one other replica of its stage has voice, a liar with voice
-holds the run up until it is banned."""
+"""Trainers vouch after 20 and 40 steps. While only one other replica of its stage has voice, a liar that has
+some holds the run up until it is banned."""
 Change = Callable[[np.ndarray], np.ndarray]
 
 
@@ -89,7 +89,7 @@ class Played:
 
 async def play(name: str | None, seed: int, steps: int, liars: list[str]) -> Played:
     run = audited_run(steps=steps, microbatches=MICROBATCHES, seed=seed)
-    run = replace(run, name=f"adversary-{name}-{seed}")
+    run = replace(run, name=f"adversary {name} {seed}".replace(":", ""))
     told = Played()
     async with swarm(run, replicas=REPLICAS) as s:
         await s.until_serving()

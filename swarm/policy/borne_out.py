@@ -43,8 +43,10 @@ def bearers(
     """
     counted = {peer: told[peer] for peer in heard(told, voice)}
     there = {peer: one for peer, one in counted.items() if one.position == goal}
-    agree = [peer for peer, one in there.items() if not (digest and one.digest and one.digest != digest)]
-    differ = [peer for peer, one in there.items() if peer not in agree and one.kind == mine.kind]
+    agree = [peer for peer, one in there.items() if digest in ("", one.digest)]
+    differ = [
+        peer for peer, one in there.items() if peer not in agree and one.digest and one.kind == mine.kind
+    ]
     behind = [peer for peer, one in counted.items() if one.position < goal]
     support = sum(weight(peer, voice) for peer in agree)
     against = sum(weight(peer, voice) for peer in differ)

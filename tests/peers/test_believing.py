@@ -22,7 +22,7 @@ from swarm.errors import Refused, SwarmError
 from swarm.ids import Generation
 from swarm.manifest import audit_run
 from swarm.protocol.ledger import Bitmap
-from swarm.protocol.messages import ReplicaReport, RunStatus
+from swarm.protocol.messages import Directive, ReplicaReport, RunStatus
 from swarm.protocol.rounds import StepReport
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import GiveSum, OfferSum, TakeSum, Watched, pack
@@ -319,3 +319,25 @@ async def test_of_a_lost_stage_a_founders_keeper_is_believed_however_many_others
         await joined(s)
         assert s.peers["newcomer"].core.version == 4
         assert_honest(s)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 5])
+async def test_a_coordinator_with_voice_alone_replaces_no_weights(ahead: int) -> None:
+    """Attack 1, by a peer that has worked: it names itself as the only source of another state."""
+    async with swarm(RUN, replicas=3) as s:
+        peers = [f"s{stage}p{replica}" for stage in range(2) for replica in range(3)]
+        give_voice(s, *peers, "liar")
+        await s.until_serving()
+        s.add_trainer(TRAINER, steps=2)
+        await s.until_version(2)
+        await add_liar(s, "liar", 1, 2 + ahead)
+        peer = s.peers["s1p0"]
+        await s.until(lambda: "liar" in peer.actions._recovery.voice())
+        says = Directive(
+            run=RUN.id, stage=1, coordinator="liar", version=2 + ahead, sources=("liar",), digest="made up"
+        )
+        assert not await peer.actions._recovery.to(says)
+        assert peer.core.version == 2
+        assert_honest(s)
+        text = f"stage 1: liar, who coordinates, wants version {2 + ahead} of it taken; others do not"
+        assert any(note.text.startswith(text) for note in s.seen(Note))

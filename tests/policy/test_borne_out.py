@@ -75,3 +75,9 @@ def test_of_strangers_nothing_is_heard_where_any_has_voice() -> None:
     others = told(bob="true") | {f"z{number}": Standing(HERE, "made up", "cpu") for number in range(9)}
     assert followed(HERE, "made up", others) == []
     assert followed(HERE, "made up", others, voice={"nobody": 1}) != [], "all count alike"
+
+
+def test_two_liars_of_five_replace_nothing() -> None:
+    five = dict.fromkeys(("ann", "bob", "cid", "liar", "other"), 40)
+    others = told(bob="true", cid="true", liar="made up", other="made up")
+    assert followed(HERE, "made up", others, voice=five) == []
