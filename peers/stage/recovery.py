@@ -26,7 +26,7 @@ from swarm.errors import PeerFault, SwarmError, short
 from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.model.layout import initial_state
 from swarm.policy.backoff import Backoff
-from swarm.policy.borne_out import Standing, bearers
+from swarm.policy.borne_out import ReplicaState, bearers
 from swarm.protocol.messages import Directive
 from swarm.protocol.proofs import proves
 from swarm.protocol.rollback import is_one_step, newest_start, plan_rollback
@@ -94,8 +94,8 @@ class Recovery:
         others = sorted({*sources, *serving} - {core.me})
         told = await ask_status(self._run, self._transport, heard(others, voice))
         found = bearers(
-            goal, directive.digest, Standing(core.position, core.digest, core.kind),
-            {peer: Standing(said.position, said.digest, said.kind) for peer, said in told.items()}, voice,
+            goal, directive.digest, ReplicaState(core.position, core.digest, core.kind),
+            {peer: ReplicaState(said.position, said.digest, said.kind) for peer, said in told.items()}, voice,
             me=core.me,
             is_proven=any(c.t == goal.version - 1 and self._believes(c) for c in directive.commits),
         )  # fmt: skip

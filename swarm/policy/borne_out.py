@@ -15,7 +15,7 @@ from swarm.protocol.voice import heard, weight
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ReplicaState:
     """Where a replica is, as it says itself."""
 
     position: Position
@@ -26,7 +26,7 @@ class Standing:
 
 
 def bearers(
-    goal: Position, digest: str, mine: Standing, told: Mapping[PeerId, Standing], voice: Mapping[PeerId, int],
+    goal: Position, digest: str, mine: ReplicaState, told: Mapping[PeerId, ReplicaState], voice: Mapping[PeerId, int],
     *, me: PeerId, is_proven: bool,
 ) -> list[PeerId]:  # fmt: skip
     """The replicas from which to take what a directive says; none: it is not to be followed.

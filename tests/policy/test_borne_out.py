@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from swarm.ids import Generation, PeerId, Position
-from swarm.policy.borne_out import Standing, bearers
+from swarm.policy.borne_out import ReplicaState, bearers
 
 VOICE = {"ann": 40, "bob": 40, "cid": 40, "liar": 100}
 HERE, NEXT = Position(Generation(), 5), Position(Generation(), 6)
 
 
-def told(**digests: str) -> dict[PeerId, Standing]:
-    return {peer: Standing(HERE, digest, "cpu") for peer, digest in digests.items()}
+def told(**digests: str) -> dict[PeerId, ReplicaState]:
+    return {peer: ReplicaState(HERE, digest, "cpu") for peer, digest in digests.items()}
 
 
 def followed(
-    goal: Position, digest: str, others: dict[PeerId, Standing], *, mine: str = "true", proven: bool = False,
+    goal: Position, digest: str, others: dict[PeerId, ReplicaState], *, mine: str = "true", proven: bool = False,
     voice: dict[PeerId, int] | None = None,
 ) -> list[PeerId]:  # fmt: skip
-    own = Standing(HERE, mine, "cpu")
+    own = ReplicaState(HERE, mine, "cpu")
     return bearers(goal, digest, own, others, voice or VOICE, me="ann", is_proven=proven)
 
 
@@ -32,7 +32,7 @@ def test_a_replica_with_other_weights_than_most_takes_theirs_from_those_that_hav
 
 
 def test_a_digest_of_another_kind_of_device_speaks_against_nothing() -> None:
-    others = told(bob="true", dan="true") | {"cid": Standing(HERE, "other bits", "cuda")}
+    others = told(bob="true", dan="true") | {"cid": ReplicaState(HERE, "other bits", "cuda")}
     equal = dict.fromkeys(("ann", "bob", "cid", "dan"), 40)
     assert followed(HERE, "true", others, mine="broken", voice=equal) == ["bob", "dan"]
 
@@ -40,7 +40,7 @@ def test_a_digest_of_another_kind_of_device_speaks_against_nothing() -> None:
 def test_one_with_more_voice_than_all_others_together_moves_nobody_alone() -> None:
     little = {"ann": 20, "bob": 20, "cid": 20, "liar": 100}
     assert followed(HERE, "made up", told(bob="true", cid="true", liar="made up"), voice=little) == []
-    ahead = told(bob="true", cid="true") | {"liar": Standing(NEXT, "made up", "cpu")}
+    ahead = told(bob="true", cid="true") | {"liar": ReplicaState(NEXT, "made up", "cpu")}
     assert followed(NEXT, "made up", ahead, voice=little) == []
 
 
@@ -51,15 +51,15 @@ def test_of_two_replicas_each_believes_the_other_that_coordinates() -> None:
 
 
 def test_a_version_that_nobody_else_has_is_followed_if_its_step_is_proven() -> None:
-    others = told(bob="true", cid="true") | {"liar": Standing(NEXT, "", "cpu")}
+    others = told(bob="true", cid="true") | {"liar": ReplicaState(NEXT, "", "cpu")}
     assert followed(NEXT, "", others) == []
     assert followed(NEXT, "", others, proven=True) == ["liar"]
 
 
 def test_a_proven_step_lends_no_weights_to_one_that_others_contradict() -> None:
     others = {
-        "bob": Standing(NEXT, "true", "cpu"), "cid": Standing(NEXT, "true", "cpu"),
-        "liar": Standing(NEXT, "made up", "cpu"),
+        "bob": ReplicaState(NEXT, "true", "cpu"), "cid": ReplicaState(NEXT, "true", "cpu"),
+        "liar": ReplicaState(NEXT, "made up", "cpu"),
     }  # fmt: skip
     equal = dict.fromkeys(VOICE, 40)
     assert followed(NEXT, "made up", others, proven=True, voice=equal) == []
@@ -67,12 +67,12 @@ def test_a_proven_step_lends_no_weights_to_one_that_others_contradict() -> None:
 
 
 def test_where_most_have_taken_a_step_nothing_else_proves_it() -> None:
-    others = {"bob": Standing(NEXT, "true", "cpu"), "cid": Standing(NEXT, "true", "cpu")}
+    others = {"bob": ReplicaState(NEXT, "true", "cpu"), "cid": ReplicaState(NEXT, "true", "cpu")}
     assert followed(NEXT, "true", others) == ["bob", "cid"]
 
 
 def test_of_strangers_nothing_is_heard_where_any_has_voice() -> None:
-    others = told(bob="true") | {f"z{number}": Standing(HERE, "made up", "cpu") for number in range(9)}
+    others = told(bob="true") | {f"z{number}": ReplicaState(HERE, "made up", "cpu") for number in range(9)}
     assert followed(HERE, "made up", others) == []
     assert followed(HERE, "made up", others, voice={"nobody": 1}) != [], "all count alike"
 
