@@ -26,9 +26,15 @@ class ReplicaState:
 
 
 def bearers(
-    goal: Position, digest: str, mine: ReplicaState, told: Mapping[PeerId, ReplicaState], voice: Mapping[PeerId, int],
-    *, me: PeerId, is_proven: bool,
-) -> list[PeerId]:  # fmt: skip
+    goal: Position,
+    digest: str,
+    mine: ReplicaState,
+    told: Mapping[PeerId, ReplicaState],
+    voice: Mapping[PeerId, int],
+    *,
+    me: PeerId,
+    is_proven: bool,
+) -> list[PeerId]:
     """The replicas from which to take what a directive says; none: it is not to be followed.
 
     Args:

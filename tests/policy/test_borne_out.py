@@ -14,9 +14,14 @@ def told(**digests: str) -> dict[PeerId, ReplicaState]:
 
 
 def followed(
-    goal: Position, digest: str, others: dict[PeerId, ReplicaState], *, mine: str = "true", proven: bool = False,
+    goal: Position,
+    digest: str,
+    others: dict[PeerId, ReplicaState],
+    *,
+    mine: str = "true",
+    proven: bool = False,
     voice: dict[PeerId, int] | None = None,
-) -> list[PeerId]:  # fmt: skip
+) -> list[PeerId]:
     own = ReplicaState(HERE, mine, "cpu")
     return bearers(goal, digest, own, others, voice or VOICE, me="ann", is_proven=proven)
 
