@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from peers.programs.descriptions import shown_bytes
-from peers.programs.plotting import load_pyplot, save
 from peers.programs.tool_options import GraphOptions
 from swarm.errors import SetupError
 from swarm.manifest import Run, load_run
@@ -31,13 +30,7 @@ CHEAP_COLOUR = "#eeeeee"
 
 
 def run_graph(options: GraphOptions) -> None:
-    """Trace, cut, and print or draw.
-
-    Raises:
-        SetupError: the model cannot be had, traced or cut; a picture cannot be drawn.
-    """
-    if options.png is not None:
-        _pyplot()  # said before the model is traced, not after
+    """Trace, cut, and print. Raises SetupError: the model cannot be had, traced or cut."""
     with _quiet():
         traced, own_cut = _traced(options)
     graph = traced.graph
@@ -47,13 +40,11 @@ def run_graph(options: GraphOptions) -> None:
         costs = arithmetic(graph)
         assignment = own_cut or in_a_row(graph, costs, options.stages)
     plans = plan_stages(graph, assignment)
-    if options.png is not None:
-        draw(graph, assignment, options.png)
     if options.dot:
         print(as_dot(graph, assignment, costs))
     elif options.json:
         print(json.dumps(as_json(traced, assignment, costs, plans)))
-    elif options.png is None:
+    else:
         print(render(traced, assignment, costs, plans))
 
 
@@ -213,48 +204,6 @@ def as_dot(graph: OpGraph, assignment: Sequence[int], costs: Sequence[float]) ->
     return "\n".join([*lines, "}"])
 
 
-def draw(graph: OpGraph, assignment: Sequence[int], path: Path) -> None:
-    """The graph as a picture, from above to below, a colour a stage.
-
-    Raises:
-        SetupError: no matplotlib, or the file cannot be written.
-    """
-    places = _places(graph)
-    width = 1.6 * (1 + max(abs(x) for x, _ in places.values())) + 2
-    height = 0.35 * (1 + max(y for _, y in places.values())) + 1
-    figure, axes = _pyplot().subplots(figsize=(min(width, 60), min(height, 300)), layout="constrained")
-    for source, target, _ in _edges(graph):
-        near = places[target][1] - places[source][1] == 1
-        bend = f"arc3,rad={0.0 if near else 0.2}"  # around the operators in between
-        line = {"arrowstyle": "->", "color": "0.6", "linewidth": 0.6, "connectionstyle": bend}
-        axes.annotate("", places[target], places[source], arrowprops=line, zorder=1)
-    boxes = [(name, name, "white") for name in graph.inputs]
-    boxes += [(op.name, _short(op), _colour(op, assignment)) for op in graph.operators]
-    for name, label, colour in boxes:
-        box = {"facecolor": colour, "edgecolor": "0.4", "linewidth": 0.5, "boxstyle": "round"}
-        axes.text(*places[name], label, ha="center", va="center", fontsize=6, bbox=box, zorder=2)
-    across = [x for x, _ in places.values()]
-    axes.set(xlim=(min(across) - 1, max(across) + 1), ylim=(max(y for _, y in places.values()) + 1, -1))
-    axes.set_axis_off()
-    save(figure, path, "--png", dpi=100)
-
-
-def _places(graph: OpGraph) -> dict[str, tuple[float, int]]:
-    """Where each input and operator is drawn: a row below all that it reads, beside those of its row."""
-    rows: dict[str, int] = dict.fromkeys(graph.inputs, 0)
-    makers = {output: op.name for op in graph.operators for output in op.outputs}
-    for op in graph.operators:
-        rows[op.name] = 1 + max((rows[makers.get(name, name)] for name in op.inputs), default=0)
-    beside: dict[int, list[str]] = {}
-    for name, row in rows.items():
-        beside.setdefault(row, []).append(name)
-    return {
-        name: (place - (len(names) - 1) / 2, row)
-        for row, names in beside.items()
-        for place, name in enumerate(names)
-    }
-
-
 def _edges(graph: OpGraph) -> Iterator[tuple[str, str, Value]]:
     makers = {output: op.name for op in graph.operators for output in op.outputs}
     for op in graph.operators:
@@ -280,10 +229,6 @@ def _form(value: Value) -> str:
 
 def _quoted(text: str) -> str:
     return '"' + text.replace('"', '\\"') + '"'
-
-
-def _pyplot() -> Any:
-    return load_pyplot("--png", instead="; or give --dot to Graphviz")
 
 
 @contextlib.contextmanager

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from peers.programs.descriptions import job_of, load_devices, read_text, shown_bytes
-from peers.programs.plotting import load_pyplot, save
 from peers.programs.tool_options import SimulateOptions
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings, ThroughputReport
@@ -26,19 +24,11 @@ MIN_BIN_S = 1.0
 
 
 def run_simulate(options: SimulateOptions) -> None:
-    """Simulate, and print what came of it.
-
-    Raises:
-        SetupError: a file that cannot be read or says what cannot be; matplotlib is needed and absent.
-    """
-    if options.plot is not None:
-        load_pyplot("--plot")  # said before an hour is simulated, not after
+    """Simulate, and print what came of it. Raises SetupError: a file says what cannot be."""
     run = load_run(options.manifest)
     network = load_devices(options.devices)
     trace = read_trace(read_text(options.trace), options.trace.name) if options.trace is not None else None
     report = simulate_run(run, network, trace, end_s=3600.0 * options.hours, seed=options.seed)
-    if options.plot is not None:
-        plot(report, run, options.plot)
     if options.json:
         print(json.dumps(as_json(report, run)))
     else:
@@ -142,24 +132,6 @@ def render(report: ThroughputReport, run: Run, network: Network) -> str:
     if len(report.moves) > MOVES_SHOWN:
         lines.append(f"  … and {len(report.moves) - MOVES_SHOWN} more (--json has all)")
     return "\n".join(lines)
-
-
-def plot(report: ThroughputReport, run: Run, path: Path) -> None:
-    """Throughput over time, and what the devices of each stage did with theirs.
-
-    Raises:
-        SetupError: no matplotlib, or the file cannot be written.
-    """
-    figure, (above, below) = load_pyplot("--plot").subplots(2, 1, figsize=(9, 6), layout="constrained")
-    rates = over_time(report)
-    above.step([at_s / 60 for at_s, _ in rates], [rate for _, rate in rates], where="pre")
-    for move in report.moves:
-        above.axvline(move.at_s / 60, color="0.8", linewidth=1, zorder=0)
-    above.set(xlabel="minutes", ylabel="microbatches/s", ylim=(0, None))
-    above.set_title(f"{run.name}: {report.version} steps")
-    below.bar(range(report.stages), report.utilisation)
-    below.set(xlabel="stage", ylabel="share of time computing", ylim=(0, 1), xticks=range(report.stages))
-    save(figure, path, "--plot", dpi=120)
 
 
 def _tokens_per_s(report: ThroughputReport, run: Run) -> float:

@@ -73,7 +73,6 @@ INTEGER = Kind(_up_to(-1024, 1023), "N")
 WORK_BITS = Kind(_up_to(0, MAX_WORK_BITS), "BITS")
 USES = Kind(_up_to(1, 1000), "N")
 DAYS = Kind(between(MAX_LIFE_DAYS, "a number of days: above 0, up to 30", above=True), "DAYS")
-PNG = Kind(Path, "PNG")
 MODEL = Kind(str, "MODEL")
 CODEC = Kind(_codec, "NAME")
 HOURS = Kind(between(10_000, "a number of hours: above 0, up to 10000", above=True), "H")
@@ -376,7 +375,7 @@ class SimulateOptions:
     """Tell how fast a run would be on machines that are only described.
 
     swarm simulate --manifest run.toml --devices devices.toml
-    swarm simulate --manifest run.toml --devices devices.toml --trace spot.json --plot x.png
+    swarm simulate --manifest run.toml --devices devices.toml --trace spot.json --json
     """
 
     manifest: Path = option(FILE, TERMS_HELP)
@@ -390,7 +389,6 @@ class SimulateOptions:
     hours: float = option(HOURS, "of virtual time (default: %(default)s)", 1.0)
     """A trace that is shorter ends it."""
     seed: int = option(NUMBER, "of all chance (default: %(default)s)", 0)
-    plot: Path | None = optional(PNG, "draw it, too; needs matplotlib")
     json: bool = switch(JSON_HELP)
 
 
@@ -399,7 +397,7 @@ class GraphOptions:
     """Show a model as its operators, and cut into stages.
 
     swarm graph --model my_package.models:build --stages 4
-    swarm graph --model hf:config.json --stages 3 --png model.png
+    swarm graph --model hf:config.json --stages 3 --dot > model.dot
     """
 
     model: str = option(
@@ -413,6 +411,5 @@ class GraphOptions:
     calibrate: bool = switch(
         "time this machine (some 20 s): costs are seconds, and the slowest stage is as fast as can be"
     )
-    png: Path | None = optional(FILE, "draw it; needs matplotlib")
-    dot: bool = switch("print it for Graphviz", one_of="shown")
+    dot: bool = switch("print it for Graphviz, which draws it: dot -Tpng -O FILE", one_of="shown")
     json: bool = switch(JSON_HELP, one_of="shown")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -81,24 +80,6 @@ def test_dot_has_every_operator_in_its_stages_colour(capsys: pytest.CaptureFixtu
     assert sum("fillcolor=" in line for line in lines) == 1 + 32
     assert {line.split('"')[3] for line in lines if 'fillcolor="#' in line} == {"#a6cee3", "#fdbf6f"}
     assert sum("->" in line for line in lines) >= 32
-
-
-def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> None:
-        raise ModuleNotFoundError(name)
-
-    monkeypatch.setattr("peers.programs.plotting.importlib.import_module", absent)
-    said = r"--png needs matplotlib: \.venv/bin/pip install -e '\.\[plot\]'; or give --dot to Graphviz"
-    with pytest.raises(SetupError, match=said):
-        run_graph(GraphOptions(model=UNET, png=Path("x.png")))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
-def test_a_picture_is_a_png(tmp_path: Path) -> None:
-    run_graph(GraphOptions(model=UNET, png=tmp_path / "x.png"))
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(SetupError, match="cannot be written"):
-        run_graph(GraphOptions(model=UNET, png=tmp_path / "no" / "x.png"))
 
 
 def test_the_decoder_of_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -10,8 +9,7 @@ import pytest
 
 from peers.cli import Exit, main
 from peers.programs.descriptions import job_of
-from peers.programs.simulate import render, run_simulate, simulate_run
-from peers.programs.tool_options import SimulateOptions
+from peers.programs.simulate import render, simulate_run
 from peers.sim.throughput.report import Moved
 from swarm.errors import SetupError
 from swarm.manifest import audit_run, demo_run
@@ -137,23 +135,6 @@ def test_a_file_that_is_not_there_or_no_text_is_said(
 def test_the_audit_model_computes_nothing_to_simulate() -> None:
     with pytest.raises(SetupError, match=r'model\.kind = "counting": it computes nothing'):
         job_of(audit_run())
-
-
-def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> None:
-        raise ModuleNotFoundError(name)
-
-    monkeypatch.setattr("peers.programs.plotting.importlib.import_module", absent)
-    with pytest.raises(SetupError, match=r"--plot needs matplotlib: \.venv/bin/pip install -e '\.\[plot\]'"):
-        run_simulate(SimulateOptions(manifest=Path(), devices=Path(), plot=Path("x.png")))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
-def test_a_plot_is_a_png(files: dict[str, Path]) -> None:
-    png = files["trace"].with_name("out.png")
-    assert simulate(files, "--hours", "0.05", "--plot", str(png)) == Exit.OK
-    assert png.read_bytes().startswith(b"\x89PNG")
-    assert simulate(files, "--hours", "0.01", "--plot", str(png.parent / "no" / "x.png")) == Exit.SETUP
 
 
 def test_a_trace_of_a_short_time_ends_the_simulation() -> None:
