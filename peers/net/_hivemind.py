@@ -1,10 +1,10 @@
-"""The parts of hivemind that we use, imported without the rest of it: messages, routing table, addresses.
+"""The parts of hivemind that we use, without the rest: p2pd's messages, the DHT's routing table, addresses.
 
 `import hivemind` executes `hivemind/__init__.py`, which pulls in torch, the experts, the optimizers
-and gRPC: 2.3 s and 240 MB (measured on 2 cores, hivemind 1.1.12). The messages of the DHT and of p2pd need
-none of that: 0.11 s and 25 MB. So the packages whose `__init__` only re-exports are registered as bare
-modules with the right path before their submodules are imported, and given the few names that those
-submodules take from them; unless another part of the process has imported hivemind already.
+and gRPC: 2.3 s and 240 MB (measured on 2 cores, hivemind 1.1.12). What we use needs none of that: 0.11 s
+and 25 MB. So the packages whose `__init__` only re-exports are registered as bare modules with the right path
+before their submodules are imported, and given the few names that those submodules take from them; unless
+another part of the process has imported hivemind already.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ if "hivemind" not in sys.modules:
     _register_bare_packages()
 
 from hivemind.dht.routing import DHTID, RoutingTable  # noqa: E402
-from hivemind.proto import dht_pb2  # noqa: E402
 from hivemind.utils.multiaddr import Multiaddr  # noqa: E402
 
 p2pd_pb2: Any = importlib.import_module("hivemind.proto.p2pd_pb2")
 """p2pd's protobuf messages; generated, without types."""
 
-__all__ = ["DHTID", "Multiaddr", "RoutingTable", "dht_pb2", "p2pd_pb2"]
+__all__ = ["DHTID", "Multiaddr", "RoutingTable", "p2pd_pb2"]

@@ -1,14 +1,9 @@
-# pyright: reportAttributeAccessIssue=false
-# (protobuf's generated modules carry no types)
-"""A node of hivemind's DHT: which others it knows, what it keeps for them, and how it is asked for it.
+"""A node of the DHT: which others it knows, what it keeps for them, and how it is asked for it.
 
-Messages, ids and routing table are hivemind's, the rest is ours: hivemind's own node stores whatever
-strangers send, and starts tasks that it forgets.
-
-Reading is ours (`rpc_read`): the question carries a mark and the age of each record that is known already,
-the answer only what is new, and never more than was asked for. So it costs what has changed, not what there
-is, whichever of the nodes near a key is asked. hivemind's answers hold everything under a key each time, and
-hang beyond 4 MiB.
+Kademlia, with hivemind's ids and routing table. Its own node stores whatever strangers send, and its answers
+hold everything under a key each time. Here a question carries a mark and the age of each record that is known
+already, the answer only what is new, and never more than was asked for. So it costs what has changed, not
+what there is, whichever of the nodes near a key is asked.
 
 Identities cost nothing, so a stranger can make as many records as he likes. He can fill a key, or a node,
 but a peer that sends its own record itself (libp2p proves which one it is) gets the place of one that another
@@ -19,7 +14,6 @@ their records all the time do not hide one that is new.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import heapq
@@ -29,14 +23,13 @@ import random
 import struct
 from asyncio import FIRST_COMPLETED, gather, wait
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
-import base58
 import msgspec
 
 from peers.clock import now_s, unix_s
-from peers.net._hivemind import DHTID, RoutingTable, dht_pb2
+from peers.net._hivemind import DHTID, RoutingTable
 from peers.net.bandwidth import Allowance
 from peers.net.charter.signed import Revocation, key_of, open_statement
 from peers.net.identity import PEER_ID_LETTERS
@@ -77,17 +70,19 @@ MAX_ENTRIES = 16384
 """That a node keeps for others: about 10 MB."""
 MAX_KEYS_PER_CALL = 64
 MAX_ANSWER_BYTES = 1 << 19
-"""Of the 4 MiB at which hivemind's unary calls hang."""
 HAND_ON_BYTES = 1 << 16
 """To a node that we met, in one call."""
 PING_EVERY_S = 1.0
+"""A node of a full part of the routing table, to see whether another one may have its place."""
+PINGED_PER_S = 10.0
+PINGED_AT_ONCE = 100.0
+"""Peers that ask and are not known: nodes are those that answer, too."""
 REPLICAS = 5
 RPC_S = 3.0
 BOOTSTRAP_S = 1.0
 """How long to wait for the first answers of others once one of those to join at answered."""
 _MAX_TOLD = 20
-_MAX_ID_BYTES = 64
-"""Nodes in an answer, and bytes of the id of each, that are read."""
+"""Nodes near one key that are read of an answer."""
 JOIN_S = 8.0
 """For reaching a peer to join at, and again for its first answer: it may be far away, or busy."""
 _CLOCK_MARGIN_S = 60.0
@@ -97,6 +92,9 @@ _KNOWN = struct.Struct("<4sI")
 _SALT_BYTES = 8
 _FRAMING_BYTES = 64
 """Of an answer, for each key, besides its records."""
+
+
+Key: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=20, max_length=20)]
 
 
 class Entry(NamedTuple):
@@ -120,15 +118,39 @@ class Found(msgspec.Struct, frozen=True, array_like=True):
     """So many more, for which there was no room."""
 
 
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """Are you there? The answer is a `Pong`."""
+
+    joining: bool
+    """Can you call me, too? I want to join at you."""
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True):
+    unix_s: float
+    reaches: bool
+
+
+class Store(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Keep these. The answer says of each whether it is kept."""
+
+    values: Annotated[list[tuple[Key, Entry]], msgspec.Meta(max_length=MAX_KEYS_PER_CALL)]
+
+
+class Find(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Which nodes do you know near each of these? The answer lists them, the nearest first."""
+
+    keys: Annotated[list[Key], msgspec.Meta(max_length=MAX_KEYS_PER_CALL)]
+
+
 class Asked(msgspec.Struct, frozen=True, array_like=True):
     """One key of a question."""
 
-    key: Annotated[bytes, msgspec.Meta(min_length=20, max_length=20)]
+    key: Key
     known: Annotated[bytes, msgspec.Meta(max_length=_KNOWN.size * MAX_SUBKEYS)]
 
 
-class Question(msgspec.Struct, frozen=True, array_like=True):
-    """What else is there?"""
+class Question(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """What else is there? The answer has what was `Found` under each key."""
 
     most_bytes: Annotated[int, msgspec.Meta(ge=0)]
     salt: Annotated[bytes, msgspec.Meta(min_length=_SALT_BYTES, max_length=_SALT_BYTES)]
@@ -144,8 +166,13 @@ class Welcome(NamedTuple):
     reaches_us: bool
 
 
-_question_decoder = msgspec.msgpack.Decoder(Question)
-_answer_decoder = msgspec.msgpack.Decoder(list[Found])
+Request: TypeAlias = Ping | Store | Find | Question
+T = TypeVar("T")
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_found_decoder = msgspec.msgpack.Decoder(list[Found])
+_near_decoder = msgspec.msgpack.Decoder(list[list[Annotated[str, msgspec.Meta(max_length=PEER_ID_LETTERS)]]])
+_pong_decoder = msgspec.msgpack.Decoder(Pong)
+_stored_decoder = msgspec.msgpack.Decoder(list[bool])
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -159,35 +186,30 @@ def _ticks(expires: float) -> int:
     return int(min(max(0.0, expires), 2.0**40) / VERSION_S) % (1 << 32)
 
 
-def ask(keys: Mapping[bytes, Mapping[str, float]], most_bytes: int, salt: bytes) -> bytes:
+def ask(keys: Mapping[bytes, Mapping[str, float]], most_bytes: int, salt: bytes) -> Question:
     """A question for the records under some keys. `keys`: which of them are known, with their expirations.
 
     A mark of four bytes may fit two peers, and one of them is not told; the next question has another salt.
     """
-    return _encode(
-        Question(
-            most_bytes,
-            salt,
-            [
-                Asked(key, b"".join([_KNOWN.pack(_mark(salt, p), _ticks(ends)) for p, ends in known.items()]))
-                for key, known in keys.items()
-            ],
-        )
-    )
+    known = {
+        key: b"".join([_KNOWN.pack(_mark(salt, peer), _ticks(ends)) for peer, ends in held.items()])
+        for key, held in keys.items()
+    }
+    return Question(most_bytes, salt, [Asked(*one) for one in known.items()])
 
 
-def read_question(data: bytes) -> Question:
+def read_request(data: bytes) -> Request:
     """Raises Refused if it is none."""
     try:
-        question = _question_decoder.decode(data)
+        request = _request_decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(f"a malformed question: {error}") from None
-    if any(len(one.known) % _KNOWN.size for one in question.keys):
+    if isinstance(request, Question) and any(len(one.known) % _KNOWN.size for one in request.keys):
         raise Refused("a malformed question: half a record is known")
-    return question
+    return request
 
 
-def answer(question: Question, held: Callable[[bytes], Sequence[Entry]]) -> bytes:
+def answer(question: Question, held: Callable[[bytes], Sequence[Entry]]) -> list[Found]:
     """`held`: what the node has under a key, the most important first."""
     room, found = min(question.most_bytes, MAX_ANSWER_BYTES), []
     for number, one in enumerate(question.keys):
@@ -205,7 +227,7 @@ def answer(question: Question, held: Callable[[bytes], Sequence[Entry]]) -> byte
             told += 1
         room -= size
         found.append(Found(tuple(new[:told]), len(new) - told))
-    return _encode(found)
+    return found
 
 
 def _lateness(entry: Entry, known: Mapping[bytes, int], salt: bytes) -> int:
@@ -309,15 +331,6 @@ def node_id_of(peer: PeerId) -> DHTID:
     return DHTID.generate(source=peer)
 
 
-_MESSAGES: dict[str, tuple[Any, Any]] = {
-    "rpc_ping": (dht_pb2.PingRequest, dht_pb2.PingResponse),
-    "rpc_store": (dht_pb2.StoreRequest, dht_pb2.StoreResponse),
-    "rpc_find": (dht_pb2.FindRequest, dht_pb2.FindResponse),
-    "rpc_read": (dht_pb2.FindRequest, dht_pb2.FindResponse),
-}
-"""What is asked, and answered. Its names are those of hivemind's `DHTProtocol`, but for `rpc_read`."""
-
-
 class Kept(NamedTuple):
     """A value that a node keeps for others."""
 
@@ -342,13 +355,13 @@ class DhtNode:
         self.welcomes: list[Welcome] = []
         """What the peers that we join at answered."""
         self._me, self._tasks, self._rng = me, tasks, random.Random()
-        self._info = dht_pb2.NodeInfo(node_id=self.node_id.to_bytes())
         self._kept: dict[bytes, dict[str, Kept]] = {}
         self._entries = 0
         self._of: Counter[str] = Counter()
         """How many values are kept of each subkey."""
         self._offers: dict[PeerId, Allowance] = {}
         self._handed_on = Allowance(HANDED_ON_PER_S, HANDED_ON_AT_ONCE)
+        self._strangers = Allowance(PINGED_PER_S, PINGED_AT_ONCE)
         self._expired_at = self._pinged_at = -math.inf
         self.table: Any = self._empty_table()
 
@@ -358,19 +371,30 @@ class DhtNode:
     async def serve(self, control: DaemonControl) -> None:
         """Be a node at this p2pd, which knows no other yet. Raises ControlError."""
         self.control, self.table = control, self._empty_table()
-        for name, (kind, _) in _MESSAGES.items():
-            answer = functools.partial(self._answer, getattr(self, name), kind)
-            await control.serve_calls(f"DHTProtocol.{name}", answer)
+        await control.serve_calls(self.answer)
 
-    async def _answer(
-        self, handler: Callable[[Any, PeerId], Awaitable[Any]], kind: Any, data: bytes, asker: PeerId
-    ) -> bytes:
-        request = kind.FromString(data)
-        if not getattr(request, "validate", False):  # of a ping, which shows first whether it can be reached
-            self._met(asker, request.peer)
-        response = await handler(request, asker)
-        response.peer.CopyFrom(self._info)
-        return response.SerializeToString()
+    async def answer(self, data: bytes, asker: PeerId) -> bytes:
+        """What a peer is answered. Raises Refused: it asks for nothing that there is."""
+        request = read_request(data)
+        if asker in self.table.peer_id_to_uid:
+            self._met(asker)
+        elif not isinstance(request, Ping) and self._strangers.take_if_there(1.0, now=now_s()):
+            self._tasks.create_task(self.ping(asker))  # a node can be asked as well
+        match request:
+            case Ping():
+                return _encode(await self.pong(request, asker))
+            case Store():
+                return _encode([self._store(asker, *value) for value in request.values])
+            case Find():
+                ids = map(DHTID.from_bytes, request.keys)
+                return _encode([self.near(one, self.bucket_size, exclude=asker) for one in ids])
+            case Question():
+                return _encode(answer(request, self.entries))
+
+    async def pong(self, ping: Ping, asker: PeerId) -> Pong:
+        """Whether we can call the asker as well, if it wants to know, and our clock."""
+        now = unix_s()
+        return Pong(now, ping.joining and await self.ping(asker))
 
     async def join(self, peers: Sequence[PeerId]) -> bool:
         """Meet these, and the nodes near us that they know; whether one of them answered. See `welcomes`."""
@@ -389,17 +413,6 @@ class DhtNode:
 
     # -- storing ----------------------------------------------------------------------------------
 
-    async def rpc_store(self, request: dht_pb2.StoreRequest, asker: PeerId) -> dht_pb2.StoreResponse:
-        """Keep single values with subkeys; no peer sends whole dictionaries, or values for the cache."""
-        columns = (
-            request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache
-        )  # fmt: skip
-        count = len(request.keys)
-        stored = [False] * min(count, MAX_KEYS_PER_CALL)
-        if {len(column) for column in columns} == {count} and count <= MAX_KEYS_PER_CALL:
-            stored = [self._store(asker, *row) for row in zip(*columns, strict=True)]
-        return dht_pb2.StoreResponse(store_ok=stored)
-
     def _may_offer(self, peer: PeerId, *, first_hand: bool) -> bool:
         if not first_hand:
             return self._handed_on.take_if_there(1.0, now=now_s())
@@ -409,16 +422,8 @@ class DhtNode:
             del self._offers[next(iter(self._offers))]
         return known.take_if_there(1.0, now=now_s())
 
-    def _store(
-        self, sender: PeerId, key: bytes, subkey: bytes, value: bytes, expires: float, in_cache: bool
-    ) -> bool:
-        if in_cache or len(key) != DHTID.HASH_NBYTES:
-            return False
-        try:
-            entry = Entry(msgspec.msgpack.decode(subkey, type=str), value, expires)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            self.check.refuse("a subkey that is not a text")
-            return False
+    def _store(self, sender: PeerId, key: bytes, entry: Entry) -> bool:
+        """Keep a value for a peer; whether it is kept."""
         first_hand, held = sender == entry.subkey, self._kept.get(key, {})
         if not self._may_offer(sender, first_hand=first_hand) or self.check.open(key, entry) is None:
             return False
@@ -488,33 +493,6 @@ class DhtNode:
             for key, subkey in over:
                 self._drop(key, subkey)
 
-    # -- being asked ------------------------------------------------------------------------------
-
-    async def rpc_find(self, request: dht_pb2.FindRequest, asker: PeerId) -> dht_pb2.FindResponse:
-        """Which nodes are near some keys. What they hold is asked with `rpc_read`."""
-        results = []
-        for key in request.keys[:MAX_KEYS_PER_CALL]:
-            if len(key) != DHTID.HASH_NBYTES:
-                raise Refused(f"a key of {len(key)} bytes")
-            near = self.near(DHTID.from_bytes(key), self.bucket_size, exclude=asker)
-            results.append(
-                dht_pb2.FindResult(
-                    type=dht_pb2.NOT_FOUND,
-                    nearest_node_ids=[node_id_of(peer).to_bytes() for peer in near],
-                    nearest_peer_ids=[base58.b58decode(peer) for peer in near],
-                )
-            )
-        return dht_pb2.FindResponse(results=results)
-
-    async def rpc_read(self, request: dht_pb2.FindRequest, asker: PeerId) -> dht_pb2.FindResponse:
-        """What is here under some keys that the asker does not know: one question, see `ask` and `answer`."""
-        results = []
-        for data in request.keys[:1]:
-            with contextlib.suppress(Refused):
-                found = answer(read_question(data), self.entries)
-                results.append(dht_pb2.FindResult(type=dht_pb2.FOUND_REGULAR, value=found))
-        return dht_pb2.FindResponse(results=results)
-
     def entries(self, key: bytes) -> list[Entry]:
         """What is here under a key: first what peers sent themselves, then the others, in any order."""
         now = unix_s()
@@ -522,49 +500,43 @@ class DhtNode:
         self._rng.shuffle(kept)
         return [one.entry for one in sorted(kept, key=lambda one: not one.first_hand)]
 
-    async def rpc_ping(self, request: dht_pb2.PingRequest, asker: PeerId) -> dht_pb2.PingResponse:
-        """Whether we can call the asker as well, if it wants to know, and our clock."""
-        now = unix_s()
-        reached = request.validate and bool(request.peer.node_id) and await self.ping(asker)
-        return dht_pb2.PingResponse(dht_time=now, available=reached)
-
     # -- asking -----------------------------------------------------------------------------------
 
-    async def _call(self, peer: PeerId, name: str, request: Any, limit_s: float = RPC_S) -> Any | None:
-        """A node's response; None if there is none."""
-        request.peer.CopyFrom(self._info)
-        data = request.SerializeToString()
+    async def _call(
+        self, peer: PeerId, request: Request, form: msgspec.msgpack.Decoder[T], limit_s: float = RPC_S
+    ) -> tuple[T, int] | None:
+        """A node's answer, and the bytes that crossed the line; None if there is none."""
+        question, most_bytes = _encode(request), MAX_ANSWER_BYTES
+        if isinstance(request, Question):
+            # Each entry costs a signature's check: an answer may not bring more than was asked for.
+            most_bytes = request.most_bytes + _FRAMING_BYTES * (len(request.keys) + 1)
         try:
-            said = await within(self.control.call_peer(peer, f"DHTProtocol.{name}", data), limit_s)
-            response = _MESSAGES[name][1].FromString(said)
+            said = await within(self.control.call_peer(peer, question), limit_s)
+            if len(said) > most_bytes:
+                raise ValueError("an answer of more bytes than were asked for")
+            found = form.decode(said)
         except Exception:  # whatever p2pd and a stranger come up with
             logger.debug("no answer from %s", peer, exc_info=True)
             self._lost(peer)
             return None
-        self._met(peer, response.peer)
-        return response
+        self._met(peer)
+        return found, len(question) + len(said)
 
     async def ping(self, peer: PeerId, *, joining: bool = False) -> bool:
         """Whether a node answers. One to join at that finds fault with us decides nothing (`welcomes`)."""
-        asked_at, request = unix_s(), dht_pb2.PingRequest(validate=joining)
-        response = await self._call(peer, "rpc_ping", request, JOIN_S if joining else RPC_S)
-        if joining and response is not None:
+        asked_at = unix_s()
+        answered = await self._call(peer, Ping(joining), _pong_decoder, JOIN_S if joining else RPC_S)
+        if joining and answered is not None:
             # Its clock was read some time between the question and the answer.
-            ahead_s = response.dht_time - min(max(response.dht_time, asked_at), unix_s())
-            self.welcomes.append(Welcome(ahead_s, response.available))
-        return response is not None
+            pong = answered[0]
+            ahead_s = pong.unix_s - min(max(pong.unix_s, asked_at), unix_s())
+            self.welcomes.append(Welcome(ahead_s, pong.reaches))
+        return answered is not None
 
     async def store(self, peer: PeerId, values: Sequence[tuple[bytes, Entry]]) -> list[bool] | None:
         """Have a node keep some values; of each whether it does."""
-        request = dht_pb2.StoreRequest(
-            keys=[key for key, _ in values],
-            subkeys=[_encode(entry.subkey) for _, entry in values],
-            values=[entry.value for _, entry in values],
-            expiration_time=[entry.expires for _, entry in values],
-            in_cache=[False] * len(values),
-        )
-        response = await self._call(peer, "rpc_store", request)
-        return list(response.store_ok) if response is not None else None
+        answered = await self._call(peer, Store(list(values)), _stored_decoder)
+        return None if answered is None else answered[0]
 
     async def read(
         self, peer: PeerId, keys: Mapping[bytes, Mapping[str, float]], most_bytes: int
@@ -573,21 +545,12 @@ class DhtNode:
 
         None if it did not answer, or not as it should.
         """
-        request = dht_pb2.FindRequest(keys=[ask(keys, most_bytes, self._rng.randbytes(_SALT_BYTES))])
-        response = await self._call(peer, "rpc_read", request)
-        if response is None:
-            return None
-        value = b"".join(result.value for result in response.results)
-        try:
-            # Each entry of an answer costs a signature's check: one may not bring more than was asked for.
-            if len(value) > most_bytes + _FRAMING_BYTES * (len(keys) + 1):
-                raise ValueError("an answer of more bytes than were asked for")
-            found = dict(zip(keys, _answer_decoder.decode(value), strict=True))
-        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-            logger.debug("no answer from %s: %s", peer, error)
+        question = ask(keys, most_bytes, self._rng.randbytes(_SALT_BYTES))
+        answered = await self._call(peer, question, _found_decoder)
+        if answered is None or len(answered[0]) != len(keys):
             self._lost(peer)
             return None
-        return found, request.ByteSize() + response.ByteSize()
+        return dict(zip(keys, answered[0], strict=True)), answered[1]
 
     async def search(self, ids: Sequence[DHTID]) -> dict[DHTID, list[PeerId]]:
         """The nodes nearest to each id that answer, nearest first: those near are asked for nearer ones."""
@@ -610,12 +573,11 @@ class DhtNode:
         known = {peer}
         for start in range(0, len(ids), MAX_KEYS_PER_CALL):
             some = [one.to_bytes() for one in ids[start : start + MAX_KEYS_PER_CALL]]
-            response = await self._call(peer, "rpc_find", dht_pb2.FindRequest(keys=some))
-            if response is None:
+            answered = await self._call(peer, Find(some), _near_decoder)
+            if answered is None:
                 return set()
-            for result in response.results[: len(some)]:
-                told = (raw for raw in result.nearest_peer_ids[:_MAX_TOLD] if len(raw) <= _MAX_ID_BYTES)
-                known.update(base58.b58encode(raw).decode() for raw in told)
+            for near in answered[0][: len(some)]:
+                known.update(near[:_MAX_TOLD])
         return known
 
     # -- knowing others ---------------------------------------------------------------------------
@@ -626,12 +588,10 @@ class DhtNode:
             peer for _, peer in self.table.get_nearest_neighbors(node_id, count, exclude=node_id_of(exclude))
         ]
 
-    def _met(self, peer: PeerId, info: dht_pb2.NodeInfo) -> None:
+    def _met(self, peer: PeerId) -> None:
         """A node called or answered. A full bucket is looked after once a second, not for each call of those
         without a place in it."""
         table, node_id = self.table, node_id_of(peer)
-        if info.node_id != node_id.to_bytes():
-            return
         bucket = table.buckets[table.get_bucket_index(node_id)]
         crowded = len(bucket.nodes_to_peer_id) >= bucket.size and node_id not in bucket.nodes_to_peer_id
         now = now_s()

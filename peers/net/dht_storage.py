@@ -1,4 +1,4 @@
-"""Our node of hivemind's DHT: joins it, finds the nodes near a key, stores values there.
+"""Our node of the DHT: joins it, finds the nodes near a key, stores values there.
 
 No node is needed for long: a peer that joined knows the addresses of those it met, and those to join at are
 greeted again whenever they were lost, so that a bootstrap that returns finds the run, and two halves become

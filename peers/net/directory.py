@@ -1,4 +1,4 @@
-"""Which peer serves which stage, from hivemind's DHT. Fulfils `peers.ports.Directory`.
+"""Which peer serves which stage, from the DHT. Fulfils `peers.ports.Directory`.
 
 A record's way: `announce` signs it (`signed_records`), `dht_storage` puts it on the nodes near its keys,
 which check it (`dht_protocol`), and each peer that works with its stage asks them for it (`record_reader`).

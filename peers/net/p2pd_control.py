@@ -41,6 +41,7 @@ from swarm.ids import PeerId
 
 _MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 """Of p2pd. It passes on 4 MiB of a stranger, and what it adds must not end our connection."""
+_SHORT_CALLS = "swarm.dht"
 _MAX_HANDLERS = 512
 """Calls of strangers to our DHT node that may be worked on at a time; each takes about 1 ms."""
 _P2P = pack_varint(421)
@@ -97,7 +98,7 @@ class DaemonControl:
         self._writer: asyncio.StreamWriter | None = None
         """Of the connection for short calls."""
         self._pending: dict[bytes, asyncio.Future[bytes]] = {}
-        self._handlers: dict[str, CallHandler] = {}
+        self._handler: CallHandler | None = None
         self._handling: dict[bytes, asyncio.Task[None]] = {}
 
     async def _ask(self, kind: str, timeout_s: float | None = None, **fields: Any) -> Any:
@@ -210,16 +211,17 @@ class DaemonControl:
             self._writer.transport.abort()
             self._writer = None
 
-    async def serve_calls(self, name: str, handler: CallHandler) -> None:
-        """Answer the short calls of peers by this name. Raises ControlError."""
-        self._handlers[name] = handler
-        await self._lasting(addUnaryHandler=p2pd_pb2.AddUnaryHandlerRequest(proto=name, balanced=False))
+    async def serve_calls(self, handler: CallHandler) -> None:
+        """Answer the short calls of peers from now on. Raises ControlError."""
+        self._handler = handler
+        request = p2pd_pb2.AddUnaryHandlerRequest(proto=_SHORT_CALLS, balanced=False)
+        await self._lasting(addUnaryHandler=request)
 
-    async def call_peer(self, peer: PeerId, name: str, data: bytes) -> bytes:
+    async def call_peer(self, peer: PeerId, data: bytes) -> bytes:
         """The answer to a short call. Raises ControlError: there is none, or it is an error."""
         if len(data) > _MAX_MESSAGE_BYTES // 4:
             raise ControlError(f"a DHT message of {len(data)} bytes")
-        request = p2pd_pb2.CallUnaryRequest(peer=peer_bytes(peer), proto=name, data=data)
+        request = p2pd_pb2.CallUnaryRequest(peer=peer_bytes(peer), proto=_SHORT_CALLS, data=data)
         return await self._lasting(callUnary=request)
 
     async def _lasting(self, **fields: Any) -> bytes:
@@ -277,8 +279,9 @@ class DaemonControl:
             answer.set_result(response.response)
 
     async def _handle(self, call: bytes, request: Any) -> None:
+        assert self._handler is not None
         try:
-            answer = await self._handlers[request.proto](request.data, _peer_id(request.peer))
+            answer = await self._handler(request.data, _peer_id(request.peer))
             response = p2pd_pb2.CallUnaryResponse(response=answer)
         except Exception as error:  # noqa: BLE001  whatever a stranger's bytes are to protobuf
             response = p2pd_pb2.CallUnaryResponse(error=repr(error)[:300].encode())

@@ -16,9 +16,19 @@ import time
 from typing import Any
 
 from peers.net import dht_protocol, record_reader, signed_records
-from peers.net._hivemind import dht_pb2
-from peers.net.dht_protocol import Entry, Found, RecordCheck, answer, ask, read_question, record_ids
-from peers.net.dht_protocol import _answer_decoder as decoder
+from peers.net.dht_protocol import (
+    Entry,
+    Found,
+    Question,
+    RecordCheck,
+    Store,
+    answer,
+    ask,
+    read_request,
+    record_ids,
+)
+from peers.net.dht_protocol import _encode as encode
+from peers.net.dht_protocol import _found_decoder as decoder
 from peers.net.identity import Identity
 from peers.net.lookup import DEFAULT_SCALE
 from peers.net.record_table import Table
@@ -27,7 +37,6 @@ from swarm.records import PeerRecord
 
 RUN = "f" * 32
 SALT = b"saltsalt"
-NODE = dht_pb2.NodeInfo(node_id=bytes(20))
 SEARCH_CALLS, SEARCH_BYTES = 20, 1350
 """Of one search for a key, and of a call: seen among 140 nodes in memory (`tests/net/memory_dht.py`)."""
 
@@ -62,10 +71,12 @@ class Stages:
         return signed_records.open_record(one.value, one.subkey, one.expires)
 
     def question(self, keys: list[bytes]) -> bytes:
-        return ask({key: self.table.under(key, now=self.now) for key in keys}, 1 << 19, SALT)
+        return encode(ask({key: self.table.under(key, now=self.now) for key in keys}, 1 << 19, SALT))
 
     def told(self, question: bytes) -> bytes:
-        return answer(read_question(question), lambda key: self.held[key])
+        asked = read_request(question)
+        assert isinstance(asked, Question)
+        return encode(answer(asked, lambda key: self.held[key]))
 
     def refresh(self) -> None:
         """All of it, as in `NetDirectory`: ask, check, take in, list."""
@@ -84,19 +95,13 @@ class Stages:
 
 def store_bytes(one: Entry) -> int:
     """Of one renewal at one node."""
-    request = dht_pb2.StoreRequest(
-        keys=[bytes(20)], subkeys=[b"s" * 54], values=[one.value], expiration_time=[one.expires],
-        in_cache=[False], peer=NODE,
-    )  # fmt: skip
-    return request.ByteSize() + dht_pb2.StoreResponse(store_ok=[True], peer=NODE).ByteSize()
+    return len(encode(Store([(bytes(20), one)]))) + len(encode([True]))
 
 
 def read_bytes(stages: Stages, key: bytes) -> int:
     """Of one question about a key and its answer."""
     question = stages.question([key])
-    request = dht_pb2.FindRequest(keys=[question], peer=NODE)
-    result = dht_pb2.FindResult(type=dht_pb2.FOUND_REGULAR, value=stages.told(question))
-    return request.ByteSize() + dht_pb2.FindResponse(results=[result], peer=NODE).ByteSize()
+    return len(question) + len(stages.told(question))
 
 
 def refresh_cpu_s(stages: Stages) -> float:

@@ -27,7 +27,7 @@ import torch
 
 from peers.clock import unix_s
 from peers.net import dht_protocol, identity, p2pd_control
-from peers.net._hivemind import dht_pb2, p2pd_pb2
+from peers.net._hivemind import p2pd_pb2
 from peers.net.bandwidth import BandwidthEstimator, Callers
 from peers.net.body_buffers import flat
 from peers.net.charter import signed
@@ -624,20 +624,24 @@ _HELD = [dht_protocol.Entry(f"peer {n}", bytes(200), SOON) for n in range(5)]
 @target(
     "questions",
     lambda: [
-        dht_protocol.ask({bytes([n]) * 20: {f"peer {n}": SOON} for n in range(3)}, most, b"saltsalt")
+        msgspec.msgpack.encode(
+            dht_protocol.ask({bytes([n]) * 20: {f"peer {n}": SOON} for n in range(3)}, most, b"saltsalt")
+        )
         for most in (0, 900)
     ],
 )
 def _(data: bytes) -> None:
     try:
-        question = dht_protocol.read_question(data)
+        question = dht_protocol.read_request(data)
     except Refused:
         return
-    said = dht_protocol.answer(question, lambda key: _HELD)
+    if not isinstance(question, dht_protocol.Question):
+        return
+    said = msgspec.msgpack.encode(dht_protocol.answer(question, lambda key: _HELD))
     assert len(said) <= min(question.most_bytes, dht_protocol.MAX_ANSWER_BYTES) + 64 * (
         len(question.keys) + 1
     )
-    assert len(dht_protocol._answer_decoder.decode(said)) == len(question.keys)
+    assert len(dht_protocol._found_decoder.decode(said)) == len(question.keys)
 
 
 class _Wire(DaemonControl):
@@ -674,34 +678,25 @@ def _node_messages() -> list[bytes]:
     record = _record()
     value, expires = seal_record(record, unix_s() + 300.0, ME), unix_s() + 300.0
     text, manifest = seal_manifest(RUN.to_toml(), None)
-    info = dht_pb2.NodeInfo(node_id=dht_protocol.node_id_of(STRANGER.peer_id).to_bytes())
     keys = [dht_protocol.key_bytes(key) for key in dht_protocol.record_keys(record, 0)]
-    subkey = msgspec.msgpack.encode(record.peer)
-    question = dht_protocol.ask({keys[0]: {}}, 1000, b"saltsalt")
-    store = dht_pb2.StoreRequest(
-        peer=info,
-        keys=[keys[0], dht_protocol.key_bytes(dht_protocol.manifest_key(RUN.id))],
-        subkeys=[subkey, msgspec.msgpack.encode(text)],
-        values=[value, manifest],
-        expiration_time=[expires, expires],
-        in_cache=[False, False],
-    )
-    return [
-        b"\0" + dht_pb2.PingRequest(peer=info, validate=True).SerializeToString(),
-        b"\1" + store.SerializeToString(),
-        b"\2" + dht_pb2.FindRequest(peer=info, keys=keys[:2]).SerializeToString(),
-        b"\3" + dht_pb2.FindRequest(peer=info, keys=[question]).SerializeToString(),
+    manifest_key = dht_protocol.key_bytes(dht_protocol.manifest_key(RUN.id))
+    values = [
+        (keys[0], dht_protocol.Entry(record.peer, value, expires)),
+        (manifest_key, dht_protocol.Entry(text, manifest, expires)),
     ]
+    requests = [
+        dht_protocol.Ping(joining=True), dht_protocol.Store(values), dht_protocol.Find(keys[:2]),
+        dht_protocol.ask({keys[0]: {}}, 1000, b"saltsalt"),
+    ]  # fmt: skip
+    return [msgspec.msgpack.encode(request) for request in requests]
 
 
 @target("calls to a node", _node_messages)
 def _(data: bytes) -> None:
-    """As p2pd passes them on: whatever one raises is its answer. Nothing that is kept outlives its time."""
-    names = list(dht_protocol._MESSAGES)
-    name = names[data[0] % 4] if data else names[0]
+    """As p2pd passes them on. Nothing that is kept outlives its time."""
     node = _node()
-    asked = node._answer(getattr(node, name), dht_protocol._MESSAGES[name][0], data[1:], STRANGER.peer_id)
-    with contextlib.suppress(Exception):  # p2pd_control answers with any
+    asked = node.answer(data, STRANGER.peer_id)
+    with contextlib.suppress(Refused, StopIteration):
         asked.send(None)
     asked.close()
     for held in node._kept.values():
@@ -727,7 +722,7 @@ def _(data: bytes) -> None:
 
 def _decoded_answer(data: bytes) -> Sequence[dht_protocol.Found]:
     try:
-        return dht_protocol._answer_decoder.decode(data)
+        return dht_protocol._found_decoder.decode(data)
     except (ValueError, msgspec.MsgspecError, RecursionError):  # as `DhtNode.read`
         return ()
 
@@ -761,7 +756,7 @@ def _(data: bytes) -> None:
         assert isinstance(p2pd_control.stream_peer(data), str)
     with _on_no_loop():
         control = _Wire()
-        control._tasks, control._handlers, control._handling = cast(Any, _Tasks()), {}, {}
+        control._tasks, control._handler, control._handling = cast(Any, _Tasks()), None, {}
         waiting = _LOOP.create_future()
         control._pending = {b"d" * 16: waiting}
         message = p2pd_pb2.PersistentConnectionResponse()

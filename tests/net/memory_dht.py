@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peers.net.dht_protocol import DhtNode
+from peers.net.dht_protocol import DhtNode, read_request
 from peers.net.directory import NetDirectory
 from peers.net.identity import Identity
 from peers.net.p2pd_control import CallHandler, ControlError
@@ -56,14 +56,14 @@ class MemoryControl:
     def __init__(self, dht: MemoryDht, peer_id: PeerId) -> None:
         self._dht = dht
         self._peer_id = peer_id
-        self.handlers: dict[str, CallHandler] = {}
+        self.handler: CallHandler | None = None
 
-    async def serve_calls(self, name: str, handler: CallHandler) -> None:
+    async def serve_calls(self, handler: CallHandler) -> None:
         """As `DaemonControl.serve_calls`."""
-        self.handlers[name] = handler
+        self.handler = handler
 
-    async def call_peer(self, peer: PeerId, name: str, data: bytes) -> bytes:
-        """A call, counted by its method at both ends."""
+    async def call_peer(self, peer: PeerId, data: bytes) -> bytes:
+        """A call, counted by what it asks at both ends."""
         other = self._dht.nodes.get(peer)
         if other is None or peer in self._dht.dead:
             raise ControlError("cannot be reached")
@@ -72,12 +72,13 @@ class MemoryControl:
             await asyncio.get_running_loop().create_future()
         mine = _wrong_clock.set(other.clock)
         try:
-            answer = await other.control.handlers[name](data, self._peer_id)
+            assert other.control.handler is not None
+            answer = await other.control.handler(data, self._peer_id)
         finally:
             _wrong_clock.reset(mine)
-        method = name.rpartition(".")[2]
-        self._dht.calls[method] += 1
-        self._dht.bytes[method] += len(data) + len(answer)
+        kind = type(read_request(data))
+        self._dht.calls[kind] += 1
+        self._dht.bytes[kind] += len(data) + len(answer)
         return answer
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], limit_s: float) -> None:
@@ -125,8 +126,8 @@ class MemoryDht:
         self.dead: set[PeerId] = set()
         self.hung: set[PeerId] = set()
         """They never answer."""
-        self.calls: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
+        self.calls: Counter[type] = Counter()
+        self.bytes: Counter[type] = Counter()
 
     async def add(
         self, number: int, *, run_id: str | None = RUN, join: MemoryNode | Sequence[MemoryNode] = (),

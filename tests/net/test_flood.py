@@ -1,5 +1,3 @@
-# pyright: reportAttributeAccessIssue=false
-# (protobuf's generated modules carry no types)
 """A flooded directory stays readable: honest records are seen soon among those of hundreds of strangers."""
 
 from __future__ import annotations
@@ -11,8 +9,7 @@ import pytest
 
 from peers.clock import now_s, unix_s
 from peers.net import signed_records
-from peers.net._hivemind import dht_pb2
-from peers.net.dht_protocol import DhtNode, key_bytes
+from peers.net.dht_protocol import DhtNode, Entry, Store, key_bytes
 from peers.net.identity import Identity
 from peers.net.lookup import Shard
 from swarm.records import PeerRecord
@@ -35,13 +32,9 @@ class Flood:
     def _request(self, liar: Identity, stage: int) -> bytes:
         expires = unix_s() + 20.0
         said = PeerRecord(peer=liar.peer_id, run=RUN, stage=stage, state="serving", version=0)
-        return dht_pb2.StoreRequest(
-            keys=[key_bytes(signed_records.peers_key(RUN, Shard(stage, 0, 0)))],
-            subkeys=[msgspec.msgpack.encode(liar.peer_id)],
-            values=[signed_records.seal_record(said, expires, liar)],
-            expiration_time=[expires],
-            in_cache=[False],
-        ).SerializeToString()
+        entry = Entry(liar.peer_id, signed_records.seal_record(said, expires, liar), expires)
+        key = key_bytes(signed_records.peers_key(RUN, Shard(stage, 0, 0)))
+        return msgspec.msgpack.encode(Store([(key, entry)]))
 
     async def run(self) -> None:
         """For ever; every second at another stage, and all at stage 0."""
@@ -51,7 +44,7 @@ class Flood:
                 for stage in {0, second % self.stages}:
                     request = self._request(liar, stage)
                     for node in list(self.dht.nodes.values()):
-                        await node.control.handlers["DHTProtocol.rpc_store"](request, liar.peer_id)
+                        await node.node.answer(request, liar.peer_id)
                         self.offered += 1
             second += 1
             await asyncio.sleep(1.0)

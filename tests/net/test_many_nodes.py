@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from peers.net.dht_protocol import DhtNode
+from peers.net.dht_protocol import DhtNode, Question, Store
 from peers.net.directory import NetDirectory
 from peers.net.lookup import Scale
 from tests.net.memory_dht import MemoryDht, MemoryNode, record
@@ -51,9 +51,9 @@ async def test_all_peers_find_their_stages_at_the_nodes_near_their_keys(
         dht.bytes.clear()
         await asyncio.sleep(20.0)
         each = {method: count / len(nodes) for method, count in dht.calls.items()}
-        assert each["rpc_read"] <= 10 * 1.25 * (8 + 2)
+        assert each[Question] <= 10 * 1.25 * (8 + 2)
         renewed = len(nodes) * 20 / 5
-        assert dht.bytes["rpc_read"] / len(nodes) < renewed * 2 * 300
+        assert dht.bytes[Question] / len(nodes) < renewed * 2 * 300
         # One dies, and one moves: its old stage hears that it left, and its new one that it came.
         dead, moved = nodes[0], nodes[1]
         await dht.kill(dead)
@@ -89,7 +89,7 @@ async def test_in_a_run_of_thousands_records_live_longer_and_what_is_far_is_read
             assert counts(node.directory) == dict.fromkeys(range(8), 2)
         dht.calls.clear()
         await asyncio.sleep(80.0)
-        stored = dht.calls["rpc_store"] / len(nodes)
+        stored = dht.calls[Store] / len(nodes)
         assert stored <= 5, "renewals are rare"
         newcomer = await dht.add(99, join=nodes[5], scale=scale)
         await newcomer.directory.announce(record(newcomer, 5))
