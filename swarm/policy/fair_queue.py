@@ -1,21 +1,18 @@
-"""Fair queue over the peers of one stage, for `swarm.policy.router`. No choice scans all peers.
+"""Fair queue over the peers of one stage, for `swarm.policy.router`. A choice looks at few of them.
 
 Each peer has a virtual clock that advances by its expected work whenever it is chosen. A peer is in one of
-three places: in the queue, *late* (it would hold the step up) or *in backoff* (it failed). Entries stay in
-the heaps when a peer moves or changes; a stamp marks them as outdated when they reach the top.
+three places: in the queue, *late* (it would hold the step up) or *in backoff* (it failed).
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
-import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from statistics import median_high
-from typing import TypeAlias
+from typing import Any, Literal
 
 from swarm.ids import PeerId
 from swarm.policy.backoff import Backoff
@@ -38,9 +35,6 @@ it can hold up the run for a twentieth of the time."""
 COMPARED = 8
 """Candidates among which the nearest is picked."""
 
-_Entry: TypeAlias = "tuple[float, PeerId, int]"
-"""Sort key, peer, stamp."""
-
 
 @dataclass(slots=True)
 class Candidate:
@@ -49,8 +43,7 @@ class Candidate:
     peer: PeerId
     clock_s: float
     """Virtual time: the sum of the expected work of everything it was given."""
-    stamp: int = 0
-    queued: bool = False
+    place: Literal["queue", "late", "backoff"] = "queue"
     answers: int = 0
     chosen_at: float = float("-inf")
     response_s: float = DEFAULT_RESPONSE_S
@@ -76,28 +69,31 @@ class Candidate:
         self.answers += 1
         self.response_s, self.work_s = median_high(self.last_responses_s), median_high(self.last_works_s)
 
+    def in_time(self, limit_s: float, now: float) -> bool:
+        """Whether it does not hold the step up, or is to be tried again all the same."""
+        if len(self.last_responses_s) < REMEMBERED:
+            return True  # it may still be warming up: kept out now, it would stay cold
+        return self.response_s <= limit_s or now - self.chosen_at >= RETRY_PERIODS * self.response_s
+
 
 class FairQueue:
-    """Weighted fair queue of one stage's peers. All calls take O(log n), except `set_peers`."""
+    """Weighted fair queue of one stage's peers."""
 
     def __init__(self) -> None:
         self.known: dict[PeerId, Candidate] = {}
-        self._stamps = itertools.count(1)
-        self._by_finish: list[_Entry] = []
-        """Measured peers by virtual finish time (clock plus work)."""
-        self._new: list[_Entry] = []
-        """Unmeasured peers by clock alone: their expected work changes for all of them at once."""
-        self._by_clock: list[_Entry] = []
+        # Of the peers in the queue, each ascending:
+        self._by_finish: list[tuple[float, PeerId]] = []
+        """Measured ones by virtual finish time (clock plus work)."""
+        self._new: list[tuple[float, PeerId]] = []
+        """Unmeasured ones by clock alone: their expected work changes for all of them at once."""
+        self._clocks_s: list[float] = []
         self._responses_s: list[float] = []
-        """Response times of all measured peers in the queue, ascending."""
+        """Of measured ones, as the next."""
         self._works_s: list[float] = []
-        self._late: list[_Entry] = []
-        """Late peers by response time."""
-        self._tried_at: list[_Entry] = []
-        """Late peers by the time of their next try."""
-        self._in_backoff: set[PeerId] = set()
+        self._late: set[PeerId] = set()
         self._changes_seen = -1
-        self._check_again_at = float("inf")
+        self._backoff_ends_at = float("inf")
+        """When the next one ends that ends by time."""
         self._floor_s = 0.0
         """Clock of new and returning peers: they are chosen soon, but not with a backlog."""
 
@@ -105,23 +101,25 @@ class FairQueue:
         """Replace the set of serving peers."""
         wanted = set(peers)
         for gone in self.known.keys() - wanted:
-            self._take_out(self.known.pop(gone))
-            self._in_backoff.discard(gone)
+            self._put(self.known[gone], "late")
+            self._late.discard(gone)
+            del self.known[gone]
         floor_s = self._floor()
         for new in sorted(wanted - self.known.keys()):
-            self.known[new] = Candidate(new, floor_s)
-            self._queue(self.known[new])
+            self.known[new] = Candidate(new, floor_s, "late")
+            self._put(self.known[new], "queue")
+            self._changes_seen = -1  # it may be in backoff
 
     def answered(self, peer: PeerId, response_s: float, work_s: float) -> None:
         """Record an answer of `peer`."""
         candidate = self.known.get(peer)
         if candidate is None:
             return
-        queued = candidate.queued
-        self._take_out(candidate)
+        place = candidate.place
+        self._put(candidate, "backoff")
         candidate.note(response_s, work_s)
-        if queued or peer not in self._in_backoff:
-            self._queue(candidate)  # a late one, too: it may be fast now
+        if place != "backoff":
+            self._put(candidate, "queue")  # a late one, too: it may be fast now
 
     def next(
         self,
@@ -138,48 +136,52 @@ class FairQueue:
         (`latency_s`). The clock of a skipped peer falls behind until that makes up for its latency: all keep
         their share, and get it from where they are near. (Clocks are prices: Bertsekas' auction.)
         """
-        self._wake_recovered(backoff, now)
-        allowed_s, passed, best = 0.0, list[Candidate](), (math.inf, "")
-        compared, chosen = 0, None
-        while compared < (1 if latency_s is None else COMPARED):
-            fastest_s = self._responses_s[0] if self._responses_s else DEFAULT_RESPONSE_S
-            limit_s = max(horizon_s, MUCH_SLOWER * fastest_s, NEGLIGIBLE_S, allowed_s)
-            self._wake_late(limit_s, now)
-            candidate = self._first()
-            if candidate is None:
-                if chosen is not None or not self._late_left():
-                    break
-                # All others are away: the step has to wait for a late peer.
-                allowed_s = max(allowed_s, MUCH_SLOWER * self._late[0][0])
-            elif candidate.peer in exclude:
-                passed.append(candidate)
-                self._drop_first(candidate)
-            elif backoff.in_backoff(candidate.peer, now=now):
-                self._put_in_backoff(candidate, backoff, now)
-            elif not _in_time(candidate, limit_s, now):
-                self._keep_out(candidate)
-            else:
-                compared += 1
-                finish_s = candidate.clock_s + self._expected_s(candidate)
-                rank = (
-                    finish_s + (latency_s(candidate.peer) if latency_s is not None else 0.0),
-                    candidate.peer,
-                )
-                if chosen is None or rank < best:
-                    best, chosen = rank, candidate
-                passed.append(candidate)
-                self._drop_first(candidate)
-        for candidate in passed:
-            self._push_finish(candidate)
-        if chosen is None:
-            return None
+        self._follow(backoff, now)
+        fastest_s = self._responses_s[0] if self._responses_s else DEFAULT_RESPONSE_S
+        limit_s = max(horizon_s, MUCH_SLOWER * fastest_s, NEGLIGIBLE_S)
+        while (chosen := self._nearest(limit_s, now, exclude, latency_s)) is None:
+            if not self._late:
+                return None
+            # All others are away: the step has to wait for a late peer.
+            limit_s = max(limit_s, MUCH_SLOWER * min(self.known[peer].response_s for peer in self._late))
         work_s = self._expected_s(chosen)
         self._floor_s = self._floor()
-        self._take_out(chosen)
+        self._put(chosen, "backoff")
         chosen.clock_s += work_s
         chosen.chosen_at = now
-        self._queue(chosen)
+        self._put(chosen, "queue")
         return chosen, work_s
+
+    def _nearest(
+        self,
+        limit_s: float,
+        now: float,
+        exclude: Collection[PeerId],
+        latency_s: Callable[[PeerId], float] | None,
+    ) -> Candidate | None:
+        """The best of the next candidates that answer in time; those that do not are late from now on."""
+        for peer in sorted(self._late):
+            if self.known[peer].in_time(limit_s, now):
+                self._put(self.known[peer], "queue")
+        found: list[tuple[float, PeerId]] = []
+        late: list[Candidate] = []
+        for finish_s, peer in self._in_turn():
+            if peer in exclude:
+                continue
+            if not self.known[peer].in_time(limit_s, now):
+                late.append(self.known[peer])
+                continue
+            found.append((finish_s + (latency_s(peer) if latency_s is not None else 0.0), peer))
+            if latency_s is None or len(found) == COMPARED:
+                break
+        for candidate in late:
+            self._put(candidate, "late")
+        return self.known[min(found)[1]] if found else None
+
+    def _in_turn(self) -> Iterator[tuple[float, PeerId]]:
+        """(virtual finish time, peer) of those in the queue; ties go to the smallest id."""
+        default_s = self._default_work_s()
+        return heapq.merge(self._by_finish, ((clock_s + default_s, peer) for clock_s, peer in self._new))
 
     def _default_work_s(self) -> float:
         """The expected work of a newcomer: the median of its stage."""
@@ -190,96 +192,42 @@ class FairQueue:
 
     def _floor(self) -> float:
         """The smallest clock in the queue."""
-        self._clean(self._by_clock)
-        return max(self._floor_s, self._by_clock[0][0]) if self._by_clock else self._floor_s
+        return max(self._floor_s, self._clocks_s[0]) if self._clocks_s else self._floor_s
 
-    # -- moving between the places ------------------------------------------------------------------
-
-    def _queue(self, candidate: Candidate) -> None:
-        candidate.queued, candidate.stamp = True, next(self._stamps)
-        # A peer that was late or in backoff for long must not get its whole backlog in one burst.
-        candidate.clock_s = max(candidate.clock_s, self._floor_s)
-        heapq.heappush(self._by_clock, (candidate.clock_s, candidate.peer, candidate.stamp))
-        self._push_finish(candidate)
-        if candidate.measured:
-            insort(self._responses_s, candidate.response_s)
-            insort(self._works_s, candidate.work_s)
-
-    def _push_finish(self, candidate: Candidate) -> None:
-        entry = (candidate.clock_s, candidate.peer, candidate.stamp)
-        if candidate.measured:
-            heapq.heappush(self._by_finish, (entry[0] + candidate.work_s, *entry[1:]))
-        else:
-            heapq.heappush(self._new, entry)
-
-    def _take_out(self, candidate: Candidate) -> None:
-        candidate.stamp = next(self._stamps)
-        if candidate.queued and candidate.measured:
-            del self._responses_s[bisect_left(self._responses_s, candidate.response_s)]
-            del self._works_s[bisect_left(self._works_s, candidate.work_s)]
-        candidate.queued = False
-
-    def _keep_out(self, candidate: Candidate) -> None:
-        self._take_out(candidate)
-        again = candidate.chosen_at + RETRY_PERIODS * candidate.response_s
-        heapq.heappush(self._late, (candidate.response_s, candidate.peer, candidate.stamp))
-        heapq.heappush(self._tried_at, (again, candidate.peer, candidate.stamp))
-
-    def _wake_late(self, limit_s: float, now: float) -> None:
-        for heap, until in ((self._late, limit_s), (self._tried_at, now)):
-            self._clean(heap)
-            while heap and heap[0][0] <= until:
-                self._queue(self.known[heap[0][1]])
-                self._clean(heap)
-
-    def _late_left(self) -> bool:
-        self._clean(self._late)
-        return bool(self._late)
-
-    def _put_in_backoff(self, candidate: Candidate, backoff: Backoff, now: float) -> None:
-        self._take_out(candidate)
-        self._in_backoff.add(candidate.peer)
-        self._check_again(backoff, now)
-
-    def _wake_recovered(self, backoff: Backoff, now: float) -> None:
-        if not self._in_backoff or (backoff.changes == self._changes_seen and now < self._check_again_at):
+    def _follow(self, backoff: Backoff, now: float) -> None:
+        """Put peers into backoff and back, if that may have changed."""
+        if backoff.changes == self._changes_seen and now < self._backoff_ends_at:
             return
-        for peer in sorted(self._in_backoff):
-            if not backoff.in_backoff(peer, now=now):
-                self._in_backoff.remove(peer)
-                self._queue(self.known[peer])
-        self._check_again(backoff, now)
+        self._changes_seen, self._backoff_ends_at = backoff.changes, float("inf")
+        for peer, candidate in sorted(self.known.items()):
+            if backoff.in_backoff(peer, now=now):
+                self._put(candidate, "backoff")
+                ends_at = backoff.ends(peer)
+                self._backoff_ends_at = min(self._backoff_ends_at, ends_at if ends_at > now else float("inf"))
+            elif candidate.place == "backoff":
+                self._put(candidate, "queue")
 
-    def _check_again(self, backoff: Backoff, now: float) -> None:
-        self._changes_seen = backoff.changes
-        ends = [backoff.ends(peer) for peer in self._in_backoff]
-        self._check_again_at = min((at for at in ends if at > now), default=float("inf"))
+    def _put(self, candidate: Candidate, place: Literal["queue", "late", "backoff"]) -> None:
+        """Move a peer from where it is. What the queue is sorted by changes only while it is not there."""
+        if candidate.place == "queue":
+            for entries, entry in self._entries(candidate):
+                del entries[bisect_left(entries, entry)]
+        self._late.discard(candidate.peer)
+        candidate.place = place
+        if place == "late":
+            self._late.add(candidate.peer)
+        elif place == "queue":
+            # A peer that was late or in backoff for long must not get its whole backlog in one burst.
+            candidate.clock_s = max(candidate.clock_s, self._floor_s)
+            for entries, entry in self._entries(candidate):
+                insort(entries, entry)
 
-    # -- the heaps ----------------------------------------------------------------------------------
-
-    def _first(self) -> Candidate | None:
-        """The peer with the smallest virtual finish time; ties go to the smallest id."""
-        self._clean(self._by_finish)
-        self._clean(self._new)
-        tops = [entry[:2] for entry in self._by_finish[:1]]
-        tops += [(entry[0] + self._default_work_s(), entry[1]) for entry in self._new[:1]]
-        return self.known[min(tops)[1]] if tops else None
-
-    def _drop_first(self, candidate: Candidate) -> None:
-        heapq.heappop(self._by_finish if candidate.measured else self._new)
-
-    def _clean(self, heap: list[_Entry]) -> None:
-        """Drop outdated entries from the top of `heap`."""
-        while heap:
-            _, peer, stamp = heap[0]
-            candidate = self.known.get(peer)
-            if candidate is not None and candidate.stamp == stamp:
-                return
-            heapq.heappop(heap)
-
-
-def _in_time(candidate: Candidate, limit_s: float, now: float) -> bool:
-    if len(candidate.last_responses_s) < REMEMBERED:
-        return True  # it may still be warming up: kept out now, it would stay cold
-    response_s = candidate.response_s
-    return response_s <= limit_s or now - candidate.chosen_at >= RETRY_PERIODS * response_s
+    def _entries(self, candidate: Candidate) -> Iterator[tuple[list[Any], Any]]:
+        """The sorted lists that have something of a peer in the queue, and what."""
+        yield self._clocks_s, candidate.clock_s
+        if candidate.measured:
+            yield self._by_finish, (candidate.clock_s + candidate.work_s, candidate.peer)
+            yield self._responses_s, candidate.response_s
+            yield self._works_s, candidate.work_s
+        else:
+            yield self._new, (candidate.clock_s, candidate.peer)
