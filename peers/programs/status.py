@@ -12,26 +12,25 @@ import time
 from collections.abc import Sequence
 
 import msgspec
-from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from peers.events import count
 from peers.options import ListenOptions
 from peers.ports import Directory, Transport
 from peers.programs.tool_options import StatusOptions
 from peers.voices import Voices
-from peers.watch.display import clock
 from peers.watch.monitor import ASK_S, ask_or_why
-from swarm.errors import short
+from peers.watch.terminal import render
 from swarm.ids import PeerId
 from swarm.manifest import Run
 from swarm.monitoring import validation
 from swarm.monitoring.aggregator import Aggregator
 from swarm.monitoring.health import Observation, SwarmHealth
-from swarm.records import NO_STAGE, PeerRecord
+from swarm.records import PeerRecord
 from swarm.wire.messages import PeerStatus
+
+ALL = 1 << 30
+"""Lines: no screen is that high."""
 
 
 async def ask(
@@ -71,42 +70,14 @@ def picture(run: Run, observation: Observation) -> SwarmHealth:
     return aggregator.health(now=observation.at)
 
 
-def table(health: SwarmHealth) -> RenderableType:
-    """For people."""
-    loss = "" if health.loss is None else f", loss {health.loss:.4f}"
-    there = count(sum(len(stage.peers) for stage in health.stages), "peer")
-    if health.keepers:
-        there += f", {count(len(health.keepers), 'keeper')}"
-    head = Text(f"{health.name}  {health.run}\nstep {health.version} of {health.steps}{loss}, {there}")
-    rows = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
-    named = any(peer.voice for peer in health.peers)
-    columns = ("stage", "peer", "state", "version", "step", "in flight", "microbatches/s", "up", "device")
-    for name in (*columns[:2], *(("voice",) if named else ()), *columns[2:]):
-        rows.add_column(
-            name, justify="left" if name in ("peer", "state", "device") else "right", no_wrap=True
-        )
-    for peer in health.peers:
-        asked = peer.answered and peer.stage != NO_STAGE
-        rows.add_row(
-            "–" if peer.stage == NO_STAGE else str(peer.stage),
-            short(peer.peer),
-            *((str(peer.voice or "–"),) if named else ()),
-            "no answer" if peer.why else peer.state,
-            str(peer.version),
-            f"{peer.done}/{health.microbatches_per_step}" if asked else "",
-            f"{peer.inflight}/{peer.max_inflight}" if asked else "",
-            f"{peer.speed:.2f}" if peer.speed else "–",
-            "–" if peer.up_s is None else clock(peer.up_s),
-            Text(peer.device),
-            style="red" if peer.why else "",
-        )
+def table(health: SwarmHealth, width: int) -> RenderableType:
+    """For people: the dashboard's screen, as long as it takes, and what more there is to say."""
     notes = [Text(f"moves: {health.rebalance}")] if health.rebalance else []
     if health.depends_on_routes:
         notes.append(
             Text("codec.adaptive: each microbatch counts once, but the weights depend on the routes")
         )
-    notes += [Text(f"! {alert.text}", style="yellow") for alert in health.alerts]
-    return Group(head, Text(), rows, *notes)
+    return Group(render(health, width=width, height=ALL), *notes)
 
 
 def join_line(health: SwarmHealth) -> str:
@@ -147,5 +118,5 @@ async def run_status(options: StatusOptions) -> None:
         print(to_json(health))
     else:
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-        console.print(table(health))
+        console.print(table(health, console.width))
         console.print(join_line(health), soft_wrap=True, markup=False)

@@ -21,7 +21,6 @@ from swarm.monitoring.health import Alert, PeerHealth, StageHealth, SwarmHealth
 from swarm.records import NO_STAGE
 
 STYLES = {"error": "bold red", "warning": "yellow", "info": "dim"}
-MAX_ALERTS = 4
 MAX_HAPPENINGS = 4
 MIN_PEERS = 3
 """Rows that other parts leave for peers."""
@@ -32,9 +31,9 @@ LINES_EVERY_S = 10.0
 
 
 def render(health: SwarmHealth, *, width: int = 80, height: int = 24) -> RenderableType:
-    """The screen, of at most `height` lines."""
+    """The screen, of at most `height` lines; more than there can be shows all."""
     top = [_title(health, width), _steps(health, width), _loss(health, width)]
-    top += _alerts(health.alerts, max(2, min(MAX_ALERTS, height // 6)))
+    top += _alerts(health.alerts, max(2, height // 6))
     there = sum(1 for _ in health.peers)
     room = height - len(top) - 2  # an empty line before each table
     least = min(MIN_PEERS, there) + 1
@@ -150,6 +149,7 @@ def _peers(health: SwarmHealth, most: int, width: int) -> Table:
     chosen = sorted(health.peers, key=lambda peer: not _odd(peer))[:most]
     rows = []
     for peer in sorted(chosen, key=lambda peer: (peer.stage == NO_STAGE, peer.stage, peer.peer)):
+        asked = peer.answered and peer.stage != NO_STAGE
         device = Text(peer.device)
         device.truncate(9, overflow="ellipsis")
         cells = (
@@ -157,6 +157,8 @@ def _peers(health: SwarmHealth, most: int, width: int) -> Table:
             short(peer.peer),
             str(peer.voice or "–"),
             device,
+            str(peer.version),
+            f"{peer.done}/{health.microbatches_per_step}" if asked else "–",
             f"{peer.speed:.2f}" if peer.speed else "–",
             f"{peer.inflight}/{peer.max_inflight}" if peer.answered and peer.max_inflight else "–",
             f"{peer.load:.1f}",
@@ -165,13 +167,14 @@ def _peers(health: SwarmHealth, most: int, width: int) -> Table:
             _last(peer),
         )
         rows.append(("red" if peer.why else "yellow" if _odd(peer) else "", cells))
-    columns = ["stage", "<peer", "voice", "<device", "work/s", "in flight", "queue", "up", "computed"]
-    first_out = ["queue", "in flight", "device", "up", "computed", "voice", "work/s"]
+    columns = ["stage", "<peer", "voice", "<device", "version", "step", "work/s", "in flight", "queue", "up"]
+    columns += ["computed", "<last"]
+    first_out = ["step", "version", "queue", "in flight", "device", "up", "computed", "voice", "work/s"]
     if not any(peer.voice for peer in health.peers):
         columns.remove("voice")
         first_out.remove("voice")
         rows = [(style, (*cells[:2], *cells[3:])) for style, cells in rows]
-    return _table(rows, width, [*columns, "<last"], first_out)
+    return _table(rows, width, columns, first_out)
 
 
 def _odd(peer: PeerHealth) -> bool:
