@@ -21,38 +21,6 @@ _BODIES = 15
 """Their median counts: one that lay in a buffer looks too fast, one that shared the line too slow."""
 
 
-class BandwidthEstimator:
-    """The traffic with one peer, over all streams, and what it tells of the line."""
-
-    __slots__ = ("_rates_bps", "_round_trips_s", "received_bytes", "sent_bytes")
-
-    def __init__(self) -> None:
-        self.sent_bytes = 0
-        self.received_bytes = 0
-        """Calls of the peer and its answers to ours share the line."""
-        self._round_trips_s: deque[float] = deque(maxlen=_ROUND_TRIPS)
-        self._rates_bps: deque[float] = deque(maxlen=_BODIES)
-
-    def answered(self, took_s: float, sent_bytes: int) -> None:
-        """The first sign of the other end, so long after a call of so many bytes."""
-        if sent_bytes <= SMALL_BYTES and took_s > 0:
-            self._round_trips_s.append(took_s)
-
-    def received(self, size_bytes: int, all_bytes: int, took_s: float) -> None:
-        """A body of `size_bytes` is complete, so long after the header that announced it; `all_bytes` came
-        over the line meanwhile."""
-        if size_bytes >= PROBE_BYTES:
-            self._rates_bps.append(min(MAX_BPS, 8 * all_bytes / took_s) if took_s > 0 else MAX_BPS)
-
-    def path(self, *, most_bps: float = float("inf")) -> NetworkPath:
-        """The line as far as it is known. `most_bps`: what goes the other way is no wider than our limit."""
-        rates_bps = sorted(self._rates_bps) or [0.0]
-        return NetworkPath(
-            rtt_s=min(self._round_trips_s, default=0.0),
-            bandwidth_bps=min(most_bps, rates_bps[len(rates_bps) // 2]),
-        )
-
-
 SHARE = 0.95
 """Of the limit, for our bytes: those of TCP, IP and libp2p's encryption come on top, 3 to 4 % of packets."""
 TURN_S = 0.05
@@ -97,23 +65,6 @@ class RateLimiter:
         self._free_at = max(self._free_at, now - CATCH_UP_S) + taken_s
 
 
-class Traffic:
-    """What all streams share: an estimator of the line to each peer, and one limiter."""
-
-    def __init__(self, *, most_peers: int) -> None:
-        """`most_peers`: of more, the one that opened a stream longest ago is forgotten."""
-        self.limiter: RateLimiter | None = None
-        self.lines: dict[PeerId, BandwidthEstimator] = {}
-        self._most_peers = most_peers
-
-    def of(self, peer: PeerId) -> BandwidthEstimator:
-        """The estimator of the line to a peer to which, or from which, a stream is opened."""
-        estimator = self.lines[peer] = self.lines.pop(peer, None) or BandwidthEstimator()
-        if len(self.lines) > self._most_peers:
-            del self.lines[next(iter(self.lines))]
-        return estimator
-
-
 # --- what callers may make us do and hold ------------------------------------------------------------------
 #
 # One that asks for more is slowed down: nothing more is read of its stream until its allowance has grown
@@ -147,31 +98,63 @@ class Allowance:
     def __init__(self, per_s: float, at_once: float) -> None:
         self._per_s, self._most, self._left, self._at = per_s, at_once, at_once, float("-inf")
 
+    def left(self, *, now: float) -> float:
+        """What may be taken; negative: what is owed."""
+        self._left = min(self._most, self._left + max(0.0, now - self._at) * self._per_s)
+        self._at = max(now, self._at)
+        return self._left
+
     def take(self, amount: float, *, now: float) -> float:
         """Take it in any case; the seconds after which nothing of it is owed."""
-        self._left = min(self._most, self._left + (now - self._at) * self._per_s) - amount
-        self._at = now
+        self._left = self.left(now=now) - amount
         return max(0.0, -self._left / self._per_s)
 
     def take_if_there(self, amount: float, *, now: float) -> bool:
         """Take it, if nothing has to be owed for it."""
-        there = self.take(amount, now=now) == 0.0
-        if not there:
-            self._left += amount
-        return there
+        there = self.left(now=now) >= amount
+        return there and self.take(amount, now=now) == 0.0
 
 
-class Caller:
-    """One peer that calls us, over all of its streams."""
+class Line:
+    """The line to one peer, over all streams: what passed, what that tells, and what the peer may do."""
 
-    __slots__ = ("_all", "_calls", "_control", "held_bytes")
+    __slots__ = (
+        *("_calls", "_control", "_rates_bps", "_round_trips_s", "_traffic"),
+        *("held_bytes", "received_bytes", "sent_bytes"),
+    )
 
-    def __init__(self, all_: Callers) -> None:
-        self._all = all_
-        self._calls = Allowance(CALLS_PER_S, CALLS_AT_ONCE)
-        self._control = Allowance(CONTROL_BYTES_PER_S, CONTROL_BYTES_AT_ONCE)
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        """Calls of the peer and its answers to ours share the line."""
         self.held_bytes = 0
         """Of bodies that were not accepted yet."""
+        self._round_trips_s: deque[float] = deque(maxlen=_ROUND_TRIPS)
+        self._rates_bps: deque[float] = deque(maxlen=_BODIES)
+        self._calls = Allowance(CALLS_PER_S, CALLS_AT_ONCE)
+        self._control = Allowance(CONTROL_BYTES_PER_S, CONTROL_BYTES_AT_ONCE)
+
+    def answered(self, took_s: float, sent_bytes: int) -> None:
+        """The first sign of the other end, so long after a call of so many bytes."""
+        if sent_bytes <= SMALL_BYTES and took_s > 0:
+            self._round_trips_s.append(took_s)
+
+    def received(self, size_bytes: int, all_bytes: int, took_s: float) -> None:
+        """A body of `size_bytes` is complete, so long after the header that announced it; `all_bytes` came
+        over the line meanwhile."""
+        if size_bytes >= PROBE_BYTES:
+            self._rates_bps.append(min(MAX_BPS, 8 * all_bytes / took_s) if took_s > 0 else MAX_BPS)
+
+    def path(self) -> NetworkPath:
+        """The line as far as it is known. What goes the other way is no wider than our limit."""
+        rates_bps = sorted(self._rates_bps) or [0.0]
+        limiter = self._traffic.limiter
+        most_bps = limiter.limit_bps if limiter is not None else float("inf")
+        return NetworkPath(
+            rtt_s=min(self._round_trips_s, default=0.0),
+            bandwidth_bps=min(most_bps, rates_bps[len(rates_bps) // 2]),
+        )
 
     def pays(self, frame: frames.Prefix, *, now: float) -> float:
         """Note a frame that it sends; how long to read nothing more of it, in seconds."""
@@ -180,27 +163,31 @@ class Caller:
 
     def may_hold(self, more_bytes: int) -> bool:
         """Whether so much more may be held of its bodies."""
-        share = (EARLY_BYTES_OF_ALL - self._all.held_bytes) // EARLY_SHARE
+        share = (EARLY_BYTES_OF_ALL - self._traffic.held_bytes) // EARLY_SHARE
         return self.held_bytes + more_bytes <= min(EARLY_BYTES, share)
 
     def holds(self, more_bytes: int) -> None:
         """Note that so much more is held, or less."""
         self.held_bytes += more_bytes
-        self._all.held_bytes += more_bytes
+        self._traffic.held_bytes += more_bytes
 
 
-class Callers:
-    """All peers that call us. One whose stream ended is remembered: a new one is no new allowance."""
+class Traffic:
+    """What all streams share: the lines to peers, one limiter, and room for bodies.
 
-    def __init__(self, *, most: int) -> None:
-        """`most`: of more, the one that opened a stream longest ago is forgotten."""
+    A peer whose streams ended is remembered: a new one is no new allowance.
+    """
+
+    def __init__(self, *, most_peers: int) -> None:
+        """`most_peers`: of more, the one that opened a stream longest ago is forgotten."""
+        self.limiter: RateLimiter | None = None
+        self.lines: dict[PeerId, Line] = {}
         self.held_bytes = 0
-        self._most = most
-        self._known: dict[PeerId, Caller] = {}
+        self._most_peers = most_peers
 
-    def of(self, peer: PeerId) -> Caller:
-        """A peer that opens a stream."""
-        caller = self._known[peer] = self._known.pop(peer, None) or Caller(self)
-        if len(self._known) > self._most:
-            del self._known[next(iter(self._known))]
-        return caller
+    def of(self, peer: PeerId) -> Line:
+        """The line to a peer to which, or from which, a stream is opened."""
+        line = self.lines[peer] = self.lines.pop(peer, None) or Line(self)
+        if len(self.lines) > self._most_peers:
+            del self.lines[next(iter(self.lines))]
+        return line

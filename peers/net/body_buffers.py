@@ -28,86 +28,58 @@ def flat(part: Buffer) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-class Sink:
-    """Buffers of stated sizes, filled in order."""
+class Body:
+    """A body that comes. Until it is accepted, nothing is reserved for what was only announced."""
 
-    __slots__ = ("_index", "_offset", "buffers", "left")
+    __slots__ = ("_early", "_holds", "_index", "_offset", "accepted", "buffers", "left", "sizes", "total")
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.buffers = [new_buffer(size) for size in sizes]
-        self.left = sum(sizes)
+    def __init__(self, sizes: Sequence[int], holds: Callable[[int], None] = lambda size: None) -> None:
+        """`holds` is told of bytes that are held before it is accepted, and of fewer when they are not."""
+        self.sizes, self.total, self._holds = sizes, sum(sizes), holds
+        self.left = self.total
+        """Bytes still to come."""
+        self.accepted = False
+        self.buffers: list[memoryview] = []
+        self._early = bytearray()
         self._index, self._offset = 0, 0
 
     def begin(self, size: int) -> None:
         """A chunk of `size` bytes is about to come."""
         if size > self.left:
             raise FrameError(f"a body with {size - self.left} bytes more than announced")
-
-    def view(self) -> memoryview:
-        """Where the next bytes go; not empty while `left` is not 0."""
-        while self._offset == self.buffers[self._index].nbytes:
-            self._index, self._offset = self._index + 1, 0
-        return self.buffers[self._index][self._offset :]
-
-    def advance(self, count: int) -> None:
-        self._offset += count
-        self.left -= count
+        come = self.total - self.left + size
+        if not self.accepted and come > frames.WINDOW_BYTES:
+            raise FrameError(f"{come} bytes of a body before it was accepted")
 
     def put(self, data: memoryview) -> None:
-        """Copy data in."""
+        """The next bytes."""
+        self.left -= data.nbytes
+        if self.accepted:
+            self._fill(data)
+        else:
+            self._early += data
+            self._holds(data.nbytes)
+
+    def accept(self) -> None:
+        """Reserve the buffers, and move in what came."""
+        early, self.accepted = self._early, True
+        self.buffers = [new_buffer(size) for size in self.sizes]
+        self._fill(memoryview(early))
+        self.give_back()
+
+    def _fill(self, data: memoryview) -> None:
         while data:
-            view = self.view()
-            count = min(view.nbytes, data.nbytes)
-            view[:count] = data[:count]
-            self.advance(count)
-            data = data[count:]
-
-
-class EarlySink:
-    """What came before the body was accepted: nothing is reserved for what was only announced."""
-
-    __slots__ = ("_holds", "_parts", "_used", "announced", "held", "received")
-
-    _PART_BYTES = 16 * 1024
-    """Small chunks share a part, so that a million of one byte cost what they hold."""
-
-    def __init__(self, announced: int, holds: Callable[[int], None]) -> None:
-        """`holds` is told of each byte that is held, and of all when they are given back."""
-        self.announced, self._holds = announced, holds
-        self.held = 0
-        """Bytes reserved."""
-        self.received = 0
-        """Bytes received or about to be."""
-        self._parts: list[memoryview] = []
-        self._used: list[int] = []
-
-    def begin(self, size: int) -> None:
-        self.received += size
-        if self.received > self.announced:
-            raise FrameError(f"a body with {self.received - self.announced} bytes more than announced")
-        if self.received > frames.WINDOW_BYTES:
-            raise FrameError(f"{self.received} bytes of a body before it was accepted")
-        if not self._parts or self._parts[-1].nbytes - self._used[-1] < size:
-            self._parts.append(memoryview(bytearray(max(size, self._PART_BYTES))))
-            self._used.append(0)
-            self.held += self._parts[-1].nbytes
-            self._holds(self._parts[-1].nbytes)
-
-    def view(self) -> memoryview:
-        return self._parts[-1][self._used[-1] :]
-
-    def advance(self, count: int) -> None:
-        self._used[-1] += count
-
-    def pour_into(self, sink: Sink) -> None:
-        for part, used in zip(self._parts, self._used, strict=True):
-            sink.put(part[:used])
+            room = self.buffers[self._index][self._offset :]
+            count = min(room.nbytes, data.nbytes)
+            room[:count] = data[:count]
+            self._offset, data = self._offset + count, data[count:]
+            if count == room.nbytes:
+                self._index, self._offset = self._index + 1, 0
 
     def give_back(self) -> None:
-        """Hold nothing any more."""
-        self._holds(-self.held)
-        self.held = 0
-        self._parts, self._used = [], []
+        """Hold nothing any more of what came before it was accepted."""
+        self._holds(-len(self._early))
+        self._early = bytearray()
 
 
 class Outgoing:

@@ -1,9 +1,7 @@
 """One stream between two peers, seen from either end: frames, calls and clocks on an event loop.
 
-Reading is a small state machine over two places: a scratch buffer, where prefixes, headers and small
-bodies are parsed, and the buffer that a body belongs to, into which the kernel writes directly. Memory is
-bounded by the protocol itself (credit before ACCEPT, sizes after), so reading never has to pause and a
-heartbeat is never stuck behind a body that no handler takes.
+Memory is bounded by the protocol itself (credit before ACCEPT, sizes after), so reading never has to pause,
+and a heartbeat is never stuck behind a body that no handler takes.
 
 A call goes through these states; a frame that fits none breaks the protocol:
 
@@ -19,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from peers.net.bandwidth import BandwidthEstimator, Caller
-from peers.net.body_buffers import UNLIMITED, EarlySink, Outbox, Outgoing, Sink
+from peers.net.bandwidth import Line, Traffic
+from peers.net.body_buffers import UNLIMITED, Body, Outbox, Outgoing
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.ports import Answer
 from swarm.errors import (
@@ -41,13 +39,11 @@ from swarm.wire.frames import FrameError, Kind, OtherVersionError, Prefix
 from swarm.wire.version import PROTOCOL_VERSION, differ
 
 _HIGH_WATER_BYTES = 2 * frames.CHUNK_BYTES
-_SCRATCH_BYTES = 128 * 1024
-"""More than the largest header; a header has to lie in it as a whole."""
 _MAX_OPENING_BYTES = 64 * 1024
 """Of p2pd's message that opens a stream."""
 
 
-class Connection(asyncio.BufferedProtocol):
+class Connection(asyncio.Protocol):
     """What both ends share. Subclasses give frames their meaning."""
 
     hears: frozenset[Kind]
@@ -60,7 +56,7 @@ class Connection(asyncio.BufferedProtocol):
         self.timings = timings
         self.closed = self._loop.create_future()
         """Done when the connection is gone."""
-        self.estimator = BandwidthEstimator()
+        self.line = Line(Traffic(most_peers=1))
         """The transport has one for all links with a peer."""
         self.outbox = Outbox()
         self.lost_because: PeerFault | None = None
@@ -69,17 +65,16 @@ class Connection(asyncio.BufferedProtocol):
         self._newest = 0
         """Number of the newest call."""
         self._last_byte_at = self._loop.time()
-        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
-        self._start, self._end = 0, 0
+        self._came = memoryview(b"")
+        """What is still to be looked at."""
         self._opened = False
         """p2pd's message that opens the stream has arrived."""
         self._prefix: Prefix | None = None
         self._chunk_left = 0
-        self._sink: Sink | EarlySink | None = None
+        self._body: Body | None = None
         """Of the chunk that is under way; None if it is discarded."""
-        self._sink_call = 0
-        self._direct = self._deaf = False
-        self._resting = False
+        self._body_call = 0
+        self._deaf = self._resting = False
         """Nothing is read: the other end has sent more than it may."""
         self._finishing = self._finished = False
         """Nothing follows what is queued; all of that is sent: what is said now came too late."""
@@ -102,12 +97,12 @@ class Connection(asyncio.BufferedProtocol):
         """A frame without body arrived."""
         raise NotImplementedError
 
-    def _sink_for(self, prefix: Prefix) -> Sink | EarlySink | None:
+    def _body_for(self, prefix: Prefix) -> Body | None:
         """Where the chunk goes; None to discard it."""
         raise NotImplementedError
 
-    def _chunk_done(self) -> None:
-        """A chunk of `_sink_call` that was not discarded is complete."""
+    def _body_came(self, call: int) -> None:
+        """The last chunk of the body of a call is complete."""
         raise NotImplementedError
 
     def _lost(self, fault: PeerFault) -> None:
@@ -120,32 +115,16 @@ class Connection(asyncio.BufferedProtocol):
 
     # -- reading --------------------------------------------------------------------------------
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes are to be written; never empty."""
-        if self._chunk_left and self._start == self._end and self._sink is not None:
-            self._direct = True
-            return self._sink.view()[: self._chunk_left]
-        self._direct = False
-        if self._start == self._end:
-            self._start = self._end = 0
-        elif self._start and _SCRATCH_BYTES - self._end < _SCRATCH_BYTES // 4:
-            left = self._end - self._start
-            self._scratch[:left] = bytes(self._scratch[self._start : self._end])
-            self._start, self._end = 0, left
-        return self._scratch[self._end :]
-
-    def buffer_updated(self, nbytes: int) -> None:
+    def data_received(self, data: bytes) -> None:
         if self.over or self._deaf:
             return
-        now = self._last_byte_at = self._loop.time()
+        self._last_byte_at = self._loop.time()
         if self._opened:
-            self.estimator.received_bytes += nbytes
+            self.line.received_bytes += len(data)
+        self._came = memoryview(bytes(self._came) + data if self._came else data)
         try:
-            if self._direct and self._sink is not None:
-                self._take(self._sink, nbytes)
-            else:
-                self._end += nbytes
-                self._parse(now)
+            while not self.over and not self._resting and self._parse():
+                pass
         except OtherVersionError as error:
             self._other_version(error)
         except FrameError as error:
@@ -162,60 +141,54 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def _came_bytes(self) -> int:
         """By all links with this peer, but for what is still to be looked at here."""
-        return self.estimator.received_bytes - (self._end - self._start)
+        return self.line.received_bytes - len(self._came)
 
     def _estimate(self, size: int, since: float, came_before: int) -> None:
         """A body is complete that was announced then. All that came meanwhile tells of the line: a body that
         waits for others to be sent first has no slower one."""
-        came_bytes, took_s = self.estimator.received_bytes - came_before, self._last_byte_at - since
-        self.estimator.received(size, came_bytes, took_s)
+        came_bytes, took_s = self.line.received_bytes - came_before, self._last_byte_at - since
+        self.line.received(size, came_bytes, took_s)
 
-    def _take(self, sink: Sink | EarlySink, count: int) -> None:
-        sink.advance(count)
-        self._chunk_left -= count
-        if not self._chunk_left:
-            self._sink = None
-            self._chunk_done()
+    def _take(self, size: int) -> memoryview | None:
+        """The next bytes, if they are here."""
+        if len(self._came) < size:
+            return None
+        taken, self._came = self._came[:size], self._came[size:]
+        return taken
 
-    def _parse(self, now: float) -> None:
-        while not self.over and not self._resting:
-            available = self._end - self._start
-            if self._chunk_left:
-                count = min(available, self._chunk_left)
-                if not count:
-                    return
-                if self._sink is None:
-                    self._chunk_left -= count
-                else:
-                    view = self._sink.view()
-                    count = min(count, view.nbytes)
-                    view[:count] = self._scratch[self._start : self._start + count]
-                    self._take(self._sink, count)
-                self._start += count
-            elif self._prefix is not None:
-                size = self._prefix.header_bytes
-                if available < size:
-                    return
-                header = bytes(self._scratch[self._start : self._start + size])
-                self._start += size
-                prefix, self._prefix = self._prefix, None
-                self._frame(prefix, header, now)
-            elif not self._opened:
-                found = read_varint(self._scratch[self._start : self._end])
-                if found is not None and found[0] > _MAX_OPENING_BYTES:
-                    raise FrameError(f"an opening message of {found[0]} bytes")
-                if found is None or available < sum(found):
-                    return
-                self._start += sum(found)
-                self._opened = True
-                self._open(bytes(self._scratch[self._start - found[0] : self._start]))
-                self.estimator.received_bytes += self._end - self._start
-            elif available >= frames.PREFIX_BYTES:
-                prefix = frames.unpack_prefix(self._scratch, self._start)
-                self._start += frames.PREFIX_BYTES
-                self._begin(prefix)
-            else:
-                return
+    def _parse(self) -> bool:
+        """Take the next part of what came: of a body, a header, or a prefix; whether it was here."""
+        if self._chunk_left:
+            part = self._take(min(len(self._came), self._chunk_left))
+            if not part:
+                return False
+            self._chunk_left -= len(part)
+            if self._body is not None:
+                self._body.put(part)
+                if not self._body.left:
+                    self._body_came(self._body_call)
+        elif self._prefix is not None:
+            header = self._take(self._prefix.header_bytes)
+            if header is None:
+                return False
+            prefix, self._prefix = self._prefix, None
+            self._frame(prefix, bytes(header), self._last_byte_at)
+        elif not self._opened:
+            found = read_varint(self._came)
+            if found is not None and found[0] > _MAX_OPENING_BYTES:
+                raise FrameError(f"an opening message of {found[0]} bytes")
+            message = None if found is None else self._take(sum(found))
+            if found is None or message is None:
+                return False
+            self._opened = True
+            self._open(bytes(message[found[1] :]))
+            self.line.received_bytes += len(self._came)
+        else:
+            packed = self._take(frames.PREFIX_BYTES)
+            if packed is None:
+                return False
+            self._begin(frames.unpack_prefix(packed))
+        return True
 
     def _begin(self, prefix: Prefix) -> None:
         """A frame begins."""
@@ -225,10 +198,9 @@ class Connection(asyncio.BufferedProtocol):
             self._prefix = prefix
             return
         self._check_made(prefix)
-        self._sink_call = prefix.call
-        self._sink = self._sink_for(prefix)
-        if self._sink is not None:
-            self._sink.begin(prefix.body_bytes)
+        self._body, self._body_call = self._body_for(prefix), prefix.call
+        if self._body is not None:
+            self._body.begin(prefix.body_bytes)
         self._chunk_left = prefix.body_bytes
 
     def _check_made(self, prefix: Prefix) -> None:
@@ -262,7 +234,7 @@ class Connection(asyncio.BufferedProtocol):
                 transport.write(part)
             if whole is not None:
                 self._body_sent(whole)
-            self.estimator.sent_bytes += outbox.sent_bytes - before
+            self.line.sent_bytes += outbox.sent_bytes - before
         if outbox.turn_at is not None and self._turn is None:
             self._turn = self._loop.call_later(max(0.0, outbox.turn_at - self._loop.time()), self._turn_comes)
         if self._finishing and not self._finished and self._opened and outbox.empty:
@@ -319,7 +291,7 @@ class Connection(asyncio.BufferedProtocol):
             if timer is not None:
                 timer.cancel()
         self.outbox.clear()
-        self._sink = None
+        self._body, self._came = None, memoryview(b"")
         if self._transport is not None:
             self._transport.abort()
         else:
@@ -347,7 +319,7 @@ class _Pending:
     """The other end has said something to it."""
     came_before: int = 0
     """What had come from this peer when the answer began."""
-    sink: Sink | None = None
+    body: Body | None = None
     """Of its answer, once that began."""
     header: bytes = b""
 
@@ -422,8 +394,8 @@ class ClientConnection(Connection):
     def _forget(self, number: int) -> asyncio.Future[Answer]:
         pending = self._calls.pop(number)
         self.outbox.drop(pending.outgoing)
-        if self._sink is pending.sink:
-            self._sink = None
+        if self._body is pending.body:
+            self._body = None
         return pending.answer
 
     def _fault(self, number: int, error: SwarmError) -> None:
@@ -433,7 +405,6 @@ class ClientConnection(Connection):
 
     def _frame(self, prefix: Prefix, header: bytes, now: float) -> None:
         if prefix.kind is Kind.ALIVE:
-            self._alive(prefix.call, set(frames.unpack_alive(header)))
             return
         self._check_made(prefix)
         call, pending = prefix.call, self._calls.get(prefix.call)
@@ -441,10 +412,10 @@ class ClientConnection(Connection):
             return  # given up before
         if not pending.heard:
             pending.heard = True
-            self.estimator.answered(now - pending.since, pending.size)
+            self.line.answered(now - pending.since, pending.size)
         if prefix.kind is Kind.ACCEPT:
             self._accepted(pending.outgoing)
-        elif pending.sink is not None:
+        elif pending.body is not None:
             raise FrameError("a second answer to one call")
         elif prefix.kind is Kind.ERROR:
             self._fault(call, from_wire(self.peer, frames.unpack_error(header)))
@@ -469,33 +440,24 @@ class ClientConnection(Connection):
         self.outbox.drop(pending.outgoing)
         pending.outgoing.left = 0
         pending.header, pending.size, pending.since = result.header, total, now
-        pending.came_before = self._came_bytes
-        pending.sink = Sink(result.body_sizes)
-        self._end_if_complete(call, pending, pending.sink)
+        pending.came_before, pending.body = self._came_bytes, Body(result.body_sizes)
+        pending.body.accept()
+        if not total:
+            self._body_came(call)
 
-    def _end_if_complete(self, call: int, pending: _Pending, sink: Sink) -> None:
-        if not sink.left:
-            self._estimate(pending.size, pending.since, pending.came_before)
-            answer = self._forget(call)
-            if not answer.done():
-                answer.set_result(Answer(pending.header, sink.buffers))
-
-    def _sink_for(self, prefix: Prefix) -> Sink | None:
+    def _body_for(self, prefix: Prefix) -> Body | None:
         pending = self._calls.get(prefix.call)
-        if pending is not None and pending.sink is None:
+        if pending is not None and pending.body is None:
             raise FrameError("BODY before its RESULT")
-        return pending.sink if pending is not None else None
+        return pending.body if pending is not None else None
 
-    def _chunk_done(self) -> None:
-        pending = self._calls.get(self._sink_call)
-        if pending is not None and pending.sink is not None:
-            self._end_if_complete(self._sink_call, pending, pending.sink)
-
-    def _alive(self, newest_seen: int, working_on: set[int]) -> None:
-        if newest_seen > self._newest:
-            raise FrameError(f"ALIVE speaks of call {newest_seen}, which was never made")
-        for call in [call for call in self._calls if call <= newest_seen and call not in working_on]:
-            self._fault(call, PeerSilent(self.peer, "the answer was lost"))
+    def _body_came(self, call: int) -> None:
+        pending = self._calls[call]
+        assert pending.body is not None
+        self._estimate(pending.size, pending.since, pending.came_before)
+        answer = self._forget(call)
+        if not answer.done():
+            answer.set_result(Answer(pending.header, pending.body.buffers))
 
     def _check_clocks(self, now: float) -> bool:
         if not self._calls:
@@ -526,26 +488,18 @@ class ServedCall:
     announced_at: float
     came_before: int
     """What had come from this peer when it was announced."""
-    total: int = field(init=False)
-    """Bytes of its body."""
-    early: EarlySink | None = field(init=False)
-    """Of its body, before it was accepted."""
-    sink: Sink | None = None
-    """Of its body, once it was accepted."""
-    receiving: bool = field(init=False)
-    """Its body is wanted, and not complete."""
+    incoming: Body | None = field(init=False)
+    """None: it is not wanted any more."""
     refusal: SwarmError | None = None
     """Why the body cannot be had any more."""
     accepted_at: float = 0.0
-    body: asyncio.Future[None] | None = None
-    """What the handler waits for."""
+    waiting: asyncio.Future[None] | None = None
+    """For the body: what its handler waits for."""
     outgoing: Outgoing | None = None
     """Of its answer."""
 
     def __post_init__(self) -> None:
-        self.total = sum(self.body_sizes)
-        self.early = EarlySink(self.total, self.link.caller.holds)
-        self.receiving = self.total > 0
+        self.incoming = Body(self.body_sizes, self.link.line.holds)
 
     async def accept(self) -> list[memoryview]:
         """Receive the body. Raises as `ServerConnection.accept` does."""
@@ -560,15 +514,13 @@ class ServerConnection(Connection):
 
     def __init__(
         self,
-        on_open: Callable[[ServerConnection, bytes], tuple[PeerId, BandwidthEstimator, Caller]],
+        on_open: Callable[[ServerConnection, bytes], tuple[PeerId, Line]],
         on_call: Callable[[ServerConnection, ServedCall], None],
         timings: NetTimings = DEFAULT_TIMINGS,
     ) -> None:
         """`on_open`: which peer p2pd's message introduces. `on_call` starts a handler, or raises why not."""
         super().__init__(timings)
         self._on_open, self._on_call = on_open, on_call
-        self.caller: Caller
-        """Known once the stream is opened."""
         self.on_rest: Callable[[ServerConnection], None] = lambda link: None
         """Told whenever the caller is slowed down."""
         self._calls: dict[int, ServedCall] = {}
@@ -576,13 +528,13 @@ class ServerConnection(Connection):
         self._last_alive = 0.0
 
     def _open(self, message: bytes) -> None:
-        self.peer, self.estimator, self.caller = self._on_open(self, message)
+        self.peer, self.line = self._on_open(self, message)
 
     # -- what the caller says -------------------------------------------------------------------
 
     def _begin(self, prefix: Prefix) -> None:
         super()._begin(prefix)
-        rests_s = self.caller.pays(prefix, now=self._loop.time())
+        rests_s = self.line.pays(prefix, now=self._loop.time())
         if rests_s > 0 and self._transport is not None:
             self._resting = True
             self._transport.pause_reading()
@@ -592,9 +544,9 @@ class ServerConnection(Connection):
     def _go_on(self) -> None:
         """Its allowance has grown: read what waited."""
         if not self.over and self._transport is not None:
-            self._resting = self._direct = False
+            self._resting = False
             self._transport.resume_reading()
-            self.buffer_updated(0)
+            self.data_received(b"")
 
     def _frame(self, prefix: Prefix, header: bytes, now: float) -> None:
         if prefix.kind is Kind.ABORT:
@@ -630,18 +582,18 @@ class ServerConnection(Connection):
 
     def _refuse_body(self, call: ServedCall, error: SwarmError) -> None:
         """The rest of the body will not come, if it is wanted."""
-        if call.receiving:
+        if call.incoming is not None and (call.incoming.left or not call.incoming.accepted):
             self._forget_body(call)
             call.refusal = error
-            if call.body is not None and not call.body.done():
-                call.body.set_exception(error)
+            if call.waiting is not None and not call.waiting.done():
+                call.waiting.set_exception(error)
 
     def _forget_body(self, call: ServedCall) -> None:
-        if self._sink is not None and self._sink in (call.early, call.sink):
-            self._sink = None
-        if call.early is not None:
-            call.early.give_back()
-        call.early, call.receiving = None, False
+        if call.incoming is not None:
+            call.incoming.give_back()
+            if self._body is call.incoming:
+                self._body = None
+        call.incoming = None
 
     def _other_version(self, error: OtherVersionError) -> None:
         """Say so with a frame of that version, which has the same for an error; hear no more."""
@@ -652,27 +604,19 @@ class ServerConnection(Connection):
 
     # -- bodies ---------------------------------------------------------------------------------
 
-    def _sink_for(self, prefix: Prefix) -> Sink | EarlySink | None:
+    def _body_for(self, prefix: Prefix) -> Body | None:
         call = self._calls.get(prefix.call)
-        if call is None or not call.receiving:
+        if call is None or call.incoming is None:
             return None
-        if call.sink is not None:
-            return call.sink
-        if not self.caller.may_hold(prefix.body_bytes):
+        if not call.incoming.accepted and not self.line.may_hold(prefix.body_bytes):
             self._refuse_body(call, Busy("too many bodies of yours are waiting to be accepted"))
-        return call.early
+        return call.incoming
 
-    def _chunk_done(self) -> None:
-        call = self._calls.get(self._sink_call)
-        if call is None:
-            return
-        complete = call.sink is not None and not call.sink.left
-        if complete or (call.early is not None and call.early.received == call.total):
-            self._estimate(call.total, call.announced_at, call.came_before)
-        if complete:
-            call.receiving = False
-            if call.body is not None and not call.body.done():
-                call.body.set_result(None)
+    def _body_came(self, call: int) -> None:
+        served = self._calls[call]
+        self._estimate(sum(served.body_sizes), served.announced_at, served.came_before)
+        if served.waiting is not None and not served.waiting.done():
+            served.waiting.set_result(None)
 
     async def accept(self, call: ServedCall) -> list[memoryview]:
         """Reserve the body's buffers, move in what came already, ask for the rest, and wait for it.
@@ -683,34 +627,21 @@ class ServerConnection(Connection):
         """
         if call.refusal is not None:
             raise call.refusal
-        if call.sink is None:
-            self._reserve(call)
-            self.flush()
-        assert call.sink is not None
-        if call.sink.left:
-            call.body = self._loop.create_future()
+        body = call.incoming
+        assert body is not None
+        if not body.accepted:
+            body.accept()
+            call.accepted_at = self._loop.time()
+            if body.left and body.total > frames.WINDOW_BYTES:
+                self._send(frames.pack_prefix(Kind.ACCEPT, call.number))
+                self.flush()
+        if body.left:
+            call.waiting = self._loop.create_future()
             try:
-                await call.body
+                await call.waiting
             finally:
-                call.body = None
-        return call.sink.buffers
-
-    def _reserve(self, call: ServedCall) -> None:
-        if self.lost_because is not None:
-            raise self.lost_because
-        if call.number not in self._calls:
-            raise PeerGone(self.peer, "gave the call up")
-        early, call.early = call.early, None
-        call.sink, call.accepted_at = Sink(call.body_sizes), self._loop.time()
-        if early is not None:
-            early.pour_into(call.sink)
-            early.give_back()
-            if self._sink is early:
-                self._sink = call.sink  # the rest of a chunk that is under way
-        if not call.sink.left:
-            call.receiving = False
-        elif call.total > frames.WINDOW_BYTES:
-            self._send(frames.pack_prefix(Kind.ACCEPT, call.number))
+                call.waiting = None
+        return body.buffers
 
     # -- answers --------------------------------------------------------------------------------
 
@@ -747,8 +678,8 @@ class ServerConnection(Connection):
             return not self.outbox.empty or self._paused_since is not None
         if now - self._last_alive >= self.timings.alive_every_s - self.timings.tick_s / 2:
             self._last_alive = now
-            self._send(frames.pack_alive(self._newest, list(self._calls)))
-        awaited = [call.accepted_at for call in self._calls.values() if call.body is not None]
+            self._send(frames.pack_prefix(Kind.ALIVE, 0))
+        awaited = [call.accepted_at for call in self._calls.values() if call.waiting is not None]
         if awaited and now - max(self._last_byte_at, min(awaited)) > self.timings.silence_s:
             quiet_s = now - self._last_byte_at
             self.fail(PeerSilent(self.peer, f"its body stopped coming {quiet_s:.1f} s ago"))

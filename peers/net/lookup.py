@@ -106,25 +106,6 @@ class Scale:
 DEFAULT_SCALE = Scale()
 
 
-class Allowance:
-    """Bytes that may be read now: so many a second, saved up to a limit. Times are monotonic seconds."""
-
-    def __init__(self, bytes_per_s: float, most_bytes: float) -> None:
-        self._per_s, self._most = bytes_per_s, most_bytes
-        self._left = most_bytes
-        self._at = 0.0
-
-    def left(self, *, now: float) -> int:
-        if now > self._at:
-            self._left = min(self._most, self._left + self._per_s * (now - self._at))
-            self._at = now
-        return max(0, int(self._left))
-
-    def spend(self, some_bytes: int) -> None:
-        """What came; perhaps more than was left, which has to be made up for."""
-        self._left -= some_bytes
-
-
 def nodes_to_ask(
     holders: Mapping[Key, Sequence[Holder]],
     rng: random.Random,

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 
 from peers.clock import now_s, unix_s
+from peers.net.bandwidth import Allowance
 from peers.net.dht_protocol import (
     MAX_ANSWER_BYTES,
     MAX_KEYS_PER_CALL,
@@ -28,7 +29,7 @@ from peers.net.dht_protocol import (
     record_ids,
 )
 from peers.net.dht_storage import SEARCH_WAIT_S, DhtStorage, Place
-from peers.net.lookup import Allowance, Lookup, Scale, nodes_to_ask
+from peers.net.lookup import Lookup, Scale, nodes_to_ask
 from peers.net.record_table import Table
 from peers.net.signed_records import Announced, peers_key
 from swarm.ids import PeerId, Stage
@@ -159,7 +160,7 @@ class RecordReader:
             await self._storage.search(old[:MAX_KEYS_PER_CALL])
         holders = {place.key: self._storage.nearest(place, REPLICAS) for place in places if not place.is_new}
         asked = nodes_to_ask(holders, self._random, most=questions)
-        most_bytes = allowance.left(now=now) // max(1, len(asked))
+        most_bytes = int(allowance.left(now=now)) // max(1, len(asked))
         if most_bytes < _MIN_ANSWER_BYTES:
             return
         first = {key: [peer] for peer, keys in asked.items() for key in keys}
@@ -232,7 +233,7 @@ class RecordReader:
         found, size = answered
         self.read_bytes += size
         if allowance is not None:
-            allowance.spend(size)
+            allowance.take(size, now=now_s())
         for place in places:
             one = found[place.key]
             took = self._take(place.key, one.entries)

@@ -15,9 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from peers.net.bandwidth import (
     CALLS_PER_S,
     CONTROL_BYTES_PER_S,
-    BandwidthEstimator,
-    Caller,
-    Callers,
+    Line,
     RateLimiter,
     Traffic,
 )
@@ -158,7 +156,7 @@ class Dialer:
                 lambda request: ClientConnection(peer, request, self._timings), peer, PROTOCOL
             )
             assert link is not None
-            link.estimator, link.outbox.limiter = self._traffic.of(peer), self._traffic.limiter
+            link.line, link.outbox.limiter = self._traffic.of(peer), self._traffic.limiter
             link.relayed = relayed
             check_response(await within(link.opened, deadline - clock()))
             if self.credential:
@@ -219,7 +217,7 @@ class NetTransport:
         the method is empty."""
         self._timings = timings
         self._traffic, self._tasks = Traffic(most_peers=MAX_LINKS), TaskKeeper()
-        self._allowed, self._most_links = Callers(most=MAX_LINKS), min(MAX_LINKS, most_connections())
+        self._most_links = min(MAX_LINKS, most_connections())
         self._dialer = Dialer(control, timings, self._traffic, self._tasks)
         self._methods: dict[str, tuple[Handler, int]] = {}
         self._callers: dict[PeerId, list[ServerConnection]] = defaultdict(list)
@@ -377,9 +375,7 @@ class NetTransport:
         link.closed.add_done_callback(lambda _: self._caller_left(link))
         return link
 
-    def _introduced(
-        self, link: ServerConnection, message: bytes
-    ) -> tuple[PeerId, BandwidthEstimator, Caller]:
+    def _introduced(self, link: ServerConnection, message: bytes) -> tuple[PeerId, Line]:
         """p2pd names the peer that opened the stream."""
         peer = stream_peer(message)
         links = self._callers[peer]
@@ -389,7 +385,7 @@ class NetTransport:
         why = self._dialer.closed or self.refusal(peer, "", True)
         if why or len(self._incoming) > self._most_links:
             link.fail(PeerGone(peer, why or "too many streams are open"))
-        return peer, self._traffic.of(peer), self._allowed.of(peer)
+        return peer, self._traffic.of(peer)
 
     def _caller_left(self, link: ServerConnection) -> None:
         self._incoming.discard(link)
@@ -459,9 +455,7 @@ class NetTransport:
     @property
     def lines(self) -> dict[PeerId, NetworkPath]:
         """What is known of the lines to others."""
-        limiter = self._traffic.limiter
-        most_bps = limiter.limit_bps if limiter is not None else float("inf")
-        return {peer: line.path(most_bps=most_bps) for peer, line in self._traffic.lines.items()}
+        return {peer: line.path() for peer, line in self._traffic.lines.items()}
 
     @property
     def links(self) -> tuple[int, int]:

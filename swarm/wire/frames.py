@@ -13,7 +13,7 @@ One stream carries the calls of one caller to one callee. Call ids count up from
     BODY    the next part of the body      RESULT  the answer's header and body sizes
     ABORT   the caller gave the call up    BODY    the next part of the answer's body
                                            ERROR   the answer is an error
-                                           ALIVE   newest call seen, and the calls still being worked on
+                                           ALIVE   calls are being worked on
 
 At most `WINDOW_BYTES` of a body may be sent before ACCEPT. Bodies go in parts of at most `CHUNK_BYTES`,
 so that a heartbeat never waits behind more than a few of them.
@@ -96,7 +96,7 @@ _LIMITS = {
     Kind.ACCEPT: _Limits(0, 0, 0),
     Kind.RESULT: _Limits(1, MAX_FRAME_HEADER_BYTES, 0),
     Kind.ERROR: _Limits(1, MAX_ERROR_BYTES, 0),
-    Kind.ALIVE: _Limits(0, 4 * MAX_PENDING, 0),
+    Kind.ALIVE: _Limits(0, 0, 0),
 }
 
 
@@ -220,15 +220,3 @@ def pack_error(call: int, fields: dict[str, str | int | float], version: int = P
 def unpack_error(data: bytes | memoryview) -> dict[str, str | int | float]:
     """An error's fields, for `errors.from_wire`. Raises FrameError if this is not a flat map."""
     return _unpacked(Kind.ERROR, _error_decoder, data)
-
-
-def pack_alive(newest_call: int, pending: Sequence[int]) -> bytes:
-    """A whole ALIVE frame: the newest call seen (0 = none yet) and those in progress."""
-    return pack_prefix(Kind.ALIVE, newest_call, 4 * len(pending)) + struct.pack(f">{len(pending)}I", *pending)
-
-
-def unpack_alive(data: bytes | memoryview) -> tuple[int, ...]:
-    """The pending calls. Raises FrameError if the length is not a multiple of 4."""
-    if len(data) % 4:
-        raise FrameError(f"ALIVE with {len(data)} bytes of call ids, which have 4 bytes each")
-    return struct.unpack(f">{len(data) // 4}I", data)

@@ -28,7 +28,7 @@ import torch
 from peers.clock import unix_s
 from peers.net import dht_protocol, identity, p2pd_control
 from peers.net._hivemind import p2pd_pb2
-from peers.net.bandwidth import BandwidthEstimator, Callers
+from peers.net.bandwidth import Traffic
 from peers.net.body_buffers import flat
 from peers.net.charter import signed
 from peers.net.connection import ClientConnection, Connection, ServedCall, ServerConnection
@@ -109,7 +109,7 @@ def _frames() -> list[bytes]:
         frames.pack_prefix(Kind.BODY, 1, 0, 3) + b"abc",
         frames.pack_result(1, b"answer", [5]),
         frames.pack_error(1, {"code": "busy", "text": "no", "retry_after_s": 0.5}),
-        frames.pack_alive(3, [1, 2, 3]),
+        frames.pack_prefix(Kind.ALIVE, 0),
         frames.pack_prefix(Kind.ACCEPT, 1),
         frames.pack_prefix(Kind.ABORT, 1),
     ]
@@ -135,9 +135,6 @@ def _(data: bytes) -> None:
             error = from_wire("peer", frames.unpack_error(rest))
             assert isinstance(error, SwarmError)
             frames.pack_error(1, error.to_wire())
-        with contextlib.suppress(FrameError):
-            pending = frames.unpack_alive(rest)
-            assert frames.pack_alive(0, pending)[frames.PREFIX_BYTES :] == rest
 
 
 class _Loop:
@@ -193,12 +190,8 @@ def _feed(link: Connection, data: bytes) -> None:
     """Pieces of 1, 2, 4, … bytes, then all the rest; as the event loop does it."""
     at, piece = 0, 1
     while at < len(data) and not link.over and not link._resting:
-        room = link.get_buffer(-1)
-        assert room.nbytes, "nowhere to read into: the event loop would take that for an end"
-        count = min(piece, room.nbytes, len(data) - at)
-        room[:count] = data[at : at + count]
-        link.buffer_updated(count)
-        at, piece = at + count, min(piece * 2, 1 << 14)
+        link.data_received(data[at : at + piece])
+        at, piece = at + piece, min(piece * 2, 1 << 14)
     if link.over:
         assert isinstance(link.lost_because, PeerFault)
 
@@ -251,17 +244,14 @@ def _(data: bytes) -> None:
             _begun(served.accept())
 
     with _on_no_loop():
-        link = ServerConnection(
-            lambda *_: (ME.peer_id, BandwidthEstimator(), Callers(most=1).of(ME.peer_id)), called
-        )
+        link = ServerConnection(lambda *_: (ME.peer_id, Traffic(most_peers=1).of(ME.peer_id)), called)
         link.connection_made(cast(asyncio.BaseTransport, _Line()))
         _feed(link, _INTRODUCTION + data)
-        held = sum(call.early.held for call in link._calls.values() if call.early is not None)
-        assert held <= 2 * len(data) + 64 * 1024 * (1 + len(link._calls))
+        assert link.line.held_bytes <= len(data)
         assert len(link._calls) <= frames.MAX_PENDING
         link.connection_lost(None)
         assert not link._calls
-        assert link.caller.held_bytes == 0, "all is given back"
+        assert link.line.held_bytes == 0, "all is given back"
         _end_all()
 
 
@@ -272,7 +262,7 @@ def _(data: bytes) -> None:
         + frames.pack_result(1, b"h", [3, 4])
         + frames.pack_prefix(Kind.BODY, 1, 0, 7)
         + b"7 bytes",
-        frames.pack_alive(3, [2, 3])
+        frames.pack_prefix(Kind.ALIVE, 0)
         + frames.pack_error(2, {"code": "busy", "text": "no"})
         + frames.pack_result(3, b"", []),
     ],

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from peers.net.bandwidth import BandwidthEstimator, Callers
+from peers.net.bandwidth import Traffic
 from peers.net.connection import ClientConnection, Connection, ServedCall, ServerConnection
 from peers.net.timings import NetTimings
 from peers.ports import Answer
@@ -45,20 +45,15 @@ class Wire(asyncio.Transport):
 
 
 def feed(end: Connection, data: bytes) -> None:
-    """As a socket does, as far as the end gives it room."""
-    rest = memoryview(data)
-    while rest and not end.over:
-        view = end.get_buffer(-1)
-        count = min(view.nbytes, rest.nbytes)
-        view[:count] = rest[:count]
-        end.buffer_updated(count)
-        rest = rest[count:]
+    """As a socket does."""
+    if not end.over:
+        end.data_received(data)
 
 
 def serving(called: list[ServedCall], timings: NetTimings | None = None) -> ServerConnection:
     """An end that is called, and does nothing about it."""
     return ServerConnection(
-        lambda link, message: ("caller", BandwidthEstimator(), Callers(most=1).of("caller")),
+        lambda link, message: ("caller", Traffic(most_peers=1).of("caller")),
         lambda link, call: called.append(call),
         timings or NetTimings(),
     )
@@ -216,7 +211,7 @@ async def test_heartbeats_come_every_second_while_a_handler_works() -> None:
         pair.carry(1000)
         await asyncio.sleep(0.25)
     assert not pair.client.over and not call.done()
-    assert pair.client.estimator.received_bytes == 10 * 20
+    assert pair.client.line.received_bytes == 10 * frames.PREFIX_BYTES
 
 
 @pytest.mark.virtual_time

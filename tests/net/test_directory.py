@@ -12,9 +12,10 @@ import pytest
 import pytest_asyncio
 
 from peers.clock import now_s, unix_s
+from peers.net.bandwidth import Allowance
 from peers.net.dht_protocol import DhtNode, Entry, key_bytes
 from peers.net.identity import Identity
-from peers.net.lookup import Allowance, Scale, shards_at
+from peers.net.lookup import Scale, shards_at
 from peers.net.signed_records import _pack, open_record, peers_key, record_keys, seal_record
 from peers.net.timings import NetTimings
 from peers.sim.loop import BEGAN_UNIX_S

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.net.lookup import Allowance, Lookup, Scale, nodes_to_ask
+from peers.net.lookup import Lookup, Scale, nodes_to_ask
 
 
 def test_few_nodes_are_asked_and_other_ones_each_time() -> None:
@@ -33,19 +33,6 @@ def test_of_many_nodes_no_more_are_asked_than_allowed_and_the_most_urgent_keys_f
     ((_, keys),) = nodes_to_ask(together, random.Random(0), most=2).items()
     assert keys == [7, 3, 9, 1]
     assert nodes_to_ask(apart, random.Random(0), most=0) == {}
-
-
-def test_an_allowance_is_saved_up_to_a_limit_and_what_is_overdrawn_is_made_up_for() -> None:
-    allowance = Allowance(100.0, 300.0)
-    assert allowance.left(now=1000.0) == 300
-    allowance.spend(250)
-    assert allowance.left(now=1000.0) == 50
-    assert allowance.left(now=1001.0) == 150
-    allowance.spend(450)
-    assert allowance.left(now=1002.0) == 0
-    assert allowance.left(now=1004.0) == 0
-    assert allowance.left(now=1005.0) == 100
-    assert allowance.left(now=2000.0) == 300
 
 
 def test_times_stretch_with_the_number_of_peers_between_two_bounds() -> None:

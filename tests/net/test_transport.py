@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import tracemalloc
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from peers.net.bandwidth import BandwidthEstimator, Callers
+from peers.net.bandwidth import Line, Traffic
 from peers.net.connection import ServedCall, ServerConnection
 from peers.net.timings import NetTimings
 from peers.net.transport import MAX_LINKS_PER_PEER, NetTransport
@@ -261,7 +261,7 @@ async def test_all_that_a_peer_sends_tells_of_its_line(
     """Its calls and its answers to ours share the line: a body that waits for both is no slow line."""
     caller, callee = pair
     told: list[int] = []
-    monkeypatch.setattr(BandwidthEstimator, "received", lambda _, size, brought, took_s: told.append(brought))
+    monkeypatch.setattr(Line, "received", lambda _, size, brought, took_s: told.append(brought))
     relay.bandwidth_bps = 8e7
     body = [bytes(MIB // 2)]
     callee.serve("take", take_all, max_body_bytes=MIB)
@@ -425,30 +425,6 @@ async def test_an_answer_that_nobody_takes_does_not_stay(relay: Relay) -> None:
     await until(lambda: callee.links == (0, 1))
     await until(lambda: callee.links == (0, 0))
     call.cancel()
-
-
-async def test_a_lost_answer_is_noticed_while_others_go_on(
-    relay: Relay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sending = ServerConnection.answer
-
-    def losing(link: ServerConnection, call: ServedCall, header: bytes, body: Sequence[memoryview]) -> None:
-        if (call.method, call.header) == ("echo", b"2"):
-            del link._calls[call.number]
-        sending(link, call, header, body)
-
-    monkeypatch.setattr(ServerConnection, "answer", losing)
-    caller, callee = await relay.add(timings=QUICK), await relay.add(timings=QUICK)
-    gate = Gate()
-    callee.serve("gate", gate)
-    callee.serve("echo", echo)
-    waiting = asyncio.ensure_future(caller.call(callee.peer_id, "gate", b""))
-    await caller.call(callee.peer_id, "echo", b"1")
-    with pytest.raises(PeerSilent, match="the answer was lost"):
-        await caller.call(callee.peer_id, "echo", b"2")
-    assert not waiting.done()
-    gate.commit.set()
-    assert (await waiting).header == b"done"
 
 
 async def test_a_broken_stream_fails_its_calls_at_once_and_the_next_one_dials(
@@ -641,7 +617,7 @@ def body_frame(call: int, data: bytes) -> bytes:
         (body_frame(9, b"x"), "BODY for call 9, which was never made"),
         (pack_prefix(Kind.ABORT, 9), "ABORT of call 9, which was never made"),
         (pack_prefix(Kind.ACCEPT, 1), "ACCEPT, which only a callee may send"),
-        (frames.pack_alive(0, []), "ALIVE, which only a callee may send"),
+        (pack_prefix(Kind.ALIVE, 0), "ALIVE, which only a callee may send"),
         (
             call_frame(1, "gate", sizes=(3,)) + body_frame(1, b"four"),
             "a body with 1 bytes more than announced",
@@ -869,8 +845,7 @@ async def test_a_callee_of_another_version_is_named(relay: Relay) -> None:
         (pack_prefix(Kind.RESULT, 5, 1) + b"\xc0", "RESULT for call 5, which was never made"),
         (pack_prefix(Kind.BODY, 1, 0, 3) + b"abc", "BODY before its RESULT"),
         (pack_prefix(Kind.BODY, 7, 0, 3) + b"abc", "BODY for call 7, which was never made"),
-        (frames.pack_alive(9, []), "ALIVE speaks of call 9, which was never made"),
-        (frames.pack_alive(1, []), "the answer was lost"),
+        (pack_prefix(Kind.ALIVE, 0, 4), "ALIVE with a header of 4 bytes"),
         (call_frame(1), "CALL, which only a caller may send"),
         (frames.pack_result(1, b"", [10]) + frames.pack_result(1, b"", []), "a second answer to one call"),
         (frames.pack_result(1, b"", [2]) + body_frame(1, b"abc"), "a body with 1 bytes more than announced"),
@@ -960,16 +935,11 @@ async def test_what_is_said_after_the_end_is_dropped_without_a_traceback() -> No
     def refuse(link: ServerConnection, served: ServedCall) -> None:
         raise Leaving("it closes")
 
-    link = ServerConnection(
-        lambda link, message: ("caller", BandwidthEstimator(), Callers(most=1).of("caller")), refuse
-    )
+    link = ServerConnection(lambda link, message: ("caller", Traffic(most_peers=1).of("caller")), refuse)
     transport = Ended()
     link.connection_made(transport)
-    said = memoryview(b"\x01x" + frames.pack_call(1, "work", b"", []))
-    link.get_buffer(-1)[:2] = said[:2]
-    link.buffer_updated(2)
+    link.data_received(b"\x01x")
     link.finish()
     link.finish()
-    link.get_buffer(-1)[: len(said) - 2] = said[2:]
-    link.buffer_updated(len(said) - 2)
+    link.data_received(frames.pack_call(1, "work", b"", []))
     assert transport.ended == 1

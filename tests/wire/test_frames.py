@@ -73,14 +73,6 @@ def test_an_error_too_large_to_send_keeps_its_code() -> None:
     assert frames.unpack_error(packed) == {"code": "busy", "text": "(too long to send)"}
 
 
-def test_a_heartbeat_lists_as_many_calls_as_may_be_pending() -> None:
-    pending = list(range(1, frames.MAX_PENDING + 1))
-    prefix, packed = split(frames.pack_alive(1000, pending))
-    assert prefix.call == 1000
-    assert frames.unpack_alive(packed) == tuple(pending)
-    assert split(frames.pack_alive(0, []))[0] == (Kind.ALIVE, 0, 0, 0)
-
-
 @pytest.mark.parametrize(
     ("frame", "text"),
     [
@@ -135,11 +127,6 @@ def test_a_malformed_header_is_refused_by_name(packed: bytes) -> None:
         frames.unpack_error(packed if packed[:1] != b"\x81" else b"\xc1")
 
 
-def test_heartbeats_of_odd_length_are_refused() -> None:
-    with pytest.raises(FrameError, match="ALIVE with 5 bytes of call ids"):
-        frames.unpack_alive(bytes(5))
-
-
 def test_what_we_send_ourselves_is_held_to_the_limits() -> None:
     with pytest.raises(ValueError, match="a header of 65537 bytes; at most 65536 are allowed"):
         frames.pack_call(1, "m", bytes(frames.MAX_HEADER_BYTES + 1), [])
@@ -161,7 +148,7 @@ def test_any_bytes_are_a_bounded_prefix_or_refused(data: bytes) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_header_is_understood_or_refused(data: bytes) -> None:
-    for unpack in (frames.unpack_call, frames.unpack_result, frames.unpack_error, frames.unpack_alive):
+    for unpack in (frames.unpack_call, frames.unpack_result, frames.unpack_error):
         try:
             unpack(data)
         except FrameError:
