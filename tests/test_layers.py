@@ -60,7 +60,7 @@ MAY_IMPORT = {
         "numpy",
         "torch",
     ),
-    "swarm.partitioner": (*BASE, "swarm.model", "swarm.wire", "numpy", "scipy", "torch"),
+    "swarm.partitioner": (*BASE, "swarm.model", "numpy", "torch"),
     "swarm.audit": (*BASE, "swarm.model", "swarm.protocol", "swarm.wire", "msgspec", "numpy", "torch"),
     "swarm.sim": ("swarm", "numpy"),
     "peers.ports": (*BASE, "swarm.protocol.statements", "swarm.wire.buffers"),
@@ -121,9 +121,9 @@ DOORS = frozenset(
 """(importer, tool): lazy imports that a role needs only for what it is asked for: a user's model, --metrics,
 --health, several devices, --pause-when-busy."""
 
-MAX_ROLE_LINES = 30_280
+MAX_ROLE_LINES = 30_242
 """Of all that the four roles import; the goal is 20 500. Lower it whenever something is cut."""
-MAX_LINES = 46_457
+MAX_LINES = 45_307
 """Of `swarm` and `peers`; the goal is 31 000."""
 MAX_METHODS = 30
 MAX_FILES = 20

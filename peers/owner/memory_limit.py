@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from swarm.errors import SetupError
 from swarm.ids import Stage
 from swarm.manifest import Run
-from swarm.model.layout import holding_of, stage_layout
+from swarm.model.layout import empty_state, stage_layout
 
 GIB = 1 << 30
 MAX_INFLIGHT = 32
@@ -62,13 +62,14 @@ class Needs:
 
 def needs_of(run: Run, stage: Stage, *, microbatch: int = 0) -> Needs:
     """From the manifest alone; builds nothing."""
-    layout, holding = stage_layout(run, stage), holding_of(run)
+    layout, versions = stage_layout(run, stage), 2 if run.delayed_updates else 1
     number_bytes = 8 if run.dtype == "float64" else 4
     gradients = layout.numel * number_bytes
-    fixed = holding.state_bytes(layout.numel, number_bytes) + gradients
+    sums = versions * layout.sum_numel * (8 if run.adds_exactly else number_bytes)
+    fixed = sum(tensor.nbytes for tensor in empty_state(run, stage).values()) + sums + gradients
     if run.dtype == "bfloat16":
-        fixed += holding.weight_copies * layout.decayed * 2
-    return Needs(stage=stage, fixed=int(fixed), gradients=gradients, microbatch=microbatch)
+        fixed += versions * layout.decayed * 2
+    return Needs(stage=stage, fixed=fixed, gradients=gradients, microbatch=microbatch)
 
 
 def _gib(nbytes: int) -> str:

@@ -6,7 +6,9 @@ import contextlib
 import io
 import json
 import logging
-from collections.abc import Iterator, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,14 @@ from swarm.model.graph.custom_model import custom_model
 from swarm.model.graph.ir import Operator, OpGraph, Value
 from swarm.model.graph.model_source import CustomModel, from_code, from_hf
 from swarm.model.graph.partition import StagePlan, plan_stages
+from swarm.partitioner.cost import made_up_calls, reckoned_s
+from swarm.partitioner.search import find_cut
 
 COLOURS = ("#a6cee3", "#fdbf6f", "#b2df8a", "#cab2d6", "#fb9a99", "#ffff99", "#1f78b4", "#33a02c")
 """ColorBrewer's Paired, the light ones first: dark text is read on them. A ninth stage begins again."""
 CHEAP_COLOUR = "#eeeeee"
+ROUNDS = 5
+"""Of timing an operator: the first chooses kernels and touches memory."""
 
 
 def run_graph(options: GraphOptions) -> None:
@@ -34,11 +40,8 @@ def run_graph(options: GraphOptions) -> None:
     with _quiet():
         traced, own_cut = _traced(options)
     graph = traced.graph
-    if options.calibrate:
-        costs, assignment = timed(graph, options.stages)
-    else:
-        costs = arithmetic(graph)
-        assignment = own_cut or in_a_row(graph, costs, options.stages)
+    costs = timed_s(traced) if options.calibrate else reckoned_s(traced)
+    assignment = own_cut or find_cut(graph, costs, options.stages)
     plans = plan_stages(graph, assignment)
     if options.dot:
         print(as_dot(graph, assignment, costs))
@@ -79,51 +82,25 @@ def built_in(run: Run) -> CustomModel:
     return CustomModel(module=module, args=(tokens, tokens.clone()))
 
 
-def arithmetic(graph: OpGraph) -> list[float]:
-    """Numbers read and made by each operator: what stands in for its cost."""
-    return [
-        float(sum(graph.values[name].numel for name in (*op.inputs, *op.parameters, *op.outputs)))
-        for op in graph.operators
-    ]
+def timed_s(traced: Traced) -> list[float]:
+    """Seconds of each operator for a microbatch on one core of this machine, forward and backward: medians.
 
-
-def timed(graph: OpGraph, stages: int) -> tuple[list[float], list[int]]:
-    """(seconds of each operator on one core of this machine, the best cut for stages that are all like it).
-
-    Raises:
-        SetupError: fewer operators with weights than stages.
+    They are CPU seconds: the turns that other programs have on the core do not count.
     """
-    from peers.programs.calibrate import calibrate
-    from swarm.partitioner.flops import works
-    from swarm.partitioner.search import Place, split
-
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        device = calibrate()
+        return [
+            statistics.median(_took_s(compute) for _ in range(ROUNDS)) for compute in made_up_calls(traced)
+        ]
     finally:
         torch.set_num_threads(threads)
-    costs = [sum(device.operator_s(work)) for work in works(graph)]
-    return costs, list(split(graph, [Place(device=device)] * stages).assignment)
 
 
-def in_a_row(graph: OpGraph, costs: Sequence[float], stages: int) -> list[int]:
-    """Contiguous stages of about equal cost, an operator each at least.
-
-    Raises:
-        SetupError: more stages than operators.
-    """
-    count = len(graph.operators)
-    if stages > count:
-        raise SetupError(f"{count} operators make no {stages} stages; take fewer")
-    total, done, assignment = sum(costs), 0.0, []
-    for index, cost in enumerate(costs):
-        fair = int((done + cost / 2) * stages / total) if total else 0
-        before = assignment[-1] if assignment else -1
-        left = stages - (count - index)  # so many stages at least have to be begun by now
-        assignment.append(max(left, min(fair, before + 1, stages - 1), before if index else 0))
-        done += cost
-    return assignment
+def _took_s(compute: Callable[[], None]) -> float:
+    began_s = time.thread_time()
+    compute()
+    return time.thread_time() - began_s
 
 
 # --- what is shown ------------------------------------------------------------------------------------------

@@ -409,7 +409,7 @@ class GraphOptions:
     rows: int = option(COUNT, "samples, for hf: (default: %(default)s)", 2)
     length: int = option(COUNT, "tokens, for hf: (default: %(default)s)", 128)
     calibrate: bool = switch(
-        "time this machine (some 20 s): costs are seconds, and the slowest stage is as fast as can be"
+        "time each operator on this machine: costs are its seconds, and stages are cut by them"
     )
     dot: bool = switch("print it for Graphviz, which draws it: dot -Tpng -O FILE", one_of="shown")
     json: bool = switch(JSON_HELP, one_of="shown")

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from swarm.errors import SetupError
+from swarm.model.graph.builder import Traced
 from swarm.model.graph.ir import OpGraph
-from swarm.partitioner.flops import works
+from swarm.partitioner.cost import made_up_calls
 
 
 def equal_layers(graph: OpGraph, stages: int) -> list[int]:
@@ -28,11 +33,21 @@ def equal_layers(graph: OpGraph, stages: int) -> list[int]:
     return [stage_of[op.index] for op in graph.operators]
 
 
-def equal_flops(graph: OpGraph, stages: int) -> list[int]:
-    """In the order of the graph, cut where so many S-ths of all operations are done."""
-    flops = [work.flops + work.backward_flops for work in works(graph)]
-    done, total, assignment = 0.0, math.fsum(flops), []
-    for number in flops:
+def operations(traced: Traced) -> list[float]:
+    """Floating point operations of each operator, forward and backward, as torch counts them."""
+    found = []
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for compute in made_up_calls(traced):
+            with FlopCounterMode(display=False) as counter:
+                compute()
+            found.append(float(counter.get_total_flops()))
+    return found
+
+
+def equal_shares(amounts: Sequence[float], stages: int) -> list[int]:
+    """In the order of the graph, cut where so many S-ths of all `amounts` are reached."""
+    done, total, assignment = 0.0, math.fsum(amounts), []
+    for number in amounts:
         # An operator goes where its middle lies.
         assignment.append(min(stages - 1, int((done + number / 2) * stages / total)) if total else 0)
         done += number

@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""The workload estimator against the clock, and cuts against equal layers and equal operations.
+"""What stages take, reckoned from their operators, against the clock and the allocator; and cuts.
 
     scripts/bench/estimate.py               # five models, cut into 2, 4 and 8 stages: times and peak memory
     scripts/bench/estimate.py --models gpt2 --rounds 3
 
-The device is calibrated in the same run: a round of its calls, a round of all stages, and so on; medians. One
-thread, and CPU seconds, so that other programs do not count. Memory is what torch's allocator gives out from
-the beginning of the forward to the end of the backward, without the stage's inputs, which are there before.
+The operators are timed in the same run, one by one (`swarm graph --calibrate`). One thread, and CPU seconds,
+so that other programs do not count. Memory is what torch's allocator gives out from the beginning of the
+forward to the end of the backward, without the stage's inputs, which are there before; it is foretold by a
+run of the stage with tensors that have no memory.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded
 os.environ["MKL_NUM_THREADS"] = "1"
 
 import argparse
-import math
 import statistics
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,30 +30,27 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from equal_cuts import equal_flops, equal_layers
+from equal_cuts import equal_layers, equal_shares, operations
 from harness import machine, report
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from peers.device import tune_malloc
-from peers.programs.calibrate import Calibration, clock_s
+from peers.programs.graph import timed_s
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
+from swarm.model.graph.partition import plan_stages
 from swarm.model.graph.stage_module import StageModule, cut
 from swarm.model.graph.trace import Traced, trace
-from swarm.model.layout import Holding
-from swarm.partitioner.cost import DeviceModel, fit
-from swarm.partitioner.search import Link, Place, Split, SplitTerms, judge, split
-from swarm.partitioner.segments import WireTerms
+from swarm.partitioner.cost import reckoned_s
+from swarm.partitioner.search import find_cut
 from tests.model.zoo import EncoderDecoder, Gpt2, Llama, ResNet, UNet
 
 STAGES = (2, 4, 8)
 MB = Microbatch(0, 0)
-WIRE = WireTerms(forward_bytes=1.02, backward_bytes=1.02)
-"""blockwise8's bytes of a number."""
-LINKS = tuple(Link(bandwidth_bps=mbps * 1e6, latency_s=0.01) for mbps in (math.inf, 1000, 100, 10))
-"""Between stages, for the cuts that are compared."""
-WIDE = SplitTerms(holding=Holding(inflight=1), wire=WIRE, microbatches=32)
 
 
 def tokens(rows: int, length: int, vocab: int) -> torch.Tensor:
@@ -103,21 +101,21 @@ class Stage:
     number: int
     piece: StageModule
     inputs: list[torch.Tensor]
-    times: list[tuple[float, float]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
 
-    def run(self) -> tuple[float, float]:
-        """Seconds of (forward, backward)."""
+    def run(self) -> float:
+        """Seconds of forward and backward."""
         leaves = self.leaves()
-        began = clock_s("cpu")
+        began = time.thread_time()
         output = self.piece(*leaves, mb=MB)
-        between = clock_s("cpu")
+        between = time.thread_time()
         roots = [out for out in output.values if out.requires_grad]
         gradients = [torch.ones_like(out) for out in roots]
-        again = clock_s("cpu")
+        again = time.thread_time()
         torch.autograd.backward(roots, gradients)
-        ended = clock_s("cpu")
+        ended = time.thread_time()
         self.piece.zero_grad()
-        return between - began, ended - again
+        return between - began + ended - again
 
     def leaves(self) -> list[torch.Tensor]:
         return [
@@ -141,10 +139,58 @@ class Stage:
             most = max(most, held)
         return most
 
+    def foretold_bytes(self) -> int:
+        """The same of tensors without memory."""
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            weights: dict[str, torch.Tensor] = {
+                name: fake.from_tensor(tensor)
+                for name, tensor in (*self.piece.named_parameters(), *self.piece.named_buffers())
+            }
+            leaves = [
+                fake.from_tensor(tensor).requires_grad_(leaf.requires_grad)
+                for leaf, tensor in zip(self.leaves(), self.inputs, strict=True)
+            ]
+            with Alive() as alive:
+                output = torch.func.functional_call(self.piece, weights, tuple(leaves), {"mb": MB})
+                roots = [out for out in output.values if out.requires_grad]
+                torch.autograd.backward(roots, [torch.ones_like(out) for out in roots])
+        return alive.most
 
-def stages_of(model: str, traced: Traced, sample: Sequence[torch.Tensor], found: Split) -> list[Stage]:
+
+class Alive(TorchDispatchMode):
+    """Bytes of the tensors that are made inside, as long as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {leaf.untyped_storage()._cdata for leaf in _tensors((args, kwargs))}
+        for tensor in _tensors(out):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given | self._seen:
+                self._seen.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return out
+
+    def _gone(self, place: int, nbytes: int) -> None:
+        self._seen.discard(place)
+        self.now -= nbytes
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def stages_of(
+    model: str, traced: Traced, sample: Sequence[torch.Tensor], assignment: Sequence[int]
+) -> list[Stage]:
     """The stages of a cut, each with what came out of the one before."""
-    pieces = cut(traced, found.assignment, seed=0)
+    pieces = cut(traced, assignment, seed=0)
     passing = dict(zip(traced.graph.inputs, sample, strict=True))
     stages = []
     for number, piece in enumerate(pieces):
@@ -167,116 +213,105 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
     return 1 - 6 * sum((x - y) ** 2 for x, y in zip(ranks(a), ranks(b), strict=True)) / (n * (n * n - 1))
 
 
-def estimates(
-    names: Sequence[str], rounds: int
-) -> tuple[list[dict[str, Any]], DeviceModel, dict[str, Traced]]:
-    """Predicted and measured, a row a stage and one for all."""
-    began = time.process_time()
-    calibration = Calibration()
-    calibration.round()
-    took_s = time.process_time() - began
-    first = fit(calibration.samples())
-    traces: dict[str, Traced] = {}
+def estimates(names: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+    """Foretold and measured, a row a stage and one for all."""
     stages: list[Stage] = []
-    cuts: dict[tuple[str, int], Split] = {}
+    timed: dict[str, list[float]] = {}
     for name in names:
         torch.manual_seed(0)
         model, sample = MODELS[name]()
-        traces[name] = traced = trace(model.train(), sample)
+        traced = trace(model.train(), sample)
+        timed[name] = timed_s(traced)
+        reckoned = reckoned_s(traced)
         for count in STAGES:
-            found = split(traced.graph, [Place(device=first)] * count)
-            cuts[name, count] = found
-            stages += stages_of(name, traced, sample, found)
+            stages += stages_of(name, traced, sample, find_cut(traced.graph, reckoned, count))
     for stage in stages:
         stage.run()
     for number in range(rounds):
-        calibration.round()
         for stage in stages:
             stage.times.append(stage.run())
         print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-    device = fit(calibration.samples())
-    rows = []
-    empty = Holding(weight_copies=0, sum_bytes=0.0, moment_bytes=0.0)
-    for stage in stages:
-        graph, assignment = traces[stage.model].graph, cuts[stage.model, stage.stages].assignment
-        judged = judge(graph, assignment, [Place(device=device)] * stage.stages)
-        alone = judge(
-            graph, assignment, [Place(device=device)] * stage.stages, terms=SplitTerms(holding=empty)
-        )
-        forward_s, backward_s = (statistics.median(times) for times in zip(*stage.times, strict=True))
-        inputs = sum(value.nbytes for value in stage.piece.plan.inputs)
-        rows.append(
-            {
-                "name": f"{stage.model} {stage.number + 1}/{stage.stages}",
-                "predicted_s": judged.compute_s[stage.number],
-                "measured_s": forward_s + backward_s,
-                "forward_s": forward_s,
-                "backward_s": backward_s,
-                "predicted_bytes": alone.memory_bytes[stage.number] - inputs,
-                "measured_bytes": stage.peak_bytes(),
-                "state_bytes": judged.memory_bytes[stage.number] - alone.memory_bytes[stage.number],
-            }
-        )
-    rows.append(summary("all stages", rows, took_s))
-    return rows, device, traces
+    rows = [
+        {
+            "name": f"{stage.model} {stage.number + 1}/{stage.stages}",
+            "predicted_s": sum(timed[stage.model][index] for index in stage.piece.plan.operators),
+            "measured_s": statistics.median(stage.times),
+            "predicted_bytes": stage.foretold_bytes(),
+            "measured_bytes": stage.peak_bytes(),
+        }
+        for stage in stages
+    ]
+    return [*rows, summary("all stages", rows)]
 
 
-def summary(name: str, rows: Sequence[dict[str, Any]], calibration_s: float) -> dict[str, Any]:
-    def error(row: dict[str, Any], what: str, more: float = 0.0) -> float:
-        return abs((row[f"predicted_{what}"] + more) / (row[f"measured_{what}"] + more) - 1)
-
-    bytes_alone = [error(row, "bytes") for row in rows]
-    whole = [error(row, "bytes", row["state_bytes"]) for row in rows]
+def summary(name: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    errors, of_bytes = (
+        [abs(row[f"predicted_{what}"] / row[f"measured_{what}"] - 1) for row in rows]
+        for what in ("s", "bytes")
+    )
     return {
         "name": name,
-        "mean_error": statistics.mean(error(row, "s") for row in rows),
-        "worst_error": max(error(row, "s") for row in rows),
+        "mean_error": statistics.mean(errors),
+        "worst_error": max(errors),
         "spearman": rank_correlation([r["predicted_s"] for r in rows], [r["measured_s"] for r in rows]),
-        "bytes_mean_error": statistics.mean(bytes_alone),
-        "bytes_worst_error": max(bytes_alone),
-        "bytes_within_15": sum(error <= 0.15 for error in bytes_alone) / len(rows),
-        "with_state_worst_error": max(whole),
-        "with_state_within_15": sum(error <= 0.15 for error in whole) / len(rows),
-        "calibration_round_s": calibration_s,
+        "bytes_mean_error": statistics.mean(of_bytes),
+        "bytes_worst_error": max(of_bytes),
+        "bytes_within_15": sum(error <= 0.15 for error in of_bytes) / len(rows),
     }
 
 
-def comparisons(device: DeviceModel, traces: dict[str, Traced]) -> list[dict[str, Any]]:
-    """The period of our cut against those of the two baselines, by model, stages and link."""
+def comparisons(names: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each model and number of stages."""
     rows = []
-    for name, traced in traces.items():
-        for count in STAGES:
-            for link in LINKS:
-                places, links = [Place(device=device)] * count, [link] * (count - 1)
-                began = time.process_time()
-                ours = split(traced.graph, places, links, WIDE)
-                row: dict[str, Any] = {
-                    "name": f"{name} in {count}, {link.bandwidth_bps / 1e6:g} Mbit/s",
-                    "period_s": ours.period_s,
-                    "limit": ours.limit,
-                    "cpu_s": time.process_time() - began,
-                }
-                for what, cut_by in (("layers", equal_layers), ("flops", equal_flops)):
-                    try:
-                        cut = judge(traced.graph, cut_by(traced.graph, len(places)), places, links, WIDE)
-                        row[what] = cut.period_s / ours.period_s
-                    except SetupError as error:
-                        row[what] = error.text
-                rows.append(row)
+    for name in names:
+        torch.manual_seed(0)
+        model, sample = MODELS[name]()
+        traced = trace(model.train(), sample)
+        flops = operations(traced)
+        rows += [compared(f"{name} in {count}", traced, flops, count) for count in STAGES]
     return rows
+
+
+def compared(name: str, traced: Traced, flops: Sequence[float], count: int) -> dict[str, Any]:
+    """The slowest stage and the widest boundary of our cut, and those of two others as multiples of them."""
+    began = time.process_time()
+    seconds = reckoned_s(traced)
+    ours = find_cut(traced.graph, seconds, count)
+    took_s = time.process_time() - began
+
+    def judged(assignment: Sequence[int]) -> tuple[float, int]:
+        plans = plan_stages(traced.graph, assignment)
+        slowest_s = max(sum(seconds[index] for index in plan.operators) for plan in plans)
+        return slowest_s, max(plan.bytes_out for plan in plans[:-1])
+
+    def against(cut_by: Callable[[], Sequence[int]]) -> str:
+        try:
+            other_s, other_bytes = judged(cut_by())
+        except SetupError as error:
+            return error.text
+        return f"{other_s / slowest_s:.2f}, {other_bytes / nbytes:.2f}"
+
+    slowest_s, nbytes = judged(ours)
+    return {
+        "name": name,
+        "slowest": slowest_s * count / sum(seconds),
+        "boundary_bytes": nbytes,
+        "layers": against(lambda: equal_layers(traced.graph, count)),
+        "flops": against(lambda: equal_shares(flops, count)),
+        "cpu_s": took_s,
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--no-cuts", action="store_true", help="only the estimator")
+    parser.add_argument("--only-cuts", action="store_true", help="nothing is timed")
     options = parser.parse_args()
     torch.set_num_threads(1)
     tune_malloc()
-    rows, device, traces = estimates(options.models, options.rounds)
-    if not options.no_cuts:
-        rows += comparisons(device, traces)
+    rows = [] if options.only_cuts else estimates(options.models, options.rounds)
+    rows += comparisons(options.models)
     columns = [
         "name",
         "predicted_s",
@@ -286,10 +321,20 @@ def main() -> int:
         "mean_error",
         "spearman",
     ]
-    columns += ["bytes_mean_error", "bytes_within_15", "period_s", "layers", "flops", "limit", "cpu_s"]
+    columns += [
+        "bytes_mean_error",
+        "bytes_within_15",
+        "slowest",
+        "boundary_bytes",
+        "layers",
+        "flops",
+        "cpu_s",
+    ]
     print(machine())
     report(
-        rows, columns, "stages: predicted and measured; cuts: their period, and other cuts' periods over it"
+        rows,
+        columns,
+        "stages: foretold and measured; cuts: slowest ÷ mean stage, widest boundary, other cuts' over both",
     )
     return 0
 

@@ -9,7 +9,6 @@ numbers between two parameters are 0.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -182,41 +181,3 @@ def named_weights(
                 f"stage {stage} has [{numel}] of {dtype}"
             )
     return {**dict(layout.views(flat)), **dict(layout.statistics_views(told))}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
-    """What a peer holds for each number of its weights, besides them, and for how many microbatches."""
-
-    weight_copies: int = 1
-    """Versions of the weights: 2 with delayed updates."""
-    sum_bytes: float = 8.0
-    """Of the gradient sums: int64 where they are exact."""
-    moment_bytes: float = 8.0
-    """Of the optimizer: AdamW keeps two float32."""
-    gradients_at_once: bool = True
-    """Whether a backward has the gradients of all weights before it adds them (exact sums)."""
-    inflight: int = 1
-    """Microbatches between their forward and their backward at a time."""
-
-    def state_bytes(self, numel: int, number_bytes: int) -> float:
-        """Of a parameter with so many numbers of so many bytes."""
-        return numel * (self.weight_copies * number_bytes + self.sum_bytes + self.moment_bytes)
-
-
-def holding_of(run: Run, *, inflight: int = 1) -> Holding:
-    """What the peers of this run hold."""
-    number_bytes = 8 if run.dtype == "float64" else 4
-    copies = 2 if run.delayed_updates else 1
-    moments = {
-        "adamw": 2.0 * number_bytes,
-        "adamw8bit": 2.0,
-        "sgd": number_bytes * float(run.optimizer.momentum > 0),
-    }
-    return Holding(
-        weight_copies=copies,
-        sum_bytes=copies * (8.0 if run.adds_exactly else float(number_bytes)),
-        moment_bytes=moments[run.optimizer.name],
-        gradients_at_once=run.adds_exactly,
-        inflight=inflight,
-    )

@@ -1,1 +1,1 @@
-"""Where to cut a model into stages, and what each stage costs."""
+"""Where to cut a model into stages, and what each operator costs."""

@@ -1,120 +1,115 @@
-"""How long operators and stages take on a device, and how much memory, from the operator graph alone.
+"""How long each operator takes: it is called, forward and backward, with made-up tensors.
 
-A device is known by a law for each kind of operator, forward and backward (`peers.programs.calibrate` times
-some hundred small calls on the device itself, in seconds):
+Called with tensors that have no memory (torch's fake tensors), the kernels that it comes to are reckoned:
 
-    seconds = overhead + flops / rate + bytes / bandwidth + weight bytes / bandwidth + far bytes / bandwidth
+    seconds = overhead + operations / rate + bytes / bandwidth
 
-Far bytes are those beyond what a cache holds. The terms are added, where a roofline would take the larger:
-one core does not overlap them. FusionLLM's workload estimator (Tang et al., 2024) fits one factor to a
-device; a law for each kind follows shapes too, since a thin product is mostly the bytes of its matrices.
+Operations are those that torch knows of products and convolutions, bytes those that a kernel reads and
+writes; a view costs nothing. So an operator needs no rule of its own. Called with real tensors, it can be
+timed (`swarm graph --calibrate`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from typing import Any
 
-import numpy as np
-from scipy.optimize import nnls
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
-from swarm.errors import SetupError
-from swarm.partitioner.flops import Work
+from swarm.ids import Microbatch
+from swarm.model.graph.builder import Traced
+from swarm.model.graph.calls import DEVICE, RANDOM, Call, Ref
+from swarm.model.graph.ir import Value
+from swarm.model.graph.kernels import SeededRandom
 
-FAR_BYTES = (1 << 20, 16 << 20)
-"""Of a call's working set: what fits near a core, and what fits into a large shared cache."""
+aten = torch.ops.aten
 
+CALL_S, OPERATION_S, BYTE_S = 5e-6, 1e-11, 5e-11
+"""Some device: 1e11 operations and 2e10 bytes a second, 5 µs a call. If all devices are alike, only how these
+relate has a say in where to cut."""
 
-@dataclass(frozen=True, slots=True)
-class Law:
-    """Seconds of one call of a kind, as a sum of what it does. All terms are at least 0."""
-
-    overhead_s: float
-    flop_s: float
-    """Per floating point operation."""
-    byte_s: float
-    """Per byte of activations."""
-    weight_byte_s: float
-    far_byte_s: tuple[float, ...]
-    """Per byte beyond each of `FAR_BYTES`."""
-
-    def seconds(self, flops: float, moved: float, weight_bytes: float) -> float:
-        """Of one call."""
-        terms = _terms(flops, moved, weight_bytes)
-        laws = (self.overhead_s, self.flop_s, self.byte_s, self.weight_byte_s, *self.far_byte_s)
-        return math.fsum(term * law for term, law in zip(terms, laws, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One timed call: what it does, and how long it took forward and backward (0: it has none)."""
-
-    work: Work
-    forward_s: float
-    backward_s: float
+_LIKE = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+"""Kernels of the CPU that do what torch counts of another."""
+_LOOKUPS = frozenset((aten.embedding, aten.index, aten.index_select, aten.gather))
+"""Kernels that read no more than they give."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceModel:
-    """What is known of a device, enough to predict any stage on it."""
-
-    forward: Mapping[str, Law]
-    """By kind; `other` is for those that were not timed."""
-    backward: Mapping[str, Law]
-
-    def operator_s(self, work: Work) -> tuple[float, float]:
-        """Seconds of (forward, backward) of one operator in one microbatch."""
-        forward = backward = 0.0
-        if work.calls:
-            law = self.forward.get(work.kind) or self.forward["other"]
-            forward = law.seconds(work.flops, work.bytes, work.weight_bytes)
-        if work.backward_calls:
-            law = self.backward.get(work.kind) or self.backward["other"]
-            backward = law.seconds(work.backward_flops, work.backward_bytes, work.backward_weight_bytes)
-        if work.sums_bytes:
-            backward += self.forward["add"].seconds(0.0, work.sums_bytes, 0.0)
-        return forward, backward
+def reckoned_s(traced: Traced) -> list[float]:
+    """Seconds of each operator for a microbatch on some device, forward and backward."""
+    found: list[float] = []
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for compute in made_up_calls(traced):
+            with _Kernels() as kernels:
+                compute()
+            found.append(kernels.seconds)
+    return found
 
 
-def fit(samples: Sequence[Sample]) -> DeviceModel:
-    """The laws that fit the samples best: least squares of relative errors, no term below 0.
-
-    Raises:
-        SetupError: a time is not above 0, or there is no sample of `add`, which stands for unknown kinds.
-    """
-    kinds = sorted({sample.work.kind for sample in samples})
-    if "add" not in kinds:
-        raise SetupError("a device model needs samples of `add`, by which sums of gradients are reckoned")
-    forward, backward = {}, {}
-    for kind in kinds:
-        mine = [(s, s.work) for s in samples if s.work.kind == kind]
-        forward[kind] = _law([(w.flops, w.bytes, w.weight_bytes, s.forward_s) for s, w in mine])
-        back = [
-            (w.backward_flops, w.backward_bytes, w.backward_weight_bytes, s.backward_s)
-            for s, w in mine
-            if w.backward_calls
-        ]
-        if back:
-            backward[kind] = _law(back)
-    forward.setdefault("other", forward["add"])
-    backward.setdefault("other", backward.get("mul", forward["add"]))
-    return DeviceModel(forward, backward)
+def made_up_calls(traced: Traced) -> Iterator[Callable[[], None]]:
+    """For each operator a function that computes it forward and backward, on the CPU."""
+    for call in traced.calls:
+        yield _made_up(call, traced)
 
 
-def _terms(flops: float, moved: float, weight_bytes: float) -> tuple[float, ...]:
-    far = (max(0.0, moved + weight_bytes - limit) for limit in FAR_BYTES)
-    return (1.0, flops, moved, weight_bytes, *far)
+def _made_up(call: Call, traced: Traced) -> Callable[[], None]:
+    env: dict[str, Any] = {DEVICE.name: torch.device("cpu"), RANDOM.name: SeededRandom(0, Microbatch(0, 0))}
+
+    def fill(part: Any) -> Any:
+        if not isinstance(part, Ref):
+            return part
+        if part.name not in env:
+            env[part.name] = _numbers(traced.graph.values[part.name])
+        return env[part.name]
+
+    args, kwargs = map_aggregate(call.args, fill), map_aggregate(call.kwargs, fill)
+    leaves = [leaf for leaf in env.values() if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+    def compute() -> None:
+        made = pytree.tree_leaves(call.function(*args, **kwargs))
+        roots = [root for root in made if isinstance(root, torch.Tensor) and root.requires_grad]
+        if roots:
+            torch.autograd.grad(roots, leaves, list(map(torch.empty_like, roots)), allow_unused=True)
+
+    return compute
 
 
-def _law(calls: Sequence[tuple[float, float, float, float]]) -> Law:
-    """The law of calls: (operations, bytes of activations, bytes of weights, seconds) of each."""
-    took_s = [call[-1] for call in calls]
-    if not all(math.isfinite(seconds) and seconds > 0 for seconds in took_s):
-        raise SetupError(f"a call cannot take {min(took_s):g} s: is the device's clock right?")
-    terms = np.array([_terms(*call[:-1]) for call in calls])
-    scale = np.maximum(terms.max(axis=0), 1e-30)
-    weighted = terms / scale / np.array(took_s)[:, None]
-    found = nnls(weighted, np.ones(len(took_s)))[0] / scale
-    overhead, flop, byte, weight_byte, *far = (float(value) for value in found)
-    return Law(overhead, flop, byte, weight_byte, tuple(far))
+def _numbers(value: Value) -> torch.Tensor:
+    dtype = getattr(torch, value.dtype)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.zeros(value.shape, dtype=dtype)  # a row of any table
+    return torch.randn(value.shape, dtype=dtype).requires_grad_(value.differentiable)
+
+
+class _Kernels(TorchDispatchMode):
+    """Adds up the seconds of the kernels that are called inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        kernel = func.overloadpacket
+        made = _bytes(out)
+        if made and not func.is_view and not func._schema.name.startswith("aten::empty"):
+            count = flop_registry.get(_LIKE.get(kernel, kernel))
+            operations = count(*args, **kwargs, out_val=out) if count else 0
+            read = made if kernel in _LOOKUPS else _bytes((args, kwargs))
+            self.seconds += CALL_S + OPERATION_S * operations + BYTE_S * (made + read)
+        return out
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(tensors) if isinstance(leaf, torch.Tensor))

@@ -1,4 +1,4 @@
-"""Small operator graphs made by hand, and a device whose seconds are the numbers that its operators touch."""
+"""Small operator graphs made by hand, and operators whose seconds are the numbers that they touch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import random
 from collections.abc import Sequence
 
 from swarm.model.graph.ir import Operator, OpGraph, Value
-from swarm.partitioner.cost import DeviceModel, Law
 
 
-def device(speed: float = 1.0) -> DeviceModel:
-    """An operator takes as many seconds, forward and backward each, as its largest tensor has numbers."""
-    law = Law(0.0, 1.0 / speed, 0.0, 0.0, (0.0, 0.0))
-    return DeviceModel({"other": law, "add": law}, {"other": Law(0.0, 0.0, 0.0, 0.0, (0.0, 0.0))})
+def seconds_of(graph: OpGraph) -> list[float]:
+    """An operator takes as many seconds as the largest tensor that it reads or makes has numbers."""
+    names = [(*op.inputs, *op.parameters, *op.outputs) for op in graph.operators]
+    return [float(max(graph.values[name].numel for name in of)) for of in names]
 
 
 class Draft:

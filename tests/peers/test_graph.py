@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 from peers.cli import Exit, main
-from peers.programs.graph import in_a_row, run_graph
+from peers.programs.graph import run_graph
 from peers.programs.tool_options import GraphOptions
 from swarm.errors import SetupError
-from swarm.model.graph.ir import Operator, OpGraph
 from swarm.model.graph.model_source import from_code, from_hf
-from tests.model.graphs import device
 
 UNET = "tests.model.zoo:unet"
 HERE = "tests.peers.test_graph"
@@ -53,16 +51,15 @@ def test_tied_weights_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "one tensor: tokens.weight, head.weight" in graph(capsys, "--model", "tests.model.zoo:gpt2")
 
 
-def test_costs_are_seconds_of_a_timed_machine_and_its_stages_are_cut_by_them(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_costs_are_seconds_of_this_machine_and_its_stages_are_cut_by_them(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("peers.programs.calibrate.calibrate", device)  # a second for each number
     told = json.loads(graph(capsys, "--model", UNET, "--stages", "2", "--calibrate", "--json"))
     seconds = [0.0, 0.0]
     for op in told["operators"]:
+        assert 0 < op["cost"] < 1
         seconds[op["stage"]] += op["cost"]
-    assert max(seconds) < 0.6 * sum(seconds)
-    assert all(float(op["cost"]).is_integer() for op in told["operators"])
+    assert max(seconds) < 0.8 * sum(seconds)
 
 
 def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,32 +155,6 @@ def test_models_of_transformers_by_their_config(tmp_path: Path, capsys: pytest.C
         from_hf({"model_type": "nonesuch"}, rows=1, length=8)
 
 
-# --- a cut for the eye --------------------------------------------------------------------------------------
-
-
-def chain(count: int) -> OpGraph:
-    operators = tuple(
-        Operator(
-            index=i, name=f"op{i}", target="aten.op", module="", inputs=(), parameters=(), buffers=(),
-            outputs=(f"op{i}",), cheap=False,
-        )
-        for i in range(count)
-    )  # fmt: skip
-    return OpGraph(
-        operators=operators, values={}, inputs=(), loss=f"op{count - 1}", parameters=(), buffers=(), tied=()
-    )
-
-
-@pytest.mark.parametrize(
-    "costs", [[1.0] * 9, [0.0] * 9, [100.0] + [1.0] * 8, [1.0] * 8 + [100.0], [*range(9)]]
-)
-@pytest.mark.parametrize("stages", range(1, 10))
-def test_every_stage_has_an_operator_whatever_they_cost(costs: list[float], stages: int) -> None:
-    assignment = in_a_row(chain(9), costs, stages)
-    assert assignment == sorted(assignment) and set(assignment) == set(range(stages))
-
-
-def test_equal_costs_make_equal_stages_and_too_many_are_refused() -> None:
-    assert in_a_row(chain(9), [1.0] * 9, 3) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    with pytest.raises(SetupError, match="9 operators make no 10 stages; take fewer"):
-        in_a_row(chain(9), [1.0] * 9, 10)
+def test_more_stages_than_operators_with_weights_are_refused() -> None:
+    with pytest.raises(SetupError, match="1 operators have weights, too few for 2 stages"):
+        run_graph(GraphOptions(model=f"{HERE}:by_name", stages=2))

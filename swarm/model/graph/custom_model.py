@@ -36,14 +36,14 @@ from swarm.manifest import (
 from swarm.model.gpt import weights_dtype
 from swarm.model.graph.builder import Traced
 from swarm.model.graph.calls import Call, Ref, refs
-from swarm.model.graph.ir import Operator, OpGraph, Value
+from swarm.model.graph.ir import Operator, Value
 from swarm.model.graph.model_source import CustomModel, from_code, from_hf, transformers
 from swarm.model.graph.partition import StagePlan, plan_stages, shared_parameters
 from swarm.model.graph.stage_module import StageModule
 from swarm.model.same_bits import use_threads_of
 from swarm.model.stage_io import StageInput
-from swarm.partitioner.cost import FAR_BYTES, DeviceModel, Law
-from swarm.partitioner.search import Link, Place, split
+from swarm.partitioner.cost import reckoned_s
+from swarm.partitioner.search import find_cut
 from swarm.wire.codec import bytes_of
 from swarm.wire.tensor_meta import ITEM_BYTES, MAX_DIMS
 
@@ -67,13 +67,6 @@ _SAME_NUMBERS = frozenset(
     )
 ) | {"squeeze", "unsqueeze", "expand", "contiguous", "clone", "alias", "detach", "pad", "constant_pad_nd"}
 """Operators that hand on the numbers of their first argument."""
-
-
-WORTH = 0.2
-"""A cut that sends less may take this part longer to compute: people's lines are slow."""
-LINES_BPS = (4e5, 1e11)
-"""Between them a line is looked for that is as slow as that allows."""
-BISECTIONS = 9
 
 
 class Input(NamedTuple):
@@ -137,9 +130,8 @@ def custom_model(run: Run) -> Model:
     built = _built(_open(run))
     _compare("weights", spec.weights, built.weights, "begins with other weights", _ROUNDS)
     _compare("graph", spec.graph, built.graph, "is made of other operators", "")
-    graph = built.traced.graph
-    assignment = _assignment(run, spec, graph)
-    plans = plan_stages(graph, assignment)
+    assignment = _assignment(run, spec, built.traced)
+    plans = plan_stages(built.traced.graph, assignment)
     inputs = _inputs(run, built.traced)
     _check_cut(run, built.traced, plans)
     bounds = _bounds(built.traced, inputs)
@@ -402,39 +394,14 @@ def _add(digest: Any, name: str, tensor: torch.Tensor) -> None:
 # --- the cut ------------------------------------------------------------------------------------------------
 
 
-def _usual_device() -> DeviceModel:
-    """Some device: 1e11 operations and 2e10 bytes a second, 5 µs a call. If all are alike, only how these
-    relate has a say in where to cut."""
-    law = Law(5e-6, 1e-11, 5e-11, 5e-11, (0.0,) * len(FAR_BYTES))
-    return DeviceModel({"add": law, "other": law}, {"add": law, "other": law})
-
-
-def _found_cut(graph: OpGraph, stages: int) -> tuple[int, ...]:
-    """A cut for equal devices and unknown lines: among the cuts whose slowest stage is near the best, the one
-    for the slowest lines.
-    """
-    places = [Place(device=_usual_device())] * stages
-    best = split(graph, places)
-    enough_s = max(best.compute_s) * (1.0 + WORTH)
-    slow, fast = LINES_BPS
-    for _ in range(BISECTIONS if stages > 1 else 0):
-        bandwidth_bps = math.sqrt(slow * fast)
-        cut = split(graph, places, [Link(bandwidth_bps=bandwidth_bps)] * (stages - 1))
-        if max(cut.compute_s) > enough_s:
-            slow = bandwidth_bps
-        else:
-            fast, best = bandwidth_bps, cut
-    return best.assignment
-
-
-def _assignment(run: Run, spec: CustomModelSpec, graph: OpGraph) -> tuple[int, ...]:
+def _assignment(run: Run, spec: CustomModelSpec, traced: Traced) -> tuple[int, ...]:
+    count = len(traced.calls)
     if not spec.cut:
-        return _found_cut(graph, run.S)
-    assignment = read_cut(spec.cut, len(graph.operators))
+        return find_cut(traced.graph, reckoned_s(traced), run.S)
+    assignment = read_cut(spec.cut, count)
     if assignment is None:
         raise SetupError(
-            f"model.cut is not of the {len(graph.operators)} operators of this model: leave it out, and one "
-            "is found"
+            f"model.cut is not of the {count} operators of this model: leave it out, and one is found"
         )
     if max(assignment) + 1 != run.S:
         raise SetupError(
