@@ -45,8 +45,8 @@ from stage_speeds import Fluid, ours
 
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings
-from peers.sim.throughput.trainers import Trainers
-from peers.sim.throughput.world import Peer, Trainer
+from peers.sim.throughput.trainers import Trainer, Trainers
+from peers.sim.throughput.world import Peer
 from swarm.plan.network import Device, Job, Network
 from swarm.policy.rebalance import Moves, is_due, neediest, rebalance
 from swarm.policy.router import Router

@@ -10,9 +10,8 @@ stage, devices that reach 40 Tflop/s.
 
 Layouts: `overlapped` and `additive` are the planner's (for a runtime that hides transfers behind compute, and
 for DT-FM's own objective), `index order` is Megatron's (the first eight devices serve stage 0: here a city
-each), `random` the mean of some seeds. `blocking`: devices wait until what they send has arrived, so nothing
-is hidden; our runtime does not do that, a plain pipeline does. `anywhere` is our runtime with routers that do
-not know the ways between peers; `by response` one whose routers go by response times, queues included.
+each), `random` the mean of some seeds. `anywhere` is our runtime with routers that do not know the ways
+between peers; `by response` one whose routers go by response times, queues included.
 """
 
 from __future__ import annotations
@@ -108,7 +107,6 @@ RUNTIMES = {
     "ours": {},
     "anywhere": {"routers_learn": "compute"},
     "by response": {"routers_learn": "response"},
-    "blocking": {"blocking": True, "routers_learn": "compute"},
 }
 
 

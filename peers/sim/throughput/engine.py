@@ -21,9 +21,7 @@ from collections.abc import Sequence
 from peers.sim.loop import VirtualLoop
 from peers.sim.processes import Process
 from peers.sim.throughput.members import Members
-from peers.sim.throughput.pipeline import Pipeline
 from peers.sim.throughput.report import Settings, ThroughputReport
-from peers.sim.throughput.steps import Steps
 from peers.sim.throughput.trainers import Trainers
 from peers.sim.throughput.world import World
 from swarm.errors import SetupError
@@ -60,12 +58,8 @@ def simulate(
     loop, everybody = VirtualLoop(), Process("everybody")
     with loop.running():
         world = World(loop, network, job, settings or Settings(), seed)
-        report = world.report
-        sums = Steps(world)
-        pipeline = Pipeline(world, sums)
-        trainers = Trainers(world, sums, pipeline)
-        members = Members(world, sums, trainers, layout)
-        pipeline.on_released = members.leave_if_drained
+        report, trainers = world.report, Trainers(world)
+        members = Members(world, trainers, layout)
 
         async def live() -> None:
             if trace is None:
@@ -86,7 +80,7 @@ def simulate(
             report.waited_s += report.end_s - world.empty_since_s
         members.count_out_all()
         report.version, report.events = world.version, loop.callbacks
-        report.replayed, report.open = trainers.replayed, sums.open
+        report.replayed, report.open = trainers.replayed, world.open
         everybody.end()
     return report
 

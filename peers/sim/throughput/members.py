@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 
 from peers.sim.throughput.report import Moved
-from peers.sim.throughput.steps import Steps
 from peers.sim.throughput.trainers import Trainers
 from peers.sim.throughput.world import Peer, World
 from swarm.ids import PeerId, Stage
@@ -27,9 +26,10 @@ DOWNLOAD_PARTS = 32
 class Members:
     """Keeps `world.peers` and `world.stages`."""
 
-    def __init__(self, world: World, steps: Steps, trainers: Trainers, layout: Sequence[Stage]) -> None:
-        self._world, self._steps, self._trainers = world, steps, trainers
+    def __init__(self, world: World, trainers: Trainers, layout: Sequence[Stage]) -> None:
+        self._world, self._trainers = world, trainers
         self._loop, self._report, self._job = world.loop, world.report, world.job
+        world.on_released = self._leave_if_drained
         self._layout = list(layout)
         self._free = list(range(len(layout)))[::-1]
         self._idle: dict[PeerId, int] = {}
@@ -79,10 +79,8 @@ class Members:
         free_bytes = MEMORY_SHARE * (there.memory_bytes - job.state_bytes[stage])
         if job.activation_bytes[stage] and math.isfinite(free_bytes):
             room = max(1, min(room, int(free_bytes / job.activation_bytes[stage])))
-        peer = world.peers[name] = Peer(
-            self._loop, device, name, stage, (forward_s, backward_s), room, blocking=settings.blocking
-        )
-        if now_s == 0.0 or (world.version == 0 and not self._steps.covered):
+        peer = world.peers[name] = Peer(self._loop, device, name, stage, (forward_s, backward_s), room)
+        if now_s == 0.0 or (world.version == 0 and not world.covered):
             self._serve(peer)  # version 0 follows from the seed
         else:
             self._loop.create_task(self._join(peer))
@@ -113,8 +111,8 @@ class Members:
         """Take the run back to its last checkpoint: a stage had lost all its peers."""
         world, report = self._world, self._report
         back_to = world.version - world.version % world.settings.checkpoint_every
-        report.generations += bool(self._steps.covered) or world.version != back_to
-        self._steps.drop()
+        report.generations += bool(world.covered) or world.version != back_to
+        world.drop()
         report.recomputed += (world.version - back_to) * self._job.microbatches * self._job.stages
         world.version = back_to
         del report.step_ends_s[back_to:]
@@ -156,7 +154,7 @@ class Members:
         self._report.deaths += 1
         self._leave(peer)
         self._free.append(peer.device)
-        self._steps.lose(peer)
+        self._world.lose(peer)
         self._loop.call_later(self._world.settings.detect_s, self._detected, peer)
 
     def _detected(self, peer: Peer) -> None:
@@ -220,15 +218,15 @@ class Members:
                     peer.draining_to = move.to_stage
                     del world.stages[peer.stage][peer.name]
                     self._trainers.set_peers(peer.stage)
-                    self.leave_if_drained(peer)
+                    self._leave_if_drained(peer)
             await asyncio.sleep(period_s)
 
-    def leave_if_drained(self, peer: Peer) -> None:
+    def _leave_if_drained(self, peer: Peer) -> None:
         """Move a peer without microbatches in flight; a replica takes its sums."""
         stage, to_stage = peer.stage, peer.draining_to
         if to_stage is None or peer.flights or not peer.alive:
             return
-        self._steps.hand_over(peer, next(iter(self._world.serving(stage)), None))
+        self._world.hand_over(peer)
         self._leave(peer)
-        self._steps.reduce_if_complete(stage)
+        self._world.reduce_if_complete(stage)
         self._add(peer.device, to_stage, peer.name)

@@ -35,23 +35,8 @@ class Settings:
     routers_learn: Literal["response", "compute", "latency"] = "latency"
     """What trainers route by: compute time and link latency, as the live ones do; or, for comparison, compute
     time alone, or response time, waits in the queue included."""
-    blocking: bool = False
-    """Devices wait until what they send has arrived: no transfer is hidden behind compute. Not our runtime;
-    what others are compared with."""
     bin_s: float = 60.0
     """The width of a bin of `ThroughputReport.answered`."""
-
-    def __post_init__(self) -> None:
-        for name in ("trainers", "checkpoint_every", "max_inflight"):
-            if getattr(self, name) < 1:
-                raise SetupError(f"{name} = {getattr(self, name)}: at least 1 is needed")
-        for name in ("rebalance_every_s", "detect_s", "report_s", "step_s", "job_s"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise SetupError(f"{name} = {getattr(self, name)}: it must be a number that is not negative")
-        if self.window is not None and self.window < 1:
-            raise SetupError(f"window = {self.window}: at least 1 is needed")
-        if not (self.bin_s > 0 and self.report_s > 0):
-            raise SetupError("bin_s and report_s must be above 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,24 @@
-"""Trainers: the microbatches that they start, on which routes, and which they run again."""
+"""Trainers: the microbatches that they start, their way through the stages and back, and which run again.
+
+A microbatch is a coroutine, and each stage a call of it. As in `peers/stage/next_stage.py`, a peer that has
+computed the forward calls one of the next stage, and another one if that is gone. What the stages behind have
+done by then counts.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
-from peers.sim.throughput.pipeline import Pipeline
-from peers.sim.throughput.steps import Steps
-from peers.sim.throughput.world import Flight, Gone, Peer, Trainer, World
+from peers.sim.throughput.world import Gone, Peer, World
 from swarm.ids import Stage
-from swarm.policy.router import NoPeerForStage
+from swarm.policy.link_latency import LinkLatency
+from swarm.policy.router import NoPeerForStage, Pace, Router
 from swarm.policy.window import Window
+from swarm.protocol.ledger import Claim
 from swarm.protocol.worklist import Work, WorkList
 from swarm.sim.dice import Dice
 
@@ -20,12 +26,41 @@ RETRY_S = 0.05
 """From a failed call to the next try."""
 
 
+@dataclass(slots=True, eq=False)
+class Trainer:
+    """A trainer with the live policies. All share the work list, as if claims were known to all at once."""
+
+    device: int
+    """The device that it is next to."""
+    window: Window
+    router: Router = field(default_factory=Router)
+    link_latency: LinkLatency = field(default_factory=LinkLatency)
+    pace: Pace = field(default_factory=Pace)
+    running: int = 0
+    shared: int = 0
+    """Microbatches of the open step that it ran."""
+
+
+class Flight:
+    """A microbatch in flight: forward through a peer of each stage, and back."""
+
+    __slots__ = ("deepest", "hops", "latency_s", "m", "microbatch", "own_s", "t", "trainer")
+
+    def __init__(self, trainer: Trainer, work: Work, hops: list[Peer]) -> None:
+        self.trainer, self.hops, self.deepest = trainer, hops, work.deepest
+        self.microbatch = work.microbatch
+        self.t, self.m = work.microbatch
+        self.latency_s = [0.0] * len(hops)
+        """Per stage, on the link to the next one and back."""
+        self.own_s = [0.0] * len(hops)
+        """Per stage, its time there without the stages behind it."""
+
+
 class Trainers:
     """All trainers of a run, with the live `Router`, `Window` and `WorkList`."""
 
-    def __init__(self, world: World, steps: Steps, pipeline: Pipeline) -> None:
-        self._world, self._steps, self._pipeline = world, steps, pipeline
-        self._loop, self._settings, self._job = world.loop, world.settings, world.job
+    def __init__(self, world: World) -> None:
+        self._world, self._loop, self._settings, self._job = world, world.loop, world.settings, world.job
         count, window = self._settings.trainers, self._settings.window
         self._work = WorkList(self._order, self._job.microbatches)
         self._trainers = [
@@ -37,11 +72,13 @@ class Trainers:
             )
             for i in range(count)
         ]
+        self._in_flight: dict[int, int] = {}
+        """Step -> microbatches in flight, as bits."""
         self._journeys: set[asyncio.Task[None]] = set()
         self._reporting: asyncio.Task[None] | None = None
         self._wakeup: asyncio.TimerHandle | None = None
         self._stepped_s = 0.0
-        steps.on_step = self._stepped
+        world.on_step = self._stepped
 
     @property
     def replayed(self) -> int:
@@ -81,7 +118,7 @@ class Trainers:
             self._work.failed(work.microbatch)
             return False
         trainer.running += 1
-        self._world.in_flight[t] = self._world.in_flight.get(t, 0) | 1 << m
+        self._in_flight[t] = self._in_flight.get(t, 0) | 1 << m
         journey = self._loop.create_task(self._journey(Flight(trainer, work, hops)))
         self._journeys.add(journey)
         journey.add_done_callback(partial(self._ended, trainer))
@@ -101,7 +138,7 @@ class Trainers:
         )
         hops: list[Peer] = []
         for stage, there in enumerate(self._world.stages):
-            if self._steps.has(t, stage, m):
+            if self._world.has(t, stage, m):
                 hops.append(self._holder(t, m, stage))
                 continue
             latency_s = None
@@ -124,7 +161,7 @@ class Trainers:
     def _order(self, t: int) -> Sequence[int]:
         return Dice(self._world.seed * 1_000_003 + t).shuffled(range(self._job.microbatches))
 
-    # -- the way of a microbatch --------------------------------------------------------------------
+    # -- the way of a microbatch ------------------------------------------------------------------
 
     async def _journey(self, flight: Flight) -> None:
         trainer, first = flight.trainer, flight.hops[0]
@@ -133,7 +170,7 @@ class Trainers:
             # The first requests of a step were sent ahead, and wait where they are needed.
             if latency_s and self._loop.now_s > self._stepped_s:
                 await asyncio.sleep(latency_s)
-            await self._pipeline.visit(flight, 0)
+            await self._visit(flight, 0)
             self._land(flight)
             if latency_s:
                 await asyncio.sleep(latency_s)
@@ -145,9 +182,91 @@ class Trainers:
         else:
             self._answered(flight)
 
+    async def _visit(self, flight: Flight, stage: Stage) -> None:
+        """Take a microbatch, whose activations have arrived, through `stage` and those behind it, and back.
+
+        Raises:
+            Gone: the peer is, and its caller has noticed.
+            NoPeerForStage: nor has a stage behind it another peer.
+        """
+        peer, t, m = flight.hops[stage], flight.t, flight.m
+        if not peer.serving:
+            await self._notice(peer)
+        known = self._world.has(t, stage, m)
+        if known and stage >= flight.deepest:
+            return  # it kept its answer
+        ledger = peer.ledger(t, self._job.microbatches)
+        if not known:
+            claim = ledger.claim(m)
+            assert claim is Claim.NEW, f"{flight.microbatch} came to {peer.name} twice"
+        peer.flights += 1
+        try:
+            await self._compute(flight, stage, count=not known)
+        finally:
+            ledger.release(m)
+            peer.flights -= 1
+            if peer.draining_to is not None:
+                self._world.on_released(peer)
+
+    async def _compute(self, flight: Flight, stage: Stage, *, count: bool) -> None:
+        """Compute a microbatch; without `count` forward only, to feed the stages behind again."""
+        peer, loop, last = flight.hops[stage], self._loop, stage == self._job.stages - 1
+        began_s, behind_s = loop.now_s, 0.0
+        forward_s, backward_s = peer.job_s
+        await peer.take_room()
+        try:
+            await peer.compute(forward_s + backward_s if last else forward_s)
+            if not last:
+                left_s = loop.now_s
+                await self._behind(flight, stage)
+                behind_s = loop.now_s - left_s
+                if not peer.alive:
+                    await self._notice(peer)
+                if count:
+                    await peer.compute(backward_s, back=True)
+            if count:
+                peer.computed += 1
+                self._world.record(peer, flight.t, flight.m)
+                flight.own_s[stage] = loop.now_s - began_s - behind_s
+        finally:
+            peer.give_room()
+
+    async def _behind(self, flight: Flight, stage: Stage) -> None:
+        """Have the stages behind do their part, until the gradient has come back from them."""
+        here = flight.hops[stage]
+        while True:
+            there = flight.hops[stage + 1]
+            took_s = await self._send(here, there, self._job.forward_bytes[stage])
+            try:
+                await self._visit(flight, stage + 1)
+            except Gone:
+                if not here.alive:
+                    raise
+                route = flight.trainer.router.route(stage + 1, now=self._loop.now_s, exclude=(there.name,))
+                flight.hops[stage + 1] = self._world.stages[stage + 1][route.peer]
+                continue
+            took_s += await self._send(there, here, self._job.backward_bytes[stage])
+            flight.latency_s[stage] = took_s
+            return
+
+    async def _send(self, here: Peer, there: Peer, size_bytes: float) -> float:
+        """Send tensors; returns the seconds that it took."""
+        now_s = self._loop.now_s
+        took_s = self._world.lines.send(here.device, there.device, size_bytes, now_s) - now_s
+        self._world.report.boundary_bytes += size_bytes
+        if took_s:
+            await asyncio.sleep(took_s)
+        return took_s
+
+    async def _notice(self, peer: Peer) -> None:
+        """Raise `Gone`, for a dead peer when that can be known."""
+        if not peer.alive:
+            await asyncio.sleep(max(0.0, peer.ended_s + self._settings.detect_s - self._loop.now_s))
+        raise Gone
+
     def _land(self, flight: Flight) -> None:
-        if flight.t in self._world.in_flight:
-            self._world.in_flight[flight.t] &= ~(1 << flight.m)
+        if flight.t in self._in_flight:
+            self._in_flight[flight.t] &= ~(1 << flight.m)
 
     def _answered(self, flight: Flight) -> None:
         trainer, now_s, report = flight.trainer, self._loop.now_s, self._world.report
@@ -179,12 +298,12 @@ class Trainers:
         again = True
         while again:
             await asyncio.sleep(self._settings.report_s)
-            for t in self._steps.damaged:
-                in_flight = self._world.in_flight.get(t, 0)
-                lacking = [bitmap & ~in_flight for bitmap in self._steps.lacking(t)]
+            for t in self._world.damaged:
+                in_flight = self._in_flight.get(t, 0)
+                lacking = [bitmap & ~in_flight for bitmap in self._world.lacking(t)]
                 self._work.lacking(t, lacking, now=self._loop.now_s)
             self.start_all()
-            again = bool(self._steps.damaged)
+            again = bool(self._world.damaged)
 
     def set_peers(self, stage: Stage) -> None:
         """Tell all trainers the peers that serve a stage now."""
@@ -196,7 +315,7 @@ class Trainers:
                 trainer.window.set_largest(room)
 
     def _stepped(self, t: int) -> None:
-        self._world.in_flight.pop(t, None)
+        self._in_flight.pop(t, None)
         self._work.stepped(self._world.version)
         for trainer in self._trainers:
             trainer.window.paused()
@@ -209,5 +328,5 @@ class Trainers:
         """Give up all that is in flight, and forget later steps: the run goes on from `version`."""
         for journey in self._journeys:
             journey.cancel()
-        self._world.in_flight.clear()
+        self._in_flight.clear()
         self._work.went_back(version)

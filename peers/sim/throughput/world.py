@@ -1,10 +1,12 @@
-"""The state of a simulated run: devices that compute one job at a time, microbatches in flight, trainers."""
+"""The state of a simulated run: devices that do one job at a time, and what the sums of each stage have."""
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from peers.sim.lines import SharedLines
 from peers.sim.loop import VirtualLoop
@@ -12,11 +14,7 @@ from peers.sim.throughput.report import Settings, ThroughputReport
 from peers.stage.device import MeanLength
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.plan.network import Job, Network
-from swarm.policy.link_latency import LinkLatency
-from swarm.policy.router import Pace, Router
-from swarm.policy.window import Window
-from swarm.protocol.ledger import Ledger
-from swarm.protocol.worklist import Work
+from swarm.protocol.ledger import Ledger, everything
 from swarm.sim.dice import Dice
 
 
@@ -38,11 +36,9 @@ class Peer:
         stage: Stage,
         job_s: tuple[float, float],
         room: int,
-        *,
-        blocking: bool = False,
     ) -> None:
         """`job_s`: forward and backward of a microbatch. `room`: microbatches in its memory; more wait."""
-        self._loop, self._blocking = loop, blocking
+        self._loop = loop
         self.device, self.name, self.stage, self.job_s, self.room = device, name, stage, job_s, room
         self.since_s = self.served_from_s = loop.now_s
         self.alive, self.serving = True, False
@@ -54,13 +50,11 @@ class Peer:
         """Microbatches that it has, and that are not yet in its sum."""
         self.ledgers: dict[int, Ledger] = {}
         self.busy_s = 0.0
-        self.computed = 0
-        self.sends_until_s = 0.0
-        """When all that it sent has arrived."""
-        self._held = 0
+        self.computed = self._held = 0
         self._running: asyncio.Future[None] | None = None
-        self._backwards = deque[tuple[asyncio.Future[None], float]]()
-        self._forwards = deque[tuple[asyncio.Future[None], float]]()
+        self._order = itertools.count()
+        self._jobs: list[tuple[bool, int, asyncio.Future[None], float]] = []
+        """(whether it is a forward, number, done, seconds) of those that wait."""
         self._waiting = deque[asyncio.Future[None]]()
         self._length = MeanLength()
 
@@ -80,8 +74,7 @@ class Peer:
 
     @property
     def _queued(self) -> int:
-        busy = self._running is not None
-        return len(self._backwards) + len(self._forwards) + len(self._waiting) + busy
+        return len(self._jobs) + len(self._waiting) + (self._running is not None)
 
     async def take_room(self) -> None:
         """Wait until another microbatch fits into the memory."""
@@ -112,76 +105,37 @@ class Peer:
         """Have the device work so long for a microbatch; done when it has."""
         self._length.count(self._queued)
         done = self._loop.create_future()
-        (self._backwards if back else self._forwards).append((done, lasts_s))
+        heapq.heappush(self._jobs, (not back, next(self._order), done, lasts_s))
         if self._running is None:
             self._next()
         return done
 
     def _next(self) -> None:
-        if self._blocking and self._loop.now_s < self.sends_until_s:
-            self._loop.call_at(self.sends_until_s, self._next)
-            return
-        if self._running is not None:
-            self._length.count(self._queued)
-            self._running = None
-        while queue := self._backwards or self._forwards:
-            done, lasts_s = queue.popleft()
+        self._length.count(self._queued)
+        self._running = None
+        while self._jobs:
+            *_, done, lasts_s = heapq.heappop(self._jobs)
             if not done.done():
                 self._running = done
                 self._loop.call_later(lasts_s, self._worked, done, lasts_s)
                 return
 
     def _worked(self, done: asyncio.Future[None], lasts_s: float) -> None:
-        if not self.alive:
-            return
-        self.busy_s += lasts_s
-        if not done.done():
-            done.set_result(None)
-        if self._blocking:
-            self._loop.call_soon(self._next)  # when it has sent what it computed
-        else:
+        if self.alive:
+            self.busy_s += lasts_s
+            if not done.done():
+                done.set_result(None)
             self._next()
 
     def fail_all(self) -> None:
         """Let its callers know that it is gone."""
-        jobs = [done for done, _ in (*self._backwards, *self._forwards)]
-        for future in (*jobs, *self._waiting, self._running):
+        for future in (*(done for _, _, done, _ in self._jobs), *self._waiting, self._running):
             if future is not None and not future.done():
                 future.set_exception(Gone())
 
 
-class Flight:
-    """A microbatch in flight: forward through a peer of each stage, and back."""
-
-    __slots__ = ("deepest", "hops", "latency_s", "m", "microbatch", "own_s", "t", "trainer")
-
-    def __init__(self, trainer: Trainer, work: Work, hops: list[Peer]) -> None:
-        self.trainer, self.hops, self.deepest = trainer, hops, work.deepest
-        self.microbatch: Microbatch = work.microbatch
-        self.t, self.m = work.microbatch
-        self.latency_s = [0.0] * len(hops)
-        """Per stage, on the link to the next one and back."""
-        self.own_s = [0.0] * len(hops)
-        """Per stage, its time there without the stages behind it."""
-
-
-@dataclass(slots=True, eq=False)
-class Trainer:
-    """A trainer with the live policies. All share the work list, as if claims were known to all at once."""
-
-    device: int
-    """The device that it is next to."""
-    window: Window
-    router: Router = field(default_factory=Router)
-    link_latency: LinkLatency = field(default_factory=LinkLatency)
-    pace: Pace = field(default_factory=Pace)
-    running: int = 0
-    shared: int = 0
-    """Microbatches of the open step that it ran."""
-
-
 class World:
-    """The state of one run that all parts of the simulation share."""
+    """One run: its peers, its version, and the microbatches in the sums of its open steps."""
 
     def __init__(self, loop: VirtualLoop, network: Network, job: Job, settings: Settings, seed: int) -> None:
         self.network, self.job, self.settings, self.seed = network, job, settings, seed
@@ -197,9 +151,135 @@ class World:
         """Those that are known to serve: with the dead ones of whom nobody has heard yet."""
         self.empty_since_s: float | None = 0.0
         """Since when some stage has no peer."""
-        self.in_flight: dict[int, int] = {}
-        """Step -> microbatches in flight, as bits."""
+        self.covered: dict[int, list[int]] = {}
+        """Step -> per stage, the microbatches that are in some sum."""
+        self.damaged: set[int] = set()
+        """Open steps of which some sum was lost."""
+        self.on_step: Callable[[int], None]
+        """Called when a step was taken."""
+        self.on_released: Callable[[Peer], None]
+        """Called when a draining peer has one microbatch less."""
+        self._every = everything(job.microbatches)
+        self._reducing: dict[Stage, asyncio.TimerHandle] = {}
+        self._prepared: set[Stage] = set()
+        self._committing: asyncio.TimerHandle | None = None
 
     def serving(self, stage: Stage) -> list[Peer]:
         """The living peers of a stage."""
         return [peer for peer in self.stages[stage].values() if peer.serving]
+
+    # -- sums -------------------------------------------------------------------------------------
+
+    @property
+    def open(self) -> int:
+        """Microbatches in sums of steps that were not taken yet, counted by stage."""
+        return sum(bitmap.bit_count() for covered in self.covered.values() for bitmap in covered)
+
+    def has(self, t: int, stage: Stage, m: int) -> bool:
+        """Whether a microbatch is in some sum of the stage, or its step is over."""
+        if t < self.version:
+            return True
+        return bool(self.covered.setdefault(t, [0] * self.job.stages)[stage] >> m & 1)
+
+    def record(self, peer: Peer, t: int, m: int) -> None:
+        """Add a microbatch to the sum of a peer; with the last one of a stage begins its reduce."""
+        stage, covered = peer.stage, self.covered[t]
+        self.report.computed += 1
+        peer.ledgers[t].record(m)
+        assert not covered[stage] >> m & 1, f"{Microbatch(t, m)} counts twice in stage {stage}"
+        covered[stage] |= 1 << m
+        self.reduce_if_complete(stage)
+
+    def lacking(self, t: int) -> list[int]:
+        """Per stage, the microbatches that are in no sum."""
+        return [self._every & ~bitmap for bitmap in self.covered[t]]
+
+    # -- the end of a step ------------------------------------------------------------------------
+
+    def reduce_if_complete(self, stage: Stage) -> None:
+        """Begin a round if all microbatches of the open step are in the stage's sums."""
+        t = self.version
+        if t not in self.covered or self.covered[t][stage] != self._every:
+            return
+        if stage in self._reducing or stage in self._prepared:
+            return
+        union, there = 0, [p for p in self.peers.values() if p.stage == stage and p.serving]
+        for peer in there:
+            assert not union & peer.done(t), f"a microbatch of step {t} counts twice in stage {stage}"
+            union |= peer.done(t)
+        assert union == self._every, f"step {t} lacks a microbatch in stage {stage}"
+        size_bytes = self.job.gradient_bytes[stage]
+        self.report.reduce_bytes += 2 * (len(there) - 1) * size_bytes
+        reduce_s = self.lines.reduce_s([peer.device for peer in there], size_bytes)
+        self._reducing[stage] = self.loop.call_later(reduce_s, self._reduced, stage)
+
+    def _reduced(self, stage: Stage) -> None:
+        del self._reducing[stage]
+        self._prepared.add(stage)
+        if len(self._prepared) == self.job.stages and self.empty_since_s is None:
+            # Stage coordinators report to the run coordinator and get its directive.
+            heads = [min(self.serving(s), key=lambda p: p.name).device for s in range(self.job.stages)]
+            trip_s = 2 * max(self.lines.latency_s(heads[0], head) for head in heads)
+            self._committing = self.loop.call_later(trip_s + self.settings.step_s, self._commit)
+
+    def _commit(self) -> None:
+        t, self._committing = self.version, None
+        self.version += 1
+        self.report.step_ends_s.append(self.loop.now_s)
+        self._prepared.clear()
+        self.covered.pop(t, None)
+        self.damaged.discard(t)
+        for peer in self.peers.values():
+            peer.ledgers.pop(t, None)
+        for stage in range(self.job.stages):
+            self.reduce_if_complete(stage)
+        self.on_step(t)
+
+    # -- lost sums --------------------------------------------------------------------------------
+
+    def lose(self, peer: Peer) -> None:
+        """Remove the sums of a peer that died."""
+        stage, t = peer.stage, self.version
+        if stage in self._prepared and not self.serving(stage):
+            # Only peers that are gone had the result, with the parts of those that died before.
+            self._prepared.discard(stage)
+            if self._committing is not None:
+                self._committing.cancel()
+            covered = self.covered[t]
+            self.report.recomputed += (covered[stage] & ~peer.done(t)).bit_count()
+            covered[stage] &= peer.done(t)
+        self._remove(peer)
+        if stage in self._reducing:
+            self._reducing.pop(stage).cancel()
+            self.reduce_if_complete(stage)
+
+    def hand_over(self, peer: Peer) -> None:
+        """Give the sums of a peer that moves away to a replica, if it has one."""
+        replica = next(iter(self.serving(peer.stage)), None)
+        if replica is None:
+            self._remove(peer)
+            return
+        for t, ledger in peer.ledgers.items():
+            if ledger.done:
+                replica.ledger(t, self.job.microbatches).take_over(ledger.done)
+        if peer.stage in self._reducing:
+            self._reducing.pop(peer.stage).cancel()
+
+    def drop(self) -> None:
+        """Forget all open steps: the run goes back to a checkpoint."""
+        self.report.recomputed += self.open
+        for peer in self.peers.values():
+            peer.ledgers.clear()
+        for due in (*self._reducing.values(), self._committing):
+            if due is not None:
+                due.cancel()
+        for kept in (self.covered, self.damaged, self._reducing, self._prepared):
+            kept.clear()
+
+    def _remove(self, peer: Peer) -> None:
+        for t, ledger in peer.ledgers.items():
+            # In a prepared stage all replicas hold the complete result: nothing is lost with one of them.
+            if ledger.done and not (t == self.version and peer.stage in self._prepared):
+                self.covered[t][peer.stage] &= ~ledger.done
+                self.damaged.add(t)
+                self.report.recomputed += ledger.done.bit_count()
