@@ -18,17 +18,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from signal import SIGKILL
 from subprocess import STDOUT
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import msgspec
 
 from peers import events
-from peers.events import Event, Note, StepDone, count, parse_event
+from peers.events import Emit, Event, Note, StepDone, count, parse_event, to_text
 from peers.programs.processes import Child, stop_all
 from peers.programs.tool_options import DemoOptions
 from peers.storage import RESULTS_ENV
 from peers.waiting import happens
-from peers.watch.display import Display
 from swarm.errors import SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import CodecSpec, CustomModelSpec, Run, demo_run, load_run
@@ -45,6 +44,28 @@ MIN_PROCESSES, PROCESSES_PER_CORE = 32, 8
 SAMPLE_TOKENS = 400
 LAST_LINES = 20
 PROMPT = "The "
+STEP_LINES = 40
+"""Of the steps, about so many are said."""
+
+
+class Lines:
+    """Prints each event as a line; steps now and then."""
+
+    def __init__(self, title: str, stream: TextIO | None = None) -> None:
+        self._stream = stream if stream is not None else sys.stdout
+        self._done = 0
+        self._print(title)
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StepDone):
+            before, self._done = self._done, max(self._done, event.t + 1)
+            every = max(1, event.steps // STEP_LINES)
+            if self._done // every == before // every and self._done != event.steps:
+                return
+        self._print(to_text(event))
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
 
 
 @dataclass
@@ -102,12 +123,11 @@ async def run_demo(options: DemoOptions) -> int:
         f"swarm demo: {count(run.S, 'stage')} × {count(options.peers, 'peer')}, {count(run.steps, 'step')}"
     )
     shown = sys.stderr if options.json else sys.stdout
-    with Display(title, stream=shown) as display:
-        demo = Demo(run, options, display)
-        try:
-            result = await demo.play()
-        finally:
-            await stop_all(demo.children)
+    demo = Demo(run, options, Lines(title, shown))
+    try:
+        result = await demo.play()
+    finally:
+        await stop_all(demo.children)
     print(summary(result), file=shown)
     if options.json:
         print(json.dumps({key: value for key, value in result.items() if not key.startswith("_")}))
@@ -161,7 +181,7 @@ def _check_text(files: Sequence[Path]) -> None:
 class Demo:
     """The processes of one demo, and the story that they tell."""
 
-    def __init__(self, run: Run, options: DemoOptions, display: Display) -> None:
+    def __init__(self, run: Run, options: DemoOptions, display: Emit) -> None:
         self._run, self._options, self._display = run, options, display
         self._random = random.Random(run.seed)
         self.children: list[Child] = []

@@ -10,8 +10,8 @@ from nicegui import ui
 
 from peers.events import time_of_day
 from peers.watch import topology
-from peers.watch.display import clock
 from peers.watch.parts import Lines, Plot, Stats, Table, div, head
+from peers.watch.terminal import clock
 from swarm.errors import short
 from swarm.ids import PeerId
 from swarm.monitoring.health import Contribution, PeerHealth, Route, StageHealth, SwarmHealth

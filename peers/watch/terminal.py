@@ -6,15 +6,19 @@ the terminal: a live screen on one, plain lines anywhere else. Whatever stranger
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+from typing_extensions import Self
 
 from peers.events import count, time_of_day
-from peers.watch.display import OnTerminal, bar, clock, curve
 from swarm.errors import short
 from swarm.monitoring.alerts import SLOW
 from swarm.monitoring.health import Alert, PeerHealth, StageHealth, SwarmHealth
@@ -26,6 +30,7 @@ MIN_PEERS = 3
 """Rows that other parts leave for peers."""
 GAP = 2
 """Between columns."""
+BARS = "▁▂▃▄▅▆▇█"
 LINES_EVERY_S = 10.0
 """Off a terminal a line about the steps comes this often."""
 
@@ -195,11 +200,50 @@ def _happening(at: float, text: str, width: int) -> Text:
     return line
 
 
-class Screen(OnTerminal):
+def bar(done: int, steps: int, words: str, room: int) -> RenderableType:
+    """A bar, and words beside it, in `room` columns."""
+    row = Table.grid(padding=(0, 2))
+    row.add_row(ProgressBar(total=steps or 1, completed=done, width=max(4, room - len(words) - 2)), words)
+    return row
+
+
+def curve(losses: Sequence[float], room: int) -> str:
+    """The first and the last loss, and a line between them, in `room` columns."""
+    if not losses:
+        return "–"
+    words = f"{losses[0]:.3f} → {losses[-1]:.3f}"
+    return f"{words}  {sparkline(losses, room - len(words) - 2)}"
+
+
+def clock(seconds: float) -> str:
+    """`0:07`, `12:34`, `1:02:03`."""
+    minutes, s = divmod(int(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The values as bars from the smallest to the largest, averaged into at most `width` columns."""
+    if not values or width <= 0:
+        return ""
+    columns = min(width, len(values))
+    cuts = [i * len(values) // columns for i in range(columns + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
+    low, high = min(means), max(means)
+    if high <= low:
+        return BARS[0] * columns
+    return "".join(BARS[min(7, int((value - low) / (high - low) * 8))] for value in means)
+
+
+class Screen:
     """Shows pictures while a `with` block runs; call it with each."""
 
     def __init__(self, *, stream: TextIO | None = None, live: bool | None = None) -> None:
-        super().__init__(stream, live, screen=True, auto_refresh=False)
+        """`live` None: it is if `stream` (stdout by default) is a terminal."""
+        self._stream = stream if stream is not None else sys.stdout
+        self._console = Console(file=self._stream, highlight=False)
+        live = self._console.is_terminal and not self._console.is_dumb_terminal if live is None else live
+        self._live = Live(console=self._console, screen=True, auto_refresh=False) if live else None
         self._said_at = 0.0
         self._version = -1
         self._alerts: set[str] = set()
@@ -208,6 +252,18 @@ class Screen(OnTerminal):
     @property
     def live(self) -> bool:
         return self._live is not None
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
 
     def __call__(self, health: SwarmHealth) -> None:
         if self._live is not None:

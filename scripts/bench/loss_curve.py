@@ -35,11 +35,10 @@ PICTURE = ROOT / "docs" / "loss-curve.svg"
 async def measure(steps: int, kills: int, peers: int) -> dict[str, Any]:
     """Train in a swarm, then in one process."""
     from peers.events import Event, Killed
-    from peers.programs.demo import Demo, DemoOptions
+    from peers.programs.demo import Demo, DemoOptions, Lines
     from peers.programs.manifest_pinning import pinned
     from peers.programs.processes import stop_all
     from peers.storage.samples import open_data
-    from peers.watch.display import Display
     from scripts.bench.harness import machine
     from swarm.manifest import demo_run
     from swarm.model.reference import SingleProcess
@@ -48,20 +47,20 @@ async def measure(steps: int, kills: int, peers: int) -> dict[str, Any]:
     options = DemoOptions(stages=run.S, peers=peers, steps=steps, preempt=kills)
     killed: list[dict[str, int]] = []
 
-    class Recorder(Display):
+    class Recorder(Lines):
         def __call__(self, event: Event) -> None:
             if isinstance(event, Killed):
                 killed.append({"step": demo.tally.steps, "stage": event.stage})
             super().__call__(event)
 
-    with Recorder(f"{run.S} stages × {peers} peers, {kills} kills", stream=sys.stderr) as display:
-        demo = Demo(run, options, display)
-        began = time.monotonic()
-        try:
-            result = await demo.play()
-        finally:
-            await stop_all(demo.children)
-        swarm_s = time.monotonic() - began
+    title = f"{run.S} stages × {peers} peers, {kills} kills"
+    demo = Demo(run, options, Recorder(title, sys.stderr))
+    began = time.monotonic()
+    try:
+        result = await demo.play()
+    finally:
+        await stop_all(demo.children)
+    swarm_s = time.monotonic() - began
 
     import torch
 

@@ -9,9 +9,11 @@ import threading
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
-from peers.watch.terminal import Screen, render
+from peers.watch.terminal import Screen, clock, render, sparkline
 from swarm.monitoring.aggregator import Aggregator
 from swarm.monitoring.health import Observation, SwarmHealth
 from swarm.monitoring.validation import tidy
@@ -163,3 +165,18 @@ def test_off_a_terminal_lines_tell_what_is_new_and_each_alert_once() -> None:
         "! stage 2 has no peer: the run waits until one joins",
         "! peer peer-c does not answer: it hangs",
     ]
+
+
+def test_durations() -> None:
+    assert [clock(7), clock(754.9), clock(3723)] == ["0:07", "12:34", "1:02:03"]
+
+
+def test_a_sparkline_spans_from_the_smallest_to_the_largest() -> None:
+    assert sparkline([1, 2, 3], 10) == "▁▅█"
+    assert sparkline([3, 3], 10) == "▁▁"
+    assert sparkline([], 10) == sparkline([1, 2], 0) == ""
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200), st.integers(1, 60))
+def test_a_sparkline_has_at_most_its_width(values: list[float], width: int) -> None:
+    assert len(sparkline(values, width)) == min(width, len(values))
