@@ -8,12 +8,8 @@ either can be played.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -46,7 +42,7 @@ class Recorder:
         """A file that is there already is continued, if it is of the same run. `most_bytes`: of one file.
 
         Raises:
-            SetupError: it is not, it cannot be written, or another program writes it.
+            SetupError: it is not, or it cannot be written.
         """
         self._path, self._most_bytes = path, most_bytes
         self._head = msgspec.json.encode(_Head(run.to_toml()))
@@ -54,20 +50,13 @@ class Recorder:
         """The records of now: a file begins with them."""
         self._refused: dict[str, int] | None = None
         self._voice: dict[PeerId, int] | None = None
-        try:
-            if path.exists() and path.stat().st_size:
-                known, _ = read(path)
-                if known.id != run.id:
-                    raise SetupError(
-                        f"{path} holds the history of run {known.id}, not of {run.id}: record to another file"
-                    )
-            self._file = _mine(path)
-            if path.stat().st_size:
-                _mend(path)
-            if not path.stat().st_size:
-                self._write(self._head)
-        except OSError as error:
-            raise SetupError(f"cannot record to {path}: {error.strerror or error}") from None
+        there = path.is_file() and path.stat().st_size > 0
+        if there and (known := read(path)[0]).id != run.id:
+            raise SetupError(
+                f"{path} holds the history of run {known.id}, not of {run.id}: record to another file"
+            )
+        self._open()
+        self._write(b"" if there else self._head)  # ends a last line that was not written to its end
 
     def __call__(self, observation: Observation) -> None:
         """Write it, unless nothing was new.
@@ -87,17 +76,21 @@ class Recorder:
         self._voice = observation.voice if observation.voice is not None else self._voice
 
     def _begin_anew(self, at: float) -> None:
-        try:
-            self._file.close()
-            self._path.replace(self._path.with_name(f"{self._path.name}.1"))
-            self._file = _mine(self._path)
-        except OSError as error:
-            raise SetupError(f"cannot record to {self._path}: {error.strerror or error}") from None
+        self._file.close()
+        self._open(old=self._path.with_name(f"{self._path.name}.1"))
         self._write(self._head)
         there = Observation(
             at=at, records=tuple(self._records.values()), refused=self._refused, voice=self._voice
         )
         self._write(msgspec.json.encode(there))
+
+    def _open(self, *, old: Path | None = None) -> None:
+        try:
+            if old is not None:
+                self._path.replace(old)
+            self._file = self._path.open("ab")
+        except OSError as error:
+            raise SetupError(f"cannot record to {self._path}: {error.strerror or error}") from None
 
     def _write(self, line: bytes) -> None:
         try:
@@ -115,40 +108,13 @@ class Recorder:
             self._file.close()
 
 
-def _mine(path: Path) -> BinaryIO:
-    """The file to append to, locked while it is open: two writers would tear each other's lines."""
-    file = path.open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise SetupError(
-            f"{path} is being recorded to by another dashboard: record to another file, or stop that one"
-        ) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOTSUP, errno.ENOLCK):  # some network disks have no locks
-            file.close()
-            raise
-    return file
-
-
-def _mend(path: Path) -> None:
-    """Cut off a last line that was not written to its end."""
-    with path.open("rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        while size and file.seek(size - 1) is not None and file.read(1) != b"\n":
-            size -= 1
-        file.truncate(size)
-
-
 def read(path: Path) -> tuple[Run, Iterator[Observation]]:
     """The run of a history, and its observations in their order, read as they are asked for.
 
-    All that it says can be shown: a stranger may have written it.
+    All that it says can be shown: a stranger may have written it. Lines without an observation are left out.
 
     Raises:
-        SetupError: it cannot be read, is no history, or another version's; while iterating, too, with the
-            line's number. A last line that was not written to its end is left out.
+        SetupError: it cannot be read, is no history, or another version's.
     """
     try:
         with path.open("rb") as file:
@@ -176,18 +142,8 @@ def read(path: Path) -> tuple[Run, Iterator[Observation]]:
     def observations() -> Iterator[Observation]:
         with path.open("rb") as file:
             file.readline(MAX_LINE_BYTES)
-            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=2):
-                if not line.endswith(b"\n"):
-                    if len(line) < MAX_LINE_BYTES:
-                        return
-                    most = f"{MAX_LINE_BYTES >> 20} MiB"
-                    raise SetupError(f"{path}, line {number} is no observation: it is longer than {most}")
-                try:
-                    observation = validation.tidy_observation(
-                        msgspec.json.decode(line, type=Observation), run
-                    )
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, Refused) as error:
-                    raise SetupError(f"{path}, line {number} is no observation: {error}") from None
-                yield observation
+            for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
+                with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, Refused):
+                    yield validation.tidy_observation(msgspec.json.decode(line, type=Observation), run)
 
     return run, observations()
