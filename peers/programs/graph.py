@@ -114,7 +114,7 @@ def render(
     cheap = sum(op.cheap for op in graph.operators)
     weights = sum(graph.values[name].nbytes for name in graph.parameters)
     lines = [
-        f"{len(graph.operators)} operators ({cheap} computed where they are needed), traced by {traced.by}; "
+        f"{len(graph.operators)} operators ({cheap} computed where they are needed); "
         f"{len(graph.parameters)} parameters, {shown_bytes(weights)}",
         "inputs: " + ", ".join(_form(graph.values[name]) for name in graph.inputs),
     ]
@@ -141,7 +141,6 @@ def as_json(
     """Everything, for programs."""
     graph = traced.graph
     return {
-        "by": traced.by,
         "inputs": list(graph.inputs),
         "loss": graph.loss,
         "tied": [list(names) for names in graph.tied],

@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
-from swarm.model.graph.capture import Untraceable
 from swarm.model.graph.stage_module import cut
 from swarm.model.graph.trace import trace
 from tests.model.parity import check_parity, compute, gradients, random_cuts, whole
@@ -104,16 +103,6 @@ def test_a_loss_may_have_weights_of_its_own() -> None:
     torch.testing.assert_close(found.loss, expected.detach())
     names = ("loss.score.weight", "loss.score.bias", "linear.weight")
     torch.testing.assert_close(tuple(found.parameters[name] for name in names), grads)
-
-
-def test_by_torch_fx_too_a_loss_may_have_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise Untraceable("not this time")
-
-    monkeypatch.setattr("swarm.model.graph.trace.by_export", refuse)
-    model, target = Net(lambda net, x: net.linear(x)), torch.ones(3, 2)
-    traced = trace(model, (X,), loss=Scored(), loss_args=(target,))
-    assert traced.by == "torch.fx" and "loss.score.weight" in traced.graph.parameters
 
 
 def test_weights_of_the_model_and_of_its_loss_may_share_a_tensor_but_no_name() -> None:
@@ -255,37 +244,6 @@ def test_what_is_detached_sends_no_gradient_and_what_is_switched_off_draws_nothi
     trace(Net(lambda net, x: functional.rrelu(net.linear(x), training=False).sum()), (X,))
 
 
-def test_torch_fx_traces_what_torch_export_does_not() -> None:
-    class Scripted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.inner = torch.jit.script(nn.Linear(4, 4, dtype=torch.float64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x).square().sum()
-
-    model, x = Scripted(), X.double()
-    traced = trace(model, (x,))
-    assert traced.by == "torch.fx"
-    check_parity(compute(model, traced, {"x": x}), 3)
-
-
-def test_torch_fx_loses_no_grad_and_says_so() -> None:
-    class Scripted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = torch.jit.script(nn.Linear(4, 4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                scale = self.inner(x).mean()
-            return (self.inner(x) * scale).sum()
-
-    with pytest.raises(SetupError, match=r"it switches gradients off, which only torch.export keeps"):
-        trace(Scripted(), (X,))
-
-
 # --- what is refused ----------------------------------------------------------------------------------------
 
 
@@ -369,7 +327,7 @@ LINE = r"test_graph_trace.py:\d+: "
     [
         (branch, LINE + r"`return y.sum\(\) if y.sum\(\) > 0.*depends on the numbers in a tensor"),
         (ragged, LINE + r"operator aten.index.Tensor makes a size or number \(u0\) that depends on data"),
-        (mapped, "torch.export: .* which is no operator; .*torch.fx: something in between was computed"),
+        (mapped, "Net cannot be traced as one graph of operators: .* which is no operator"),
         (autocast, "the model switches autocast on; leave that to the run's dtype"),
         (hidden_write, "operator aten.mul_.* writes to a tensor that needs a gradient, under no_grad"),
         (weight_changed, "operator aten.mul_.Tensor changes the parameter linear.weight while the model"),
@@ -426,6 +384,12 @@ def test_a_hook_on_the_gradient_of_a_weight_is_refused_by_its_name(method: str) 
         trace(model, (X,), loss=torch.sum)
     handle.remove()
     trace(model, (X,), loss=torch.sum)
+
+
+def test_a_scripted_part_is_refused_by_its_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(SetupError, match=r"1 is compiled by torch\.jit, which cannot be traced: take the"):
+        trace(model, (X,), loss=torch.sum)
 
 
 def test_a_sample_that_does_not_fit_is_refused() -> None:

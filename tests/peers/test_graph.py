@@ -38,9 +38,7 @@ def graph(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 def test_a_table_of_stages(capsys: pytest.CaptureFixture[str]) -> None:
     lines = graph(capsys, "--model", UNET, "--stages", "3").splitlines()
-    assert lines[0].startswith(
-        "32 operators (0 computed where they are needed), traced by torch.export; 28 parameters"
-    )
+    assert lines[0].startswith("32 operators (0 computed where they are needed); 28 parameters")
     assert "inputs: image_NCHW float32[2, 1, 32, 32]" in lines
     assert [line.split()[0] for line in lines[-3:]] == ["0", "1", "2"]
     assert lines[-1].endswith("4 B  mse_loss float32[]")

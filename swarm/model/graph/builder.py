@@ -37,22 +37,14 @@ class Traced:
     """Buffers, frozen parameters and constants that the graph reads."""
     statistics: Mapping[int, tuple[Statistic, ...]]
     """Operator (a batch norm's) -> what it tells."""
-    by: str
-    """How it was traced: `torch.export` or `torch.fx`."""
 
 
 class Builder:
     """Builder of calls and their graph from a functional fx graph."""
 
-    def __init__(
-        self,
-        model: WithLoss,
-        captured: Captured,
-        constants: Mapping[str, torch.Tensor],
-        inputs: Mapping[str, str],
-    ) -> None:
-        """`constants`: by placeholder. `inputs`: placeholder -> name."""
-        self._captured, self._constants, self._inputs = captured, constants, inputs
+    def __init__(self, model: WithLoss, captured: Captured, inputs: Mapping[str, str]) -> None:
+        """`inputs`: placeholder -> name."""
+        self._captured, self._inputs = captured, inputs
         self._env: dict[fx.Node, Any] = {}
         self._values: dict[str, Value] = {}
         self._buffers: dict[str, torch.Tensor] = {}
@@ -70,7 +62,7 @@ class Builder:
         self._taken = {*inputs.values(), *self._all, *self._all_buffers}
         """Names that no operator's output may have."""
 
-    def build(self, lowered: fx.Graph, loss_node: fx.Node, by: str) -> Traced:
+    def build(self, lowered: fx.Graph, loss_node: fx.Node) -> Traced:
         """
         Raises:
             SetupError: the model does what no stage may do.
@@ -94,7 +86,6 @@ class Builder:
             parameters={name: self._all[name] for name in self._names.values()},
             buffers={name: self._buffers[name] for name in graph.buffers},
             statistics=statistics,
-            by=by,
         )
 
     # --- nodes ------------------------------------------------------------------------------------------
@@ -113,9 +104,9 @@ class Builder:
         elif node.name in captured.buffers:
             name, differentiable = captured.buffers[node.name], False
             self._buffers[name] = self._all_buffers[name]
-        elif node.name in self._constants:
+        elif node.name in captured.constants:
             name, differentiable = f"constant:{node.name}", False
-            self._buffers[name] = self._constants[node.name].detach()
+            self._buffers[name] = captured.constants[node.name].detach()
         else:
             return  # a number of the sample: it is in the trace
         if name not in self._values:

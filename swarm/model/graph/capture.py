@@ -1,6 +1,6 @@
-"""A module as an fx graph of ATen calls: by torch.export without strict mode, else by torch.fx's make_fx.
+"""A module as an fx graph of ATen calls: by torch.export without strict mode.
 
-Both see tensors without numbers, so that neither can follow one branch of a decision that depends on data.
+It sees tensors without numbers, so that it cannot follow one branch of a decision that depends on data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -26,7 +25,7 @@ from swarm.errors import SetupError
 
 
 class Untraceable(Exception):
-    """A failed attempt at tracing; the text says why, another attempt may succeed."""
+    """The model is no one graph of operators; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +104,7 @@ def find_loss(out: Any) -> torch.Tensor:
     )
 
 
-def by_export(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
+def capture(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
     """
     Raises:
         Untraceable: says why.
@@ -125,49 +124,21 @@ def by_export(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
         if names[kind]:
             raise Untraceable(f"it reads {sorted(names[kind].values())[0]}, which is no tensor")
     (output,) = program.graph_module.graph.find_nodes(op="output")
+    # By the names that `WithLoss` has.
+    parameters, buffers = (
+        {holder: name.removeprefix("model.") for holder, name in names[kind].items()}
+        for kind in (InputKind.PARAMETER, InputKind.BUFFER)
+    )
     return Captured(
         module=program.graph_module,
-        parameters=_full(names[InputKind.PARAMETER]),
-        buffers=_full(names[InputKind.BUFFER]),
+        parameters=parameters,
+        buffers=buffers,
         constants={
             name: cast(torch.Tensor, program.constants[target])
             for name, target in names[InputKind.CONSTANT_TENSOR].items()
         },
         inputs=tuple(inputs),
         output=output.args[0][-1],
-    )
-
-
-def _full(names: Mapping[str, str]) -> dict[str, str]:
-    """With full names, by those that `WithLoss` has."""
-    return {holder: name.removeprefix("model.") for holder, name in names.items()}
-
-
-def by_fx(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
-    """Raises as `by_export`."""
-    tensors, rebuild = pytree.tree_flatten(example)
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    weights = parameters | buffers
-
-    def run(weights: dict[str, torch.Tensor], leaves: list[Any]) -> torch.Tensor:
-        return torch.func.functional_call(model, weights, pytree.tree_unflatten(leaves, rebuild))
-
-    with _explained():
-        traced = make_fx(run, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(
-            weights, tensors
-        )
-    holders = traced.graph.find_nodes(op="placeholder")
-    names = [holder.name for holder in holders]
-    given = dict(zip(names, (*parameters, *buffers), strict=False))
-    (output,) = traced.graph.find_nodes(op="output")
-    (loss,) = pytree.tree_leaves(output.args)
-    return Captured(
-        module=traced,
-        parameters=_full({holder: name for holder, name in given.items() if name in parameters}),
-        buffers=_full({holder: name for holder, name in given.items() if name in buffers}),
-        constants={},
-        inputs=tuple(names[len(weights) :]),
-        output=loss,
     )
 
 
@@ -247,15 +218,11 @@ class _NoOtherWeights(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         harmless = getattr(func, "__name__", "") in ("__get__", "detach") or not torch.is_grad_enabled()
         for tensor in () if harmless else pytree.tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not is_fake(tensor):
+            weights = isinstance(tensor, torch.Tensor) and tensor.requires_grad
+            if weights and not isinstance(tensor, FakeTensor):
                 raise SetupError(
                     f"the model or its loss reads a tensor {list(tensor.shape)} that needs a gradient and is "
                     "no parameter of either, so it would not be trained: hold tensors as nn.Parameter, and "
                     "several modules in nn.ModuleList"
                 )
         return func(*args, **(kwargs or {}))
-
-
-def is_fake(tensor: object) -> bool:
-    """Whether a tensor has no numbers: tracing must not leave one behind."""
-    return isinstance(tensor, FakeTensor)

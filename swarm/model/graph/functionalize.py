@@ -15,7 +15,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.node import map_arg
 
 from swarm.errors import SetupError
-from swarm.model.graph.capture import Captured, Untraceable, is_fake
+from swarm.model.graph.capture import Captured, Untraceable
 from swarm.model.graph.kernels import write_through
 
 aten = torch.ops.aten
@@ -33,8 +33,8 @@ OUT_OF_PLACE = frozenset(
 """Operators whose version with `_` does the same in place. Others write to a copy."""
 
 
-def lower(captured: Captured) -> tuple[fx.Graph, fx.Node, dict[str, torch.Tensor]]:
-    """(flat functional graph, its loss, constant tensors by the name of their placeholder).
+def lower(captured: Captured) -> tuple[fx.Graph, fx.Node]:
+    """(flat functional graph, its loss).
 
     Raises:
         Untraceable: something in the graph is not understood.
@@ -42,8 +42,7 @@ def lower(captured: Captured) -> tuple[fx.Graph, fx.Node, dict[str, torch.Tensor
     """
     flat = _Flat(captured)
     functional = _Functional(captured)
-    loss = functional.run(flat.graph, flat.loss)
-    return functional.graph, loss, {**captured.constants, **flat.constants}
+    return functional.graph, functional.run(flat.graph, flat.loss)
 
 
 class _Flat:
@@ -51,7 +50,6 @@ class _Flat:
 
     def __init__(self, captured: Captured) -> None:
         self.graph = fx.Graph()
-        self.constants: dict[str, torch.Tensor] = {}
         self._grad, self._plain = True, False
         env: dict[fx.Node, Any] = {}
         for holder in captured.module.graph.find_nodes(op="placeholder"):
@@ -66,16 +64,14 @@ class _Flat:
                 return map_arg(node.args[0], lambda n: env[n])
             if node.op == "placeholder":
                 continue
-            if node.op == "get_attr":
-                env[node] = self._attribute(module, str(node.target), node)
+            if node.op == "get_attr":  # the body of a region
+                env[node] = module.get_submodule(str(node.target))
             elif node.op != "call_function":
                 raise Untraceable(f"{where(node)}it calls {_called(node)}, which is no operator")
             elif isinstance(node.target, HigherOrderOperator):
                 env[node] = self._region(node, env)
             elif node.target is operator.getitem and isinstance(env[node.args[0]], tuple):
                 env[node] = env[node.args[0]][node.args[1]]
-            elif node.target is torch._C._set_grad_enabled:
-                raise Untraceable(f"{where(node)}it switches gradients off, which only torch.export keeps")
             elif not _is_check(node):
                 env[node] = self._operator(node, env)
         raise AssertionError("a graph without an output")
@@ -125,21 +121,6 @@ class _Flat:
         detached = self.graph.call_function(aten.detach.default, (node,))
         detached.meta = {**node.meta, "val": value.detach()}
         return detached
-
-    def _attribute(self, module: fx.GraphModule, name: str, node: fx.Node) -> Any:
-        value: Any = module
-        for part in name.split("."):
-            value = getattr(value, part)
-        if isinstance(value, fx.GraphModule):
-            return value
-        if not isinstance(value, torch.Tensor) or is_fake(value):
-            raise Untraceable(
-                f"{where(node)}something in between was computed where tracing could not see it"
-            )
-        holder = self.graph.placeholder(f"constant_{len(self.constants)}")
-        holder.meta["val"] = node.meta.get("val", value)
-        self.constants[holder.name] = value
-        return holder
 
 
 class _Functional:

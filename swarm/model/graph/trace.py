@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from swarm.errors import SetupError
 from swarm.model.graph.builder import Builder, Traced
-from swarm.model.graph.capture import Untraceable, WithLoss, by_export, by_fx
+from swarm.model.graph.capture import Untraceable, WithLoss, capture
 from swarm.model.graph.functionalize import lower
 
 
@@ -49,17 +49,14 @@ def trace(
     example = (tuple(args), dict(kwargs or {}), tuple(loss_args))
     names = _input_names(model, example)
     tensors = [isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(example)]
-    reasons: dict[str, str] = {}
-    for method, attempt in (("torch.export", by_export), ("torch.fx", by_fx)):
-        try:
-            captured = attempt(whole, example)
-            graph, end, constants = lower(captured)
-            inputs = dict(zip(itertools.compress(captured.inputs, tensors), names, strict=True))
-            return Builder(whole, captured, constants, inputs).build(graph, end, method)
-        except Untraceable as error:
-            reasons.setdefault(str(error), method)
-    told = "; ".join(f"{method}: {reason}" for reason, method in reasons.items())
-    raise SetupError(f"{type(model).__name__} cannot be traced as one graph of operators. {told}")
+    try:
+        captured = capture(whole, example)
+        graph, end = lower(captured)
+        inputs = dict(zip(itertools.compress(captured.inputs, tensors), names, strict=True))
+        return Builder(whole, captured, inputs).build(graph, end)
+    except Untraceable as error:
+        name = type(model).__name__
+        raise SetupError(f"{name} cannot be traced as one graph of operators: {error}") from error
 
 
 def _check(whole: WithLoss) -> None:
@@ -69,6 +66,10 @@ def _check(whole: WithLoss) -> None:
         if norm and module.training and module.momentum is None:
             raise SetupError(
                 f"batch norm {name} has momentum None, the mean of all that it ever saw; give it a number"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise SetupError(
+                f"{name} is compiled by torch.jit, which cannot be traced: take the module itself"
             )
     for name, parameter in whole.weights().items():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
