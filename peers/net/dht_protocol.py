@@ -49,6 +49,7 @@ from peers.waiting import within
 from swarm.charter import Charter, check_life
 from swarm.errors import Refused
 from swarm.ids import PeerId
+from swarm.wire.version import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class Found(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """Are you there? The answer is a `Pong`."""
+    """Are you there? The answer is a `Pong`. Peers of all versions understand both."""
 
     joining: bool
     """Can you call me, too? I want to join at you."""
@@ -128,6 +129,7 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag=0):
 class Pong(msgspec.Struct, frozen=True, array_like=True):
     unix_s: float
     reaches: bool
+    protocol: int
 
 
 class Store(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -164,6 +166,7 @@ class Welcome(NamedTuple):
     ahead_s: float
     """Its clock, of ours."""
     reaches_us: bool
+    protocol: int = PROTOCOL_VERSION
 
 
 Request: TypeAlias = Ping | Store | Find | Question
@@ -394,7 +397,7 @@ class DhtNode:
     async def pong(self, ping: Ping, asker: PeerId) -> Pong:
         """Whether we can call the asker as well, if it wants to know, and our clock."""
         now = unix_s()
-        return Pong(now, ping.joining and await self.ping(asker))
+        return Pong(now, ping.joining and await self.ping(asker), PROTOCOL_VERSION)
 
     async def join(self, peers: Sequence[PeerId]) -> bool:
         """Meet these, and the nodes near us that they know; whether one of them answered. See `welcomes`."""
@@ -530,7 +533,7 @@ class DhtNode:
             # Its clock was read some time between the question and the answer.
             pong = answered[0]
             ahead_s = pong.unix_s - min(max(pong.unix_s, asked_at), unix_s())
-            self.welcomes.append(Welcome(ahead_s, pong.reaches))
+            self.welcomes.append(Welcome(ahead_s, pong.reaches, pong.protocol))
         return answered is not None
 
     async def store(self, peer: PeerId, values: Sequence[tuple[bytes, Entry]]) -> list[bool] | None:

@@ -23,6 +23,7 @@ from peers.net.tasks import TaskKeeper
 from swarm.errors import SetupError
 from swarm.ids import PeerId
 from swarm.records import PeerRecord
+from swarm.wire.version import PROTOCOL_VERSION, differ
 
 SEARCH_WAIT_S = 1.0
 """A search among dead nodes takes long; our own record must be renewed meanwhile."""
@@ -219,7 +220,11 @@ class DhtStorage:
 
 
 def what_is_wrong(welcomes: Collection[Welcome]) -> str:
-    """Why a peer that got these answers cannot join; '' if it can. The majority of clocks is right."""
+    """Why a peer that got these answers cannot join; '' if it can. The majority of versions and clocks is
+    right."""
+    others = [welcome.protocol for welcome in welcomes if welcome.protocol != PROTOCOL_VERSION]
+    if 2 * len(others) > len(welcomes):
+        return differ("this program", PROTOCOL_VERSION, "the swarm that it joins", others[0])
     if welcomes and not any(welcome.reaches_us for welcome in welcomes):
         return "cannot join: the peers to join at cannot reach this one back over its own connection"
     wrong = sorted(welcome.ahead_s for welcome in welcomes if abs(welcome.ahead_s) > MAX_CLOCK_ERROR_S)

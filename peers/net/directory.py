@@ -99,8 +99,6 @@ class NetDirectory:
         self.reader = RecordReader(
             self.storage, self._table, run_id, self._random, timings.refresh_s, scale, learn
         )
-        self.joined_at: Sequence[PeerId] = ()
-        """Those to join at that answered at the start."""
         self._moved_to: tuple[str, ...] = ()
         self._own: PeerRecord | None = None
         self._own_expires = -math.inf
@@ -122,10 +120,10 @@ class NetDirectory:
         Raises:
             SetupError: no address to join at could be reached; the text says what to check.
         """
-        self.joined_at = await self.storage.connect(self.storage.addresses())
-        if self.storage.join and not self.joined_at:
+        reached = await self.storage.connect(self.storage.addresses())
+        if self.storage.join and not reached:
             raise SetupError(self.storage.unreachable)
-        await self._begin(self.joined_at)
+        await self._begin(reached)
 
     async def _begin(self, reached: Sequence[PeerId]) -> None:
         await self.storage.begin(reached)

@@ -34,10 +34,9 @@ from peers.net.p2pd import Daemon, DaemonOptions, shortage
 from peers.net.p2pd_control import ControlError, DaemonControl, ShortOfFiles
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.net.transport import SHOW_METHOD, NetTransport
-from swarm.errors import OtherVersion, Refused, SetupError, SwarmError
+from swarm.errors import SetupError, SwarmError
 from swarm.ids import PeerId, RunName
 from swarm.manifest import Run, check_id
-from swarm.wire.version import PROTOCOL_VERSION, differ
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +47,6 @@ OBSERVERS = 4
 """Public peers that have to see us at one address before libp2p believes it, and lets holes be punched."""
 MAX_RELAYED = 2
 """Relayed addresses that we announce: each makes our record 100 bytes longer."""
-VERSION_METHOD = "version"
-"""That no peer serves: it is refused for that, or before that for its version."""
-VERSION_S = 3.0
 MAX_UNANSWERED = 4
 """Probes in a row."""
 
@@ -183,29 +179,10 @@ class Node:
             )
             self._started.append("directory")
             await self.directory.start()
-            await self._compare_versions()
             if name is not None:
                 self.run_id = await self.directory.find_run(name)
         except ControlError as error:
             raise SetupError(f"p2pd fails right after its start: {error.text}") from None
-
-    async def _compare_versions(self) -> None:
-        """Call those that we joined at. Their transports refuse a caller of another version of the protocol.
-
-        Raises:
-            SetupError: most of those that answered did.
-        """
-        asked = (
-            self.transport.call(peer, VERSION_METHOD, b"", deadline_s=VERSION_S)
-            for peer in self.directory.joined_at
-        )
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        others = [answer for answer in answers if isinstance(answer, OtherVersion)]
-        same = [answer for answer in answers if isinstance(answer, Refused) and answer not in others]
-        if len(others) > len(same):
-            raise SetupError(
-                differ("this program", PROTOCOL_VERSION, "the swarm that it joins", others[0].version)
-            )
 
     async def _run_on(self, daemon: Daemon, relay_s: float) -> None:
         """Use this p2pd from now on, once it is known where others reach it."""

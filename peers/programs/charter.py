@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peers.clock import unix_s
-from peers.net.charter import file
-from peers.net.charter.signed import make_token, seal_charter, seal_revocation
+from peers.net.charter.signed import make_token, seal_charter, seal_revocation, write_charter
 from peers.net.identity import Identity
 from peers.storage import atomic_file, charters_folder
 from swarm import charter as rules
@@ -83,7 +82,7 @@ def run_init(options: InitOptions) -> None:
         for who, identity in keys.items():
             identity.save(folder / f"{who}.key")
         atomic_file.write_whole(folder / "run.toml", run.to_toml().encode())
-        file.write(folder / "charter", owner.peer_id, seal_charter(charter, owner))
+        write_charter(folder / "charter", owner.peer_id, seal_charter(charter, owner))
     except OSError as error:
         raise atomic_file.trouble("cannot write", folder, error, "name another folder") from None
     print(f"run {RunName(run.name, fingerprint_of(owner.peer_id))} ({run.id})")

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar
 
 from peers.clock import unix_s
 from peers.events import Emit, JoinLine, Note, Started, Trouble
-from peers.net.charter import file
 from peers.net.charter.entry import allowed_stages, enter
+from peers.net.charter.signed import read_charter, write_charter
 from peers.net.identity import Identity, is_loopback
 from peers.net.nat import settled
 from peers.net.node import Node
@@ -168,7 +168,7 @@ class Bootstrap(Networked[BootstrapOptions]):
         """That of the file, or the one that is known to be newer; which is written there from now on."""
         charters = node.directory.charters
         try:
-            await charters.offer(*file.read(path))
+            await charters.offer(*read_charter(path))
         except (OSError, Refused) as error:
             raise SetupError(f"--charter {path} is none that swarm init made: {error}") from None
         if charters.charter is None or charters.charter.run != node.run_id:
@@ -177,7 +177,7 @@ class Bootstrap(Networked[BootstrapOptions]):
 
         def keep() -> None:
             try:
-                file.write(path, charters.owner, charters.sealed)
+                write_charter(path, charters.owner, charters.sealed)
             except OSError as error:
                 self._emit(Trouble(text=f"--charter {path} cannot be written: {error.strerror}"))
 

@@ -2571,8 +2571,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "ban-ignored-for-callees",
         CALLS,
-        "(why := self.refusal(peer, method, False))",
-        '(why := "")',
+        "if why := self.refusal(peer, method, False)",
+        'if why := ""',
         "Work is sent to a peer that is banned.",
         ("test_admission",),
     ),

@@ -80,3 +80,11 @@ async def test_a_peer_whose_clock_differs_from_most_is_refused_with_the_seconds(
 async def test_a_newcomer_that_none_can_reach_back_does_not_join() -> None:
     assert "cannot reach this one back" in what_is_wrong([Welcome(0.0, False), Welcome(0.0, False)])
     assert what_is_wrong([Welcome(0.0, False), Welcome(0.0, True)]) == ""
+
+
+async def test_a_newcomer_of_another_version_than_most_does_not_join() -> None:
+    ours, other = Welcome(0.0, True), Welcome(0.0, True, 99)
+    assert "the swarm that it joins version 99: update the older program" in what_is_wrong(
+        [ours, other, other]
+    )
+    assert what_is_wrong([ours, other]) == ""

@@ -331,7 +331,7 @@ async def test_an_answer_that_cannot_be_ends_nothing_and_costs_little(said: obje
     assert (await at.read(peer_id(1), {bytes(20): {}}, 1000) is not None) == believed
 
 
-@pytest.mark.parametrize(("said", "known"), [(Pong(1.0, False), True), ("no pong", False)])
+@pytest.mark.parametrize(("said", "known"), [(Pong(1.0, False, 1), True), ("no pong", False)])
 async def test_who_asks_is_known_as_a_node_once_it_has_answered(said: object, known: bool) -> None:
     """Hundreds of strangers that only ask would stand between the nodes and their keys."""
     at = node()

@@ -16,7 +16,7 @@ import pytest
 from peers.cli import main
 from peers.clock import unix_s
 from peers.events import Event, Note
-from peers.net.charter import entry, file, signed
+from peers.net.charter import entry, signed
 from peers.net.charter.doorkeeper import Doorkeeper
 from peers.net.charter.keeper import CharterKeeper
 from peers.net.identity import Identity
@@ -54,7 +54,7 @@ def test_a_run_is_made_with_all_that_its_owner_needs(
 ) -> None:
     folder = tmp_path / "mine"
     assert init(folder, "--manifest", str(unpinned(tmp_path)), "--name", "ours", "--peers", "token") == 0
-    run, (charter, owner, _) = load_run(folder / "run.toml"), file.read(folder / "charter")
+    run, (charter, owner, _) = load_run(folder / "run.toml"), signed.read_charter(folder / "charter")
     keys = {path.stem: Identity.load(path).peer_id for path in folder.glob("*.key")}
     assert {path.stat().st_mode & 0o777 for path in folder.glob("*.key")} == {0o600}
     assert run.pinned
@@ -304,7 +304,7 @@ def node_of(memory: MemoryNode) -> Any:
 async def test_a_bootstrap_publishes_a_charter_and_writes_newer_ones_to_its_file(keys: Path) -> None:
     said: list[Event] = []
     path = keys / "charter"
-    file.write(
+    signed.write_charter(
         path, OWNER.peer_id, signed.seal_charter(charter_of(expires=int(unix_s()) + 25 * 86_400), OWNER)
     )
     async with MemoryDht() as dht:
@@ -312,7 +312,7 @@ async def test_a_bootstrap_publishes_a_charter_and_writes_newer_ones_to_its_file
         await bootstrap(keys, said)._publish_charter(node_of(memory), path)
         assert not said
         await memory.directory.charters.publish(charter_of(4), OWNER)
-        assert file.read(path)[0].sequence == 4
+        assert signed.read_charter(path)[0].sequence == 4
 
 
 @virtual
@@ -326,12 +326,12 @@ async def test_a_bootstrap_with_the_owners_key_renews_a_charter_that_is_about_to
     said: list[Event] = []
     path = keys / "charter"
     banned = charter_of(bans=(Ban(SAM.peer_id, "x"),))
-    file.write(path, OWNER.peer_id, signed.seal_charter(banned, OWNER))
+    signed.write_charter(path, OWNER.peer_id, signed.seal_charter(banned, OWNER))
     async with MemoryDht() as dht:
         memory = await dht.add(1, run_id=RUN.id)
         await bootstrap(keys, said)._publish_charter(node_of(memory), path)
         assert said == [Note(text="the charter was renewed: it is 2 now")]
-        renewed = file.read(path)[0]
+        renewed = signed.read_charter(path)[0]
         assert (renewed.sequence, renewed.bans) == (2, banned.bans)
         assert renewed.expires > unix_s() + 29 * 86_400
 
@@ -348,7 +348,7 @@ async def test_a_file_that_is_no_charter_of_the_run_is_not_published(keys: Path)
             with pytest.raises(SetupError, match=f"--charter {path} is none that swarm init made: {why}"):
                 await bootstrap(keys, [])._publish_charter(node_of(memory), path)
         other = charter_of(run="ab" * 16)
-        file.write(path, OWNER.peer_id, signed.seal_charter(other, OWNER))
+        signed.write_charter(path, OWNER.peer_id, signed.seal_charter(other, OWNER))
         with pytest.raises(
             SetupError, match="is not the charter of the manifest: give those that swarm init"
         ):

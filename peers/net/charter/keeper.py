@@ -17,13 +17,14 @@ from itertools import chain, islice
 from pathlib import Path
 
 from peers.clock import now_s, unix_s
-from peers.net.charter import file
 from peers.net.charter.doorkeeper import Doorkeeper
 from peers.net.charter.signed import (
     Revocation,
     charter_key,
+    read_charter,
     revocations_key,
     seal_charter,
+    write_charter,
 )
 from peers.net.dht_protocol import MAX_SUBKEYS, REPLICAS, RPC_S, VERSION_S, Entry
 from peers.net.dht_storage import DhtStorage, Place
@@ -316,7 +317,7 @@ class CharterKeeper:
         path = self._path()
         if path is not None:
             with contextlib.suppress(OSError, Refused):
-                return file.read(path)
+                return read_charter(path)
         return None
 
     def _save(self) -> None:
@@ -327,6 +328,6 @@ class CharterKeeper:
         if remembered is not None and remembered[0].rank >= self.charter.rank:
             return
         try:
-            file.write(path, self.owner, self._sealed)
+            write_charter(path, self.owner, self._sealed)
         except OSError as error:
             logger.warning("the charter cannot be remembered in %s: %s", path.parent, error.strerror)

@@ -14,6 +14,7 @@ import base64
 import hashlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -143,6 +144,33 @@ def open_statement(data: bytes, signer: PeerId) -> Charter | Revocation:
     if not verify(signer, _charter_to_sign(signed.charter), signed.signature):
         raise Refused("a charter that is not signed by its owner")
     return rules.decode(signed.charter)
+
+
+def read_charter(path: Path) -> tuple[Charter, PeerId, bytes]:
+    """A charter in a file, its owner, and the signed bytes.
+
+    Raises:
+        Refused: it is none.
+        OSError: it cannot be read.
+    """
+    owner, _, sealed = path.read_bytes().partition(b"\n")
+    try:
+        signer = owner.decode()
+    except UnicodeDecodeError:
+        raise Refused("no owner's id stands before it") from None
+    found = open_statement(sealed, signer)
+    if not isinstance(found, Charter):
+        raise Refused("it is a revocation")
+    return found, signer, sealed
+
+
+def write_charter(path: Path, owner: PeerId, sealed: bytes) -> None:
+    """The id of the owner, a line's end, and the signed bytes: all or nothing, since several programs may
+    write it at once. Raises OSError."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft.write_bytes(owner.encode() + b"\n" + sealed)
+    draft.replace(path)
 
 
 def key_of(statement: Charter | Revocation, signer: PeerId) -> str:
