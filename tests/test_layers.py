@@ -62,7 +62,7 @@ MAY_IMPORT = {
     ),
     "swarm.partitioner": (*BASE, "swarm.model", "numpy", "torch"),
     "swarm.audit": (*BASE, "swarm.model", "swarm.protocol", "swarm.wire", "msgspec", "numpy", "torch"),
-    "swarm.sim": ("swarm", "numpy"),
+    "swarm.sim": ("swarm", "msgspec", "numpy"),
     "peers.ports": (*BASE, "swarm.protocol.statements", "swarm.wire.buffers"),
     "peers.net": (
         *BASE,

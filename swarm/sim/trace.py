@@ -11,11 +11,12 @@ up, and every increase is as many new peers; both at the time of the sample.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from swarm.errors import SetupError
 from swarm.ids import PeerId
@@ -23,6 +24,15 @@ from swarm.sim.dice import Dice
 
 MAX_UP = 1_000_000
 """More peers than anything here is meant for: a mistake in the file."""
+
+
+class _Metadata(msgspec.Struct):
+    gap_seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+
+
+class _Sampled(msgspec.Struct):
+    metadata: _Metadata
+    data: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=MAX_UP)]], msgspec.Meta(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +88,11 @@ def changes(trace: Trace, seed: int) -> Iterator[Change]:
 
 def _json(text: str, name: str) -> tuple[list[tuple[float, int]], float]:
     try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise SetupError(f"{name} is not JSON: {error}") from None
-    data, metadata = found.get("data"), found.get("metadata")
-    gap_s = metadata.get("gap_seconds") if isinstance(metadata, dict) else None
-    if not isinstance(gap_s, (int, float)) or not 0 < gap_s < math.inf:
-        raise SetupError(f"{name}: metadata.gap_seconds is {gap_s!r}, not a positive number of seconds")
-    if not isinstance(data, list) or not data:
-        raise SetupError(f"{name}: data is not a list of how many instances were up")
-    pairs = [(i * float(gap_s), _count(n, f"{name}: data[{i}]")) for i, n in enumerate(data)]
-    return pairs, len(data) * float(gap_s)
+        found = msgspec.json.decode(text, type=_Sampled)
+    except msgspec.MsgspecError as error:
+        raise SetupError(f"{name}: {error}") from None
+    gap_s = found.metadata.gap_seconds
+    return [(i * gap_s, count) for i, count in enumerate(found.data)], len(found.data) * gap_s
 
 
 def _csv(text: str, name: str) -> tuple[list[tuple[float, int]], float]:
@@ -96,24 +100,20 @@ def _csv(text: str, name: str) -> tuple[list[tuple[float, int]], float]:
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
-        where = f"{name}, line {number}"
-        cells = line.split(",")
+        before_s = pairs[-1][0] if pairs else 0.0
         try:
-            time_s, count = float(cells[0]), int(cells[1])
-        except (ValueError, IndexError):
-            raise SetupError(f"{where}: {line.strip()[:60]!r} is not `seconds,instances`") from None
-        if not math.isfinite(time_s) or time_s < (pairs[-1][0] if pairs else 0.0):
-            raise SetupError(f"{where}: the time {cells[0].strip()} comes after {pairs[-1][0]:g}"
-                             if pairs else f"{where}: the time {cells[0].strip()} is before 0")  # fmt: skip
-        pairs.append((time_s, _count(count, where)))
+            first, second = line.split(",")[:2]
+            time_s, count = float(first), int(second)
+            if not (before_s <= time_s < math.inf and 0 <= count <= MAX_UP):
+                raise ValueError
+        except ValueError:
+            raise SetupError(
+                f"{name}, line {number}: {line.strip()[:60]!r} is not `seconds,instances`, at {before_s:g} s "
+                "or later"
+            ) from None
+        pairs.append((time_s, count))
     if not pairs:
         raise SetupError(f"{name} is empty: lines of `seconds,instances` are needed")
     if pairs[0][0] > 0:
         pairs.insert(0, (0.0, 0))
     return pairs, pairs[-1][0]
-
-
-def _count(value: Any, where: str) -> int:
-    if type(value) is not int or not 0 <= value <= MAX_UP:
-        raise SetupError(f"{where}: {value!r} is not a number of instances")
-    return value

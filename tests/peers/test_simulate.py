@@ -104,7 +104,7 @@ def test_the_job_of_a_run_is_what_its_stages_do_and_send() -> None:
     ("name", "text", "said"),
     [
         ("trace", "0,1\nnever,2\n", "trace.txt, line 2: 'never,2' is not `seconds,instances`"),
-        ("trace", '{"data": []}', "trace.txt: metadata.gap_seconds is None"),
+        ("trace", '{"data": [1]}', "trace.txt: Object missing required field `metadata`"),
         ("trace", "0,5\n9,0\n", "the trace has 5 devices up at once, but only 4 are described"),
         ("devices", DEVICES.format(count=1), "1 devices cannot serve 2 stages: each stage needs at least"),
         ("devices", DEVICES.format(count=4).replace("8", "0.001"), "no device can hold stage 0: it needs"),
