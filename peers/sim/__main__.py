@@ -14,6 +14,7 @@ from typing import TextIO
 import torch
 
 from peers.device import die_with_parent
+from peers.progress import Bar
 from peers.sim.report import report
 from peers.sim.shrink import shrink, timeline
 from peers.sim.world import Outcome, run_schedule
@@ -65,9 +66,11 @@ def main(argv: Sequence[str] | None = None, out: TextIO = sys.stdout) -> int:
     outcomes: list[Outcome] = []
     cpu_s = 0.0
     try:
-        for outcome, took_s in with_progress(played(seeds, args.jobs), len(seeds), sys.stderr):
-            outcomes.append(outcome)
-            cpu_s += took_s
+        with Bar("playing", len(seeds), unit="schedules") as bar:
+            for outcome, took_s in played(seeds, args.jobs):
+                outcomes.append(outcome)
+                cpu_s += took_s
+                bar(1)
     except KeyboardInterrupt:
         print(f"stopped after {len(outcomes)} of {len(seeds)} schedules", file=sys.stderr)
         if outcomes:
@@ -110,24 +113,6 @@ def play(seed: int) -> tuple[Outcome, float]:
     if seed % COLLECT_EVERY == 0:
         gc.collect()
     return outcome, time.process_time() - began
-
-
-def with_progress(
-    found: Iterator[tuple[Outcome, float]], total: int, screen: TextIO
-) -> Iterator[tuple[Outcome, float]]:
-    """As `found`; on a terminal, how far it is."""
-    shown_at = 0.0
-    try:
-        for number, one in enumerate(found, start=1):
-            yield one
-            now = time.monotonic()
-            if screen.isatty() and (now - shown_at > 0.2 or number == total):
-                shown_at = now
-                bar = "█" * (30 * number // total)
-                print(f"\r{bar:░<30} {number} of {total} schedules", end="", file=screen, flush=True)
-    finally:
-        if screen.isatty():
-            print(file=screen)
 
 
 if __name__ == "__main__":
