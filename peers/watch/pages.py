@@ -86,9 +86,8 @@ class WholeRun:
             ui.label("Peers by stage, and the traffic between them").classes("title")
             self._picture = ui.html("", sanitize=False).classes("topology").style("width: 100%")
         with div("pair"):
-            self._loss = Plot("Loss by step", time_axis=False)
-            self._pace = Plot("Tokens per second", time_axis=True)
-            self._step_times = Plot("Seconds by step", time_axis=False)
+            self._loss = Plot("Loss by step")
+            self._step_times = Plot("Seconds by step")
         self._stages = Table("Stages", OF_A_STAGE, rows=16)
         self._peers = Table("Peers", OF_A_PEER, rows=25, search=True)
         with div("pair"):
@@ -118,7 +117,6 @@ class WholeRun:
         self._bar.set_value(health.version / health.steps)
         self._show_alerts(health)
         self._loss.show([[version, round(loss, 6)] for version, loss in health.losses])
-        self._pace.show([[round(1000 * at), round(pace, 1)] for at, pace in health.pace])
         self._step_times.show([[version, round(took_s, 3)] for version, took_s in health.step_times])
         self._stages.show(health.stages)
         if there < MANY or self._ticks % MANY_EVERY == 0:

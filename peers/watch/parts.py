@@ -130,7 +130,7 @@ class Table:
 class Plot:
     """A line over its x."""
 
-    def __init__(self, title: str, *, time_axis: bool) -> None:
+    def __init__(self, title: str) -> None:
         axis = {"axisLine": {"lineStyle": {"color": GREY}}, "splitLine": {"lineStyle": {"color": "#8883"}}}
         with ui.card():
             ui.label(title).classes("title")
@@ -140,13 +140,8 @@ class Plot:
                     "textStyle": {"color": GREY},
                     "animation": False,
                     "tooltip": {"trigger": "axis"},
-                    "xAxis": {
-                        "type": "time" if time_axis else "value",
-                        "min": "dataMin",
-                        "max": "dataMax",
-                        **axis,
-                    },
-                    "yAxis": {"type": "value", "scale": not time_axis, **axis},
+                    "xAxis": {"type": "value", "min": "dataMin", "max": "dataMax", **axis},
+                    "yAxis": {"type": "value", "scale": True, **axis},
                     "series": [{"type": "line", "showSymbol": False, "data": []}],
                 }
             ).classes("plot")

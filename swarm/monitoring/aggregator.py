@@ -42,8 +42,6 @@ LOWER_S = 15.0
 """A majority of late answers may be a step behind: the position goes down only if that lasts."""
 WINDOW_S = 60.0
 """Throughput is taken over the last minute, or the last step if that took longer."""
-SAMPLE_S = 5.0
-"""Between two points of the throughput plot."""
 MAX_POINTS = 1000
 """Of a plot; above it, every second point is dropped."""
 MAX_HAPPENINGS = 500
@@ -141,8 +139,6 @@ class Aggregator:
         self._stepped: deque[tuple[float, int]] = deque(maxlen=512)
         """(time, version) of each change of the version."""
         self._losses: dict[int, float] = {}
-        self._pace: list[tuple[float, float]] = []
-        self._pace_every_s = SAMPLE_S
         self._happenings: deque[Happening] = deque(maxlen=MAX_HAPPENINGS)
         self._work: dict[PeerId, _Work] = {}
         self._most_serving = [0] * run.S
@@ -181,7 +177,6 @@ class Aggregator:
         if observation.statuses:
             self._unheard.clear()
         self._update_position(observation.at)
-        self._update_pace(observation.at)
         self._update_stages(observation.at)
         self._looked = True
 
@@ -347,15 +342,6 @@ class Aggregator:
             for version in sorted(self._losses)[1:-1:2]:
                 del self._losses[version]
 
-    def _update_pace(self, now: float) -> None:
-        pace = self._tokens_per_s(now)
-        if pace is None or (self._pace and now - self._pace[-1][0] < self._pace_every_s):
-            return
-        self._pace.append((now, pace))
-        if len(self._pace) > MAX_POINTS:
-            del self._pace[1:-1:2]
-            self._pace_every_s *= 2
-
     def _step_s(self, now: float) -> float | None:
         """Mean duration of the steps of the last minute, or else of the last one."""
         changes = [change for change in self._stepped if change[0] >= now - WINDOW_S]
@@ -429,7 +415,6 @@ class Aggregator:
             trainer_away_s=self._trainer_away_s(now),
             routes=self._routes(),
             losses=tuple(sorted(self._losses.items())),
-            pace=tuple(self._pace),
             step_times=tuple(
                 (version, (at - before_at) / (version - before))
                 for (before_at, before), (at, version) in pairwise(self._stepped)

@@ -192,8 +192,6 @@ class SwarmHealth:
     """The busiest first."""
     losses: tuple[tuple[int, float], ...]
     """(version, loss), ascending; not of every step."""
-    pace: tuple[tuple[float, float], ...]
-    """(Unix time, tokens per second), ascending."""
     step_times: tuple[tuple[int, float], ...]
     """(version, seconds that the step to it took), ascending: the last few hundred. Steps between two
     observations get their mean."""

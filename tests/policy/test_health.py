@@ -203,10 +203,9 @@ def test_the_pace_is_that_of_the_last_minute_and_falls_when_no_step_comes() -> N
     assert health.tokens_per_s == pytest.approx(RUN.tokens_per_step / 2)
     assert health.left_s == pytest.approx(2.0 * 31)
     assert health.losses == tuple((v, 9.0 - v) for v in range(4, 10))
-    paces = [pace for _, pace in health.pace]
+    assert health.step_times == tuple((v, pytest.approx(2.0)) for v in range(5, 10))
     slowed = seen.look(100.0)
-    assert slowed.tokens_per_s is not None and slowed.tokens_per_s < 0.1 * paces[-1]
-    assert slowed.pace[-1] == (seen.now, slowed.tokens_per_s)
+    assert slowed.tokens_per_s is not None and slowed.tokens_per_s < 0.1 * RUN.tokens_per_step / 2
     assert "no step for 100 s; the last ones took 2.0 s each" in texts(slowed)
 
 
@@ -225,9 +224,9 @@ def test_plots_stay_small_and_keep_their_ends() -> None:
         told = status("a", 0, version=version, loss=float(version), loss_step=version - 1)
         long.observe(Observation(at=START + 10 * version, records=records, statuses=(told,)))
     health = long.health(now=START + 30 * MAX_POINTS)
-    assert max(len(health.losses), len(health.pace)) <= MAX_POINTS
+    assert max(len(health.losses), len(health.step_times)) <= MAX_POINTS
     assert health.losses[0][0] < 10 and health.losses[-1] == (version, float(version))
-    assert health.pace[0][0] < START + 100 and health.pace[-1][0] > START + 29 * MAX_POINTS
+    assert health.step_times[-1] == (version, pytest.approx(10.0))
 
 
 # --- who comes and goes -------------------------------------------------------------------------------------
