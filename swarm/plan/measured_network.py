@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -78,9 +78,10 @@ def estimate(machines: Sequence[Machine], pairs: Iterable[Pair]) -> Estimate:
     index = {name: i for i, name in enumerate(names)}
     rtt_s, bandwidth_bps = _merged(index, pairs)
     region_of = _regions(len(names), rtt_s)
-    regions = max(region_of) + 1
-    latency_RR = _filled([(pair, rtt / 2) for pair, rtt in rtt_s.items()], region_of, regions)
-    bandwidth_RR = _widest(list(bandwidth_bps.items()), region_of, regions)
+    latency_s = {pair: rtt / 2 for pair, rtt in rtt_s.items()}
+    latency_RR = _lines(latency_s, region_of, join=np.add, free=0.0, default=NEAR_S / 2)
+    slowness = {pair: -bps for pair, bps in bandwidth_bps.items()}
+    bandwidth_RR = -_lines(slowness, region_of, join=np.maximum, free=-math.inf, default=-DEFAULT_BPS)
     usual = median(speeds)
     devices = tuple(
         Device(
@@ -93,7 +94,7 @@ def estimate(machines: Sequence[Machine], pairs: Iterable[Pair]) -> Estimate:
         for i, m in enumerate(machines)
     )
     # For people: the real names are not known.
-    labels = tuple(f"near {names[region_of.index(region)]}" for region in range(regions))
+    labels = tuple(f"near {names[region_of.index(region)]}" for region in range(max(region_of) + 1))
     network = Network(devices, labels, latency_RR, bandwidth_RR)
     return Estimate(network, len(rtt_s), len(names) * (len(names) - 1) // 2)
 
@@ -144,53 +145,40 @@ def _regions(count: int, rtt_s: Mapping[tuple[int, int], float]) -> list[int]:
     return [order[number] for number in group]
 
 
-def _by_region(
-    values: Iterable[tuple[tuple[int, int], float]], region_of: Sequence[int]
-) -> dict[tuple[int, int], float]:
-    """The median of each two regions, the smaller number first."""
-    found: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for (a, b), value in values:
-        found[min(region_of[a], region_of[b]), max(region_of[a], region_of[b])].append(value)
-    return {key: median(each) for key, each in found.items()}
-
-
-def _filled(
-    values: Iterable[tuple[tuple[int, int], float]], region_of: Sequence[int], regions: int
+def _lines(
+    measured: Mapping[tuple[int, int], float],
+    region_of: Sequence[int],
+    *,
+    join: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    free: float,
+    default: float,
 ) -> np.ndarray:
-    """[R, R] latencies: measured, else the shortest path around, else the median of all."""
-    known = _by_region(values, region_of)
-    line_RR = np.full((regions, regions), math.inf)
-    for (a, b), value in known.items():
-        line_RR[a, b] = line_RR[b, a] = value
-    np.fill_diagonal(line_RR, 0.0)
-    for via in range(regions):
-        line_RR = np.minimum(line_RR, line_RR[:, via, None] + line_RR[None, via, :])
-    for (a, b), value in known.items():  # a measured line is not replaced by a path around
-        line_RR[a, b] = line_RR[b, a] = value
+    """[R, R] what lies between regions: measured (the median), else the best path around, else the usual.
+
+    Args:
+        measured: by pair of machines; less is better.
+        join: what two lines are, one after the other.
+        free: what there is between a machine and itself.
+        default: where nothing is measured.
+    """
+    of_regions: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for (i, j), value in measured.items():
+        a, b = region_of[i], region_of[j]
+        of_regions[min(a, b), max(a, b)].append(value)
+    known = {pair: median(each) for pair, each in of_regions.items()}
     apart = [value for (a, b), value in known.items() if a != b]
-    line_RR[np.isinf(line_RR)] = median(apart) if apart else NEAR_S / 2
-    inside = [value for (a, b), value in known.items() if a == b]
-    for region in range(regions):
-        line_RR[region, region] = known.get((region, region), median(inside) if inside else NEAR_S / 2)
-    return line_RR
-
-
-def _widest(
-    values: Sequence[tuple[tuple[int, int], float]], region_of: Sequence[int], regions: int
-) -> np.ndarray:
-    """[R, R] bandwidths: measured, else that of the widest path around, else the median of all."""
-    known = _by_region(values, region_of)
-    usual = median(known.values()) if known else DEFAULT_BPS
-    line_RR = np.zeros((regions, regions))
+    usual = median(apart) if apart else default
+    regions = max(region_of) + 1
+    own_RR = np.full((regions, regions), math.inf)
     for (a, b), value in known.items():
-        line_RR[a, b] = line_RR[b, a] = value
-    inside = {region: line_RR[region, region] for region in range(regions)}
-    np.fill_diagonal(line_RR, math.inf)
+        own_RR[a, b] = own_RR[b, a] = value
+    line_RR = own_RR.copy()
+    np.fill_diagonal(line_RR, free)
     for via in range(regions):
-        line_RR = np.maximum(line_RR, np.minimum(line_RR[:, via, None], line_RR[None, via, :]))
-    for (a, b), value in known.items():
-        line_RR[a, b] = line_RR[b, a] = value
-    for region, value in inside.items():  # neighbours have at least what each has to places far away
-        line_RR[region, region] = value or max([usual, *np.delete(line_RR[region], region)])
-    line_RR[line_RR == 0.0] = usual
+        line_RR = np.minimum(line_RR, join(line_RR[:, via, None], line_RR[None, via, :]))
+    # A measured line is not replaced by a path around.
+    line_RR = np.where(np.isinf(own_RR), np.where(np.isposinf(line_RR), usual, line_RR), own_RR)
+    for region in range(regions):  # neighbours have at least what each has to places far away
+        if (region, region) not in known:
+            line_RR[region, region] = min([default, usual, *np.delete(line_RR[region], region)])
     return line_RR
