@@ -380,7 +380,6 @@ class SimulateOptions:
 
     manifest: Path = option(FILE, TERMS_HELP)
     devices: Path = option(FILE, "the machines and their lines (TOML)")
-    """`swarm.plan.network.EXAMPLE` shows one."""
     trace: Path | None = optional(
         FILE,
         "how many of them are up when: lines of `seconds,count`, or JSON with metadata.gap_seconds and "

@@ -56,11 +56,12 @@ def baseline_worker(manifest: str, threads: int) -> None:
     from peers.storage.dataset import open_dataset
     from swarm.data import sample_offsets
     from swarm.ids import Microbatch
-    from swarm.model.gpt import build_stage
+    from swarm.model.gpt import initial_value, replace_parameters, stage_skeleton, weights_dtype
 
     run = parse_run(manifest)
     data = open_dataset(run)
-    model = build_stage(run, 0)
+    model, dtype = stage_skeleton(run, 0), weights_dtype(run)
+    replace_parameters(model, lambda name, empty: initial_value(run, name, empty.shape).to(dtype))
     parameters, spec = list(model.parameters()), run.optimizer
     if spec.name == "adamw":
         betas = (spec.beta1, spec.beta2)

@@ -198,21 +198,6 @@ class GptStage(nn.Module):
         return functional.cross_entropy(flat, labels_BT.flatten())
 
 
-def build_stage(run: Run, stage: Stage) -> nn.Module:
-    """The module of a stage with its initial weights, on the CPU, in `weights_dtype(run)`.
-
-    Called with (x, labels, mb=...): see `GptStage.forward`.
-    """
-    module = stage_skeleton(run, stage)
-    dtype = weights_dtype(run)
-
-    def fill(name: str, empty: nn.Parameter) -> torch.Tensor:
-        return initial_value(run, name, empty.shape).to(dtype)
-
-    replace_parameters(module, fill)
-    return module
-
-
 def stage_skeleton(run: Run, stage: Stage) -> nn.Module:
     """The module of a stage whose parameters are on the meta device: shapes without memory."""
     if not 0 <= stage < run.S:

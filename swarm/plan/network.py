@@ -217,45 +217,12 @@ def check_fit(network: Network, job: Job) -> None:
 
 # --- devices.toml -------------------------------------------------------------------------------------------
 
-EXAMPLE = """\
-# Whom to plan for. Regions are named by the devices in them.
-
-[defaults]                  # of every group below
-tflops = 30                 # reached on this model, in 1e12 operations a second
-memory_gb = 16
-# upload_mbps, download_mbps: a device's own line, to all others together
-
-[[devices]]
-name = "v100"               # v100-0 ... v100-7
-region = "Oregon"
-count = 8
-
-[[devices]]
-name = "laptop"
-region = "Frankfurt"
-count = 2
-speed = 0.25                # times tflops
-memory_gb = 8
-upload_mbps = 40
-download_mbps = 250
-
-[inside]                    # between two devices of one region, unless a link says otherwise
-latency_ms = 5              # one way
-bandwidth_mbps = 2000
-
-[[links]]                   # of one pair of devices; every two regions need one
-between = ["Oregon", "Frankfurt"]
-latency_ms = 143
-bandwidth_mbps = 404
-"""
-"""A `devices.toml` with everything that may be in one, to copy and change."""
-
 _LINE = ("latency_ms", "bandwidth_mbps")
 _GROUP = ("tflops", "speed", "memory_gb", "upload_mbps", "download_mbps")
 
 
 def read_devices(text: str) -> Network:
-    """The network that a `devices.toml` describes (`EXAMPLE` shows one).
+    """The network that a `devices.toml` describes (docs/planning.md has an example).
 
     Raises:
         SetupError: not TOML; a key that is unknown or missing; a number that cannot be; a pair of regions

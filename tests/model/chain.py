@@ -12,6 +12,7 @@ import torch
 from swarm.data import sample_offsets
 from swarm.ids import Microbatch
 from swarm.manifest import Run, demo_run
+from swarm.model.gpt import initial_value, replace_parameters, stage_skeleton, weights_dtype
 from swarm.model.reductions import digest_of, sqnorm
 from swarm.model.stage import Forward, StageCompute
 from swarm.wire.codec import Encoded, encode
@@ -20,6 +21,13 @@ Answer: TypeAlias = tuple[Encoded, ...]
 """The gradients that a stage answers with."""
 
 TEXT = np.random.default_rng(7).integers(0, 256, 5000).astype(np.uint8)
+
+
+def build_stage(run: Run, stage: int) -> torch.nn.Module:
+    """The module of a stage of a built-in model, with its weights of version 0."""
+    module, dtype = stage_skeleton(run, stage), weights_dtype(run)
+    replace_parameters(module, lambda name, empty: initial_value(run, name, empty.shape).to(dtype))
+    return module
 
 
 def tiny_run(**changes: Any) -> Run:

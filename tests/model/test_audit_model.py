@@ -9,9 +9,8 @@ import torch
 
 from swarm.ids import Microbatch
 from swarm.manifest import CodecSpec, Run, audit_run
-from swarm.model.gpt import build_stage
 from swarm.model.reference import SingleProcess
-from tests.model.chain import Chain, batch_of, farthest, loss_backward
+from tests.model.chain import Chain, batch_of, build_stage, farthest, loss_backward
 
 
 @pytest.fixture(params=["none", "bf16", "blockwise8"])

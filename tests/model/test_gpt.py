@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from swarm.ids import Microbatch
 from swarm.manifest import PRESETS, ModelSpec, demo_run, parameter_count
-from swarm.model.gpt import build_stage, layer_flops, layer_split
+from swarm.model.gpt import layer_flops, layer_split
 from swarm.model.seeded_random import Dropout, initial_normal, seed_of
-from tests.model.chain import tiny_run
+from tests.model.chain import build_stage, tiny_run
 
 
 @given(

@@ -19,11 +19,11 @@ from swarm.errors import SetupError
 from swarm.manifest import EXAMPLE as RUN
 from swarm.manifest import CodecSpec, demo_run, parse_run
 from swarm.monitoring.health import Observation
-from swarm.plan.network import EXAMPLE as DEVICES
 from swarm.plan.network import Device, Network
 from swarm.plan.overlapped import Overlap
 from swarm.records import PeerRecord
 from swarm.wire.messages import Audit, LinkStatus, PeerStatus
+from tests.plan.documented import DEVICES
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from swarm.errors import SetupError
-from swarm.plan.network import EXAMPLE, Device, Job, Network, read_devices
+from swarm.plan.network import Device, Job, Network, read_devices
+from tests.plan.documented import DEVICES
 
 TWO = """
 [defaults]
@@ -55,8 +56,8 @@ def job(**fields: object) -> Job:
     return Job(**{**usual, **fields})  # type: ignore[arg-type]
 
 
-def test_the_example_is_a_network() -> None:
-    found = read_devices(EXAMPLE)
+def test_the_documented_example_is_a_network() -> None:
+    found = read_devices(DEVICES)
     assert found.regions == ("Oregon", "Frankfurt")
     assert len(found) == 10
     laptop = found.devices[-1]
