@@ -11,6 +11,7 @@ import json
 import os
 import random
 import sys
+import tempfile
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -345,12 +346,18 @@ class Demo:
         }
 
     async def _fetch_weights(self) -> dict[str, torch.Tensor]:
-        """The weights of every stage by name, downloaded as a joining peer would."""
+        """The weights of every stage by name, as `swarm export --run` gets them."""
         from peers.net.node import Node
-        from peers.transfer.gradient import fetch_weights
+        from peers.storage.weights import read_stage
+        from peers.transfer.keeper import collect
 
-        async with Node(join=self._started["bootstrap"].addresses, run_id=self._run.id) as node:
-            return await fetch_weights(self._run, node.transport, node.directory, self._run.steps)
+        run, found = self._run, dict[str, "torch.Tensor"]()
+        with tempfile.TemporaryDirectory() as name:
+            async with Node(join=self._started["bootstrap"].addresses, run_id=run.id) as node:
+                step = await collect(run, node.transport, node.directory, Path(name), lambda event: None)
+            for stage in range(run.S):
+                found |= await asyncio.to_thread(read_stage, Path(name), run, stage, step)
+        return found
 
     async def _verify(self, batch, weights: Mapping[str, torch.Tensor]) -> dict[str, float]:  # type: ignore[no-untyped-def]
         """The same manifest in this process; the largest difference of any loss and of any weight."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,10 +12,12 @@ import torch
 
 from peers.events import PeerLost, StateFetched
 from peers.ports import Answer, Request
+from peers.storage.weights import read_stage
 from peers.transfer import leases
 from peers.transfer.client import DownloadFailed
-from peers.transfer.gradient import fetch_gradient, fetch_weights
-from swarm.errors import NotNow, PeerFault, Refused, SetupError
+from peers.transfer.gradient import fetch_gradient
+from peers.transfer.keeper import collect
+from swarm.errors import NotNow, PeerFault, Refused
 from swarm.manifest import audit_run
 from swarm.protocol.ledger import Bitmap
 from swarm.wire.messages import (
@@ -191,34 +194,7 @@ async def test_what_is_held_is_lent_while_it_is_read_and_no_longer() -> None:
 # --- for programs that only look ----------------------------------------------------------------------------
 
 
-async def test_the_weights_of_all_stages_are_to_be_had() -> None:
-    async with swarm(RUN, replicas=2) as s:
-        stranger = await trained(s)
-        found = await fetch_weights(RUN, stranger.end.transport, stranger.end.directory, RUN.steps)
-        expected = {n: w for _, p in s.live() for n, w in p.core.compute.state.named_weights().items()}
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in found)
-
-
-async def test_a_stage_that_nobody_gives_is_named_with_every_peers_reason() -> None:
-    async with swarm(RUN, replicas=2) as s:
-        stranger = await trained(s)
-        tampered(s, "s1p0", "chunk", flip_a_bit)
-        s.peers["s1p1"].core.joined = False
-        with pytest.raises(SetupError) as caught:
-            await fetch_weights(RUN, stranger.end.transport, stranger.end.directory, RUN.steps, limit_s=0.05)
-        assert caught.value.text == (
-            "could not download the weights of stage 1: peer s1p1: version 3 of stage 1 is not here; saved "
-            "are: none; peer s1p0: chunk 0 of stage 1 does not fit its SHA-256"
-        )
-        s.network.expire("s1p0")
-        s.network.expire("s1p1")
-        with pytest.raises(SetupError, match="could not download the weights of stage 1: no peer serves it"):
-            await fetch_weights(RUN, stranger.end.transport, stranger.end.directory, RUN.steps, limit_s=0.05)
-        s.peers["s1p1"].core.joined = True
-
-
-async def test_weights_are_waited_for_while_the_directory_fills() -> None:
+async def test_weights_are_waited_for_while_the_directory_fills(tmp_path: Path) -> None:
     """At first it knows of a peer that died only, and of nobody in the other stage."""
     async with swarm(RUN, replicas=2) as s:
         stranger = await trained(s)
@@ -241,6 +217,9 @@ async def test_weights_are_waited_for_while_the_directory_fills() -> None:
 
         stranger.end.transport.call = call  # type: ignore[method-assign]
         expected = {n: w for _, p in s.live() for n, w in p.core.compute.state.named_weights().items()}
-        found = await fetch_weights(RUN, stranger.end.transport, stranger.end.directory, RUN.steps)
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-        assert calls.count("s0p0") > 1, "it was tried more than once"
+        end = stranger.end
+        assert await collect(RUN, end.transport, end.directory, tmp_path, s.events.append) == RUN.steps
+        for stage in range(RUN.S):
+            found = read_stage(tmp_path, RUN, stage, RUN.steps)
+            assert all(torch.equal(weights, expected[name]) for name, weights in found.items())
+        assert set(calls) == {"s0p0", "s0p1", "s1p0", "s1p1"}

@@ -34,10 +34,10 @@ from peers.net.p2pd import DaemonOptions
 from peers.programs.manifest_pinning import pinned
 from peers.storage.dataset import Dataset
 from peers.storage.samples import Samples, open_data
-from peers.transfer.client import download, state_of
-from peers.transfer.gradient import fetch_weights
+from peers.transfer.client import Download, DownloadFailed, download, state_of
 from swarm.ids import Stage
 from swarm.manifest import Run, audit_run
+from swarm.model.layout import named_weights
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
 from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack_answer
@@ -569,9 +569,26 @@ class Swarm(Processes):
         """The weights of all stages, as who joins would get them. For a run at rest."""
 
         async def fetch(node: Node) -> dict[str, torch.Tensor]:
-            return await fetch_weights(self.run, node.transport, node.directory, -1)
+            found = dict[str, torch.Tensor]()
+            for stage in range(self.run.S):
+                got = await self._download(node, stage)
+                found |= named_weights(self.run, stage, got.tensors["weights"], got.tensors.get("statistics"))
+            return found
 
         return self.as_a_node(fetch)
+
+    async def _download(self, node: Node, stage: Stage) -> Download:
+        """The newest state of a stage. At first the directory may know half of the peers, or dead ones."""
+        end = time.monotonic() + 15.0
+        while True:
+            records = await node.directory.refresh({stage})
+            serving = [r.peer for r in records if r.stage == stage and r.state == "serving"]
+            try:
+                return await download(node.transport, state_of(self.run, stage), serving)
+            except DownloadFailed:
+                if time.monotonic() >= end:
+                    raise
+            await asyncio.sleep(0.5)
 
     def states(self) -> list[tuple[Program, Stage, int, dict[str, torch.Tensor]]]:
         """(peer, its stage, version, weights) of every peer that serves, each asked itself."""
