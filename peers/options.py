@@ -1,5 +1,5 @@
 # ruff: noqa: RUF009 (the functions called in the classes make fields)
-"""The options of the roles and of their owners' commands: frozen dataclasses, from which parsers are made.
+"""The options of the roles: frozen dataclasses, from which parsers are made.
 
 A field is an argument: name, default, how the text is read, help. The class's docstring is what `--help` says
 of the command: a sentence, and examples. Imports nothing heavy, so that a wrong argument is refused at once.
@@ -27,7 +27,6 @@ MIN_UPLOAD_BPS = 256e3
 EXAMPLE_ADDRESS = "/ip4/192.0.2.7/tcp/31337/p2p/12D3KooW..."
 
 RUN, WEIGHTS, NETWORK = "the run", "the weights", "network"
-MINE = "which peers (default: all that you run on this machine)"
 """Headings of the help; arguments without one come first."""
 
 
@@ -418,47 +417,6 @@ class KeeperOptions(MemberOptions, NetworkOptions):
         COUNT, "versions of each stage (default: %(default)s); the newest that all have always stays", 2
     )
     stages: tuple[Stage, ...] = several(NUMBER, "keep these only (default: all)")
-
-
-# --- an owner's commands ---
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnerOptions:
-    """Which peers of this machine; all that are given must fit."""
-
-    identity: Path | None = optional(FILE, "the one that was started with this key", group=MINE)
-    pid: int | None = optional(COUNT, "the one of this process", group=MINE)
-    device: str | None = optional(WORD, "those on this device, such as cuda:1", group=MINE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PauseOptions(OwnerOptions):
-    """Give this machine's device back to you; the peer keeps its place.
-
-    swarm pause
-    swarm pause --identity peer.key
-    """
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResumeOptions(OwnerOptions):
-    """Let a paused peer of this machine work again.
-
-    swarm resume
-    swarm resume --identity peer.key
-    """
-
-
-@dataclass(frozen=True, kw_only=True)
-class HealthOptions:
-    """Say whether a program of this machine is well: for containers.
-
-    swarm health peer.sock
-    """
-
-    socket: Path = option(SOCKET, "what it was given as --health", positional=True)
-    json: bool = switch("print one JSON object instead of a line")
 
 
 # --- from the classes to a parser and back ---

@@ -720,21 +720,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Sizes by name, for `model.preset`. Keys that stand beside the preset in a manifest win over it."""
 
 
-def parameter_count(model: ModelSpec, *, sequence_length: int = 0) -> int:
-    """Number of weights of the whole model.
-
-    A block has four attention matrices and two feed-forward ones, none with a bias, and two norms. Embedding
-    and head are separate matrices (they live on different stages). Learned positions add one vector per
-    place, hence `sequence_length`. The audit model's size depends on M and is not told here: it counts 0.
-    """
-    if model.kind == "counting":
-        return 0
-    norm = model.hidden * (2 if model.norm == "layernorm" else 1)
-    block = 4 * model.hidden**2 + 2 * model.hidden * model.ffn_hidden + 2 * norm
-    places = sequence_length * model.hidden if model.positions == "learned" else 0
-    return 2 * model.vocab_size * model.hidden + places + model.layers * block + norm
-
-
 # --- text -> Run --------------------------------------------------------------------------------------------
 
 
@@ -872,64 +857,6 @@ def read_cut(text: str, operators: int) -> tuple[int, ...] | None:
 
 
 # --- runs to start from -------------------------------------------------------------------------------------
-
-EXAMPLE = """\
-# A run: everything that decides the weights. Its id is the hash of these values, not of this text.
-
-name = "example"
-seed = 1
-steps = 1000
-dtype = "float32"           # or "bfloat16" (autocast), "float64" (proofs)
-delayed_updates = false     # true: averaging overlaps the next step, gradients are one step old
-exact_sums = true           # false: floats are added; the result depends on who computed what, by a last bit
-checkpoint_every = 100      # steps; 0 = never
-rebalance_every_s = 60      # seconds between decisions on who moves to a slower stage; 0 = nobody moves
-
-[model]
-preset = "10M"              # layers, hidden, heads, ffn_hidden, vocab_size, norm, positions
-stages = 3                  # pieces the model is cut into
-# dropout = 0.0             # a key beside the preset wins over it
-# A model of your own instead: stages, vocab_size, and
-# kind = "code"             # source = "package.module:function", installed on every peer
-# kind = "hf"               # config = '{"model_type":"gpt2","n_layer":4}', of transformers
-
-[data]
-source = "files"            # or "pydoc": Python's own help topics; "code": code = "package.module:function"
-tokenizer = "bytes"         # or "file": a `tokenizers` JSON
-sequence_length = 256       # tokens per sample
-# sha256, tokens            # filled in from the files when the run is published
-
-[batch]
-microbatch_size = 8         # samples
-microbatches_per_step = 16
-# microbatch_threads = 1    # CPU threads that share one microbatch; a peer's other cores compute others
-
-[optimizer]
-name = "adamw"              # or "sgd", "adamw8bit" (CUDA)
-lr = 0.001
-warmup_steps = 20
-schedule = "cosine"         # or "constant"
-min_lr_ratio = 0.1
-weight_decay = 0.1
-clip_norm = 1.0             # 0 = off
-
-[codec]                     # none, bf16, blockwise8, or topk:0.05 (+bf16, +blockwise8): the largest 5 %
-forward = "blockwise8"      # activations; or a list, one for each boundary between stages
-backward = "blockwise8"     # their gradients
-reduce = "none"             # weight gradients
-# adaptive = ["topk:0.1+blockwise8"]  # what slow lines may use instead: the result then depends on routes
-
-[admission]
-owner = ""                  # peer id that signs the manifest; "" = its hash is enough
-trainers = []               # peer ids; [] = anyone
-# founders = []             # peer ids whose word counts before the trainers vouch for others
-"""
-"""A manifest with every table, to copy and change."""
-
-
-def example_run() -> Run:
-    """The run of `EXAMPLE`."""
-    return parse_run(EXAMPLE)
 
 
 def demo_run(*, stages: int = 3, steps: int = 50, codec: str = "blockwise8", seed: int = 1) -> Run:

@@ -25,6 +25,7 @@ from packaging.requirements import Requirement
 
 from peers.cli import build_parser, takes_join_file
 from scripts.bench import loss_curve, tables
+from swarm.example import example_run
 from swarm.manifest import (
     PRESETS,
     AdmissionSpec,
@@ -35,7 +36,6 @@ from swarm.manifest import (
     ModelSpec,
     OptimizerSpec,
     Run,
-    example_run,
     load_run,
     parse_run,
     tomllib,

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peers.programs.manifest import parameter_count
 from swarm.errors import SetupError
+from swarm.example import EXAMPLE, example_run
 from swarm.manifest import (
-    EXAMPLE,
     MAX_MANIFEST_BYTES,
     PRESETS,
     AdmissionSpec,
@@ -29,9 +30,7 @@ from swarm.manifest import (
     audit_run,
     check_id,
     demo_run,
-    example_run,
     load_run,
-    parameter_count,
     parse_run,
     pin,
     read_cut,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -21,12 +20,18 @@ from pathlib import Path
 import msgspec
 
 from peers.events import Emit, Event, Moved, Paused, Serving, Started, StopNow, count, version_of
-from peers.options import HealthOptions
 from peers.owner import local_socket
 from peers.waiting import within
-from swarm.errors import SetupError, SwarmError, short
+from swarm.errors import SwarmError, short
 
 P2PD_S = 3.0
+STATES: dict[type[Event], str] = {
+    Serving: "serving stage {stage}",
+    Paused: "paused at stage {stage}",
+    Moved: "moving to stage {to_stage}",
+    StopNow: "leaving",
+}
+"""What a peer does after an event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +82,8 @@ def observe(health: Health, event: Event) -> Health:
     if isinstance(event, Started):
         state = "joining" if event.role == "peer" else "in the network"
         return replace(health, peer=event.peer, state=state)
-    if isinstance(event, Serving):
-        return replace(health, state=f"serving stage {event.stage}")
-    if isinstance(event, Paused):
-        return replace(health, state=f"paused at stage {event.stage}")
-    if isinstance(event, Moved):
-        return replace(health, state=f"moving to stage {event.to_stage}")
-    return replace(health, state="leaving") if isinstance(event, StopNow) else health
+    words = STATES.get(type(event))
+    return health if words is None else replace(health, state=words.format_map(msgspec.structs.asdict(event)))
 
 
 def answering(
@@ -96,36 +96,10 @@ def answering(
     p2pd is not well.
     """
 
-    async def answer(_: None) -> Health:
+    async def answer(_: local_socket.OwnerCommand) -> Health:
         number = -1
         with contextlib.suppress(SwarmError, asyncio.TimeoutError):
             number = await within(connected(), p2pd_s)
         return replace(health(), connected=number)
 
     return local_socket.answering(path, "--health", answer)
-
-
-async def ask(path: Path, limit_s: float = local_socket.QUESTION_S) -> Health:
-    """What the program that answers at `path` says.
-
-    Raises:
-        SetupError: none answers there, or not in time, or not what a program of ours says.
-    """
-    try:
-        return await local_socket.ask(path, f"the program at {path}", Health, limit_s=limit_s)
-    except OSError as error:
-        raise SetupError(f"no program answers at {path}: {error.strerror or error}") from None
-
-
-async def run_health(options: HealthOptions) -> bool:
-    """Ask, print, and say whether it is well; that none answers is ill, too: Docker takes 1 for that."""
-    try:
-        health = await ask(options.socket)
-    except SetupError as error:
-        print(f"swarm health: {error.text}", file=sys.stderr)
-        return False
-    if options.json:
-        print(msgspec.json.encode({"well": not health.ill, **msgspec.to_builtins(health)}).decode())
-    else:
-        print(health.words())
-    return not health.ill

@@ -8,31 +8,36 @@ import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from peers.waiting import within
 from swarm.errors import SetupError
 
-T = TypeVar("T")
-
 QUESTION_S = 5.0
 """An answer takes milliseconds; a loop on a very busy machine may be late by a second or two."""
 LAST_ANSWERS_S = 1.0
 MAX_BYTES = 64 * 1024
 
+Do: TypeAlias = Literal["look", "pause", "resume"]
+
+
+class OwnerCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of a program."""
+
+    do: Do = "look"
+
 
 @contextlib.asynccontextmanager
 async def answering(
-    path: Path, what: str, answer: Callable[[Any], Awaitable[Any]], *, question: type | None = None
+    path: Path, what: str, answer: Callable[[OwnerCommand], Awaitable[Any]]
 ) -> AsyncIterator[None]:
     """Answer on a socket at `path` while the block runs; what was asked before its end, a moment longer.
 
     Args:
         what: names the socket in errors.
         answer: a question -> its answer, which msgspec encodes.
-        question: the type of a question; None: every caller gets the answer to None.
 
     Raises:
         SetupError: another program answers there, or no socket can be made there.
@@ -45,10 +50,8 @@ async def answering(
         asked.add(task)
         task.add_done_callback(asked.discard)
         with contextlib.suppress(ConnectionError, ValueError, msgspec.MsgspecError, asyncio.TimeoutError):
-            got = None
-            if question is not None:
-                got = msgspec.json.decode(await within(reader.readline(), QUESTION_S), type=question)
-            writer.write(msgspec.json.encode(await answer(got)) + b"\n")
+            question = msgspec.json.decode(await within(reader.readline(), QUESTION_S), type=OwnerCommand)
+            writer.write(msgspec.json.encode(await answer(question)) + b"\n")
             await writer.drain()
         writer.close()
 
@@ -87,28 +90,3 @@ def listen(path: Path, what: str) -> socket.socket:
             raise SetupError(f"{what} {path}: no socket can be made there: {why}") from None
         on_error.pop_all()
         return listener
-
-
-async def ask(path: Path, named: str, answer: type[T], question: object = None, *, limit_s: float) -> T:
-    """What the program at `path` answers; `named` is that program in errors.
-
-    Raises:
-        SetupError: it does not answer in time, or not what a program of ours says.
-        OSError: no program is there any more.
-    """
-
-    async def call() -> bytes:
-        reader, writer = await asyncio.open_unix_connection(str(path), limit=MAX_BYTES)
-        try:
-            if question is not None:
-                writer.write(msgspec.json.encode(question) + b"\n")
-            return await reader.readline()
-        finally:
-            writer.close()
-
-    try:
-        return msgspec.json.decode(await within(call(), limit_s), type=answer)
-    except asyncio.TimeoutError:
-        raise SetupError(f"{named} does not answer within {limit_s:g} s: it hangs") from None
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise SetupError(f"what answers at {path} is no program of the swarm: {error}") from None

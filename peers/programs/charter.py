@@ -16,8 +16,9 @@ from peers.storage import atomic_file, charters_folder
 from swarm import charter as rules
 from swarm.charter import ROLES, Charter, Door, Role, Rule
 from swarm.errors import SetupError, count
+from swarm.example import EXAMPLE
 from swarm.ids import PeerId, RunName, fingerprint_of
-from swarm.manifest import EXAMPLE, MAX_FOUNDERS, load_run, parse_run
+from swarm.manifest import MAX_FOUNDERS, load_run, parse_run
 
 if TYPE_CHECKING:
     from peers.net.node import Node

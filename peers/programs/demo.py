@@ -25,7 +25,7 @@ import msgspec
 
 from peers import events
 from peers.events import Emit, Event, Note, StepDone, count, parse_event, to_text
-from peers.programs.processes import Child, stop_all
+from peers.programs.fleet import Child, stop_all
 from peers.programs.tool_options import DemoOptions
 from peers.storage import RESULTS_ENV
 from peers.waiting import happens

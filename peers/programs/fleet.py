@@ -1,4 +1,4 @@
-"""`swarm peer --device all`: one peer for each device, one Ctrl-C for all.
+"""`swarm peer --device all`: one peer for each device, one Ctrl-C for all; and roles as child processes.
 
 Each peer is a process of its own, with a key of its own: a device that fails, or a driver that hangs, stops
 no other peer. One that dies is started again, after a wait that grows, as the same peer: volunteers leave
@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from peers.events import Emit, Note, Trouble
 from peers.options import MIN_UPLOAD_BPS, Listen, PeerOptions
-from peers.programs.processes import Child
-from peers.waiting import happens
+from peers.waiting import happens, within
 from swarm.errors import SetupError
 
+STOP_S = 5.0
+"""How long a child gets to leave before it is killed."""
+MAX_LINE = 1 << 20
 RESTART_S = 5.0
 LONGEST_WAIT_S = 300.0
 DID_WELL_S = 600.0
@@ -34,6 +39,91 @@ OWN_OPTIONS = frozenset(
     {"--device", "--identity", "--port", "--announce", "--metrics", "--max-upload", "--die-with-parent"}
 )
 """Those in which the peers differ."""
+
+
+class Child:
+    """One role in a process of its own. It dies with this process, whatever happens to it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, hear: Callable[[Child, str], None]) -> None:
+        self._process, self._hear = process, hear
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def spawn(
+        cls, arguments: Sequence[str], hear: Callable[[Child, str], None], *, stdin: bytes = b"",
+        stderr: int | None = None, environment: Mapping[str, str] | None = None,
+    ) -> Child:  # fmt: skip
+        """Start `swarm ARGUMENTS`; `hear` is called with each line of its output."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "peers", *arguments, "--die-with-parent", str(os.getpid()),
+            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr,
+            limit=MAX_LINE,
+            # A terminal's Ctrl-C is for the parent, which then ends its children in order.
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )  # fmt: skip
+        child = cls(process, hear)
+        if stdin and process.stdin is not None:
+            process.stdin.write(stdin)
+            await process.stdin.drain()
+            process.stdin.close()
+        return child
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs."""
+        return self._process.returncode
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                # `send_signal` may take the exit code of one that has just died: asyncio says 255 then.
+                os.kill(self.pid, number)
+
+    async def wait(self) -> int:
+        """Its exit code, once it has ended and everything that it said was heard."""
+        await self._process.wait()
+        await self._reader
+        return self._process.returncode or 0
+
+    async def stop(self) -> None:
+        """SIGTERM, and SIGKILL if it takes too long."""
+        self.signal(signal.SIGTERM)
+        try:
+            await within(self._process.wait(), STOP_S)
+        except asyncio.TimeoutError:
+            self.signal(signal.SIGKILL)
+            await self._process.wait()
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        while True:
+            try:
+                line = await self._process.stdout.readline()
+            except ValueError:  # longer than `MAX_LINE`: what is left of it is read as the next one
+                continue
+            if not line:
+                return
+            self._hear(self, line.decode(errors="replace").rstrip("\n"))
+
+
+async def stop_all(children: Sequence[Child]) -> None:
+    """End all of them, together; none is left, also if this is cancelled."""
+    try:
+        await asyncio.gather(*(child.stop() for child in children), return_exceptions=True)
+    finally:
+        for child in children:
+            child.signal(signal.SIGKILL)
+
+
+# --- a peer for each device ---
 
 
 def names_of(device: str) -> list[str]:

@@ -24,6 +24,7 @@ from peers.options import (
     PEER_ID_KIND,
     PORT,
     SECONDS,
+    SOCKET,
     TOKENIZER_HELP,
     WEIGHTS,
     WORD,
@@ -44,6 +45,7 @@ from peers.options import (
 from swarm.charter import MAX_LIFE_DAYS, MAX_WORK_BITS, Door, Role
 from swarm.codecs import KNOWN, parse_codec
 
+MINE = "which peers (default: all that you run on this machine)"
 FACES, HISTORY = "faces, besides the terminal", "history"
 JSON_HELP = "print one JSON object instead of lines"
 TERMS_HELP = "the terms of the run (TOML)"
@@ -202,6 +204,47 @@ class RevokeOptions(OwnersOptions):
     """
 
     identity: Path = option(FILE, "the key")
+
+
+# --- of a machine's owner ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnerOptions:
+    """Which peers of this machine; all that are given must fit."""
+
+    identity: Path | None = optional(FILE, "the one that was started with this key", group=MINE)
+    pid: int | None = optional(COUNT, "the one of this process", group=MINE)
+    device: str | None = optional(WORD, "those on this device, such as cuda:1", group=MINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PauseOptions(OwnerOptions):
+    """Give this machine's device back to you; the peer keeps its place.
+
+    swarm pause
+    swarm pause --identity peer.key
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeOptions(OwnerOptions):
+    """Let a paused peer of this machine work again.
+
+    swarm resume
+    swarm resume --identity peer.key
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthOptions:
+    """Say whether a program of this machine is well: for containers.
+
+    swarm health peer.sock
+    """
+
+    socket: Path = option(SOCKET, "what it was given as --health", positional=True)
+    json: bool = switch("print one JSON object instead of a line")
 
 
 # --- everybody's ---

@@ -27,7 +27,7 @@ import psutil
 from peers.events import Event, Serving, Started, StepDone, parse_event
 from peers.net.node import Node
 from peers.net.p2pd import DaemonOptions
-from peers.programs.processes import Child, stop_all
+from peers.programs.fleet import Child, stop_all
 from peers.storage import RESULTS_ENV
 from peers.storage.dataset import Dataset, open_dataset
 from peers.trainer import Trainer, TrainerSettings

@@ -36,8 +36,8 @@ async def measure(steps: int, kills: int, peers: int) -> dict[str, Any]:
     """Train in a swarm, then in one process."""
     from peers.events import Event, Killed
     from peers.programs.demo import Demo, DemoOptions, Lines
+    from peers.programs.fleet import stop_all
     from peers.programs.manifest_pinning import pinned
-    from peers.programs.processes import stop_all
     from peers.storage.samples import open_data
     from scripts.bench.harness import machine
     from swarm.manifest import demo_run

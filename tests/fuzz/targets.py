@@ -48,8 +48,9 @@ from peers.storage.checkpoint import Checkpoint
 from peers.watch import history
 from swarm import charter
 from swarm.errors import PeerFault, Refused, SetupError, SwarmError, from_wire
+from swarm.example import example_run
 from swarm.ids import Generation
-from swarm.manifest import Run, audit_run, example_run, parse_run
+from swarm.manifest import Run, audit_run, parse_run
 from swarm.monitoring import validation
 from swarm.monitoring.health import Observation
 from swarm.protocol import messages as protocol_messages

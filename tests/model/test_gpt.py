@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peers.programs.manifest import parameter_count
 from swarm.ids import Microbatch
-from swarm.manifest import PRESETS, ModelSpec, demo_run, parameter_count
+from swarm.manifest import PRESETS, ModelSpec, demo_run
 from swarm.model.gpt import layer_flops, layer_split
 from swarm.model.seeded_random import Dropout, initial_normal, seed_of
 from tests.model.chain import build_stage, tiny_run

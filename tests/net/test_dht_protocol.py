@@ -35,7 +35,7 @@ from peers.net.identity import Identity
 from peers.net.lookup import Shard
 from peers.net.tasks import TaskKeeper
 from swarm.errors import Refused
-from swarm.manifest import example_run
+from swarm.example import example_run
 from swarm.records import PeerRecord
 from swarm.wire.version import PROTOCOL_VERSION
 from tests.net.memory_dht import MemoryDht

@@ -17,7 +17,8 @@ from peers.net import signed_records
 from peers.net.identity import Identity
 from peers.net.lookup import homes
 from swarm.errors import Refused, SetupError
-from swarm.manifest import Run, example_run
+from swarm.example import example_run
+from swarm.manifest import Run
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.version import PROTOCOL_VERSION
 

@@ -29,8 +29,9 @@ from peers.options import description, options_from
 from peers.programs import roles, tool_options
 from peers.programs.roles import manifest
 from swarm.errors import Busy, PeerGone, Refused, SetupError, SwarmError
+from swarm.example import example_run
 from swarm.installed import check_allowed
-from swarm.manifest import CustomModelSpec, DataSpec, Run, demo_run, example_run
+from swarm.manifest import CustomModelSpec, DataSpec, Run, demo_run
 
 RUN = "0123456789abcdef" * 2
 JOIN = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"

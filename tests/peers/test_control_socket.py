@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from peers.options import PauseOptions, ResumeOptions
-from peers.owner import local_socket
 from peers.owner.commands import Owner
-from peers.owner.control_socket import OwnerCommand, PeerAnswer, control_folder, obeying, run_command
+from peers.owner.control_socket import PeerAnswer, control_folder, obeying
+from peers.programs.owner import ask, run_command
+from peers.programs.tool_options import PauseOptions, ResumeOptions
 from swarm.errors import SetupError
 
 
@@ -148,7 +148,7 @@ async def test_what_is_no_wish_is_not_obeyed() -> None:
                 assert await reader.read() == b""
             writer.close()
         assert not owner.paused
-        answer = await local_socket.ask(path, "it", PeerAnswer, OwnerCommand(do="look"), limit_s=5.0)
+        answer = await ask(path, "it", PeerAnswer, limit_s=5.0)
         assert (
             msgspec.json.decode(msgspec.json.encode(answer), type=PeerAnswer) == answer
             and answer.doing == "starting"

@@ -14,7 +14,8 @@ from peers.storage.dataset import Dataset, Tokenizer, open_dataset
 from peers.trainer import entering
 from swarm.data import check_samples, most_proof_bytes, proof_bytes, sample_offsets
 from swarm.errors import Refused, SetupError
-from swarm.manifest import AdmissionSpec, Run, audit_run, example_run, parse_run
+from swarm.example import example_run
+from swarm.manifest import AdmissionSpec, Run, audit_run, parse_run
 from swarm.model.stage_io import input_metas
 from swarm.wire.messages import Work, WorkDone
 from tests.peers.admitted import TRAINER, admitting

@@ -17,10 +17,11 @@ import pytest
 from peers import events
 from peers.cli import Exit, main
 from peers.events import Event, Logged, said_in_logs
-from peers.options import HealthOptions
-from peers.owner import health_socket as health
 from peers.owner import local_socket
-from peers.owner.health_socket import Health, Pulse, answering, ask, observe
+from peers.owner.health_socket import Health, Pulse, answering, observe
+from peers.programs.owner import ask_health as ask
+from peers.programs.owner import run_health
+from peers.programs.tool_options import HealthOptions
 from swarm.errors import SetupError, SwarmError
 
 PEER = "12D3KooWQmabcdef"
@@ -124,6 +125,7 @@ async def test_who_is_not_there_or_is_another_program_is_said(tmp_path: Path) ->
         await ask(tmp_path / "s")
 
     async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
         writer.write(b"SSH-2.0-OpenSSH")
         writer.close()
 
@@ -164,8 +166,8 @@ def test_the_command_ends_with_what_docker_takes_for_ill(
 
 async def test_the_command_prints_a_line_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with running(tmp_path / "s", STARTED, SERVING):
-        assert await health.run_health(HealthOptions(socket=tmp_path / "s"))
-        assert await health.run_health(HealthOptions(socket=tmp_path / "s", json=True))
+        assert await run_health(HealthOptions(socket=tmp_path / "s"))
+        assert await run_health(HealthOptions(socket=tmp_path / "s", json=True))
     line, told = capsys.readouterr().out.splitlines()
     assert line == "peer abcdef: serving stage 1 at version 12, connected to 3 peers"
     assert json.loads(told) == {

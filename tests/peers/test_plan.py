@@ -16,7 +16,7 @@ from peers.cli import Exit, main
 from peers.programs.descriptions import job_of
 from peers.programs.plan import WORTH, as_json, plan_codecs, plan_view, render
 from swarm.errors import SetupError
-from swarm.manifest import EXAMPLE as RUN
+from swarm.example import EXAMPLE as RUN
 from swarm.manifest import CodecSpec, demo_run, parse_run
 from swarm.monitoring.health import Observation
 from swarm.plan.network import Device, Network

@@ -16,8 +16,8 @@ import pytest
 from peers.stage.status import MAX_LINKS_TOLD, MAX_WORDS
 from peers.transfer.server import MAX_VERSIONS_TOLD
 from swarm.errors import Refused, SetupError
+from swarm.example import example_run
 from swarm.ids import Generation, PeerId
-from swarm.manifest import example_run
 from swarm.protocol import messages as protocol_messages
 from swarm.protocol.checks import MAX_NAME, MAX_STEPS
 from swarm.protocol.coordinator import LOSSES_KEPT, MAX_LEFT_OUT, MAX_SOURCES

@@ -1,0 +1,127 @@
+"""`swarm pause`, `swarm resume` and `swarm health`: questions to the programs of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from peers.owner.control_socket import DONE_S, PeerAnswer, control_folder
+from peers.owner.health_socket import Health
+from peers.owner.local_socket import MAX_BYTES, QUESTION_S, Do, OwnerCommand
+from peers.programs.tool_options import HealthOptions, OwnerOptions, PauseOptions, ResumeOptions
+from peers.waiting import within
+from swarm.errors import SetupError
+
+T = TypeVar("T")
+
+
+async def ask(path: Path, named: str, answer: type[T], do: Do = "look", *, limit_s: float) -> T:
+    """What the program at `path` answers; `named` is that program in errors.
+
+    Raises:
+        SetupError: it does not answer in time, or not what a program of ours says.
+        OSError: no program is there any more.
+    """
+
+    async def call() -> bytes:
+        reader, writer = await asyncio.open_unix_connection(str(path), limit=MAX_BYTES)
+        try:
+            writer.write(msgspec.json.encode(OwnerCommand(do=do)) + b"\n")
+            return await reader.readline()
+        finally:
+            writer.close()
+
+    try:
+        return msgspec.json.decode(await within(call(), limit_s), type=answer)
+    except asyncio.TimeoutError:
+        raise SetupError(f"{named} does not answer within {limit_s:g} s: it hangs") from None
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise SetupError(f"what answers at {path} is no program of the swarm: {error}") from None
+
+
+# --- pause and resume ---
+
+
+async def _ask_peer(path: Path, do: Do, limit_s: float) -> PeerAnswer:
+    """What the peer at `path` answers, once it has done that; raises as `ask`."""
+    name = f"the peer with pid {path.stem}"
+    return await ask(path, name, PeerAnswer, do, limit_s=limit_s)
+
+
+async def run_command(options: PauseOptions | ResumeOptions, *, question_s: float = QUESTION_S) -> None:
+    """Pause or resume all peers that are meant, at once, and print what each says.
+
+    Raises:
+        SetupError: there is none, or one does not answer.
+    """
+    do: Do = "pause" if isinstance(options, PauseOptions) else "resume"
+    found: dict[Path, PeerAnswer] = {}
+    trouble: list[str] = []  # one that hangs must not keep the others from what their owner wants
+    for path in sorted(control_folder().glob("*.sock")):
+        if options.pid is not None and path.stem != str(options.pid):
+            continue
+        try:
+            found[path] = await _ask_peer(path, "look", question_s)
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)  # it was killed
+        except OSError as error:
+            trouble.append(f"the peer with pid {path.stem} cannot be asked: {error.strerror or error}")
+        except SetupError as error:
+            trouble.append(error.text)
+    meant = [path for path, said in found.items() if _is_meant(said, options)]
+    if not meant and not trouble:
+        there = "; ".join(said.line() for said in found.values()) or "none runs"
+        raise SetupError(f"no peer of yours on this machine is meant by that: {there}")
+    answers = await asyncio.gather(
+        *(_ask_peer(path, do, DONE_S + question_s) for path in meant), return_exceptions=True
+    )
+    for path, answer in zip(meant, answers, strict=True):
+        if isinstance(answer, PeerAnswer):
+            print(answer.line(), flush=True)
+        elif isinstance(answer, SetupError):
+            trouble.append(answer.text)
+        elif isinstance(answer, OSError):
+            trouble.append(f"the peer with pid {path.stem} ended meanwhile")
+        else:
+            raise answer
+    if trouble:
+        raise SetupError("; ".join(trouble))
+
+
+def _is_meant(said: PeerAnswer, options: OwnerOptions) -> bool:
+    if options.identity is not None and said.identity != str(options.identity.absolute()):
+        return False
+    return options.device in (None, said.device)
+
+
+# --- health ---
+
+
+async def ask_health(path: Path, limit_s: float = QUESTION_S) -> Health:
+    """What the program that answers at `path` says.
+
+    Raises:
+        SetupError: none answers there, or not in time, or not what a program of ours says.
+    """
+    try:
+        return await ask(path, f"the program at {path}", Health, limit_s=limit_s)
+    except OSError as error:
+        raise SetupError(f"no program answers at {path}: {error.strerror or error}") from None
+
+
+async def run_health(options: HealthOptions) -> bool:
+    """Ask, print, and say whether it is well; that none answers is ill, too: Docker takes 1 for that."""
+    try:
+        health = await ask_health(options.socket)
+    except SetupError as error:
+        print(f"swarm health: {error.text}", file=sys.stderr)
+        return False
+    if options.json:
+        print(msgspec.json.encode({"well": not health.ill, **msgspec.to_builtins(health)}).decode())
+    else:
+        print(health.words())
+    return not health.ill
