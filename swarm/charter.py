@@ -344,7 +344,7 @@ def unban(charter: Charter, peer: PeerId) -> tuple[Ban, ...]:
 
 # --- which methods are for whom -----------------------------------------------------------------------------
 
-READS = frozenset({"status", "state", "saved", "chunk", "close", "version", "reach"})
+READS = frozenset({"status", "state", "saved", "trail", "chunk", "close", "version", "reach"})
 """Methods that answer everybody who is not banned, at everybody."""
 TRAINERS_CALL = frozenset({"work", "locate", "watch", "line", "voucher"})
 PEERS_CALL = frozenset(

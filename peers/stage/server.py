@@ -121,6 +121,7 @@ class StagePeer:
         )  # fmt: skip
         self._joining = Joining(core, directory, self.replicas, recovery, self.store, settings.resumed_from)
         self._states = StateServer(core, transport, self.store)
+        core.trail.serve(run, stage, transport, lambda: core.kind)
         self._handoff = Handoff(core, transport, membership, self.replicas, self._states.leases)
         self.moving = Moving(core, directory, self.replicas, movable=settings.movable, go=self._move)
         self.status = StageStatus(

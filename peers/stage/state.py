@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from peers.audit.trail import OwnTrail
 from peers.clock import now_s
 from peers.events import Event, Undone
 from peers.ports import Device, Rank
@@ -82,6 +83,7 @@ class StageCore:
         self.applied: OpenStep | None = None
         """The last step that was taken, kept for replicas that missed it."""
         self._digest = (-1, "")
+        self.trail = OwnTrail()
         self.audit = Audit()
         self.undone = 0
         self.computed = 0
@@ -262,6 +264,7 @@ class StageCore:
         await self.device.run(
             Rank.STEP, commit.t, self.compute.apply, commit.t, step.whole, commit.total_sqnorm
         )
+        self.trail.took(commit.t, step.prepared.digest, commit.total_sqnorm)
         self.applied = step
         step.keep_result(commit)
         self.commits = {t: known for t, known in self.commits.items() if t > commit.t - COMMITS_KEPT}
@@ -282,6 +285,7 @@ class StageCore:
         digest = await self.device.run(Rank.IDLE, version, self._digest_of, version)
         if digest is not None:
             self._digest = (version, digest)
+            self.trail.weighs(version, digest)
             self.report_trigger.urgent()
 
     def _digest_of(self, version: int) -> str | None:
@@ -300,6 +304,7 @@ class StageCore:
             await step.stopped()
         await self.device.run(Rank.STEP, version, self.compute.load_state, version, tensors)
         self.applied, self.commits, self.generation = None, {}, position.generation
+        self.trail.begin(version)
         await self.open_steps()
         await self.refresh_digest()
 

@@ -24,6 +24,7 @@
     close     whoever opened it → its source CloseLease             → Ack
     saved     anyone → peer, keeper          AskSaved               → Saved
     status    anyone → peer                  AskStatus              → PeerStatus
+    trail     anyone → peer                  AskTrail               → Trail (trails.py)
     voucher   trainer → peer                 GiveVoucher            → Ack
 
 Every request names the run by its hash, so that runs never mix.
