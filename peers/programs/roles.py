@@ -442,6 +442,7 @@ class Keeper(_Looping[KeeperOptions]):
             settings = KeepingSettings(
                 folder=options.dir, keep=options.keep, stages=kept_stages(run, options.stages),
                 addresses=node.addresses, joined_at=time.time(),
+                charter=lambda: (node.directory.charters.owner, node.directory.charters.sealed),
             )  # fmt: skip
             keeping = CheckpointKeeper(run, node.transport, node.directory, settings, self._emit)
             node.transport.on_gone = keeping.peer_gone

@@ -4,6 +4,7 @@
     downloads   those of use (`swarm.policy.keeping`), each chunk checked by its hash
     saves       whole or not at all, and prunes, but never the newest version that all stages have here
     serves      what it has (`peers.transfer.server`), to joiners and to other keepers
+    records     what peers sign of their steps (`peers.audit.recorder`), for `swarm verify`
 
 Knows ports only, and needs no device.
 """
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from peers import events
+from peers.audit.recorder import Recorder
 from peers.clock import now_s, unix_s
 from peers.ports import Answer, Directory, Request, Transport
 from peers.storage import checkpoint
@@ -60,6 +62,8 @@ class KeepingSettings:
     """Empty: all."""
     addresses: tuple[str, ...] = ()
     joined_at: float = field(default_factory=unix_s)
+    charter: Callable[[], tuple[PeerId, bytes]] = lambda: ("", b"")
+    """The owner's id and the charter of the run, as it is signed; empty: none."""
 
 
 async def collect(
@@ -134,6 +138,7 @@ class CheckpointKeeper:
         # Their tensors are maps of files: a copy in memory is the system's to drop.
         self._leases = StateLeases(run.id, transport, self._stores, most_saved=2 * len(self._stores))
         transport.serve("status", self._serve_status)
+        self._recorder = Recorder(run, transport, directory, settings.folder, emit, settings.charter)
         self._backoff = Backoff(first_s=FIRST_REST_S, longest_s=LONGEST_REST_S)
         self._partials: dict[Stage, Partial] = {}
         self._have: dict[Stage, list[int]] = {stage: [] for stage in self.stages}
@@ -169,6 +174,7 @@ class CheckpointKeeper:
                 leaving,
                 asyncio.create_task(self._keep_often()),
                 asyncio.create_task(self._announce_often()),
+                asyncio.create_task(self._recorder.run()),
             ]
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -273,8 +279,13 @@ class CheckpointKeeper:
 
     async def _keep_the_last(self) -> None:
         """Fetch what is newer before leaving, within `LAST_S`; say what is lost all the same."""
+
+        async def last() -> None:
+            await self._recorder.record(all_of_it=True)
+            await self._keep()
+
         with contextlib.suppress(asyncio.TimeoutError):
-            await within(self._keep(), LAST_S)
+            await within(last(), LAST_S)
         offered = newest_common(self.offers)
         if offered is not None and (self.version is None or self.version < offered):
             kept = "nothing" if self.version is None else f"version {self.version}"

@@ -1,0 +1,130 @@
+"""Writes the transcript of a run: asks replicas of each stage for their signed trails, every 128 steps.
+
+Two replicas that say the same are enough, those with the most voice. What another says differently is written
+beside it: `swarm verify` finds out which is true. Knows ports only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from peers import events
+from peers.ports import Directory, Transport
+from peers.storage.transcript import CharterSeen, Entry, Took, TranscriptWriter
+from peers.voices import Voices
+from swarm.errors import SetupError, SwarmError
+from swarm.ids import PeerId, Stage
+from swarm.manifest import Run
+from swarm.protocol.statements import is_signed
+from swarm.protocol.voice import heard, weight
+from swarm.records import PeerRecord
+from swarm.wire.messages import pack, unpack_answer
+from swarm.wire.trails import MAX_STEPS, AskTrail, Signed, TookSteps, Trail
+
+EVERY_S = 10.0
+"""Replicas remember 512 steps: of runs faster than 20 ms a step some are missed."""
+ASK_S = 4.0
+MAX_ASKED = 4
+"""Replicas of one stage: one may be a step behind, and one may lie."""
+SIGNERS = 2
+LATE_STEPS = 2
+"""Replicas may be so far behind the first of them."""
+
+
+class Recorder:
+    """Keeps the transcript in `folder` up to date.
+
+    Args:
+        charter: the owner's id, and the charter as it is signed; empty if there is none.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        transport: Transport,
+        directory: Directory,
+        folder: Path,
+        emit: Callable[[events.Event], None],
+        charter: Callable[[], tuple[PeerId, bytes]],
+    ) -> None:
+        self._run, self._transport, self._directory, self._emit = run, transport, directory, emit
+        self._voices, self._charter = Voices(run, transport.signer, directory), charter
+        self._file = TranscriptWriter(folder, run)
+        self._said = ""
+
+    async def run(self) -> None:
+        """Record what is due, until cancelled."""
+        while True:
+            await self.record()
+            await asyncio.sleep(EVERY_S)
+
+    async def record(self, *, all_of_it: bool = False) -> None:
+        """Write what is due: full trails, and the last one of the run; or `all_of_it`."""
+        try:
+            await asyncio.to_thread(self._file.append)
+            each = await asyncio.gather(*(self._stage(stage, all_of_it) for stage in range(self._run.S)))
+            found: list[Entry] = [took for several in each for took in several]
+            owner, sealed = self._charter()
+            if sealed != self._file.charter:
+                found.insert(0, CharterSeen(owner, sealed))
+            await asyncio.to_thread(self._file.append, found)
+        except SetupError as error:
+            if error.text != self._said:
+                self._said = error.text
+                self._emit(events.Trouble(text=error.text))
+
+    async def _stage(self, stage: Stage, all_of_it: bool) -> list[Took]:
+        """What is due of one stage."""
+        since, steps = self._file.ends.get(stage, 0), self._run.steps
+        voice = self._voices.of(stage)
+        there = {r.peer: r for r in self._directory.at(stage) if r.state in ("serving", "leaving")}
+        asked = [there[peer] for peer in heard(there, voice)]
+        asked.sort(key=lambda record: (-weight(record.peer, voice), -record.version, record.peer))
+        newest = max((record.version for record in asked), default=0)
+        due = newest >= min(since + MAX_STEPS + LATE_STEPS, steps)
+        if since >= min(newest, steps) or not (due or all_of_it):
+            return []
+        until = min(since + MAX_STEPS, steps)
+        least = since + 1 if all_of_it else until
+        told = await asyncio.gather(
+            *(self._ask(record, stage, since, least, until) for record in asked[:MAX_ASKED])
+        )
+        return chosen([one for one in told if one is not None], lambda peer: weight(peer, voice))
+
+    async def _ask(
+        self, record: PeerRecord, stage: Stage, since: int, least: int, until: int
+    ) -> tuple[TookSteps, Signed] | None:
+        """What a replica signs of these steps; None if that does not reach to `least`, or cannot be."""
+        run, peer = self._run.id, record.peer
+        ask = pack(AskTrail(run=run, since=since, until=until))
+        try:
+            answer = await self._transport.call(peer, "trail", ask, deadline_s=ASK_S)
+            trail = unpack_answer(peer, answer.header, Trail)
+        except SwarmError:
+            return None
+        took = trail.steps
+        if took.stage != stage or not since <= took.start < took.end or not least <= took.end <= until:
+            return None
+        if not is_signed(self._transport.signer, peer, run, took, trail.signature):
+            return None
+        return took, Signed(peer, trail.signature, record.voucher)
+
+
+def chosen(told: Sequence[tuple[TookSteps, Signed]], weight_of: Callable[[PeerId], int]) -> list[Took]:
+    """What is written of what replicas said: of those that begin first, the account with the most weight,
+    then the longest; and one of the same kind of device that contradicts it: one of the two is false.
+    """
+    start = min((took.start for took, _ in told), default=0)
+    accounts: dict[TookSteps, list[Signed]] = {}
+    for took, by in told:
+        if took.start == start:
+            accounts.setdefault(took, []).append(by)
+
+    def rank(took: TookSteps) -> tuple[int, int, bytes]:
+        return -sum(weight_of(by.peer) for by in accounts[took]), -took.end, took.rows
+
+    first, *others = sorted(accounts, key=rank) or [None]
+    others = [took for took in others if took.kind == first.kind and not first.rows.startswith(took.rows)]
+    return [Took(took, tuple(accounts[took][:SIGNERS])) for took in (first, *others[:1]) if took]
