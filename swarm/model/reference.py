@@ -7,7 +7,7 @@ share what a stage is (`swarm.model.stage_function`), the initial weights, and t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,11 +20,14 @@ from swarm.manifest import Run
 from swarm.model.custom import model_inputs
 from swarm.model.fixed_point import add_exact, to_float
 from swarm.model.gpt import replace_parameters, weights_dtype
-from swarm.model.layout import initial_statistics, initial_weights, stage_layout
+from swarm.model.layout import empty_state, initial_statistics, initial_weights, stage_layout
 from swarm.model.reductions import sqnorm
 from swarm.model.same_bits import aligned, use_threads_of
 from swarm.model.stage_function import stage_function
 from swarm.wire.codec import decode, encode, places_of, round_trip
+
+_MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "momentum_buffer"}
+"""Of the optimizer, in a stage's state: what torch calls them."""
 
 
 class SingleProcess:
@@ -61,6 +64,8 @@ class SingleProcess:
             for name, weights in self.parameters.items()
         }
         self._stages = [_Stage(run, stage, self._held, self._device) for stage in range(run.S)]
+        self.sums: list[torch.Tensor] = []
+        """What each stage alone found, when `totals` was last called: flat, not divided by M."""
         self._optimizer = _optimizer_of(run, list(self.parameters.values()))
 
     def loss(self, mb: Microbatch, *, grad: bool = True) -> float:
@@ -82,6 +87,7 @@ class SingleProcess:
                 back = stage.backward(own, back, sender.places if sender else [])
         return float(loss.item())
 
+    @torch.no_grad()
     def totals(self) -> tuple[dict[str, torch.Tensor], float]:
         """(the sums since the last call by name, not divided by M, the sum of the gradients' squares).
 
@@ -89,10 +95,11 @@ class SingleProcess:
         """
         totals: dict[str, torch.Tensor] = {}
         first: list[list[str]] = []
-        for stage in self._stages:
-            own = stage.totals()
+        self.sums = [stage.totals() for stage in self._stages]
+        for stage, flat in zip(self._stages, self.sums, strict=True):
             first.append([name for name in stage.layout.spans if name not in totals])
-            for name, total in own.items():
+            for name, (start, end, shape) in stage.layout.terms.items():
+                total = flat[start:end].view(shape)
                 totals[name] = totals[name] + total if name in totals else total
         squares = 0.0
         for stage, names in zip(self._stages, first, strict=True):
@@ -104,13 +111,18 @@ class SingleProcess:
             squares += sqnorm(flat)
         return totals, squares
 
-    @torch.no_grad()
     def step(self, t: int) -> list[float]:
         """Do step `t`, the next one; return the losses of its microbatches in order."""
         assert t == self.version, "steps are done in order"
-        run, spec = self.run, self.run.optimizer
-        losses = [self.loss(Microbatch(t, m)) for m in range(run.M)]
+        losses = [self.loss(Microbatch(t, m)) for m in range(self.run.M)]
         totals, squares = self.totals()
+        self.take(totals, squares)
+        return losses
+
+    @torch.no_grad()
+    def take(self, totals: Mapping[str, torch.Tensor], squares: float) -> None:
+        """Take the next step with what `totals` gave."""
+        t, run, spec = self.version, self.run, self.run.optimizer
         # One factor for the mean and the clipping, as the stages have it: two would round twice.
         scale = 1.0 / run.M
         if spec.clip_norm:
@@ -132,7 +144,47 @@ class SingleProcess:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.version = t + 1
-        return losses
+
+    @torch.no_grad()
+    def load(self, version: int, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Become a version: of each stage, what `StageState.copy` gives."""
+        for parameter in self.parameters.values():
+            moments = {torch_name: torch.zeros_like(parameter) for torch_name in _MOMENTS.values()}
+            self._optimizer.state[parameter] = {"step": torch.tensor(float(version)), **moments}
+        for stage, vectors in enumerate(states):
+            for vector, flat in vectors.items():
+                for view, value in self._values(stage, vector, flat):
+                    value.copy_(view)
+        self.version = version
+
+    @torch.no_grad()
+    def state_of(self, stage: Stage, *vectors: str) -> dict[str, torch.Tensor]:
+        """Of the newest state of a stage these vectors, as `StageState.copy` has them; none: all that it has.
+
+        Once a step was taken, or a state loaded.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for vector, empty in empty_state(self.run, stage).items():
+            if vector in vectors or not vectors:
+                found[vector] = torch.zeros_like(empty, device=self._device)
+                for view, value in self._values(stage, vector, found[vector]):
+                    view.copy_(value)
+        return found
+
+    def _values(
+        self, stage: Stage, vector: str, flat: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What lies in a vector of a stage's state: as a view of `flat`, and as it is held here."""
+        layout = self._stages[stage].layout
+        if vector == "statistics":
+            yield from ((view, self._statistics[name]) for name, view in layout.statistics_views(flat))
+            return
+        for name, view in layout.views(flat):
+            parameter = self.parameters[name]
+            if vector in _MOMENTS:
+                yield view, self._optimizer.state[parameter][_MOMENTS[vector]]
+            else:
+                yield view, parameter.detach() if vector == "weights" else self._held[name]
 
     def named_weights(self) -> dict[str, torch.Tensor]:
         """The newest weights of all stages by full name, on the CPU."""
@@ -225,15 +277,16 @@ class _Stage:
             for leaf, kept in zip(passed.leaves, places, strict=True)
         ]
 
-    def totals(self) -> dict[str, torch.Tensor]:
-        """The sums by name, in the dtype of the weights; they begin anew."""
-        dtype, totals = weights_dtype(self._run), {}
-        for name, span in self.layout.terms.items():
+    def totals(self) -> torch.Tensor:
+        """The sums as the stage's vector has them, in the dtype of the weights; they begin anew."""
+        dtype = weights_dtype(self._run)
+        flat = torch.zeros(self.layout.sum_numel, dtype=dtype, device=self._device)
+        for name, (start, end, _) in self.layout.terms.items():
             total = self._sums.pop(name, None)
-            if total is None:
-                total = torch.zeros(span.shape, dtype=dtype, device=self._device)
-            totals[name] = (to_float(total, dtype) if total.dtype == torch.int64 else total).view(span.shape)
-        return totals
+            if total is not None:
+                exact = total.dtype == torch.int64
+                flat[start:end].copy_((to_float(total, dtype) if exact else total).view(-1))
+        return flat
 
     def _add(self, name: str, term: torch.Tensor) -> None:
         """`term` keeps its memory to itself."""

@@ -1,0 +1,44 @@
+"""The single process goes on from any state that stages save, and says what each stage found and has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.model.reductions import digest_of
+from swarm.model.reference import SingleProcess
+from tests.model.chain import Chain, batch_of, tiny_run
+
+CASES: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "delayed": {"delayed_updates": True},
+    "sgd": {"optimizer": {"name": "sgd", "momentum": 0.9, "weight_decay": 0.05}},
+    "sgd without momentum": {"optimizer": {"name": "sgd", "momentum": 0.0}},
+    "bfloat16": {"dtype": "bfloat16"},
+    "warm-up, clipped": {"optimizer": {"warmup_steps": 2, "schedule": "cosine", "clip_norm": 0.01}},
+}
+
+
+@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_from_a_saved_state_it_computes_the_same_bits_as_the_stages(case: str, start: int) -> None:
+    codec = {"forward": "blockwise8", "backward": "blockwise8"}
+    run = tiny_run(**{"dtype": "float32", "steps": 6, "codec": codec, **CASES[case]})
+    chain, reference = Chain(run), SingleProcess(run, batch_of(run))
+    for t in range(start):
+        chain.step(t)
+    reference.load(start, [stage.state.copy() for stage in chain.stages])
+    for t in range(start, run.steps):
+        for stage, compute in enumerate(chain.stages):
+            ours, theirs = reference.state_of(stage), compute.state.copy()
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(value, theirs[name]) for name, value in ours.items()), (t, stage)
+            weights = reference.state_of(stage, "weights", "statistics")
+            assert digest_of(weights.values(), on_device=False) == compute.state.digest()
+        assert chain.step(t) == reference.step(t)
+        assert len(reference.sums) == run.S and all(sum.abs().max() > 0 for sum in reference.sums)
+    assert all(
+        torch.equal(value, reference.named_weights()[name]) for name, value in chain.named_weights().items()
+    )
