@@ -91,6 +91,7 @@ PROGRAMS: dict[str, str] = {
     "export": "peers.programs.export.run_export",
     "generate": "peers.programs.evaluate.run_generate",
     "eval": "peers.programs.evaluate.run_eval",
+    "verify": "peers.programs.verify.run_verify",
     "plan": "peers.programs.plan.run_plan",
     "simulate": "peers.programs.simulate.run_simulate",
     "graph": "peers.programs.graph.run_graph",
@@ -249,14 +250,16 @@ def _run_role(args: argparse.Namespace) -> int:
 
 def _run_tool(args: argparse.Namespace) -> int:
     given, called = options_from(options_of(args.command), args), _imported(PROGRAMS[args.command])
-    if not inspect.iscoroutinefunction(called):
-        called(given)
-        return Exit.OK
 
-    async def coroutine() -> int:
-        result = await called(given)
+    def ended(result: object) -> int:
         failed = Exit.CHECK if args.command == "check" else Exit.FAILED
         return result if type(result) is int else failed if result is False else Exit.OK
+
+    if not inspect.iscoroutinefunction(called):
+        return ended(called(given))
+
+    async def coroutine() -> int:
+        return ended(await called(given))
 
     return _with_signals(coroutine, None)
 

@@ -434,7 +434,7 @@ def description(cls: type) -> tuple[str, str, list[str]]:
 
 
 def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return "--" + name.rstrip("_").replace("_", "-")  # `from` is a word of Python
 
 
 def add_options(parser: argparse.ArgumentParser, cls: type) -> None:

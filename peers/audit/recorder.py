@@ -125,6 +125,8 @@ def chosen(told: Sequence[tuple[TookSteps, Signed]], weight_of: Callable[[PeerId
     def rank(took: TookSteps) -> tuple[int, int, bytes]:
         return -sum(weight_of(by.peer) for by in accounts[took]), -took.end, took.rows
 
-    first, *others = sorted(accounts, key=rank) or [None]
-    others = [took for took in others if took.kind == first.kind and not first.rows.startswith(took.rows)]
-    return [Took(took, tuple(accounts[took][:SIGNERS])) for took in (first, *others[:1]) if took]
+    ranked = sorted(accounts, key=rank)
+    others = [
+        took for took in ranked if took.kind == ranked[0].kind and not ranked[0].rows.startswith(took.rows)
+    ]
+    return [Took(took, tuple(accounts[took][:SIGNERS])) for took in ranked[:1] + others[:1]]

@@ -396,6 +396,25 @@ class EvalOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """Compute steps of a run again, and compare with what peers signed.
+
+    swarm verify --transcript ckpt/5a7c.../transcript --data corpus.txt --from 100 --to 200
+    """
+
+    transcript: Path = option(NEEDED_FILE, "a keeper writes it into the run's folder of its --dir")
+    checkpoint_dir: Path | None = optional(
+        NEEDED_DIR, "with the checkpoint of --from (default: the keeper's, in which the transcript is)"
+    )
+    data: tuple[Path, ...] = several(NEEDED_FILE, DATA_HELP)
+    tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
+    from_: int = option(NUMBER, "the version to start at: 0, or one with a checkpoint")
+    to: int = option(COUNT, "the version to end at; its checkpoint is compared too, if it is there")
+    stage: int | None = optional(NUMBER, "compare this one only (default: all)")
+    device: str = option(DEVICE, "of the kind that the peers had: then bits are compared", "cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanOptions(MaybeMembership, ListenOptions):
     """Say which machine should serve which stage, and how fast that is.
 

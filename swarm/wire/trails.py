@@ -1,4 +1,4 @@
-"""Trails: what a replica signs of the steps that it took, so that anybody can compute them again afterwards.
+"""Trails: what replicas sign of the steps that they took, so that these can be computed again afterwards.
 
 Of each step: the digest of the stage's sum, the squared norm over all stages that it was taken with, and the
 digest of the weights that it left. Where a digest was not computed in time there are zeros.

@@ -54,6 +54,7 @@ NEEDED = {
     "eval": ["--model", "model.safetensors"],
     "plan": ["--manifest", "run.toml", "--devices", "devices.toml"],
     "dashboard": ["--run", RUN, "--join", JOIN],
+    "verify": ["--transcript", "model.safetensors", "--from", "2", "--to", "4"],
     "simulate": ["--manifest", "run.toml", "--devices", "devices.toml"],
     "graph": ["--model", "package.module:build"],
 }

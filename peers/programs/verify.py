@@ -1,0 +1,169 @@
+"""`swarm verify`: steps of a run are computed again, and compared with what its peers signed. No network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from peers.device import choose_device
+from peers.net import identity
+from peers.programs.tool_options import VerifyOptions
+from peers.progress import Bar
+from peers.storage import transcript
+from peers.storage.checkpoint import Checkpoint
+from peers.storage.samples import open_data
+from peers.storage.weights import say, with_step
+from swarm.audit.rerun import NEAR, Said, is_same_state, referee_of, rerun_step, weights_digest
+from swarm.errors import SetupError, short
+from swarm.ids import PeerId, Stage
+from swarm.manifest import Run
+from swarm.model.layout import empty_state, initial_state
+from swarm.model.reference import SingleProcess
+from swarm.model.stage import StageCompute
+from swarm.protocol.coordinator import realigns
+from swarm.protocol.statements import signable
+from swarm.wire.trails import unpack_rows
+
+Verify: TypeAlias = Callable[[PeerId, bytes, bytes], bool]
+"""Whether a peer signed some bytes."""
+
+
+class Account(NamedTuple):
+    """What a transcript says of the steps that are computed again, and of the one before."""
+
+    run: Run
+    stages: Sequence[Stage]
+    """Those that are compared."""
+    by_step: dict[int, list[Said]]
+    kinds: dict[Stage, set[str]]
+    """Of the devices of those that signed."""
+
+
+def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> bool:
+    """Compute, compare, print; whether all is as it was signed.
+
+    Raises:
+        SetupError: what is needed for that is not there; says what to do.
+    """
+    told = read(options, verify)
+    run, first, last = told.run, options.from_, options.to
+    folder = options.checkpoint_dir or options.transcript.resolve().parent.parent
+    device = choose_device(options.device)
+    data = open_data(run, options.data, options.tokenizer)
+    start = states(folder, run, first)
+    torch.set_num_threads(1)
+    if why := why_not_exact(told, device):
+        say(f"bits are not compared, since {why}: a referee computes in float64")
+    before = told.by_step.get(first - 1, []) if realigns(run, first) else []
+    if wrong := [s for s in before if s.took.weights not in ("", weights_digest(start[s.stage]))]:
+        return differs(run, first - 1, "weights", wrong, f"The checkpoint of step {first} has others.")
+    single = SingleProcess(referee_of(run) if why else run, data.batch, device)
+    single.load(first, start)
+    signed = 0
+    with Bar("computing again", (last - first) * run.M, unit="microbatches") as bar:
+        for t in range(first, last):
+            said = told.by_step.get(t, [])
+            signed += len({one.stage for one in said})
+            what, wrong = rerun_step(single, said, exact=not why, done=bar)
+            if wrong:
+                return differs(run, t, what, wrong, HINT)
+    also = ""
+    if all(Checkpoint(folder, run, stage, last).path.exists() for stage in range(run.S)):
+        near, saved = NEAR[run.dtype] if why else None, states(folder, run, last)
+        if other := [s for s in told.stages if not is_same_state(single, s, start[s], saved[s], near)]:
+            print(
+                f"the checkpoint of step {last} is not what was computed: stage {' '.join(map(str, other))}"
+            )
+            return False
+        also = f", and the checkpoint of step {last}"
+    how = "as far as another kind of device can tell" if why else "to the last bit"
+    print(f"steps {first} to {last - 1} are what the peers signed, {how}")
+    print(f"compared: {signed} of {(last - first) * len(told.stages)} signed steps of stages{also}")
+    print(f"run {run.name} {run.id}")
+    return True
+
+
+HINT = (
+    "Each stage computes with what others send it. Where one differs, look there; where several do, at these "
+    "and the next one."
+)
+
+
+def differs(run: Run, t: int, what: str, wrong: Sequence[Said], hint: str) -> bool:
+    """Say which step is the first that differs, where, and which peers signed it; False."""
+    for one in wrong:
+        print(f"step {t}, stage {one.stage}: other {what} than {' and '.join(one.by)} signed")
+    print(f"{hint}\nrun {run.name} {run.id}")
+    return False
+
+
+def read(options: VerifyOptions, verify: Verify) -> Account:
+    """What the transcript says of these steps, without what was not signed.
+
+    Raises:
+        SetupError: it is none, says nothing of them, or the run has no such steps.
+    """
+    first, last = options.from_, options.to
+    run, entries, rest = transcript.read(options.transcript)
+    if not first < last <= run.steps:
+        raise SetupError(f"--from {first} --to {last}: run {run.name!r} has versions 0 to {run.steps}")
+    if options.stage is not None and options.stage >= run.S:
+        raise SetupError(f"--stage {options.stage}: run {run.name!r} has stages 0 to {run.S - 1}")
+    told = Account(run, range(run.S) if options.stage is None else [options.stage], {}, {})
+    forged: set[PeerId] = set()
+    for entry in entries:
+        if not isinstance(entry, transcript.Took) or entry.steps.stage not in told.stages:
+            continue
+        took = entry.steps
+        if took.end < first or took.start >= last:
+            continue
+        by = tuple(s.peer for s in entry.by if verify(s.peer, signable(run.id, took), s.signature))
+        forged |= {signed.peer for signed in entry.by}.difference(by)
+        if by and took.end > first:
+            told.kinds.setdefault(took.stage, set()).add(took.kind)
+        for t, step in enumerate(unpack_rows(took.rows) if by else (), took.start):
+            told.by_step.setdefault(t, []).append(Said(took.stage, step, by))
+    if rest:
+        say(f"the last {rest} bytes of the transcript are damaged, and not read")
+    if forged:
+        say(f"not signed by those that it names, and left out: {' '.join(map(short, sorted(forged)))}")
+    if not told.kinds:
+        raise SetupError(
+            f"{options.transcript} has no signed step from {first} to {last - 1}: take others, or the "
+            "transcript of another keeper"
+        )
+    return told
+
+
+def states(folder: Path, run: Run, version: int) -> Sequence[Mapping[str, torch.Tensor]]:
+    """The state of each stage at a version, from the seed or from the folder.
+
+    Raises:
+        SetupError: it is not there, damaged, or not of these stages.
+    """
+    stages = range(run.S)
+    if version == 0:
+        return [initial_state(run, stage) for stage in stages]
+    found = with_step(
+        folder, run, version, lambda step: [Checkpoint(folder, run, s, step).load() for s in stages]
+    )
+    for stage, state in enumerate(found):
+        forms = [
+            {name: (v.shape, v.dtype) for name, v in s.items()} for s in (state, empty_state(run, stage))
+        ]
+        if forms[0] != forms[1]:
+            raise SetupError(f"the checkpoint of step {version} in {folder} is not one of stage {stage}")
+    return found
+
+
+def why_not_exact(told: Account, device: str) -> str:
+    """Why this device cannot find the bits that the peers found; empty if it can."""
+    if not told.run.adds_exactly:
+        return "the sums of this run depend on the order of their terms"
+    for stage, kinds in told.kinds.items():
+        if kinds != {StageCompute(told.run, stage, device).rehearse()}:
+            return f"peers of stage {stage} computed on another kind of device"
+    return ""

@@ -1,0 +1,97 @@
+"""Steps of a run computed again from a state, and compared with what peers signed of them.
+
+Devices of one kind find the same bits. For others a referee computes in float64, and what is compared is how
+large the gradients were, and at the end where the weights went.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from swarm.ids import Microbatch, PeerId, Stage
+from swarm.manifest import Run
+from swarm.model.reductions import digest_of
+from swarm.model.reference import SingleProcess
+from swarm.protocol.coordinator import realigns
+from swarm.protocol.proofs import ALIKE
+from swarm.wire.trails import TookStep
+
+NEAR_NORM = 0.02
+"""Relative distance of a step's norm. Seen between float32 and the referee: 6e-4 in 30 steps."""
+NEAR = {"float32": 0.1, "float64": 0.1, "bfloat16": 0.4}
+"""Relative distance of how far the weights of a stage moved, by the dtype that a run computes in. Seen: 6e-3
+in 30 steps of float32 with blockwise8; 0.13 in one of bfloat16, since Adam divides small gradients by their
+size."""
+WEIGHTS = ("weights", "statistics")
+"""What a digest of weights is of."""
+
+
+class Said(NamedTuple):
+    """What peers signed of one step at one stage."""
+
+    stage: Stage
+    took: TookStep
+    by: tuple[PeerId, ...]
+
+
+def referee_of(run: Run) -> Run:
+    """The run as the referee computes it. What a custom model does in another dtype is not known."""
+    return run if run.brings_model else replace(run, dtype="float64")
+
+
+def rerun_step(
+    single: SingleProcess, said: Sequence[Said], *, exact: bool, done: Callable[[int], None]
+) -> tuple[str, list[Said]]:
+    """Do the next step. Returns what differs first, such as `sum`, and what was signed otherwise.
+
+    `exact`: compare bits, on a device of the kind that the peers have. `done`: told of each microbatch.
+    """
+    for m in range(single.run.M):
+        single.loss(Microbatch(single.version, m))
+        done(1)
+    totals, squares = single.totals()
+    sums = [digest_of([flat], on_device=False) for flat in single.sums] if exact else []
+    if wrong := [one for one in said if exact and one.took.sum != sums[one.stage]]:
+        return "sum", wrong
+    near = ALIKE if exact else NEAR_NORM
+    if wrong := [one for one in said if not math.isclose(one.took.total_sqnorm, squares, rel_tol=near)]:
+        return "norm", wrong
+    # Hosts add a norm in different orders: peers took the step with the one that they said.
+    single.take(totals, said[0].took.total_sqnorm if said else squares)
+    on_device = not realigns(single.run, single.version)
+    return "weights", [
+        one
+        for one in said
+        if exact
+        and one.took.weights
+        not in ("", weights_digest(single.state_of(one.stage, *WEIGHTS), on_device=on_device))
+    ]
+
+
+def weights_digest(state: Mapping[str, torch.Tensor], *, on_device: bool = False) -> str:
+    """What a replica says of the weights in a state; `on_device`: one that computes them on a GPU."""
+    vectors = [state[name] for name in WEIGHTS if name in state]
+    return digest_of(vectors, on_device=on_device and vectors[0].device.type != "cpu")
+
+
+def is_same_state(
+    single: SingleProcess,
+    stage: Stage,
+    start: Mapping[str, torch.Tensor],
+    saved: Mapping[str, torch.Tensor],
+    near: float | None,
+) -> bool:
+    """Whether a state that was saved is the one that was computed, to the bit; or `near`: whether its weights
+    went since `start` to where the computed ones did, up to that part of the distance.
+    """
+    mine = {name: vector.cpu() for name, vector in single.state_of(stage).items()}
+    if near is None:
+        return mine.keys() == saved.keys() and all(torch.equal(mine[n], saved[n]) for n in mine)
+    before, after = start["weights"].double(), saved["weights"].double()
+    apart = torch.linalg.vector_norm(after - mine["weights"].double()).item()
+    return apart <= near * torch.linalg.vector_norm(after - before).item()

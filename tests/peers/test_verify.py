@@ -1,0 +1,317 @@
+"""`swarm verify` after the fact: what was signed is computed again, and a stage that lied is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peers import cli
+from peers.net.identity import Identity
+from peers.programs.tool_options import VerifyOptions
+from peers.programs.verify import run_verify
+from peers.sim.network import SimSigner
+from peers.stage.all_reduce import vector_digest
+from peers.storage import checkpoint
+from peers.storage.transcript import Took, TranscriptWriter, path_of
+from swarm.errors import SetupError
+from swarm.ids import Microbatch
+from swarm.manifest import Run
+from swarm.model.reductions import sqnorm
+from swarm.protocol.statements import sign
+from swarm.wire.trails import Signed, TookStep, TookSteps, pack_rows
+from tests.model.chain import TEXT, Chain, batch_of, tiny_run
+from tests.peers.loops import swarm
+from tests.peers.test_keeping import add_keeper
+from tests.peers.test_loops import Text
+
+Lie = Callable[[Chain, int, list[torch.Tensor]], None]
+
+
+def small(**changes: Any) -> Run:
+    codec = {"forward": "blockwise8", "backward": "blockwise8"}
+    tables = {"model": {"stages": 2, "layers": 2}, "batch": {"microbatches_per_step": 2}, "codec": codec}
+    run = tiny_run(**{"dtype": "float32", "steps": 6, "checkpoint_every": 2, **tables, **changes})
+    return replace(run, data=replace(run.data, source="files", sha256="", tokens=len(TEXT)))
+
+
+def nothing(chain: Chain, t: int, sums: list[torch.Tensor]) -> None:
+    """No lie."""
+
+
+@dataclass
+class Recorded:
+    """A run that was: its folder, as a keeper leaves it, and the two peers of each stage."""
+
+    run: Run
+    folder: Path
+    peers: list[list[Identity]]
+    rows: list[list[TookStep]]
+    kinds: list[str]
+
+    @property
+    def transcript(self) -> Path:
+        return path_of(self.folder, self.run)
+
+    def write(self, start: int = 0, end: int | None = None, *, kind: str = "", **false: Any) -> None:
+        """What the peers of each stage sign of some steps; `false`: other signatures."""
+        entries = []
+        for stage, rows in enumerate(self.rows):
+            took = TookSteps(stage, start, kind or self.kinds[stage], pack_rows(rows[start:end]))
+            by = [
+                Signed(peer.peer_id, false.get("signature") or sign(peer, self.run.id, took))
+                for peer in self.peers[stage]
+            ]
+            entries.append(Took(took, tuple(by)))
+        TranscriptWriter(self.folder, self.run).append(entries)
+
+    def verify(self, first: int, last: int, **more: Any) -> bool:
+        data = self.folder / "text"
+        data.write_bytes(TEXT.tobytes())
+        return run_verify(
+            VerifyOptions(transcript=self.transcript, data=(data,), from_=first, to=last, **more)
+        )
+
+
+def record(folder: Path, run: Run | None = None, before: Lie = nothing, after: Lie = nothing) -> Recorded:
+    """Train; `before` and `after` each step both peers of a stage may change what they have."""
+    torch.set_num_threads(1)
+    run = run or small()
+    chain = Chain(run)
+    kinds = [stage.rehearse() for stage in chain.stages]
+    rows: list[list[TookStep]] = [[] for _ in chain.stages]
+    for t in range(run.steps):
+        chain.begin(t)
+        for m in range(run.M):
+            chain.microbatch(Microbatch(t, m))
+        sums = [stage.sums.value(stage.sums.of(t)) for stage in chain.stages]
+        before(chain, t, sums)
+        chain.apply_settled(t, sums)
+        after(chain, t, sums)
+        total = sum(map(sqnorm, sums))
+        for stage, (compute, found) in enumerate(zip(chain.stages, sums, strict=True)):
+            rows[stage].append(TookStep(vector_digest(found), total, compute.state.digest()))
+            if (t + 1) % run.checkpoint_every == 0:
+                saved = checkpoint.Checkpoint(folder, run, stage, t + 1)
+                saved.save(compute.state.copy(), keep=99)
+    peers = [[Identity.generate() for _ in range(2)] for _ in chain.stages]
+    return Recorded(run, folder, peers, rows, kinds)
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    was = record(tmp_path_factory.mktemp("honest"))
+    was.write(0, 3)
+    was.write(3)
+    return was
+
+
+def test_a_run_that_was_as_it_says_is_found_equal_to_the_bit(
+    honest: Recorded, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert honest.verify(2, 6)
+    assert capsys.readouterr().out == (
+        "steps 2 to 5 are what the peers signed, to the last bit\n"
+        "compared: 8 of 8 signed steps of stages, and the checkpoint of step 6\n"
+        f"run {honest.run.name} {honest.run.id}\n"
+    )
+    assert honest.verify(0, 1, stage=1)
+    assert capsys.readouterr().out.splitlines()[1] == "compared: 1 of 1 signed steps of stages"
+
+
+def flipped_sum(chain: Chain, t: int, sums: list[torch.Tensor]) -> None:
+    if t == 3:
+        sums[1].neg_()
+
+
+def one_bit(chain: Chain, t: int, sums: list[torch.Tensor]) -> None:
+    if t == 3:
+        chain.stages[1].state.weights(4).view(torch.int32)[5] ^= 1
+
+
+@pytest.mark.parametrize(
+    ("lie", "what"),
+    [({"before": flipped_sum}, "sum"), ({"after": one_bit}, "weights")],
+    ids=["sum", "weights"],
+)
+def test_all_peers_of_a_stage_that_collude_are_found_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lie: dict[str, Lie], what: str
+) -> None:
+    was = record(tmp_path, **lie)
+    was.write()
+    both = " and ".join(peer.peer_id for peer in was.peers[1])
+    assert was.verify(0, 3)
+    capsys.readouterr()
+    assert not was.verify(2, 6)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"step 3, stage 1: other {what} than {both} signed"
+    assert said[1].startswith("Each stage computes with what others send it.")
+    assert not was.verify(2, 6, stage=1) and was.verify(2, 4, stage=0)
+
+
+def test_a_norm_that_was_made_up_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = replace(small(), steps=2)
+    was = record(tmp_path, run)
+    was.rows = [[step._replace(total_sqnorm=step.total_sqnorm * 1.01) for step in rows] for rows in was.rows]
+    was.write()
+    assert not was.verify(0, 2)
+    assert capsys.readouterr().out.startswith("step 0, stage 0: other norm than ")
+
+
+def test_of_two_accounts_the_false_one_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = replace(small(), steps=2)
+    was = record(tmp_path, run)
+    was.write()
+    liars = [[Identity.generate()] for _ in was.peers]
+    other = replace(
+        was, peers=liars, rows=[[*rows[:1], rows[1]._replace(sum="ab" * 16)] for rows in was.rows]
+    )
+    other.write(1)
+    assert not was.verify(0, 2)
+    said = capsys.readouterr().out.splitlines()[:2]
+    assert said == [f"step 1, stage {n}: other sum than {liars[n][0].peer_id} signed" for n in range(2)]
+
+
+def test_what_a_peer_did_not_sign_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    was = record(tmp_path, replace(small(), steps=2))
+    honest = was.rows
+    was.rows = [[step._replace(sum="ab" * 16) for step in rows] for rows in honest]
+    was.write(signature=b"f" * 64)
+    with pytest.raises(SetupError, match="has no signed step from 0 to 1: take others, or the transcript"):
+        was.verify(0, 2)
+    was.rows = honest
+    was.write()
+    assert was.verify(0, 2)
+    assert capsys.readouterr().err.count("not signed by those that it names, and left out: ") == 2
+
+
+def test_a_checkpoint_that_is_not_what_peers_signed_is_no_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    was = record(tmp_path, replace(small(), steps=4))
+    was.write()
+    saved = checkpoint.Checkpoint(tmp_path, was.run, 0, 2)
+    tensors = saved.load()
+    tensors["weights"][0] += 1
+    saved.save(tensors, keep=99)
+    assert not was.verify(2, 4)
+    assert capsys.readouterr().out.splitlines()[1].startswith("The checkpoint of step 2 has others.")
+    assert not was.verify(0, 2)
+    assert capsys.readouterr().out == "the checkpoint of step 2 is not what was computed: stage 0\n"
+
+
+@pytest.mark.parametrize("vector", ["weights", "exp_avg"])
+def test_a_checkpoint_of_another_form_or_with_other_moments_is_noticed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], vector: str
+) -> None:
+    was = record(tmp_path, replace(small(), steps=2))
+    was.write()
+    saved = checkpoint.Checkpoint(tmp_path, was.run, 1, 2)
+    tensors = saved.load()
+    tensors[vector] = torch.zeros(3) if vector == "weights" else tensors[vector] + 1
+    saved.save(tensors, keep=99)
+    if vector == "weights":
+        with pytest.raises(SetupError, match=r"the checkpoint of step 2 in .* is not one of stage 1"):
+            was.verify(0, 2)
+    else:
+        assert not was.verify(0, 2)
+
+
+def test_what_is_missing_is_said_with_what_there_is(honest: Recorded, tmp_path: Path) -> None:
+    for (first, last), said in {
+        (3, 4): "step 3 is not complete in .*: it lacks stage 0, 1 .complete steps: 6 4 2.",
+        (4, 4): "--from 4 --to 4: run .* has versions 0 to 6",
+        (0, 7): "--from 0 --to 7: run .* has versions 0 to 6",
+    }.items():
+        with pytest.raises(SetupError, match=said):
+            honest.verify(first, last)
+    with pytest.raises(SetupError, match=r"--stage 2: run .* has stages 0 to 1"):
+        honest.verify(0, 1, stage=2)
+    other = replace(honest, run=replace(honest.run, seed=5), folder=tmp_path)
+    other.write(0, 2)
+    with pytest.raises(SetupError, match="has no signed step from 2 to 3: take others, or"):
+        other.verify(2, 4)
+
+
+def test_a_torn_end_is_said_and_the_rest_is_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    was = record(tmp_path, replace(small(), steps=2))
+    was.write()
+    with was.transcript.open("ab") as file:
+        file.write(b"\x30\0\0\0torn")
+    assert was.verify(0, 2)
+    assert "the last 8 bytes of the transcript are damaged, and not read" in capsys.readouterr().err
+
+
+def test_another_kind_of_device_is_refereed_in_float64_within_a_tolerance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    was = record(tmp_path / "true")
+    was.write(kind="f" * 32)
+    assert was.verify(0, 4)
+    told = capsys.readouterr()
+    assert told.out.startswith("steps 0 to 3 are what the peers signed, as far as another kind of device can")
+    assert "since peers of stage 0 computed on another kind of device: a referee computes" in told.err
+    lie = record(tmp_path / "lie", before=flipped_sum)
+    lie.write(kind="f" * 32)
+    assert lie.verify(0, 2) and not lie.verify(2, 4)
+    assert capsys.readouterr().out.endswith("the checkpoint of step 4 is not what was computed: stage 1\n")
+
+
+def test_as_a_command_it_ends_with_0_if_equal_with_1_if_not_and_says_what_to_do(
+    honest: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = honest.folder / "text"
+    data.write_bytes(TEXT.tobytes())
+    words = ["verify", "--transcript", str(honest.transcript), "--data", str(data), "--to", "2", "--from"]
+    assert cli.main([*words, "0"]) == 0
+    lie = record(tmp_path, replace(small(), steps=2), before=lambda chain, t, sums: sums[0].neg_())
+    lie.write()
+    words[2] = str(lie.transcript)
+    assert cli.main([*words, "0"]) == cli.Exit.FAILED == 1
+    assert cli.main([*words, "3"]) == cli.Exit.SETUP
+    assert "swarm verify: --from 3 --to 2: run" in capsys.readouterr().err
+    words[2] = str(data)
+    assert cli.main([*words, "0"]) == cli.Exit.SETUP
+    assert "is not a transcript: a keeper writes one beside its checkpoints" in capsys.readouterr().err
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("lies", [False, True])
+async def test_what_a_keeper_of_a_real_swarm_wrote_verifies_or_tells_of_the_stage_that_lied(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lies: bool
+) -> None:
+    torch.set_num_threads(1)
+    run = small(steps=4)
+    async with swarm(run, batches=Text(batch_of(run))) as s:
+        await s.until_serving()
+        for peer in [s.peers[name] for name in s.of_stage(1) if lies]:
+            honest = peer.core.compute.apply
+
+            def apply(
+                t: int, *found: Any, honest: Any = honest, state: Any = peer.core.compute.state
+            ) -> None:
+                honest(t, *found)
+                if t == 1:
+                    state.weights(t + 1)[:100] += 0.01
+
+            peer.core.compute.apply = apply  # type: ignore[method-assign]
+        add_keeper(s, tmp_path, keep=9)
+        s.add_trainer("trainer")
+        await s.until_finished()
+        await s.until(lambda: path_of(tmp_path, run).exists())
+        await s.until(lambda: checkpoint.newest_common_step(tmp_path, run) == 4)
+    data = tmp_path / "text"
+    data.write_bytes(TEXT.tobytes())
+    options = VerifyOptions(transcript=path_of(tmp_path, run), data=(data,), from_=0, to=4)
+    assert run_verify(options, verify=SimSigner("reader").verify) != lies
+    said = capsys.readouterr().out.splitlines()
+    if lies:
+        assert said[0] == "step 1, stage 1: other weights than s1p0 and s1p1 signed"
+    else:
+        assert said[1] == "compared: 8 of 8 signed steps of stages, and the checkpoint of step 4"
