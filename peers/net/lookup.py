@@ -17,10 +17,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from swarm.ids import PeerId, Stage
 
@@ -132,77 +132,3 @@ def nodes_to_ask(
         for key in chosen[node]:
             counts.subtract(left.pop(key))
     return chosen
-
-
-class Lookup(Generic[Key, Holder]):
-    """One reading of all keys. The keys of a node that fails, or is late, are asked of others.
-
-    lookup = Lookup(holders, spare, rng, answers=1)
-    for node, keys in lookup.ask().items(): ...       # again after each answer, failure or delay
-    lookup.answered(node, keys); lookup.failed(node, keys); lookup.late(node, keys)
-    lookup.over
-    """
-
-    def __init__(
-        self,
-        holders: Mapping[Key, Sequence[Holder]],
-        spare: Mapping[Key, Sequence[Holder]],
-        rng: random.Random,
-        *,
-        answers: int = 1,
-    ) -> None:
-        """`spare`: asked for a key when none of its `holders` is left. `answers`: wanted for each key."""
-        self._left = {key: list(dict.fromkeys(nodes)) for key, nodes in holders.items()}
-        self._spare = {
-            key: [node for node in dict.fromkeys(nodes) if node not in self._left.get(key, ())]
-            for key, nodes in spare.items()
-        }
-        self._rng, self._wanted = rng, answers
-        self._answers: Counter[Key] = Counter()
-        self._asked: dict[Key, dict[Holder, bool]] = {key: {} for key in self._left}
-        """The nodes that may still answer, and whether each is in time."""
-
-    def ask(self) -> dict[Holder, list[Key]]:
-        """The nodes to ask now, besides those that were asked."""
-        asked: dict[Holder, list[Key]] = defaultdict(list)
-        while short := [key for key in self._left if self._is_short(key) and self._next(key)]:
-            for node, keys in nodes_to_ask({key: self._left[key] for key in short}, self._rng).items():
-                asked[node] += keys
-                for key in keys:
-                    self._left[key].remove(node)
-                    self._asked[key][node] = True
-        return dict(asked)
-
-    def answered(self, holder: Holder, keys: Iterable[Key]) -> None:
-        """`holder` said what it has under `keys`, be it nothing; late answers count."""
-        for key in keys:
-            self._answers[key] += 1
-            self._asked[key].pop(holder, None)
-
-    def failed(self, holder: Holder, keys: Iterable[Key]) -> None:
-        """No answer will come."""
-        for key in keys:
-            self._asked[key].pop(holder, None)
-
-    def late(self, holder: Holder, keys: Iterable[Key]) -> None:
-        """Ask another node as well."""
-        for key in keys:
-            if holder in self._asked[key]:
-                self._asked[key][holder] = False
-
-    @property
-    def over(self) -> bool:
-        """Whether each key has its answers, or no node is left that could give one."""
-        return all(
-            self._answers[key] >= self._wanted or not (self._next(key) or self._asked[key])
-            for key in self._left
-        )
-
-    def _is_short(self, key: Key) -> bool:
-        return self._answers[key] + sum(self._asked[key].values()) < self._wanted
-
-    def _next(self, key: Key) -> list[Holder]:
-        # Those further away may hold nothing: they are asked only if no nearer one answers in time.
-        if not (self._left[key] or self._answers[key] or any(self._asked[key].values())):
-            self._left[key] = self._spare.pop(key, [])
-        return self._left[key]

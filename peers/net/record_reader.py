@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 
@@ -29,7 +30,7 @@ from peers.net.dht_protocol import (
     record_ids,
 )
 from peers.net.dht_storage import SEARCH_WAIT_S, DhtStorage, Place
-from peers.net.lookup import Lookup, Scale, nodes_to_ask
+from peers.net.lookup import Holder, Key, Scale, nodes_to_ask
 from peers.net.record_table import Table
 from peers.net.signed_records import Announced, peers_key
 from swarm.ids import PeerId, Stage
@@ -55,6 +56,55 @@ _ALL_NEAR = 20
 """With no more nodes in reach searching takes a moment; among more it takes a few questions for each key."""
 _NEAR_STRETCH = 0.2
 """Of the other times' stretch: a newcomer is seen after 2 s in a run of 500, after 10 s in one of 10 000."""
+
+
+async def ask_around(
+    holders: Mapping[Key, Sequence[Holder]],
+    spare: Mapping[Key, Sequence[Holder]],
+    ask: Callable[[Holder, Sequence[Key]], asyncio.Task[bool]],
+    rng: random.Random,
+    *,
+    answers: int,
+    limit_s: float,
+) -> None:
+    """Have so many nodes answer for each key, of those that hold it.
+
+    The keys of a node that fails, or is late, are asked of others; a late answer counts. What still comes
+    after the limit is not waited for.
+
+    Args:
+        spare: further away, so they may hold nothing: asked for a key that no holder answers in time.
+        ask: asks a node for some keys; whether it answered.
+    """
+    clock = asyncio.get_running_loop().time
+    left = {key: list(dict.fromkeys(nodes)) for key, nodes in holders.items()}
+    more = {key: [node for node in spare.get(key, ()) if node not in nodes] for key, nodes in left.items()}
+    answered: Counter[Key] = Counter()
+    asking: dict[asyncio.Task[bool], tuple[Sequence[Key], float]] = {}
+    end = clock() + limit_s
+    while True:
+        in_time = Counter(key for keys, since in asking.values() for key in keys if clock() < since + SLOW_S)
+        for key in left:
+            if not (left[key] or answered[key] or in_time[key]):
+                left[key] = more.pop(key, [])
+        lacking = [key for key in left if answered[key] < answers]
+        due = {key: left[key] for key in lacking if left[key] and answered[key] + in_time[key] < answers}
+        for node, keys in nodes_to_ask(due, rng).items():
+            for key in keys:
+                left[key].remove(node)
+            for start in range(0, len(keys), MAX_KEYS_PER_CALL):
+                some = keys[start : start + MAX_KEYS_PER_CALL]
+                asking[ask(node, some)] = (some, clock())
+        if due:
+            continue
+        asked = {key for keys, _ in asking.values() for key in keys}
+        if clock() >= end or asked.isdisjoint(lacking):
+            return
+        done, _ = await asyncio.wait(asking, timeout=SLOW_S, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            keys, _ = asking.pop(task)
+            if not task.cancelled() and task.result():
+                answered.update(keys)
 
 
 class RecordReader:
@@ -184,33 +234,21 @@ class RecordReader:
             most_bytes: of one answer.
         """
         by_key = {place.key: place for place in places}
-        clock = asyncio.get_running_loop().time
-        began, end = now_s(), clock() + limit_s
+        began = now_s()
         for place in places:
             self._take(place.key, self._storage.node.entries(place.key))
         spare = {place.key: self._storage.nearest(place, 2 * REPLICAS) for place in places}
         for key, near in spare.items():
             if not near:
                 by_key[key].read_at = began  # we are alone
+
+        def ask(peer: PeerId, keys: Sequence[bytes]) -> asyncio.Task[bool]:
+            question = self._ask(peer, [by_key[key] for key in keys], allowance, most_bytes)
+            return self._storage.tasks.create_task(question)
+
+        answers = 1 if self.refreshed else FIRST_ANSWERS
         holders = {key: holders.get(key, ()) for key in by_key}
-        lookup = Lookup(holders, spare, self._random, answers=1 if self.refreshed else FIRST_ANSWERS)
-        asking: dict[asyncio.Task[bool], tuple[PeerId, list[bytes], float]] = {}
-        while self._storage.online:
-            for peer, keys in lookup.ask().items():
-                for start in range(0, len(keys), MAX_KEYS_PER_CALL):
-                    some = keys[start : start + MAX_KEYS_PER_CALL]
-                    question = self._ask(peer, [by_key[key] for key in some], allowance, most_bytes)
-                    asking[self._storage.tasks.create_task(question)] = (peer, some, clock())
-            if lookup.over or clock() >= end:
-                break  # what still comes goes into the table
-            done, _ = await asyncio.wait(asking, timeout=SLOW_S, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                peer, keys, _ = asking.pop(task)
-                answered = not task.cancelled() and task.result()
-                (lookup.answered if answered else lookup.failed)(peer, keys)
-            for peer, keys, since in asking.values():
-                if clock() - since >= SLOW_S:
-                    lookup.late(peer, keys)
+        await ask_around(holders, spare, ask, self._random, answers=answers, limit_s=limit_s)
         return any(place.read_at >= began for place in places)
 
     async def _ask(

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.net.lookup import Lookup, Scale, nodes_to_ask
+from peers.clock import now_s
+from peers.net.lookup import Scale, nodes_to_ask
+from peers.net.record_reader import SLOW_S, ask_around
+from peers.sim.loop import run_virtual
+
+virtual = pytest.mark.virtual_time
 
 
 def test_few_nodes_are_asked_and_other_ones_each_time() -> None:
@@ -45,65 +53,60 @@ def test_times_stretch_with_the_number_of_peers_between_two_bounds() -> None:
 Holders = dict[int, list[str]]
 
 
-def lookup(holders: Holders, spare: Holders | None = None, answers: int = 1) -> Lookup[int, str]:
-    return Lookup(holders, spare or {}, random.Random(0), answers=answers)
+async def asked(
+    holders: Holders, spare: Holders | None = None, *, answers: int = 1, dead: Collection[str] = (),
+    late_s: Mapping[str, float] = MappingProxyType({}), limit_s: float = 5.0,
+) -> tuple[list[tuple[str, list[int]]], float]:  # fmt: skip
+    """Which nodes were asked for which keys, in order, and how long that took."""
+    found, began = list[tuple[str, list[int]]](), now_s()
+
+    async def answer(node: str) -> bool:
+        await asyncio.sleep(late_s.get(node, 0.0))
+        return node not in dead
+
+    def ask(node: str, keys: Sequence[int]) -> asyncio.Task[bool]:
+        found.append((node, sorted(keys)))
+        return asyncio.ensure_future(answer(node))
+
+    await ask_around(holders, spare or {}, ask, random.Random(0), answers=answers, limit_s=limit_s)
+    return found, now_s() - began
 
 
-def test_one_answer_for_each_key_is_enough() -> None:
-    reading = lookup({1: ["a", "b"], 2: ["a", "b"]})
-    ((node, keys),) = reading.ask().items()
-    assert sorted(keys) == [1, 2]
-    assert not reading.over
-    assert reading.ask() == {}, "no other while that one may answer"
-    reading.answered(node, keys)
-    assert reading.over
-    assert reading.ask() == {}
+@virtual
+async def test_one_answer_for_each_key_is_enough() -> None:
+    found, _ = await asked({1: ["a", "b"], 2: ["a", "b"]})
+    assert [keys for _, keys in found] == [[1, 2]]
+    assert await asked({}) == await asked({1: []}, answers=2) == ([], 0.0)
 
 
-def test_the_keys_of_a_node_that_does_not_answer_are_asked_of_all_others_in_turn() -> None:
-    reading, asked = lookup({1: ["a", "b", "c"], 2: ["a", "b", "c"]}), []
-    while not reading.over:
-        ((node, keys),) = reading.ask().items()
-        assert sorted(keys) == [1, 2]
-        asked.append(node)
-        reading.failed(node, keys)
-    assert sorted(asked) == ["a", "b", "c"]
-    assert reading.ask() == {}
+@virtual
+async def test_the_keys_of_a_node_that_does_not_answer_are_asked_of_all_others_in_turn() -> None:
+    found, _ = await asked({1: ["a", "b", "c"], 2: ["a", "b", "c"]}, dead="abc")
+    assert sorted(found) == [("a", [1, 2]), ("b", [1, 2]), ("c", [1, 2])]
 
 
-def test_a_fresh_node_asks_two_for_each_key_and_only_one_if_there_is_only_one() -> None:
-    reading = lookup({1: ["a", "b", "c"], 2: ["a"], 3: []}, answers=2)
-    asked = reading.ask()
-    assert sorted(key for keys in asked.values() for key in keys) == [1, 1, 2]
-    for node, keys in asked.items():
-        assert not reading.over
-        reading.answered(node, keys)
-    assert reading.over
+@virtual
+async def test_a_fresh_node_asks_two_for_each_key_and_only_one_if_there_is_only_one() -> None:
+    found, _ = await asked({1: ["a", "b", "c"], 2: ["a"], 3: []}, answers=2)
+    assert sorted(key for _, keys in found for key in keys) == [1, 1, 2]
 
 
-def test_a_late_node_is_not_waited_for_and_its_answer_still_counts() -> None:
-    reading = lookup({1: ["a", "b"]})
-    ((first, keys),) = reading.ask().items()
-    reading.late(first, keys)
-    ((second, _),) = reading.ask().items()
-    assert {first, second} == {"a", "b"}
-    assert reading.ask() == {}
-    reading.failed(second, keys)
-    assert not reading.over, "the late one may still answer"
-    reading.answered(first, keys)
-    assert reading.over
+@virtual
+async def test_a_late_node_is_not_waited_for_and_its_answer_still_counts() -> None:
+    found, took_s = await asked({1: ["a", "b"]}, late_s={"a": 9.0, "b": 0.1})
+    assert took_s < 2 * SLOW_S and found[-1] == ("b", [1])
+    found, took_s = await asked({1: ["a", "b"]}, late_s={"a": 2.0, "b": 0.1}, dead="b")
+    assert len(found) == 2 and 2.0 <= took_s < 2.2, "the late one is all that is left"
+    _, took_s = await asked({1: ["a"]}, late_s={"a": 99.0}, limit_s=5.0)
+    assert took_s == pytest.approx(5.0)
 
 
-def test_without_an_answer_nodes_further_away_are_asked_with_one_they_are_not() -> None:
-    reading = lookup({1: ["a"]}, {1: ["a", "z"]}, answers=2)
-    assert reading.ask() == {"a": [1]}
-    reading.failed("a", [1])
-    assert reading.ask() == {"z": [1]}, "not a again"
-    reading.failed("z", [1])
-    assert reading.over
-    reading = lookup({1: ["a"]}, {1: ["z"]}, answers=2)
-    reading.answered("a", reading.ask()["a"])
-    assert reading.over
+@virtual
+async def test_without_an_answer_nodes_further_away_are_asked_with_one_they_are_not() -> None:
+    found, _ = await asked({1: ["a"]}, {1: ["a", "z"]}, answers=2, dead="a")
+    assert found == [("a", [1]), ("z", [1])]
+    found, _ = await asked({1: ["a"]}, {1: ["z"]}, answers=2)
+    assert found == [("a", [1])]
 
 
 @given(st.data())
@@ -112,25 +115,8 @@ def test_it_ends_with_an_answer_from_every_key_that_one_alive_holds(data: st.Dat
     some = st.lists(st.sampled_from(nodes), max_size=5)
     holders = data.draw(st.dictionaries(st.integers(0, 15), some, max_size=16))
     dead = data.draw(st.sets(st.sampled_from(nodes)))
-    reading = Lookup(holders, {}, random.Random(data.draw(st.integers(0, 9))), answers=2)
-    answered: dict[int, set[str]] = {key: set() for key in holders}
-    for _ in range(100):
-        for node, keys in reading.ask().items():
-            if node in dead:
-                data.draw(st.sampled_from([reading.failed, reading.late]))(node, keys)
-                reading.failed(node, keys)
-            else:
-                reading.answered(node, keys)
-                for key in keys:
-                    answered[key].add(node)
-        if reading.over:
-            break
-    assert reading.over
+    late_s = data.draw(st.dictionaries(st.sampled_from(nodes), st.sampled_from([0.1, 0.7])))
+    found, _ = run_virtual(asked(holders, answers=2, dead=dead, late_s=late_s, limit_s=60.0))
     for key, holding in holders.items():
-        assert len(answered[key]) == min(2, len(set(holding) - dead))
-
-
-@pytest.mark.parametrize("answers", [1, 2])
-def test_nothing_to_ask_is_over_at_once(answers: int) -> None:
-    assert lookup({}, answers=answers).over
-    assert lookup({1: []}, answers=answers).over
+        answering = [node for node, keys in found if key in keys and node not in dead]
+        assert len(answering) == len(set(answering)) >= min(2, len(set(holding) - dead))
