@@ -21,7 +21,7 @@ import logging
 import math
 import random
 import struct
-from asyncio import FIRST_COMPLETED, gather, wait
+from asyncio import gather
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
@@ -80,8 +80,6 @@ PINGED_AT_ONCE = 100.0
 """Peers that ask and are not known: nodes are those that answer, too."""
 REPLICAS = 5
 RPC_S = 3.0
-BOOTSTRAP_S = 1.0
-"""How long to wait for the first answers of others once one of those to join at answered."""
 _MAX_TOLD = 20
 """Nodes near one key that are read of an answer."""
 JOIN_S = 8.0
@@ -398,21 +396,6 @@ class DhtNode:
         """Whether we can call the asker as well, if it wants to know, and our clock."""
         now = unix_s()
         return Pong(now, ping.joining and await self.ping(asker), PROTOCOL_VERSION)
-
-    async def join(self, peers: Sequence[PeerId]) -> bool:
-        """Meet these, and the nodes near us that they know; whether one of them answered. See `welcomes`."""
-        self.welcomes.clear()
-        end = now_s() + BOOTSTRAP_S
-        pings = {self._tasks.create_task(self.ping(peer, joining=True)) for peer in peers}
-        done, late = await wait(pings, return_when=FIRST_COMPLETED)
-        if late:
-            in_time, late = await wait(late, timeout=max(0.0, end - now_s()))
-            done |= in_time
-        for ping in late:
-            ping.cancel()
-        search = self._tasks.create_task(self.search([self.node_id]))
-        await wait([search], timeout=max(0.0, end - now_s()))
-        return any(ping.result() for ping in done)
 
     # -- storing ----------------------------------------------------------------------------------
 

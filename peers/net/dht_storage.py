@@ -8,17 +8,16 @@ one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from peers.clock import now_s
 from peers.net._hivemind import DHTID
 from peers.net.dht_protocol import JOIN_S, REPLICAS, DhtNode, Entry, RecordCheck, Welcome, key_bytes, nearest
 from peers.net.identity import CIRCUIT, by_peer, without_peer_id
-from peers.net.p2pd_control import ControlError, DaemonControl
+from peers.net.p2pd_control import DaemonControl
 from peers.net.tasks import TaskKeeper
 from swarm.errors import SetupError
 from swarm.ids import PeerId
@@ -27,8 +26,8 @@ from swarm.wire.version import PROTOCOL_VERSION, differ
 
 SEARCH_WAIT_S = 1.0
 """A search among dead nodes takes long; our own record must be renewed meanwhile."""
-_JOIN_GRACE_S = 0.5
-"""How long to wait for the other addresses to join at once one of them is reached."""
+BOOTSTRAP_S = 1.0
+"""How long to wait for the others to join at once one of them answered."""
 _MAX_MET = 64
 """Peers whose addresses are kept after their records ran out, to find the swarm again when all were lost."""
 _MET_GREETED = 2
@@ -70,13 +69,11 @@ class DhtStorage:
         """Our p2pd runs, and the node above is on it."""
         self.met: dict[PeerId, list[str]] = {}
         """Addresses, without the id, of those whose records we saw, the latest last."""
-        self.unreachable = ""
-        """Why none of those to join at could be reached."""
         self.searched_at = self.greeted_at = -math.inf
         self._control, self._me, self._random = control, me, rng
         self._places: dict[str, Place] = {}
         self._searching: asyncio.Task[None] | None = None
-        self._greeting: asyncio.Task[None] | None = None
+        self._greeting: list[asyncio.Task[bool]] = []
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -90,55 +87,42 @@ class DhtStorage:
         self.online = False
         await self.tasks.close()
 
-    async def begin(self, reached: Sequence[PeerId]) -> None:
-        """Our DHT node on our p2pd, joined at `reached`."""
+    async def begin(self) -> None:
+        """Be a node on our p2pd. Raises ControlError."""
         await self.node.serve(self._control)
-        if reached and not await self.node.join(reached):
-            raise SetupError(
-                "the peers to join at can be reached, but do not answer as peers of a swarm: "
-                f"{', '.join(reached)}. Do they run the same version?"
-            )
-        wrong = what_is_wrong(self.node.welcomes) if reached else ""
-        if wrong:
-            raise SetupError(wrong)
         self.online = True
 
-    def addresses(self, met: Iterable[PeerId] = ()) -> dict[PeerId, list[str]]:
+    async def meet_first(self) -> None:
+        """Meet those to join at, in time or soon after the first one, and the nodes near us that they know.
+
+        Raises:
+            SetupError: none of them can be reached, or answers, or they find fault with us; says what.
+        """
+        places = self._addresses()
+        meeting = {self.tasks.create_task(self._meet(*one, joining=True)): one for one in places.items()}
+        left, answered = set(meeting), False
+        while left and not answered:
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            answered = any(task.exception() is None and task.result() for task in done)
+        if left:  # they are dialled on; one that answers late is found by searching
+            await asyncio.wait(left, timeout=BOOTSTRAP_S)
+        if meeting and not answered:
+            raise SetupError(_why_none([(*one, task.exception()) for task, one in meeting.items()]))
+        if wrong := what_is_wrong(self.node.welcomes):
+            raise SetupError(wrong)
+        if meeting:
+            await self.search([], wait_s=BOOTSTRAP_S)
+
+    async def _meet(self, peer: PeerId, addresses: Sequence[str], *, joining: bool = False) -> bool:
+        """Dial a peer; whether it answers. Raises ControlError: it cannot be reached."""
+        await self._control.connect(peer, addresses, JOIN_S)
+        return await self.node.ping(peer, joining=joining)
+
+    def _addresses(self, met: Iterable[PeerId] = ()) -> dict[PeerId, list[str]]:
         """Those to join at, and some of those that we met, with the addresses that we know of them."""
         peers = dict.fromkeys([*self.join, *met])
         peers.pop(self._me, None)
         return {peer: [*self.join.get(peer, ()), *self.met.get(peer, ())] for peer in peers}
-
-    async def connect(self, places: Mapping[PeerId, Sequence[str]]) -> list[PeerId]:
-        """Dial addresses; the ids of those that answer, in time or soon after the first one."""
-        self.unreachable = ""
-        if not places:
-            return []
-
-        async def dial(peer: PeerId, addresses: Sequence[str]) -> str:
-            """Why it cannot be reached."""
-            try:
-                await self._control.connect(peer, addresses, JOIN_S)
-            except ControlError as error:
-                return f"{', '.join(addresses)}/p2p/{peer}: {error.text}"
-            return ""
-
-        dials = {self.tasks.create_task(dial(*place)): place[0] for place in places.items()}
-        left, reached, reasons = set(dials), list[PeerId](), list[str]()
-        while left:
-            done, left = await asyncio.wait(
-                left, timeout=_JOIN_GRACE_S if reached else None, return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done:
-                break  # the others are dialled on; one that answers late is found by searching
-            reached += [dials[task] for task in done if not task.result()]
-            reasons += filter(None, (task.result() for task in done))
-        self.unreachable = (
-            "none of the peers to join at can be reached. Check that one of them is running, that its "
-            "address, port and peer id are those it printed, and that no firewall is between: "
-            + "; ".join(reasons)
-        )
-        return sorted(reached)
 
     @property
     def neighbours(self) -> int:
@@ -159,28 +143,22 @@ class DhtStorage:
         for place in places:
             place.near = found[place.key_id]
 
-    def greet(self) -> None:
+    def greet(self) -> Sequence[asyncio.Task[bool]]:
         """Dial, in the background, those to join at that we lost, and some of those we met and lost.
 
         After a cut each half of the swarm has forgotten the other: one of them has to try. If all are lost,
         all are tried.
         """
-        if self._greeting is not None and not self._greeting.done():
-            return
+        self.greeted_at = now_s()
+        if any(not one.done() for one in self._greeting):
+            return self._greeting
         known = self.node.table.peer_id_to_uid
         met = [peer for peer in self.met if peer not in known]
         if known:
             met = self._random.sample(met, min(len(met), _MET_GREETED))
-        lost = {peer: ends for peer, ends in self.addresses(met).items() if peer not in known}
-        self._greeting = self.tasks.create_task(self._greet(lost))
-
-    async def _greet(self, lost: Mapping[PeerId, Sequence[str]]) -> None:
-        async def greet_one(peer: PeerId, addresses: Sequence[str]) -> None:
-            with contextlib.suppress(ControlError):
-                await self._control.connect(peer, addresses, JOIN_S)
-                await self.node.ping(peer)
-
-        await asyncio.gather(*(greet_one(peer, addresses) for peer, addresses in lost.items()))
+        lost = {peer: ends for peer, ends in self._addresses(met).items() if peer not in known}
+        self._greeting = [self.tasks.create_task(self._meet(*one)) for one in lost.items()]
+        return self._greeting
 
     def nearest(self, place: Place, count: int) -> list[PeerId]:
         """Nodes near a key, nearest first: those found by searching, and those of the routing table; not
@@ -217,6 +195,22 @@ class DhtStorage:
             for address in self.met[peer]
             if CIRCUIT not in address
         ]
+
+
+def _why_none(failed: Iterable[tuple[PeerId, Sequence[str], BaseException | None]]) -> str:
+    """Why none of the peers to join at, with its addresses and what went wrong, can be joined at."""
+    failed = list(failed)
+    silent = [peer for peer, _, error in failed if error is None]
+    if silent:
+        return (
+            "the peers to join at can be reached, but do not answer as peers of a swarm: "
+            f"{', '.join(silent)}. Do they run the same version?"
+        )
+    return (
+        "none of the peers to join at can be reached. Check that one of them is running, that its "
+        "address, port and peer id are those it printed, and that no firewall is between: "
+        + "; ".join(f"{', '.join(places)}/p2p/{peer}: {error}" for peer, places, error in failed)
+    )
 
 
 def what_is_wrong(welcomes: Collection[Welcome]) -> str:

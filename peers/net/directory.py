@@ -27,7 +27,7 @@ from peers.net.dht_protocol import (
     Entry,
     latest_expiry,
 )
-from peers.net.dht_storage import SEARCH_WAIT_S, DhtStorage, Place
+from peers.net.dht_storage import BOOTSTRAP_S, SEARCH_WAIT_S, DhtStorage, Place
 from peers.net.identity import Identity
 from peers.net.lookup import DEFAULT_SCALE, Scale
 from peers.net.p2pd_control import ControlError, DaemonControl
@@ -53,7 +53,6 @@ logger = logging.getLogger(__name__)
 CLOCK_JUMP_S = 2.0
 """A daemon that corrects the clock moves it by less between two rounds."""
 _READ_ALL_LIMIT_S = 60.0
-_MAX_REJOINED = 20
 
 
 class NetDirectory:
@@ -120,13 +119,11 @@ class NetDirectory:
         Raises:
             SetupError: no address to join at could be reached; the text says what to check.
         """
-        reached = await self.storage.connect(self.storage.addresses())
-        if self.storage.join and not reached:
-            raise SetupError(self.storage.unreachable)
-        await self._begin(reached)
+        await self.storage.begin()
+        await self.storage.meet_first()
+        self._go_on()
 
-    async def _begin(self, reached: Sequence[PeerId]) -> None:
-        await self.storage.begin(reached)
+    def _go_on(self) -> None:
         self._clock_offset_s = unix_s() - now_s()
         self._loop_task = asyncio.get_running_loop().create_task(self._run())
 
@@ -135,13 +132,8 @@ class NetDirectory:
         self.storage.online = False
 
     async def daemon_is_back(self, moved_to: tuple[str, ...] = ()) -> None:
-        """A new p2pd took the place of the one that died: join again, and announce what we announced.
-
-        With no peer in reach we go on alone, and look for others. `moved_to`: our addresses, if they changed.
-
-        Raises:
-            SetupError: as `start`, except that no peer has to be reached.
-            ControlError: the new p2pd fails too.
+        """A new p2pd took the place of the one that died: greet those that we knew, and announce what we
+        announced. `moved_to`: our addresses, if they changed. Raises ControlError: the new p2pd fails too.
         """
         await self.close()
         self._moved_to = moved_to
@@ -149,9 +141,11 @@ class NetDirectory:
         self.charters.forget_times()
         self.reader.refreshed = False
         self.storage.forget_places()
-        latest = list(self.storage.met)[-_MAX_REJOINED:]
-        places = self.storage.addresses(latest)
-        await self._begin(await self.storage.connect(places))
+        await self.storage.begin()
+        # Ours are the first dials: theirs failed meanwhile, and libp2p waits before it tries again.
+        if greeted := self.storage.greet():
+            await asyncio.wait(greeted, timeout=BOOTSTRAP_S)
+        self._go_on()
 
     def move(self, addresses: tuple[str, ...]) -> None:
         """Announce ourselves at these from now on."""
@@ -184,7 +178,6 @@ class NetDirectory:
         self._watch_clock()
         now = now_s()
         if now - self.storage.greeted_at >= self._timings.greet_every_s or not self.storage.neighbours:
-            self.storage.greeted_at = now
             self.storage.greet()
         search_every_s = self._timings.search_every_s * self.reader.stretch
         if now - self.storage.searched_at >= search_every_s or not self.storage.neighbours:
