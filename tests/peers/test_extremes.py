@@ -51,8 +51,6 @@ REQUESTS: dict[str, type[msgspec.Struct]] = {
     "state": OpenState, "held": OpenHeld, "sum": OpenSum, "chunk": FetchChunk, "close": CloseLease,
     "saved": AskSaved, "status": AskStatus, "line": ProbeLine,
 }  # fmt: skip
-EACH = 12
-"""Lies of each kind, from each liar to each peer."""
 MOST_BYTES = 64 << 20
 
 
@@ -87,9 +85,11 @@ async def lie(s: Swarm, liar: Stranger, method: str, callee: str, dice: random.R
 
 
 @pytest.mark.parametrize("announced", [False, True], ids=["a-stranger", "a-member"])
+@pytest.mark.parametrize("each", [4, pytest.param(12, marks=pytest.mark.slow)])
 async def test_lies_with_extreme_values_end_no_peer_and_change_no_weight(
-    announced: bool, tmp_path: Path
+    announced: bool, each: int, tmp_path: Path
 ) -> None:
+    """`each`: lies of each kind, from the liar to each peer."""
     run = replace(audit_run(stages=2, steps=3, microbatches_per_step=8), checkpoint_every=2)
     dice = random.Random(14)
     async with swarm(run) as s:
@@ -104,7 +104,7 @@ async def test_lies_with_extreme_values_end_no_peer_and_change_no_weight(
         tracemalloc.start()
         before = tracemalloc.get_traced_memory()[0]
         lies = [(method, callee) for method in REQUESTS for callee in ("s0p0", "s1p0", "s1p1", "keeper")]
-        lies = [pair for pair in lies * EACH if pair[0] in s.network.transports[pair[1]].handlers]
+        lies = [pair for pair in lies * each if pair[0] in s.network.transports[pair[1]].handlers]
         dice.shuffle(lies)
         s.add_trainer("trainer")
         for at in range(0, len(lies), 16):

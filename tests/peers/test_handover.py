@@ -16,6 +16,7 @@ from swarm.manifest import Run, audit_run
 from swarm.protocol.ledger import Bitmap
 from swarm.wire.messages import GiveSum, OfferedSum, OfferSum, OpenSum, TakeSum
 from tests.peers.loops import Stranger, Swarm, swarm
+from tests.seeds import seeds
 
 pytestmark = pytest.mark.virtual_time
 
@@ -141,7 +142,7 @@ async def test_a_peer_that_dies_while_it_gives_leaves_each_counted_once(method: 
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6, quick=2))
 async def test_peers_that_leave_and_come_in_the_midst_of_training_lose_nothing(seed: int) -> None:
     run = a_run(stages=2, steps=20, microbatches_per_step=8)
     async with swarm(run) as built:

@@ -17,6 +17,7 @@ from swarm.errors import NotReady
 from swarm.manifest import audit_run
 from swarm.protocol.replica import Action, AllReduce
 from tests.peers.loops import Swarm, swarm
+from tests.seeds import seeds
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(300)]
 
@@ -74,7 +75,7 @@ def liar(s: Swarm, stage: int, name: str = LIAR) -> StagePeer:
 # --- 13: heartbeats and never an answer ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", seeds(3, quick=1))
 async def test_a_peer_that_never_answers_costs_its_budget(stage: int) -> None:
     def attack(s: Swarm) -> None:
         liar(s, stage)

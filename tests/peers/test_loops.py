@@ -30,6 +30,7 @@ from swarm.protocol.rounds import FINISHES_LEAST_S, Decision, Plan, Reduce, Step
 from tests.model.chain import batch_of, tiny_run
 from tests.peers.loops import Swarm, swarm
 from tests.peers.network import calm
+from tests.seeds import seeds
 
 pytestmark = pytest.mark.virtual_time
 
@@ -583,7 +584,7 @@ async def disturb(s: Swarm, dice: random.Random, number: int) -> str:
     return f"{kind} {name}"
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", seeds(16, quick=5))
 async def test_any_schedule_of_faults_leaves_each_counted_once(seed: int, small_chunks: None) -> None:
     dice = random.Random(seed)
     run = replace(audit_run(stages=3, steps=4), delayed_updates=dice.random() < 0.3)

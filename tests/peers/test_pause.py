@@ -20,6 +20,7 @@ from swarm.manifest import audit_run
 from swarm.model.stage import StageCompute
 from tests.peers import loops
 from tests.peers.loops import Swarm, swarm
+from tests.seeds import seeds
 
 pytestmark = pytest.mark.virtual_time
 
@@ -411,7 +412,7 @@ async def test_a_peer_that_dies_in_its_pause_is_missed_by_nobody(while_: str) ->
         s.assert_each_counted_once()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4, quick=1))
 async def test_pauses_and_deaths_at_random_moments_leave_each_counted_once(seed: int) -> None:
     rng = random.Random(seed)
     run = replace(audit_run(stages=2, steps=12, microbatches_per_step=16), delayed_updates=seed % 3 == 2)
