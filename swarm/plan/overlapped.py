@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -25,6 +26,9 @@ from swarm.plan.network import BACKWARD_FORWARDS, Job, Network, check_fit
 
 SLOPE = 0.05
 """Weight of a second that delays nothing, against one that the step takes."""
+
+MAX_KNOWN = 20_000
+"""Stages, and boundaries, of which the numbers are kept."""
 
 IDLE = -1
 """The stage of a device that serves none."""
@@ -94,8 +98,8 @@ class Overlap:
         self._memory_N = np.array([device.memory_bytes for device in network.devices])
         self._up_N = np.array([device.upload_bps for device in network.devices])
         self._down_N = np.array([device.download_bps for device in network.devices])
-        self._stages: dict[tuple[int, bytes], _Stage] = {}
-        self._boundaries: dict[tuple[int, bytes, bytes], _Boundary] = {}
+        self._stage = lru_cache(maxsize=MAX_KNOWN)(self._measure_stage)
+        self._boundary = lru_cache(maxsize=MAX_KNOWN)(self._measure_boundary)
         self.fits_SN = np.array(
             [
                 np.array(job.state_bytes[stage] + job.activation_bytes[stage]) <= self._memory_N
@@ -123,7 +127,7 @@ class Overlap:
 
     def _parts(self, stage_of: Sequence[int] | np.ndarray) -> tuple[list[_Stage], list[_Boundary]]:
         of_N = np.asarray(stage_of, dtype=np.int64)
-        stages = [self._stage(s, np.flatnonzero(of_N == s)) for s in range(self.job.stages)]
+        stages = [self._stage(s, np.flatnonzero(of_N == s).tobytes()) for s in range(self.job.stages)]
         return stages, [self._boundary(s, a, b) for s, (a, b) in enumerate(pairwise(stages))]
 
     def _step(self, stages: Sequence[_Stage], boundaries: Sequence[_Boundary]) -> StepTime:
@@ -166,17 +170,8 @@ class Overlap:
 
     # -- one stage --------------------------------------------------------------------------------
 
-    def _stage(self, number: int, members: np.ndarray) -> _Stage:
-        key = (number, members.tobytes())
-        known = self._stages.get(key)
-        if known is None:
-            if len(self._stages) > 20_000:
-                self._stages.clear()
-            known = self._stages[key] = self._measure_stage(number, members)
-        return known
-
-    def _measure_stage(self, number: int, members: np.ndarray) -> _Stage:
-        job, devices = self.job, self.network.devices
+    def _measure_stage(self, number: int, packed_members: bytes) -> _Stage:
+        job, devices, members = self.job, self.network.devices, np.frombuffer(packed_members, dtype=np.int64)
         if not len(members):
             raise SetupError(f"stage {number} has no device")
         if not self.fits_SN[number, members].all():
@@ -246,15 +241,6 @@ class Overlap:
         return float((owner_n[:, None] + arrival_nn).max())
 
     # -- one boundary -----------------------------------------------------------------------------
-
-    def _boundary(self, number: int, a: _Stage, b: _Stage) -> _Boundary:
-        key = (number, a.members.tobytes(), b.members.tobytes())
-        known = self._boundaries.get(key)
-        if known is None:
-            if len(self._boundaries) > 20_000:
-                self._boundaries.clear()
-            known = self._boundaries[key] = self._measure_boundary(number, a, b)
-        return known
 
     def _measure_boundary(self, number: int, a: _Stage, b: _Stage) -> _Boundary:
         job = self.job
