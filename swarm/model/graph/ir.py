@@ -10,14 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-DTYPE_BYTES = {
-    **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
-    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
-    **dict.fromkeys(("int32", "uint32", "float32"), 4),
-    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
-    "complex128": 16,
-}
-"""Bytes of one number, by torch's name of the dtype."""
+import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +22,7 @@ class Value:
     shape: tuple[int, ...]
     """Of the sample microbatch."""
     dtype: str
-    """A key of `DTYPE_BYTES`."""
+    """torch's name of it."""
     differentiable: bool
     """Floating point, and depends on a parameter: a gradient comes back for it."""
 
@@ -41,7 +34,7 @@ class Value:
     @property
     def nbytes(self) -> int:
         """Of its numbers, uncompressed."""
-        return self.numel * DTYPE_BYTES[self.dtype]
+        return self.numel * getattr(torch, self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
