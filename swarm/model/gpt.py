@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -68,21 +69,16 @@ def layer_split(run: Run) -> list[range]:
     if model.kind == "counting":
         return [range(stage, stage + 1) for stage in range(run.S)]
     block, head = layer_flops(model, run.data.sequence_length)
-    L, S = model.layers, run.S
-    # best[i] = (largest, squares, ends) of the cheapest way to give layers 0 … i-1 to the stages so far.
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
-    for stage in range(S):
-        left = S - 1 - stage
-        after: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for end in range(stage + 1, L - left + 1) if left else [L]:
-            options: list[tuple[float, float, tuple[int, ...]]] = []
-            for start, (dearest, squares, ends) in best.items():
-                if start < end:
-                    cost = (end - start) * block + (0 if left else head)
-                    options.append((max(dearest, cost), squares + cost * cost, (*ends, end)))
-            after[end] = min(options)
-        best = after
-    ends = best[L][2]
+
+    def split(last: int) -> tuple[float, float, list[int]]:
+        """(the largest cost, the sum of squares, ends) with so many layers in the last stage."""
+        stages, rest = run.S - 1, model.layers - last
+        counts = [(rest + stage) // stages for stage in range(stages)] + [last]
+        costs = [count * block for count in counts[:-1]] + [last * block + head]
+        return max(costs), sum(cost * cost for cost in costs), list(accumulate(counts))
+
+    least = 1 if run.S > 1 else model.layers
+    *_, ends = min(split(last) for last in range(least, model.layers - run.S + 2))
     return [range(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
 
 
