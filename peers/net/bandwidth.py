@@ -135,6 +135,11 @@ class Line:
         self._calls = Allowance(CALLS_PER_S, CALLS_AT_ONCE)
         self._control = Allowance(CONTROL_BYTES_PER_S, CONTROL_BYTES_AT_ONCE)
 
+    @property
+    def limiter(self) -> RateLimiter | None:
+        """Of what we send: one for all lines."""
+        return self._traffic.limiter
+
     def answered(self, took_s: float, sent_bytes: int) -> None:
         """The first sign of the other end, so long after a call of so many bytes."""
         if sent_bytes <= SMALL_BYTES and took_s > 0:
@@ -149,8 +154,7 @@ class Line:
     def path(self) -> NetworkPath:
         """The line as far as it is known. What goes the other way is no wider than our limit."""
         rates_bps = sorted(self._rates_bps) or [0.0]
-        limiter = self._traffic.limiter
-        most_bps = limiter.limit_bps if limiter is not None else float("inf")
+        most_bps = self.limiter.limit_bps if self.limiter is not None else float("inf")
         return NetworkPath(
             rtt_s=min(self._round_trips_s, default=0.0),
             bandwidth_bps=min(most_bps, rates_bps[len(rates_bps) // 2]),

@@ -118,8 +118,6 @@ class Outbox:
 
     def __init__(self) -> None:
         self.frames: deque[bytes] = deque()
-        self.limiter: RateLimiter | None = None
-        """One for all links of the transport."""
         self.turn_at: float | None = None
         """When to ask for the next frame again, if the limit of the upload makes it wait."""
         self._turn_bytes = 0
@@ -146,19 +144,19 @@ class Outbox:
         self.frames.clear()
         self._bodies.clear()
 
-    def next(self, now: float) -> tuple[Sequence[Buffer], int | None]:
+    def next(self, limiter: RateLimiter | None, now: float) -> tuple[Sequence[Buffer], int | None]:
         """The next frame in parts, if one may be sent now; and the call whose body is complete with it."""
         frame, whole = (), None
         if self.frames:
             urgent = self.frames.popleft()
             frame = (urgent,)
             self.sent_bytes += len(urgent)
-            if self.limiter is not None:
-                self.limiter.took(len(urgent), now=now)
+            if limiter is not None:
+                limiter.took(len(urgent), now=now)
         elif self._bodies:
             # That is due first; of those, of the oldest call.
             outgoing = min(self._bodies, key=lambda one: (one.due, one.call))
-            most = self._may_send(outgoing, now)
+            most = self._may_send(outgoing, limiter, now)
             if most:
                 chunk = outgoing.take(most)
                 frame = (frames.pack_prefix(Kind.BODY, outgoing.call, 0, chunk.nbytes), chunk)
@@ -168,9 +166,8 @@ class Outbox:
                 whole = None if outgoing.left else outgoing.call
         return frame, whole
 
-    def _may_send(self, outgoing: Outgoing, now: float) -> int:
+    def _may_send(self, outgoing: Outgoing, limiter: RateLimiter | None, now: float) -> int:
         """Bytes of a body; 0 if its turn is still to come, at `turn_at`."""
-        limiter = self.limiter
         if limiter is None:
             return frames.CHUNK_BYTES
         if self.turn_at is None:

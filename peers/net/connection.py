@@ -227,7 +227,7 @@ class Connection(asyncio.Protocol):
             return
         while self._opened and self._paused_since is None:
             before = outbox.sent_bytes
-            frame, whole = outbox.next(self._loop.time())
+            frame, whole = outbox.next(self.line.limiter, self._loop.time())
             if not frame:
                 break
             for part in frame:

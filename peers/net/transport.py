@@ -143,8 +143,7 @@ class Dialer:
                 lambda request: ClientConnection(peer, request, self._timings), peer, PROTOCOL
             )
             assert link is not None
-            link.line, link.outbox.limiter = self._traffic.of(peer), self._traffic.limiter
-            link.relayed = relayed
+            link.line, link.relayed = self._traffic.of(peer), relayed
             check_response(await within(link.opened, deadline - clock()))
             if self.credential:
                 with contextlib.suppress(Refused):  # what it is for is refused too, and says why
@@ -261,8 +260,6 @@ class NetTransport:
     def limit_upload(self, most_bps: float) -> None:
         """Send no more than so many bits a second, over all links from now on."""
         self._traffic.limiter = RateLimiter(most_bps)
-        for link in self._open_links():
-            link.outbox.limiter = self._traffic.limiter
 
     def show(self, credential: bytes) -> None:
         """Show this on each stream that we open from now on."""
@@ -328,7 +325,6 @@ class NetTransport:
 
     def _make_callee(self) -> ServerConnection:
         link = ServerConnection(self._introduced, self._called, self._timings)
-        link.outbox.limiter = self._traffic.limiter
         link.on_rest = self._slowed
         self._incoming.add(link)
         link.closed.add_done_callback(lambda _: self._caller_left(link))

@@ -31,8 +31,7 @@ from peers.stage.recovery import Recovery
 from peers.stage.settings import Checkpoints
 from peers.stage.state import StageCore
 from peers.stage.tied_weights import TiedWeights
-from peers.storage.checkpoint_store import CheckpointStore
-from peers.storage.writer import CheckpointWriter
+from peers.storage.checkpoint_store import CheckpointStore, CheckpointWriter
 from peers.transfer.catalog import is_keeper
 from peers.transfer.client import DownloadFailed
 from peers.transfer.gradient import fetch_gradient

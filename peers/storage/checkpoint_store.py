@@ -1,16 +1,30 @@
-"""The saved versions of one stage that this peer can give out, or go back to."""
+"""The saved versions of one stage that this peer can give out, or go back to, and how new ones are written.
+
+    tensors = await device.run(...)      # a copy of the state, taken between two jobs of the device
+    writer.save(version, tensors)        # returns at once; hashing and writing are a thread's work
+
+One checkpoint is written at a time. While it is, the newest other one waits, and takes the place of one that
+waited before it: so at most two copies of the state are in memory, however slow the disk is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from peers import events
 from peers.storage import checkpoint
+from peers.waiting import in_daemon_thread
 from swarm.errors import SetupError
 from swarm.ids import Stage
 from swarm.manifest import Run
+
+CLOSE_S = 20.0
+"""For what is being written when its peer leaves: a cloud gives 30 s from the notice to the end."""
 
 
 class CheckpointStore:
@@ -62,3 +76,52 @@ class CheckpointStore:
         if self._folder is None:
             raise SetupError(f"version {version} of stage {self._stage} is not here")
         return checkpoint.Checkpoint(self._folder, self._run, self._stage, version).load()
+
+
+class CheckpointWriter:
+    """Saves versions of one stage in one folder. Its methods are for the event loop's thread."""
+
+    def __init__(
+        self, folder: Path, run: Run, stage: Stage, *, keep: int, emit: Callable[[events.Event], None]
+    ) -> None:
+        """`emit` hears of each version that was saved, could not be, or was skipped."""
+        self._folder, self._run, self._stage, self._keep, self._emit = folder, run, stage, keep, emit
+        self._waiting: tuple[int, dict[str, torch.Tensor]] | None = None
+        self._writing: asyncio.Task[None] | None = None
+
+    def save(self, version: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Have `tensors` written as soon as the disk is free. They must not change any more."""
+        skipped, self._waiting = self._waiting, (version, tensors)
+        if skipped is not None:
+            text = f"no checkpoint of version {skipped[0]}: the disk is slow, and version {version} is newer"
+            self._emit(events.Note(text=text))
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.get_running_loop().create_task(self._write_waiting())
+
+    async def close(self, limit_s: float = CLOSE_S) -> bool:
+        """Wait for what is being written and what waits; False if that took longer than `limit_s`.
+
+        What is left unwritten leaves a temporary file at most, never half a checkpoint.
+        """
+        if self._writing is not None:
+            await asyncio.wait({self._writing}, timeout=max(0.0, limit_s))
+        return self._writing is None or self._writing.done()
+
+    async def _write_waiting(self) -> None:
+        while self._waiting is not None:
+            version, tensors = self._waiting
+            self._waiting = None
+            name = f"checkpoints of stage {self._stage}"
+            event = await in_daemon_thread(partial(self._write, version, tensors), name=name)
+            del tensors  # a copy of the state: not to be held while the next one is
+            self._emit(event)
+
+    def _write(self, version: int, tensors: dict[str, torch.Tensor]) -> events.Event:
+        """In a thread."""
+        try:
+            checkpoint.Checkpoint(self._folder, self._run, self._stage, version).save(
+                tensors, keep=self._keep
+            )
+        except SetupError as error:
+            return events.Trouble(text=f"no checkpoint of version {version}: {error.text}")
+        return events.Checkpointed(stage=self._stage, step=version, path=str(self._folder))

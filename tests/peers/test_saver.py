@@ -15,8 +15,8 @@ import torch
 
 from peers.events import Checkpointed, Event, Note, Trouble
 from peers.stage.settings import Checkpoints
-from peers.storage import checkpoint, writer
-from peers.storage.writer import CheckpointWriter
+from peers.storage import checkpoint, checkpoint_store
+from peers.storage.checkpoint_store import CheckpointWriter
 from swarm.errors import SetupError
 from swarm.manifest import audit_run
 from swarm.records import NO_STAGE, PeerRecord
@@ -169,7 +169,7 @@ async def test_a_stage_takes_all_its_steps_while_its_disk_still_writes_the_first
         await disk.acquire()
         return work()
 
-    monkeypatch.setattr(writer, "in_daemon_thread", write)
+    monkeypatch.setattr(checkpoint_store, "in_daemon_thread", write)
     run = replace(audit_run(stages=2, steps=5, microbatches_per_step=4), checkpoint_every=1)
     async with swarm(run, replicas=0) as s:
         slow = s.add_peer("slow", 0, checkpoints=Checkpoints(folder=tmp_path, keep=9))

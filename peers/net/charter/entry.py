@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from peers.clock import unix_s
 from peers.net.charter.doorkeeper import Doorkeeper
-from peers.net.charter.signed import certify, seal_credential, search_stamp, stamp_bits
+from peers.net.charter.signed import certify, find_stamp, seal_credential, stamp_bits
 from swarm.charter import Role
 from swarm.errors import SetupError
 from swarm.ids import PeerId, Stage
@@ -85,7 +85,7 @@ def _stamp(run_id: str, peer: PeerId, bits: int, cache: Path | None) -> int:
             known = int(path.read_text()[:20])
             if stamp_bits(run_id, peer, known) >= bits:
                 return known
-    found = next(stamp for stamp in search_stamp(run_id, peer, bits) if stamp is not None)
+    found = find_stamp(run_id, peer, bits)
     if path is not None:
         with contextlib.suppress(OSError):  # it is made again the next time
             path.parent.mkdir(parents=True, exist_ok=True)

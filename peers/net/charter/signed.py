@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -29,8 +29,6 @@ MAX_SEALED_BYTES = MAX_CHARTER_BYTES + SIGNATURE_BYTES + 32
 MAX_CREDENTIAL_BYTES = 256
 MAX_TOKEN_LETTERS = 400
 TOKEN_START = "swarm-invitation-"
-_ROUND = 10_000
-"""Stamps that are tried between two looks at whether to go on."""
 
 _Signature: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
 _Key: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -281,16 +279,12 @@ def stamp_bits(run_id: str, peer: PeerId, stamp: int) -> int:
     return _zero_bits(hashed.digest())
 
 
-def search_stamp(run_id: str, peer: PeerId, bits: int) -> Iterator[int | None]:
-    """Look for a stamp: None after each ten thousand that were tried, and at last the one that was found."""
+def find_stamp(run_id: str, peer: PeerId, bits: int) -> int:
+    """The first stamp of so many bits. 2^20 take a second of a core."""
     start, limit = _stamped(run_id, peer), 1 << (256 - bits)
-    first = 0
-    while True:
-        for stamp in range(first, first + _ROUND):
-            hashed = start.copy()
-            hashed.update(stamp.to_bytes(8, "big"))
-            if int.from_bytes(hashed.digest(), "big") < limit:
-                yield stamp
-                return
-        first += _ROUND
-        yield None
+    for stamp in itertools.count():
+        hashed = start.copy()
+        hashed.update(stamp.to_bytes(8, "big"))
+        if int.from_bytes(hashed.digest(), "big") < limit:
+            return stamp
+    raise AssertionError("unreachable")
