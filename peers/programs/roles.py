@@ -226,13 +226,18 @@ async def manifest(node: Node, allow_code: Sequence[str] = ()) -> Run:
             see a difference.
     """
     run = await node.manifest()
-    declared = [entry.value for entry in entry_points(group=ENTRY_POINTS)] if run.code else []
-    check_allowed(run.code, (*allow_code, *declared))
+    check_code(run, allow_code)
     if run.brings_model and not run.pinned:
         raise SetupError(
             f"run {run.id} does not say which data or model it has: its owner has to publish it anew"
         )
     return run
+
+
+def check_code(run: Run, allow_code: Sequence[str]) -> None:
+    """Raises SetupError: a manifest names code that neither the user nor its package lets it name."""
+    declared = [entry.value for entry in entry_points(group=ENTRY_POINTS)] if run.code else []
+    check_allowed(run.code, (*allow_code, *declared))
 
 
 class Peer(Networked[PeerOptions]):

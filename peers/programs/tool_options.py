@@ -408,6 +408,7 @@ class VerifyOptions:
     )
     data: tuple[Path, ...] = several(NEEDED_FILE, DATA_HELP)
     tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
+    allow_code: tuple[str, ...] = repeated(WORD, ALLOW_HELP)
     from_: int = option(NUMBER, "the version to start at: 0, or one with a checkpoint")
     to: int = option(COUNT, "the version to end at; its checkpoint is compared too, if it is there")
     stage: int | None = optional(NUMBER, "compare this one only (default: all)")

@@ -10,6 +10,7 @@ import torch
 
 from peers.device import choose_device
 from peers.net import identity
+from peers.programs.roles import check_code
 from peers.programs.tool_options import VerifyOptions
 from peers.progress import Bar
 from peers.storage import transcript
@@ -108,6 +109,7 @@ def read(options: VerifyOptions, verify: Verify) -> Account:
     """
     first, last = options.from_, options.to
     run, entries, rest = transcript.read(options.transcript)
+    check_code(run, options.allow_code)
     if not first < last <= run.steps:
         raise SetupError(f"--from {first} --to {last}: run {run.name!r} has versions 0 to {run.steps}")
     if options.stage is not None and options.stage >= run.S:

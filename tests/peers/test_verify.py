@@ -20,7 +20,7 @@ from peers.storage import checkpoint
 from peers.storage.transcript import Took, TranscriptWriter, path_of
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
-from swarm.manifest import Run
+from swarm.manifest import CustomModelSpec, Run
 from swarm.model.reductions import sqnorm
 from swarm.protocol.statements import sign
 from swarm.wire.trails import Signed, TookStep, TookSteps, pack_rows
@@ -235,6 +235,14 @@ def test_what_is_missing_is_said_with_what_there_is(honest: Recorded, tmp_path: 
     other.write(0, 2)
     with pytest.raises(SetupError, match="has no signed step from 2 to 3: take others, or"):
         other.verify(2, 4)
+
+
+def test_code_that_the_user_does_not_allow_is_not_called(honest: Recorded, tmp_path: Path) -> None:
+    model = CustomModelSpec(kind="code", source="torch.testing:assert_close", stages=2)
+    stranger = replace(honest, run=replace(honest.run, model=model), folder=tmp_path)
+    stranger.write(0, 2)
+    with pytest.raises(SetupError, match=r"names code that is installed here: torch\.testing:assert_close"):
+        stranger.verify(0, 2)
 
 
 def test_a_torn_end_is_said_and_the_rest_is_verified(
