@@ -60,6 +60,8 @@ Glossary. One word per idea, everywhere (tests/test_words.py finds retired ones)
     codec           how a tensor becomes bytes on the wire
     owner           the key that signs a run's manifest and charter
     charter         the owner's word on which peers may take part in a run, as what; the latest holds
+    trail           what a replica signs of the last steps that it took
+    transcript      the trails of all stages in a file: what a run can be checked with afterwards
     role            what a process does in a run: peer, trainer or keeper
     ban             the owner's word that one peer takes no part
     token           the owner's invitation, which admits its bearer; bound to a peer by a certificate

@@ -312,6 +312,19 @@ async def test_what_a_replica_did_not_sign_or_was_not_asked_is_not_written(
 
 
 @pytest.mark.virtual_time
+async def test_a_replica_whose_weights_were_replaced_signs_no_step_from_before() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        s.add_trainer("trainer")
+        await s.until_finished()
+        core = s.peers["s0p0"].core
+        await s.until(lambda: core.digest)
+        assert len(core.trail.between(0, 9)[1]) == RUN.steps
+        await core.load(core.position, core.compute.state.copy())
+        assert core.trail.between(0, 9) == (RUN.steps, [])
+
+
+@pytest.mark.virtual_time
 async def test_a_trail_is_asked_by_anybody_and_of_this_run() -> None:
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -52,12 +53,14 @@ class Reader:
             at = found.index("--announce")
             found = found[:at] + found[at + 2 :]
         instead = {**INSTEAD, **dict(zip((RUN_ID, ADDRESS), self.join[1::2], strict=False))}
-        return [self._here(instead.get(word, word)) for word in found]
+        run_id = self.join[1] if self.join else ""
+        return [self._here(instead.get(word, word.replace(RUN_ID, run_id))) for word in found]
 
     def _here(self, word: str) -> str:
         if word == JOIN_FILE:
             return f"@{self.folder / word[1:]}"
-        return str(self.folder / word) if word in FILES or word.endswith(".key") else word
+        is_file = word.partition("/")[0] in FILES or word.endswith(".key")
+        return str(self.folder / word) if is_file else word
 
     def run(self, words: Sequence[str]) -> str:
         """What it prints; it ends with 0."""
@@ -97,6 +100,11 @@ def test_a_public_run_is_started_joined_kept_watched_and_used(tmp_path: Path) ->
                 dashboard.send_signal(signal.SIGINT)
                 assert ("the dashboard is at http://127.0.0.1:" in said) == (nth == 1), said
                 dashboard.stdout.read()
+        keeper.signal(signal.SIGINT)
+        assert keeper.wait() == 0
+    said = reader.run(reader.words("docs/public-run.md", "verify"))
+    assert "steps 0 to 99 are what the peers signed, to the last bit" in said
+    assert int(re.findall(r"compared: (\d+) of 200 ", said)[0]) >= 2 * 50
     reader.run(reader.words("docs/public-run.md", "export"))
     assert reader.run(reader.words("docs/public-run.md", "generate")).startswith("The import ")
     assert "perplexity" in reader.run(reader.words("docs/public-run.md", "eval"))
