@@ -1,17 +1,17 @@
 """What goes wrong, and when: kinds of faults, and a schedule of them drawn from a seed.
 
-A kind is a function that does it to a swarm, and says whether there was anything to do it to. Its docstring
-is its description.
+A kind is a function that does it to a swarm, or to one of those that it can hit. Its docstring is its
+description.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from peers.sim.disks import Tear
-from peers.sim.members import PeerMember
+from peers.sim.disks import Disk, Tear
+from peers.sim.members import KeeperMember, Member, PeerMember, TrainerMember
 from peers.sim.processes import PROCESS, WORLD, Killed, Process
 from peers.sim.swarm import Swarm
 from swarm.ids import PeerId, Stage
@@ -38,8 +38,9 @@ class Fault(NamedTuple):
         return f"{self.at_s:.3f} s: {self.kind}{at} (which {self.which:.3f}, lasts {self.lasts_s:.2f} s)"
 
 
-Happen = Callable[[Swarm, Fault], bool]
-"""False: there was nothing that it could hit, or it waits for its moment."""
+Happen = Callable[..., "bool | None"]
+"""Given the swarm, the fault, and the one that it hits, if it hits one. False: there was nothing to hit, or
+it waits for its moment."""
 H = TypeVar("H", bound=Happen)
 
 
@@ -49,6 +50,8 @@ class Kind(NamedTuple):
     weight: int
     """Among all that a swarm can have."""
     happen: Happen
+    among: Callable[[Swarm], Sequence[Any]] | None
+    """Those of which it hits one."""
     needs: str
     """A member of `Setting.has`."""
 
@@ -56,11 +59,13 @@ class Kind(NamedTuple):
 KINDS: dict[str, Kind] = {}
 
 
-def _kind(weight: int, needs: str = "peers") -> Callable[[H], H]:
+def _kind(
+    weight: int, among: Callable[[Swarm], Sequence[Any]] | None = None, *, needs: str = "peers"
+) -> Callable[[H], H]:
     """Add a kind, named by its function."""
 
     def add(happen: H) -> H:
-        KINDS[happen.__name__.replace("_", " ")] = Kind(weight, happen, needs)
+        KINDS[happen.__name__.replace("_", " ")] = Kind(weight, happen, among, needs)
         return happen
 
     return add
@@ -68,28 +73,55 @@ def _kind(weight: int, needs: str = "peers") -> Callable[[H], H]:
 
 def inject(swarm: Swarm, fault: Fault) -> None:
     """Let a fault happen, and count it if it did."""
-    if KINDS[fault.kind].happen(swarm, fault):
+    kind = KINDS[fault.kind]
+    if kind.among is None:
+        happened = kind.happen(swarm, fault)
+    else:
+        hit = swarm.pick(kind.among(swarm), fault.which)
+        happened = hit is not None and kind.happen(swarm, fault, hit)
+    if happened is not False:
         swarm.injected[fault.kind] += 1
+
+
+# --- which it can hit ---------------------------------------------------------------------------------------
+
+
+def _mortal(swarm: Swarm) -> list[PeerMember]:
+    """Peers that have a replica."""
+    there = swarm.staying()
+    return [*swarm.safe(), *(m for m in swarm.living() if m.serving is None and there[m.stage])]
+
+
+def _serving(swarm: Swarm) -> list[PeerMember]:
+    return [m for m in swarm.living() if m.serving]
+
+
+def _steady(swarm: Swarm) -> list[PeerMember]:
+    """Peers that have a replica, and mean to stay."""
+    return [m for m in swarm.safe() if m.stays]
+
+
+def _everybody(swarm: Swarm) -> list[Member]:
+    return [m for m in swarm.members() if m.alive]
+
+
+def _keepers(swarm: Swarm) -> list[KeeperMember]:
+    return [m for m in swarm.keepers if m.alive]
 
 
 # --- processes end and stand still --------------------------------------------------------------------------
 
 
-@_kind(8)
-def kill(swarm: Swarm, fault: Fault, *, quietly: bool = False) -> bool:
+@_kind(8, _mortal)
+def kill(swarm: Swarm, _: Fault, member: PeerMember) -> None:
     """A peer that has a replica dies; its connections break."""
-    there = swarm.staying()
-    paused = [m for m in swarm.living() if m.serving is None and there[m.stage]]
-    member = swarm.pick([*swarm.safe(), *paused], fault.which)
-    if member is not None:
-        swarm.kill(member, quietly=quietly)
-    return member is not None
+    swarm.kill(member)
 
 
-@_kind(7)
-def cut_power(swarm: Swarm, fault: Fault) -> bool:
+@_kind(7, _mortal)
+def cut_power(swarm: Swarm, _: Fault, member: PeerMember) -> None:
     """The same, but no process is told."""
-    return kill(swarm, fault, quietly=True)
+    swarm.kill(member, quietly=True)
 
 
 @_kind(6)
@@ -114,7 +146,7 @@ def lose_stage_at(swarm: Swarm, fault: Fault) -> bool:
 
     def happens(process: Process) -> None:
         member = next((m for m in swarm.living() if m.process is process), None)
-        others = sorted({m.stage for m in swarm.living() if m.serving and member and m.stage != member.stage})
+        others = sorted({m.stage for m in _serving(swarm) if member and m.stage != member.stage})
         stage = swarm.pick(others, fault.which)
         if stage is not None:
             swarm.injected["lose stage at"] += 1
@@ -124,12 +156,9 @@ def lose_stage_at(swarm: Swarm, fault: Fault) -> bool:
     return False
 
 
-@_kind(5)
-def stop(swarm: Swarm, fault: Fault) -> bool:
+@_kind(5, lambda swarm: [m for m in swarm.living() if not m.process.stopped])
+def stop(swarm: Swarm, fault: Fault, member: PeerMember) -> None:
     """SIGSTOP, and SIGCONT some seconds later."""
-    member = swarm.pick([m for m in swarm.living() if not m.process.stopped], fault.which)
-    if member is None:
-        return False
 
     def go_on() -> None:
         if member.process.alive:
@@ -139,7 +168,6 @@ def stop(swarm: Swarm, fault: Fault) -> bool:
     swarm.say(f"*** {member.name} is stopped for {fault.lasts_s:.1f} s")
     swarm.network.stop(member.name)
     swarm.loop.call_later(fault.lasts_s, go_on)
-    return True
 
 
 # --- lines and directory ------------------------------------------------------------------------------------
@@ -147,7 +175,7 @@ def stop(swarm: Swarm, fault: Fault) -> bool:
 
 def _side(swarm: Swarm, fault: Fault) -> list[PeerId]:
     """Some of all processes, but not all."""
-    names = sorted(m.name for m in swarm.members() if m.alive)
+    names = sorted(m.name for m in _everybody(swarm))
     return swarm.dice.shuffled(names)[: 1 + int(fault.which * (len(names) - 1))] if len(names) > 1 else []
 
 
@@ -190,67 +218,51 @@ def cut_off(swarm: Swarm, fault: Fault) -> bool:
 # --- members come, go and change ----------------------------------------------------------------------------
 
 
-@_kind(5)
-def leave(swarm: Swarm, fault: Fault) -> bool:
+@_kind(5, _steady)
+def leave(swarm: Swarm, _: Fault, member: PeerMember) -> None:
     """A peer drains, hands its sum over, and goes."""
-    member = swarm.pick([m for m in swarm.safe() if m.stays], fault.which)
-    if member is not None:
-        _leave(swarm, member)
-    return member is not None
-
-
-def _leave(swarm: Swarm, member: PeerMember) -> None:
     swarm.say(f"*** {member.name} of stage {member.stage} is told to leave")
     member.told_to_leave = True  # a stopped process hears of it later
     swarm.loop.call_soon(member.owner.leave, context=member.process.context)
 
 
-@_kind(40, "crowd")
-def rush(swarm: Swarm, fault: Fault) -> bool:
+@_kind(40, needs="crowd")
+def rush(swarm: Swarm, fault: Fault) -> None:
     """The next replicas that have something in their sums leave, one after the other, and others come."""
 
     def happens(process: Process) -> None:
-        member = next((m for m in swarm.safe() if m.process is process and m.stays), None)
+        member = next((m for m in _steady(swarm) if m.process is process), None)
         if member is not None:
-            _leave(swarm, member)
+            leave(swarm, fault, member)
 
     for _ in range(3):
         swarm.at_point("backward", fault.number, happens)
-    return join(swarm, fault)
+    join(swarm, fault)
 
 
 @_kind(6)
-def join(swarm: Swarm, fault: Fault) -> bool:
+def join(swarm: Swarm, fault: Fault) -> None:
     """A newcomer downloads the state of a stage and serves."""
     member = swarm.add_peer(int(fault.which * swarm.run.S))
     swarm.say(f"*** {member.name} joins stage {member.stage}")
-    return True
 
 
-@_kind(4)
-def lose_sum(swarm: Swarm, fault: Fault) -> bool:
+@_kind(4, _serving)
+def lose_sum(_: Swarm, __: Fault, member: PeerMember) -> None:
     """A backward breaks half-way and takes the peer's sum with it."""
-    member = swarm.pick([m for m in swarm.living() if m.serving], fault.which)
-    if member is None or member.serving is None:
-        return False
-    member.serving.compute.breaks += 1
-    return True
+    member.served.compute.breaks += 1
 
 
-@_kind(5)
-def kill_trainer(swarm: Swarm, fault: Fault) -> bool:
+@_kind(5, lambda swarm: [t for t in swarm.trainers if t.alive])
+def kill_trainer(swarm: Swarm, fault: Fault, trainer: TrainerMember) -> None:
     """A trainer dies, and another one comes later."""
-    trainer = swarm.pick([t for t in swarm.trainers if t.alive], fault.which)
-    if trainer is None:
-        return False
     swarm.say(f"*** trainer {trainer.name} dies")
     swarm.network.kill(trainer.name, quietly=False)
     swarm.loop.call_later(fault.lasts_s, swarm.add_trainer)
-    return True
 
 
 @_kind(4)
-def storm(swarm: Swarm, fault: Fault) -> bool:
+def storm(swarm: Swarm, fault: Fault) -> None:
     """For up to a second half of all messages are lost, doubled or late."""
 
     def ends() -> None:
@@ -260,43 +272,38 @@ def storm(swarm: Swarm, fault: Fault) -> bool:
     swarm.say("*** a storm begins")
     swarm.network.lines = replace(swarm.network.calm, lost=0.2, doubled=0.15, late=0.15)
     swarm.loop.call_later(min(1.0, fault.lasts_s), ends)
-    return True
 
 
 @_kind(3)
-def lose_stage(swarm: Swarm, fault: Fault) -> bool:
+def lose_stage(swarm: Swarm, fault: Fault) -> None:
     """All peers of a stage die at once; others come from a checkpoint, or from nothing."""
     _lose(swarm, int(fault.which * swarm.run.S), fault.lasts_s / 2)
-    return True
 
 
 def _lose(swarm: Swarm, stage: Stage, after_s: float) -> None:
     swarm.say(f"*** all of stage {stage} die")
     disk = None
-    for member in swarm.living():
-        if member.stage == stage and member.serving is not None:
+    for member in _serving(swarm):
+        if member.stage == stage:
             swarm.kill(member)
             disk = member.disk
     swarm.loop.call_later(after_s, swarm.add_peer, stage, disk, context=WORLD)
 
 
-@_kind(3)
-def restart(swarm: Swarm, fault: Fault) -> bool:
+@_kind(3, _serving)
+def restart(swarm: Swarm, fault: Fault, member: PeerMember) -> None:
     """A peer dies and comes back with its disk, which may be that of the last one of its stage."""
-    member = swarm.pick([m for m in swarm.living() if m.serving], fault.which)
-    if member is not None:
-        swarm.restart(member, fault.lasts_s / 2)
-    return member is not None
+    swarm.restart(member, fault.lasts_s / 2)
 
 
-@_kind(12, "disks")
+@_kind(12, needs="disks")
 def blackout(swarm: Swarm, fault: Fault) -> bool:
     """Some steps later all peers and keepers die at once, and come back one by one with their disks."""
 
     def happens(_: Process) -> None:
         swarm.injected["blackout"] += 1
         swarm.say("*** the power fails everywhere")
-        for member in (*swarm.living(), *(k for k in swarm.keepers if k.alive)):
+        for member in (*swarm.living(), *_keepers(swarm)):
             swarm.restart(member, swarm.dice.between(0.1, fault.lasts_s))
         raise Killed
 
@@ -304,22 +311,15 @@ def blackout(swarm: Swarm, fault: Fault) -> bool:
     return False
 
 
-@_kind(14, "keeper")
-def restart_keeper(swarm: Swarm, fault: Fault) -> bool:
+@_kind(14, _keepers, needs="keeper")
+def restart_keeper(swarm: Swarm, fault: Fault, member: KeeperMember) -> None:
     """A keeper dies and comes back with its disk."""
-    member = swarm.pick([m for m in swarm.keepers if m.alive], fault.which)
-    if member is not None:
-        swarm.restart(member, fault.lasts_s / 2)
-    return member is not None
+    swarm.restart(member, fault.lasts_s / 2)
 
 
-@_kind(7)
-def pause(swarm: Swarm, fault: Fault) -> bool:
+@_kind(7, lambda swarm: [m for m in _serving(swarm) if not m.served.peer.core.leaving])
+def pause(swarm: Swarm, fault: Fault, member: PeerMember) -> None:
     """The owner of a peer wants its device for a while, whatever other peers there are."""
-    serving = [m for m in swarm.living() if m.serving and not m.serving.peer.core.leaving]
-    member = swarm.pick(serving, fault.which)
-    if member is None:
-        return False
     context = member.process.context
 
     def resume() -> None:
@@ -330,30 +330,22 @@ def pause(swarm: Swarm, fault: Fault) -> bool:
     swarm.say(f"*** the owner of {member.name} wants its device for {fault.lasts_s:.1f} s")
     swarm.loop.call_soon(member.owner.pause, "by hand", "the owner wants it", context=context)
     swarm.loop.call_later(fault.lasts_s, resume)
-    return True
 
 
-@_kind(4)
-def move(swarm: Swarm, fault: Fault) -> bool:
+@_kind(4, lambda swarm: _steady(swarm) if swarm.run.S > 1 else ())
+def move(swarm: Swarm, fault: Fault, member: PeerMember) -> None:
     """A peer that has a replica goes to another stage."""
-    member = swarm.pick([m for m in swarm.safe() if m.stays], fault.which)
-    if swarm.run.S == 1 or member is None or member.serving is None:
-        return False
     to = (member.stage + 1 + int(fault.which * 97) % (swarm.run.S - 1)) % swarm.run.S
     swarm.say(f"*** {member.name} moves from stage {member.stage} to {to}")
-    member.process.spawn(swarm.loop, member.serving.peer.moving.move(to, why="a fault", going=set()))
-    return True
+    member.process.spawn(swarm.loop, member.served.peer.moving.move(to, why="a fault", going=set()))
 
 
 # --- machines -----------------------------------------------------------------------------------------------
 
 
-@_kind(2)
-def wrong_clock(swarm: Swarm, fault: Fault) -> bool:
+@_kind(2, Swarm.living)
+def wrong_clock(swarm: Swarm, fault: Fault, member: PeerMember) -> None:
     """The wall clock of a peer jumps by up to an hour, and perhaps back."""
-    member = swarm.pick(swarm.living(), fault.which)
-    if member is None:
-        return False
 
     def is_right_again() -> None:
         swarm.say(f"*** the clock of {member.name} is right again")
@@ -364,41 +356,32 @@ def wrong_clock(swarm: Swarm, fault: Fault) -> bool:
     member.process.clock_error_s += error_s
     if fault.lasts_s < 1.0:
         swarm.loop.call_later(fault.lasts_s, is_right_again)
-    return True
 
 
-@_kind(3)
-def slow_threads(swarm: Swarm, fault: Fault) -> bool:
+@_kind(3, _everybody)
+def slow_threads(swarm: Swarm, fault: Fault, member: Member) -> None:
     """What a process gives to worker threads (disk, hashes) takes up to seconds longer, for a while."""
-    member = swarm.pick([m for m in swarm.members() if m.alive], fault.which)
-    if member is None:
-        return False
     swarm.say(f"*** the threads of {member.name} are slow for {fault.lasts_s:.1f} s")
     member.process.slow_s = fault.lasts_s / 2
     swarm.loop.call_later(fault.lasts_s, setattr, member.process, "slow_s", 0.0)
-    return True
 
 
-@_kind(10, "disks")
-def fill_disk(swarm: Swarm, fault: Fault) -> bool:
+@_kind(10, lambda swarm: swarm.disks.all, needs="disks")
+def fill_disk(swarm: Swarm, fault: Fault, disk: Disk) -> None:
     """A disk has no room for another file, for some seconds."""
-    disk = swarm.pick(swarm.disks.all, fault.which)
-    if disk is None:
-        return False
     swarm.say(f"*** the disk {disk.folder.name} is full for {fault.lasts_s:.1f} s")
     disk.full = True
     swarm.loop.call_later(fault.lasts_s, setattr, disk, "full", False)
-    return True
 
 
-@_kind(12, "disks")
-def tear_file(swarm: Swarm, fault: Fault) -> bool:
+def _used_disks(swarm: Swarm) -> list[Disk]:
+    members = (*swarm.living(), *_keepers(swarm))
+    return [m.disk for m in members if m.disk is not None]
+
+
+@_kind(12, _used_disks, needs="disks")
+def tear_file(swarm: Swarm, fault: Fault, disk: Disk) -> None:
     """A process dies while it writes a file, of which a part may be there; it comes back with its disk."""
-    members = [m for m in (*swarm.living(), *swarm.keepers) if m.alive and m.disk is not None]
-    member = swarm.pick(members, fault.which)
-    if member is None or member.disk is None:
-        return False
-    disk = member.disk
 
     def die() -> None:
         process = PROCESS.get()
@@ -408,35 +391,21 @@ def tear_file(swarm: Swarm, fault: Fault) -> bool:
 
     kept = 1.0 if fault.number == 1 else swarm.dice.number()
     disk.tear = Tear(kept, renamed=fault.number < 4, kill=die)
-    return True
 
 
-def _device(swarm: Swarm, fault: Fault) -> PeerMember | None:
-    """One whose device can go."""
-    return swarm.pick([m for m in swarm.safe() if m.serving], fault.which)
-
-
-@_kind(1)
-def device_hangs(swarm: Swarm, fault: Fault) -> bool:
+@_kind(1, Swarm.safe)
+def device_hangs(swarm: Swarm, fault: Fault, member: PeerMember) -> None:
     """A job never ends; the peer still says that it lives, until it is stopped by hand."""
-    member = _device(swarm, fault)
-    if member is None or member.serving is None:
-        return False
     swarm.say(f"*** the device of {member.name} hangs; it is killed {fault.lasts_s:.1f} s later")
-    member.serving.device.hangs = True
+    member.served.device.hangs = True
     swarm.loop.call_later(fault.lasts_s, lambda: member.alive and swarm.kill(member))
-    return True
 
 
-@_kind(1)
-def device_dies(swarm: Swarm, fault: Fault) -> bool:
+@_kind(1, Swarm.safe)
+def device_dies(swarm: Swarm, _: Fault, member: PeerMember) -> None:
     """Each job fails."""
-    member = _device(swarm, fault)
-    if member is None or member.serving is None:
-        return False
     swarm.say(f"*** the device of {member.name} dies")
-    member.serving.device.dies = True
-    return True
+    member.served.device.dies = True
 
 
 # --- the schedule -------------------------------------------------------------------------------------------

@@ -104,6 +104,12 @@ class PeerMember(Member):
     told_to_leave: bool = False
 
     @property
+    def served(self) -> Serving:
+        """That of a peer which serves."""
+        assert self.serving is not None
+        return self.serving
+
+    @property
     def stays(self) -> bool:
         """It serves, and means to."""
         serving = self.serving
