@@ -1,15 +1,8 @@
 """Under which keys of a run records lie, which of them are read, and which nodes are asked for them. Pure.
 
-Each stage of a run has keys of its own, so that a peer that works with two stages reads two. On level L the
-records of a stage are spread over 4^L keys; a stage has as many as keep a key below some hundred records.
-There is no vote on that: each peer takes the level from the number of replicas that it knows, says it in its
-record, and is also on every level above with a chance that makes those keys equally large. So the one key of
-level 0 always holds a sample of its stage, from which a newcomer learns how far the others are spread.
-
-The steady work of a peer is bounded whatever the size of the run: so many questions each refresh, so many
-bytes each second. In a small run that is enough to read everything each time. In a large one keys take turns,
-and all times get longer with the number of peers, so that they renew 40 records a second in a run of up to
-4 000, and 100 in one of 10 000.
+On level L the records of a stage are spread over 4^L keys. Each peer takes the level from the number of
+replicas that it knows, says it in its record, and is also on every level above with a chance that makes those
+keys equally large. Why, and what a large run changes: `docs/design.md`, *The directory*.
 """
 
 from __future__ import annotations

@@ -5,11 +5,8 @@
       └─────answer─────────┤
     target ◀───────────────┘                     a second one, on the port that is to be reached
 
-Two p2pds, because one that is connected is not dialled again. That the right one was reached, and not another
-machine behind the same router, is what libp2p's handshake proves. Whether libp2p could punch a hole is
-told by the ports at which several peers see the asker: a router that keeps them can be knocked at.
-
-p2pd's own AutoNAT would need minutes, and believes only the fourth public peer that says the same.
+Two p2pds, because one that is connected is not dialled again. Whether libp2p could punch a hole is told by
+the ports at which several peers see the asker: a router that keeps them can be knocked at.
 """
 
 from __future__ import annotations

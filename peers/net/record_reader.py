@@ -1,13 +1,9 @@
 """Reads the records of a run into a table: what is near often, the rest in turn.
 
-Kademlia finds the nodes near a key; from there on we read ourselves, because `DHTNode.get` stops at the
-first node that claims an infinite expiration (a stranger could hide all peers), and because its answers hold
-all records each time. So each refresh asks a few random nodes, one question per node for all of its keys,
-and gets what is new (`dht_protocol`); the answers add up in a table whose entries leave when they expire. The
-keys of a node that does not answer are asked of others.
-
-Each stage has keys of its own (`lookup`). Those of the stages that this peer works with are read first,
-every refresh; the others take turns, within an allowance of bytes, as do all if there are many.
+Each refresh asks a few random nodes of those near the keys, one question per node for all of its keys, and
+gets what is new (`dht_protocol`); the answers add up in a table whose entries leave when they expire. Keys of
+the stages that this peer works with are read every refresh; the others take turns, within an allowance of
+bytes, as do all if there are many.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Downloading large things, such as the state of a stage, from several peers at once.
 
 Each source is asked to open a lease (`peers.transfer.leases`); it answers with the SHA-256 of every chunk.
-Sources that say the same of every chunk form a group, and the group with the most voice is believed
-(`swarm.protocol.voice`); where no source has voice, the largest. The word of the others does not count, but
-their bytes do: all that say what is believed are read at once. Each has a few requests in flight and takes
-the next missing chunk, so fast ones give more.
-A chunk is kept only if it fits its hash, so nothing that one source says can spoil what another one gave; a
-source that sends anything else is not asked again. A source that dies gives its chunks back to the others,
-and what is here is kept even when all of them die (`Partial`).
+Which of them are believed: `docs/design.md`, *Joining*. Each has a few requests in flight and takes the next
+missing chunk, so fast ones give more. A source that dies gives its chunks back to the others, and what is
+here is kept even when all of them die (`Partial`).
 
 What this proves: the bytes are those that the believed group agrees on. A single source that lies with hashes
 that fit its lie cannot be found out here. What a wrong state could do is bounded further on: replicas compare

@@ -1,8 +1,7 @@
 """What owners and peers sign of taking part: charters, tokens, certificates, revocations.
 
-A token is made by the owner without knowing who will use it: it holds a secret key, and the owner's signature
-over that key's public half. Who uses it signs its own peer id with that key, once: the *certificate*, which
-its record carries, and which proves without the owner, and without the secret, that this peer was invited.
+A token holds a secret key, and the owner's signature over that key's public half. Who uses it signs its own
+peer id with that key: the *certificate*, which its record carries, and which proves that it was invited.
 
 Each signature covers a word that says what kind of statement it is, and the run: no statement passes for
 another one. Opening is for strangers' bytes: bounded, and refused with a reason.
