@@ -120,7 +120,7 @@ class Line:
 
     __slots__ = (
         *("_calls", "_control", "_rates_bps", "_round_trips_s", "_traffic"),
-        *("held_bytes", "received_bytes", "sent_bytes"),
+        *("handling", "held_bytes", "logged_at", "received_bytes", "sent_bytes"),
     )
 
     def __init__(self, traffic: Traffic) -> None:
@@ -130,6 +130,10 @@ class Line:
         """Calls of the peer and its answers to ours share the line."""
         self.held_bytes = 0
         """Of bodies that were not accepted yet."""
+        self.handling = 0
+        """Its calls that are worked on."""
+        self.logged_at = float("-inf")
+        """When it was last said that it does what it may not."""
         self._round_trips_s: deque[float] = deque(maxlen=_ROUND_TRIPS)
         self._rates_bps: deque[float] = deque(maxlen=_BODIES)
         self._calls = Allowance(CALLS_PER_S, CALLS_AT_ONCE)

@@ -399,7 +399,6 @@ class Node:
                 await self.transport.close()
             if "directory" in started:
                 await self.directory.close()
-            if "directory" in started:
                 assert self.daemon is not None
                 self.daemon.expect_end()  # with its last lasting client
                 await self.control.detach()

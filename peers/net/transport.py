@@ -208,9 +208,7 @@ class NetTransport:
         self._methods: dict[str, tuple[Handler, int]] = {}
         self._callers: dict[PeerId, list[ServerConnection]] = defaultdict(list)
         self._incoming: set[ServerConnection] = set()
-        self._handling: Counter[PeerId] = Counter()
         self._server: asyncio.AbstractServer | None = None
-        self._logged: dict[PeerId, float] = {}
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -352,21 +350,18 @@ class NetTransport:
             if self.on_gone is not None and not self._dialer.closed:
                 self.on_gone(link.peer)
         if isinstance(link.lost_because, BadAnswer):
-            self._log_abuse(link.peer, f"closed a stream that broke the protocol: {link.lost_because.text}")
+            self._log_abuse(link, f"closed a stream that broke the protocol: {link.lost_because.text}")
 
     def _slowed(self, link: ServerConnection) -> None:
         most = f"{CALLS_PER_S:g} calls and {CONTROL_BYTES_PER_S / (1 << 20):g} MB of headers a second"
-        self._log_abuse(link.peer, f"peer {short(link.peer)} is slowed down: it sends more than {most}")
+        self._log_abuse(link, f"peer {short(link.peer)} is slowed down: it sends more than {most}")
 
-    def _log_abuse(self, peer: PeerId, text: str) -> None:
+    def _log_abuse(self, link: ServerConnection, text: str) -> None:
         """Once a minute for each peer, so that a stranger cannot fill the log."""
         now = asyncio.get_running_loop().time()
-        if now - self._logged.get(peer, -_LOG_EVERY_S) < _LOG_EVERY_S:
-            return
-        if len(self._logged) >= MAX_LINKS:
-            self._logged.clear()
-        self._logged[peer] = now
-        logger.warning("%s", text)
+        if now - link.line.logged_at >= _LOG_EVERY_S:
+            link.line.logged_at = now
+            logger.warning("%s", text)
 
     def _called(self, link: ServerConnection, served: ServedCall) -> None:
         """A CALL arrived: start its handler. Raises Refused, Leaving or Busy."""
@@ -375,16 +370,10 @@ class NetTransport:
         handler = self._find(served.method, sum(served.body_sizes))
         if self._dialer.closed:
             raise Leaving(self._dialer.closed)
-        if self._handling[link.peer] >= MAX_HANDLERS_PER_PEER:
+        if link.line.handling >= MAX_HANDLERS_PER_PEER:
             raise Busy(f"{MAX_HANDLERS_PER_PEER} calls of yours are being worked on")
-        self._handling[link.peer] += 1
-        task = self._tasks.create_task(self._serve(link, served, handler))
-        task.add_done_callback(lambda _: self._served(link.peer))
-
-    def _served(self, peer: PeerId) -> None:
-        self._handling[peer] -= 1
-        if not self._handling[peer]:
-            del self._handling[peer]
+        link.line.handling += 1
+        self._tasks.create_task(self._serve(link, served, handler))
 
     async def _serve(self, link: ServerConnection, served: ServedCall, handler: Handler) -> None:
         """Run the handler and send what becomes of it. Goes on when the caller is gone: the work counts."""
@@ -394,6 +383,8 @@ class NetTransport:
                 link.answer(served, answer.header, [flat(part) for part in answer.body])
         except SwarmError as refusal:
             link.answer_error(served, refusal)
+        finally:
+            link.line.handling -= 1
 
     # -- diagnostics ----------------------------------------------------------------------------
 
