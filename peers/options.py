@@ -244,8 +244,8 @@ def several(kind: Kind, help: str, **more: Any) -> Any:
 Listen: TypeAlias = tuple[str, int]
 Reach: TypeAlias = Literal["auto", "public", "relay"]
 """What a user says of a peer: find out; others can dial it; they cannot."""
-_RUN_HELP = "run id, 32 hex digits; or its name and its owner's fingerprint"
-_JOIN_HELP = "a bootstrap or any peer of it; repeatable"
+RUN_HELP = "run id, 32 hex digits; or its name and its owner's fingerprint"
+JOIN_HELP = "a bootstrap or any peer of it; repeatable"
 DATA_HELP = "text files, in the order that the manifest pins; needed unless its source is pydoc or code"
 ALLOW_HELP = "a package whose functions the manifest may name; repeatable"
 TOKENIZER_HELP = "tokenizer.json, if the run has one"
@@ -268,8 +268,8 @@ class ProcessOptions:
 class Membership:
     """Which run, and where it is met."""
 
-    run: str = option(ANY_RUN, _RUN_HELP, group=RUN)
-    join: tuple[str, ...] = repeated(PEER_ADDRESS, _JOIN_HELP, MISSING, group=RUN)
+    run: str = option(ANY_RUN, RUN_HELP, group=RUN)
+    join: tuple[str, ...] = repeated(PEER_ADDRESS, JOIN_HELP, MISSING, group=RUN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,14 +280,6 @@ class MemberOptions(Membership):
         WORD, "from the owner, who made it with swarm invite; keep your --identity", group=RUN
     )
     allow_code: tuple[str, ...] = repeated(WORD, ALLOW_HELP, group=RUN)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaybeMembership:
-    """The same, of commands that can do without."""
-
-    run: str | None = optional(ANY_RUN, _RUN_HELP, group=RUN)
-    join: tuple[str, ...] = repeated(PEER_ADDRESS, _JOIN_HELP, group=RUN)
 
 
 @dataclass(frozen=True, kw_only=True)

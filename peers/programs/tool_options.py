@@ -10,12 +10,14 @@ from pathlib import Path
 
 from peers.options import (
     ALLOW_HELP,
+    ANY_RUN,
     COUNT,
     DATA_HELP,
     DEVICE,
     DIR,
     FILE,
     IP,
+    JOIN_HELP,
     LISTEN,
     NEEDED_DIR,
     NEEDED_FILE,
@@ -23,6 +25,8 @@ from peers.options import (
     PEER_ADDRESS,
     PEER_ID_KIND,
     PORT,
+    RUN,
+    RUN_HELP,
     SECONDS,
     SOCKET,
     TOKENIZER_HELP,
@@ -31,7 +35,6 @@ from peers.options import (
     Kind,
     Listen,
     ListenOptions,
-    MaybeMembership,
     Membership,
     WeightsOptions,
     between,
@@ -82,6 +85,14 @@ TEMPERATURE = Kind(between(100, "a temperature: 0 to 100"), "X")
 SPEED = Kind(between(1e6, "a speed: above 0, up to 1000000", above=True), "X")
 PART = Kind(between(1, "a part of all numbers: above 0, below 1, such as 0.01", above=True, below=True), "R")
 GIBIBYTES = Kind(between(1e6, "GiB of a file: above 0, up to 1000000", above=True), "GIB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaybeMembership:
+    """Which run, and where it is met, of commands that can do without."""
+
+    run: str | None = optional(ANY_RUN, RUN_HELP, group=RUN)
+    join: tuple[str, ...] = repeated(PEER_ADDRESS, JOIN_HELP, group=RUN)
 
 
 @dataclass(frozen=True, kw_only=True)
