@@ -521,23 +521,11 @@ def _next_few(
             step.mover.peer,
             step.mover.stage,
             step.to_stage,
-            f"{_loaded(by_stage, step)}; peer {short(step.mover.peer)} gives {step.mover.speed:.3g} of stage "
-            f"{step.mover.stage}'s {step.source_speed:.3g} microbatches/s; {end}",
+            f"stage {step.to_stage} is the slowest; peer {short(step.mover.peer)} gives "
+            f"{step.mover.speed:.3g} of stage {step.mover.stage}'s {step.source_speed:.3g} microbatches/s; {end}",
         )
         for step in steps
     ]
-
-
-def _loaded(by_stage: Sequence[Sequence[_Replica]], step: _Step) -> str:
-    """How the load of the receiving stage compares with that of the giving one."""
-    to, source = step.to_stage, step.mover.stage
-    if not any(m.serving for m in by_stage[to]):
-        return f"stage {to} has no peer yet"
-    wait_s, given_s = (_wait_s(by_stage[stage]) for stage in (to, source))
-    loaded = f"{wait_s / given_s:.1f}× as loaded as" if given_s > 0 else "loaded, unlike"
-    return (
-        f"stage {to} is {loaded} stage {source} (a microbatch waits {wait_s:.2g} s against {given_s:.2g} s)"
-    )
 
 
 def _wait_s(there: Sequence[_Replica]) -> float:
