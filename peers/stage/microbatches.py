@@ -20,7 +20,7 @@ from peers.stage.open_step import Job, Kept, OpenStep
 from peers.stage.state import StageCore
 from peers.vouching.receipts import Receipts
 from peers.vouching.tickets import check_inputs, check_ticket
-from swarm.audit.answers import digest, is_audited
+from swarm.audit.answers import is_audited
 from swarm.codecs import choose_codec
 from swarm.data import most_proof_bytes, proof_bytes
 from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused, SwarmError
@@ -206,15 +206,17 @@ class MicrobatchServer:
             self._end(step, work.m, admitted=admitted)
             self._fail(job, error)
             raise
-        task = loop.create_task(self._compute(step, work, inputs, job))
+        task = loop.create_task(self._compute(step, request.peer, work, inputs, job))
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)
         return await asyncio.shield(job.done)
 
-    async def _compute(self, step: OpenStep, work: Work, inputs: list[Encoded], job: Job) -> None:
+    async def _compute(
+        self, step: OpenStep, caller: PeerId, work: Work, inputs: list[Encoded], job: Job
+    ) -> None:
         try:
             compute = self._last if self._core.is_last else self._middle
-            kept = await compute(step, work, inputs)
+            kept = await compute(step, caller, work, inputs)
         except (SwarmError, asyncio.CancelledError) as error:
             self._fail(job, error)
         except torch.AcceleratorError:
@@ -246,18 +248,20 @@ class MicrobatchServer:
         job.done.set_exception(error)
         job.done.exception()  # perhaps no caller waits any more
 
-    async def _last(self, step: OpenStep, work: Work, inputs: list[Encoded]) -> Kept:
+    async def _last(self, step: OpenStep, caller: PeerId, work: Work, inputs: list[Encoded]) -> Kept:
         began = now_s()
 
         def compute() -> Kept:
             mb = self._alive(step, work)
             fault_point("backward")
+            named = self._receipts.came(caller, work, inputs)
             found = self._core.compute.loss_gradients(mb, inputs, weights=step.ledger.may_add(work.m))
             grads_in = found.answer
-            receipt = self._receipts.give(mb, inputs, grads_in, found.loss)
+            receipt = self._receipts.give(mb, named, grads_in, found.loss)
             hop = self._hop(own_s=now_s() - began, compute_s=self._took_s(), receipt=receipt)
             answer = _done(found.loss, grads_in, hop)
-            return self._count(step, found, Kept(inputs, (), answer, grads_in, (), self._is_audited))
+            asked = (caller, work) if self._is_audited else None
+            return self._count(step, found, Kept(inputs, (), answer, grads_in, (), asked))
 
         return await self._core.device.run(Rank.FORWARD, work.t, compute)
 
@@ -275,24 +279,26 @@ class MicrobatchServer:
             partial(boundary_bytes, core.run, core.stage),
         )
 
-    async def _middle(self, step: OpenStep, work: Work, inputs: list[Encoded]) -> Kept:
+    async def _middle(self, step: OpenStep, caller: PeerId, work: Work, inputs: list[Encoded]) -> Kept:
         core = self._core
         began = now_s()
         timed = [0.0, 0.0]
         codec = self._codec_for(work)
 
-        def forward() -> Forward:
+        def forward() -> tuple[Forward, bytes, Work, bytes]:
             mb = self._alive(step, work)
+            came = self._receipts.came(caller, work, inputs)
             fwd = core.compute.forward(mb, inputs, codec=codec)
+            onward, sent = self._receipts.feed(work, fwd.outputs)
             timed[0] = self._took_s()
-            return fwd
+            return fwd, came, onward, sent
 
-        fwd = await core.device.run(Rank.FORWARD, work.t, forward)
+        fwd, came, onward, sent = await core.device.run(Rank.FORWARD, work.t, forward)
         fault_point("forward")
-        onward, behind_s = _onward(work, fwd), 0.0
+        behind_s = 0.0
         while True:
             left_at = now_s()
-            peer, done, grads = await self._call_next(step, onward, fwd)
+            peer, done, grads = await self._call_next(step, onward, fwd, sent)
             behind_s += now_s() - left_at
 
             def backward(
@@ -303,14 +309,14 @@ class MicrobatchServer:
                 fault_point("backward")
                 found = core.compute.gradients(fwd, grads, weights=step.ledger.may_add(work.m))
                 grads_in = found.answer
-                receipt = self._receipts.give(mb, inputs, grads_in, done.loss, fwd.outputs, done)
+                receipt = self._receipts.give(mb, came, grads_in, done.loss, sent, done)
                 own_s, compute_s = now_s() - began - behind_s, timed[0] + self._took_s()
                 hop = self._hop(own_s=own_s, compute_s=compute_s, receipt=receipt)
                 answer = _done(done.loss, grads_in, hop, *done.hops)
-                outputs = fwd.outputs if self._is_audited else ()
-                return self._count(
-                    step, found, Kept(inputs, grads, answer, grads_in, outputs, self._is_audited)
-                )
+                kept = Kept(inputs, grads, answer, grads_in)
+                if self._is_audited:
+                    kept.outputs, kept.asked = fwd.outputs, (caller, work)
+                return self._count(step, found, kept)
 
             try:
                 return await core.device.run(Rank.BACKWARD, work.t, backward)
@@ -323,8 +329,9 @@ class MicrobatchServer:
                 onward = msgspec.structs.replace(onward, attempt=onward.attempt + 1)
 
     async def _call_next(
-        self, step: OpenStep, work: Work, fwd: Forward
+        self, step: OpenStep, work: Work, fwd: Forward, sent: bytes
     ) -> tuple[PeerId, WorkDone, list[Encoded]]:
+        """`sent`: the digest of what is sent."""
         assert self._next is not None
 
         def check(peer: PeerId, done: WorkDone, answer: Answer) -> None:
@@ -340,7 +347,7 @@ class MicrobatchServer:
                 raise BadAnswer(peer, f"answered with the loss {done.loss}")
             self._receipts.check(peer, fwd.mb, done, answer.body)
             if self._audits is not None:
-                self._audits.answered(self._core.stage + 1, fwd.mb, digest(fwd.outputs), done)
+                self._audits.answered(self._core.stage + 1, fwd.mb, sent, done)
 
         body = [buffer for output in fwd.outputs for buffer in output.buffers]
         peer, done, answer = await self._next.call(
@@ -366,12 +373,13 @@ class MicrobatchServer:
             return
         job = step.jobs[work.m] = Job(done=asyncio.get_running_loop().create_future())
         try:
-            fwd = await core.device.run(
-                Rank.FORWARD,
-                work.t,
-                lambda: core.compute.forward(self._alive(step, work), kept.inputs, grad=False),
-            )
-            await self._call_next(step, _onward(work, fwd), fwd)
+
+            def again() -> tuple[Forward, Work, bytes]:
+                fwd = core.compute.forward(self._alive(step, work), kept.inputs, grad=False)
+                return fwd, *self._receipts.feed(work, fwd.outputs)
+
+            fwd, onward, sent = await core.device.run(Rank.FORWARD, work.t, again)
+            await self._call_next(step, onward, fwd, sent)
             job.done.set_result(kept)
         except BaseException as error:
             self._fail(job, error)
@@ -417,11 +425,6 @@ class MicrobatchServer:
 
 def _done(loss: float, grads_in: Sequence[Encoded], *hops: Hop) -> WorkDone:
     return WorkDone(loss=loss, tensors=tuple(grad.meta for grad in grads_in), hops=hops)
-
-
-def _onward(work: Work, fwd: Forward) -> Work:
-    """The same microbatch, for the next stage."""
-    return msgspec.structs.replace(work, route=work.route[1:], tensors=tuple(out.meta for out in fwd.outputs))
 
 
 def _split(metas: Sequence[TensorMeta], buffers: Sequence[Buffer]) -> list[Encoded]:

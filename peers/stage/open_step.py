@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from swarm.ids import Stage
+from swarm.ids import PeerId, Stage
 from swarm.protocol.ledger import Ledger, everything
 from swarm.protocol.rounds import Commit, Plan
 from swarm.protocol.step import ReplicaStep
 from swarm.wire.codec import Encoded
-from swarm.wire.messages import Audit, WorkDone
+from swarm.wire.messages import Audit, Work, WorkDone
 
 
 @dataclass(slots=True)
@@ -34,8 +34,9 @@ class Kept:
     """What this stage answered; nothing at stage 0."""
     outputs: Sequence[Encoded] = ()
     """What was sent on, for audits; nothing at the last stage, and where answers are not audited."""
-    audited: bool = False
-    """It may be asked for when its step is over."""
+    asked: tuple[PeerId, Work] | None = None
+    """Who sent the inputs, and what it signed; None: answers are not audited. Else it may be asked for when
+    its step is over."""
 
 
 @dataclass(slots=True)
@@ -85,7 +86,7 @@ class OpenStep(ReplicaStep):
     def keep_result(self, commit: Commit) -> None:
         """Keep of the step, which was taken, only what replicas ask for that missed it, or audit answers."""
         self.commit, self.whole = commit, None
-        self.audit_kept = {m: kept for m, kept in self.kept.items() if kept.audited}
+        self.audit_kept = {m: kept for m, kept in self.kept.items() if kept.asked is not None}
         self.kept.clear()
         self.losses.clear()
 

@@ -1,4 +1,4 @@
-"""The receipts of a stage peer: those that it gives, and those that its callees give. See
+"""What a stage peer signs of the microbatches that pass it, and what its neighbours signed. See
 `swarm.wire.receipts`.
 """
 
@@ -6,14 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from peers.ports import Buffer
-from swarm.errors import BadAnswer
+from swarm.errors import BadAnswer, Refused
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
-from swarm.protocol.statements import Signer
+from swarm.protocol.statements import Signer, is_signed, sign
 from swarm.wire.codec import Encoded
-from swarm.wire.messages import WorkDone
-from swarm.wire.receipts import Answered, Receipt, give_receipt, is_receipt, tensors_digest
+from swarm.wire.messages import Work, WorkDone
+from swarm.wire.receipts import Answered, Fed, Receipt, give_receipt, is_receipt, tensors_digest
 
 NOTHING = tensors_digest((), ())
 
@@ -25,16 +27,49 @@ class Receipts:
         self._run, self._stage, self._signer = run, stage, signer
         self._wanted = bool(run.admission.trainers)
 
+    def feed(self, work: Work, outputs: Sequence[Encoded]) -> tuple[Work, bytes]:
+        """`work` for the next stage, with this peer's word for what it computed; and the digest of that."""
+        onward = msgspec.structs.replace(
+            work, route=work.route[1:], tensors=tuple(output.meta for output in outputs), fed=b""
+        )
+        if not self._wanted:
+            return onward, b""
+        named = _digest(outputs)
+        fed = Fed(self._stage + 1, work.t, work.m, named)
+        return msgspec.structs.replace(onward, fed=sign(self._signer, self._run.id, fed)), named
+
+    def came(self, caller: PeerId, work: Work, inputs: Sequence[Encoded]) -> bytes:
+        """The digest of what came for a microbatch; of stage 0 the ticket names it, at the others its caller.
+
+        Takes 0.1 ms, and 0.7 ms for each MB.
+
+        Raises:
+            Refused: its caller did not sign that.
+        """
+        if not self._wanted:
+            return b""
+        if self._stage == 0:
+            assert work.ticket is not None
+            return work.ticket.inputs
+        named = _digest(inputs)
+        fed = Fed(self._stage, work.t, work.m, named)
+        if not is_signed(self._signer, caller, self._run.id, fed, work.fed):
+            raise Refused(
+                f"stage {self._stage} takes what a peer of stage {self._stage - 1} signed, and this is not"
+            )
+        return named
+
     def give(
         self,
         mb: Microbatch,
-        inputs: Sequence[Encoded],
+        inputs: bytes,
         input_grads: Sequence[Encoded],
         loss: float,
-        outputs: Sequence[Encoded] = (),
+        outputs: bytes = NOTHING,
         done: WorkDone | None = None,
     ) -> Receipt | None:
-        """The receipt for an answer. `done`: the next stage's, which `check` has accepted; None: no such.
+        """The receipt for an answer. `inputs`, `outputs`: their digests, of `came` and `feed`. `done`: the
+        next stage's, which `check` has accepted; None: no such.
 
         Takes 0.1 ms, and 0.7 ms for each MB: called where the device computes.
         """
@@ -45,7 +80,7 @@ class Receipts:
             self._signer,
             self._run.id,
             Answered(
-                self._stage, *mb, _digest(inputs), _digest(outputs),
+                self._stage, *mb, inputs, outputs,
                 last.input_grads if last is not None else NOTHING, _digest(input_grads), loss,
             ),
         )  # fmt: skip

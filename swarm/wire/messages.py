@@ -89,6 +89,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorMeta, ...] = ()
     ticket: Ticket | None = None
     """In a run that names trainers."""
+    fed: Signature = b""
+    """The caller's, of `Fed`: in such a run, from a stage peer."""
 
 
 class Hop(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -55,6 +55,15 @@ class Asked(Statement, frozen=True, array_like=True):
     labels: Digest
 
 
+class Fed(Statement, frozen=True, array_like=True):
+    """That the signer, a peer of the stage before, computed these inputs of a stage for a microbatch."""
+
+    stage: Stage
+    t: int
+    m: int
+    inputs: Digest
+
+
 class Receipt(msgspec.Struct, frozen=True, array_like=True):
     """What travels of an `Answered`: the rest is known to all that read it. Under 210 bytes."""
 

@@ -12,12 +12,14 @@ from peers.events import PeerLost
 from peers.ports import Answer, Request
 from peers.sim.network import SimSigner
 from peers.vouching.tickets import ticket_for
+from swarm.errors import Refused
 from swarm.ids import Microbatch
 from swarm.manifest import Run, audit_run
 from swarm.model.stage_io import input_metas
+from swarm.protocol.statements import sign
 from swarm.records import PeerRecord
 from swarm.wire.messages import Hop, Work, WorkDone, pack, unpack
-from swarm.wire.receipts import Answered, Receipt, give_receipt, is_receipt, tensors_digest
+from swarm.wire.receipts import Answered, Fed, Receipt, give_receipt, is_receipt, tensors_digest
 from swarm.wire.tensor_meta import TensorMeta
 from tests.peers.admitted import TRAINER, admitting
 from tests.peers.loops import swarm
@@ -125,3 +127,19 @@ async def test_an_answer_that_its_sender_did_not_sign_is_not_taken(lie: str, why
         s.assert_each_counted_once()
         lost = [event.why for event in s.seen(PeerLost) if event.peer == LIAR]
         assert lost and all(why in text for text in lost)
+
+
+@pytest.mark.parametrize("lie", ["nobody's", "another's", "other bytes"])
+async def test_a_stage_takes_only_what_its_caller_signed(lie: str) -> None:
+    """So that an audit is shown what came, and nothing that suits."""
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        feeder = s.add_stranger("s0x")
+        s.network.announce(PeerRecord(peer="s0x", run=RUN.id, stage=0, state="serving", version=0))
+        hidden, labels = bytes(8), bytes(8)
+        metas = input_metas(RUN, 1)
+        named = tensors_digest(metas, [bytes(len(hidden)) if lie != "other bytes" else b"\1" * 8, labels])
+        fed = sign(SimSigner("s0p0" if lie == "another's" else "s0x"), RUN.id, Fed(1, 0, 0, named))
+        work = work_of(RUN, tensors=metas, fed=b"" if lie == "nobody's" else fed)
+        with pytest.raises(Refused, match="takes what a peer of stage 0 signed"):
+            await feeder.ask("s1p0", "work", work, WorkDone, [hidden, labels])
