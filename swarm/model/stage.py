@@ -178,16 +178,16 @@ class StageCompute:
         Raises:
             As `forward`, `gradients` and `add`.
         """
-        version = self._held_version(mb)
-        entered = self._boundary.enter(inputs)
-        if not self._last and not grads_out:
+        if self._last:
+            found = self.loss_gradients(mb, inputs, weights=True)
+        elif grads_out:
+            kept = [Encoded(meta, buffers) for meta, buffers in inputs]
+            forward = Forward(mb, self._held_version(mb), self.state.loads, kept, [])
+            found = self.gradients(forward, grads_out, weights=True)
+        else:
             raise Refused(f"undoing {mb} takes the gradient of its output")
-        given = [] if self._last else self._boundary.decode_gradients(grads_out)
-        computed = self._compute(mb, version, entered)
-        # Not in place: with codec none the gradient is the caller's memory.
-        against = [grad.neg() for grad in given] or [torch.ones_like(computed.outputs[0]).neg()]
-        computed = computed._replace(statistics={name: -told for name, told in computed.statistics.items()})
-        self.add(self._differentiate(mb, version, computed, against, weights=True, inputs=None))
+        found.terms = {name: -term for name, term in found.terms.items()}
+        self.add(found)
 
     # --- steps ------------------------------------------------------------------------------------------
 
@@ -296,9 +296,9 @@ class StageCompute:
         grads_out: Sequence[torch.Tensor | None],
         *,
         weights: bool,
-        inputs: Sequence[Encoded] | None,
+        inputs: Sequence[Encoded],
     ) -> Gradients:
-        """Run autograd. `inputs`: all that came; None: no caller waits for their gradients."""
+        """Run autograd. `inputs`: all that came."""
         grads, terms = self._autograd(version, computed, grads_out, weights=weights)
         if weights:
             terms |= computed.statistics
@@ -308,7 +308,7 @@ class StageCompute:
             mb=mb,
             loads=self.state.loads,
             norms=[torch.linalg.vector_norm(term) for term in terms.values()] if exact else [],
-            answer=self._boundary.encode_gradients(mb, computed.leaves, grads, inputs) if inputs else (),
+            answer=self._boundary.encode_gradients(mb, computed.leaves, grads, inputs),
             terms=terms,
             statistics=frozenset(computed.statistics),
             terms_wanted=weights,

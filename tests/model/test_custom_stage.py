@@ -217,12 +217,13 @@ def test_a_statistic_that_is_too_large_is_named() -> None:
     run = custom_run("resnet", next(cuts(one.traced.graph, 1, seed=2)), dtype="float32")
     stage = StageCompute(run, 0)
     name = next(iter(stage.layout.statistics))
-    computed = stage._compute(Microbatch(0, 0), 0, stage._boundary.enter(sample_of(run)))
+    inputs = sample_of(run)
+    computed = stage._compute(Microbatch(0, 0), 0, stage._boundary.enter(inputs))
     computed.statistics[name].fill_(1e6)
     stage.sums.begin(0)
     ones = [torch.ones_like(output) for output in computed.outputs]
     with pytest.raises(Refused, match=rf"{name} of stage 0 for \(0, 0\) is beyond 131072, the most that"):
-        stage.add(stage._differentiate(Microbatch(0, 0), 0, computed, ones, weights=True, inputs=None))
+        stage.add(stage._differentiate(Microbatch(0, 0), 0, computed, ones, weights=True, inputs=inputs))
     assert not stage.sums.of(0).any()
 
 
