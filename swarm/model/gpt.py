@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from itertools import accumulate
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -82,38 +82,6 @@ def layer_split(run: Run) -> list[range]:
     return [range(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
 
 
-class _LowPrecision(torch.autograd.Function):
-    """Gives `low` where a weight is wanted; its gradient is the weight's, in the weight's dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-        ctx.dtype = weight.dtype
-        return low.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (grad,) = grads
-        return grad.to(ctx.dtype), None
-
-
-class Matrix(nn.Linear):
-    """[.., a] -> [.., b] without bias. In a bfloat16 run a stage gives it `low`, its weight in bfloat16.
-
-    Autocast would round the weight anew for every microbatch, and every microbatch in flight would hold a
-    copy: 3.6 GB and 7 % of the time for a layer of GPT-3. The numbers are those of autocast (tested).
-    """
-
-    low: torch.Tensor | None = None
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if self.low is None:
-            return functional.linear(input, self.weight)
-        return functional.linear(input, _LowPrecision.apply(self.weight, self.low))
-
-
 class Block(nn.Module):
     """One transformer block, [B, T, H] -> [B, T, H]."""
 
@@ -122,10 +90,10 @@ class Block(nn.Module):
         H = model.hidden
         self.name, self.heads = name, model.heads
         self.norm1, self.norm2 = _norm(model), _norm(model)
-        self.qkv = Matrix(H, 3 * H)
-        self.out = Matrix(H, H)
-        self.up = Matrix(H, model.ffn_hidden)
-        self.down = Matrix(model.ffn_hidden, H)
+        self.qkv = nn.Linear(H, 3 * H, bias=False)
+        self.out = nn.Linear(H, H, bias=False)
+        self.up = nn.Linear(H, model.ffn_hidden, bias=False)
+        self.down = nn.Linear(model.ffn_hidden, H, bias=False)
 
     def forward(
         self, x_BTH: torch.Tensor, turn_TD: torch.Tensor | None, dropout: Dropout | None
@@ -158,7 +126,7 @@ class GptStage(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(model, f"layers.{i}") for i in layers})
         if last:
             self.norm = _norm(model)
-            self.head = Matrix(model.hidden, model.vocab_size)
+            self.head = nn.Linear(model.hidden, model.vocab_size, bias=False)
         # On the CPU also when the rest is built on the meta device: `.to` moves it with the weights.
         T, D = run.data.sequence_length, model.hidden // model.heads
         turn = None if self.learned else _rotations(T, D, run.dtype)

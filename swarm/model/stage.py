@@ -333,10 +333,15 @@ class StageCompute:
         if not roots or not wanted:
             return [None] * len(computed.leaves), {}
         use_threads_of(self.run)
-        found = torch.autograd.grad([y for y, _ in roots], wanted, [g for _, g in roots], allow_unused=True)
-        count = len(computed.leaves)
-        terms = zip(parameters, found[count:], strict=True)
-        return list(found[:count]), {name: term for name, term in terms if term is not None}
+        found: list[torch.Tensor | None] = list(
+            torch.autograd.grad([y for y, _ in roots], wanted, [g for _, g in roots], allow_unused=True)
+        )
+        terms: dict[str, torch.Tensor] = {}
+        for name in reversed(parameters):
+            term = found.pop()  # a narrow one is let go of before the next is made wide
+            if term is not None:
+                terms[name] = term.to(self.state.dtype)
+        return found, dict(reversed(terms.items()))
 
     def _measure(self) -> int:
         seen: dict[int, int] = {}
