@@ -1,4 +1,4 @@
-"""A replica computes answers of others of its stage again, and gives out what it keeps so that they can.
+"""A replica computes answers of others of its stage again, from what those keep.
 
 What the audited peer keeps has to be what it signed. If that is wrong, it is evidence for each replica with
 the weights of the step. The others see it in a later step: a liar goes on lying, or does no harm.
@@ -11,22 +11,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from peers.audit.convictions import Convictions
+from peers.audit.kept import KeptWork
 from peers.ports import Answer, Buffer, Rank, Request, Transport
 from peers.stage.membership import Membership
 from peers.stage.state import StageCore
-from swarm.audit.answers import digest, is_audited, make, proves_answer, split_tensors
-from swarm.errors import BadAnswer, Busy, NotNow, NotReady, PeerFault, Refused, Stale, short
+from swarm.audit.answers import digest, is_audited, make, proves_answer
+from swarm.errors import Busy, NotNow, NotReady, PeerFault, Refused, Stale, short
 from swarm.ids import Microbatch, PeerId
-from swarm.model.stage_io import allowed_gradients, allowed_inputs, body_bytes
 from swarm.protocol.statements import is_signed
-from swarm.wire.codec import Encoded
-from swarm.wire.evidence import AskKept, AuditAnswer, Audited, KeptTensors, WrongAnswer
-from swarm.wire.messages import check_run, pack, unpack, unpack_answer
+from swarm.wire.evidence import AuditAnswer, Audited, WrongAnswer
+from swarm.wire.messages import check_run, pack, unpack
 
 T = TypeVar("T")
 
-KEPT_S = 10.0
-"""Limit for what the audited peer sends."""
 AT_ONCE = 2
 """Audits that a replica computes at once; more are refused."""
 
@@ -35,22 +32,20 @@ class AnswerAudits:
     """This replica's part in the audits of its stage."""
 
     def __init__(
-        self, core: StageCore, transport: Transport, membership: Membership, convictions: Convictions
+        self,
+        core: StageCore,
+        transport: Transport,
+        membership: Membership,
+        convictions: Convictions,
+        kept: KeptWork,
     ) -> None:
         self._core, self._transport, self._membership = core, transport, membership
-        self._convictions = convictions
+        self._convictions, self._kept = convictions, kept
         self._running = 0
         self.audited = 0
         """Answers that were computed again."""
-        run, stage = core.run, core.stage
-        most = max(map(body_bytes, allowed_inputs(run, stage)))
-        if stage < run.S - 1:
-            most += max(map(body_bytes, allowed_inputs(run, stage + 1)))
-            most += max(map(body_bytes, allowed_gradients(run, stage)))
-        self._most_bytes = 2 * most
         convictions.judge = self.judge
         transport.serve("audit", self._serve_audit)
-        transport.serve("kept", self._serve_kept)
 
     # -- the judge ----------------------------------------------------------------------------------
 
@@ -83,19 +78,20 @@ class AnswerAudits:
     async def _audit(self, ask: AuditAnswer) -> bool:
         core, said, mb = self._core, ask.statement, Microbatch(ask.statement.t, ask.statement.m)
         try:
-            inputs, output_grads = await self._kept(ask.peer, mb, made=False)
+            came = await self._kept.of(ask.peer, mb, made=False)
+            inputs, output_grads = came.forth, came.back
             if (digest(inputs), digest(output_grads)) != (said.inputs, said.output_grads):
                 return False
             made = await self._compute(mb.t, lambda: make(core.compute, mb, inputs, output_grads))
             self.audited += 1
             if made.is_of(said):
                 return True
-            outputs, input_grads = await self._kept(ask.peer, mb, made=True)
+            made_there = await self._kept.of(ask.peer, mb, made=True)
         except (Stale, NotNow):
             return True  # its step is over, or it leaves: nothing is known
         except PeerFault:
             return False
-        groups = (inputs, output_grads, outputs, input_grads)
+        groups = (inputs, output_grads, made_there.forth, made_there.back)
         metas = [tuple(one.meta for one in group) for group in groups]
         evidence = WrongAnswer(
             accused=ask.peer, statement=said, signature=ask.signature,
@@ -131,34 +127,3 @@ class AnswerAudits:
         self._core.audits.discard(job)
         if not job.cancelled():
             job.exception()  # whoever waited for it may be gone
-
-    async def _kept(self, peer: PeerId, mb: Microbatch, *, made: bool) -> tuple[list[Encoded], list[Encoded]]:
-        ask = AskKept(run=self._core.run.id, t=mb.t, m=mb.m, made=made)
-        answer = await self._transport.call(
-            peer, "kept", pack(ask), max_answer_bytes=self._most_bytes, deadline_s=KEPT_S
-        )
-        told = unpack_answer(peer, answer.header, KeptTensors)
-        try:
-            split = split_tensors((told.forth, told.back), answer.body)
-        except Refused as refused:
-            raise BadAnswer(peer, refused.text) from None
-        if split is None:
-            raise BadAnswer(peer, "keeps buffers that do not fit their tensors")
-        return split[0], split[1]
-
-    # -- the audited peer ---------------------------------------------------------------------------
-
-    async def _serve_kept(self, request: Request) -> Answer:
-        ask = unpack(request.header, AskKept)
-        core = self._core
-        check_run(ask.run, core.run.id)
-        await self._membership.require(request.peer, core.stage)
-        step = core.steps.get(ask.t)
-        kept = None if step is None else step.kept.get(ask.m)
-        if kept is None and core.applied is not None and core.applied.t == ask.t:
-            kept = core.applied.audit_kept.get(ask.m)
-        if kept is None:
-            raise Stale(f"microbatch ({ask.t}, {ask.m}) is not kept here", version=core.version)
-        forth, back = (kept.outputs, kept.grads_in) if ask.made else (kept.inputs, kept.grads_out)
-        told = KeptTensors(forth=tuple(one.meta for one in forth), back=tuple(one.meta for one in back))
-        return Answer(pack(told), [buffer for one in (*forth, *back) for buffer in one.buffers])

@@ -24,6 +24,7 @@ from swarm.wire.evidence import (
     FalseContribution,
     ShowEvidence,
     WrongAnswer,
+    WrongContribution,
 )
 from swarm.wire.messages import Ack, check_run, pack, unpack, unpack_answer
 
@@ -31,6 +32,7 @@ PASS_ON_S = 30.0
 """Limit for one call with evidence."""
 MAX_TOLD = 64
 """Peers that are told, or asked: of a stage, and of others."""
+SUSPECTS_STEPS = 20
 ASK_S = 3.0
 ASKED_TIMES = 5
 ASK_AGAIN_S = 1.0
@@ -60,6 +62,10 @@ class Convictions:
         self.barred: set[PeerId] = set()
         """Of those, the ones that all can convict at any time: this peer is in no round with them."""
         self.on_conviction: Callable[[PeerId], None] = lambda peer: None
+        self.suspect: Callable[[PeerId], None] = lambda peer: None
+        """Told of a replica whose contribution another one found wrong."""
+        self._suspected_by: dict[PeerId, int] = {}
+        """The last step of which each replica said so."""
         self.judge: Callable[[WrongAnswer, Sequence[Buffer]], Awaitable[bool]] = _no_judge
         """Whether an answer is wrong: of a peer that has the weights."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -72,7 +78,7 @@ class Convictions:
         if accused in self.convicted:
             return False
         self.convicted.add(accused)
-        if not isinstance(evidence, WrongAnswer):
+        if not isinstance(evidence, WrongAnswer | WrongContribution):
             self.barred.add(accused)
         why = f"is left out: its signed {_word(evidence)} of step {evidence.statement.t} is false"
         self._emit(events.Trouble(text=f"peer {short(accused)} {why}"))
@@ -86,13 +92,18 @@ class Convictions:
         header = pack(ShowEvidence(run=self._run.id, evidence=evidence))
         stages = {self._stage - 1, self._stage + 1, 0} if self._stage else set(range(self._run.S))
         others = {r.peer for stage in stages - {self._stage} for r in self._directory.at(stage)}
+        self.tell_replicas(evidence, body)
+        for peer in sorted(others)[:MAX_TOLD]:
+            self._spawn(self._tell(peer, header, []))
+
+    def tell_replicas(self, evidence: Evidence, body: Sequence[Buffer]) -> None:
+        """Show it to the other replicas of this stage."""
+        header = pack(ShowEvidence(run=self._run.id, evidence=evidence))
         replicas = {r.peer for r in self._directory.at(self._stage)} - {self._transport.peer_id}
         if sum(memoryview(b).nbytes for b in body) > MAX_EVIDENCE_BYTES:
             body = []
         for peer in sorted(replicas)[:MAX_TOLD]:
             self._spawn(self._tell(peer, header, body))
-        for peer in sorted(others)[:MAX_TOLD]:
-            self._spawn(self._tell(peer, header, []))
 
     def _spawn(self, work: object) -> None:
         task = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
@@ -118,6 +129,9 @@ class Convictions:
         if not is_signed_by_accused(signer, self._run, evidence):
             raise Refused(f"peer {short(evidence.accused)} did not sign what it is accused of")
         body = await request.accept() if request.body_sizes else []
+        if isinstance(evidence, WrongContribution) and evidence.statement.stage == self._stage:
+            self._note_suspect(request.peer, evidence)
+            return Answer(pack(Ack()))
         if not body and not isinstance(evidence, FalseContribution):
             shows = await self._stage_says(request.peer, evidence)
         elif isinstance(evidence, WrongAnswer):
@@ -128,6 +142,16 @@ class Convictions:
             raise Refused(f"this does not show that peer {short(evidence.accused)} lied")
         self.convict(evidence)
         return Answer(pack(Ack()))
+
+    def _note_suspect(self, teller: PeerId, evidence: WrongContribution) -> None:
+        """It costs this peer an audit, so a replica with voice may say it, once in a while."""
+        said, voice = evidence.statement, self._voices.of(self._stage)
+        last = self._suspected_by.get(teller, -SUSPECTS_STEPS)
+        if (voice and teller not in voice) or said.t - last < SUSPECTS_STEPS:
+            raise Refused(f"peer {short(teller)} may name a suspect once in {SUSPECTS_STEPS} steps")
+        self._suspected_by = {teller: said.t, **self._suspected_by}
+        self._suspected_by[teller] = said.t
+        self.suspect(evidence.accused)
 
     # -- peers of other stages, which have no weights to judge with ----------------------------------
 

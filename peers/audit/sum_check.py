@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from peers.ports import Buffer
 from swarm.audit.projection import MODULUS, chunk_digest, coefficients, fits, product
+from swarm.audit.screen import SAMPLE
 from swarm.errors import BadAnswer, Refused
 from swarm.ids import PeerId, Stage
 from swarm.protocol.rounds import Plan
@@ -57,6 +58,8 @@ class SumCheck:
         self._signed: list[Contribution] = []
         self._taken: dict[PeerId, tuple[PartProof, Contribution]] = {}
         """As an owner: who contributes what."""
+        self._samples: dict[PeerId, list[torch.Tensor]] = {}
+        """As an owner: some elements of each contribution."""
         self._made: dict[int, bytes] = {}
         """As an owner: digests of the results, by chunk."""
         self.reduced: dict[int, tuple[Reduced, bytes]] = {}
@@ -127,6 +130,20 @@ class SumCheck:
         if not is_signed(self._signer, member, self._run, statement, proof.signature):
             raise Refused("a contribution whose signature is not its member's")
         return said
+
+    def sample(self, contributions: Mapping[PeerId, torch.Tensor | None]) -> None:
+        """Note what the members contribute to a chunk of this owner."""
+        for member, part in contributions.items():
+            if part is not None:
+                self._samples.setdefault(member, []).append(part[:SAMPLE].clone())
+
+    def samples(self) -> dict[PeerId, torch.Tensor]:
+        """The same elements of the sum of each member that contributes, as far as this one owns them."""
+        return {member: torch.cat(parts) for member, parts in sorted(self._samples.items())}
+
+    def counts(self) -> dict[PeerId, int]:
+        """How many microbatches are in the sum of each member."""
+        return {m: b.bit_count() for m, b in zip(self.plan.members, self.plan.ledgers, strict=True)}
 
     def made(self, index: int, buffers: Sequence[Buffer]) -> ReducedProof | None:
         """Note a result of this owner; of the last one, return what goes with it."""

@@ -9,7 +9,7 @@ the next one, and its microbatches run again. Why this suffices: docs/decisions/
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 
@@ -56,6 +56,8 @@ class SumAudits:
         self._checks: dict[str, SumCheck] = {}
         """Of this round and the last ones: other members may still ask."""
         self._opened = asyncio.Event()
+        self.consider: Callable[[SumCheck], Awaitable[None]] | None = None
+        """Awaited with each round whose results fit."""
         transport.serve("reveal", self._serve_reveal)
         transport.serve("show", self._serve_show)
 
@@ -121,6 +123,8 @@ class SumAudits:
         coin = Coin(self._transport.signer, self._run.id, toss)
         if coin.falls(SPOT_CHECKS) and await self._spot_check(check, reduced, coin):
             raise Refused("a chunk is not the sum of what its members sent")
+        if self.consider is not None:
+            await self.consider(check)
 
     async def _spot_check(self, check: SumCheck, reduced: torch.Tensor, coin: Coin) -> bool:
         """Compute any chunk again; whether a peer was shown to lie."""
@@ -171,7 +175,7 @@ class SumAudits:
         came = await asyncio.to_thread(chunk_digest, reduced[start : start + numel])
         if came != nth_digest(check.reduced[place][0].chunks, index):
             raise BadAnswer(check.plan.members[place], "sent a result that it did not sign")
-        shown = [await self._shown(check, member, place, index) for member in range(len(check.plan.members))]
+        shown = [await self.shown(check, member, place, index) for member in range(len(check.plan.members))]
         for evidence, body in self._accusations(check, place, index, shown):
             if await asyncio.to_thread(proves, self._transport.signer, self._run, evidence, body):
                 self._found(evidence, body)
@@ -197,9 +201,7 @@ class SumAudits:
             found.append((wrong_product, body))
         return found
 
-    async def _shown(
-        self, check: SumCheck, member: int, place: int, index: int
-    ) -> tuple[bytes, list[Buffer]]:
+    async def shown(self, check: SumCheck, member: int, place: int, index: int) -> tuple[bytes, list[Buffer]]:
         """What a member contributed to a chunk: the digests of all chunks of that part, and the bytes."""
         name, said = check.plan.members[member], check.reduced[place][0].contributions[member]
         if name == self._transport.peer_id:

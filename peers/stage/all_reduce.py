@@ -256,6 +256,8 @@ class AllReduce:
             contribution = chunk.contributions[name]
             if contribution is not None:
                 total += contribution
+        if this.check is not None:
+            this.check.sample(chunk.contributions)
         chunk.contributions.clear()
         try:
             meta, buffers = encode(self._to_float(total), self._codec, name="a reduced gradient")

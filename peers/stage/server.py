@@ -19,7 +19,9 @@ from collections.abc import Callable, Sequence
 from peers import events
 from peers.audit.answers import AnswerAudits
 from peers.audit.asking import AuditCaller
+from peers.audit.contributions import ContributionAudits
 from peers.audit.convictions import Convictions, TrustedDirectory
+from peers.audit.kept import KeptWork
 from peers.audit.sums import SumAudits
 from peers.clock import now_s
 from peers.liveness_probe import Prober
@@ -98,11 +100,16 @@ class StagePeer:
             core, transport, membership, next_stage, max_inflight=settings.max_inflight,
             left_out=self._left_out, audits=audits,
         )  # fmt: skip
-        self.answer_audits = AnswerAudits(core, transport, membership, self.convictions)
+        kept_work = KeptWork(core, transport, directory, membership)
+        self.answer_audits = AnswerAudits(core, transport, membership, self.convictions, kept_work)
+        sums = SumAudits(run, stage, transport, self.convictions)
+        self.contribution_audits = ContributionAudits(
+            core, transport, self.convictions, kept_work, sums, backoff
+        )
         all_reduce = AllReduce(
             run.id, core.me, transport, run.codec.reduce,
             compute.sums.dtype, compute.sums.value, compute.shared.sqnorm,
-            SumAudits(run, stage, transport, self.convictions),
+            sums,
         )  # fmt: skip
         self.store = CheckpointStore(run, stage, settings.resumed_from, tell=self._say_damaged)
         self.coordination = StepCoordination(
@@ -284,6 +291,7 @@ class StagePeer:
         try:
             await self.coordination.close()
             await self.convictions.close()
+            await self.contribution_audits.close()
             if self._audits is not None:
                 await self._audits.close()
             await asyncio.gather(*loops, self.actions.ended(), return_exceptions=True)

@@ -2,12 +2,14 @@
 
     python scripts/bench/adversary.py                       all lies, 4 seeds each
     python scripts/bench/adversary.py --lie zero --seeds 20
+    python scripts/bench/adversary.py --decoder --liars 3 --lie "sign flip" --steps 200
 
-3 stages of 5 replicas, 16 microbatches a step. A liar of stage 1 (with `--liars 3` one of each stage, a fifth
-of all) lies from step 42 on. Of each lie are told: after how many microbatches that the liar had
-answered (of lies in answers), or steps (of lies in sums), its stage had left it out; who was accused falsely;
-how many answers of honest peers were computed again; and by how much the loss differs from that of a run
-without liars. The last line is an object of rows for `tables.py --store threats`.
+3 stages of 5 replicas, 16 microbatches a step of the model that counts its gradients; with `--decoder` 30 of
+a decoder of 3 layers of width 64 on Python's help topics. A liar of stage 1 (with `--liars 3` one of each
+stage, a fifth of all) lies from step 42 on. Of each lie are told: after how many microbatches that the liar
+had answered (of lies in answers), or steps (of lies in sums), its stage had left it out; who was accused
+falsely; how many answers of honest peers were computed again; and by how much the loss of the last ten steps
+differs from that of a run without liars. The last line is an object of rows for `tables.py --store threats`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import numpy as np
 import torch
@@ -27,10 +30,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from peers.sim.loop import run_virtual
 from peers.stage.server import StagePeer
+from peers.trainer import Batches
 from swarm.errors import SwarmError
-from tests.peers.admitted import TRAINER
+from swarm.manifest import CodecSpec, Run, demo_run
+from tests.peers.admitted import TRAINER, admitting
 from tests.peers.loops import Swarm, swarm
 from tests.peers.test_false_answers import audited_run, lie
+from tests.peers.test_false_contributions import add_falsely
 from tests.peers.test_false_sums import value
 
 STAGES, REPLICAS, MICROBATCHES = 3, 5, 16
@@ -66,6 +72,8 @@ ANSWERS: dict[str, Callable[[], Change]] = {
     "noise": lambda: noise,
     "stale": stale,
 }
+ADDED = {"added: sign flip": -1.0, "added: zero": 0.0, "added: times 100": 100.0, "added: a tenth more": 1.1}
+"""What a replica adds to its own sum; it answers truly."""
 SUMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum: sign flip": torch.neg,
     "sum: zero": torch.zeros_like,
@@ -83,15 +91,50 @@ class Played:
     not_found: int = 0
     accused_falsely: int = 0
     audited: int = 0
+    contributions: int = 0
     losses: dict[int, float] = field(default_factory=dict)
     took_s: float = 0.0
 
+    @property
+    def last_loss(self) -> float:
+        """Of the last ten steps, on average."""
+        return statistics.mean(self.losses[t] for t in sorted(self.losses)[-10:])
 
-async def play(name: str | None, seed: int, steps: int, liars: list[str]) -> Played:
-    run = audited_run(steps=steps, microbatches=MICROBATCHES, seed=seed)
+
+def decoder_run(seed: int, steps: int) -> tuple[Run, Batches]:
+    """The demo's run, smaller, and its text."""
+    run = demo_run(steps=steps, seed=seed)
+    run = replace(
+        run,
+        model=replace(run.model, hidden=64, ffn_hidden=128),
+        data=replace(run.data, sequence_length=64),
+        batch=replace(run.batch, microbatch_size=2, microbatches_per_step=30),
+        codec=CodecSpec.symmetric("none"),
+    )
+    tokens = np.frombuffer("\n".join(topics.values()).encode(), dtype=np.uint8)
+    text = Text(tokens, run.data.sequence_length + 1)
+    return admitting(replace(run, data=replace(run.data, tokens=len(tokens))), TRAINER), text
+
+
+class Text:
+    """Samples of a text in memory."""
+
+    def __init__(self, tokens: np.ndarray, window: int) -> None:
+        self._tokens, self._window = tokens, window
+
+    def batch(self, offsets: list[int]) -> np.ndarray:
+        return np.stack([self._tokens[start : start + self._window] for start in offsets])
+
+
+async def play(name: str | None, seed: int, steps: int, liars: list[str], decoder: bool) -> Played:
+    batches = None
+    if decoder:
+        run, batches = decoder_run(seed, steps)
+    else:
+        run = audited_run(steps=steps, microbatches=MICROBATCHES, seed=seed)
     run = replace(run, name=f"adversary {name} {seed}".replace(":", ""))
     told = Played()
-    async with swarm(run, replicas=REPLICAS) as s:
+    async with swarm(run, replicas=REPLICAS, batches=batches) as s:
         await s.until_serving()
         trainer = s.add_trainer(TRAINER)
         await s.until_version(HONEST_STEPS, limit_s=600.0)
@@ -118,6 +161,7 @@ async def play(name: str | None, seed: int, steps: int, liars: list[str]) -> Pla
             {who for peer in honest for who in s.peers[peer].convictions.convicted if who not in liars}
         )
         told.audited = sum(peer.answer_audits.audited for peer in s.peers.values())
+        told.contributions = sum(peer.contribution_audits.audited for peer in s.peers.values())
         told.losses = dict(trainer.step_losses)
     return told
 
@@ -125,6 +169,8 @@ async def play(name: str | None, seed: int, steps: int, liars: list[str]) -> Pla
 def begin(s: Swarm, peer: StagePeer, name: str) -> None:
     if name in ANSWERS:
         lie(peer, ANSWERS[name]())
+    elif name in ADDED:
+        add_falsely(peer, ADDED[name])
     else:
         value(SUMS[name])(s, peer)
 
@@ -136,25 +182,20 @@ def is_left_out(s: Swarm, liar: str, liars: list[str]) -> bool:
 
 
 @cache
-def without_liars(seed: int, steps: int) -> Played:
-    return run_virtual(play(None, seed, steps, []))
+def without_liars(seed: int, steps: int, decoder: bool) -> Played:
+    return run_virtual(play(None, seed, steps, [], decoder))
 
 
 def row(name: str, options: argparse.Namespace) -> dict[str, object]:
     liars = [f"s{stage}p1" for stage in ([1] if options.liars == 1 else range(STAGES))]
     runs, clean = [], []
     for seed in range(1, options.seeds + 1):
-        clean.append(without_liars(seed, options.steps))
-        runs.append(run_virtual(play(name, seed, options.steps, liars)))
-    sums = name in SUMS
+        clean.append(without_liars(seed, options.steps, options.decoder))
+        runs.append(run_virtual(play(name, seed, options.steps, liars, options.decoder)))
+    sums = name in SUMS or name in ADDED
     found = [at for told in runs for at in (told.found_steps if sums else told.found_microbatches)]
-    last = options.steps - 1
-    pairs = [(lied.losses, honest.losses) for lied, honest in zip(runs, clean, strict=True)]
-    ratios = [
-        abs(lied[last] - honest[last]) / abs(honest[last])
-        for lied, honest in pairs
-        if honest.get(last) and last in lied
-    ]
+    pairs = [(lied.last_loss, honest.last_loss) for lied, honest in zip(runs, clean, strict=True)]
+    ratios = [abs(lied - honest) / abs(honest) for lied, honest in pairs]
     return {
         "lie": name,
         "liars": f"{len(liars)} of {STAGES * REPLICAS}",
@@ -165,6 +206,7 @@ def row(name: str, options: argparse.Namespace) -> dict[str, object]:
         "not_found": sum(told.not_found for told in runs),
         "falsely": sum(told.accused_falsely for told in (*runs, *clean)),
         "audits": sum(told.audited for told in (*runs, *clean)),
+        "contributions": sum(told.contributions for told in (*runs, *clean)),
         "loss": f"{100 * statistics.median(ratios):.2g} %" if ratios else None,
         "time": round(statistics.median(r.took_s / c.took_s for r, c in zip(runs, clean, strict=True)), 2),
     }
@@ -174,11 +216,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [*ANSWERS, *SUMS]
+    names = [*ANSWERS, *SUMS, *ADDED]
     parser.add_argument("--lie", choices=names, action="append", help="this one; may be repeated")
     parser.add_argument("--seeds", type=int, default=4, help="runs of each (%(default)s)")
     parser.add_argument("--steps", type=int, default=64, help="of each run (%(default)s)")
     parser.add_argument("--liars", type=int, choices=(1, 3), default=1, help="3: one of each stage")
+    parser.add_argument("--decoder", action="store_true", help="train a small decoder on text")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, object]] = []

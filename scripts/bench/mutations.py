@@ -84,6 +84,7 @@ EVIDENCE = "swarm/audit/evidence.py"
 PROJECTION = "swarm/audit/projection.py"
 ANSWERS = "swarm/audit/answers.py"
 ANSWER_AUDITS = "peers/audit/answers.py"
+CONTRIBUTIONS = "peers/audit/contributions.py"
 AUDIT_CALLER = "peers/audit/asking.py"
 VOICE = "swarm/protocol/voice.py"
 DATA = "swarm/data.py"
@@ -2861,7 +2862,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "answers-not-computed-again",
         AUDIT_CALLER,
-        "        if not coin.falls(SHARE):\n",
+        "        if not strange and not coin.falls(SHARE):\n",
         "        if True:\n",
         "A peer answers zeros for as long as it likes.",
         ("test_false_answers",),
@@ -3154,5 +3155,78 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return apart >= 0 * near *",
         "On another kind of device a stage that lied is not found.",
         ("test_verify",),
+    ),
+    # --- contributions that are computed again ---
+    Mutation(
+        "contributions-not-computed-again",
+        CONTRIBUTIONS,
+        "            sums.consider = self.consider\n",
+        "            pass\n",
+        "A replica answers truly, and adds what it likes.",
+        ("test_false_contributions",),
+    ),
+    Mutation(
+        "another-sum-is-no-lie",
+        CONTRIBUTIONS,
+        "        if not same and far:\n",
+        "        if False:\n",
+        "A replica answers truly, and adds what it likes.",
+        ("test_false_contributions",),
+    ),
+    Mutation(
+        "found-once-is-left-out",
+        CONTRIBUTIONS,
+        "        if case.member not in self._doubted:\n",
+        "        if False:\n",
+        "A replica is left out by one that found it lying, and the others never see it.",
+        ("test_false_contributions",),
+    ),
+    Mutation(
+        "who-shows-nothing-goes-on",
+        CONTRIBUTIONS,
+        "                self._shows_nothing(case)\n",
+        "                pass\n",
+        "A replica adds what it likes, and shows nothing of it.",
+        ("test_false_contributions",),
+    ),
+    Mutation(
+        "gradients-that-suit",
+        "peers/audit/kept.py",
+        "receipt.input_grads != back",
+        "False",
+        "A replica shows gradients that fit what it added.",
+        ("test_false_contributions",),
+    ),
+    Mutation(
+        "anybody-names-suspects",
+        CONVICTIONS,
+        "        if (voice and teller not in voice) or said.t - last < SUSPECTS_STEPS:\n",
+        "        if False:\n",
+        "A stranger has all replicas compute each other's work again, for ever.",
+        ("test_false_contributions",),
+    ),
+    Mutation(
+        "inputs-that-nobody-signed",
+        "peers/vouching/receipts.py",
+        "        if not is_signed(self._signer, caller, self._run.id, fed, work.fed):\n",
+        "        if False:\n",
+        "A replica says that its neighbour sent what it made up.",
+        ("test_receipts",),
+    ),
+    Mutation(
+        "strange-losses-are-as-any",
+        AUDIT_CALLER,
+        "        if not strange and not coin.falls(SHARE):\n",
+        "        if not coin.falls(SHARE):\n",
+        "A gross lie is found after 67 microbatches instead of 10.",
+        ("test_false_answers",),
+    ),
+    Mutation(
+        "losses-are-not-compared",
+        ANSWERS,
+        "    if made.loss is not None and abs(",
+        "    if False and abs(",
+        "A replica of the last stage reports the losses that it likes.",
+        ("test_false_answers",),
     ),
 )

@@ -38,10 +38,13 @@ class Made(NamedTuple):
     """Nothing at the last stage."""
     input_grads: list[Encoded]
     """Nothing at stage 0."""
+    loss: float | None = None
+    """At the last stage."""
 
     def is_of(self, said: Answered) -> bool:
         """Whether these are the bytes that a peer signed."""
-        return (digest(self.outputs), digest(self.input_grads)) == (said.outputs, said.input_grads)
+        same = (digest(self.outputs), digest(self.input_grads)) == (said.outputs, said.input_grads)
+        return same and self.loss in (None, said.loss)
 
 
 def is_audited(run: Run) -> bool:
@@ -61,7 +64,8 @@ def make(
         As `StageCompute.forward`.
     """
     if compute.stage == compute.run.S - 1:
-        return Made([], list(compute.loss_gradients(mb, inputs, weights=False).answer))
+        found = compute.loss_gradients(mb, inputs, weights=False)
+        return Made([], list(found.answer), found.loss)
     fwd = compute.forward(mb, inputs)
     return Made(fwd.outputs, list(compute.gradients(fwd, output_grads, weights=False).answer))
 
@@ -113,6 +117,8 @@ def proves_answer(
     if tuple(map(digest, split)) != signed:
         return False
     made = make(compute, Microbatch(said.t, said.m), inputs, output_grads)
+    if made.loss is not None and abs(made.loss - said.loss) > FAR[run.dtype] * max(1.0, abs(made.loss)):
+        return True
     forth = is_far(made.outputs, outputs, inputs, run.dtype)
     return forth or is_far(made.input_grads, input_grads, output_grads, run.dtype)
 

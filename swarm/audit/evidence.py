@@ -12,7 +12,14 @@ from swarm.manifest import Run
 from swarm.protocol.statements import Signer, is_signed
 from swarm.protocol.sums import contributed, digest_of, nth_digest, nth_sum, seed_of
 from swarm.wire.buffers import Buffer
-from swarm.wire.evidence import Evidence, FalseContribution, WrongAnswer, WrongProduct, WrongSum
+from swarm.wire.evidence import (
+    Evidence,
+    FalseContribution,
+    WrongAnswer,
+    WrongContribution,
+    WrongProduct,
+    WrongSum,
+)
 
 
 def is_signed_by_accused(signer: Signer, run: Run, evidence: Evidence) -> bool:
@@ -31,8 +38,8 @@ def proves(signer: Signer, run: Run, evidence: Evidence, body: Sequence[Buffer])
             return _false_contribution(signer, run, evidence)
         case WrongProduct():
             return _wrong_product(evidence, body)
-        case WrongAnswer():
-            return False  # that takes weights: `swarm.audit.answers`
+        case WrongAnswer() | WrongContribution():
+            return False  # that takes weights
 
 
 def _wrong_sum(evidence: WrongSum, body: Sequence[Buffer]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from copy import copy
 
 import torch
 from torch import nn
@@ -71,6 +72,14 @@ class StageState:
                 start, end, shape = self._layout.spans[f"{name}.weight"]
                 part.weight = nn.Parameter(low[start:end].view(shape))
         return module.to(self._device)
+
+    def snapshot(self, version: int) -> StageState:
+        """A copy of the weights of a version that is held, which no step changes."""
+        copied, held = copy(self), version % len(self._weights)
+        copied.version = version
+        copied._weights, copied._low = [self._weights[held].clone()], [self._low[held].clone()]
+        copied._storages = {v.untyped_storage().data_ptr() for v in (*copied._weights, *copied._low)}
+        return copied
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of the weights, which change under it."""

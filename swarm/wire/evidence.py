@@ -11,6 +11,7 @@ import msgspec
 from swarm.ids import PeerId
 from swarm.protocol.statements import Signature
 from swarm.protocol.sums import Digest, Projected, Reduced
+from swarm.wire.messages import Hop, Work
 from swarm.wire.receipts import Answered
 from swarm.wire.tensor_meta import TensorMeta
 
@@ -77,7 +78,18 @@ class WrongAnswer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return self.inputs, self.output_grads, self.outputs, self.input_grads
 
 
-Evidence = WrongSum | FalseContribution | WrongProduct | WrongAnswer
+class WrongContribution(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What a member contributed to a step is not what its microbatches add up to, or it does not show those.
+
+    No body: replicas with the weights compute a later contribution of it themselves, and others ask them.
+    """
+
+    accused: PeerId
+    statement: Projected
+    signature: Signature
+
+
+Evidence = WrongSum | FalseContribution | WrongProduct | WrongAnswer | WrongContribution
 
 
 class ShowEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +129,12 @@ class KeptTensors(msgspec.Struct, frozen=True, kw_only=True):
     """The inputs, or the outputs."""
     back: tuple[TensorMeta, ...]
     """The gradients of the outputs, or of the inputs."""
+    caller: PeerId = ""
+    """Who sent the inputs, with `work`."""
+    work: Work | None = None
+    next: Hop | None = None
+    """What the next stage answered, with `loss`, signed."""
+    loss: float = 0.0
 
 
 class AskConvicted(msgspec.Struct, frozen=True, kw_only=True):

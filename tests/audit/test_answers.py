@@ -63,7 +63,9 @@ def evidence_of(run: Run, stage: int) -> tuple[StageCompute, WrongAnswer, list[A
     grads = [tensor(torch.ones(1, 1, 1))] if stage < run.S - 1 else []
     made = make(compute, Microbatch(0, 3), inputs, grads)
     groups = (inputs, grads, made.outputs, made.input_grads)
-    said = Answered(stage, 0, 3, digest(inputs), digest(made.outputs), digest(grads), digest(groups[3]), 0.5)
+    said = Answered(
+        stage, 0, 3, digest(inputs), digest(made.outputs), digest(grads), digest(groups[3]), made.loss or 0.5
+    )
     metas = [tuple(one.meta for one in group) for group in groups]
     evidence = WrongAnswer(
         accused="a", statement=said, signature=sign(SIGNER, run.id, said), inputs=metas[0],

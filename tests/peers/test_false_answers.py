@@ -230,3 +230,28 @@ async def test_its_stage_says_that_a_convicted_peer_is_left_out(monkeypatch: pyt
         await s.until(lambda: all("s1p1" in s.peers[p].convictions.convicted for p in ("s1p0", "s1p2")))
         asked = await s.add_stranger().send("s1p0", "locate", Locate(run=s.run.id, t=0, m=0))
         assert unpack(asked.header, Located).left_out == ("s1p1",)
+
+
+async def test_an_answer_whose_loss_is_far_from_the_usual_is_computed_again() -> None:
+    """By chance the liar would be found in its 67th microbatch."""
+    s, found_after = await play(audited_run(steps=14, microbatches=16), 0, LIES["sign flip"])
+    assert accused(s) == {"s0p1"} and 0 < found_after < 20
+
+
+async def test_a_loss_is_computed_again_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    audit(monkeypatch, share=1.0)
+    run = audited_run()
+    async with swarm(run, replicas=3) as s:
+        await s.until_serving()
+        compute: Any = s.peers["s2p1"].core.compute
+        honest = compute.loss_gradients
+
+        def boasts(*args: Any, **more: Any) -> Any:
+            found = honest(*args, **more)
+            found.loss -= 5.0
+            return found
+
+        compute.loss_gradients = boasts
+        s.add_trainer(TRAINER)
+        others = [peer for name, peer in s.peers.items() if name[:2] == "s2" and name != "s2p1"]
+        await s.until(lambda: all("s2p1" in p.convictions.convicted for p in others), limit_s=60.0)

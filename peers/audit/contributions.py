@@ -1,0 +1,219 @@
+"""Replicas compute again what others of their stage contributed to a step: all microbatches of one of them.
+
+An answer that is true shows that a peer computed, not that it added. Whom to audit is decided when all
+contributions are signed and the round's result is there: by chance, or since a contribution looks unlike the
+others'. The auditor copies the weights, so the run goes on meanwhile; the audited replica shows what it keeps
+of the step, with its neighbours' signatures on it.
+
+Each replica believes only what it computed itself. Who finds a lie first tells the others, which look at the
+next contribution, and looks itself once more before it leaves the liar out: left out sooner, it would have
+nothing to show to the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+
+import torch
+
+from peers.audit.convictions import Convictions
+from peers.audit.kept import KeptWork
+from peers.audit.sum_check import SumCheck
+from peers.audit.sums import SumAudits
+from peers.clock import now_s
+from peers.ports import Rank, Transport
+from peers.stage.state import StageCore
+from swarm.audit.answers import is_audited
+from swarm.audit.contributions import Recount
+from swarm.audit.evidence import numbers
+from swarm.audit.projection import chunk_digest
+from swarm.audit.screen import Screen
+from swarm.errors import SwarmError
+from swarm.ids import Microbatch, PeerId
+from swarm.policy.backoff import Backoff
+from swarm.protocol.coins import Coin, Toss
+from swarm.protocol.ledger import members_of
+from swarm.protocol.sums import digest_of
+from swarm.wire.evidence import WrongContribution
+
+SHARE = 0.005
+"""Of all (replica, step) that are computed again by chance, whoever audits."""
+SHOW_S = 5.0
+"""The round waits so long for the chunk that is compared."""
+CHUNKS = 3
+"""Of a doubted replica, one in a step, before it is no longer: devices of another kind have other bits."""
+AT_ONCE = 4
+"""Microbatches whose tensors are fetched at once."""
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What a member signed of its contribution to a step, and the chunk that is compared."""
+
+    check: SumCheck
+    place: int
+    """Of the member."""
+    chunk: torch.Tensor
+    recount: Recount
+
+    @property
+    def member(self) -> PeerId:
+        return self.check.plan.members[self.place]
+
+    @property
+    def accusation(self) -> WrongContribution:
+        statement, signature = self.check.product_of(self.place)
+        return WrongContribution(accused=self.member, statement=statement, signature=signature)
+
+
+class ContributionAudits:
+    """This replica's part in the audits of what its stage adds."""
+
+    def __init__(
+        self,
+        core: StageCore,
+        transport: Transport,
+        convictions: Convictions,
+        kept: KeptWork,
+        sums: SumAudits,
+        backoff: Backoff,
+    ) -> None:
+        self._core, self._transport, self._convictions = core, transport, convictions
+        self._kept, self._sums, self._backoff = kept, sums, backoff
+        self._screen = Screen()
+        self._suspects: dict[PeerId, int] = {}
+        """The step from which on each is looked at."""
+        self._doubted: dict[PeerId, int] = {}
+        """Found to lie by another replica, or by this one before; and how many more chunks are compared."""
+        self._task: asyncio.Task[None] | None = None
+        self.audited = 0
+        """Contributions that were computed again."""
+        convictions.suspect = self._suspect
+        if is_audited(core.run):
+            sums.consider = self.consider
+
+    def _suspect(self, peer: PeerId) -> None:
+        self._doubted[peer] = CHUNKS
+        self.audit_next(peer)
+
+    def audit_next(self, peer: PeerId) -> None:
+        """Audit what `peer` contributes next."""
+        self._suspects.setdefault(peer, 0)
+
+    async def consider(self, check: SumCheck) -> None:
+        """Audit a member of a round whose results fit, or none. Before the step is taken: its weights are
+        copied here. Raises nothing that ends a round.
+        """
+        strange = self._screen.strangest(check.samples(), check.counts())
+        chosen = self._choose(check, strange)
+        if chosen is None or (self._task is not None and not self._task.done()):
+            return
+        place = check.plan.members.index(chosen)
+        self._suspects.pop(chosen, None)
+        coin = self._coin(check, f"chunk {chosen}")
+        chunks = [(part, index) for part, there in enumerate(check.parts) for index in range(len(there))]
+        part, index = chunks[coin.below(len(chunks))]
+        try:
+            _, body = await asyncio.wait_for(self._sums.shown(check, place, part, index), SHOW_S)
+        except (SwarmError, asyncio.TimeoutError):
+            self._charge(chosen, check.t)
+            return
+        chunk = numbers(body[0])
+        assert chunk is not None  # `shown` compared its digest
+        core = self._core
+        try:
+            compute = await core.device.run(Rank.STEP, check.t, core.compute.snapshot, check.t)
+        except (SwarmError, RuntimeError):  # no memory for a copy
+            return
+        case = _Case(check, place, chunk, Recount(compute, check.t, check.parts[part][index]))
+        self._task = asyncio.get_running_loop().create_task(self._audit(case))
+
+    def _choose(self, check: SumCheck, strange: PeerId | None) -> PeerId | None:
+        others = [
+            member
+            for place, member in enumerate(check.plan.members)
+            if member not in (self._core.me, *self._convictions.convicted) and check.contributes(place)
+        ]
+        suspects = [peer for peer in others if self._suspects.get(peer, check.t + 1) <= check.t]
+        if suspects:
+            return suspects[0]
+        if strange in others:
+            return strange
+        share = SHARE / max(1, len(others))
+        return next((peer for peer in others if self._coin(check, peer).falls(share)), None)
+
+    def _coin(self, check: SumCheck, what: str) -> Coin:
+        toss = Toss("contribution", self._core.stage, check.t, f"{check.plan.round} {what}")
+        return Coin(self._transport.signer, self._core.run.id, toss)
+
+    async def _audit(self, case: _Case) -> None:
+        check, member = case.check, case.member
+        room, core = asyncio.Semaphore(AT_ONCE), self._core
+
+        async def again(m: int) -> bool:
+            async with room:
+                shown = await self._kept.of(member, Microbatch(check.t, m), made=False)
+                neighbours = self._kept.signed_by(Microbatch(check.t, m), shown)
+                job = (case.recount.add, m, shown.forth, shown.back)
+                await core.device.run(Rank.FORWARD, check.t, *job)
+                return all(self._kept.counts(*neighbour) for neighbour in neighbours)
+
+        microbatches = list(members_of(check.plan.ledgers[case.place]))
+        tasks = [asyncio.ensure_future(again(m)) for m in microbatches]
+        try:
+            bound = sum(await asyncio.gather(*tasks))
+        except SwarmError:
+            if core.version <= check.t + 1 and core.life == "serving":  # else it need not keep them any more
+                self._shows_nothing(case)
+            return
+        finally:
+            for task in tasks:
+                task.cancel()
+        self.audited += 1
+        same, far = await asyncio.to_thread(self._compare, case)
+        if not same and far:
+            self._found(case)
+        elif not same and self._doubted.get(member, 0):
+            self._doubted[member] -= 1
+            self._suspects[member] = check.t + 1
+        elif 2 * bound > len(microbatches):
+            self._doubted.pop(member, None)
+
+    def _found(self, case: _Case) -> None:
+        if case.member not in self._doubted:
+            self._doubted[case.member] = CHUNKS
+            self._audit_again(case)
+        elif self._convictions.convict(case.accusation):
+            self._convictions.pass_on(case.accusation, [])
+
+    def _audit_again(self, case: _Case) -> None:
+        """With the others, which have one round to hear of it."""
+        self._suspects[case.member] = self._core.version + 1
+        self._convictions.tell_replicas(case.accusation, [])
+
+    def _compare(self, case: _Case) -> tuple[bool, bool]:
+        """Whether the contribution has the very bits that were computed; whether its chunk is far off."""
+        check, total = case.check, case.recount.total()
+        found = []
+        for part in check.parts:
+            digests = (chunk_digest(total[start : start + numel]) for start, numel in part)
+            found.append(digest_of(*digests))
+        said, _ = check.product_of(case.place)
+        return tuple(found) == said.contributions, case.recount.is_far(case.chunk)
+
+    def _shows_nothing(self, case: _Case) -> None:
+        """A replica that cannot show what it added is asked again in the next step, by all."""
+        self._charge(case.member, case.check.t)
+        self._audit_again(case)
+
+    def _charge(self, peer: PeerId, t: int) -> None:
+        self._backoff.charge(peer, t=t, since_s=now_s(), now=now_s(), rounds=1)
+
+    async def close(self) -> None:
+        """Audit nothing more."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task

@@ -1,0 +1,122 @@
+"""What a replica keeps of a microbatch until the next step is taken. It shows that to the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from peers.ports import Answer, Directory, Request, Transport
+from peers.stage.membership import Membership
+from peers.stage.state import StageCore
+from peers.voices import Voices
+from peers.vouching.tickets import check_ticket
+from swarm.audit.answers import digest, split_tensors
+from swarm.errors import BadAnswer, Refused, Stale
+from swarm.ids import Microbatch, PeerId, Stage
+from swarm.model.stage_io import allowed_gradients, allowed_inputs, body_bytes
+from swarm.protocol.statements import is_signed
+from swarm.wire.codec import Encoded
+from swarm.wire.evidence import AskKept, KeptTensors
+from swarm.wire.messages import check_run, pack, unpack, unpack_answer
+from swarm.wire.receipts import Fed, is_receipt
+
+KEPT_S = 10.0
+"""Limit for what another replica shows of a microbatch."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a replica showed."""
+
+    told: KeptTensors
+    forth: list[Encoded]
+    """The inputs, or the outputs."""
+    back: list[Encoded]
+    """The gradients of the outputs, or of the inputs."""
+
+
+class KeptWork:
+    """Shows what this peer keeps, and asks others for what they do."""
+
+    def __init__(
+        self, core: StageCore, transport: Transport, directory: Directory, membership: Membership
+    ) -> None:
+        self._core, self._transport, self._membership = core, transport, membership
+        self._voices = Voices(core.run, transport.signer, directory)
+        run, stage = core.run, core.stage
+        most = max(map(body_bytes, allowed_inputs(run, stage)))
+        if stage < run.S - 1:
+            most += max(map(body_bytes, allowed_inputs(run, stage + 1)))
+            most += max(map(body_bytes, allowed_gradients(run, stage)))
+        self._most_bytes = 2 * most
+        transport.serve("kept", self._serve_kept)
+
+    async def of(self, peer: PeerId, mb: Microbatch, *, made: bool) -> Shown:
+        """What `peer` keeps of a microbatch: what came in, or what it made of that.
+
+        Raises:
+            SwarmError: it shows nothing, or what cannot be that.
+        """
+        ask = AskKept(run=self._core.run.id, t=mb.t, m=mb.m, made=made)
+        answer = await self._transport.call(
+            peer, "kept", pack(ask), max_answer_bytes=self._most_bytes, deadline_s=KEPT_S
+        )
+        told = unpack_answer(peer, answer.header, KeptTensors)
+        try:
+            split = split_tensors((told.forth, told.back), answer.body)
+        except Refused as refused:
+            raise BadAnswer(peer, refused.text) from None
+        if split is None:
+            raise BadAnswer(peer, "keeps buffers that do not fit their tensors")
+        return Shown(told, split[0], split[1])
+
+    def signed_by(self, mb: Microbatch, shown: Shown) -> list[tuple[PeerId, Stage]]:
+        """The neighbours that signed what came in: a replica cannot choose that later, to suit its sum.
+
+        Raises:
+            Refused: nobody signed it.
+        """
+        core, told, signer = self._core, shown.told, self._transport.signer
+        run, work, hop, found = core.run, told.work, told.next, list[tuple[PeerId, Stage]]()
+        named, back = digest(shown.forth), digest(shown.back)
+        if work is None or (work.t, work.m) != mb:
+            raise Refused(f"nobody asked for {mb}")
+        if core.stage == 0:
+            check_ticket(signer, run, work)
+            if work.ticket is None or work.ticket.inputs != named:
+                raise Refused(f"the ticket for {mb} names other inputs")
+        elif is_signed(signer, told.caller, run.id, Fed(core.stage, *mb, named), work.fed):
+            found.append((told.caller, core.stage - 1))
+        else:
+            raise Refused(f"nobody sent these inputs of {mb}")
+        if core.is_last and not shown.back:
+            return found
+        receipt = None if hop is None else hop.receipt
+        if hop is None or receipt is None or receipt.input_grads != back or core.is_last:
+            raise Refused(f"nobody answered this gradient of {mb}")
+        if not is_receipt(signer, hop.peer, run.id, core.stage + 1, mb, told.loss, receipt):
+            raise Refused(f"the gradient of {mb} is not signed by whom it should be")
+        return [*found, (hop.peer, core.stage + 1)]
+
+    def counts(self, peer: PeerId, stage: Stage) -> bool:
+        """Whether a peer has voice at a stage; where no peer has, whether it is announced there."""
+        voice = self._voices.of(stage, version=self._core.version)
+        return peer in voice if voice else self._membership.has(peer, stage)
+
+    async def _serve_kept(self, request: Request) -> Answer:
+        ask = unpack(request.header, AskKept)
+        core = self._core
+        check_run(ask.run, core.run.id)
+        await self._membership.require(request.peer, core.stage)
+        step = core.steps.get(ask.t)
+        kept = None if step is None else step.kept.get(ask.m)
+        if kept is None and core.applied is not None and core.applied.t == ask.t:
+            kept = core.applied.audit_kept.get(ask.m)
+        if kept is None:
+            raise Stale(f"microbatch ({ask.t}, {ask.m}) is not kept here", version=core.version)
+        forth, back = (kept.outputs, kept.grads_in) if ask.made else (kept.inputs, kept.grads_out)
+        caller, work = kept.asked or ("", None)
+        told = KeptTensors(
+            forth=tuple(one.meta for one in forth), back=tuple(one.meta for one in back),
+            caller=caller, work=work, next=next(iter(kept.answer.hops[1:]), None), loss=kept.answer.loss,
+        )  # fmt: skip
+        return Answer(pack(told), [buffer for one in (*forth, *back) for buffer in one.buffers])

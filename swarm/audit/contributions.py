@@ -1,0 +1,68 @@
+"""Whether a replica contributed what its microbatches add up to: all of them are computed again, and added.
+
+Devices of one kind give the same sum, to the last bit; of others the relative distance of a chunk is
+compared, as of answers (`swarm.audit.answers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from swarm.audit.answers import FAR, NOISE
+from swarm.ids import Microbatch
+from swarm.model.stage import StageCompute
+from swarm.wire.codec import Encoded
+
+
+class Recount:
+    """A replica's sum of step `t`, made again. Its methods are jobs of the device.
+
+    Args:
+        compute: a snapshot with the weights of the step, `StageCompute.snapshot`.
+        chunk: (first element, elements): what is compared.
+    """
+
+    def __init__(self, compute: StageCompute, t: int, chunk: tuple[int, int]) -> None:
+        self._compute, self._t = compute, t
+        self._chunk = slice(chunk[0], chunk[0] + chunk[1])
+        self._terms_norm = 0.0
+
+    def add(self, m: int, inputs: Sequence[Encoded], output_grads: Sequence[Encoded]) -> None:
+        """Compute a microbatch and add it.
+
+        Raises:
+            As `StageCompute.forward`, `gradients` and `add`.
+        """
+        compute, mb = self._compute, Microbatch(self._t, m)
+        if compute.stage == compute.run.S - 1:
+            found = compute.loss_gradients(mb, inputs, weights=True)
+        else:
+            found = compute.gradients(compute.forward(mb, inputs), output_grads, weights=True)
+        before = self._part().clone()
+        compute.add(found)
+        self._terms_norm += _norm(self._part() - before)
+
+    def total(self) -> torch.Tensor:
+        """The sum: int64, 1-D, in host memory."""
+        return self._compute.sums.of(self._t).cpu()
+
+    def is_far(self, contributed: torch.Tensor) -> bool:
+        """Whether the chunk that a replica contributed (int64, 1-D, host) is another than this one's.
+
+        Where microbatches cancel each other, their own rounding may be all that is left: not that.
+        """
+        ours = self._part().cpu()
+        if contributed.shape != ours.shape:
+            return True
+        least = max(_norm(ours), _norm(contributed), NOISE * self._terms_norm)
+        distance = torch.linalg.vector_norm(ours.double() - contributed.double()).item()
+        return distance > FAR[self._compute.run.dtype] * least
+
+    def _part(self) -> torch.Tensor:
+        return self._compute.sums.of(self._t)[self._chunk]
+
+
+def _norm(numbers: torch.Tensor) -> float:
+    return torch.linalg.vector_norm(numbers.double()).item()

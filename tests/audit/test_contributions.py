@@ -1,0 +1,87 @@
+"""A replica's sum, made again from its microbatches while the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.audit.contributions import Recount
+from swarm.errors import Stale
+from swarm.ids import Microbatch
+from swarm.manifest import Run
+from swarm.model.stage import StageCompute
+from swarm.wire.codec import Encoded
+from tests.model.chain import Chain, tiny_run
+
+CHUNK = (100, 400)
+
+
+def exact_run(**changes: Any) -> Run:
+    codec = {"forward": "blockwise8", "backward": "blockwise8"}
+    return tiny_run(**{"dtype": "float32", "codec": codec, **changes})
+
+
+def step_of(chain: Chain, t: int, stage: int, share: Sequence[int]) -> list[tuple[int, Any, Any]]:
+    """Compute a step, and add a share of it; (m, inputs, gradients of the outputs) of that at a stage."""
+    kept: list[tuple[int, Any, Any]] = []
+    chain.begin(t)
+    for m in share:
+        forwards, last = chain.forward(Microbatch(t, m))
+        found = chain.stages[-1].loss_gradients(Microbatch(t, m), last, weights=True)
+        chain.stages[-1].add(found)
+        grads = chain.backward(forwards, found.answer)
+        inputs: list[Encoded] = forwards[stage].inputs if stage < chain.run.S - 1 else last
+        kept.append((m, inputs, grads[stage] if stage < chain.run.S - 1 else ()))
+    return kept
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}, {"delayed_updates": True}], ids=str)
+def test_an_honest_sum_is_made_again_to_the_bit_though_the_step_is_over(
+    stage: int, changes: dict[str, Any]
+) -> None:
+    chain = Chain(exact_run(**changes))
+    chain.step(0)
+    kept = step_of(chain, 1, stage, (2, 0))
+    contributed = chain.stages[stage].sums.of(1).clone()
+    recount = Recount(chain.stages[stage].snapshot(1), 1, CHUNK)
+    chain.apply(1)
+    chain.step(2)
+    for m, inputs, grads in kept[::-1]:
+        recount.add(m, inputs, grads)
+    assert torch.equal(recount.total(), contributed)
+    part = contributed[100:500]
+    assert part.count_nonzero() and not recount.is_far(part)
+    for lie in (-part, part * 0, part * 100, part + part // 2, part[1:]):
+        assert recount.is_far(lie)
+    rounding = (1e-6 * part * torch.randn(400)).to(torch.int64)
+    assert not recount.is_far(part + rounding)
+
+
+def test_what_is_nothing_but_rounding_is_not_far() -> None:
+    """Two microbatches that cancel each other: on another device other bits are left."""
+    chain = Chain(exact_run())
+    (one,) = step_of(chain, 0, 2, (0,))
+    recount = Recount(chain.stages[2].snapshot(0), 0, CHUNK)
+    recount.add(*one)
+    recount._compute.sums.of(0).zero_()  # pyright: ignore[reportPrivateUsage]
+    noise = (chain.stages[2].sums.of(0)[100:500].double() * 4e-7).to(torch.int64)
+    assert noise.count_nonzero() and not recount.is_far(noise)
+    assert recount.is_far(chain.stages[2].sums.of(0)[100:500])
+
+
+def test_a_snapshot_is_of_one_step_and_changes_nothing() -> None:
+    chain = Chain(exact_run())
+    stage: StageCompute = chain.stages[1]
+    before = stage.state.digest()
+    snapshot = stage.snapshot(0)
+    with pytest.raises(Stale):
+        snapshot.snapshot(0).sums.of(-1)
+    chain.step(0)
+    assert stage.state.digest() != before
+    assert torch.equal(snapshot.state.weights(0), StageCompute(chain.run, 1).state.weights(0))
+    with pytest.raises(Stale):
+        stage.snapshot(0)

@@ -1,0 +1,168 @@
+"""Attack 18, in what a replica adds: it answers truly, and contributes something else. All microbatches of
+one replica are computed again; each replica finds the lie itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peers.events import Trouble
+from peers.ports import Answer, Request
+from peers.sim.network import SimSigner
+from peers.stage.server import StagePeer
+from swarm.audit.answers import split_tensors
+from swarm.errors import Refused, Stale
+from swarm.manifest import Run
+from swarm.protocol.statements import sign
+from swarm.protocol.sums import Projected
+from swarm.wire.evidence import KeptTensors, ShowEvidence, WrongContribution
+from swarm.wire.messages import pack, unpack
+from tests.peers.loops import Swarm, swarm
+from tests.peers.test_false_answers import TRAINER, accused, audited_run, changed
+
+pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(240)]
+
+LIES: dict[str, float] = {"sign flip": -1.0, "zero": 0.0, "times 100": 100.0, "a tenth more": 1.1}
+
+
+def add_falsely(liar: StagePeer, factor: float) -> None:
+    """Have a peer answer truly, and add other gradients than it computes."""
+    compute: Any = liar.core.compute
+    honest = compute.add
+
+    def add(found: Any) -> None:
+        found.terms = {name: term * factor for name, term in found.terms.items()}
+        honest(found)
+
+    compute.add = add
+    compute.snapshot = looks_at_nobody
+
+
+def looks_at_nobody(t: int) -> None:
+    raise RuntimeError("no memory")
+
+
+def suspect(s: Swarm, peer: str) -> None:
+    """Have all replicas look at what a peer contributes next."""
+    for other in s.peers.values():
+        if other.core.me != peer and other.stage == s.peers[peer].stage:
+            other.contribution_audits.audit_next(peer)
+
+
+async def play(
+    run: Run, liar: str | None, factor: float = 1.0, *, suspects: tuple[str, ...] = (), replicas: int = 3,
+    also: Callable[[Swarm], None] = lambda s: None,
+) -> Swarm:  # fmt: skip
+    """Run to the end beside a liar; honest replicas look at `suspects` in each step."""
+    async with swarm(run, replicas=replicas) as s:
+        await s.until_serving()
+        if liar is not None:
+            add_falsely(s.peers[liar], factor)
+        also(s)
+        s.add_trainer(TRAINER)
+        honest = [name for name in s.peers if name != liar]
+
+        def over() -> bool:
+            for peer in suspects:
+                suspect(s, peer)
+            return all(s.peers[name].core.version >= run.steps for name in honest)
+
+        await s.until(over, limit_s=600.0)
+        await asyncio.sleep(10.0)  # the other stages ask those that computed
+        return s
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("kind", LIES)
+async def test_a_replica_that_adds_wrongly_is_found_by_each_that_looks(kind: str, stage: int) -> None:
+    liar = f"s{stage}p1"
+    s = await play(audited_run(steps=6), liar, LIES[kind], suspects=(liar,))
+    assert accused(s) == {liar}
+    assert all(liar in peer.convictions.convicted for name, peer in s.peers.items() if name != liar)
+    said = f"peer {liar} is left out: its signed projected of step"
+    assert any(event.text.startswith(said) for event in s.seen(Trouble))
+
+
+async def test_honest_contributions_are_computed_again_and_accuse_nobody() -> None:
+    everybody = tuple(f"s{stage}p{place}" for stage in range(3) for place in range(3))
+    s = await play(audited_run(steps=8), None, suspects=everybody)
+    assert not accused(s)
+    assert sum(peer.contribution_audits.audited for peer in s.peers.values()) > 20
+    assert all((row == 8).all() for row in s.count_matrix().values())
+
+
+@pytest.mark.parametrize("kind", ["zero", "times 100"])
+async def test_what_looks_unlike_the_others_is_computed_again_at_once(kind: str) -> None:
+    s = await play(audited_run(steps=8, microbatches=16), "s1p1", LIES[kind])
+    assert accused(s) == {"s1p1"}
+
+
+async def test_who_finds_a_lie_tells_the_others_and_they_look_themselves() -> None:
+    def one_looks(s: Swarm) -> None:
+        s.peers["s1p0"].contribution_audits.audit_next("s1p1")
+
+    s = await play(audited_run(steps=6), "s1p1", LIES["a tenth more"], also=one_looks)
+    assert all("s1p1" in peer.convictions.convicted for name, peer in s.peers.items() if name != "s1p1")
+
+
+async def test_a_replica_that_shows_nothing_of_what_it_added_is_left_out_for_a_while() -> None:
+    def hides(s: Swarm) -> None:
+        async def nothing(request: Request) -> Answer:
+            raise Stale("microbatch (0, 0) is not kept here", version=0)
+
+        s.peers["s1p1"].actions._transport.serve("kept", nothing)  # pyright: ignore[reportPrivateUsage]
+
+    s = await play(audited_run(steps=12), "s1p1", LIES["a tenth more"], suspects=("s1p1",), also=hides)
+    assert not accused(s)  # there is nothing to show
+    coordinator = s.peers["s1p0"].coordination
+    assert "s1p1" in coordinator.left_out
+
+
+async def test_a_replica_that_shows_gradients_that_suit_its_sum_is_left_out_for_a_while() -> None:
+    """Nobody signed those: its neighbours signed the true ones."""
+
+    def suits(s: Swarm) -> None:
+        liar = s.peers["s1p1"]
+        honest, _ = liar.actions._transport.handlers["kept"]  # type: ignore[attr-defined]
+
+        async def negated(request: Request) -> Answer:
+            answer = await honest(request)
+            told = unpack(answer.header, KeptTensors)
+            split = split_tensors((told.forth, told.back), answer.body)
+            assert split is not None
+            back = changed(split[1], np.negative)
+            return Answer(answer.header, [buffer for one in (*split[0], *back) for buffer in one.buffers])
+
+        liar.actions._transport.serve("kept", negated)  # pyright: ignore[reportPrivateUsage]
+
+    s = await play(audited_run(steps=12), "s1p1", LIES["sign flip"], suspects=("s1p1",), also=suits)
+    assert not accused(s)
+    assert "s1p1" in s.peers["s1p0"].coordination.left_out
+
+
+async def test_only_replicas_with_voice_have_others_looked_at_and_once_in_a_while() -> None:
+    async with swarm(audited_run(), replicas=3) as s:
+        await s.until_serving()
+        looked: list[str] = []
+        s.peers["s1p0"].convictions.suspect = looked.append
+        said = Projected(1, 0, "r", (), (), ())
+        for t, teller, why in (
+            (0, "s1p1", None), (19, "s1p1", "may name a suspect once in 20 steps"), (20, "s1p1", None),
+        ):  # fmt: skip
+            said = Projected(1, t, "r", (), (), ())
+            evidence = WrongContribution(
+                accused="s1p2", statement=said, signature=sign(SimSigner("s1p2"), s.run.id, said)
+            )
+            show = pack(ShowEvidence(run=s.run.id, evidence=evidence))
+            call = s.peers[teller].actions._transport.call("s1p0", "evidence", show, deadline_s=1.0)
+            if why is None:
+                await call
+            else:
+                with pytest.raises(Refused, match=why):
+                    await call
+        assert looked == ["s1p2", "s1p2"]
