@@ -25,7 +25,7 @@ from peers.status_query import ask_status
 from peers.voices import Voices
 from peers.waiting import happens
 from swarm.errors import Leaving, NotNow, PeerFault, Refused, SwarmError
-from swarm.ids import Generation, PeerId, Stage
+from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.policy.backoff import Backoff
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary
 from swarm.protocol.protocol import Message, Ready, StepProtocol
@@ -97,6 +97,8 @@ class StepCoordination:
         self._revised = asyncio.Event()
         self._watchers: dict[PeerId, float] = {}
         """When each trainer last asked, the latest last."""
+        self._trained: dict[PeerId, Position] = {}
+        """Where each trainer that the manifest names last knew the run to be. It goes back with the run."""
         self._silent = False
         self._messages = LatestValueSender(self._send)
         transport.serve("report", self._serve_report, max_body_bytes=16 * self._run.M)
@@ -364,9 +366,11 @@ class StepCoordination:
         watch = unpack(request.header, Watch)
         check_run(watch.run, self._run.id)
         if request.peer in self._run.admission.trainers:
-            self.protocol.trained = max(self.protocol.trained, watch.position)
+            self._trained[request.peer] = watch.position
         self._watchers.pop(request.peer, None)
         self._watchers[request.peer] = now_s()
+        lately = [self._trained[trainer] for trainer in self.trainers if trainer in self._trained]
+        self.protocol.trained = max(lately, default=Position())
         if len(self._watchers) > MAX_WATCHERS:
             del self._watchers[next(iter(self._watchers))]
         if not self._core.joined:

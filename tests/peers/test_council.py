@@ -25,6 +25,7 @@ from swarm.protocol.messages import (
 from swarm.protocol.rounds import Commit, Plan, Prepared, StepReport, StepSummary, round_id
 from swarm.records import PeerRecord, State
 from swarm.wire.messages import AskStatus, PeerStatus, Watch, Watched
+from tests.peers.admitted import OTHER, TRAINER, admitting
 from tests.peers.loops import Stranger, Swarm, obey, swarm
 
 pytestmark = pytest.mark.virtual_time
@@ -324,6 +325,22 @@ async def test_news_of_the_run_are_taken_from_the_conductor_only() -> None:
             assert s.peers["s1p0"].coordination.run_status.version == 0
         text = f"the status of run 'other'; this peer serves {RUN.id}"
         assert await refusal(stranger, "s1p0", "run", RunStatus(run="other")) == text
+
+
+async def test_what_a_trainer_knew_before_the_run_went_back_holds_up_no_stage() -> None:
+    """Once the power failed everywhere, and a stage waited for ever for what was lost (seed 1090)."""
+    run = admitting(RUN)
+    async with swarm(run, replicas=1) as s:
+        await s.until_serving()
+        first, second = s.add_stranger(TRAINER), s.add_stranger(OTHER)
+        protocol = s.peers["s0p0"].coordination.protocol
+        for trainer, version, trained in ((first, 2, 2), (second, 1, 2), (first, 0, 1), (second, 3, 3)):
+            await trainer.ask("s0p0", "watch", Watch(run=run.id, version=version), Watched)
+            assert protocol.trained.version == trained
+        await s.add_stranger().ask("s0p0", "watch", Watch(run=run.id, version=3), Watched)
+        await asyncio.sleep(WATCHED_S)
+        await first.ask("s0p0", "watch", Watch(run=run.id, version=1), Watched)
+        assert protocol.trained.version == 1, "one that is gone does not count for ever, nor do strangers"
 
 
 async def test_whoever_watches_hears_at_once_of_what_is_new_and_in_a_while_of_nothing() -> None:
