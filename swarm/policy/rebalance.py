@@ -522,7 +522,8 @@ def _next_few(
             step.mover.stage,
             step.to_stage,
             f"stage {step.to_stage} is the slowest; peer {short(step.mover.peer)} gives "
-            f"{step.mover.speed:.3g} of stage {step.mover.stage}'s {step.source_speed:.3g} microbatches/s; {end}",
+            f"{step.mover.speed:.3g} of stage {step.mover.stage}'s {step.source_speed:.3g} microbatches/s; "
+            f"{end}",
         )
         for step in steps
     ]
