@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from swarm.ids import Microbatch
 from swarm.model.reductions import digest_of
 from swarm.model.reference import SingleProcess
 from tests.model.chain import Chain, batch_of, tiny_run
+from tests.model.test_custom_exact import CASES as CUSTOM
+from tests.model.test_custom_exact import CustomModel, cut_of, run_of, samples
 
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {},
@@ -42,3 +45,23 @@ def test_from_a_saved_state_it_computes_the_same_bits_as_the_stages(case: str, s
     assert all(
         torch.equal(value, reference.named_weights()[name]) for name, value in chain.named_weights().items()
     )
+
+
+@pytest.mark.parametrize("case", ["tied, delayed", "batch norm"])
+def test_of_a_custom_model_too_and_the_sums_are_each_stages_own(case: str) -> None:
+    name, changes = CUSTOM[case]
+    run = run_of(name, cut_of(name, 3), **changes)
+    chain, reference = CustomModel(run), SingleProcess(run, lambda offsets: samples(run, offsets))
+    chain.step(0)
+    reference.load(1, [stage.state.copy() for stage in chain.stages])
+    for t in range(1, run.steps):
+        chain.begin(t)
+        for m in range(run.M):
+            chain.microbatch(Microbatch(t, m))
+        own = [stage.sums.value(stage.sums.of(t)).clone() for stage in chain.stages]
+        chain.apply(t)
+        reference.step(t)
+        for stage, (ours, theirs) in enumerate(zip(reference.sums, own, strict=True)):
+            assert torch.equal(ours, theirs), (t, stage)
+            saved = chain.stages[stage].state.copy()
+            assert all(torch.equal(value, saved[n]) for n, value in reference.state_of(stage).items())
