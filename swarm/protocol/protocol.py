@@ -19,6 +19,7 @@ from swarm.errors import Leaving, NotNow, Refused, short
 from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.policy.backoff import Backoff
+from swarm.policy.rotation import Rotation
 from swarm.protocol.checks import check_report, check_summary
 from swarm.protocol.coordinator import Agreed, Member, RunCoordinator, StageCoordinator, Summarized, is_untold
 from swarm.protocol.messages import (
@@ -97,6 +98,7 @@ class StepProtocol:
         self._peers: Mapping[Stage, Sequence[PeerRecord]] = {}
         self._signer = signer
         self.belief = Belief(run, stage, signer)
+        self._rotation = Rotation()
         self._agreed = Agreed(local.generation)
         self._coordinator = StageCoordinator(run, stage, me, numel, self._agreed, backoff)
         self._run_coordinator = RunCoordinator(run, me, self._agreed)
@@ -125,6 +127,7 @@ class StepProtocol:
         """Take in this replica's state, and what the directory says of its stage and of stage 0."""
         if local.position != self._local.position:
             self._moved_s = now
+            self._rotation.stepped(now=now)
         self._local, self._peers = local, peers
         self.belief.observe(peers, max(local.version, self.run_status.version))
         voice = self.belief.voice(self._stage)
@@ -168,7 +171,9 @@ class StepProtocol:
             if self._local.joined and not (self._local.leaving and serving):
                 serving.add(self._me)
         there = [p for p in serving if p == self._me or not self._backoff.in_backoff(p, now=now)]
-        return elect({peer: since_s.get(peer, math.inf) for peer in there}, self.belief.voice(stage))
+        voice = self.belief.voice(stage)
+        awake = self._rotation.awake(heard(there, voice), now=now)
+        return elect({peer: since_s.get(peer, math.inf) for peer in awake}, voice)
 
     def coordinates(self, stage: Stage, *, now: float) -> bool:
         """Whether this peer is the coordinator of `stage`."""
@@ -181,6 +186,9 @@ class StepProtocol:
         self._spoke_s = now
         if not self._local.joined and not self._local.steps:
             return
+        if self.belief.needs_proof and self._local.version < self._run.steps:
+            found = (self.coordinator(stage, now=now) for stage in range(self._run.S))
+            self._rotation.charge((peer for peer in found if peer), t=self._local.version, now=now)
         coordinator = self.coordinator(self._stage, now=now)
         if coordinator == self._me:
             self._lead(now)
@@ -189,7 +197,16 @@ class StepProtocol:
             last, since = self.directive, 0
             if last and (last.coordinator, last.generation) == (coordinator, self._local.generation):
                 since = last.version  # it knows the commits before
-            self._messages.append(Message(coordinator, *self._report(since=since)))
+            report = self._report(since=since)
+            for peer in self._to_tell(self._stage, coordinator, last.coordinator if last else ""):
+                self._messages.append(Message(peer, *report))
+
+    def _to_tell(self, stage: Stage, coordinator: PeerId | None, told_of: PeerId) -> list[PeerId]:
+        """The peers to tell what a coordinator of `stage` should know: the one that this peer sees, and the
+        one that it was told of. After late steps those may differ.
+        """
+        others = {told_of} if told_of in self.belief.voice(stage) else set[PeerId]()
+        return sorted(peer for peer in {coordinator, *others} if peer and peer != self._me)
 
     def _report(self, *, since: int = 0) -> tuple[ReplicaReport, list[list[float]]]:
         """This replica's report, and the losses that go with it."""
@@ -330,8 +347,8 @@ class StepProtocol:
         if coordinator == self._me:
             self._run_coordinator.stages[self._stage] = Summarized(summary, self._me, now)
             self._update_run_status(now)
-        elif coordinator is not None:
-            self._messages.append(Message(coordinator, summary))
+        for peer in self._to_tell(0, coordinator, self.run_status.run_coordinator):
+            self._messages.append(Message(peer, summary))
         for peer in stage.members:
             directive = self._directive_for(peer, now)
             if peer == self._me:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import msgspec
 import torch
@@ -33,13 +34,14 @@ def voucher(run: Run, peer: str, *, steps: int = 30, t: int = 0) -> Voucher:
     return vouch(SimSigner(TRAINER), run.id, Worked(peer, steps, t))
 
 
-def give_voice(s: Swarm, *peers: str) -> None:
-    """The records of those peers show a voucher, from now on."""
+def give_voice(s: Swarm, *peers: str, steps: Mapping[str, int] = MappingProxyType({})) -> None:
+    """The records of those peers show a voucher, from now on; `steps`: of whom it says others than usual."""
     put = s.network.dht.put
 
     def with_voucher(record: PeerRecord, *life_s: float) -> None:
         if record.peer in peers:
-            record = msgspec.structs.replace(record, voucher=voucher(s.run, record.peer))
+            shown = voucher(s.run, record.peer, steps=steps.get(record.peer, 30))
+            record = msgspec.structs.replace(record, voucher=shown)
         put(record, *life_s)
 
     s.network.dht.put = with_voucher  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.manifest import AdmissionSpec, audit_run
 from swarm.policy.backoff import Backoff
 from swarm.protocol.ledger import Bitmap, Ledger
-from swarm.protocol.messages import Directive, ReplicaReport, StageSummary
+from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary
 from swarm.protocol.proofs import signed_report
 from swarm.protocol.protocol import StepProtocol
 from swarm.protocol.replica import Local
@@ -232,6 +232,25 @@ def opened(t: int, microbatches: int) -> Step:
     prepared.complete()
     prepared.prepare(Prepared("r", 1.0, ""))
     return prepared
+
+
+def test_a_stage_tells_also_the_run_coordinator_of_whom_it_was_told() -> None:
+    """After late steps peers may differ for a while on who that is. Strangers are told nothing."""
+    for named, told in (("yan", {"yan", "zoe"}), ("liar", {"zoe"}), ("", {"zoe"})):
+        run = [record("zoe", 0, steps=60), record("yan", 0, steps=40), record("liar", 0)]
+        this = protocol_of("ann", record("ann", steps=60), *run)
+        this.run_status_came(RunStatus(run=RUN.id, run_coordinator=named), now=NOW)
+        this.speak(now=NOW)
+        assert {to for to, body, _ in this.ready(now=NOW).messages if isinstance(body, StageSummary)} == told
+
+
+def test_a_replica_reports_also_to_the_coordinator_of_whom_it_was_told() -> None:
+    others = [record("bob", steps=60), record("cid", steps=40)]
+    this = protocol_of("ann", record("ann", steps=20), *others)
+    this.directive_came(Directive(run=RUN.id, stage=1, coordinator="cid", version=0), now=NOW)
+    this.speak(now=NOW)
+    reports = [to for to, body, _ in this.ready(now=NOW).messages if isinstance(body, ReplicaReport)]
+    assert reports == ["bob", "cid"]
 
 
 def test_the_run_coordinator_commits_what_is_proven_and_nothing_else() -> None:

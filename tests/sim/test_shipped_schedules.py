@@ -253,6 +253,11 @@ def test_a_peer_asks_the_only_one_that_is_left_though_it_answered_in_vain(seed: 
     assert run_schedule(seed).violation == ""
 
 
+def test_a_newcomer_that_sees_another_run_coordinator_than_the_rest_tells_both() -> None:
+    """Seed 187: after late steps those that were there before had taken turns."""
+    assert run_schedule(187).violation == ""
+
+
 def test_a_sum_is_open_only_once_its_ledger_is() -> None:
     """Seed 1819: it was promised anew, and given up again, while an order to open it was under way."""
     assert run_schedule(1819).violation == ""

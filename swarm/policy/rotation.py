@@ -1,0 +1,64 @@
+"""Which peers coordinate while steps are late. Pure: times are given by the caller.
+
+From outside nobody can tell a coordinator that holds a step up from one that others hold up. But whoever has
+voice can coordinate, so it is enough that another one does: each peer charges the coordinators of all stages
+with steps that take longer than usual, itself too, and so all come to the same. One that cost too much does
+not coordinate for a while. That costs it nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from swarm.ids import PeerId
+from swarm.policy.lost_time import LostTime
+from swarm.policy.timeouts import AdaptiveTimeout
+
+LATE_S = 10.0
+"""A step that is not late costs its coordinators nothing: it takes twice what one silent peer costs it."""
+FIRST_LATE_S = 30.0
+"""The same, before this peer has taken a step."""
+SLEPT_S = 5.0
+"""This peer itself was away for so long: it has not seen who held what up."""
+
+
+class Rotation:
+    """What the coordinators of a run cost it, as one peer sees it: those that cost too much rest."""
+
+    def __init__(self) -> None:
+        self._usual, self._lost = AdaptiveTimeout(min_s=LATE_S), LostTime()
+        self._usual.expected_s = FIRST_LATE_S / 3
+        self._stepped_s = self._seen_s = -math.inf
+        self._since_s: dict[PeerId, float] = {}
+        """Since when each of those that coordinate this step has done so."""
+
+    def stepped(self, *, now: float) -> None:
+        """This peer has taken a step, or got its weights otherwise."""
+        took_s, limit_s = now - self._stepped_s, self._usual.limit_s
+        if took_s <= limit_s:
+            self._usual.answered(took_s)
+        elif took_s < math.inf:
+            self._usual.gave_up(limit_s)
+        self._stepped_s = now
+        self._since_s.clear()
+
+    def charge(self, coordinators: Iterable[PeerId], *, t: int, now: float) -> None:
+        """Charge those that coordinate now, if step `t` is late. Called every second or so."""
+        slept, self._seen_s = now - self._seen_s > SLEPT_S, now
+        if slept:
+            self._stepped_s = now
+        limit_s = self._usual.limit_s
+        if now - self._stepped_s <= limit_s:
+            return
+        began_s = now if self._since_s else self._stepped_s
+        self._since_s = {peer: self._since_s.get(peer, began_s) for peer in coordinators}
+        for peer, since_s in self._since_s.items():
+            if now - since_s > limit_s:
+                self._lost.charge(peer, t=t, since_s=since_s, now=now)
+
+    def awake(self, peers: Sequence[PeerId], *, now: float) -> list[PeerId]:
+        """Those of `peers` that may coordinate; if all rest, the one whose rest ends first."""
+        rests_until_s = self._lost.rests_until_s
+        awake = [peer for peer in peers if now >= rests_until_s(peer)]
+        return awake or sorted(peers, key=lambda peer: (rests_until_s(peer), peer))[:1]

@@ -1,0 +1,110 @@
+"""A coordinator with voice that brings no step to its end costs the run 30 s; then another one coordinates.
+
+A run is played twice, without the liar and with it. What counts is by how much longer it takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from peers.ports import Answer, Request
+from swarm.manifest import audit_run
+from swarm.protocol.messages import Directive, StageSummary
+from swarm.protocol.protocol import StepProtocol
+from tests.peers.loops import Swarm, swarm
+from tests.peers.sybils import TRAINER, admitting, give_voice
+
+pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(300)]
+
+STEPS, LIES_FROM = 12, 4
+BUDGET_S = 30.0
+Lie = Callable[[Swarm], None]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+async def lasts_s(stage: int, lie: Lie | None) -> float:
+    """Seconds of a run whose coordinator of a stage lies from some step on."""
+    run = admitting(audit_run(stages=3, steps=STEPS, microbatches_per_step=8))
+    async with swarm(run, replicas=3) as s:
+        liar = f"s{stage}p0"
+        give_voice(s, *s.peers, steps={liar: 80})
+        await s.until_serving()
+        began = s.network.loop.now_s
+        s.add_trainer(TRAINER)
+        await s.until_version(LIES_FROM)
+        if lie is not None:
+            lie(s)
+        honest = [name for name in s.peers if name != liar]
+        await s.until(lambda: all(s.peers[n].core.version >= STEPS for n in honest), limit_s=200.0)
+        counts = s.count_matrix()
+        assert all((counts[name] == STEPS).all() for name in honest)
+        return s.network.loop.now_s - began
+
+
+def says_nothing(liar: StepProtocol) -> None:
+    """To the replicas of its stage, of any step."""
+    honest = liar._coordinator.directive_for  # pyright: ignore[reportPrivateUsage]
+
+    def directive(*args: Any, **more: Any) -> Directive:
+        return msgspec.structs.replace(honest(*args, **more), steps=())
+
+    liar._coordinator.directive_for = directive  # type: ignore[method-assign]
+
+
+def hides_that_its_stage_is_ready(liar: StepProtocol) -> None:
+    honest = liar._coordinator.summary  # pyright: ignore[reportPrivateUsage]
+
+    def summary(*args: Any) -> StageSummary:
+        said = honest(*args)
+        steps = tuple(msgspec.structs.replace(step, ready=False) for step in said.steps)
+        return msgspec.structs.replace(said, steps=steps)
+
+    liar._coordinator.summary = summary  # type: ignore[method-assign]
+
+
+def commits_nothing(liar: StepProtocol) -> None:
+    honest = liar._run_coordinator.decide  # pyright: ignore[reportPrivateUsage]
+
+    def decide(losses: Any, local: Any, believes: Any) -> Any:
+        return honest(losses, local, lambda commit: False)
+
+    liar._run_coordinator.decide = decide  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("stage", "lie"), [(1, says_nothing), (1, hides_that_its_stage_is_ready), (0, commits_nothing)]
+)
+async def test_a_coordinator_that_ends_no_step_costs_its_budget(
+    stage: int, lie: Callable[[StepProtocol], None]
+) -> None:
+    lost_s = await lasts_s(stage, lambda s: lie(s.peers[f"s{stage}p0"].coordination.protocol))
+    assert lost_s - await lasts_s(stage, None) <= BUDGET_S
+
+
+async def test_a_peer_that_tells_a_trainer_old_news_costs_its_budget() -> None:
+    """The one with voice that it watches: no trainer hears of a new step, or of what is lacking."""
+
+    def tells_old_news(s: Swarm) -> None:
+        handlers = s.network.peers["s0p0"].transport.handlers
+        honest, most = handlers["watch"]
+        old: Answer | None = None
+
+        async def watch(request: Request) -> Answer:
+            nonlocal old
+            old = old or await honest(request)
+            await asyncio.sleep(0.5)
+            return old
+
+        handlers["watch"] = (watch, most)
+
+    assert await lasts_s(0, tells_old_news) - await lasts_s(0, None) <= BUDGET_S
