@@ -9,7 +9,7 @@ from peers.ports import Directory
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.statements import Signer
-from swarm.protocol.voice import MIN_STEPS, VALID_STEPS, Electorate
+from swarm.protocol.voice import Electorate
 
 CHECKS_KEPT = 16_384
 """Vouchers whose signatures were checked: records come again with each picture of the directory."""
@@ -36,17 +36,8 @@ class Voices:
         self._electorate = Electorate(run, _Remembers(signer))
 
     def of(self, stage: Stage, *, version: int = 0) -> Mapping[PeerId, int]:
-        """Of the peers of a stage. `version`: where the run is, as far as is known.
-
-        A newcomer knows nothing of that, but trainers have been at least where they last vouched.
-        """
-        records = self._directory.at(stage)
-        voice = self._electorate.of(stage, records, version=version)
-        vouched = {r.peer: r.voucher.t for r in records if r.voucher and voice.get(r.peer, 0) >= MIN_STEPS}
-        newest = max(vouched.values(), default=0)
-        return {
-            peer: much for peer, much in voice.items() if newest - vouched.get(peer, newest) <= VALID_STEPS
-        }
+        """Of the peers of a stage. `version`: where the run is, as far as is known."""
+        return self._electorate.of(stage, self._directory.at(stage), version=version)
 
     def of_all(self, stages: Iterable[Stage] | None = None, *, version: int = 0) -> dict[PeerId, int]:
         """Of the peers of some stages together; None: of all."""

@@ -78,8 +78,7 @@ class Charter(msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid
     work_bits: Annotated[int, msgspec.Meta(ge=0, le=MAX_WORK_BITS)] = 0
     """Of who enters by an open door."""
     founders: _PeerIds = ()
-    """Peers that the owner vouches for: they are admitted as peers, and have the voice in a run's first
-    steps."""
+    """Peers that the owner vouches for: they are admitted as peers. Voice have those of the manifest."""
     trusted_stages: Annotated[
         tuple[Annotated[int, msgspec.Meta(ge=-1024, lt=1024)], ...], msgspec.Meta(max_length=64)
     ] = ()
@@ -346,10 +345,10 @@ def unban(charter: Charter, peer: PeerId) -> tuple[Ban, ...]:
 
 READS = frozenset({"status", "state", "saved", "trail", "chunk", "close", "version", "reach"})
 """Methods that answer everybody who is not banned, at everybody."""
-TRAINERS_CALL = frozenset({"work", "locate", "watch", "line", "voucher"})
+TRAINERS_CALL = frozenset({"work", "locate", "watch", "line", "voucher", "audit", "convicted"})
 PEERS_CALL = frozenset(
     {"report", "directive", "summary", "run", "part", "held", "offer", "give", "sum", "take"}
-    | {"show", "reveal", "evidence", "convicted", "audit", "kept"}
+    | {"show", "reveal", "evidence", "kept"}
 )
 """All others are for peers too, as long as nobody has thought of them."""
 REPLICAS_CALL = frozenset({"report", "part", "offer", "give", "take"})

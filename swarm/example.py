@@ -53,7 +53,7 @@ reduce = "none"             # weight gradients
 [admission]
 owner = ""                  # peer id that signs the manifest; "" = its hash is enough
 trainers = []               # peer ids; [] = anyone
-# founders = []             # peer ids whose word counts before the trainers vouch for others
+# founders = []             # peer ids whose word counts from the start, before that of others
 """
 
 

@@ -25,7 +25,7 @@ import msgspec
 from swarm.ids import PeerId, Stage
 from swarm.protocol.ledger import Bitmap, everything, members_of
 from swarm.protocol.statements import Signature
-from swarm.protocol.voice import MIN_STEPS, heard, weight
+from swarm.protocol.voice import RANK_STEPS, heard, weight
 from swarm.records import Voucher
 
 NOTHING = Bitmap(0)
@@ -135,7 +135,7 @@ Decision = FetchResult | Lacking | Undo | Reduce
 
 
 def elect(since_s: Mapping[PeerId, float], voice: Mapping[PeerId, int]) -> PeerId | None:
-    """The coordinator: the peer with the most voice, in whole `MIN_STEPS`; of several, the smallest id.
+    """The coordinator: the peer with the most voice, in whole `RANK_STEPS`; of several, the smallest id.
 
     Where none has voice, the peer that joined first, by its own clock: a newcomer thus takes nothing over
     while older peers live. It would know of no plan, and a running reduce would start again. A wrong clock
@@ -143,7 +143,7 @@ def elect(since_s: Mapping[PeerId, float], voice: Mapping[PeerId, int]) -> PeerI
     """
 
     def rank(peer: PeerId) -> tuple[float, PeerId]:
-        return (-(voice[peer] // MIN_STEPS) if voice.get(peer) else since_s[peer]), peer
+        return (-(voice[peer] // RANK_STEPS) if voice.get(peer) else since_s[peer]), peer
 
     return min(heard(since_s, voice), key=rank, default=None)
 
@@ -253,14 +253,14 @@ def doubled_without_voice(
 
 
 def _undo(reports: Mapping[PeerId, StepReport], twice: int, voice: Mapping[PeerId, int]) -> Undo:
-    """The directive to retract duplicates: the replica with the most voice, in whole `MIN_STEPS`, keeps its
+    """The directive to retract duplicates: the replica with the most voice, in whole `RANK_STEPS`, keeps its
     own; of several, one that cannot subtract; else the smallest id.
 
     One that cannot is told all the same: it drops its whole sum.
     """
     keeps = dict.fromkeys(reports, 0)
     left = twice
-    ranks = {peer: voice.get(peer, 0) // MIN_STEPS for peer in reports}
+    ranks = {peer: voice.get(peer, 0) // RANK_STEPS for peer in reports}
     for rank, only_inherited in product(sorted(set(ranks.values()), reverse=True), (True, False)):
         for peer, report in reports.items():
             could = report.done & report.inherited if only_inherited else report.done

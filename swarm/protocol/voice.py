@@ -8,8 +8,8 @@ in its record, so each reader checks it with nothing but the manifest.
 Peers without voice compute, and take the steps that others decide. They do not coordinate, own no part of a
 reduce, and their word does not count where words are counted.
 
-Before the first vouchers those that the manifest names as founders have voice. In a run that names neither
-trainers nor founders all peers have it: it is among people who trust each other.
+Those that the manifest names as founders have voice from the start, before the first vouchers they alone. In
+a run that names neither trainers nor founders all peers have it: it is among people who trust each other.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ from swarm.manifest import Run
 from swarm.protocol.statements import Signer, Statement, is_signed, sign
 from swarm.records import PeerRecord, Voucher
 
-MIN_STEPS = 20
-"""Steps in which a peer answered before it has voice: shorter work costs a liar too little."""
-MIN_MICROBATCHES = 50
+RANK_STEPS = 20
+"""Voice is compared in whole multiples of it where a lead of a few steps is to move nothing."""
+FOUNDERS_VOICE = RANK_STEPS
+MIN_STEPS = 10
+"""Steps in which a peer answered before it has voice. Half of those between two vouchers: of a stage that was
+there from the start nobody has voice before the others, who missed a step or two."""
+MIN_MICROBATCHES = 25
 """That it answered in them."""
 MAX_STEPS = 100
 """More count no more: a peer that came later has as much voice in the end."""
@@ -60,15 +64,21 @@ def voice_of(peer: PeerId, voucher: Voucher | None, run: Run, signer: Signer, *,
 
 
 def voices(run: Run, records: Iterable[PeerRecord], signer: Signer, *, version: int) -> dict[PeerId, int]:
-    """The peers of a stage that have voice, and how much: those with a voucher; if none has one, the
-    founders.
+    """The peers of a stage that have voice, and how much: founders, and those with a voucher.
 
-    Empty: none has it, and the word of each counts alike. `records`: of the stage.
+    Empty: none has it, and the word of each counts alike. `records`: of the stage. A newcomer knows of no
+    `version`, but trainers have been at least where they last vouched.
     """
     there = list(records)
-    found = {r.peer: voice_of(r.peer, r.voucher, run, signer, version=version) for r in there}
-    vouched = {peer: steps for peer, steps in found.items() if steps}
-    return vouched or {r.peer: 1 for r in there if r.peer in run.admission.founders}
+    found = {
+        r.peer: (r.voucher.t, steps)
+        for r in there
+        if r.voucher and (steps := voice_of(r.peer, r.voucher, run, signer, version=version))
+    }
+    newest = max((t for t, _ in found.values()), default=0)
+    founders = {r.peer: FOUNDERS_VOICE for r in there if r.peer in run.admission.founders}
+    vouched = {peer: steps for peer, (t, steps) in found.items() if newest - t <= VALID_STEPS}
+    return founders | {peer: max(steps, founders.get(peer, 0)) for peer, steps in vouched.items()}
 
 
 def heard(peers: Iterable[PeerId], voice: Mapping[PeerId, int]) -> list[PeerId]:

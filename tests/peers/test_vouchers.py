@@ -16,7 +16,7 @@ from swarm.charter import callers_of
 from swarm.errors import Leaving, Refused
 from swarm.ids import Microbatch
 from swarm.manifest import Run, audit_run
-from swarm.protocol.voice import Worked, voice_of, vouch
+from swarm.protocol.voice import MIN_STEPS, Worked, voice_of, vouch
 from swarm.records import PeerRecord, Voucher
 from swarm.wire.messages import Ack, GiveVoucher, Hop, WorkDone, pack, unpack
 from swarm.wire.receipts import Answered, give_receipt
@@ -90,7 +90,7 @@ async def test_another_trainer_goes_on_where_the_first_one_died() -> None:
         ("stranger", voucher("s0p0"), "does not name stranger as a trainer that vouches"),
         (TRAINER, voucher("s0p0", by=OTHER), f"does not name {TRAINER} as a trainer that vouches"),
         (TRAINER, voucher("s0p1"), "a voucher that gives this peer no voice"),
-        (TRAINER, voucher("s0p0", steps=19), "a voucher that gives this peer no voice"),
+        (TRAINER, voucher("s0p0", steps=MIN_STEPS - 1), "a voucher that gives this peer no voice"),
         (TRAINER, msgspec.structs.replace(voucher("s0p0"), t=99), "a voucher that gives this peer no voice"),
     ],
     ids=["stranger", "passed-on", "another-trainer", "another-peer", "too-short", "forged"],

@@ -10,7 +10,16 @@ import pytest
 from peers.net.identity import Identity
 from swarm.manifest import AdmissionSpec, Run, audit_run
 from swarm.protocol.statements import Signer, Statement, is_signed, sign
-from swarm.protocol.voice import MIN_STEPS, VALID_STEPS, Worked, heard, voice_of, voices, vouch
+from swarm.protocol.voice import (
+    FOUNDERS_VOICE,
+    MIN_STEPS,
+    VALID_STEPS,
+    Worked,
+    heard,
+    voice_of,
+    voices,
+    vouch,
+)
 from swarm.records import PeerRecord, Voucher
 
 TRAINER, PEER, FOUNDER, STRANGER = (Identity(bytes([n]) * 32) for n in range(1, 5))
@@ -84,14 +93,30 @@ def test_a_signature_of_one_kind_of_statement_is_none_of_another() -> None:
     assert not is_signed(STRANGER, TRAINER.peer_id, RUN.id, Worked(*fields), signature)
 
 
-def test_those_with_vouchers_have_voice_before_founders_and_founders_before_all() -> None:
+def test_founders_have_voice_from_the_start_and_keep_it() -> None:
     strangers = [record(Identity(bytes([n]) * 32)) for n in range(10, 13)]
     worked, founder = record(PEER, voucher_for(PEER)), record(FOUNDER)
     forged = record(STRANGER, voucher_for(PEER))
     of = [*strangers, forged]
-    assert voices(RUN, [*of, worked, founder], STRANGER, version=41) == {PEER.peer_id: 30}
-    assert voices(RUN, [*of, founder], STRANGER, version=41) == {FOUNDER.peer_id: 1}
+    both = {PEER.peer_id: 30, FOUNDER.peer_id: FOUNDERS_VOICE}
+    assert voices(RUN, [*of, worked, founder], STRANGER, version=41) == both
+    assert voices(RUN, [*of, founder], STRANGER, version=41) == {FOUNDER.peer_id: FOUNDERS_VOICE}
     assert voices(RUN, of, STRANGER, version=41) == {}
+
+
+def test_a_founders_voucher_gives_it_more_voice_and_never_less() -> None:
+    for steps, voice in ((10, FOUNDERS_VOICE), (60, 60)):
+        founder = record(FOUNDER, voucher_for(FOUNDER, steps=steps))
+        assert voices(RUN, [founder], STRANGER, version=41) == {FOUNDER.peer_id: voice}
+
+
+def test_a_newcomer_counts_vouchers_from_the_newest() -> None:
+    """It knows of no version; and what a founder says of its work takes the voice of nobody."""
+    old, new = record(PEER, voucher_for(PEER, t=40)), record(STRANGER, voucher_for(STRANGER, t=300))
+    assert voices(RUN, [old, new], STRANGER, version=0) == {STRANGER.peer_id: 30}
+    made_up = record(FOUNDER, Voucher(TRAINER.peer_id, 100, 10**6, bytes(64)))
+    both = {PEER.peer_id: 30, FOUNDER.peer_id: FOUNDERS_VOICE}
+    assert voices(RUN, [old, made_up], STRANGER, version=0) == both
 
 
 def test_words_count_by_voice_and_alike_where_none_has_it() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from swarm.ids import Microbatch
 from swarm.protocol.voice import MAX_STEPS, MIN_MICROBATCHES, MIN_STEPS, VALID_STEPS, Worked
-from swarm.protocol.work_count import WorkCount, renewal
+from swarm.protocol.work_count import RENEW_EVERY, WorkCount, renewal
 from swarm.records import Voucher
 
 PEER = "p"
@@ -23,7 +23,9 @@ def vouched(count: WorkCount, version: int = 1000) -> list[tuple[int, int]]:
     return [(w.steps, w.t) for w in count.renew(version)]
 
 
-def test_twenty_steps_and_fifty_microbatches_are_vouched_for() -> None:
+def test_ten_steps_and_twenty_five_microbatches_are_vouched_for() -> None:
+    """So of those that were there from the start, all have voice at step 20, and none before the others."""
+    assert 2 * MIN_STEPS == RENEW_EVERY
     assert worked(MIN_STEPS).renew(20) == [Worked(PEER, MIN_STEPS, MIN_STEPS - 1)]
     assert worked(MIN_STEPS - 1, 9).renew(20) == []
     assert worked(MIN_STEPS, 2).renew(20) == [] and 2 * MIN_STEPS < MIN_MICROBATCHES
@@ -38,11 +40,11 @@ def test_an_answer_counts_once() -> None:
 
 
 def test_steps_that_are_run_again_after_a_rollback_count_nothing() -> None:
-    count = worked(15, 4)
+    count = worked(9, 4)
     for _ in range(5):
-        worked(12, 4, first=3, count=count)
-    assert vouched(count, 15) == []
-    assert vouched(worked(5, 4, first=15, count=count), 20) == [(20, 19)]
+        worked(6, 4, first=3, count=count)
+    assert vouched(count, 9) == []
+    assert vouched(worked(5, 4, first=9, count=count), 20) == [(14, 13)]
 
 
 def test_more_than_a_hundred_steps_count_no_more() -> None:
@@ -73,12 +75,12 @@ def test_a_voucher_that_says_less_than_was_counted_changes_nothing() -> None:
 
 
 def test_only_answers_that_change_something_are_looked_at() -> None:
-    count = worked(10, 4)
-    assert not count.wants(PEER, Microbatch(8, 9)) and not count.wants(PEER, Microbatch(9, 3))
-    assert count.wants(PEER, Microbatch(9, 4)) and count.wants(PEER, Microbatch(10, 0))
+    count = worked(5, 4)
+    assert not count.wants(PEER, Microbatch(3, 9)) and not count.wants(PEER, Microbatch(4, 3))
+    assert count.wants(PEER, Microbatch(4, 4)) and count.wants(PEER, Microbatch(5, 0))
     assert count.wants("another", Microbatch(0, 0))
     enough = worked(20, 4)
-    assert not enough.wants(PEER, Microbatch(19, 4)), "there are fifty microbatches"
+    assert not enough.wants(PEER, Microbatch(19, 4)), "there are microbatches enough"
     assert enough.wants(PEER, Microbatch(20, 0))
 
 
