@@ -18,6 +18,7 @@ import numpy as np
 
 from peers import events
 from peers.audit.asking import AuditCaller
+from peers.audit.verdicts import TrustedDirectory, Verdicts
 from peers.clock import now_s
 from peers.fault_points import fault_point
 from peers.liveness_probe import Prober
@@ -48,6 +49,8 @@ from swarm.wire.messages import MAX_HOPS, MAX_LONG_BYTES, Watch, Watched, Work, 
 
 WATCH_S = 3.0
 """Limit for one look at the run; the answer is held back at most a second."""
+SAME_S = 10.0
+"""While no step is taken, another peer is watched after so long: one may hide what it knows."""
 IDLE_S = 0.25
 """The loop looks again at least this often."""
 STALE_S = 0.1
@@ -117,11 +120,13 @@ class Trainer:
         emit: Callable[[events.Event], None],
     ) -> None:
         self._run, self._batches, self._emit = run, batches, emit
+        self._verdicts = Verdicts(run, transport, directory, emit)
+        directory = TrustedDirectory(directory, self._verdicts.convicted)
         self._transport, self._directory, self._settings = transport, directory, settings
         me = transport.peer_id
         self._router = Router(Backoff(probed=True))
         self._prober = Prober(run.id, transport, directory, self._router.backoff)
-        self._vouchers = VoucherGiver(run, transport, directory)
+        self._vouchers = VoucherGiver(run, transport, directory, self._verdicts.ask)
         self._voices = Voices(run, transport.signer, directory)
         self._audits = AuditCaller(run, transport, directory, self._answered_wrongly)
         self._locator = Locator(run.id, transport, self._router.backoff)
@@ -194,6 +199,7 @@ class Trainer:
             await asyncio.gather(watching, probing, *self._running, return_exceptions=True)
             await self._vouchers.close()
             await self._audits.close()
+            await self._verdicts.close()
 
     def _nothing_to_do(self) -> str:
         if self._last_step < self._run.steps:
@@ -361,6 +367,7 @@ class Trainer:
         return done
 
     def _answered_wrongly(self, fault: PeerFault) -> None:
+        self._verdicts.ask_soon()
         self._router.failed(fault.peer, now=now_s(), silent=False)
         self._emit(events.PeerLost(peer=fault.peer, stage=0, why=fault.text))
 
@@ -387,7 +394,7 @@ class Trainer:
 
     async def _watch(self) -> None:
         """Follow the run coordinator's picture of the run, through any peer of stage 0."""
-        seen = -1
+        seen, since_s = -1, now_s()
         last: PeerId | None = None
         while True:
             try:
@@ -403,9 +410,10 @@ class Trainer:
                     await asyncio.sleep(0.1)
                     continue
                 heard_first = heard(peers, self._voices.of(0, version=self._version))
-                peer = last if last in heard_first else heard_first[0]
-                if peer != last:
-                    seen, last = -1, peer
+                if last not in heard_first or now - max(since_s, self._step_began) > SAME_S:
+                    place = heard_first.index(last) + 1 if last in heard_first else 0
+                    seen, since_s, last = -1, now, heard_first[place % len(heard_first)]
+                peer = last
                 watch = Watch(run=self._run.id, seen=seen, generation=self._generation, version=self._version)
                 question = pack(watch)
                 answer = await self._transport.call(

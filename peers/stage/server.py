@@ -20,9 +20,10 @@ from peers import events
 from peers.audit.answers import AnswerAudits
 from peers.audit.asking import AuditCaller
 from peers.audit.contributions import ContributionAudits
-from peers.audit.convictions import Convictions, TrustedDirectory
+from peers.audit.convictions import Convictions
 from peers.audit.kept import KeptWork
 from peers.audit.sums import SumAudits
+from peers.audit.verdicts import TrustedDirectory
 from peers.clock import now_s
 from peers.liveness_probe import Prober
 from peers.ports import Device, Directory, Rank, Transport

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from peers.ports import Buffer, Directory, Transport
 from peers.vouching.tickets import ticket_for
@@ -24,7 +24,15 @@ AT_ONCE = 16
 class VoucherGiver:
     """Nothing for a trainer that the manifest does not name."""
 
-    def __init__(self, run: Run, transport: Transport, directory: Directory) -> None:
+    def __init__(
+        self,
+        run: Run,
+        transport: Transport,
+        directory: Directory,
+        ask: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`ask`: called before vouchers are given; then the directory lacks those that are to get none."""
+        self._ask = ask
         self._run, self._transport, self._directory = run, transport, directory
         self._signer = transport.signer
         self._named = transport.peer_id in run.admission.trainers
@@ -76,6 +84,8 @@ class VoucherGiver:
 
     async def _give_all(self, due: Sequence[Worked]) -> None:
         room = asyncio.Semaphore(AT_ONCE)
+        if self._ask is not None:
+            await self._ask()
 
         async def give(worked: Worked) -> None:
             async with room:

@@ -80,6 +80,7 @@ RECEIPT = "swarm/wire/receipts.py"
 SUM_CHECK = "peers/audit/sum_check.py"
 SUM_AUDITS = "peers/audit/sums.py"
 CONVICTIONS = "peers/audit/convictions.py"
+VERDICTS = "peers/audit/verdicts.py"
 EVIDENCE = "swarm/audit/evidence.py"
 PROJECTION = "swarm/audit/projection.py"
 ANSWERS = "swarm/audit/answers.py"
@@ -407,7 +408,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "elect-by-the-clock",
         ROUNDS,
-        "(-(voice[peer] // MIN_STEPS) if voice.get(peer) else since_s[peer])",
+        "(-(voice[peer] // RANK_STEPS) if voice.get(peer) else since_s[peer])",
         "since_s[peer]",
         "Of those with voice, the one coordinates that says the earliest time.",
         ("test_attack",),
@@ -2450,7 +2451,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "convicted-and-not-left-out",
-        CONVICTIONS,
+        VERDICTS,
         "        if not self._convicted:\n            return records",
         "        if True:\n            return records",
         "A peer that was shown to lie takes part in the next round.",
@@ -2901,9 +2902,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "one-replica-speaks-for-its-stage",
-        CONVICTIONS,
-        "        return 2 * agree > sum(weight.values())\n",
-        "        return agree > 0\n",
+        VERDICTS,
+        "        return 2 * sum(weight[peer] for peer in agree) > sum(weight.values())\n",
+        "        return bool(agree)\n",
         "One liar of a stage has its honest replicas left out by all other stages.",
         ("test_false_answers",),
     ),
@@ -3228,5 +3229,77 @@ MUTATIONS: tuple[Mutation, ...] = (
         "    if False and abs(",
         "A replica of the last stage reports the losses that it likes.",
         ("test_false_answers",),
+    ),
+    Mutation(
+        "coordinate-for-ever",
+        PROTOCOL,
+        "        awake = self._rotation.awake(heard(there, voice), now=now)\n",
+        "        awake = heard(there, voice)\n",
+        "A coordinator that lies holds the run up until it is banned.",
+        ("test_lying_coordinators",),
+    ),
+    Mutation(
+        "charge-the-next-one-for-the-last",
+        "swarm/policy/rotation.py",
+        "began_s = now if self._since_s else self._stepped_s",
+        "began_s = self._stepped_s",
+        "All coordinators lose their turns for one that lies.",
+        ("test_lying_coordinators",),
+    ),
+    Mutation(
+        "charge-for-what-nobody-saw",
+        "swarm/policy/rotation.py",
+        "        if slept:\n            self._stepped_s = now\n",
+        "",
+        "A machine that slept sees other coordinators than the rest.",
+        ("test_lying_coordinators",),
+    ),
+    Mutation(
+        "tell-only-whom-one-sees",
+        PROTOCOL,
+        "others = {told_of} if told_of in self.belief.voice(stage) else set[PeerId]()",
+        "others = set[PeerId]()",
+        "A stage whose coordinator came later is not heard of any more.",
+        ("test_council",),
+    ),
+    Mutation(
+        "voice-for-twenty-steps-only",
+        "swarm/protocol/work_count.py",
+        "if work.steps >= MIN_STEPS",
+        "if work.steps >= 2 * MIN_STEPS",
+        "Of a stage one replica has voice 20 steps before the others.",
+        ("test_vouchers",),
+    ),
+    Mutation(
+        "founders-lose-their-voice",
+        VOICE,
+        "return founders | {",
+        "return (founders if not vouched else {}) | {",
+        "After the first vouchers the founders' word counts for nothing.",
+        ("test_false_answers",),
+    ),
+    Mutation(
+        "no-word-decides-between-two",
+        VERDICTS,
+        "if len(voice) <= 2 and accused not in founders and agree & founders:",
+        "if False:",
+        "A liar with one founder beside it makes the run stand still.",
+        ("test_false_answers",),
+    ),
+    Mutation(
+        "vouch-for-who-lied",
+        "peers/vouching/giver.py",
+        "        if self._ask is not None:\n            await self._ask()\n",
+        "",
+        "A peer that was shown to lie keeps its voice for ever.",
+        ("test_false_answers",),
+    ),
+    Mutation(
+        "watch-one-peer-for-ever",
+        TRAINER,
+        " or now - max(since_s, self._step_began) > SAME_S",
+        "",
+        "One peer with old news stops its trainer.",
+        ("test_lying_coordinators",),
     ),
 )

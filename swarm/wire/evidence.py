@@ -146,6 +146,8 @@ class AskConvicted(msgspec.Struct, frozen=True, kw_only=True):
 
 class Convicted(msgspec.Struct, frozen=True, kw_only=True):
     yes: bool
+    others: tuple[PeerId, ...] = ()
+    """Against whom it saw evidence; of very many, some."""
 
 
 class Reveal(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,12 +15,15 @@ from peers.audit import asking
 from peers.events import PeerLost, Trouble
 from peers.ports import Answer, Buffer, Request
 from peers.stage.server import StagePeer
-from swarm.manifest import Run, audit_run
+from swarm.manifest import AdmissionSpec, Run, audit_run
+from swarm.protocol.work_count import RENEW_EVERY
 from swarm.wire.codec import Encoded
 from swarm.wire.evidence import Audited, KeptTensors, WrongAnswer
 from swarm.wire.messages import Locate, Located, pack, unpack
+from tests.peers import sybils
 from tests.peers.admitted import TRAINER, admitting
 from tests.peers.loops import Swarm, swarm
+from tests.peers.sybils import give_voice
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(240)]
 
@@ -255,3 +258,45 @@ async def test_a_loss_is_computed_again_as_well(monkeypatch: pytest.MonkeyPatch)
         s.add_trainer(TRAINER)
         others = [peer for name, peer in s.peers.items() if name[:2] == "s2" and name != "s2p1"]
         await s.until(lambda: all("s2p1" in p.convictions.convicted for p in others), limit_s=60.0)
+
+
+async def test_of_a_stage_that_was_there_from_the_start_all_have_voice_at_once() -> None:
+    """Some had it 20 steps before the others, who had missed a step: with one of those beside it, a liar made
+    the run stand still.
+    """
+    async with swarm(audited_run(steps=RENEW_EVERY + 1), replicas=3) as s:
+        await s.until_serving()
+        s.add_trainer(TRAINER)
+        await s.until_finished()
+        assert all(s.network.records[name].voucher for name in s.peers)
+
+
+async def test_where_no_third_has_voice_the_founder_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    audit(monkeypatch, share=1.0)
+    founder = sybils.TRAINER[:-1] + "F"
+    run = replace(audited_run(), admission=AdmissionSpec(trainers=(sybils.TRAINER,), founders=(founder,)))
+    async with swarm(run, replicas=1) as s:
+        s.add_peer(founder, 1)
+        give_voice(s, "s0p0", "s1p0", "s2p0", steps={"s1p0": 100})
+        await s.until_serving()
+        lie(s.peers["s1p0"], LIES["zero"])
+        s.add_trainer(sybils.TRAINER)
+        honest = [peer for name, peer in s.peers.items() if name != "s1p0"]
+        await s.until(lambda: all(peer.core.version >= run.steps for peer in honest), limit_s=100.0)
+        assert all(peer.convictions.convicted == {"s1p0"} for peer in honest)
+
+
+async def test_a_trainer_vouches_for_nobody_that_a_stage_has_convicted() -> None:
+    """It is shown no evidence, and asks. One replica of three that says so convicts nobody."""
+    async with swarm(audited_run(steps=RENEW_EVERY + 1), replicas=3) as s:
+        await s.until_serving()
+        trainer = s.add_trainer(TRAINER)
+        await s.until_version(RENEW_EVERY - 2)
+        for name in ("s1p0", "s1p2"):
+            s.peers[name].convictions.convicted.add("s1p1")
+        s.peers["s0p0"].convictions.convicted.update(("s1p1", "s2p1"))
+        s.peers["s2p0"].convictions.convicted.add("s2p1")
+        honest = [peer for name, peer in s.peers.items() if name not in ("s1p1", "s2p1")]
+        await s.until(lambda: all(p.core.version >= RENEW_EVERY + 1 for p in honest), limit_s=60.0)
+        assert [n for n in s.peers if not s.network.records[n].voucher] == ["s1p1"]
+        assert trainer._verdicts.convicted == {"s1p1"}  # pyright: ignore[reportPrivateUsage]

@@ -1,0 +1,142 @@
+"""What stages say of their peers that lied: others have no weights to judge with."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Collection, Sequence
+
+from peers import events
+from peers.ports import Directory, Transport
+from peers.status_query import MAX_VOICES
+from peers.voices import Voices
+from swarm.errors import SwarmError, short
+from swarm.ids import PeerId, Stage
+from swarm.manifest import Run
+from swarm.protocol.voice import heard
+from swarm.records import PeerRecord
+from swarm.wire.evidence import AskConvicted, Convicted
+from swarm.wire.messages import pack, unpack_answer
+
+MAX_TOLD = 64
+"""Peers that are told, or asked: of a stage, and of others."""
+ASK_S = 3.0
+
+
+class Verdicts:
+    """The peers that were shown to lie, as far as this one knows, for the rest of its life."""
+
+    def __init__(
+        self,
+        run: Run,
+        transport: Transport,
+        directory: Directory,
+        emit: Callable[[events.Event], None],
+    ) -> None:
+        self._run, self._emit = run, emit
+        self._transport, self._directory = transport, directory
+        self._voices = Voices(run, transport.signer, directory)
+        self._dice = random.Random(transport.peer_id)
+        self.convicted: set[PeerId] = set()
+        """They are left out of what this peer does."""
+        self.on_conviction: Callable[[PeerId], None] = lambda peer: None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def leave_out(self, accused: PeerId, why: str) -> None:
+        """Do without a peer from now on."""
+        self.convicted.add(accused)
+        self._emit(events.Trouble(text=f"peer {short(accused)} is left out: {why}"))
+        self.on_conviction(accused)
+
+    def ask_soon(self) -> None:
+        """`ask`, in the background."""
+        self._spawn(self.ask())
+
+    async def ask(self) -> None:
+        """Leave out the peers that their stages have convicted; peers of stage 0 hear of all of these."""
+        there = heard([r.peer for r in self._directory.at(0) if r.state == "serving"], self._voices.of(0))
+        asked = self._dice.sample(there, min(MAX_VOICES, len(there)))
+        told = await asyncio.gather(*(self._convicted_by(peer, "") for peer in asked))
+        for accused in sorted({name for one in told for name in one.others[:MAX_TOLD]} - self.convicted):
+            record = self._directory.find(accused)
+            if record is not None and await self.most_have_convicted(record.stage, accused):
+                self.leave_out(accused, "its stage has convicted it")
+
+    async def most_have_convicted(self, stage: Stage, accused: PeerId) -> bool:
+        there = [r.peer for r in self._directory.at(stage) if r.state in ("serving", "leaving")][:MAX_TOLD]
+        voice = self._voices.of(stage)
+        asked = [peer for peer in heard(there, voice) if peer not in (accused, self._transport.peer_id)]
+        said = await asyncio.gather(*(self._convicted_by(peer, accused) for peer in asked))
+        weight = {peer: voice.get(peer, 0) if voice else 1 for peer in there}
+        agree = {peer for peer, one in zip(asked, said, strict=True) if one.yes}
+        founders = set(self._run.admission.founders)
+        if len(voice) <= 2 and accused not in founders and agree & founders:
+            return True
+        return 2 * sum(weight[peer] for peer in agree) > sum(weight.values())
+
+    async def _convicted_by(self, peer: PeerId, accused: PeerId) -> Convicted:
+        ask = AskConvicted(run=self._run.id, peer=accused)
+        try:
+            answer = await self._transport.call(peer, "convicted", pack(ask), deadline_s=ASK_S)
+            return unpack_answer(peer, answer.header, Convicted)
+        except SwarmError:
+            return Convicted(yes=False)
+
+    def _spawn(self, work: object) -> None:
+        task = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Stop telling others."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class TrustedDirectory:
+    """A directory without the peers that were shown to lie. Fulfils `peers.ports.Directory`."""
+
+    def __init__(self, directory: Directory, convicted: Collection[PeerId]) -> None:
+        self._directory, self._convicted = directory, convicted
+        self._shown: dict[Stage | None, tuple[Sequence[PeerRecord], int, Sequence[PeerRecord]]] = {}
+
+    def _without(self, key: Stage | None, records: Sequence[PeerRecord]) -> Sequence[PeerRecord]:
+        """The same object as long as nothing has changed."""
+        if not self._convicted:
+            return records
+        known = self._shown.get(key)
+        if known is None or known[0] is not records or known[1] != len(self._convicted):
+            left = [record for record in records if record.peer not in self._convicted]
+            known = self._shown[key] = (records, len(self._convicted), left)
+        return known[2]
+
+    def watch(self, stages: Collection[Stage] | None) -> None:
+        self._directory.watch(stages)
+
+    def peers(self) -> Sequence[PeerRecord]:
+        return self._without(None, self._directory.peers())
+
+    def at(self, stage: Stage) -> Sequence[PeerRecord]:
+        return self._without(stage, self._directory.at(stage))
+
+    def find(self, peer: PeerId) -> PeerRecord | None:
+        return None if peer in self._convicted else self._directory.find(peer)
+
+    @property
+    def lag_s(self) -> float:
+        return self._directory.lag_s
+
+    async def refresh(self, stages: Collection[Stage] | None = None) -> Sequence[PeerRecord]:
+        found = await self._directory.refresh(stages)
+        return [record for record in found if record.peer not in self._convicted]
+
+    async def lookup_all(self) -> Sequence[PeerRecord]:
+        found = await self._directory.lookup_all()
+        return [record for record in found if record.peer not in self._convicted]
+
+    async def announce(self, record: PeerRecord) -> None:
+        await self._directory.announce(record)
+
+    async def withdraw(self) -> None:
+        await self._directory.withdraw()
