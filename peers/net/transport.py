@@ -37,6 +37,7 @@ from swarm.errors import (
     PeerSilent,
     Refused,
     SwarmError,
+    from_wire,
     short,
 )
 from swarm.ids import PeerId
@@ -54,6 +55,18 @@ MAX_LINKS_PER_PEER = 2
 MAX_HANDLERS_PER_PEER = frames.MAX_PENDING
 _FLUSH_S = 1.0
 _LOG_EVERY_S = 60.0
+
+
+class _LocalCall:
+    """A call of a peer to itself, which asks all whose word a commit lacks. Fulfils `peers.ports.Request`."""
+
+    def __init__(self, peer: PeerId, method: str, header: bytes, body: Sequence[memoryview]) -> None:
+        self.peer, self.method, self.header = peer, method, header
+        self.body_sizes: Sequence[int] = [part.nbytes for part in body]
+        self._body = body
+
+    async def accept(self) -> list[memoryview]:
+        return [memoryview(bytearray(part)) for part in self._body]
 
 
 class Dialer:
@@ -290,9 +303,11 @@ class NetTransport:
         deadline_s: float | None = None,
     ) -> Answer:
         """See `peers.ports.Transport.call`. The buffers must not change until this returns."""
-        if why := self.refusal(peer, method, False):
+        if peer != self.peer_id and (why := self.refusal(peer, method, False)):
             raise PeerGone(peer, why)
-        running = self._call(peer, method, header, [flat(part) for part in body], max_answer_bytes)
+        views = [flat(part) for part in body]
+        call = self._call_locally if peer == self.peer_id else self._call_remotely
+        running = call(peer, method, header, views, max_answer_bytes)
         if deadline_s is None:
             return await running
         try:
@@ -300,11 +315,37 @@ class NetTransport:
         except asyncio.TimeoutError:
             raise PeerSilent(peer, f"no answer to {method!r} within {deadline_s:g} s") from None
 
-    async def _call(
+    async def _call_remotely(
         self, peer: PeerId, method: str, header: bytes, body: Sequence[memoryview], max_answer_bytes: int
     ) -> Answer:
         link = await self._dialer.link_to(peer)
         return await link.call(method, header, body, max_answer_bytes)
+
+    async def _call_locally(
+        self, peer: PeerId, method: str, header: bytes, body: Sequence[memoryview], max_answer_bytes: int
+    ) -> Answer:
+        frames.pack_call(1, method, header, [part.nbytes for part in body])  # the same limits as elsewhere
+        task = self._tasks.create_task(self._handle_locally(_LocalCall(peer, method, bytes(header), body)))
+        try:
+            # Shielded: a caller that gives up does not stop the handler, as from afar.
+            answer = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise PeerGone(peer, self._dialer.closed or "the handler was cancelled") from None
+            raise
+        total = sum(flat(part).nbytes for part in answer.body)
+        if total > max_answer_bytes:
+            raise BadAnswer(peer, f"an answer of {total} bytes; at most {max_answer_bytes} fit")
+        return answer
+
+    async def _handle_locally(self, request: _LocalCall) -> Answer:
+        try:
+            with _bugs_refused(request.method, request.peer):
+                answer = await self._find(request.method, sum(request.body_sizes))(request)
+                parts = [memoryview(bytearray(flat(part))) for part in answer.body]
+                return Answer(bytes(answer.header), parts)
+        except SwarmError as error:
+            raise from_wire(self.peer_id, error.to_wire()) from error
 
     # -- serving --------------------------------------------------------------------------------
 

@@ -115,7 +115,6 @@ class SimTransport:
     ) -> Answer:
         if len(header) > MAX_HEADER_BYTES:
             raise ValueError(f"header of {len(header)} bytes; the limit is {MAX_HEADER_BYTES}")
-        assert peer != self.peer_id, "p2pd dials no peer from itself"
         answer = await self._network.call(self, peer, method, header, body, deadline_s)
         size = _size(answer.body)
         if size > max_answer_bytes:

@@ -2573,8 +2573,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "ban-ignored-for-callees",
         CALLS,
-        "if why := self.refusal(peer, method, False)",
-        'if why := ""',
+        "(why := self.refusal(peer, method, False))",
+        '(why := "")',
         "Work is sent to a peer that is banned.",
         ("test_admission",),
     ),
