@@ -18,8 +18,8 @@ MAX_VOICES = 3
 
 
 async def ask_status(run: Run, transport: Transport, peers: Sequence[PeerId]) -> dict[PeerId, PeerStatus]:
-    """The status of those peers, all asked at once. Silent ones are left out."""
-    question = pack(AskStatus(run=run.id))
+    """The status of those peers, all asked at once. Silent ones are left out, and this one is not asked."""
+    question, peers = pack(AskStatus(run=run.id)), [peer for peer in peers if peer != transport.peer_id]
 
     async def ask(peer: PeerId) -> PeerStatus | None:
         try:

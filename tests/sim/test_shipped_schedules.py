@@ -241,6 +241,12 @@ def test_a_newcomer_with_voice_takes_the_result_of_one_replica(seed: int) -> Non
     assert run_schedule(seed).violation == ""
 
 
+@pytest.mark.parametrize("seed", [891, 1382])
+def test_a_peer_that_asks_around_does_not_ask_itself(seed: int) -> None:
+    """Its own record is among those of a stage that was lost and is being restored."""
+    assert not run_schedule(seed).violation
+
+
 @pytest.mark.parametrize("seed", [1074, 1428])
 def test_replicas_that_each_found_a_result_alone_begin_the_step_again_together(seed: int) -> None:
     """Both were left out, and neither was told, since nothing was left to decide on."""
