@@ -667,10 +667,10 @@ async def test_a_body_in_single_bytes_costs_what_it_holds(
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     chunk = body_frame(1, b"x") * 10_000
-    for _ in range(5):
+    for _ in range(2):
         stranger.writer.write(chunk)
         await stranger.writer.drain()
-    await until(lambda: callee.received_bytes[stranger.peer] >= 5 * len(chunk))
+    await until(lambda: callee.received_bytes[stranger.peer] >= 2 * len(chunk))
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert held < MIB
@@ -708,16 +708,16 @@ async def test_bodies_that_wait_to_be_accepted_are_bounded_together(
     await stranger.close()
 
 
-async def test_thousands_of_unanswered_calls_are_refused_beyond_a_bound(
+async def test_a_thousand_unanswered_calls_are_refused_beyond_a_bound(
     relay: Relay, pair: tuple[NetTransport, NetTransport]
 ) -> None:
     _, callee = pair
     gate = Gate()
     callee.serve("gate", gate)
     stranger = await RawCaller.open(relay.paths[callee.peer_id])
-    for call in range(1, 3001):
+    for call in range(1, 1001):
         stranger.writer.write(call_frame(call, "gate"))
-    refusals = [await stranger.frame() for _ in range(3000 - frames.MAX_PENDING)]
+    refusals = [await stranger.frame() for _ in range(1000 - frames.MAX_PENDING)]
     assert {prefix.kind for prefix, _ in refusals} == {Kind.ERROR}
     fields = frames.unpack_error(refusals[0][1])
     assert fields["code"] == "busy"
