@@ -158,7 +158,7 @@ def add_to_a_frozen_sum(patch: Patch) -> None:
     [
         (lose_inherited_marks, "bug", 60),
         (drop_the_ledger_only, "I1", 200),
-        (add_to_a_frozen_sum, "I1", 150),
+        (add_to_a_frozen_sum, "I1", 400),
     ],
 )
 @pytest.mark.slow
