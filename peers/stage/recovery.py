@@ -231,7 +231,6 @@ class Recovery:
             return True
         voice = self._voices.of(0, version=self._core.version)
         there = [r.peer for r in self._directory.at(0) if r.state in ("serving", "joining")]
-        there = [peer for peer in there if peer != self._core.me]
         first = sorted(there, key=lambda peer: peer not in voice)[:MAX_ASKED]
         told = await ask_status(self._run, self._transport, first)
         return any(told[peer].trainers for peer in heard(told, voice))
