@@ -20,7 +20,7 @@ import torch
 
 from peers.audit.convictions import Convictions
 from peers.audit.kept import KeptWork
-from peers.audit.sum_check import SumCheck
+from peers.audit.sum_check import SumCheck, chunk_digests
 from peers.audit.sums import SumAudits
 from peers.clock import now_s
 from peers.ports import Rank, Transport
@@ -28,7 +28,6 @@ from peers.stage.state import StageCore
 from swarm.audit.answers import is_audited
 from swarm.audit.contributions import Recount
 from swarm.audit.evidence import numbers
-from swarm.audit.projection import chunk_digest
 from swarm.audit.screen import Screen
 from swarm.errors import SwarmError
 from swarm.ids import Microbatch, PeerId
@@ -195,13 +194,10 @@ class ContributionAudits:
 
     def _compare(self, case: _Case) -> tuple[bool, bool]:
         """Whether the contribution has the very bits that were computed; whether its chunk is far off."""
-        check, total = case.check, case.recount.total()
-        found = []
-        for part in check.parts:
-            digests = (chunk_digest(total[start : start + numel]) for start, numel in part)
-            found.append(digest_of(*digests))
-        said, _ = check.product_of(case.place)
-        return tuple(found) == said.contributions, case.recount.is_far(case.chunk)
+        total = case.recount.total()
+        found = tuple(digest_of(chunk_digests(total, part)) for part in case.check.parts)
+        said, _ = case.check.product_of(case.place)
+        return found == said.contributions, case.recount.is_far(case.chunk)
 
     def _shows_nothing(self, case: _Case) -> None:
         """A replica that cannot show what it added is asked again in the next step, by all."""

@@ -124,7 +124,6 @@ class Convictions(Verdicts):
         last = self._suspected_by.get(teller, -SUSPECTS_STEPS)
         if (voice and teller not in voice) or said.t - last < SUSPECTS_STEPS:
             raise Refused(f"peer {short(teller)} may name a suspect once in {SUSPECTS_STEPS} steps")
-        self._suspected_by = {teller: said.t, **self._suspected_by}
         self._suspected_by[teller] = said.t
         self.suspect(evidence.accused)
 

@@ -89,7 +89,7 @@ class SumCheck:
         seal = digest_of(self._nonce)
         for place, owner in enumerate(self.plan.members):
             there = self.parts[place] if self.contributes(self._me) else ()
-            digests = b"".join(chunk_digest(self.chunk(place, index)) for index in range(len(there)))
+            digests = chunk_digests(self._total, there)
             unsigned = Contribution(self._signer.peer_id, digest_of(digests), seal, b"")
             statement = contributed(self._stage, self.t, self.plan.round, owner, unsigned)
             signature = sign(self._signer, self._run, statement)
@@ -282,6 +282,11 @@ class SumCheck:
     def product_of(self, place: int) -> tuple[Projected, bytes]:
         """What a member signed of its products."""
         return self._said[place]
+
+
+def chunk_digests(total: torch.Tensor, chunks: Chunks) -> bytes:
+    """The digests of the chunks of a part of a sum, one after the other."""
+    return b"".join(chunk_digest(total[start : start + numel]) for start, numel in chunks)
 
 
 def _digest(buffers: Sequence[Buffer]) -> bytes:

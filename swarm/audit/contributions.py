@@ -33,15 +33,11 @@ class Recount:
         """Compute a microbatch and add it.
 
         Raises:
-            As `StageCompute.forward`, `gradients` and `add`.
+            As `StageCompute.gradients_of` and `add`.
         """
-        compute, mb = self._compute, Microbatch(self._t, m)
-        if compute.stage == compute.run.S - 1:
-            found = compute.loss_gradients(mb, inputs, weights=True)
-        else:
-            found = compute.gradients(compute.forward(mb, inputs), output_grads, weights=True)
+        found = self._compute.gradients_of(Microbatch(self._t, m), inputs, output_grads)
         before = self._part().clone()
-        compute.add(found)
+        self._compute.add(found)
         self._terms_norm += _norm(self._part() - before)
 
     def total(self) -> torch.Tensor:
@@ -57,8 +53,7 @@ class Recount:
         if contributed.shape != ours.shape:
             return True
         least = max(_norm(ours), _norm(contributed), NOISE * self._terms_norm)
-        distance = torch.linalg.vector_norm(ours.double() - contributed.double()).item()
-        return distance > FAR[self._compute.run.dtype] * least
+        return _norm(ours.double() - contributed.double()) > FAR[self._compute.run.dtype] * least
 
     def _part(self) -> torch.Tensor:
         return self._compute.sums.of(self._t)[self._chunk]

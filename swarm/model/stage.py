@@ -163,6 +163,16 @@ class StageCompute:
         found.loss = loss
         return found
 
+    def gradients_of(self, mb: Microbatch, inputs: Sequence[Wire], grads_out: Sequence[Wire]) -> Gradients:
+        """Those of a microbatch that is computed again, from what was kept of it (`grads_out`: nothing at the
+        last stage). Raises as `forward` and `gradients`.
+        """
+        if self._last:
+            return self.loss_gradients(mb, inputs, weights=True)
+        kept = [Encoded(meta, buffers) for meta, buffers in inputs]
+        forward = Forward(mb, self._held_version(mb), self.state.loads, kept, [])
+        return self.gradients(forward, grads_out, weights=True)
+
     def add(self, found: Gradients) -> None:
         """Add the gradients of the weights to the sum of their step, which must have begun.
 
@@ -182,14 +192,9 @@ class StageCompute:
         Raises:
             As `forward`, `gradients` and `add`.
         """
-        if self._last:
-            found = self.loss_gradients(mb, inputs, weights=True)
-        elif grads_out:
-            kept = [Encoded(meta, buffers) for meta, buffers in inputs]
-            forward = Forward(mb, self._held_version(mb), self.state.loads, kept, [])
-            found = self.gradients(forward, grads_out, weights=True)
-        else:
+        if not self._last and not grads_out:
             raise Refused(f"undoing {mb} takes the gradient of its output")
+        found = self.gradients_of(mb, inputs, grads_out)
         found.terms = {name: -term for name, term in found.terms.items()}
         self.add(found)
 
