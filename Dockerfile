@@ -21,7 +21,7 @@ RUN case "$DEVICE" in \
         cuda) sed -i 's/^torch==/torch===/' constraints.txt && index="" ;; \
         *) echo "DEVICE is cpu or cuda, not '$DEVICE'" >&2; exit 1 ;; \
     esac \
-    && mkdir swarm peers && touch README.md \
+    && mkdir swarm peers && touch LICENSE README.md \
     && export PIP_CONSTRAINT=/build/constraints.txt PIP_BUILD_CONSTRAINT=/build/constraints.txt \
     && pip install --constraint constraints.txt ${index:+"$index"} ".[$EXTRAS]" \
     && modules=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
@@ -29,7 +29,7 @@ RUN case "$DEVICE" in \
     && built=$(python -c 'import torch; print("cuda" + torch.version.cuda.replace(".", "") if torch.version.cuda else "cpu")') \
     && case "$built" in "$DEVICE"*) ;; *) echo "this torch is for $built, not for $DEVICE" >&2; exit 1 ;; esac \
     && find "$modules/bitsandbytes" -name '*.so' ! -name '*_cpu*' ! -name "*_$built*" -delete
-COPY README.md ./
+COPY LICENSE README.md ./
 COPY swarm swarm
 COPY peers peers
 # pip also compiles, which the user who runs it could not; then it has nothing more to do.
@@ -38,7 +38,8 @@ RUN pip install --no-deps --no-build-isolation --force-reinstall . \
 
 FROM base
 LABEL org.opencontainers.image.title="swarm" \
-      org.opencontainers.image.description="Train one model on many unreliable machines, and lose nothing when they die"
+      org.opencontainers.image.description="Train one model on many unreliable machines, and lose nothing when they die" \
+      org.opencontainers.image.licenses="Apache-2.0"
 # /data is the one thing to keep: the identity and the cache. /join is where a volume can be put for --join-file.
 RUN groupadd --gid 10001 swarm \
     && useradd --uid 10001 --gid swarm --home-dir /data --no-create-home --shell /usr/sbin/nologin swarm \

@@ -63,7 +63,7 @@ class Nvml:
             import pynvml
         except ImportError:
             raise SetupError(
-                "--pause-when-busy reads what other programs do by NVML: pip install nvidia-ml-py"
+                "--pause-when-busy reads what other programs do by NVML: pip install 'swarm-train[owner]'"
             ) from None
         self._nvml: Any = pynvml
         try:

@@ -121,5 +121,5 @@ def _web(listen: Listen, board: Board) -> AbstractAsyncContextManager[str]:
     try:
         from peers.watch import web
     except ImportError as error:
-        raise SetupError(f"--web needs {error.name}: .venv/bin/pip install -e '.[dashboard]'") from None
+        raise SetupError(f"--web needs {error.name}: pip install 'swarm-train[dashboard]'") from None
     return web.served(listen, lambda: board.health)

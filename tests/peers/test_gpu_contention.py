@@ -96,7 +96,7 @@ def test_without_driver_library_or_gpu_it_is_said_at_once(
     with pytest.raises(SetupError, match=r"NVML says Driver Not Loaded; is the driver there \(nvidia-smi\)"):
         Nvml("1234", lambda: 0)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(SetupError, match="pip install nvidia-ml-py"):
+    with pytest.raises(SetupError, match=r"pip install 'swarm-train\[owner\]'"):
         Nvml("1234", lambda: 0)
     with pytest.raises(SetupError, match="watches a GPU; this peer computes on cpu: leave it out"):
         nvml_of("cpu")

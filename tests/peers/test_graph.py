@@ -128,7 +128,7 @@ def test_a_config_without_transformers_says_what_to_install(monkeypatch: pytest.
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr("swarm.model.graph.model_source.importlib.import_module", absent)
-    with pytest.raises(SetupError, match=r"needs transformers: \.venv/bin/pip install -e '\.\[hf\]'"):
+    with pytest.raises(SetupError, match=r"needs transformers: pip install 'swarm-train\[hf\]'"):
         from_hf({"model_type": "gpt2"}, rows=1, length=8)
 
 

@@ -136,7 +136,7 @@ def test_without_nicegui_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.delattr(peers.watch, "web", raising=False)
     monkeypatch.setitem(sys.modules, "nicegui", None)
-    with pytest.raises(SetupError, match=r"--web needs nicegui: \.venv/bin/pip install -e '\.\[dashboard\]'"):
+    with pytest.raises(SetupError, match=r"--web needs nicegui: pip install 'swarm-train\[dashboard\]'"):
         dashboard._web(("127.0.0.1", 0), dashboard.Board(RUN))
 
 

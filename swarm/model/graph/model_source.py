@@ -72,7 +72,7 @@ def transformers() -> Any:
         return importlib.import_module("transformers")
     except ImportError:
         raise SetupError(
-            "a model of Hugging Face needs transformers: .venv/bin/pip install -e '.[hf]'"
+            "a model of Hugging Face needs transformers: pip install 'swarm-train[hf]'"
         ) from None
 
 
