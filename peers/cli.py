@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+import swarm
 from peers import options
 from peers.options import ProcessOptions, add_options, description, options_from
 from swarm.errors import DeviceHangs, NotNow, PeerFault, Refused, SetupError, SwarmError, printable
@@ -360,14 +361,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     args.words = words
     if args.version:
-        from importlib.metadata import PackageNotFoundError, version
-
-        from swarm.wire.version import PROTOCOL_VERSION
-
-        try:
-            print(f"swarm {version('swarm')}, protocol {PROTOCOL_VERSION}")
-        except PackageNotFoundError:
-            print(f"swarm, run from its folder without being installed, protocol {PROTOCOL_VERSION}")
+        print(_version())
         return Exit.OK
     if args.command is None:
         parser.print_help()
@@ -394,6 +388,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _say(args, f"a bug in swarm: {type(error).__name__}: {error} (add --traceback to see where)")
         return Exit.FAILED
+
+
+def _version() -> str:
+    """The versions that decide whether two programs can work together, and with equal results."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from swarm.wire.version import PROTOCOL_VERSION
+
+    said = [f"swarm {swarm.__version__}", f"protocol {PROTOCOL_VERSION}"]
+    for name in ("torch", "hivemind"):
+        try:
+            said.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            said.append(f"no {name}")
+    return ", ".join((*said, f"Python {sys.version.partition(' ')[0]}"))
 
 
 def _say(args: argparse.Namespace, text: str) -> None:

@@ -72,3 +72,5 @@ Glossary. One word per idea, everywhere (tests/test_words.py finds retired ones)
     inconsistency   a statement of a peer that others, or its own record, contradict
     alert           a sentence about what a person should look at
 """
+
+__version__ = "0.1.0"

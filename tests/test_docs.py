@@ -23,6 +23,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+import swarm
 from peers.cli import build_parser, takes_join_file
 from scripts.bench import loss_curve, tables
 from swarm.example import example_run
@@ -47,6 +48,7 @@ PAGES = (
     "README.md",
     *(f"docs/{name}.md" for name in ("home", "join", "public-run", "spot", "security", "troubleshooting")),
     *(f"docs/{name}.md" for name in ("manifest", "own-model", "planning", "watching")),
+    "CONTRIBUTING.md",
 )
 """Those with commands."""
 JOIN_FILE = "@join.txt"
@@ -298,7 +300,8 @@ def test_a_symptom_that_nobody_says_would_be_noticed() -> None:
 # --- links ---
 
 MARKDOWN = tuple(
-    str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    str(path.relative_to(ROOT))
+    for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 )
 
 
@@ -426,6 +429,28 @@ def test_a_walk_has_at_most_six_files_and_all_are_there(heading: str) -> None:
 
 def test_there_are_five_questions_and_three_walks() -> None:
     assert len(walks()) == 8
+
+
+# --- the papers of the house ---
+
+
+def test_the_changelog_and_the_citation_have_the_version_of_the_package() -> None:
+    versions = re.findall(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == cited["version"] == swarm.__version__
+    assert versions[0] in (project["version"], "Unreleased")
+    assert project["version"] in versions
+    assert cited["license"] == project["license"]
+
+
+def test_the_papers_whose_ideas_these_are_are_cited() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert [(paper["authors"][0]["family-names"], paper["url"]) for paper in cited["references"]] == [
+        ("Ryabinin", "https://arxiv.org/abs/2301.11913"),
+        ("Yuan", "https://arxiv.org/abs/2206.01288"),
+        ("Tang", "https://arxiv.org/abs/2410.12707"),
+    ]
 
 
 # --- the words ---

@@ -9,19 +9,19 @@ import dataclasses
 import importlib
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import swarm
 from peers import cli, options
 from peers.cli import COMMANDS, OWNERS, PROGRAMS, ROLES, Exit, build_parser, exit_code, main, options_of
 from peers.events import Failed, parse_event
@@ -32,6 +32,7 @@ from swarm.errors import Busy, PeerGone, Refused, SetupError, SwarmError
 from swarm.example import example_run
 from swarm.installed import check_allowed
 from swarm.manifest import CustomModelSpec, DataSpec, Run, demo_run
+from swarm.wire.version import PROTOCOL_VERSION
 
 RUN = "0123456789abcdef" * 2
 JOIN = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -509,9 +510,19 @@ async def test_a_stage_that_the_run_has_not_is_refused_while_torch_is_imported(
         imported.set()
 
 
-def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_the_packages_and_what_others_have_to_share(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--version"]) == 0
-    assert re.match(r"swarm\b.*, protocol \d+$", capsys.readouterr().out)
+    said = f"swarm {swarm.__version__}, protocol {PROTOCOL_VERSION}, torch {version('torch')}, "
+    assert capsys.readouterr().out.startswith(f"{said}hivemind {version('hivemind')}, Python 3.")
+
+    def nothing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", nothing)
+    assert main(["--version"]) == 0
+    assert ", no torch, no hivemind, Python 3." in capsys.readouterr().out
 
 
 def test_check_prints_json_and_its_code_says_how_it_went(
