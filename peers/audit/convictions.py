@@ -75,21 +75,22 @@ class Convictions(Verdicts):
         """Show it to the other replicas of this stage. The other stages are told of it, and ask them: those
         around this one, and stage 0, which coordinates the run; of stage 0 all are.
         """
-        header = pack(ShowEvidence(run=self._run.id, evidence=evidence))
         stages = {self._stage - 1, self._stage + 1, 0} if self._stage else set(range(self._run.S))
         others = {r.peer for stage in stages - {self._stage} for r in self._directory.at(stage)}
-        self.tell_replicas(evidence, body)
-        for peer in sorted(others)[:MAX_TOLD]:
-            self._spawn(self._tell(peer, header, []))
+        self.tell_replicas(evidence, body, also=sorted(others)[:MAX_TOLD])
 
-    def tell_replicas(self, evidence: Evidence, body: Sequence[Buffer]) -> None:
-        """Show it to the other replicas of this stage."""
+    def tell_replicas(
+        self, evidence: Evidence, body: Sequence[Buffer], *, also: Sequence[PeerId] = ()
+    ) -> None:
+        """Show it to the other replicas of this stage. `also`: who is told of it, and shown nothing."""
         header = pack(ShowEvidence(run=self._run.id, evidence=evidence))
         replicas = {r.peer for r in self._directory.at(self._stage)} - {self._transport.peer_id}
         if sum(memoryview(b).nbytes for b in body) > MAX_EVIDENCE_BYTES:
             body = []
         for peer in sorted(replicas)[:MAX_TOLD]:
             self._spawn(self._tell(peer, header, body))
+        for peer in also:
+            self._spawn(self._tell(peer, header, []))
 
     async def _tell(self, peer: PeerId, header: bytes, body: Sequence[Buffer]) -> None:
         with contextlib.suppress(SwarmError):
@@ -119,10 +120,11 @@ class Convictions(Verdicts):
         return Answer(pack(Ack()))
 
     def _note_suspect(self, teller: PeerId, evidence: WrongContribution) -> None:
-        """It costs this peer an audit, so a replica with voice may say it, once in a while."""
+        """It costs this peer an audit, so a replica, with voice if any has it, may say it once in a while."""
         said, voice = evidence.statement, self._voices.of(self._stage)
+        there = [record.peer for record in self._directory.at(self._stage)]
         last = self._suspected_by.get(teller, -SUSPECTS_STEPS)
-        if (voice and teller not in voice) or said.t - last < SUSPECTS_STEPS:
+        if teller not in (voice or there) or said.t - last < SUSPECTS_STEPS:
             raise Refused(f"peer {short(teller)} may name a suspect once in {SUSPECTS_STEPS} steps")
         self._suspected_by[teller] = said.t
         self.suspect(evidence.accused)

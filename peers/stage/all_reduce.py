@@ -256,7 +256,7 @@ class AllReduce:
             contribution = chunk.contributions[name]
             if contribution is not None:
                 total += contribution
-        if this.check is not None:
+        if this.check is not None and self._audits is not None and self._audits.consider is not None:
             this.check.sample(chunk.contributions)
         chunk.contributions.clear()
         try:

@@ -3201,7 +3201,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "anybody-names-suspects",
         CONVICTIONS,
-        "        if (voice and teller not in voice) or said.t - last < SUSPECTS_STEPS:\n",
+        "        if teller not in (voice or there) or said.t - last < SUSPECTS_STEPS:\n",
         "        if False:\n",
         "A stranger has all replicas compute each other's work again, for ever.",
         ("test_false_contributions",),

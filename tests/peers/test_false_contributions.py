@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -145,21 +146,35 @@ async def test_a_replica_that_shows_gradients_that_suit_its_sum_is_left_out_for_
     assert "s1p1" in s.peers["s1p0"].coordination.left_out
 
 
+async def test_of_contributions_that_nobody_audits_no_samples_are_kept() -> None:
+    run = audited_run(steps=2)
+    for codec in (run.codec, replace(run.codec, forward="topk:0.5")):
+        async with swarm(replace(run, codec=codec), replicas=2) as s:
+            await s.until_serving()
+            s.add_trainer(TRAINER)
+            await s.until_finished()
+            checks = [c for p in s.peers.values() for c in p.contribution_audits._sums._checks.values()]  # pyright: ignore[reportPrivateUsage]
+            assert len(checks) == 12
+            assert all(bool(check.samples()) == (codec == run.codec) for check in checks)
+
+
 async def test_only_replicas_with_voice_have_others_looked_at_and_once_in_a_while() -> None:
     async with swarm(audited_run(), replicas=3) as s:
         await s.until_serving()
         looked: list[str] = []
+        s.network.join("stranger")
         s.peers["s1p0"].convictions.suspect = looked.append
         said = Projected(1, 0, "r", (), (), ())
         for t, teller, why in (
             (0, "s1p1", None), (19, "s1p1", "may name a suspect once in 20 steps"), (20, "s1p1", None),
+            (20, "s0p0", "may name a suspect"), (40, "stranger", "may name a suspect"),
         ):  # fmt: skip
             said = Projected(1, t, "r", (), (), ())
             evidence = WrongContribution(
                 accused="s1p2", statement=said, signature=sign(SimSigner("s1p2"), s.run.id, said)
             )
             show = pack(ShowEvidence(run=s.run.id, evidence=evidence))
-            call = s.peers[teller].actions._transport.call("s1p0", "evidence", show, deadline_s=1.0)
+            call = s.network.peers[teller].transport.call("s1p0", "evidence", show, deadline_s=1.0)
             if why is None:
                 await call
             else:
