@@ -13,6 +13,7 @@ import dataclasses
 import enum
 import importlib
 import inspect
+import itertools
 import os
 import signal
 import sys
@@ -24,8 +25,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import swarm
 from peers import options
-from peers.options import ProcessOptions, add_options, description, options_from
-from swarm.errors import DeviceHangs, NotNow, PeerFault, Refused, SetupError, SwarmError, printable
+from peers.options import ProcessOptions, add_options, description, from_environment, options_from
+from swarm.errors import (
+    DeviceHangs,
+    NotNow,
+    PeerFault,
+    Refused,
+    SetupError,
+    SwarmError,
+    did_you_mean,
+    printable,
+)
 
 if TYPE_CHECKING:
     from peers.events import Emit
@@ -35,6 +45,7 @@ class Exit(enum.IntEnum):
     """What the shell gets."""
 
     OK = 0
+    """Done, or left in good order."""
     FAILED = 1
     """A bug of ours, or an error without a class of its own."""
     USAGE = 2
@@ -74,6 +85,7 @@ Train one model on many unreliable machines, and lose nothing when they die.
 
 OWNERS = ("init", "invite", "ban", "unban", "charter", "revoke")
 """What the owner of a run does besides; one line in the help."""
+UNLISTED = (*OWNERS, "completion")
 
 PROGRAMS: dict[str, str] = {
     "demo": "peers.programs.demo.run_demo",
@@ -96,6 +108,7 @@ PROGRAMS: dict[str, str] = {
     "plan": "peers.programs.plan.run_plan",
     "simulate": "peers.programs.simulate.run_simulate",
     "graph": "peers.programs.graph.run_graph",
+    "completion": "peers.cli.print_completion",
 }
 """In the order of `swarm --help`. A role is a class, constructed with its options; any other command is a
 function of them, perhaps a coroutine, and False or an int is how it ends."""
@@ -122,7 +135,10 @@ class _Parser(argparse.ArgumentParser):
     """argparse with our exit code, and the fix in the message."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        for word in args or ():
+        for word in itertools.takewhile(lambda word: word != "--", args or ()):
+            flag = word.partition("=")[0]
+            if self._subparsers is None and flag.startswith("--") and flag not in self._option_string_actions:
+                self.error(f"unknown option {flag}{did_you_mean(flag, [*self._option_string_actions])}")
             if self.fromfile_prefix_chars and word.startswith("@") and not Path(word[1:]).is_file():
                 self.error(
                     f"{word}: there is no file {word[1:]!r}; a bootstrap writes it with --join-file. Or type "
@@ -130,7 +146,15 @@ class _Parser(argparse.ArgumentParser):
                 )
         return super().parse_known_args(args, namespace)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = [*map(str, action.choices)]
+            text = f"invalid choice: {value!r}{did_you_mean(value, names)}; choose from {', '.join(names)}"
+            raise argparse.ArgumentError(action, text)
+
     def error(self, message: str) -> NoReturn:
+        if "required: --run" in message or message.endswith("--join"):
+            message += "; or @FILE, which a bootstrap wrote with --join-file"
         print(f"{self.prog}: {message}\nSee: {self.prog} --help", file=sys.stderr)
         raise SystemExit(Exit.USAGE)
 
@@ -141,7 +165,7 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     listed = [
         f"\n  {name:<11}{text[0].lower()}{text[1:-1]}"
         for name, (text, _, _) in described.items()
-        if name not in OWNERS
+        if name not in UNLISTED
     ]
     if set(OWNERS) & set(described):
         listed.append(f"\n  for a run's owner: {', '.join(OWNERS)}")
@@ -150,7 +174,7 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
         description=DESCRIPTION + "".join(listed),
         formatter_class=_Help,
         usage=argparse.SUPPRESS,
-        epilog="Start here: swarm demo    Each command: swarm COMMAND --help    swarm --version",
+        epilog="Start: swarm demo   Help: swarm COMMAND --help   More: --version, completion",
         allow_abbrev=False,
         add_help=False,
     )
@@ -164,6 +188,7 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     for name, (text, usage, examples) in described.items():
         one = each.add_parser(
             name,
+            help=text,
             fromfile_prefix_chars="@" if takes_join_file(name) else None,
             prog=f"swarm {name}",
             description=text,
@@ -179,6 +204,19 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
             "--traceback", action="store_true", help="show where in the code an error comes from"
         )
     return parser
+
+
+def print_completion(given: Any) -> None:
+    """`swarm completion`."""
+    import shtab
+
+    parser = build_parser()
+    (each,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    each.help = ""  # what is suppressed is not completed
+    for action in (action for one in each.choices.values() for action in one._actions):
+        if action.metavar in ("FILE", "DIR", "SOCKET"):
+            action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE  # type: ignore
+    print(shtab.complete(parser, given.shell))
 
 
 # --- from arguments to programs ---
@@ -358,6 +396,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     words = sys.argv[1:] if argv is None else list(argv)
     parser = build_parser(words[:1] if words and words[0] in COMMANDS else COMMANDS)
+    if words and words[0] in COMMANDS:
+        words += from_environment(options_of(words[0]), words, os.environ)
     args = parser.parse_args(words)
     args.words = words
     if args.version:

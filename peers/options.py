@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import inspect
 import ipaddress
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -208,6 +208,8 @@ def option(
     group: str = "",
     one_of: str = "",
     positional: bool = False,
+    variable: str = "",
+    unless: tuple[str, ...] = (),
     **more: Any,
 ) -> Any:
     """A field that is an argument; without a default it is required.
@@ -215,10 +217,14 @@ def option(
     Args:
         kind: None: it takes no value.
         one_of: at most one of a class's options with the same word here can be given; exactly one with a `!`.
+        variable: of the environment, whose words stand for the values of one that is not typed.
+        unless: options beside which the variable means nothing.
         more: for argparse.
     """
+    help = f"{help} (or ${variable})" if variable else help
     told = {"kind": kind, "help": help, "group": group, "one_of": one_of, "more": more}
-    return field(default=default, metadata={**told, "positional": positional})
+    told |= {"positional": positional, "variable": variable, "unless": unless}
+    return field(default=default, metadata=told)
 
 
 def optional(kind: Kind, help: str, **more: Any) -> Any:
@@ -268,8 +274,8 @@ class ProcessOptions:
 class Membership:
     """Which run, and where it is met."""
 
-    run: str = option(ANY_RUN, RUN_HELP, group=RUN)
-    join: tuple[str, ...] = repeated(PEER_ADDRESS, JOIN_HELP, MISSING, group=RUN)
+    run: str = option(ANY_RUN, RUN_HELP, group=RUN, variable="SWARM_RUN")
+    join: tuple[str, ...] = repeated(PEER_ADDRESS, JOIN_HELP, MISSING, group=RUN, variable="SWARM_JOIN")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +313,9 @@ class NetworkOptions(ListenOptions):
         choices=("auto", "public", "relay"),
     )
     no_relay: bool = switch("carry no traffic of peers that cannot be dialled", group=NETWORK)
-    identity: Path | None = optional(FILE, "key file, made if missing (default: a new key)", group=NETWORK)
+    identity: Path | None = optional(
+        FILE, "key file, made if missing; default: a new key", group=NETWORK, variable="SWARM_IDENTITY"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,7 +341,7 @@ class WeightsOptions:
 class BootstrapOptions(NetworkOptions):
     """Start a run: publish its manifest, print the join line.
 
-    swarm bootstrap --manifest run.toml --host 0.0.0.0 --port 31337 --announce 192.0.2.7:31337
+    swarm bootstrap --manifest run.toml --data corpus.txt --join-file join.txt
     """
 
     manifest: Path = option(FILE, "the terms of the run (TOML): swarm manifest prints an example")
@@ -351,10 +359,11 @@ class BootstrapOptions(NetworkOptions):
 class PeerOptions(MemberOptions, NetworkOptions):
     """Join a run and serve one stage on this machine's device.
 
+    swarm peer @join.txt
     swarm peer --run 5a7c... --join ADDRESS
     """
 
-    stage: Literal["auto"] | int = option(STAGE, "default: the stage with the fewest peers", "auto")
+    stage: Literal["auto"] | int = option(STAGE, "default: the slowest stage", "auto")
     device: str = option(
         DEVICES, "default: CUDA if there is, else CPU; all, or cuda:0,cuda:2: a peer for each", "auto"
     )
@@ -384,7 +393,7 @@ class PeerOptions(MemberOptions, NetworkOptions):
 class TrainOptions(MemberOptions, NetworkOptions):
     """Join a run as a trainer: bring the data, drive the steps.
 
-    swarm train --run 5a7c... --join ADDRESS
+    swarm train @join.txt --data corpus.txt
     """
 
     data: tuple[Path, ...] = several(NEEDED_FILE, DATA_HELP)
@@ -401,7 +410,7 @@ class TrainOptions(MemberOptions, NetworkOptions):
 class KeeperOptions(MemberOptions, NetworkOptions):
     """Keep a run's checkpoints on this disk, for newcomers; no GPU.
 
-    swarm keeper --run 5a7c... --dir ckpt --join ADDRESS
+    swarm keeper @join.txt --dir ckpt
     """
 
     dir: Path = option(DIR, "keep them here; also what swarm export reads")
@@ -425,8 +434,30 @@ def description(cls: type) -> tuple[str, str, list[str]]:
     return text, usage, [line.strip().replace("ADDRESS", EXAMPLE_ADDRESS) for line in more if line]
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
     return "--" + name.rstrip("_").replace("_", "-")  # `from` is a word of Python
+
+
+VARIABLES = ("SWARM_RUN", "SWARM_JOIN", "SWARM_IDENTITY")
+"""They speak to the program that a user starts; those that it starts are told everything as arguments."""
+
+
+def from_environment(cls: type, words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """The arguments that variables of the environment stand for, if the words of a command have none of them.
+    A word with an @ is a file with a run and addresses.
+    """
+    typed = {word.partition("=")[0] for word in words}
+    if any(word.startswith("@") for word in words):
+        typed |= {"--run", "--join"}
+    found: list[str] = []
+    for one in fields(cls):
+        if not typed & {flag := flag_of(one.name), *one.metadata["unless"]}:
+            values = environment.get(one.metadata["variable"], "")
+            listed = one.metadata["more"].get("action") == "append"
+            found += [
+                word for value in (values.split() if listed else [values]) if value for word in (flag, value)
+            ]
+    return found
 
 
 def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
@@ -450,7 +481,7 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
         if option["positional"]:
             where.add_argument(one.name, **rest, **({} if one.default is MISSING else {"nargs": "?"}))
         else:
-            where.add_argument(_flag(one.name), dest=one.name, required=one.default is MISSING, **rest)
+            where.add_argument(flag_of(one.name), dest=one.name, required=one.default is MISSING, **rest)
 
 
 def options_from(cls: Callable[..., Any], args: argparse.Namespace) -> Any:
@@ -468,5 +499,5 @@ def options_from(cls: Callable[..., Any], args: argparse.Namespace) -> Any:
         if kind is not None and kind.check is not None:
             for each in value if isinstance(value, tuple) else (value,):
                 if each is not None:
-                    kind.check(_flag(one.name), each)
+                    kind.check(flag_of(one.name), each)
     return cls(**given)

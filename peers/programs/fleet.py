@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from peers.events import Emit, Note, Trouble
-from peers.options import MIN_UPLOAD_BPS, Listen, PeerOptions
+from peers.options import MIN_UPLOAD_BPS, VARIABLES, Listen, PeerOptions
 from peers.waiting import happens, within
 from swarm.errors import SetupError
 
@@ -60,7 +60,7 @@ class Child:
             limit=MAX_LINE,
             # A terminal's Ctrl-C is for the parent, which then ends its children in order.
             start_new_session=True,
-            env={**os.environ, **(environment or {})},
+            env={**{k: v for k, v in os.environ.items() if k not in VARIABLES}, **(environment or {})},
         )  # fmt: skip
         child = cls(process, hear)
         if stdin and process.stdin is not None:

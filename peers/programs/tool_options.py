@@ -79,6 +79,7 @@ WORK_BITS = Kind(_up_to(0, MAX_WORK_BITS), "BITS")
 USES = Kind(_up_to(1, 1000), "N")
 DAYS = Kind(between(MAX_LIFE_DAYS, "a number of days: above 0, up to 30", above=True), "DAYS")
 MODEL = Kind(str, "MODEL")
+SHELL = Kind(str, "SHELL")
 CODEC = Kind(_codec, "NAME")
 HOURS = Kind(between(10_000, "a number of hours: above 0, up to 10000", above=True), "H")
 TEMPERATURE = Kind(between(100, "a temperature: 0 to 100"), "X")
@@ -87,12 +88,18 @@ PART = Kind(between(1, "a part of all numbers: above 0, below 1, such as 0.01", 
 GIBIBYTES = Kind(between(1e6, "GiB of a file: above 0, up to 1000000", above=True), "GIB")
 
 
+WITHOUT = ("--replay", "--manifest", "--devices")
+"""What is looked at instead of a run."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MaybeMembership:
     """Which run, and where it is met, of commands that can do without."""
 
-    run: str | None = optional(ANY_RUN, RUN_HELP, group=RUN)
-    join: tuple[str, ...] = repeated(PEER_ADDRESS, JOIN_HELP, group=RUN)
+    run: str | None = optional(ANY_RUN, RUN_HELP, group=RUN, variable="SWARM_RUN", unless=WITHOUT)
+    join: tuple[str, ...] = repeated(
+        PEER_ADDRESS, JOIN_HELP, group=RUN, variable="SWARM_JOIN", unless=WITHOUT
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +272,7 @@ class HealthOptions:
 class StatusOptions(Membership, ListenOptions):
     """List which peer serves which stage, and how far the run is.
 
-    swarm status --run 5a7c... --join ADDRESS
+    swarm status @join.txt
     """
 
     json: bool = switch("print one JSON object instead of the table")
@@ -276,8 +283,8 @@ class StatusOptions(Membership, ListenOptions):
 class DashboardOptions(MaybeMembership, ListenOptions):
     """Watch a run: in this terminal, as a web page, for Prometheus.
 
-    swarm dashboard --run 5a7c... --join ADDRESS
-    swarm dashboard --run 5a7c... --join ADDRESS --web :8080
+    swarm dashboard @join.txt
+    swarm dashboard @join.txt --web :8080
     swarm dashboard --replay history.jsonl --speed 10
     """
 
@@ -431,7 +438,7 @@ class PlanOptions(MaybeMembership, ListenOptions):
     """Say which machine should serve which stage, and how fast that is.
 
     swarm plan --manifest run.toml --devices devices.toml --budget 10
-    swarm plan --run 5a7c... --join ADDRESS
+    swarm plan @join.txt
     """
 
     manifest: Path | None = optional(FILE, TERMS_HELP)
@@ -463,6 +470,19 @@ class SimulateOptions:
     """A trace that is shorter ends it."""
     seed: int = option(NUMBER, "of all chance (default: %(default)s)", 0)
     json: bool = switch(JSON_HELP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionOptions:
+    """Print what lets your shell complete the arguments of swarm.
+
+    swarm completion bash > ~/.local/share/bash-completion/completions/swarm
+    swarm completion zsh > ~/.zfunc/_swarm
+    """
+
+    shell: str = option(
+        SHELL, "bash or zsh; put ~/.zfunc into zsh's fpath", positional=True, choices=("bash", "zsh")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

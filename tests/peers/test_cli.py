@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -23,10 +24,11 @@ import pytest
 
 import swarm
 from peers import cli, options
-from peers.cli import COMMANDS, OWNERS, PROGRAMS, ROLES, Exit, build_parser, exit_code, main, options_of
+from peers.cli import COMMANDS, PROGRAMS, ROLES, UNLISTED, Exit, build_parser, exit_code, main, options_of
 from peers.events import Failed, parse_event
 from peers.options import description, options_from
 from peers.programs import roles, tool_options
+from peers.programs.fleet import Child
 from peers.programs.roles import manifest
 from swarm.errors import Busy, PeerGone, Refused, SetupError, SwarmError
 from swarm.example import example_run
@@ -58,6 +60,7 @@ NEEDED = {
     "verify": ["--transcript", "model.safetensors", "--from", "2", "--to", "4"],
     "simulate": ["--manifest", "run.toml", "--devices", "devices.toml"],
     "graph": ["--model", "package.module:build"],
+    "completion": ["bash"],
 }
 
 
@@ -103,7 +106,7 @@ def test_the_help_fits_a_screen_and_names_every_command(
     assert max(map(len, lines)) <= 80
     assert set(COMMANDS) == set(PROGRAMS)
     for name in COMMANDS:
-        words = "" if name in OWNERS else description(options_of(name))[0][1:-1]
+        words = "" if name in UNLISTED else description(options_of(name))[0][1:-1]
         assert any(name in line and words in line for line in lines)
 
 
@@ -143,8 +146,15 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["dance"], "invalid choice: 'dance'"),
-        (["peer"], "the following arguments are required: --run, --join"),
+        (["dance"], "invalid choice: 'dance'; choose from demo, check, "),
+        (["sattus"], "invalid choice: 'sattus' (did you mean status?)"),
+        (["peer"], "the following arguments are required: --run, --join; or @FILE, which a bootstrap wrote"),
+        (["peer", "--joinn=x"], "unknown option --joinn (did you mean --join?)"),
+        (
+            ["peer", *NEEDED["peer"], "--reach", "publik"],
+            "'publik' (did you mean public?); choose",
+        ),
+        (["completion", "fish"], "invalid choice: 'fish'; choose from bash, zsh"),
         (["peer", "--run", "5a7c", "--join", JOIN], "'5a7c' is not a run id (32 hex digits)"),
         (
             ["peer", *NEEDED["peer"], "--stage", "first"],
@@ -167,7 +177,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
         (["plan", "--keep", "0"], "'0' is not a part of all numbers: above 0, below 1"),
         (["plan", "--keep", "1"], "'1' is not a part of all numbers: above 0, below 1"),
         (["demo", "--preempt", "x"], "'x' is not a whole number of at least 0"),
-        (["demo", "--step", "3"], "unrecognized arguments: --step 3"),
+        (["demo", "--step", "3"], "unknown option --step (did you mean --steps?)"),
         (["demo", "--codec", "zip"], "'zip' is not a codec: none, bf16, blockwise8, topk:R"),
         (["generate", *NEEDED["generate"], "--temperature", "hot"], "'hot' is not a temperature: 0 to 100"),
         (["generate", *NEEDED["generate"], "--temperature", "nan"], "'nan' is not a temperature: 0 to 100"),
@@ -182,6 +192,69 @@ def test_a_wrong_argument_is_said_with_the_way_to_the_help(
     shown = capsys.readouterr().err
     assert said in shown
     assert shown.rstrip().endswith("--help")
+
+
+def said_by(words: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    """What a command gets that runs in the environment of now."""
+    seen: list[argparse.Namespace] = []
+    run = "_run_role" if words[0] in ROLES else "_run_tool"
+    monkeypatch.setattr(cli, run, lambda args: seen.append(args) or 0)
+    assert main(words) == 0
+    return seen[0]
+
+
+def test_variables_of_the_environment_stand_for_what_is_not_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = JOIN[:-1] + "M"
+    monkeypatch.setenv("SWARM_RUN", RUN)
+    monkeypatch.setenv("SWARM_JOIN", f"{JOIN} {other}")
+    monkeypatch.setenv("SWARM_IDENTITY", "mine.key")
+    args = said_by(["peer", "--stage", "1"], monkeypatch)
+    assert (args.run, args.join, args.identity) == (RUN, [JOIN, other], Path("mine.key"))
+    assert args.words == [
+        *("peer", "--stage", "1", "--identity", "mine.key", "--run", RUN, "--join", JOIN, "--join", other)
+    ], "a peer for each of several devices gets them as arguments"
+    args = said_by(["keeper", "--dir", "d", f"--join={other}", "--run", "f" * 32], monkeypatch)
+    assert (args.run, args.join) == ("f" * 32, [other])
+    Path("join.txt").write_text(f"--run\n{'e' * 32}\n--join\n{other}\n")
+    args = said_by(["train", "@join.txt"], monkeypatch)
+    assert (args.run, args.join, args.identity) == ("e" * 32, [other], Path("mine.key"))
+    assert said_by(["dashboard"], monkeypatch).run == RUN
+    assert said_by(["dashboard", "--replay", "x"], monkeypatch).run is None
+    assert said_by(["plan", "--manifest", "x", "--devices", "y"], monkeypatch).join == []
+    args = said_by(["bootstrap", "--manifest", "run.toml"], monkeypatch)
+    assert (args.join, args.identity) == ([], Path("mine.key"))
+    assert said_by(["pause"], monkeypatch).identity is None, "which of a user's peers is another question"
+
+
+async def test_variables_of_the_environment_are_not_for_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six peers of a demo must not share one key."""
+    monkeypatch.setenv("SWARM_IDENTITY", "mine.key")
+    seen: list[dict[str, str]] = []
+
+    async def start(*_: Any, env: dict[str, str], **__: Any) -> None:
+        seen.append(env)
+        raise OSError
+
+    monkeypatch.setattr("asyncio.create_subprocess_exec", start)
+    with pytest.raises(OSError):
+        await Child.spawn(["peer"], lambda *_: None, environment={"SWARM_STOP": "1"})
+    assert "SWARM_IDENTITY" not in seen[0] and seen[0]["SWARM_STOP"] == "1" and "PATH" in seen[0]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_completes_commands_and_their_arguments(
+    shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(re.search(rf"\b{command}\b", script) for command in COMMANDS)
+    assert "--checkpoint-dir" in script and "--die-with-parent" not in script
+    if shell == "bash":
+        ask = "COMP_WORDS=(swarm {0}); COMP_CWORD={1}; _shtab_swarm 2>/dev/null; echo ${{COMPREPLY[*]}}"
+        for words, at, found in (("stat", 1, "status"), ("peer --check", 2, "--checkpoint-dir")):
+            asked = ["bash", "-c", f"{script}\n{ask.format(words, at)}"]
+            done = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True)
+            assert done.stdout.split() == [found]
 
 
 def given(command: str, *more: str) -> Any:
