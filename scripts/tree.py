@@ -1,7 +1,6 @@
-"""The source tree in docs/architecture.md, written from the modules' docstrings.
+"""The pages that are made from the code: the tree in docs/architecture.md, and docs/reference.md.
 
-python scripts/tree.py             write it
-python scripts/tree.py --check     fail if it is not up to date
+python scripts/tree.py             write them
 """
 
 from __future__ import annotations
@@ -12,6 +11,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # what is here, not what is installed
+
+from scripts import reference  # noqa: E402
+
 PAGE = ROOT / "docs" / "architecture.md"
 WIDTH = 40
 
@@ -45,14 +48,11 @@ def page(text: str) -> str:
     return re.sub(r"(<!-- tree:(\w+) -->).*?(<!-- end -->)", block, text, flags=re.DOTALL)
 
 
-def main() -> int:
-    old = PAGE.read_text(encoding="utf-8")
-    new = page(old)
-    if "--check" in sys.argv[1:]:
-        return int(old != new)
-    PAGE.write_text(new, encoding="utf-8")
-    return 0
+def pages() -> dict[Path, str]:
+    """Each page, as it has to be today."""
+    return {PAGE: page(PAGE.read_text(encoding="utf-8")), reference.PAGE: reference.page()}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")

@@ -255,7 +255,8 @@ class ModelSpec(_Spec, section="model"):
     """A built-in model, and the number of stages that it is cut into."""
 
     kind: Literal["gpt", "counting"] = _rule(_choice("gpt", "counting", told=MODEL_KINDS), "gpt")
-    """A decoder, or the audit model whose weights count microbatches (its sizes below mean nothing)."""
+    """A decoder without biases, embedding and head not tied; or the audit model whose weights count
+    microbatches (its sizes below mean nothing)."""
     layers: int = _rule(_integer(1, 1024))
     """Transformer blocks in all stages together; at least one per stage."""
     hidden: int = _rule(_integer(1, 65_536))
@@ -303,9 +304,9 @@ class CustomModelSpec(_Spec, section="model"):
     source: str = _rule(
         _text(rf"({_FUNCTION})?", 'package.module:function, or empty when model.kind is "hf"'), ""
     )
-    """The function; see `swarm.model.graph.model_source.from_code`."""
+    """The function, for `code`: it returns (module, inputs), or (module, inputs, loss, targets)."""
     config: str = _rule(_JSON, "")
-    """The content of a `config.json`, as text."""
+    """The content of a `config.json`, as text, for `hf`."""
     stages: int = _rule(_integer(1, 1024))
     """S: the number of stages that the model is cut into."""
     vocab_size: int = _rule(_integer(2, 1_048_576), 256)
@@ -357,15 +358,17 @@ class DataSpec(_Spec, section="data"):
     """The function: it returns a sequence of samples, each a tuple of arrays, one for each input of the model
     and without the batch's dimension."""
     sha256: str = _rule(_DIGEST, "")
-    """SHA-256 of the tokens as little-endian integers of the narrow dtype, or of all samples; by `pin`."""
+    """SHA-256 of the tokens as little-endian integers of the narrow dtype, or of all samples. Filled in
+    when the run is published."""
     root: str = _rule(_DIGEST, "", later=True)
-    """Root of the Merkle tree over the tokens (`swarm.merkle`), by `pin`; empty: trainers prove nothing."""
+    """Root of the Merkle tree over the tokens: what trainers send is proven to be of it. Filled in when
+    the run is published, if it names trainers and has a built-in model."""
     tokens: int = _rule(_integer(0, 2**48), 0)
-    """Number of tokens, or of samples; 0 = not pinned yet."""
+    """Number of tokens, or of samples; 0 = not pinned yet. Filled in when the run is published."""
     tokenizer: Literal["bytes", "file"] = _rule(_choice("bytes", "file"), "bytes")
-    """One token per byte, or a `tokenizers` JSON file."""
+    """One token per byte, or a JSON file of `tokenizers`, given with `--tokenizer`."""
     tokenizer_sha256: str = _rule(_DIGEST, "")
-    """SHA-256 of the tokenizer's JSON file."""
+    """SHA-256 of that file. Filled in when the run is published."""
     sequence_length: int = _rule(_integer(1, 1_048_576))
     """T: tokens the model sees in one sample; a sample reads one more, for the last label. Of samples that
     code makes: tokens in each, for a model of transformers; else 1, which may be left out."""
@@ -455,11 +458,13 @@ class CodecSpec(_Spec, section="codec"):
     """How tensors look on the wire, per direction. The names are those of `swarm.codecs`."""
 
     forward: str | tuple[str, ...] = _rule(_CODECS, "blockwise8")
-    """Activations between stages: at all boundaries, or at each."""
+    """Activations between stages: one codec, or a list with one for each boundary."""
     backward: str | tuple[str, ...] = _rule(_CODECS, "blockwise8")
-    """Gradients of what was sent, likewise. With a top-k, of the numbers that were sent."""
+    """Gradients of what was sent, likewise; after a top-k, the values of its positions. Not a top-k
+    itself."""
     reduce: str = _rule(_CODEC, "none")
-    """Weight gradients between the replicas of a stage."""
+    """Weight gradients between the replicas of a stage. Anything else than `none` makes the result depend
+    on which peer computed what."""
     adaptive: tuple[str, ...] = _rule(_ADAPTIVE, (), later=True)
     """What a peer may send forward instead, as its line to the next peer needs; empty = nothing. If there
     is any, the result of a microbatch depends on its route: each still counts once, but no two runs are
@@ -521,9 +526,11 @@ class AdmissionSpec(_Spec, section="admission"):
     )
     """Peer id whose signature the published manifest carries; empty = the hash is enough."""
     trainers: tuple[str, ...] = _rule(_peers(MAX_TRAINERS), ())
-    """Peer ids that may feed microbatches, and vouch for peers; empty = anyone feeds, and no one vouches."""
+    """Peer ids that may send microbatches, and that vouch for the peers which answer them; empty =
+    everybody sends, and nobody vouches."""
     founders: tuple[str, ...] = _rule(_peers(MAX_FOUNDERS), (), later=True)
-    """Peer ids whose word counts as long as no peer of their stage has a voucher; empty = everyone's does."""
+    """Peer ids whose word counts from the start, as much as 20 steps of work; until trainers have vouched for
+    others, theirs alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -531,7 +538,8 @@ class Run(_Spec):
     """The terms of a run. Equal runs have equal texts and ids, and the other way round."""
 
     format: int = _rule(_choice(1), 1)
-    """Version of this file's meaning: it changes whenever the same keys would train another model."""
+    """Version of this file's meaning: it changes whenever the same keys would train another model. Leave
+    it out."""
     name: str = _rule(
         _text(
             r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,62}",
@@ -548,7 +556,8 @@ class Run(_Spec):
     )
     """The dtype of the arithmetic. bfloat16 is autocast over float32 weights; float64 is for proofs."""
     delayed_updates: bool = _rule(_FLAG, False)
-    """Compute step t with the weights of t - 1, so that averaging overlaps the next step."""
+    """Compute step t with the weights of t - 1, so that averaging overlaps the next step. It costs loss
+    in short runs."""
     exact_sums: bool = _rule(_FLAG, True)
     """Add gradients as fixed-point numbers, so that the result does not depend on the order of additions, not
     by a bit; costs 2 to 4 % on a CPU. float64 runs, and a lossy codec.reduce, add floats in any case."""

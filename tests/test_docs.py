@@ -7,6 +7,7 @@ are also run, by tests/process/test_docs_run.py.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import itertools
 import json
@@ -15,27 +16,23 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
 
 import swarm
-from peers.cli import build_parser, takes_join_file
+from peers.cli import ROLES, Exit, build_parser, takes_join_file
+from peers.options import VARIABLES
+from scripts import tree
 from scripts.bench import loss_curve, tables
 from swarm.example import example_run
 from swarm.manifest import (
     PRESETS,
-    AdmissionSpec,
-    BatchSpec,
-    CodecSpec,
     CustomModelSpec,
     DataSpec,
-    ModelSpec,
-    OptimizerSpec,
     Run,
     load_run,
     parse_run,
@@ -340,38 +337,6 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 # --- the manifest ---
 
 
-def explained(heading: str) -> dict[str, str]:
-    """Key -> default, as a section of docs/manifest.md has them."""
-    page = (DOCS / "manifest.md").read_text()
-    section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    return dict(re.findall(r"^\| `(\w+)` \| (?:`([^|]*)`)? ?\| [^|]+ \|$", section, re.MULTILINE))
-
-
-@pytest.mark.parametrize(
-    ("spec", "heading", "more"),
-    [
-        (Run, "The run", set()),
-        (ModelSpec, "[model]", {"preset"}),
-        (CustomModelSpec, "[model] of your own", set()),
-        (DataSpec, "[data]", set()),
-        (BatchSpec, "[batch]", set()),
-        (OptimizerSpec, "[optimizer]", set()),
-        (CodecSpec, "[codec]", set()),
-        (AdmissionSpec, "[admission]", set()),
-    ],
-)
-def test_every_key_of_the_manifest_is_explained_with_its_default(
-    spec: Any, heading: str, more: set[str]
-) -> None:
-    keys = {item.name: item for item in fields(spec) if item.metadata.get("rule")}
-    told = explained(heading)
-    assert set(told) == set(keys) | more
-    for name, item in keys.items():
-        default = "" if item.default is MISSING else item.default
-        written = tomllib.loads(f"x = {told[name]}")["x"] if told[name] else ""
-        assert written == (list(default) if isinstance(default, tuple) else default), name
-
-
 def test_every_preset_is_listed_with_its_sizes() -> None:
     page = (DOCS / "manifest.md").read_text()
     for name, sizes in PRESETS.items():
@@ -405,11 +370,28 @@ ARCHITECTURE = (DOCS / "architecture.md").read_text()
 OUR_FILE = re.compile(r"(?:swarm|peers)/[\w/]*?\w+\.py")
 
 
-def test_the_tree_is_that_of_the_docstrings() -> None:
-    """If not: `python scripts/tree.py` writes it."""
-    assert (
-        subprocess.run([sys.executable, ROOT / "scripts" / "tree.py", "--check"], check=False).returncode == 0
-    )
+def test_the_tree_and_the_reference_are_those_of_the_code() -> None:
+    for path, text in tree.pages().items():
+        assert path.read_text() == text, f"{path.name} is out of date: run python scripts/tree.py"
+
+
+def test_the_reference_has_every_command_argument_key_code_and_variable() -> None:
+    page = (DOCS / "reference.md").read_text()
+    parser = build_parser()
+    (each,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    hidden = {"--help", "--traceback", "--die-with-parent"}
+    for name, command in each.choices.items():
+        part = page.partition(f"\n### swarm {name}\n")[2].partition("\n### swarm ")[0]
+        assert command.description in part
+        part += page.partition("\n### Every role\n")[2] if name in ROLES else ""
+        flags = {action.option_strings[-1] for action in command._actions if action.option_strings}
+        assert not [flag for flag in flags - hidden if f"\n| `{flag}" not in part], name
+    keys = {line.partition(" = ")[0] for line in example_run().to_toml().splitlines() if " = " in line}
+    keys |= {key.name for spec in (Run, CustomModelSpec, DataSpec) for key in fields(spec) if key.metadata}
+    assert len(keys) > 40
+    assert not [key for key in keys if f"\n| `{key}` |" not in page]
+    assert all(f"\n| {code.value} | " in page for code in Exit)
+    assert all(f"\n| `{variable}` | " in page for variable in VARIABLES)
 
 
 def walks() -> dict[str, str]:
