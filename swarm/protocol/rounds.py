@@ -160,11 +160,20 @@ def named_by_most(told: Mapping[PeerId, Collection[PeerId]]) -> set[PeerId]:
 
 
 def round_id(
-    run: str, stage: Stage, t: int, number: int, members: Sequence[PeerId], ledgers: Sequence[int]
+    run: str,
+    stage: Stage,
+    t: int,
+    number: int,
+    members: Sequence[PeerId],
+    ledgers: Sequence[int],
+    parts: Sequence[int],
 ) -> str:
-    """The name of an all-reduce group: a hash of everything that its replicas must agree on."""
-    ledger_of = (f"{peer}:{ledger:x}" for peer, ledger in zip(members, ledgers, strict=True))
-    text = "|".join([run, str(stage), str(t), str(number), *ledger_of])
+    """The name of an all-reduce group: a hash of everything that its replicas must agree on.
+
+    The parts are in it: a new coordinator may know other bandwidths.
+    """
+    of_each = (f"{p}:{ledger:x}:{part}" for p, ledger, part in zip(members, ledgers, parts, strict=True))
+    text = "|".join([run, str(stage), str(t), str(number), *of_each])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -210,7 +219,7 @@ def decide(
     if owner in owners:
         owners = {owner}
     parts = _share_out(numel, uploads_bps, [peer in owners for peer in ids])
-    return Reduce(Plan(round_id(run, stage, t, number, ids, ledgers), number, ids, ledgers, parts))
+    return Reduce(Plan(round_id(run, stage, t, number, ids, ledgers, parts), number, ids, ledgers, parts))
 
 
 def held_by_word(reports: Mapping[PeerId, StepReport], voice: Mapping[PeerId, int]) -> dict[PeerId, Prepared]:
@@ -321,8 +330,8 @@ def check_plan(
         return "members, ledgers and parts differ in number"
     if list(plan.members) != sorted(set(plan.members)):
         return "the members are not sorted and distinct"
-    if plan.round != round_id(run, stage, t, plan.number, plan.members, plan.ledgers):
-        return "the group id is not the hash of run, stage, step, round, members and ledgers"
+    if plan.round != round_id(run, stage, t, plan.number, plan.members, plan.ledgers, plan.parts):
+        return "the group id is not the hash of run, stage, step, round, members, ledgers and parts"
     if any(size < 0 for size in plan.parts) or sum(plan.parts) != numel:
         return f"the parts hold {sum(plan.parts)} of {numel} elements"
     if me not in plan.members:

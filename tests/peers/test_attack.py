@@ -172,7 +172,10 @@ async def test_a_stage_that_claims_to_be_far_ahead_does_not_stop_the_conductor()
 
 async def test_a_reduce_is_void_whatever_a_member_answers() -> None:
     network = CalmNetwork()
-    run, plan = "run", Plan(round_id("run", 0, 0, 0, ("a", "z"), (1, 2)), 0, ("a", "z"), (1, 2), (3, 3))
+    run, plan = (
+        "run",
+        Plan(round_id("run", 0, 0, 0, ("a", "z"), (1, 2), (3, 3)), 0, ("a", "z"), (1, 2), (3, 3)),
+    )
     mine = AllReduce(run, "a", network.join("a").transport, "none", torch.float64, lambda total: total)
 
     async def stale(request: Request) -> Answer:

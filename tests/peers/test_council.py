@@ -260,7 +260,7 @@ async def test_a_plan_with_an_impossible_ledger_is_said_and_changes_nothing() ->
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
         members, ledgers = ("s0p0", "z"), (Bitmap(0), Bitmap(0x10))
-        name = round_id(RUN.id, 0, 0, 0, members, ledgers)
+        name = round_id(RUN.id, 0, 0, 0, members, ledgers, (4, 0))
         plan = Plan(round=name, number=0, members=members, ledgers=ledgers, parts=(4, 0))
         obey(
             s.peers["s0p0"],

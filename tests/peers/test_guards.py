@@ -231,9 +231,10 @@ async def promised(alone: Alone) -> tuple[Any, OpenStep, Plan]:
     """The peer, its step with all microbatches, and the plan of a round with itself."""
     await count(alone, *range(RUN.M))
     step, done = alone.core.steps[0], Bitmap(0b1111)
-    name = round_id(RUN.id, 0, 0, 0, ["me"], [done])
+    parts = (alone.core.compute.numel,)
+    name = round_id(RUN.id, 0, 0, 0, ["me"], [done], parts)
     step.start_round(name, now=0.0)
-    return alone.peer, step, Plan(name, 0, ("me",), (done,), (alone.core.compute.numel,))
+    return alone.peer, step, Plan(name, 0, ("me",), (done,), parts)
 
 
 async def test_a_result_that_comes_when_the_sum_is_open_again_is_not_taken() -> None:

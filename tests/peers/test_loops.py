@@ -634,7 +634,7 @@ def decide_blindly(*args: object, **_: object) -> Decision:
     if isinstance(decision, Reduce):
         run, number, t = args[:3]
         ledgers = tuple(reports[peer].done for peer in decision.plan.members)
-        name = rounds.round_id(run, number, t, 0, decision.plan.members, ledgers)  # type: ignore[arg-type]
+        name = rounds.round_id(run, number, t, 0, decision.plan.members, ledgers, decision.plan.parts)  # type: ignore[arg-type]
         return Reduce(Plan(name, 0, decision.plan.members, ledgers, decision.plan.parts))
     return decision
 

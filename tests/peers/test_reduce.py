@@ -335,7 +335,7 @@ async def test_a_sum_is_not_opened_again_before_its_reduce_has_ended(monkeypatch
                 ended.append(step.ledger.frozen_for)
 
         monkeypatch.setattr(AllReduce, "run", reluctant)
-        name = round_id(run.id, 0, 0, 0, ["s0p0"], [0b1111])
+        name = round_id(run.id, 0, 0, 0, ["s0p0"], [0b1111], [4])
         plan = Plan(round=name, number=0, members=("s0p0",), ledgers=(Bitmap(15),), parts=(4,))
 
         def directive(**what: Any) -> Directive:

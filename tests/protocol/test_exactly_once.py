@@ -404,7 +404,7 @@ def blind_decide(*args: object) -> Decision:
     if isinstance(decision, Reduce):
         plan = decision.plan
         ledgers = tuple(reports[peer].done for peer in plan.members)
-        name = rounds.round_id("run", 0, 0, plan.number, plan.members, ledgers)
+        name = rounds.round_id("run", 0, 0, plan.number, plan.members, ledgers, plan.parts)
         return Reduce(Plan(name, plan.number, plan.members, ledgers, plan.parts))
     return decision
 

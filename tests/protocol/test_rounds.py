@@ -83,7 +83,7 @@ def refusal(plan: Plan, me: str, done: int, **changes: object) -> str | None:
 
 def resealed(plan: Plan) -> Plan:
     """`plan` as a liar would send it: with the id that fits its contents."""
-    return remade(plan, round=round_id(RUN, STAGE, T, plan.number, plan.members, plan.ledgers))
+    return remade(plan, round=round_id(RUN, STAGE, T, plan.number, plan.members, plan.ledgers, plan.parts))
 
 
 A, B, C = MemberStep("a", 0b000011), MemberStep("b", 0b001100), MemberStep("c", 0b110000)
@@ -150,7 +150,7 @@ def test_when_each_counts_once_the_members_average() -> None:
     assert plan.members == ("a", "b", "c")
     assert plan.ledgers == (A.done, B.done, C.done)
     assert plan.number == 0
-    assert plan.round == round_id(RUN, STAGE, T, 0, plan.members, plan.ledgers)
+    assert plan.round == round_id(RUN, STAGE, T, 0, plan.members, plan.ledgers, plan.parts)
 
 
 def test_the_order_of_the_reports_does_not_matter() -> None:
@@ -351,11 +351,11 @@ def test_parts_are_whole_and_every_member_agrees_to_an_honest_plan(
         ),
         (
             lambda p: remade(p, round="f" * 32),
-            "the group id is not the hash of run, stage, step, round, members and ledgers",
+            "the group id is not the hash of run, stage, step, round, members, ledgers and parts",
         ),
-        (lambda p: remade(p, parts=(1, 1, 1)), "the parts hold 3 of 1000 elements"),
+        (lambda p: resealed(remade(p, parts=(1, 1, 1))), "the parts hold 3 of 1000 elements"),
         (
-            lambda p: remade(p, parts=(1200, -100, -100)),
+            lambda p: resealed(remade(p, parts=(1200, -100, -100))),
             "the parts hold 1000 of 1000 elements",
         ),
         (
@@ -461,10 +461,10 @@ def test_most_members_decide_which_weights_are_right_and_a_tie_goes_to_the_small
 @settings(max_examples=40)
 def test_the_name_of_a_group_tells_all_its_terms_apart(members: list[MemberStep]) -> None:
     plan = planned(*members)
-    terms = (RUN, STAGE, T, plan.number, plan.members, plan.ledgers)
-    for i, other in enumerate(
-        ["other", 2, 8, 9, tuple(f"{p}x" for p in plan.members), tuple(b ^ 1 for b in plan.ledgers)]
-    ):
+    terms = (RUN, STAGE, T, plan.number, plan.members, plan.ledgers, plan.parts)
+    members = tuple(f"{p}x" for p in plan.members)
+    ledgers, parts = tuple(b ^ 1 for b in plan.ledgers), tuple(p + 1 for p in plan.parts)
+    for i, other in enumerate(["other", 2, 8, 9, members, ledgers, parts]):
         changed = [*terms]
         changed[i] = other  # type: ignore[call-overload]
         assert round_id(*changed) != plan.round  # type: ignore[arg-type]

@@ -75,7 +75,7 @@ def _blind_decide(
         return decision
     plan = decision.plan
     ledgers = tuple(done[p] for p in plan.members)
-    name = rounds.round_id(run, stage, t, plan.number, plan.members, ledgers)
+    name = rounds.round_id(run, stage, t, plan.number, plan.members, ledgers, plan.parts)
     return Reduce(_with_ledgers(plan, ledgers, name))
 
 

@@ -98,7 +98,7 @@ def plan() -> Plan:
         DICE.choice(owned).append(m)
     ledgers = tuple(Bitmap(sum(1 << m for m in mine)) for mine in owned)
     parts = tuple(DICE.randrange(1 << 40) for _ in PEERS)
-    return Plan(round_id(RUN, 0, T, 9, PEERS, ledgers), HUGE, PEERS, ledgers, parts)
+    return Plan(round_id(RUN, 0, T, 9, PEERS, ledgers, parts), HUGE, PEERS, ledgers, parts)
 
 
 def metas(count: int) -> tuple[TensorMeta, ...]:
