@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from peers.ports import Directory, Transport
-from swarm.audit.loss_band import LossBand
+from swarm.audit.screen import LossScreen
 from swarm.errors import BadAnswer, PeerFault, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
@@ -21,8 +21,6 @@ from swarm.wire.receipts import Answered
 
 SHARE = 0.015
 """Of the answers that are computed again: a liar is found in its 67th microbatch, on average."""
-STRANGE_EVERY = 8
-"""Answers, of which one more may be computed again since the loss of its microbatch is far from the usual."""
 AUDIT_S = 20.0
 """Limit for one audit; its step may be over much sooner."""
 AT_ONCE = 4
@@ -39,16 +37,14 @@ class AuditCaller:
         self._run, self._transport, self._directory = run, transport, directory
         self._on_fault = on_fault
         self._tasks: set[asyncio.Task[None]] = set()
-        self._band, self._passed = LossBand(), 0
-        """`_passed`: answers since the last that was audited for its loss."""
+        self._losses = LossScreen()
 
     def answered(self, stage: Stage, mb: Microbatch, sent: bytes, done: WorkDone) -> None:
         """Note an answer, whose receipt was checked; `sent`: the digest of what it answers.
 
         A peer may have computed with the same microbatch from another caller: then there is nothing to say.
         """
-        self._passed += 1
-        strange = self._band.is_outside(done.loss) and self._passed >= STRANGE_EVERY
+        strange = self._losses.is_strange(done.loss)
         hop = done.hops[0] if done.hops else None
         if hop is None or hop.receipt is None or hop.receipt.inputs != sent or len(self._tasks) >= AT_ONCE:
             return
@@ -60,8 +56,6 @@ class AuditCaller:
         )
         if not others:
             return
-        if strange:
-            self._passed = 0
         receipt = hop.receipt
         said = Answered(
             stage, *mb, receipt.inputs, receipt.outputs, receipt.output_grads, receipt.input_grads, done.loss

@@ -194,14 +194,15 @@ class Swarm:
         peer_arguments: Sequence[str] = (),
         environment: dict[str, str] | None = None,
         lab: Lab | None = None,
+        identity: Path | None = None,
     ) -> None:
-        """`lab`: with a host for each of `role_names`."""
+        """`lab`: with a host for each of `role_names`. `identity`: of this process, the trainer."""
         self.data: Dataset = open_dataset(run)
         self.run = self.data.pinned(run)
         self.replicas, self._threads, self._window = replicas, threads, window
         self._one_by_one = one_by_one
         self._peer_arguments, self._environment = tuple(peer_arguments), environment
-        self._lab = lab
+        self._lab, self._identity = lab, identity
         self.roles: list[Role] = []
         self.version = 0
         self.node: Node
@@ -215,8 +216,9 @@ class Swarm:
             await self._spawn("bootstrap", None, ["bootstrap", "--manifest", "-"], manifest)
             await self.until(lambda: bool(self._entry), "the bootstrap does not start")
             self.node = Node(
-                options=DaemonOptions(host=self._ip("trainer")), join=(self._entry,), run_id=self.run.id
-            )
+                options=DaemonOptions(host=self._ip("trainer")), identity_path=self._identity,
+                join=(self._entry,), run_id=self.run.id,
+            )  # fmt: skip
             for stage in range(self.run.S):
                 for _ in range(self.replicas):
                     peer = await self.add_peer(stage)

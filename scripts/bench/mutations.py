@@ -3302,4 +3302,28 @@ MUTATIONS: tuple[Mutation, ...] = (
         "One peer with old news stops its trainer.",
         ("test_lying_coordinators",),
     ),
+    Mutation(
+        "name-a-round-without-its-parts",
+        ROUNDS,
+        'of_each = (f"{p}:{ledger:x}:{part}" for',
+        'of_each = (f"{p}:{ledger:x}" for',
+        "Two coordinators' plans with other parts have one name: members take one for the other.",
+        ("test_rounds",),
+    ),
+    Mutation(
+        "remember-a-lie-as-usual",
+        "swarm/audit/screen.py",
+        "self._seen.extend(min(far, MOST * limit) for far in deviations.values())",
+        "self._seen.extend(deviations.values())",
+        "After one gross lie no other one looks strange.",
+        ("test_screen",),
+    ),
+    Mutation(
+        "losses-that-fall-are-strange",
+        "swarm/audit/screen.py",
+        "limit = max(self._least, MARGIN * max(self._seen, default=0.0))",
+        "limit = self._least",
+        "While a model learns fast, each answer is computed again.",
+        ("test_screen",),
+    ),
 )

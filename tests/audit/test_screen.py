@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 
-from swarm.audit.loss_band import LossBand
-from swarm.audit.screen import Screen
+from swarm.audit.screen import LossScreen, Screen
 
 MEMBERS = ("a", "b", "c", "d")
 COUNTS = dict.fromkeys(MEMBERS, 8)
@@ -54,9 +55,9 @@ def test_among_noise_only_the_length_tells() -> None:
     assert chosen({"b": 10.0}, signal=0.02)[0] == "b"
 
 
-def test_one_that_always_looks_strange_is_chosen_once() -> None:
+def test_one_that_always_looks_strange_is_chosen_twice() -> None:
     """Its data are another's. It has to look stranger still."""
-    assert [who for who in chosen({"b": 6.0}, signal=0.5) if who] == ["b"]
+    assert [who for who in chosen({"b": 6.0}, signal=0.5) if who] == ["b", "b"]
 
 
 def test_alone_or_with_nothing_nobody_is_strange() -> None:
@@ -65,19 +66,38 @@ def test_alone_or_with_nothing_nobody_is_strange() -> None:
     assert Screen().strangest({"a": torch.zeros(4), "b": torch.zeros(4)}, {"a": 1, "b": 3}) is None
 
 
-def test_a_loss_far_from_the_last_ones_is_outside() -> None:
+def strange_ones(losses: Iterable[float], screen: LossScreen | None = None) -> list[int]:
+    screen = screen or LossScreen()
+    return [number for number, loss in enumerate(losses) if screen.is_strange(loss)]
+
+
+def noisy(losses: Iterable[float], *, deviation: float = 0.05) -> list[float]:
     dice = torch.Generator().manual_seed(1)
-    band = LossBand()
-    losses = [3.0 + 0.2 * torch.randn(1, generator=dice).item() - 0.002 * step for step in range(500)]
-    assert not any(band.is_outside(loss) for loss in losses)
-    assert band.is_outside(11.0) and band.is_outside(0.0)
-    assert not band.is_outside(2.0)
+    return [loss + deviation * torch.randn(1, generator=dice).item() for loss in losses]
 
 
-def test_constant_losses_have_a_band_too_and_few_have_none() -> None:
-    band = LossBand()
-    assert not any(band.is_outside(loss) for loss in (1.0, 99.0, -5.0))
-    band = LossBand()
-    assert not any(band.is_outside(2.0) for _ in range(64))
-    assert not band.is_outside(2.001)
-    assert band.is_outside(2.5)
+def test_a_loss_far_from_the_last_ones_is_strange() -> None:
+    screen = LossScreen()
+    assert len(strange_ones(noisy(3.0 - 0.002 * n for n in range(500)), screen)) <= 8
+    assert screen.is_strange(11.0) and screen.is_strange(0.0)
+    assert not screen.is_strange(2.0)
+
+
+def test_losses_of_a_model_that_learns_fast_are_seldom_strange() -> None:
+    """Each of eight steps has losses far below those of the step before."""
+    falling = noisy((5.5 - 0.4 * (n // 32) for n in range(8 * 32)), deviation=0.01)
+    screen = LossScreen()
+    assert len(strange_ones(falling, screen)) <= 8
+    assert screen.is_strange(falling[-1] * 1.2)
+
+
+def test_a_lie_does_not_hide_the_next_ones() -> None:
+    screen = LossScreen()
+    assert not strange_ones(noisy([3.0] * 100, deviation=1e-3), screen)
+    assert strange_ones([float("inf"), float("nan"), 1e30, 4.0], screen) == [0, 1, 2, 3]
+
+
+def test_constant_losses_and_few() -> None:
+    assert not strange_ones([1.0, 99.0, -5.0])
+    assert strange_ones([*[2.0] * 64, 2.1, 2.5, 0.0]) == [65, 66]
+    assert not strange_ones([0.0] * 64)
