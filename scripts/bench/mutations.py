@@ -3308,7 +3308,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         'of_each = (f"{p}:{ledger:x}:{part}" for',
         'of_each = (f"{p}:{ledger:x}" for',
         "Two coordinators' plans with other parts have one name: members take one for the other.",
-        ("test_rounds",),
+        ("test_attack",),
     ),
     Mutation(
         "remember-a-lie-as-usual",
@@ -3316,7 +3316,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "self._seen.extend(min(far, MOST * limit) for far in deviations.values())",
         "self._seen.extend(deviations.values())",
         "After one gross lie no other one looks strange.",
-        ("test_screen",),
+        ("test_false_answers",),
     ),
     Mutation(
         "losses-that-fall-are-strange",
@@ -3324,6 +3324,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "limit = max(self._least, MARGIN * max(self._seen, default=0.0))",
         "limit = self._least",
         "While a model learns fast, each answer is computed again.",
-        ("test_screen",),
+        ("test_false_answers",),
     ),
 )
