@@ -110,6 +110,13 @@ class Block(nn.Module):
         return x_BTH + (dropout(y_BTH, f"{self.name}.mlp") if dropout else y_BTH)
 
 
+class Embedding(nn.Embedding):
+    """Without values of its own, see `initial_value`: for random ones torch would import its compiler."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class GptStage(nn.Module):
     """Some layers, with the embedding if they are the first and the head if they are the last."""
 
@@ -120,9 +127,9 @@ class GptStage(nn.Module):
         self._seed, self._p = run.seed, model.dropout
         self.learned = model.positions == "learned"
         if first:
-            self.tokens = nn.Embedding(model.vocab_size, model.hidden)
+            self.tokens = Embedding(model.vocab_size, model.hidden)
             if self.learned:
-                self.places = nn.Embedding(run.data.sequence_length, model.hidden)
+                self.places = Embedding(run.data.sequence_length, model.hidden)
         self.layers = nn.ModuleDict({str(i): Block(model, f"layers.{i}") for i in layers})
         if last:
             self.norm = _norm(model)

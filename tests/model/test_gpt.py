@@ -139,6 +139,12 @@ def test_rotary_attention_depends_on_distance_only() -> None:
     assert torch.allclose(near[0, 0, 0] @ near[0, 0, 1], far[0, 0, 0] @ far[0, 0, 1])
 
 
+def test_no_weight_is_drawn_to_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To draw one without memory torch imports its compiler: most of a second of each process that starts."""
+    monkeypatch.setattr(torch.nn.init, "normal_", lambda *_: pytest.fail("drawn"))
+    build_stage(tiny_run(model={"positions": "learned"}), 0)
+
+
 def test_there_is_no_stage_beyond_the_last() -> None:
     with pytest.raises(ValueError, match="no stage 3 in a run of 3"):
         build_stage(tiny_run(), 3)
