@@ -76,7 +76,7 @@ def test_a_message_that_says_what_to_install_names_what_there_is() -> None:
         found
         for folder in ("swarm", "peers", "docs")
         for path in (*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.md"))
-        for found in re.findall(r"pip install '([^'\s]*)'", path.read_text())
+        for found in re.findall(r"pip install '([\w-]+\[.+?\])'", path.read_text())
     ]
     assert len(said) >= 4
     for one in map(Requirement, said):
