@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from peers.audit.convictions import Convictions
 from peers.audit.kept import KeptWork
-from peers.audit.sum_check import SumCheck, chunk_digests
+from peers.audit.sum_check import Chunks, SumCheck, chunk_digests
 from peers.audit.sums import SumAudits
 from peers.clock import now_s
-from peers.ports import Rank, Transport
+from peers.ports import Device, Rank, Transport
 from peers.stage.state import StageCore
 from swarm.audit.answers import is_audited
 from swarm.audit.contributions import Recount
@@ -34,7 +35,7 @@ from swarm.ids import Microbatch, PeerId
 from swarm.policy.backoff import Backoff
 from swarm.protocol.coins import Coin, Toss
 from swarm.protocol.ledger import members_of
-from swarm.protocol.sums import digest_of
+from swarm.protocol.sums import Projected, digest_of
 from swarm.wire.evidence import WrongContribution
 
 SHARE = 0.005
@@ -45,6 +46,39 @@ CHUNKS = 3
 """Of a doubted replica, one in a step, before it is no longer: devices of another kind have other bits."""
 AT_ONCE = 4
 """Microbatches whose tensors are fetched at once."""
+
+
+async def count_again(
+    kept: KeptWork, device: Device, recount: Recount, member: PeerId, microbatches: Sequence[Microbatch]
+) -> int:
+    """Add microbatches of a member as it shows them; of how many those count that signed what came in.
+
+    Raises:
+        SwarmError: it does not show one as its neighbours signed it.
+    """
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def again(mb: Microbatch) -> bool:
+        async with room:
+            shown = await kept.of(member, mb, made=False)
+            neighbours = kept.signed_by(mb, shown)
+            job = (recount.add, mb.m, shown.forth, shown.back, device.books)
+            await device.run(Rank.FORWARD, mb.t, *job)
+            return all(kept.counts(*neighbour) for neighbour in neighbours)
+
+    tasks = [asyncio.ensure_future(again(mb)) for mb in microbatches]
+    try:
+        return sum(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def has_its_bits(recount: Recount, parts: Sequence[Chunks], said: Projected) -> bool:
+    """Whether a sum that was made again is, to the bit, what a member signed."""
+    total = recount.total()
+    return tuple(digest_of(chunk_digests(total, part)) for part in parts) == said.contributions
 
 
 @dataclass(frozen=True)
@@ -148,28 +182,14 @@ class ContributionAudits:
         return Coin(self._transport.signer, self._core.run.id, toss)
 
     async def _audit(self, case: _Case) -> None:
-        check, member = case.check, case.member
-        room, core = asyncio.Semaphore(AT_ONCE), self._core
-
-        async def again(m: int) -> bool:
-            async with room:
-                shown = await self._kept.of(member, Microbatch(check.t, m), made=False)
-                neighbours = self._kept.signed_by(Microbatch(check.t, m), shown)
-                job = (case.recount.add, m, shown.forth, shown.back)
-                await core.device.run(Rank.FORWARD, check.t, *job)
-                return all(self._kept.counts(*neighbour) for neighbour in neighbours)
-
-        microbatches = list(members_of(check.plan.ledgers[case.place]))
-        tasks = [asyncio.ensure_future(again(m)) for m in microbatches]
+        check, member, core = case.check, case.member, self._core
+        microbatches = [Microbatch(check.t, m) for m in members_of(check.plan.ledgers[case.place])]
         try:
-            bound = sum(await asyncio.gather(*tasks))
+            bound = await count_again(self._kept, core.device, case.recount, member, microbatches)
         except SwarmError:
             if core.version <= check.t + 1 and core.life == "serving":  # else it need not keep them any more
                 self._shows_nothing(case)
             return
-        finally:
-            for task in tasks:
-                task.cancel()
         self.audited += 1
         same, far = await asyncio.to_thread(self._compare, case)
         if not same and far:
@@ -194,10 +214,8 @@ class ContributionAudits:
 
     def _compare(self, case: _Case) -> tuple[bool, bool]:
         """Whether the contribution has the very bits that were computed; whether its chunk is far off."""
-        total = case.recount.total()
-        found = tuple(digest_of(chunk_digests(total, part)) for part in case.check.parts)
         said, _ = case.check.product_of(case.place)
-        return found == said.contributions, case.recount.is_far(case.chunk)
+        return has_its_bits(case.recount, case.check.parts, said), case.recount.is_far(case.chunk)
 
     def _shows_nothing(self, case: _Case) -> None:
         """A replica that cannot show what it added is asked again in the next step, by all."""

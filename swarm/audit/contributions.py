@@ -6,14 +6,21 @@ compared, as of answers (`swarm.audit.answers`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from swarm.audit.answers import FAR, NOISE
+from swarm.audit.projection import LARGEST, MODULUS, product
 from swarm.ids import Microbatch
 from swarm.model.stage import StageCompute
 from swarm.wire.codec import Encoded
+
+NO_LOCK = nullcontext()
 
 
 class Recount:
@@ -29,16 +36,23 @@ class Recount:
         self._chunk = slice(chunk[0], chunk[0] + chunk[1])
         self._terms_norm = 0.0
 
-    def add(self, m: int, inputs: Sequence[Encoded], output_grads: Sequence[Encoded]) -> None:
-        """Compute a microbatch and add it.
+    def add(
+        self,
+        m: int,
+        inputs: Sequence[Encoded],
+        output_grads: Sequence[Encoded],
+        lock: AbstractContextManager[object] = NO_LOCK,
+    ) -> None:
+        """Compute a microbatch and add it. `lock`: held while the sum changes, where several compute.
 
         Raises:
             As `StageCompute.gradients_of` and `add`.
         """
         found = self._compute.gradients_of(Microbatch(self._t, m), inputs, output_grads)
-        before = self._part().clone()
-        self._compute.add(found)
-        self._terms_norm += _norm(self._part() - before)
+        with lock:
+            before = self._part().clone()
+            self._compute.add(found)
+            self._terms_norm += _norm(self._part() - before)
 
     def total(self) -> torch.Tensor:
         """The sum: int64, 1-D, in host memory."""
@@ -54,6 +68,17 @@ class Recount:
             return True
         least = max(_norm(ours), _norm(contributed), NOISE * self._terms_norm)
         return _norm(ours.double() - contributed.double()) > FAR[self._compute.run.dtype] * least
+
+    def is_off(self, projected: int, r: npt.NDArray[np.int16]) -> bool:
+        """The same of what a replica signed of that chunk: its product with the coefficients `r`.
+
+        The product of a difference is as long as that, times a normal number: a flipped sign is missed once
+        in a hundred times.
+        """
+        ours = self._part().cpu()
+        apart = (projected - product(ours, r) + MODULUS // 2) % MODULUS - MODULUS // 2
+        least = max(_norm(ours), NOISE * self._terms_norm)
+        return abs(apart) > FAR[self._compute.run.dtype] * least * LARGEST / math.sqrt(3)
 
     def _part(self) -> torch.Tensor:
         return self._compute.sums.of(self._t)[self._chunk]

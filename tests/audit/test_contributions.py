@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from swarm.audit.contributions import Recount
+from swarm.audit.projection import coefficients, product
 from swarm.errors import Stale
 from swarm.ids import Microbatch
 from swarm.manifest import Run
@@ -59,6 +61,13 @@ def test_an_honest_sum_is_made_again_to_the_bit_though_the_step_is_over(
         assert recount.is_far(lie)
     rounding = (1e-6 * part * torch.randn(400)).to(torch.int64)
     assert not recount.is_far(part + rounding)
+    off = Counter[bool]()
+    for seed in range(100):
+        r = coefficients(bytes([seed]), 0, 0, 400)
+        assert not recount.is_off(product(part, r), r)
+        assert not recount.is_off(product(part + rounding, r), r)
+        off.update(recount.is_off(product(lie, r), r) for lie in (-part, part * 0, part * 100))
+    assert off[True] >= (200 if changes.get("dtype") == "bfloat16" else 290)
 
 
 def test_what_is_nothing_but_rounding_is_not_far() -> None:

@@ -19,6 +19,7 @@ from peers.stage.server import StagePeer
 from swarm.audit.answers import split_tensors
 from swarm.errors import Refused, Stale
 from swarm.manifest import Run
+from swarm.model.stage import StageCompute
 from swarm.protocol.statements import sign
 from swarm.protocol.sums import Projected
 from swarm.wire.evidence import KeptTensors, ShowEvidence, WrongContribution
@@ -95,6 +96,26 @@ async def test_honest_contributions_are_computed_again_and_accuse_nobody() -> No
     assert not accused(s)
     assert sum(peer.contribution_audits.audited for peer in s.peers.values()) > 20
     assert all((row == 8).all() for row in s.count_matrix().values())
+
+
+async def test_a_sum_that_is_made_again_changes_under_the_books_since_several_may_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    added: list[int] = []
+    snapshot = StageCompute.snapshot
+
+    def checked(self: StageCompute, t: int) -> StageCompute:
+        (device,) = [p.core.device for p in peers if p.core.compute is self]
+        found = snapshot(self, t)
+        add = found.sums.add
+        found.sums.add = lambda one: (device.books.check(), added.append(t), add(one))[-1]  # type: ignore[method-assign]
+        return found
+
+    monkeypatch.setattr(StageCompute, "snapshot", checked)
+    peers: list[StagePeer] = []
+    also: Callable[[Swarm], None] = lambda s: peers.extend(s.peers.values())  # noqa: E731
+    await play(audited_run(steps=3), None, suspects=("s1p1",), also=also)
+    assert added
 
 
 @pytest.mark.parametrize("kind", ["zero", "times 100"])
