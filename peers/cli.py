@@ -83,7 +83,7 @@ DESCRIPTION = """\
 Train one model on many unreliable machines, and lose nothing when they die.
 """
 
-OWNERS = ("init", "invite", "ban", "unban", "charter", "revoke")
+OWNERS = ("init", "invite", "ban", "unban", "charter", "revoke", "audit")
 """What the owner of a run does besides; one line in the help."""
 UNLISTED = (*OWNERS, "completion")
 
@@ -96,6 +96,7 @@ PROGRAMS: dict[str, str] = {
     "peer": "peers.programs.roles.Peer",
     "train": "peers.programs.roles.Train",
     "keeper": "peers.programs.roles.Keeper",
+    "audit": "peers.programs.roles.Audit",
     "pause": "peers.programs.owner.run_command",
     "resume": "peers.programs.owner.run_command",
     "health": "peers.programs.owner.run_health",
@@ -113,7 +114,7 @@ PROGRAMS: dict[str, str] = {
 """In the order of `swarm --help`. A role is a class, constructed with its options; any other command is a
 function of them, perhaps a coroutine, and False or an int is how it ends."""
 COMMANDS = tuple(PROGRAMS)
-ROLES = ("bootstrap", "peer", "train", "keeper")
+ROLES = ("bootstrap", "peer", "train", "keeper", "audit")
 
 
 def options_of(command: str) -> type:

@@ -345,10 +345,12 @@ def unban(charter: Charter, peer: PeerId) -> tuple[Ban, ...]:
 
 READS = frozenset({"status", "state", "saved", "trail", "chunk", "close", "version", "reach"})
 """Methods that answer everybody who is not banned, at everybody."""
-TRAINERS_CALL = frozenset({"work", "locate", "watch", "line", "voucher", "audit", "convicted"})
+TRAINERS_CALL = frozenset(
+    {"work", "locate", "watch", "line", "voucher", "audit", "convicted"} | {"products", "kept", "evidence"}
+)
 PEERS_CALL = frozenset(
     {"report", "directive", "summary", "run", "part", "held", "offer", "give", "sum", "take"}
-    | {"show", "reveal", "evidence", "kept"}
+    | {"show", "reveal"}
 )
 """All others are for peers too, as long as nobody has thought of them."""
 REPLICAS_CALL = frozenset({"report", "part", "offer", "give", "take"})

@@ -532,6 +532,10 @@ class AdmissionSpec(_Spec, section="admission"):
     """Peer ids whose word counts from the start, as much as 20 steps of work; until trainers have vouched for
     others, theirs alone."""
 
+    def may_audit(self, peer: str) -> bool:
+        """Whether a peer that serves no stage is shown what replicas keep and signed: `swarm audit`."""
+        return peer in self.trainers or peer == self.owner != ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run(_Spec):

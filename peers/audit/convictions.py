@@ -82,7 +82,7 @@ class Convictions(Verdicts):
     def tell_replicas(
         self, evidence: Evidence, body: Sequence[Buffer], *, also: Sequence[PeerId] = ()
     ) -> None:
-        """Show it to the other replicas of this stage. `also`: who is told of it, and shown nothing."""
+        """Show it to the other replicas of this stage. `also`: told of it, without the body."""
         header = pack(ShowEvidence(run=self._run.id, evidence=evidence))
         replicas = {r.peer for r in self._directory.at(self._stage)} - {self._transport.peer_id}
         if sum(memoryview(b).nbytes for b in body) > MAX_EVIDENCE_BYTES:
@@ -120,11 +120,13 @@ class Convictions(Verdicts):
         return Answer(pack(Ack()))
 
     def _note_suspect(self, teller: PeerId, evidence: WrongContribution) -> None:
-        """It costs this peer an audit, so a replica, with voice if any has it, may say it once in a while."""
+        """It costs this peer an audit, so an auditor or a replica, with voice if any has it, may say it once
+        in a while.
+        """
         said, voice = evidence.statement, self._voices.of(self._stage)
         there = [record.peer for record in self._directory.at(self._stage)]
-        last = self._suspected_by.get(teller, -SUSPECTS_STEPS)
-        if teller not in (voice or there) or said.t - last < SUSPECTS_STEPS:
+        may = teller in (voice or there) or self._run.admission.may_audit(teller)
+        if not may or said.t - self._suspected_by.get(teller, -SUSPECTS_STEPS) < SUSPECTS_STEPS:
             raise Refused(f"peer {short(teller)} may name a suspect once in {SUSPECTS_STEPS} steps")
         self._suspected_by[teller] = said.t
         self.suspect(evidence.accused)

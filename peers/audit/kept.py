@@ -1,7 +1,8 @@
-"""What a replica keeps of a microbatch until the next step is taken. It shows that to the others."""
+"""What a replica keeps of a microbatch until the next step is taken. It shows that to those that audit."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from peers.ports import Answer, Directory, Request, Transport
@@ -12,6 +13,7 @@ from peers.vouching.tickets import check_ticket
 from swarm.audit.answers import digest, split_tensors
 from swarm.errors import BadAnswer, Refused, Stale
 from swarm.ids import Microbatch, PeerId, Stage
+from swarm.manifest import Run
 from swarm.model.stage_io import allowed_gradients, allowed_inputs, body_bytes
 from swarm.protocol.statements import is_signed
 from swarm.wire.codec import Encoded
@@ -35,20 +37,23 @@ class Shown:
 
 
 class KeptWork:
-    """Shows what this peer keeps, and asks others for what they do."""
+    """What the replicas of a stage keep, as one that audits them asks for it.
+
+    Args:
+        version: where the run is, as far as is known.
+    """
 
     def __init__(
-        self, core: StageCore, transport: Transport, directory: Directory, membership: Membership
+        self, run: Run, stage: Stage, transport: Transport, directory: Directory, version: Callable[[], int]
     ) -> None:
-        self._core, self._transport, self._membership = core, transport, membership
-        self._voices = Voices(core.run, transport.signer, directory)
-        run, stage = core.run, core.stage
+        self._run, self._stage, self._transport, self._version = run, stage, transport, version
+        self._membership = Membership(directory)
+        self._voices = Voices(run, transport.signer, directory)
         most = max(map(body_bytes, allowed_inputs(run, stage)))
         if stage < run.S - 1:
             most += max(map(body_bytes, allowed_inputs(run, stage + 1)))
             most += max(map(body_bytes, allowed_gradients(run, stage)))
         self._most_bytes = 2 * most
-        transport.serve("kept", self._serve_kept)
 
     async def of(self, peer: PeerId, mb: Microbatch, *, made: bool) -> Shown:
         """What `peer` keeps of a microbatch: what came in, or what it made of that.
@@ -56,7 +61,7 @@ class KeptWork:
         Raises:
             SwarmError: it shows nothing, or what cannot be that.
         """
-        ask = AskKept(run=self._core.run.id, t=mb.t, m=mb.m, made=made)
+        ask = AskKept(run=self._run.id, t=mb.t, m=mb.m, made=made)
         answer = await self._transport.call(
             peer, "kept", pack(ask), max_answer_bytes=self._most_bytes, deadline_s=KEPT_S
         )
@@ -75,44 +80,59 @@ class KeptWork:
         Raises:
             Refused: nobody signed it.
         """
-        core, told, signer = self._core, shown.told, self._transport.signer
-        run, work, hop, found = core.run, told.work, told.next, list[tuple[PeerId, Stage]]()
+        run, stage, told, signer = self._run, self._stage, shown.told, self._transport.signer
+        work, hop, found, is_last = told.work, told.next, list[tuple[PeerId, Stage]](), stage == run.S - 1
         named, back = digest(shown.forth), digest(shown.back)
         if work is None or (work.t, work.m) != mb:
             raise Refused(f"nobody asked for {mb}")
-        if core.stage == 0:
+        if stage == 0:
             check_ticket(signer, run, work)
             if work.ticket is None or work.ticket.inputs != named:
                 raise Refused(f"the ticket for {mb} names other inputs")
-        elif is_signed(signer, told.caller, run.id, Fed(core.stage, *mb, named), work.fed):
-            found.append((told.caller, core.stage - 1))
+        elif is_signed(signer, told.caller, run.id, Fed(stage, *mb, named), work.fed):
+            found.append((told.caller, stage - 1))
         else:
             raise Refused(f"nobody sent these inputs of {mb}")
-        if core.is_last and not shown.back:
+        if is_last and not shown.back:
             return found
         receipt = None if hop is None else hop.receipt
-        if hop is None or receipt is None or receipt.input_grads != back or core.is_last:
+        if hop is None or receipt is None or receipt.input_grads != back or is_last:
             raise Refused(f"nobody answered this gradient of {mb}")
-        if not is_receipt(signer, hop.peer, run.id, core.stage + 1, mb, told.loss, receipt):
+        if not is_receipt(signer, hop.peer, run.id, stage + 1, mb, told.loss, receipt):
             raise Refused(f"the gradient of {mb} is not signed by whom it should be")
-        return [*found, (hop.peer, core.stage + 1)]
+        return [*found, (hop.peer, stage + 1)]
 
     def counts(self, peer: PeerId, stage: Stage) -> bool:
         """Whether a peer has voice at a stage; where no peer has, whether it is announced there."""
-        voice = self._voices.of(stage, version=self._core.version)
+        voice = self._voices.of(stage, version=self._version())
         return peer in voice if voice else self._membership.has(peer, stage)
 
-    async def _serve_kept(self, request: Request) -> Answer:
+
+def serve_kept(core: StageCore, transport: Transport, membership: Membership) -> None:
+    """Answer `kept`: to replicas, and each microbatch once to each auditor."""
+    shown: dict[int, set[tuple[PeerId, int, bool]]] = {}
+    """To auditors, by step."""
+
+    async def answer(request: Request) -> Answer:
         ask = unpack(request.header, AskKept)
-        core = self._core
         check_run(ask.run, core.run.id)
-        await self._membership.require(request.peer, core.stage)
+        audits, once = core.run.admission.may_audit(request.peer), (request.peer, ask.m, ask.made)
+        if not audits:
+            await membership.require(request.peer, core.stage)
+        elif membership.has(request.peer, core.stage):
+            audits = False  # it is a replica besides
+        elif once in shown.get(ask.t, ()):
+            raise Refused(f"microbatch ({ask.t}, {ask.m}) was shown to this peer before")
         step = core.steps.get(ask.t)
         kept = None if step is None else step.kept.get(ask.m)
         if kept is None and core.applied is not None and core.applied.t == ask.t:
             kept = core.applied.audit_kept.get(ask.m)
         if kept is None:
             raise Stale(f"microbatch ({ask.t}, {ask.m}) is not kept here", version=core.version)
+        if audits:
+            for old in [t for t in shown if t < core.version - 1]:
+                del shown[old]
+            shown.setdefault(ask.t, set()).add(once)
         forth, back = (kept.outputs, kept.grads_in) if ask.made else (kept.inputs, kept.grads_out)
         caller, work = kept.asked or ("", None)
         told = KeptTensors(
@@ -120,3 +140,5 @@ class KeptWork:
             caller=caller, work=work, next=next(iter(kept.answer.hops[1:]), None), loss=kept.answer.loss,
         )  # fmt: skip
         return Answer(pack(told), [buffer for one in (*forth, *back) for buffer in one.buffers])
+
+    transport.serve("kept", answer)

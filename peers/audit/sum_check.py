@@ -283,6 +283,17 @@ class SumCheck:
         """What a member signed of its products."""
         return self._said[place]
 
+    def told_of(self, member: PeerId) -> Projecting | None:
+        """The same as it travels, if this member has heard it."""
+        said = self._said.get(self.plan.members.index(member)) if member in self.plan.members else None
+        if said is None:
+            return None
+        statement, signature = said
+        return Projecting(
+            contributions=statement.contributions, nonces=statement.nonces, sums=statement.sums,
+            signature=signature,
+        )  # fmt: skip
+
 
 def chunk_digests(total: torch.Tensor, chunks: Chunks) -> bytes:
     """The digests of the chunks of a part of a sum, one after the other."""

@@ -27,8 +27,10 @@ from swarm.protocol.rounds import Plan
 from swarm.protocol.sums import digest_of, nth_digest
 from swarm.wire.codec import bytes_of
 from swarm.wire.evidence import (
+    AskProducts,
     Evidence,
     FalseContribution,
+    Products,
     Projecting,
     Reveal,
     ShowChunk,
@@ -36,7 +38,7 @@ from swarm.wire.evidence import (
     WrongProduct,
     WrongSum,
 )
-from swarm.wire.messages import check_run, pack, unpack, unpack_answer
+from swarm.wire.messages import check_run, pack, say, unpack, unpack_answer
 
 REVEAL_S = 60.0
 """Limit for the exchange of nonces: members end their parts within moments of each other, or fail."""
@@ -56,10 +58,13 @@ class SumAudits:
         self._checks: dict[str, SumCheck] = {}
         """Of this round and the last ones: other members may still ask."""
         self._opened = asyncio.Event()
+        self._told, self._told_t = asyncio.Event(), -1
+        """Set when products were told, and the step of the last."""
         self.consider: Callable[[SumCheck], Awaitable[None]] | None = None
         """Awaited with each round whose results fit."""
         transport.serve("reveal", self._serve_reveal)
         transport.serve("show", self._serve_show)
+        transport.serve("products", self._serve_products)
 
     # -- one round (peers.stage.all_reduce) ---------------------------------------------------------
 
@@ -114,6 +119,8 @@ class SumAudits:
                 task.cancel()
         for member, products in zip(others, told, strict=True):
             check.hear(member, products, nonces)
+        told_before, self._told, self._told_t = self._told, asyncio.Event(), check.t
+        told_before.set()
         wrong = await asyncio.to_thread(check.mismatch, reduced)
         if wrong is not None:
             await self._dispute(check, reduced, *wrong)
@@ -237,6 +244,18 @@ class SumAudits:
             raise Refused(f"there is no chunk {ask.index} of part {ask.place} in this round")
         digests, body = self._show(check, ask.place, ask.index)
         return Answer(pack(ShownChunk(digests=digests)), body)
+
+    async def _serve_products(self, request: Request) -> Answer:
+        ask = unpack(request.header, AskProducts)
+        check_run(ask.run, self._run.id)
+        if not self._run.admission.may_audit(request.peer):
+            raise Refused("the owner of a run audits it, and the trainers that its manifest names")
+        if self._told_t < ask.t:
+            await happens(self._told, OPENS_S)
+        for check in reversed(self._checks.values()):
+            if check.t == ask.t and (said := check.told_of(ask.member)) is not None:
+                return Answer(*say(Products(plan=check.plan, said=said)))
+        raise NotReady(f"no products of step {ask.t} are known here", version=-1)
 
     def _accuse_forger(self, check: SumCheck, place: int, member: int) -> PeerFault:
         """This member did not sign the contribution that an owner names as its own."""

@@ -40,9 +40,11 @@ FIND_S = 10.0
 
 
 def run_init(options: InitOptions) -> None:
-    """Make a folder with the manifest, the charter, and keys: of the owner, a trainer, a peer of each stage.
+    """Make a folder with the manifest, the charter, and keys: of the owner, a trainer, an auditor, a peer of
+    each stage.
 
-    The manifest names the trainer and these peers (the founders): they vouch for what others did.
+    The manifest names the trainer and these peers (the founders): they vouch for what others did. The auditor
+    is a second trainer: the owner's key is the bootstrap's, and no two programs can have one identity.
 
     Raises:
         SetupError: the manifest or its data cannot be used, or there is such a run in the folder already.
@@ -58,13 +60,13 @@ def run_init(options: InitOptions) -> None:
     name = options.name or run.name
     if run.admission.owner:
         raise SetupError("the manifest has an owner already (admission.owner): leave it out, a key is made")
-    keys = {"owner": Identity.generate(), "trainer": Identity.generate()}
+    keys = {who: Identity.generate() for who in ("owner", "trainer", "auditor")}
     keys |= {f"peer{stage}": Identity.generate() for stage in range(min(run.S, MAX_FOUNDERS))}
-    owner, trainer, *founders = keys.values()
+    owner, trainer, auditor, *founders = keys.values()
     admission = replace(
         run.admission,
         owner=owner.peer_id,
-        trainers=run.admission.trainers or (trainer.peer_id,),
+        trainers=run.admission.trainers or (trainer.peer_id, auditor.peer_id),
         founders=run.admission.founders or tuple(one.peer_id for one in founders),
     )
     run = replace(run, name=name, admission=admission)
@@ -93,6 +95,7 @@ def run_init(options: InitOptions) -> None:
         f"{folder}/owner.key --host 0.0.0.0 --port 31337 --announce HOST:31337 --join-file join.txt"
     )
     print(f"swarm train @join.txt --identity {folder}/trainer.key    (with the same --data)")
+    print(f"swarm audit @join.txt --identity {folder}/auditor.key    (if you like, on any machine)")
     for stage in range(run.S):
         key = f" --identity {folder}/peer{stage}.key" if f"peer{stage}" in keys else ""
         print(f"swarm peer @join.txt --stage {stage}{key}")

@@ -1,4 +1,4 @@
-"""The roles' programs: bootstrap, peer, train, keeper. Each puts a loop that knows only ports on a node."""
+"""The roles' programs. Each puts a loop that knows only ports on a node."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from peers.net.nat import settled
 from peers.net.node import Node
 from peers.net.p2pd import Daemon, DaemonOptions
 from peers.options import (
+    AuditOptions,
     BootstrapOptions,
     KeeperOptions,
     MemberOptions,
@@ -43,6 +44,7 @@ from swarm.installed import ENTRY_POINTS, check_allowed
 from swarm.manifest import Run, load_run, parse_run
 
 if TYPE_CHECKING:  # torch is imported while p2pd starts
+    from peers.audit.auditor import Auditor
     from peers.stage.server import StagePeer
     from peers.trainer import Trainer
     from peers.transfer.keeper import CheckpointKeeper
@@ -50,9 +52,9 @@ if TYPE_CHECKING:  # torch is imported while p2pd starts
     from swarm.model.stage import StageCompute
 
 OptionsT = TypeVar("OptionsT", bound=NetworkOptions)
-RoleName: TypeAlias = Literal["bootstrap", "peer", "train", "keeper"]
-AS: dict[str, Role] = {"peer": "peer", "train": "trainer", "keeper": "keeper"}
-"""What a program is admitted as."""
+RoleName: TypeAlias = Literal["bootstrap", "peer", "train", "keeper", "audit"]
+AS: dict[str, Role] = {"peer": "peer", "train": "trainer", "keeper": "keeper", "audit": "peer"}
+"""What a program is admitted as. A trainer that audits is admitted as a trainer."""
 RENEWED_S = 10 * 86_400
 """A bootstrap with the owner's key renews a charter that expires within this."""
 RENEW_EVERY_S = 600.0
@@ -104,7 +106,7 @@ class Networked(Generic[OptionsT]):
 
         Meanwhile `prepare` imports torch in a thread, which may take seconds.
         """
-        options = await self._daemon_options(run.join, dialled=role != "train")
+        options = await self._daemon_options(run.join, dialled=role not in ("train", "audit"))
         daemon = Daemon.spawn(options, identity_path=self.options.identity)
         self.preparing = True
         prepared = asyncio.ensure_future(asyncio.to_thread(prepare))
@@ -114,7 +116,9 @@ class Networked(Generic[OptionsT]):
                 self._emit(started(role, node, node.run_id or ""))
                 terms = await unless(prepared, manifest(node, run.allow_code))
                 accepts(terms)
-                entering = enter(node, AS[role], run.token, stamps_folder(), self._note)
+                audits = role == "audit" and node.peer_id in terms.admission.trainers
+                admitted_as = "trainer" if audits else AS[role]
+                entering = enter(node, admitted_as, run.token, stamps_folder(), self._note)
                 await unless(prepared, entering)
                 await prepared
                 self.preparing = False
@@ -394,9 +398,9 @@ class _Looping(Networked[OptionsT]):
     """A program whose loop can be told to leave, perhaps before it has begun."""
 
     _left = False
-    loop: Trainer | CheckpointKeeper | None = None
+    loop: Trainer | CheckpointKeeper | Auditor | None = None
 
-    async def _run(self, loop: Trainer | CheckpointKeeper) -> None:
+    async def _run(self, loop: Trainer | CheckpointKeeper | Auditor) -> None:
         self.loop = loop
         if self._left:
             loop.leave()
@@ -452,6 +456,48 @@ class Keeper(_Looping[KeeperOptions]):
             keeping = CheckpointKeeper(run, node.transport, node.directory, settings, self._emit)
             node.transport.on_gone = keeping.peer_gone
             await self._run(keeping)
+
+
+class Audit(_Looping[AuditOptions]):
+    """Computes again what replicas added to a run."""
+
+    async def run(self) -> None:
+        options = self.options
+        device = ""
+
+        def prepare() -> None:
+            nonlocal device
+            from peers.device import choose_device
+
+            device = choose_device(options.device)
+
+        async with self._joined("audit", options, prepare) as (node, run):
+            import torch
+
+            from peers.audit.auditor import Auditor
+            from peers.device import usable_cores
+            from peers.stage.device import DeviceThreads
+            from swarm.audit.answers import is_audited
+            from swarm.model.stage import StageCompute
+
+            if not run.admission.may_audit(node.peer_id):
+                raise SetupError(
+                    f"this peer ({node.peer_id}) may not audit run {run.name!r}: give the key of its owner "
+                    "as --identity, or that of a trainer that its manifest names"
+                )
+            if not (is_audited(run) and run.adds_exactly):
+                raise SetupError(
+                    f"run {run.name!r} cannot be audited: it names no trainers, adds floats, or its codecs "
+                    "leave numbers out"
+                )
+            torch.set_num_threads(1)
+            cores = (options.threads or usable_cores()) // run.batch.microbatch_threads
+            threads = DeviceThreads("audits", max(1, cores) if device == "cpu" else 1)
+            auditor = Auditor(
+                run, node.transport, node.directory, threads, kept_stages(run, options.stages),
+                lambda stage: StageCompute(run, stage, device), self._emit,
+            )  # fmt: skip
+            await self._run(auditor)
 
 
 def kept_stages(run: Run, chosen: tuple[Stage, ...]) -> tuple[Stage, ...]:

@@ -21,7 +21,7 @@ from peers.audit.answers import AnswerAudits
 from peers.audit.asking import AuditCaller
 from peers.audit.contributions import ContributionAudits
 from peers.audit.convictions import Convictions
-from peers.audit.kept import KeptWork
+from peers.audit.kept import KeptWork, serve_kept
 from peers.audit.sums import SumAudits
 from peers.audit.verdicts import TrustedDirectory
 from peers.clock import now_s
@@ -101,7 +101,8 @@ class StagePeer:
             core, transport, membership, next_stage, max_inflight=settings.max_inflight,
             left_out=self._left_out, audits=audits,
         )  # fmt: skip
-        kept_work = KeptWork(core, transport, directory, membership)
+        serve_kept(core, transport, membership)
+        kept_work = KeptWork(run, stage, transport, directory, lambda: core.version)
         self.answer_audits = AnswerAudits(core, transport, membership, self.convictions, kept_work)
         sums = SumAudits(run, stage, transport, self.convictions)
         self.contribution_audits = ContributionAudits(

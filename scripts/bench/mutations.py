@@ -87,6 +87,7 @@ ANSWERS = "swarm/audit/answers.py"
 ANSWER_AUDITS = "peers/audit/answers.py"
 CONTRIBUTIONS = "peers/audit/contributions.py"
 AUDIT_CALLER = "peers/audit/asking.py"
+AUDITOR = "peers/audit/auditor.py"
 VOICE = "swarm/protocol/voice.py"
 DATA = "swarm/data.py"
 DATASET = "peers/storage/dataset.py"
@@ -3201,10 +3202,50 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "anybody-names-suspects",
         CONVICTIONS,
-        "        if teller not in (voice or there) or said.t - last < SUSPECTS_STEPS:\n",
-        "        if False:\n",
+        "        may = teller in (voice or there) or self._run.admission.may_audit(teller)\n",
+        "        may = True\n",
         "A stranger has all replicas compute each other's work again, for ever.",
         ("test_false_contributions",),
+    ),
+    Mutation(
+        "sums-made-again-without-the-books",
+        CONTRIBUTIONS,
+        "shown.back, device.books)",
+        "shown.back)",
+        "On several cores an honest contribution is made again with parts of it lost.",
+        ("test_false_contributions",),
+    ),
+    Mutation(
+        "anybody-audits",
+        SUM_AUDITS,
+        "        if not self._run.admission.may_audit(request.peer):\n",
+        "        if False:\n",
+        "Strangers ask replicas what they signed, as often as they like.",
+        ("test_auditor",),
+    ),
+    Mutation(
+        "auditors-are-shown-it-again-and-again",
+        "peers/audit/kept.py",
+        "        elif once in shown.get(ask.t, ()):\n",
+        "        elif False:\n",
+        "An auditor has replicas send boundary tensors without end.",
+        ("test_auditor",),
+    ),
+    Mutation(
+        "an-auditor-asks-whom-it-audits",
+        AUDITOR,
+        "if peer != member], self._voices",
+        "if peer], self._voices",
+        "A liar signs another sum for auditors than for the round.",
+        ("test_auditor",),
+    ),
+    Mutation(
+        "an-auditor-believes-what-was-not-signed",
+        AUDITOR,
+        "        if why or not is_signed(",
+        "        if why or not is_signed.__name__ and is_signed(",
+        "A replica has an auditor doubt another one.",
+        ("test_auditor",),
     ),
     Mutation(
         "inputs-that-nobody-signed",

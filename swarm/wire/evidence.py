@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from swarm.ids import PeerId
+from swarm.protocol.rounds import Plan
 from swarm.protocol.statements import Signature
 from swarm.protocol.sums import Digest, Projected, Reduced
 from swarm.wire.messages import Hop, Work
@@ -165,6 +166,19 @@ class Projecting(msgspec.Struct, frozen=True, kw_only=True):
     nonces: tuple[bytes, ...]
     sums: tuple[bytes, ...]
     signature: Signature
+
+
+class AskProducts(msgspec.Struct, frozen=True, kw_only=True):
+    """An auditor's question for what a member signed in the last round of step `t`, to another member."""
+
+    run: str
+    t: int
+    member: PeerId
+
+
+class Products(msgspec.Struct, frozen=True, kw_only=True):
+    plan: Plan
+    said: Projecting
 
 
 class ShowChunk(msgspec.Struct, frozen=True, kw_only=True):

@@ -58,11 +58,8 @@ def test_a_run_is_made_with_all_that_its_owner_needs(
     keys = {path.stem: Identity.load(path).peer_id for path in folder.glob("*.key")}
     assert {path.stat().st_mode & 0o777 for path in folder.glob("*.key")} == {0o600}
     assert run.pinned
-    assert (run.name, run.admission.owner, run.admission.trainers) == (
-        "ours",
-        keys["owner"],
-        (keys["trainer"],),
-    )
+    assert (run.name, run.admission.owner) == ("ours", keys["owner"])
+    assert set(run.admission.trainers) == {keys["trainer"], keys["auditor"]}
     assert set(run.admission.founders) == {keys["peer0"], keys["peer1"]}
     assert (charter.name, charter.run, charter.sequence, owner) == ("ours", run.id, 1, keys["owner"])
     assert (charter.peers, charter.trainers, charter.keepers) == (Rule("token"), Rule("list"), Rule())
@@ -72,6 +69,7 @@ def test_a_run_is_made_with_all_that_its_owner_needs(
     for line in (
         "swarm bootstrap --manifest",
         "swarm train @join.txt",
+        "swarm audit @join.txt",
         "swarm peer @join.txt --stage 1",
     ):
         assert f"\n{line}" in printed

@@ -52,6 +52,7 @@ NEEDED = {
     "health": ["peer.sock"],
     "status": ["--run", RUN, "--join", JOIN],
     "keeper": ["--run", RUN, "--join", JOIN, "--dir", "ckpt"],
+    "audit": ["--run", RUN, "--join", JOIN],
     "export": ["--checkpoint-dir", "ckpt", "--out", "model.safetensors"],
     "generate": ["--checkpoint-dir", "ckpt"],
     "eval": ["--model", "model.safetensors"],

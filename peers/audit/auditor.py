@@ -1,0 +1,263 @@
+"""An auditor: computes again what replicas contributed to steps, and serves nothing.
+
+    downloads   the state of a stage, as a newcomer does
+    asks        what the members of that step's round signed, and what each of them kept of it
+    computes    all microbatches of one member, adds them, and compares; then of the next one
+    tells       the stage of one that added something else: its replicas look at what it adds next
+
+Nobody is left out on its word, and nothing waits for it. Knows ports only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from peers import events
+from peers.audit.contributions import count_again, has_its_bits
+from peers.audit.kept import KeptWork
+from peers.audit.verdicts import MAX_TOLD
+from peers.clock import now_s
+from peers.ports import Device, Directory, Rank, Transport
+from peers.stage.all_reduce import chunks_of
+from peers.status_query import ask_status
+from peers.transfer.client import download, shown, state_of
+from peers.voices import Voices
+from swarm.audit.contributions import Recount
+from swarm.audit.projection import coefficients
+from swarm.errors import PeerGone, PeerSilent, SwarmError
+from swarm.ids import Microbatch, PeerId, Stage
+from swarm.manifest import Run
+from swarm.model.stage import StageCompute
+from swarm.protocol.coins import Coin, Toss
+from swarm.protocol.ledger import members_of
+from swarm.protocol.rounds import Plan, check_plan
+from swarm.protocol.statements import is_signed
+from swarm.protocol.sums import SUM_BYTES, Projected, nth_sum, seed_of
+from swarm.protocol.voice import heard
+from swarm.wire.evidence import AskProducts, Products, ShowEvidence, WrongContribution
+from swarm.wire.messages import MAX_LONG_BYTES, hear, pack
+
+ASK_S = 10.0
+"""Members wait half of that for the end of a round that is asked for."""
+POLL_S = 0.5
+MAX_ASKED = 3
+"""Members that are asked what another one signed."""
+REST = 4.0
+"""After a download, for so many times as long: replicas give states a fifth of the time, at most."""
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """What a member signed of its contribution to a step."""
+
+    plan: Plan
+    place: int
+    """Of the member."""
+    said: Projected
+    signature: bytes
+
+    @property
+    def member(self) -> PeerId:
+        return self.plan.members[self.place]
+
+    @property
+    def microbatches(self) -> list[Microbatch]:
+        return [Microbatch(self.said.t, m) for m in members_of(self.plan.ledgers[self.place])]
+
+    @property
+    def parts(self) -> list[list[tuple[int, int]]]:
+        """The chunks of each owner."""
+        ends = accumulate(self.plan.parts)
+        return [chunks_of(end - size, end) for size, end in zip(self.plan.parts, ends, strict=True)]
+
+
+class Auditor:
+    """Audits `stages` of a run, one after the other, until told to leave or until the run is complete.
+
+    Args:
+        build: makes the stage that is audited, on the machine's device.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        transport: Transport,
+        directory: Directory,
+        device: Device,
+        stages: Sequence[Stage],
+        build: Callable[[Stage], StageCompute],
+        emit: Callable[[events.Event], None],
+    ) -> None:
+        self._run, self._transport, self._directory = run, transport, directory
+        self._device, self._stages, self._build, self._emit = device, stages, build, emit
+        self._voices = Voices(run, transport.signer, directory)
+        self._leaving = asyncio.Event()
+        self.audited = 0
+        """Contributions that were computed again."""
+        self.found: set[PeerId] = set()
+        """Who added something else than its microbatches."""
+
+    async def run(self) -> None:
+        """Audit until `leave`, or until the run is complete."""
+        self._device.start()
+        work = asyncio.ensure_future(self._audit_all())
+        leaving = asyncio.ensure_future(self._leaving.wait())
+        try:
+            await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            for task in (work, leaving):
+                task.cancel()
+            await asyncio.gather(work, leaving, return_exceptions=True)
+            self._device.stop()
+        liars = f"; something else was added by {' '.join(sorted(self.found))}" if self.found else ""
+        self._emit(events.Note(text=f"{self.audited} contributions were computed again{liars}"))
+
+    def leave(self) -> None:
+        """End `run`."""
+        self._leaving.set()
+
+    async def _audit_all(self) -> None:
+        await self._directory.lookup_all()
+        while not all([await self._visit(stage) for stage in self._stages]):
+            await asyncio.sleep(POLL_S)
+
+    async def _visit(self, stage: Stage) -> bool:
+        """Audit the step that a stage is at; True: it has taken the last one."""
+        run, began = self._run, now_s()
+        await self._directory.refresh({stage})
+        try:
+            found = await download(
+                self._transport, state_of(run, stage), self._serving(stage), voice=self._voices.of(stage),
+                progress=shown(stage, -1, self._emit),
+            )  # fmt: skip
+        except SwarmError as error:
+            self._emit(events.Note(text=error.text))
+            return False
+        rest_s = REST * (now_s() - began)
+        version = found.opened.version
+        t = version if run.weight_version(version) == version else version + 1
+        if t < run.steps:
+            compute = await asyncio.to_thread(self._build, stage)
+            await self._device.run(Rank.STEP, t, compute.load_state, version, found.tensors)
+            await self._audit_step(compute, t)
+            await asyncio.sleep(rest_s)
+        return version >= run.steps
+
+    def _serving(self, stage: Stage) -> list[PeerId]:
+        return [r.peer for r in self._directory.at(stage) if r.state == "serving"]
+
+    async def _audit_step(self, compute: StageCompute, t: int) -> None:
+        """Audit the members of a step's round, in an order known to this one, until it is over."""
+        stage, before = compute.stage, self.audited
+        members = deque(self._shuffled(stage, t, self._serving(stage), ""))
+        while len(members) > 1 and await self._claim(compute, t, members[0]) is None:
+            if await self._is_over(stage, t):
+                return
+            members.rotate()
+            await asyncio.sleep(POLL_S)
+        for member in members:
+            claim = await self._claim(compute, t, member)
+            if claim is not None and claim.microbatches and not await self._audit(compute, claim):
+                break
+        done = self.audited - before
+        text = f"stage {stage}, step {t}: {done} of {len(members)} contributions were computed again"
+        self._emit(events.Note(text=text))
+
+    def _coin(self, stage: Stage, t: int, what: str) -> Coin:
+        return Coin(self._transport.signer, self._run.id, Toss("auditor", stage, t, what))
+
+    def _shuffled(self, stage: Stage, t: int, peers: Sequence[PeerId], what: str) -> list[PeerId]:
+        return sorted(peers, key=lambda peer: self._coin(stage, t, f"{what} {peer}").below(1 << 62))
+
+    async def _is_over(self, stage: Stage, t: int) -> bool:
+        """Whether replicas need not keep what a step was made of any more."""
+        asked = heard(self._serving(stage), self._voices.of(stage))
+        told = await ask_status(self._run, self._transport, self._shuffled(stage, t, asked, "")[:MAX_ASKED])
+        return 2 * sum(status.version > t + 1 for status in told.values()) >= len(told)
+
+    # -- one contribution ---------------------------------------------------------------------------
+
+    async def _claim(self, compute: StageCompute, t: int, member: PeerId) -> _Claim | None:
+        """What a member signed, as others heard it: to an auditor it might say something else."""
+        stage, ask = compute.stage, pack(AskProducts(run=self._run.id, t=t, member=member))
+        others = heard([peer for peer in self._serving(stage) if peer != member], self._voices.of(stage))
+        for other in self._shuffled(stage, t, others, member)[:MAX_ASKED]:
+            try:
+                answer = await self._transport.call(
+                    other, "products", ask, max_answer_bytes=MAX_LONG_BYTES, deadline_s=ASK_S
+                )
+                claim = self._checked(compute, t, member, hear(answer.header, answer.body, Products))
+            except SwarmError:
+                continue
+            if claim is not None:
+                return claim
+        return None
+
+    def _checked(self, compute: StageCompute, t: int, member: PeerId, told: Products) -> _Claim | None:
+        """None: the member did not sign that, or it is no round of this step."""
+        run, plan, said = self._run, told.plan, told.said
+        ledgers = dict(zip(plan.members, plan.ledgers, strict=False))
+        why = check_plan(
+            plan, run=run.id, stage=compute.stage, t=t, microbatches=run.M, numel=compute.numel, me=member,
+            done=ledgers.get(member, -1),
+        )  # fmt: skip
+        statement = Projected(compute.stage, t, plan.round, said.nonces, said.contributions, said.sums)
+        if why or not is_signed(self._transport.signer, member, run.id, statement, said.signature):
+            return None
+        claim = _Claim(plan, plan.members.index(member), statement, said.signature)
+        due = [len(part) * SUM_BYTES if ledgers[member] else 0 for part in claim.parts]
+        return claim if [len(sums) for sums in said.sums] == due else None
+
+    async def _audit(self, compute: StageCompute, claim: _Claim) -> bool:
+        """Compute a contribution again; False: its step is over, and nothing is known."""
+        stage, t, parts, member = compute.stage, claim.said.t, claim.parts, claim.member
+        chunks = [(place, index) for place, part in enumerate(parts) for index in range(len(part))]
+        place, index = chunks[self._coin(stage, t, f"chunk {member}").below(len(chunks))]
+        await self._device.run(Rank.STEP, t, _begin, compute, t)
+        recount = Recount(compute, t, parts[place][index])
+        kept = KeptWork(self._run, stage, self._transport, self._directory, lambda: compute.version)
+        try:
+            bound = await count_again(kept, self._device, recount, member, claim.microbatches)
+        except (PeerGone, PeerSilent):
+            return True
+        except SwarmError as error:
+            if await self._is_over(stage, t):
+                return False
+            await self._tell(claim, f"does not show what it added: {error.text}")
+            return True
+        if 2 * bound <= len(claim.microbatches):
+            return True  # its neighbours may be itself
+        self.audited += 1
+        r = coefficients(seed_of(claim.said.nonces), place, index, parts[place][index][1])
+        projected = nth_sum(claim.said.sums[place], index)
+        assert projected is not None  # `_checked` compared the lengths
+        same = await asyncio.to_thread(has_its_bits, recount, parts, claim.said)
+        if not same and await asyncio.to_thread(recount.is_off, projected, r):
+            self.found.add(member)
+            await self._tell(claim, f"added something else than its {len(claim.microbatches)} microbatches")
+        return True
+
+    async def _tell(self, claim: _Claim, what: str) -> None:
+        """Have the replicas of its stage look at what a member adds next, and say so here."""
+        said, member = claim.said, claim.member
+        text = f"stage {said.stage}, step {said.t}: peer {member} {what}; its stage was told"
+        self._emit(events.Trouble(text=text))
+        evidence = WrongContribution(accused=member, statement=said, signature=claim.signature)
+        show = pack(ShowEvidence(run=self._run.id, evidence=evidence))
+        calls = [
+            self._transport.call(peer, "evidence", show, deadline_s=ASK_S)
+            for peer in self._serving(said.stage)[:MAX_TOLD]
+            if peer != member
+        ]
+        await asyncio.gather(*calls, return_exceptions=True)
+
+
+def _begin(compute: StageCompute, t: int) -> None:
+    compute.sums.drop(t)
+    compute.sums.begin(t)
