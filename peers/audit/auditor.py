@@ -208,7 +208,8 @@ class Auditor:
             done=ledgers.get(member, -1),
         )  # fmt: skip
         statement = Projected(compute.stage, t, plan.round, said.nonces, said.contributions, said.sums)
-        if why or not is_signed(self._transport.signer, member, run.id, statement, said.signature):
+        signed = is_signed(self._transport.signer, member, run.id, statement, said.signature)
+        if why or not signed:
             return None
         claim = _Claim(plan, plan.members.index(member), statement, said.signature)
         due = [len(part) * SUM_BYTES if ledgers[member] else 0 for part in claim.parts]

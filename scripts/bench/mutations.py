@@ -3242,8 +3242,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "an-auditor-believes-what-was-not-signed",
         AUDITOR,
-        "        if why or not is_signed(",
-        "        if why or not is_signed.__name__ and is_signed(",
+        "        if why or not signed:\n",
+        "        if why:\n",
         "A replica has an auditor doubt another one.",
         ("test_auditor",),
     ),

@@ -54,6 +54,8 @@ async def play(
         await s.until_serving()
         if liar is not None:
             add_falsely(s.peers[liar], LIES[kind])
+        for peer in s.peers.values():  # they look where the auditor points
+            peer.contribution_audits._screen.strangest = lambda *_: None  # type: ignore[method-assign]
         s.add_trainer(TRAINER, window=1)
         auditor = add_auditor(s) if audits else None
         await s.until(lambda: all(p.core.version >= run.steps for n, p in s.peers.items() if n != liar))
