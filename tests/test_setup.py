@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import shutil
 import subprocess
 from pathlib import Path
@@ -94,6 +95,23 @@ def test_two_first_runs_at_once_install_once(tree: Path) -> None:
 def test_more_arguments_for_pip_are_passed_on(tree: Path) -> None:
     setup(tree, SWARM_PIP_ARGS="--index-url https://example.invalid/cpu --no-cache-dir")
     assert "--index-url https://example.invalid/cpu --no-cache-dir" in (tree / "log").read_text()
+
+
+def test_a_person_sees_how_far_it_is_and_a_log_does_not(tree: Path) -> None:
+    setup(tree)
+    assert "--quiet" in (tree / "log").read_text()
+    (tree / "log").unlink()
+    (tree / "constraints.txt").write_text("a==2\n")
+    ours, terminal = pty.openpty()
+    try:
+        subprocess.run(
+            [tree / "scripts" / "setup"], stderr=terminal, stdout=subprocess.DEVNULL, timeout=60, check=True,
+            env={**os.environ, "PYTHON": str(tree / "fake-python")},
+        )  # fmt: skip
+    finally:
+        os.close(ours)
+        os.close(terminal)
+    assert log(tree) == ["pip"] and "--quiet" not in (tree / "log").read_text()
 
 
 def test_without_a_new_enough_python_it_is_said_what_to_install(tree: Path) -> None:
