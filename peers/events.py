@@ -94,10 +94,22 @@ class Started(Event, frozen=True):
 
 
 class JoinLine(Event, frozen=True):
-    """The exact line that another machine pastes."""
+    """The exact line that another machine pastes, and those that start what a run needs besides."""
 
-    template = "join with:\n    {line}"
     line: str
+    stages: int = 1
+    others: tuple[str, ...] = ()
+    local: bool = False
+    """Only programs of this machine can join."""
+
+    def words(self) -> str:
+        often = f", at least once for each of {self.stages} stages" if self.stages > 1 else ""
+        lines = [f"join with{often}:", f"    {self.line}"]
+        if self.others:
+            lines += ["and start, once each:", *(f"    {other}" for other in self.others)]
+        if self.local:
+            lines.append("only programs of this machine can join; for others, add --host 0.0.0.0 here")
+        return "\n".join(lines)
 
 
 class Serving(Event, frozen=True):

@@ -305,6 +305,9 @@ class ListenOptions:
 class NetworkOptions(ListenOptions):
     """How a role is reached."""
 
+    host: str = option(
+        IP, "listen here (default: 0.0.0.0; 127.0.0.1 while all else is on this machine)", "", group=NETWORK
+    )
     reach: Reach = option(
         None,
         "can others dial this machine? auto = ask those to join at; relay = no (default: auto)",

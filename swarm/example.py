@@ -17,7 +17,7 @@ checkpoint_every = 100      # steps; 0 = never
 rebalance_every_s = 60      # seconds between decisions on who moves to a slower stage; 0 = nobody moves
 
 [model]
-preset = "10M"              # layers, hidden, heads, ffn_hidden, vocab_size, norm, positions
+preset = "10M"              # or another row of docs/manifest.md: layers, hidden, heads, ffn_hidden, ...
 stages = 3                  # pieces the model is cut into
 # dropout = 0.0             # a key beside the preset wins over it
 # A model of your own instead: stages, vocab_size, and

@@ -296,6 +296,11 @@ def conclude(
     return Finding(kind="closed", host=host, port=port, punchable=punchable, relays=relays, why=why)
 
 
+def listening_host(given: str, join: Sequence[str], announce: Sequence[str] = ()) -> str:
+    """Where to listen if the user does not say: for other machines, unless all that are known are here."""
+    return given or ("0.0.0.0" if announce or not all(map(is_loopback, join)) else "127.0.0.1")
+
+
 async def settled(
     options: DaemonOptions, join: Sequence[str], reach: Reach, *, needed: bool = True
 ) -> tuple[DaemonOptions, str]:

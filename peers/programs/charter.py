@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from peers.clock import unix_s
 from peers.net.charter.signed import make_token, seal_charter, seal_revocation, write_charter
 from peers.net.identity import Identity
+from peers.start_line import program
 from peers.storage import atomic_file, charters_folder
 from swarm import charter as rules
 from swarm.charter import ROLES, Charter, Door, Role, Rule
@@ -91,17 +92,19 @@ def run_init(options: InitOptions) -> None:
     print(f"run {RunName(run.name, fingerprint_of(owner.peer_id))} ({run.id})")
     print(f"{folder}/owner.key is the run: keep a copy where nobody finds it. Next:")
     print(
-        f"swarm bootstrap --manifest {folder}/run.toml --charter {folder}/charter --identity "
-        f"{folder}/owner.key --host 0.0.0.0 --port 31337 --announce HOST:31337 --join-file join.txt"
+        f"{program()} bootstrap --manifest {folder}/run.toml --charter {folder}/charter --identity "
+        f"{folder}/owner.key --port 31337 --announce HOST:31337 --join-file join.txt"
     )
-    print(f"swarm train @join.txt --identity {folder}/trainer.key    (with the same --data)")
-    print(f"swarm audit @join.txt --identity {folder}/auditor.key    (if you like, on any machine)")
+    print(f"{program()} train @join.txt --identity {folder}/trainer.key    (with the same --data)")
+    print(f"{program()} audit @join.txt --identity {folder}/auditor.key    (if you like, on any machine)")
     for stage in range(run.S):
         key = f" --identity {folder}/peer{stage}.key" if f"peer{stage}" in keys else ""
-        print(f"swarm peer @join.txt --stage {stage}{key}")
+        print(f"{program()} peer @join.txt --stage {stage}{key}")
     print("Give join.txt to those who are to join: swarm peer @join.txt --identity peer.key")
     if options.peers == "token":
-        print(f"and a token to each: swarm invite --manifest {folder}/run.toml --owner {folder}/owner.key")
+        print(
+            f"and a token to each: {program()} invite --manifest {folder}/run.toml --owner {folder}/owner.key"
+        )
 
 
 def _make(folder: Path) -> None:

@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -205,6 +205,7 @@ def gb(size: int) -> str:
 
 def check_all(options: CheckOptions) -> list[Finding]:
     """Every check, in the order in which one failing makes the next fail. Blocks for a few seconds."""
+    options = replace(options, host=options.host or ("0.0.0.0" if options.join else "127.0.0.1"))
     findings = [check_python(), check_torch()]
     if findings[-1].ok:
         findings.append(check_device(options.device))

@@ -20,7 +20,7 @@ from peers.events import Emit, JoinLine, Note, Started, Trouble
 from peers.net.charter.entry import allowed_stages, enter
 from peers.net.charter.signed import read_charter, write_charter
 from peers.net.identity import Identity, is_loopback
-from peers.net.nat import settled
+from peers.net.nat import listening_host, settled
 from peers.net.node import Node
 from peers.net.p2pd import Daemon, DaemonOptions
 from peers.options import (
@@ -35,6 +35,7 @@ from peers.options import (
 from peers.owner.commands import Owner
 from peers.owner.control_socket import PeerAnswer, obeying
 from peers.programs.stage_choice import choose_stage
+from peers.start_line import program
 from peers.storage import atomic_file, charters_folder, results_folder, stamps_folder
 from peers.waiting import happens, unless
 from swarm.charter import Role, succeed
@@ -87,7 +88,10 @@ class Networked(Generic[OptionsT]):
         """How p2pd is started, once it is known whether others can dial this machine (`dialled`: must)."""
         options = self.options
         wanted = DaemonOptions(
-            host=options.host, port=options.port, announce=options.announce, be_relay=not options.no_relay
+            host=listening_host(options.host, join, options.announce),
+            port=options.port,
+            announce=options.announce,
+            be_relay=not options.no_relay,
         )
         found, words = await settled(wanted, join, options.reach, needed=dialled)
         if words:
@@ -164,9 +168,27 @@ class Bootstrap(Networked[BootstrapOptions]):
             words = ["--run", called, "--join", address_for_others(node.addresses)]
             if options.join_file is not None:
                 write_join_file(options.join_file, words)
-            self._emit(JoinLine(line=f"swarm peer {shlex.join(words)}"))
+            self._emit(self._join_line(run, words))
             while not await happens(self._leaving, RENEW_EVERY_S):
                 await self._renew(node)
+
+    def _join_line(self, run: Run, words: Sequence[str]) -> JoinLine:
+        """What starts all else that the run needs."""
+        options, path = self.options, self.options.join_file
+        begins = program()
+        joined = f"@{shlex.quote(str(path))}" if path is not None else shlex.join(words)
+        data = shlex.join(["--data", *map(str, options.data)]) if options.data else ""
+        tokenizer = shlex.join(["--tokenizer", str(options.tokenizer)]) if options.tokenizer else ""
+        return JoinLine(
+            line=f"{begins} peer {shlex.join(words)}",
+            stages=run.S,
+            others=(
+                " ".join(filter(None, (begins, "train", joined, data, tokenizer))),
+                f"{begins} keeper {joined} --dir ckpt",
+                f"{begins} dashboard {joined}",
+            ),
+            local=is_loopback(words[-1]),
+        )
 
     async def _publish_charter(self, node: Node, path: Path) -> None:
         """That of the file, or the one that is known to be newer; which is written there from now on."""
@@ -312,7 +334,7 @@ class Peer(Networked[PeerOptions]):
             return stage
         allowed = allowed_stages(node, range(run.S))
         stage = await choose_stage(node.peer_id, run, node.directory, node.addresses, allowed)
-        self._emit(Note(text=f"stage {stage} is taken: it is among the slowest"))
+        self._emit(Note(text=f"joins stage {stage}, which is among the slowest"))
         return stage
 
     def _build(self, run: Run, stage: Stage, device: str) -> tuple[StageCompute, int, int]:

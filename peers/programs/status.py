@@ -18,6 +18,7 @@ from rich.text import Text
 from peers.options import ListenOptions
 from peers.ports import Directory, Transport
 from peers.programs.tool_options import StatusOptions
+from peers.start_line import program
 from peers.voices import Voices
 from peers.watch.monitor import ASK_S, ask_or_why
 from peers.watch.terminal import render
@@ -83,7 +84,7 @@ def table(health: SwarmHealth, width: int) -> RenderableType:
 def join_line(health: SwarmHealth) -> str:
     """How to join, for when the bootstrap's line is lost; empty if no peer has said where it is dialled."""
     address = next((peer.address for peer in health.peers if peer.address and not peer.why), "")
-    return f"\njoin with: swarm peer --run {health.run} --join {address}" if address else ""
+    return f"\njoin with: {program()} peer --run {health.run} --join {address}" if address else ""
 
 
 def to_json(health: SwarmHealth) -> str:

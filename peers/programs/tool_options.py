@@ -311,11 +311,11 @@ class CheckOptions:
     """Check that this machine can be a peer, or say what to change.
 
     swarm check --port 31337 --device cuda
-    swarm check --host 0.0.0.0 --port 31337 --join ADDRESS
+    swarm check --port 31337 --join ADDRESS
     """
 
     device: str = option(Kind(str, "auto|cpu|cuda[:N]"), "the device you will use", "auto")
-    host: str = option(IP, "address to listen on (default: %(default)s)", "127.0.0.1")
+    host: str = option(IP, "listen here (default: 127.0.0.1; with --join, 0.0.0.0)", "")
     port: int = option(PORT, "port to listen on (default: any)", 0)
     join: tuple[str, ...] = repeated(
         PEER_ADDRESS, "a peer of the run that tries to dial this machine; several tell more of its router"

@@ -146,7 +146,7 @@ async def serve(
             continue
         if owner.left:
             return
-        owner.does("serving", f"joins or serves stage {stage}")
+        owner.does("serving", f"serves stage {stage}, or is about to")
         try:
             peer = await build(stage, kept)
         except SetupError as error:

@@ -25,6 +25,7 @@ from peers.programs import charter as commands
 from peers.programs import tool_options
 from peers.programs.roles import Bootstrap
 from peers.programs.stage_choice import choose_stage
+from peers.start_line import program
 from swarm import charter as rules
 from swarm.charter import Ban, Charter, Rule, Terms
 from swarm.errors import SetupError
@@ -72,8 +73,8 @@ def test_a_run_is_made_with_all_that_its_owner_needs(
         "swarm audit @join.txt",
         "swarm peer @join.txt --stage 1",
     ):
-        assert f"\n{line}" in printed
-    assert "and a token to each: swarm invite" in printed
+        assert f"\n{program().removesuffix('swarm')}{line}" in printed
+    assert f"and a token to each: {program()} invite" in printed
 
     assert init(folder) != 0
     assert f"{folder}/owner.key is there already: name another folder" in capsys.readouterr().err

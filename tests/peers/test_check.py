@@ -141,10 +141,18 @@ def test_who_listens_for_this_machine_only_is_not_told_to_forward_a_port(
     fine = Finding("p2pd", "starts")
     monkeypatch.setattr(check, "check_p2pd", lambda *_: fine)
     monkeypatch.setattr(check, "check_reach", lambda *_: pytest.fail("asked others to dial 127.0.0.1"))
-    found = check_all(CheckOptions(device="cpu", join=("192.0.2.7:1",)))
+    found = check_all(CheckOptions(device="cpu", join=("192.0.2.7:1",), host="127.0.0.1"))
     told = {finding.name: finding.found for finding in found}
     assert told["reach"] == "not tried: give --host 0.0.0.0, since 127.0.0.1 is seen by this machine only"
     assert "reach" not in {finding.name for finding in check_all(CheckOptions(device="cpu"))}
+    monkeypatch.setattr(check, "check_reach", lambda options: Finding("reach", options.host))
+    found = check_all(CheckOptions(device="cpu", join=("192.0.2.7:1",)))
+    assert Finding("reach", "0.0.0.0") in found, "who joins means to be reached"
+
+
+def here(join: tuple[str, ...]) -> CheckOptions:
+    """Nothing but loopback is used."""
+    return CheckOptions(host="127.0.0.1", join=join)
 
 
 FINDINGS = [
@@ -188,16 +196,26 @@ def test_reach_is_found_with_peers_of_the_run_only() -> None:
     found = check.check_reach(CheckOptions(host="0.0.0.0"))
     good(found)
     assert found.found == "not tried: give --join ADDRESS of a peer of the run, which dials back"
-    wrong(check.check_reach(CheckOptions(join=("192.0.2.7:1",))), "is not the address of a peer", "p2pd")
+    wrong(
+        check.check_reach(here(("192.0.2.7:1",))),
+        "is not the address of a peer",
+        "p2pd",
+    )
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         dead = f"/ip4/127.0.0.1/tcp/{unused.getsockname()[1]}/p2p/{Identity(b'a' * 32).peer_id}"
-        wrong(check.check_reach(CheckOptions(join=(dead,))), "Connection refused", "check that the peer at")
+        wrong(
+            check.check_reach(here((dead,))),
+            "Connection refused",
+            "check that the peer at",
+        )
 
 
 @pytest.mark.net
 async def test_a_machine_that_a_peer_can_dial_is_told_where() -> None:
     async with Node() as peer:
-        found = await asyncio.to_thread(check.check_reach, CheckOptions(join=peer.addresses))
+        found = await asyncio.to_thread(
+            check.check_reach, CheckOptions(host="127.0.0.1", join=peer.addresses)
+        )
     good(found)
     assert found.found.startswith("others can dial this machine at 127.0.0.1:")

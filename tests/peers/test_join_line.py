@@ -1,10 +1,21 @@
-"""The line that a bootstrap prints to join with."""
+"""The lines that a bootstrap prints: they start the other programs of its run."""
 
 from __future__ import annotations
 
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from peers.programs.roles import address_for_others
+from peers.cli import build_parser
+from peers.events import JoinLine
+from peers.net.nat import listening_host
+from peers.options import BootstrapOptions
+from peers.programs.roles import Bootstrap, address_for_others
+from peers.start_line import program
+from swarm.example import example_run
 
 HERE, HERE_6 = "/ip4/127.0.0.1/tcp/31337/p2p/x", "/ip6/::1/tcp/31337/p2p/x"
 THERE, NAMED = "/ip4/192.0.2.2/tcp/31337/p2p/x", "/dns4/bootstrap/tcp/31337/p2p/x"
@@ -18,3 +29,66 @@ def test_an_address_is_handed_out_that_other_machines_can_dial(
     addresses: tuple[str, ...], expected: str
 ) -> None:
     assert address_for_others(addresses) == expected
+
+
+def bootstrap_line(address: str = THERE, **options: Any) -> JoinLine:
+    given = BootstrapOptions(manifest=Path("run.toml"), **options)
+    role = Bootstrap(given, emit=lambda _: None)
+    return role._join_line(example_run(), ["--run", "5a7c", "--join", address])
+
+
+def test_the_lines_start_all_that_a_run_needs_and_can_be_pasted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("peers.programs.roles.program", lambda: ".venv/bin/swarm")
+    line = bootstrap_line(data=(Path("my corpus.txt"),), join_file=Path("join.txt"))
+    assert line.words() == (
+        "join with, at least once for each of 3 stages:\n"
+        f"    .venv/bin/swarm peer --run 5a7c --join {THERE}\n"
+        "and start, once each:\n"
+        "    .venv/bin/swarm train @join.txt --data 'my corpus.txt'\n"
+        "    .venv/bin/swarm keeper @join.txt --dir ckpt\n"
+        "    .venv/bin/swarm dashboard @join.txt"
+    )
+    Path("join.txt").write_text(f"--run\n{'5a7c' * 8}\n--join\n{THERE}\n")
+    for command in line.others:
+        assert build_parser().parse_args(shlex.split(command)[1:])
+    assert not line.local
+    near = bootstrap_line(HERE).words()
+    assert near.endswith("\nonly programs of this machine can join; for others, add --host 0.0.0.0 here")
+    assert f"    .venv/bin/swarm dashboard --run 5a7c --join {HERE}\n" in near
+
+
+@pytest.mark.parametrize("place", ["path", "clone", "elsewhere", "none"])
+def test_a_line_begins_with_a_command_that_is_found(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "my clone" / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setenv("PATH", str(folder) if place == "path" else "/nowhere")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / ("my clone" if place == "clone" else "other"))
+    if place != "none":
+        (folder / "swarm").touch(mode=0o755)
+    expected = {"clone": ".venv/bin/swarm", "elsewhere": shlex.quote(str(folder / "swarm"))}
+    assert program() == expected.get(place, "swarm")
+
+
+@pytest.mark.parametrize(
+    ("given", "join", "announce", "expected"),
+    [
+        ("", (THERE,), (), "0.0.0.0"),
+        ("", (HERE, NAMED), (), "0.0.0.0"),
+        ("", (HERE, HERE_6), (), "127.0.0.1"),
+        ("", (), (), "127.0.0.1"),
+        ("", (), ("192.0.2.7:31337",), "0.0.0.0"),
+        ("192.0.2.7", (HERE,), (), "192.0.2.7"),
+        ("127.0.0.1", (THERE,), (), "127.0.0.1"),
+    ],
+)
+def test_a_program_listens_for_other_machines_if_it_knows_of_any(
+    given: str, join: tuple[str, ...], announce: tuple[str, ...], expected: str
+) -> None:
+    assert listening_host(given, join, announce) == expected

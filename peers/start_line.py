@@ -1,0 +1,17 @@
+"""The command `swarm` for a line to paste here: with its folder, where the shell does not find it."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+
+def program() -> str:
+    """`swarm`, or `.venv/bin/swarm` in a clone."""
+    here = Path(sys.executable).with_name("swarm")
+    found = shutil.which("swarm")
+    if not here.is_file() or (found is not None and here.samefile(found)):
+        return "swarm"
+    return shlex.quote(str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here))
