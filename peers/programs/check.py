@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from peers.programs.tool_options import CheckOptions
-from swarm.errors import SetupError, printable
+from swarm.errors import SetupError, SwarmError, printable
 
 MIN_FREE_BYTES = 1_500_000_000
 """A CPU peer's own overhead (below 600 MB with torch) and room for a small stage."""
@@ -175,6 +175,22 @@ def check_reach(options: CheckOptions) -> Finding:
     return Finding("reach", words, what_to_do(found))
 
 
+def check_join(options: CheckOptions) -> Finding:
+    """This program can join there: it speaks their protocol, and its clock agrees with theirs."""
+    from peers.net.node import Node
+    from peers.net.p2pd import DaemonOptions
+
+    async def join() -> None:
+        async with Node(options=DaemonOptions(host=options.host), join=options.join):
+            pass
+
+    try:
+        asyncio.run(join())
+    except SwarmError as error:
+        return Finding("join", error.text, "mend what it says: swarm peer would end with it")
+    return Finding("join", "the peers at --join speak this protocol, and their clocks agree with this one")
+
+
 def check_clock(
     wall: Callable[[], float] = time.time,
     monotonic: Callable[[], float] = time.monotonic,
@@ -215,6 +231,8 @@ def check_all(options: CheckOptions) -> list[Finding]:
         findings.append(check_p2pd(options.host, options.port))
         if findings[-1].ok and not is_local(options.host):
             findings.append(check_reach(options))
+            if findings[-1].ok and options.join:
+                findings.append(check_join(options))
         elif findings[-1].ok and options.join:
             words = f"not tried: give --host 0.0.0.0, since {options.host} is seen by this machine only"
             findings.append(Finding("reach", words))

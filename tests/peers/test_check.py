@@ -146,8 +146,9 @@ def test_who_listens_for_this_machine_only_is_not_told_to_forward_a_port(
     assert told["reach"] == "not tried: give --host 0.0.0.0, since 127.0.0.1 is seen by this machine only"
     assert "reach" not in {finding.name for finding in check_all(CheckOptions(device="cpu"))}
     monkeypatch.setattr(check, "check_reach", lambda options: Finding("reach", options.host))
+    monkeypatch.setattr(check, "check_join", lambda options: Finding("join", options.host))
     found = check_all(CheckOptions(device="cpu", join=("192.0.2.7:1",)))
-    assert Finding("reach", "0.0.0.0") in found, "who joins means to be reached"
+    assert {Finding("reach", "0.0.0.0"), Finding("join", "0.0.0.0")} <= {*found}, "others have to reach it"
 
 
 def here(join: tuple[str, ...]) -> CheckOptions:
@@ -209,6 +210,7 @@ def test_reach_is_found_with_peers_of_the_run_only() -> None:
             "Connection refused",
             "check that the peer at",
         )
+        wrong(check.check_join(here((dead,))), "none of the peers to join at can be reached", "mend what")
 
 
 @pytest.mark.net
@@ -217,5 +219,7 @@ async def test_a_machine_that_a_peer_can_dial_is_told_where() -> None:
         found = await asyncio.to_thread(
             check.check_reach, CheckOptions(host="127.0.0.1", join=peer.addresses)
         )
+        joined = await asyncio.to_thread(check.check_join, here(peer.addresses))
     good(found)
+    good(joined)
     assert found.found.startswith("others can dial this machine at 127.0.0.1:")
