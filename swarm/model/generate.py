@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
 from swarm.errors import SetupError
 from swarm.manifest import Run
-from swarm.model.gpt import given_stage
+from swarm.model.gpt import given_decoder
 
 
 @torch.no_grad()
@@ -39,8 +38,7 @@ def generate(
         raise SetupError(f'model.kind = "{run.model.kind}" does not generate text')
     if not prompt_tokens or not all(0 <= token < run.model.vocab_size for token in prompt_tokens):
         raise SetupError(f"a prompt is one token or more, each from 0 to {run.model.vocab_size - 1}")
-    whole = replace(run, model=replace(run.model, stages=1))
-    module = given_stage(whole, 0, weights, torch.device(device))
+    module = given_decoder(run, weights, torch.device(device))
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt_tokens)
     for _ in range(n):

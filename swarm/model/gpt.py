@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import accumulate
 from typing import cast
 
@@ -24,7 +25,7 @@ from torch.nn import functional
 
 from swarm.errors import SetupError
 from swarm.ids import Microbatch, Stage
-from swarm.manifest import ModelSpec, Run
+from swarm.manifest import CodecSpec, ModelSpec, Run
 from swarm.model.audit_model import AuditStage
 from swarm.model.same_bits import aligned
 from swarm.model.seeded_random import Dropout, initial_normal
@@ -211,6 +212,14 @@ def given_stage(
     module = stage_skeleton(run, stage)
     replace_parameters(module, found)
     return module.to(device).eval()
+
+
+def given_decoder(run: Run, weights: Mapping[str, torch.Tensor], device: torch.device) -> nn.Module:
+    """All stages as one module without codecs, with these weights: tokens [B, T] -> logits [B, T, V]; raises
+    as `given_stage`.
+    """
+    whole = replace(run, model=replace(run.model, stages=1), codec=CodecSpec())
+    return given_stage(whole, 0, weights, device)
 
 
 def replace_parameters(module: nn.Module, value: Callable[[str, nn.Parameter], torch.Tensor]) -> None:

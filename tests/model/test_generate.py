@@ -30,6 +30,13 @@ def test_a_model_that_knows_a_text_by_heart_says_it(trained: dict[str, torch.Ten
     assert generate(RUN, trained, text[:4], 12, temperature=0.0) == text[4:16]
 
 
+def test_codecs_of_single_boundaries_are_of_the_training_only(trained: dict[str, torch.Tensor]) -> None:
+    codecs = ("blockwise8", *["none"] * (RUN.S - 2))
+    run = replace(RUN, codec=replace(RUN.codec, forward=codecs))
+    text = batch_of(RUN)([0])[0].tolist()
+    assert run.codec.forward == codecs and generate(run, trained, text[:4], 8, 0.0) == text[4:12]
+
+
 def test_the_same_seed_says_the_same_and_the_weights_may_come_from_stages() -> None:
     weights = Chain(RUN).named_weights()
     a, b, c = (generate(RUN, weights, [1, 2, 3], 30, temperature=1.0, seed=s) for s in (5, 5, 6))
