@@ -253,7 +253,7 @@ Reach: TypeAlias = Literal["auto", "public", "relay"]
 RUN_HELP = "run id, 32 hex digits; or its name and its owner's fingerprint"
 JOIN_HELP = "a bootstrap or any peer of it; repeatable"
 DATA_HELP = "text files, in the order that the manifest pins; needed unless its source is pydoc or code"
-ALLOW_HELP = "a package whose functions the manifest may name; repeatable"
+ALLOW_HELP = "a package, or a file of the owner's, that the manifest may name; repeatable"
 TOKENIZER_HELP = "tokenizer.json, if the run has one"
 
 

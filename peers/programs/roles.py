@@ -41,8 +41,8 @@ from peers.waiting import happens, unless
 from swarm.charter import Role, succeed
 from swarm.errors import Refused, SetupError, SwarmError
 from swarm.ids import Stage
-from swarm.installed import ENTRY_POINTS, check_allowed
-from swarm.manifest import Run, load_run, parse_run
+from swarm.installed import ENTRY_POINTS, check_allowed, import_file, is_file_name
+from swarm.manifest import CustomModelSpec, Run, load_run, parse_run
 
 if TYPE_CHECKING:  # torch is imported while p2pd starts
     from peers.audit.auditor import Auditor
@@ -261,9 +261,21 @@ async def manifest(node: Node, allow_code: Sequence[str] = ()) -> Run:
 
 
 def check_code(run: Run, allow_code: Sequence[str]) -> None:
-    """Raises SetupError: a manifest names code that neither the user nor its package lets it name."""
+    """Import the files that the user was handed for this run.
+
+    Raises:
+        SetupError: a manifest names code that neither the user nor its package lets it name; or a file is not
+            the one that it means.
+    """
     declared = [entry.value for entry in entry_points(group=ENTRY_POINTS)] if run.code else []
-    check_allowed(run.code, (*allow_code, *declared))
+    files = {Path(word).stem: Path(word) for word in allow_code if is_file_name(word)}
+    check_allowed(run.code, (*allow_code, *files, *declared))
+    model = run.model
+    source, version = (model.source, model.version) if isinstance(model, CustomModelSpec) else ("", "")
+    for spec in run.code:
+        name = spec.partition(":")[0]
+        if name in files:
+            import_file(files[name], version if spec == source else "")
 
 
 class Peer(Networked[PeerOptions]):

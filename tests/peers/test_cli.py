@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import ctypes.util
 import dataclasses
+import hashlib
 import importlib
 import json
 import os
@@ -29,7 +30,7 @@ from peers.events import Failed, parse_event
 from peers.options import description, options_from
 from peers.programs import roles, tool_options
 from peers.programs.fleet import Child
-from peers.programs.roles import manifest
+from peers.programs.roles import check_code, manifest
 from swarm.errors import Busy, PeerGone, Refused, SetupError, SwarmError
 from swarm.example import example_run
 from swarm.installed import check_allowed
@@ -536,6 +537,45 @@ def test_a_manifest_that_names_other_code_is_refused_with_what_allows_it(allowed
     with pytest.raises(SetupError, match=r"names code that is installed here: cats.*\. If you trust the run "
                        r"with it, add --allow-code cats$"):  # fmt: skip
         check_allowed(CODE.code, allowed)
+
+
+def test_a_file_that_the_owner_handed_over_is_run_only_if_it_is_the_one_that_the_run_pins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a file, and as a folder. Other files than the manifest names are not touched."""
+    path = tmp_path / "handed_over.py"
+    path.write_text("import pathlib\npathlib.Path(__file__).with_suffix('.ran').touch()\n")
+    version = f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
+    ran, told = tmp_path / "handed_over.ran", f"--allow-code {path}"
+
+    def run_of(version: str) -> Run:
+        model = CustomModelSpec(kind="code", source="handed_over:build", stages=3, version=version)
+        return dataclasses.replace(example_run(), model=model)
+
+    with pytest.raises(SetupError, match=r"add --allow-code handed_over$"):
+        check_code(run_of(version), [str(tmp_path / "other.py")])
+    with pytest.raises(
+        SetupError, match=f"{told} is not the file that the run's owner has: it has {version}"
+    ):
+        check_code(run_of(f"sha256 {'0' * 64}"), [str(path)])
+    assert not ran.exists()
+    check_code(run_of(version), [str(path), "/nowhere/at/all.py"])
+    assert ran.exists() and sys.modules["handed_over"].__file__ == str(path)
+    path.write_text("1 / 0")
+    with pytest.raises(SetupError, match=f"{told}: another module handed_over is there already: rename"):
+        check_code(run_of(""), [str(path)])
+    del sys.modules["handed_over"]
+    with pytest.raises(SetupError, match=f"{told} cannot be imported: division by zero"):
+        check_code(run_of(""), [str(path)])
+    folder = tmp_path / "handed_over"
+    folder.mkdir()
+    path.rename(folder / "__init__.py")
+    with pytest.raises(SetupError, match="handed_over cannot be imported: division by zero"):
+        check_code(run_of(""), [str(folder)])
+    with pytest.raises(
+        SetupError, match=r"--allow-code /nowhere/handed_over.py cannot be read: No such file"
+    ):
+        check_code(run_of(""), ["/nowhere/handed_over.py"])
 
 
 def test_code_that_a_package_declares_for_swarms_needs_no_leave(monkeypatch: pytest.MonkeyPatch) -> None:
