@@ -73,4 +73,26 @@ Glossary. One word per idea, everywhere (tests/test_words.py finds retired ones)
     alert           a sentence about what a person should look at
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from peers.api import LocalSwarm, Reference, Run, Step, join, join_async, local, reference
+
 __version__ = "0.1.0"
+__all__ = ("LocalSwarm", "Reference", "Run", "Step", "join", "join_async", "local", "reference")
+"""What Python programs and notebooks call. It touches the world, so it lies in `peers.api`; this is its front
+door, which opens when it is asked for, and which nothing inside of the house goes through."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'swarm' has no attribute {name!r}")
+    from peers import api
+
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

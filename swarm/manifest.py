@@ -18,7 +18,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -750,6 +750,16 @@ def parse_run(text: str) -> Run:
         values: dict[str, Any] = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise SetupError(f"the run's manifest is not TOML: {str(error)[:200]}") from None
+    return run_of(values)
+
+
+def run_of(values: Mapping[str, Any]) -> Run:
+    """The run of a manifest's keys and tables, as TOML gives them.
+
+    Raises:
+        SetupError: a key that is unknown, missing, of a wrong type or impossible.
+    """
+    values = dict(values)
     tables: dict[str, Any] = {}
     _refuse_unknown(Run, {name: value for name, value in values.items() if name not in _TABLES})
     for section, spec in _TABLES.items():

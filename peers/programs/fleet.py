@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from peers.events import Emit, Note, Trouble
+from peers.events import Emit, Note, Trouble, count
 from peers.options import MIN_UPLOAD_BPS, VARIABLES, Listen, PeerOptions
 from peers.waiting import happens, within
 from swarm.errors import SetupError
@@ -27,6 +27,8 @@ from swarm.errors import SetupError
 STOP_S = 5.0
 """How long a child gets to leave before it is killed."""
 MAX_LINE = 1 << 20
+MIN_PROCESSES, PROCESSES_PER_CORE = 32, 8
+"""More processes than either are refused: each has torch in its memory, 200 MB at least."""
 RESTART_S = 5.0
 LONGEST_WAIT_S = 300.0
 DID_WELL_S = 600.0
@@ -123,6 +125,23 @@ async def stop_all(children: Sequence[Child]) -> None:
             child.signal(signal.SIGKILL)
 
 
+def check_size(stages: int, peers: int, yes: bool) -> None:
+    """
+    Raises:
+        SetupError: they are more processes than this machine is likely to bear.
+    """
+    if type(peers) is not int or peers < 1:
+        raise SetupError(f"peers = {peers!r}: each stage needs at least one")
+    cores, processes = os.cpu_count() or 1, 2 + stages * peers
+    most = max(MIN_PROCESSES, PROCESSES_PER_CORE * cores)
+    if processes > most and not yes:
+        raise SetupError(
+            f"{stages} stages of {peers} peers are {processes} processes with torch, on "
+            f"{count(cores, 'core')}: more than {most} are started only with --yes (from Python: yes=True). "
+            "Take fewer stages or peers"
+        )
+
+
 # --- a peer for each device ---
 
 
@@ -136,10 +155,10 @@ def names_of(device: str) -> list[str]:
         return [name.strip() for name in device.split(",") if name.strip()]
     import torch
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not count:
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not devices:
         raise SetupError("--device all: this machine has no CUDA device; take --device cpu")
-    return [f"cuda:{number}" for number in range(count)]
+    return [f"cuda:{number}" for number in range(devices)]
 
 
 def shared(words: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from swarm.errors import SetupError
 from swarm.manifest import CustomModelSpec, Run
 
 if TYPE_CHECKING:
@@ -22,10 +23,16 @@ def pinned(run: Run, data: Dataset | Samples) -> Run:
         return run
     from peers.storage.samples import Samples
     from swarm.data import sample_offsets
-    from swarm.model.custom import model_inputs, pin_model
+    from swarm.model.custom import custom_model, model_inputs, pin_model
 
     if not run.model.pinned:
         run = pin_model(run)
     if isinstance(data, Samples):
         model_inputs(run, data.batch(sample_offsets(run, 0, 0)))
+        for taken, (value, sample) in zip(custom_model(run).inputs, data.largest, strict=True):
+            if value >= taken.below > 0:
+                raise SetupError(
+                    f"sample {sample} of {run.data.code} has {value} for the model's input {taken.name}, "
+                    f"which takes 0 to {taken.below - 1}: the model looks it up in something of that size"
+                )
     return run

@@ -39,10 +39,13 @@ class Samples:
         """For generic code: there is no text."""
         self._digests = bytearray()
         """Of each sample, one behind the other."""
+        self.largest: list[tuple[int, int]] = []
+        """Of each array that holds integers (the largest, a sample that has it)."""
         digest = hashlib.sha256()
         with Bar(f"looking through {self._where}", len(self), unit="samples") as bar:
             for index in range(len(self)):
                 arrays = self._sample(index)
+                self.largest = self.largest or [(-1, 0)] * len(arrays)
                 self._check_vocabulary(index, arrays, run.model.vocab_size)
                 for part in _told_apart_by(arrays):
                     digest.update(part)
@@ -52,7 +55,7 @@ class Samples:
         """Of all numbers, in order, with their forms."""
 
     def _check_vocabulary(self, index: int, arrays: Sequence[np.ndarray], vocab_size: int) -> None:
-        for array in arrays:
+        for number, array in enumerate(arrays):
             if array.dtype.kind in "iu" and array.size:
                 low, high = int(array.min()), int(array.max())
                 if low < 0 or high >= vocab_size:
@@ -60,6 +63,7 @@ class Samples:
                         f"sample {index} of {self._where} holds {low if low < 0 else high}: integers "
                         f"must be 0 to {vocab_size - 1} (model.vocab_size)"
                     )
+                self.largest[number] = max(self.largest[number], (high, index))
 
     def __len__(self) -> int:
         return len(self._sequence)

@@ -13,7 +13,6 @@ The data are `docs/benchmarks/loss-curve.json`, the picture is `docs/loss-curve.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import subprocess
 import sys
@@ -32,55 +31,45 @@ PICTURE = ROOT / "docs" / "loss-curve.svg"
 # --- the run ---
 
 
-async def measure(steps: int, kills: int, peers: int) -> dict[str, Any]:
+def measure(steps: int, kills: int, peers: int) -> dict[str, Any]:
     """Train in a swarm, then in one process."""
-    from peers.events import Event, Killed
-    from peers.programs.demo import Demo, DemoOptions, Lines
-    from peers.programs.fleet import stop_all
-    from peers.programs.manifest_pinning import pinned
-    from peers.storage.samples import open_data
+    from peers.api import Run, reference
+    from peers.events import Event, Killed, StepDone
+    from peers.programs.demo import DemoOptions, Lines, play
     from scripts.bench.harness import machine
     from swarm.manifest import demo_run
-    from swarm.model.reference import SingleProcess
 
-    run = demo_run(steps=steps)
-    options = DemoOptions(stages=run.S, peers=peers, steps=steps, preempt=kills)
+    run = Run.of(demo_run(steps=steps))
+    options = DemoOptions(stages=run.terms.S, peers=peers, steps=steps, preempt=kills)
     killed: list[dict[str, int]] = []
 
     class Recorder(Lines):
+        taken = 0
+
         def __call__(self, event: Event) -> None:
-            if isinstance(event, Killed):
-                killed.append({"step": demo.tally.steps, "stage": event.stage})
+            if isinstance(event, StepDone):
+                self.taken = max(self.taken, event.t + 1)
+            elif isinstance(event, Killed):
+                killed.append({"step": self.taken, "stage": event.stage})
             super().__call__(event)
 
-    title = f"{run.S} stages × {peers} peers, {kills} kills"
-    demo = Demo(run, options, Recorder(title, sys.stderr))
+    title = f"{run.terms.S} stages × {peers} peers, {kills} kills"
     began = time.monotonic()
-    try:
-        result = await demo.play()
-    finally:
-        await stop_all(demo.children)
+    result = play(run, options, Recorder(title, sys.stderr))
     swarm_s = time.monotonic() - began
-
-    import torch
-
-    torch.set_num_threads(1)
-    data = await asyncio.to_thread(open_data, run, ())
-    single = SingleProcess(pinned(run, data), data.batch)
-    theirs = demo.tally.microbatch_losses
+    theirs: Any = result["_losses"]
     alone, largest = [], 0.0
-    for t in range(steps):
-        losses = await asyncio.to_thread(single.step, t)
-        alone.append(sum(losses) / len(losses))
-        largest = max(largest, *(abs(a - b) for a, b in zip(losses, theirs[t], strict=True)))
-        if (t + 1) % 10 == 0:
-            print(f"one process: step {t + 1} of {steps}", file=sys.stderr)
+    for step in reference(run):
+        alone.append(step.loss)
+        largest = max(largest, *(abs(a - b) for a, b in zip(step.losses, theirs[step.t], strict=True)))
+        if (step.t + 1) % 10 == 0:
+            print(f"one process: step {step.t + 1} of {steps}", file=sys.stderr)
     return {
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
         "command": " ".join(["scripts/bench/loss_curve.py", *sys.argv[1:]]),
         "commit": commit(),
-        "stages": run.S,
+        "stages": run.terms.S,
         "peers_per_stage": peers,
         "codec": "blockwise8",
         "kills": killed,
@@ -181,7 +170,7 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="draw the data that are there")
     options = parser.parse_args()
     if not options.draw:
-        found = asyncio.run(measure(options.steps, options.kills, options.peers))
+        found = measure(options.steps, options.kills, options.peers)
         DATA.write_text(json.dumps(found, indent=1) + "\n")
     PICTURE.write_text(draw(json.loads(DATA.read_text())))
 

@@ -43,9 +43,10 @@ class FullModel:
         """
         made = build(run)
         self.module: nn.Module = made.module
-        _fill(self.module, weights, steps)
+        self._with_loss = WithLoss(self.module, made.loss)
+        fill(self._with_loss, weights, steps)
         self._run, self._device = run, torch.device(device)
-        self._with_loss = WithLoss(self.module.eval().to(self._device), made.loss)
+        self._with_loss.eval().to(self._device)
         example = (tuple(made.args), dict(made.kwargs), tuple(made.targets))
         self._example, self._form = pytree.tree_flatten(example)
 
@@ -65,8 +66,13 @@ class FullModel:
 
 
 @torch.no_grad()
-def _fill(module: nn.Module, weights: Mapping[str, torch.Tensor], steps: int) -> None:
-    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+def fill(whole: WithLoss, weights: Mapping[str, torch.Tensor], steps: int) -> None:
+    """Give a model and its loss the trained weights and statistics, by full name, of so many steps.
+
+    Raises:
+        SetupError: they are not of it.
+    """
+    own = {**whole.weights(), **whole.tensors()}
     if strange := sorted(weights.keys() - own.keys()):
         raise SetupError(f"weights that this model does not have: {', '.join(strange[:5])}")
     for name, tensor in weights.items():

@@ -110,6 +110,8 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
         Untraceable: says why.
         SetupError: the model does what no tracing keeps.
     """
+    # One tensor that is given twice would be one input to the tracer.
+    example = pytree.tree_map_only(torch.Tensor, torch.clone, example)
     with _explained():
         program = torch.export.export(model, example, strict=False)
     names: dict[InputKind, dict[str, str]] = {kind: {} for kind in InputKind}

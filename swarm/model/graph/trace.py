@@ -45,9 +45,9 @@ def trace(
             or the line, and what to change.
     """
     whole = WithLoss(model, loss)
-    _check(whole)
+    check_traceable(whole)
     example = (tuple(args), dict(kwargs or {}), tuple(loss_args))
-    names = _input_names(model, example)
+    names = input_names(model, example)
     tensors = [isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(example)]
     try:
         captured = capture(whole, example)
@@ -59,7 +59,8 @@ def trace(
         raise SetupError(f"{name} cannot be traced as one graph of operators: {error}") from error
 
 
-def _check(whole: WithLoss) -> None:
+def check_traceable(whole: WithLoss) -> None:
+    """Raises SetupError: a part of the model can be in no graph."""
     for path, module in whole.named_modules():
         name = path.removeprefix("model.")
         norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -79,7 +80,7 @@ def _check(whole: WithLoss) -> None:
             )
 
 
-def _input_names(model: nn.Module, example: tuple[Any, Any, Any]) -> list[str]:
+def input_names(model: nn.Module, example: tuple[Any, Any, Any]) -> list[str]:
     """A name for every tensor in the sample, in the order of its leaves."""
     args, kwargs, loss_args = example
     try:

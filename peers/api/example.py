@@ -1,0 +1,161 @@
+"""What a caller of `swarm.Run` has, as what a run needs: samples as arrays, and a module with an example."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from peers.storage.written import Columns
+from swarm.errors import SetupError
+from swarm.installed import first_line
+from swarm.manifest import Run
+from swarm.model.gpt import weights_dtype
+from swarm.model.graph.model_source import CustomModel
+
+ROWS = 8
+"""Samples of a microbatch, where neither the example nor the caller says how many."""
+
+
+class Example:
+    """A module's example: given by the caller, or taken from the samples."""
+
+    def __init__(
+        self, terms: Run, model: nn.Module, inputs: Any, loss: Any, targets: Any, columns: Columns | None
+    ) -> None:
+        self._model, self._loss, self._dtype = model, loss, weights_dtype(terms)
+        rows, length = terms.batch.microbatch_size, terms.data.sequence_length
+        if columns is None:
+            arrays = [torch.zeros(rows, length, dtype=torch.int64) for _ in range(2)]
+        else:
+            numbers = np.arange(rows) % len(columns)
+            arrays = [_as_input(array) for array in columns[numbers]]
+        self._inputs: Any = inputs
+        if inputs is None:
+            count = len(arrays) if loss is None else len(arrays) - 1
+            if columns is None:
+                count = 1
+            if not count:
+                raise SetupError("samples have one array each, and the loss needs another: the target")
+            self._inputs = tuple(arrays[:count])
+        self._targets: Any = targets if loss is not None else ()
+        given = _count_tensors(self._inputs)
+        if loss is not None and targets is None:
+            self._targets = tuple(arrays[given:]) if columns is not None else (arrays[1],)
+        wanted = given + _count_tensors(self._targets)
+        if columns is not None and wanted != len(arrays):
+            raise SetupError(
+                f"samples have {len(arrays)} arrays each, but the example has {wanted}: one for each input "
+                "and target"
+            )
+        self._arrays = arrays if columns is not None else None
+        self._rows, self._length = rows, length
+
+    def sample(self) -> CustomModel:
+        """The module, copied, with a microbatch of the run's size."""
+        numbers = iter(self._arrays or ())
+
+        def sized(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if self._arrays is None:
+                return torch.zeros(self._rows, self._length, dtype=leaf.dtype)
+            array = next(numbers)
+            if leaf.shape[1:] != array.shape[1:]:
+                raise SetupError(
+                    f"the example has an input {list(leaf.shape)}, and samples have "
+                    f"{list(array.shape[1:])} each: give the example the batch first"
+                )
+            return array.to(self._dtype if leaf.is_floating_point() else leaf.dtype)
+
+        try:
+            model, loss = copy.deepcopy((self._model, self._loss))
+        except Exception as error:
+            raise SetupError(f"the module cannot be copied: {first_line(error)}") from error
+        for part in (model, loss):
+            if isinstance(part, nn.Module):
+                part.to("cpu", self._dtype)
+        by_name = isinstance(self._inputs, Mapping)
+        return CustomModel(
+            module=model,
+            args=() if by_name else pytree.tree_map(sized, _tuple(self._inputs)),
+            kwargs=pytree.tree_map(sized, dict(self._inputs)) if by_name else {},
+            loss=loss,
+            targets=pytree.tree_map(sized, _tuple(self._targets)),
+        )
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def _count_tensors(tree: Any) -> int:
+    return sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(tree))
+
+
+def rows_of(inputs: Any) -> int:
+    """Rows of an example."""
+    for leaf in pytree.tree_leaves(inputs):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return leaf.shape[0]
+    return ROWS
+
+
+def _as_input(array: np.ndarray) -> torch.Tensor:
+    """Samples as a module gets them, where no example says it."""
+    if array.dtype.kind in "iu":
+        return torch.from_numpy(array.astype(np.int64))
+    return torch.from_numpy(array.copy())
+
+
+def columns_of(data: Any) -> Columns:
+    """Samples as one array for each input.
+
+    Raises:
+        SetupError: they are no samples, or not of one form; names the sample.
+    """
+    if isinstance(data, tuple) and data and all(isinstance(one, (torch.Tensor, np.ndarray)) for one in data):
+        arrays = [_array(one) for one in data]
+        lengths = {len(array) for array in arrays if array.ndim}
+        if len(lengths) != 1 or not all(array.ndim for array in arrays):
+            raise SetupError(f"data has arrays of {sorted(lengths)} samples: all must have as many")
+    else:
+        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+            raise SetupError(
+                f"data is a {type(data).__name__}: give samples, anything with a length that gives a tuple "
+                "of arrays for each number, or a table [data]"
+            )
+        parts: list[list[np.ndarray]] = []
+        for number in range(len(data)):
+            try:
+                sample = data[number]
+                one = [_array(part) for part in (sample if isinstance(sample, (tuple, list)) else (sample,))]
+            except SetupError:
+                raise
+            except Exception as error:
+                raise SetupError(f"data[{number}] cannot be had: {first_line(error)}") from error
+            if parts and [array.shape for array in one] != [array.shape for array in parts[0]]:
+                told = [" and ".join(str(list(array.shape)) for array in its) for its in (one, parts[0])]
+                raise SetupError(f"data[{number}] is {told[0]}, data[0] is {told[1]}: make them alike")
+            parts.append(one)
+        arrays = [np.stack(column) for column in zip(*parts, strict=True)]
+    if not arrays or not len(arrays[0]):
+        raise SetupError("data has no samples")
+    return Columns([np.ascontiguousarray(array) for array in arrays])
+
+
+def _array(part: Any) -> np.ndarray:
+    array = part.detach().cpu().numpy() if isinstance(part, torch.Tensor) else np.asarray(part)
+    if array.dtype.kind not in "biuf":
+        raise SetupError(f"data holds {array.dtype}: integers, booleans and floats can be trained on")
+    return array
+
+
+def largest_of(columns: Columns) -> int:
+    arrays = [array for array in columns[:] if array.dtype.kind in "iu" and array.size]
+    return max((int(array.max()) for array in arrays), default=0)

@@ -1,0 +1,107 @@
+"""`swarm.join`: serve a stage of a run from a Python program, as `swarm peer` does."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peers.api.background import Background
+from peers.events import Emit, Emitter
+from peers.options import Kind, PeerOptions
+from peers.programs.roles import Peer
+from swarm.errors import SetupError, did_you_mean
+
+
+def join(
+    run: str, address: str | Sequence[str], *, code: str | Path | None = None, on_event: Emit | None = None,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Serve a stage of a run until an interrupt (Ctrl-C, a notebook's stop button): the peer then leaves in
+    good order, after a second one at once.
+
+    Args:
+        run: its id, or its name and its owner's fingerprint.
+        address: of its bootstrap or of any peer of it; or several.
+        code: the folder that the run's owner handed over (`Run.code`), if there is one. It is run here.
+        on_event: hears what happens, from another thread (default: it is printed).
+        options: those of `swarm peer`, with `_` for `-`, such as `stage=1`, `device="cpu"`, `host="0.0.0.0"`.
+
+    Raises:
+        SwarmError: it cannot be joined; says why.
+    """
+    with _serving(run, address, code, on_event, options) as (background, peer, serving):
+        try:
+            return serving.result()
+        except KeyboardInterrupt:
+            background.start(peer.leave())
+        return serving.result()
+
+
+async def join_async(
+    run: str, address: str | Sequence[str], *, code: str | Path | None = None, on_event: Emit | None = None,
+    **options: Any,
+) -> None:  # fmt: skip
+    """The same as `join`, to be awaited. If it is cancelled, it leaves in good order first.
+
+    The peer has a loop of its own: what the caller's loop computes does not make it silent.
+    """
+    with _serving(run, address, code, on_event, options) as (background, peer, serving):
+        waiting = asyncio.wrap_future(serving)
+        try:
+            await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            background.start(peer.leave())
+            await waiting
+            raise
+
+
+@contextlib.contextmanager
+def _serving(
+    run: str, address: str | Sequence[str], code: str | Path | None, on_event: Emit | None,
+    options: dict[str, Any],
+) -> Iterator[tuple[Background, Peer, Future[None]]]:  # fmt: skip
+    """A peer that serves in a thread of its own, and is ended with the block."""
+    peer = Peer(_options(run, address, code, options), emit=on_event or Emitter())
+    threads, background = torch.get_num_threads(), Background()
+    try:
+        yield background, peer, background.start(peer.run())
+    finally:
+        background.close()
+        torch.set_num_threads(threads)  # a peer computes with its run's
+
+
+def _options(
+    run: str, address: str | Sequence[str], code: str | Path | None, given: dict[str, Any]
+) -> PeerOptions:
+    """
+    Raises:
+        SetupError: `swarm peer` has no such option, or it cannot have the value.
+    """
+    known = {one.name: one.metadata["kind"] for one in fields(PeerOptions)}
+    handed = [] if code is None else [str(Path(code).resolve())]
+    addresses = (address,) if isinstance(address, str) else tuple(address)
+    allowed = (*given.get("allow_code", ()), *handed)
+    values: dict[str, Any] = {"run": run, "join": addresses, **given, "allow_code": allowed}
+    for name, value in values.items():
+        if name not in known:
+            raise SetupError(f"join has no option {name}{did_you_mean(name, [*known])}")
+        kind: Kind | None = known[name]
+        try:
+            if isinstance(value, str) and kind is not None:
+                values[name] = kind.parse(value)
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise SetupError(f"{name} = {value!r}: {error}") from None
+        for each in addresses if name == "join" else [values[name]]:
+            if kind is not None and kind.check is not None and each is not None:
+                kind.check(name, each)
+    if (device := str(values.get("device"))) == "all" or "," in device:
+        raise SetupError("a Python program serves one device: for several start swarm peer, or programs")
+    return PeerOptions(**values)

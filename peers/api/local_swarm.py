@@ -1,0 +1,147 @@
+"""`swarm.local`: train a run with real processes on this machine, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from peers.api.background import Background
+from peers.api.processes import Processes, Tally
+from peers.api.run import Run
+from peers.api.steps import Progress, Step
+from peers.api.trained import trained_module
+from peers.events import Emit
+from peers.programs.fleet import check_size
+from swarm.errors import SetupError
+from swarm.ids import PeerId, Stage
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class LocalSwarm:
+    """A swarm on this machine: `with` starts it and ends it, iterating it gives its steps."""
+
+    def __init__(self, run: Run, peers: int, on_event: Emit | None, *, progress: bool, yes: bool) -> None:
+        check_size(run.terms.S, peers, yes)
+        self.run = run
+        self._processes = Processes(
+            run.terms, peers, on_event or (lambda event: None), files=run.files, tokenizer=run.tokenizer,
+            code=run.code,
+        )  # fmt: skip
+        self._background: Background | None = None
+        self._progress = Progress(run.terms.name, run.terms.steps) if progress else None
+        self._weights: tuple[dict[str, torch.Tensor], int] | None = None
+
+    def __enter__(self) -> LocalSwarm:
+        self._background = Background()
+        try:
+            self._background.call(self._processes.start())
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def __iter__(self) -> Iterator[Step]:
+        """The steps as they are taken, until the run is done.
+
+        Raises:
+            SetupError: a process failed, or no step is taken.
+        """
+        while (step := self._running.call(self._processes.next_step())) is not None:
+            told, died = step
+            found = Step(
+                t=told.t, steps=told.steps, loss=told.loss, losses=told.losses, peers=told.peers, died=died,
+                tokens_per_s=told.tokens_per_s,
+            )  # fmt: skip
+            if self._progress is not None:
+                self._progress(found)
+            yield found
+        if self._weights is None:
+            self._running.call(self._processes.finish())
+            self._weights = self._running.call(self._processes.weights())
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where other peers can join, with the run's id."""
+        return self._processes.addresses
+
+    @property
+    def tally(self) -> Tally:
+        """What all processes said, added up."""
+        return self._processes.tally
+
+    def kill(self, stage: Stage | None = None) -> PeerId:
+        """Kill a peer with SIGKILL, of that stage or of any, in the middle of its work; another takes its
+        place.
+        """
+        return self._running.call(self._processes.kill(stage))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The trained weights by full name; before the run is done, the newest that peers have saved.
+
+        Raises:
+            SetupError: there are none, or the processes are gone.
+        """
+        return self._read()[0]
+
+    def model(self) -> nn.Module:
+        """The trained model, in evaluation mode; raises as `weights`."""
+        return trained_module(self.run, *self._read())
+
+    def _read(self) -> tuple[dict[str, torch.Tensor], int]:
+        if self._weights is not None:
+            return self._weights
+        if self._background is None:
+            raise SetupError(
+                "the run was not trained to its end, and its processes are gone: go through all steps, or "
+                "ask for the model inside of `with`"
+            )
+        return self._background.call(self._processes.weights())
+
+    @property
+    def _running(self) -> Background:
+        if self._background is None:
+            raise SetupError("start the swarm first: with swarm.local(run) as s: ...")
+        return self._background
+
+    def _end(self) -> None:
+        background, self._background = self._background, None
+        if self._progress is not None:
+            self._progress.close()
+        if background is not None:
+            try:
+                background.call(self._processes.close())
+            finally:
+                background.close()
+
+
+def local(
+    run: Run, peers: int = 2, *, on_event: Emit | None = None, progress: bool = True, yes: bool = False
+) -> LocalSwarm:
+    """Train a run with processes of this machine, on its CPU: a bootstrap, `peers` peers of each stage, and a
+    trainer.
+
+        with swarm.local(run, peers=2) as s:
+            for step in s:
+                print(step.t, step.loss)
+        model = s.model()
+
+    No process is left behind, however the block ends.
+
+    Args:
+        on_event: hears what happens, as it happens, from another thread.
+        progress: show a bar.
+        yes: start as many processes as that takes, however few cores there are.
+
+    Raises:
+        SetupError: there would be more processes than this machine is likely to bear.
+    """
+    return LocalSwarm(run, peers, on_event, progress=progress, yes=yes)

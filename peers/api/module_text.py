@@ -1,0 +1,198 @@
+"""A module as Python text: the operators that it was traced to, one a line.
+
+So a model that was made in a notebook, from classes and functions that are in no file, becomes a file that
+every peer can have: without its classes, and with nothing in it but torch's operators. What is to be
+different outside of training (dropout, batch norm) still is.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils import _pytree as pytree
+
+from swarm.errors import SetupError
+from swarm.model.graph.capture import Captured, Untraceable, WithLoss, capture
+from swarm.model.graph.functionalize import CHECKS
+from swarm.model.graph.model_source import CustomModel
+from swarm.model.graph.trace import check_traceable, input_names
+
+INDENT = "    "
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ModuleText:
+    """A module's text, and what it reads."""
+
+    lines: tuple[str, ...]
+    """A class `Model`, and a function `build`."""
+    tensors: dict[str, torch.Tensor]
+    """By full name."""
+
+
+def module_text(sample: CustomModel) -> ModuleText:
+    """Trace a module in training, with its loss.
+
+    Raises:
+        SetupError: it cannot be traced, or does not take the sample; names the user's line.
+    """
+    whole = WithLoss(sample.module.train(), sample.loss)
+    if isinstance(sample.loss, torch.nn.Module):
+        sample.loss.train()
+    check_traceable(whole)
+    example = (tuple(sample.args), dict(sample.kwargs), tuple(sample.targets))
+    names = input_names(sample.module, example)
+    try:
+        return _Writer(whole, capture(whole, example), example, names).written()
+    except Untraceable as error:
+        name = type(sample.module).__name__
+        raise SetupError(f"{name} cannot be traced as one graph of operators: {error}") from error
+
+
+class _Writer:
+    def __init__(self, whole: WithLoss, captured: Captured, example: Any, inputs: Sequence[str]) -> None:
+        self._captured, self._inputs = captured, inputs
+        leaves = pytree.tree_leaves(example)
+        self._sizes = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        self._holders = [name for name, is_one in zip(captured.inputs, tensors, strict=True) if is_one]
+        self._weights, self._buffers = whole.weights(), whole.tensors()
+        self._first: dict[int, str] = {}
+        """By the identity of a parameter the first of its names."""
+        for name, parameter in self._weights.items():
+            self._first.setdefault(id(parameter), name)
+        self._read: dict[str, tuple[str, torch.Tensor]] = {}
+        """Full name -> (its kind, the tensor), of what the text reads."""
+
+    def written(self) -> ModuleText:
+        module = self._captured.module
+        body = [f"{', '.join(self._holders)} = {', '.join(self._inputs)}"]
+        for node in module.graph.find_nodes(op="placeholder"):
+            if node.users and node.name not in self._holders:
+                body += self._placeholder(node)
+        body += self._body(module)
+        body.append(f"return {self._captured.output.name}")
+        kinds = {
+            kind: tuple(name for name, (its, _) in self._read.items() if its == kind)
+            for kind in ("TRAINED", "FROZEN", "BUFFERS")
+        }
+        zeros = [f"torch.zeros({list(leaf.shape)}, dtype={leaf.dtype})" for leaf in self._sizes]
+        lines = [
+            "class Model(WrittenModule):",
+            *(f"{INDENT}{kind} = {names!r}" for kind, names in kinds.items()),
+            "",
+            f"{INDENT}def forward(self, {', '.join(self._inputs)}):",
+            *(f"{INDENT}{INDENT}{line}" for line in body),
+            "",
+            "",
+            "def build():",
+            f"{INDENT}return Model(__file__), ({', '.join(zeros)},)",
+        ]
+        tensors = {name: tensor.detach().clone().contiguous() for name, (_, tensor) in self._read.items()}
+        return ModuleText(lines=tuple(lines), tensors=tensors)
+
+    def _placeholder(self, node: fx.Node) -> Iterator[str]:
+        captured = self._captured
+        if node.name in captured.parameters:
+            tensor = self._weights[captured.parameters[node.name]]
+            name = self._first[id(tensor)]
+            self._read[name] = ("TRAINED" if tensor.requires_grad else "FROZEN", tensor)
+            yield f"{node.name} = self.get_parameter({name!r})"
+            return
+        if node.name in captured.buffers:
+            name = captured.buffers[node.name]
+            self._read[name] = ("BUFFERS", self._buffers[name])
+        elif node.name in captured.constants:
+            name = node.name
+            self._read[name] = ("BUFFERS", captured.constants[node.name])
+        else:
+            return  # a number of the sample: it is in the trace
+        yield f"{node.name} = self.get_buffer({name!r})"
+
+    def _body(self, module: fx.GraphModule) -> Iterator[str]:
+        for node in module.graph.nodes:
+            if node.op == "call_function" and not _is_check(node):
+                if isinstance(node.target, HigherOrderOperator):
+                    yield from self._region(module, node)
+                else:
+                    yield f"{node.name} = {_called(node)}"
+
+    def _region(self, module: fx.GraphModule, node: fx.Node) -> Iterator[str]:
+        """The body of a region (no_grad, autocast off) under a `with`."""
+        name, args = str(node.target), node.args
+        if name == "wrap_with_set_grad_enabled":
+            head, (inner, *given) = f"torch.set_grad_enabled({args[0]})", args[1:]
+        elif name == "wrap_with_autocast":
+            words = ", ".join(map(_word, args[:3]))
+            head, (inner, *given) = f"torch.autocast({words}, cache_enabled={args[3]})", args[4:]
+        else:
+            raise Untraceable(f"it has a region of kind {name}")
+        assert isinstance(inner, fx.Node)
+        body = module.get_submodule(str(inner.target))
+        assert isinstance(body, fx.GraphModule)
+        holders = [holder.name for holder in body.graph.find_nodes(op="placeholder")]
+        (output,) = body.graph.find_nodes(op="output")
+        yield f"def {inner.name}({', '.join(holders)}):"
+        yield f"{INDENT}with {head}:"
+        for line in self._body(body):
+            yield f"{INDENT}{INDENT}{line}"
+        yield f"{INDENT}{INDENT}return {_word(output.args[0])}"
+        yield f"{node.name} = {inner.name}({', '.join(map(_word, given))})"
+
+
+def _is_check(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, OpOverload) and target._schema.name.partition("::")[2].startswith(CHECKS)
+
+
+def _called(node: fx.Node) -> str:
+    target = node.target
+    if target is operator.getitem:
+        return f"{_word(node.args[0])}[{_word(node.args[1])}]"
+    if not isinstance(target, OpOverload):
+        raise Untraceable(f"it calls {target}, which is no operator")
+    words = [
+        _in_training(argument.name, value)
+        for argument, value in zip(target._schema.arguments, node.args, strict=False)
+    ]
+    words += [f"{name}={_in_training(name, value)}" for name, value in node.kwargs.items()]
+    return f"torch.ops.{target}({', '.join(words)})"
+
+
+def _in_training(name: str, value: Any) -> str:
+    """An argument; one that says that this is training says so only then."""
+    if name in ("train", "training") and value is True:
+        return "self.training"
+    if name == "dropout_p" and value:
+        return f"{_word(value)} if self.training else 0.0"
+    return _word(value)
+
+
+def _word(part: Any) -> str:
+    """A constant or a node as Python has it."""
+    if isinstance(part, fx.Node):
+        return part.name
+    if isinstance(part, float) and not math.isfinite(part):
+        return f'float("{part}")'
+    if isinstance(part, (bool, int, float, str, type(None))):
+        return repr(part)
+    if isinstance(part, (torch.dtype, torch.memory_format, torch.layout)):
+        return str(part)
+    if isinstance(part, torch.device):
+        return f"torch.device({str(part)!r})"
+    if isinstance(part, slice):
+        return f"slice({_word(part.start)}, {_word(part.stop)}, {_word(part.step)})"
+    if isinstance(part, tuple):
+        return f"({''.join(f'{_word(item)}, ' for item in part)})"
+    if isinstance(part, list):
+        return f"[{', '.join(map(_word, part))}]"
+    if isinstance(part, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_word(value)}" for key, value in part.items()) + "}"
+    raise Untraceable(f"a size or a number ({part}) depends on data")

@@ -1,0 +1,321 @@
+"""A whole swarm as processes of this machine: a bootstrap, peers of every stage and a trainer.
+
+They find each other over the DHT, as they would on many machines. What they say of themselves is heard and
+added up; a peer that dies is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from signal import SIGKILL
+from subprocess import STDOUT
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from peers import events
+from peers.events import Emit, Event, Note, StepDone, count, parse_event
+from peers.programs.fleet import Child, stop_all
+from peers.storage import RESULTS_ENV
+from peers.waiting import happens
+from swarm.errors import SetupError
+from swarm.ids import PeerId, Stage
+from swarm.manifest import Run
+
+if TYPE_CHECKING:
+    import torch
+
+START_S = 120.0
+"""Limit for the first step: processes start slowly on a loaded machine."""
+STALL_S = 120.0
+"""Limit between two steps."""
+LEDGERS_S = 10.0
+"""Limit for the last words of peers on the last step."""
+LAST_LINES = 20
+OWN_WORDS = (events.Stepped, events.JoinLine, events.StopNow, events.Contributed, Note)
+"""What a process says of itself, which means little where it is one of many."""
+MAX_DEATHS = 5
+"""So many peers may die of themselves before a step is taken: then something kills all of them."""
+
+
+@dataclass
+class Tally:
+    """What the processes said, added up."""
+
+    steps: int = 0
+    losses: dict[int, float] = field(default_factory=dict)
+    microbatch_losses: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    audits: dict[tuple[Stage, int], tuple[int, int]] = field(default_factory=dict)
+    """(stage, step) -> (missing, duplicated) in the ledgers of the round that was applied."""
+    replayed: int = 0
+    undone: int = 0
+    preemptions: int = 0
+    first_step_at: float = 0.0
+    last_step_at: float = 0.0
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, StepDone):
+            self.steps = max(self.steps, event.t + 1)
+            if event.loss is not None:
+                self.losses[event.t] = event.loss
+            if event.losses:
+                self.microbatch_losses[event.t] = event.losses
+            self.first_step_at = self.first_step_at or event.at
+            self.last_step_at = event.at
+        elif isinstance(event, events.Stepped) and event.missing is not None and event.duplicated is not None:
+            self.audits[event.stage, event.t] = (event.missing, event.duplicated)
+        elif isinstance(event, events.Replayed):
+            self.replayed += event.count
+        elif isinstance(event, events.Undone):
+            self.undone += event.count
+
+    def missing(self, run: Run) -> int:
+        """Microbatches that no ledger shows to be counted; a step without a ledger misses all of them."""
+        cells = [(stage, t) for stage in range(run.S) for t in range(run.steps)]
+        return sum(self.audits.get(cell, (run.M, 0))[0] for cell in cells)
+
+    def duplicated(self) -> int:
+        """Microbatches that the ledgers show in two sums."""
+        return sum(twice for _, twice in self.audits.values())
+
+    def tokens_per_s(self, run: Run) -> float:
+        """Over all steps but the first, which pays for the start."""
+        elapsed_s = self.last_step_at - self.first_step_at
+        return (self.steps - 1) * run.tokens_per_step / elapsed_s if elapsed_s > 0 else 0.0
+
+
+class Processes:
+    """The processes of one run, from `start` to `close`. One caller at a time."""
+
+    def __init__(
+        self, run: Run, peers: int, emit: Emit, *, files: Sequence[Path] = (), tokenizer: Path | None = None,
+        code: Path | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            run: pinned.
+            peers: of each stage.
+            emit: hears what is worth a line; what one process says of itself alone is left out.
+            files, tokenizer: what the run's text is made of, if it is of files.
+            code: a module of the owner's own that the manifest names.
+        """
+        self.run, self.tally = run, Tally()
+        self._peers, self._emit = peers, emit
+        self._data = ["--data", *(str(path.resolve()) for path in files)] if files else []
+        self._data += ["--tokenizer", str(tokenizer.resolve())] if tokenizer is not None else []
+        installed = [name for name in run.code if code is None or name.partition(":")[0] != code.stem]
+        allowed = [*installed, *([str(code.resolve())] if code is not None else [])]
+        self._allowed = [word for code in allowed for word in ("--allow-code", code)]
+        self._random = random.Random(run.seed)
+        self.children: list[Child] = []
+        self._serving: dict[PeerId, tuple[Child, Stage]] = {}
+        self._stages: dict[Child, Stage] = {}
+        """Of the peers: what each was started for."""
+        self._said: dict[Child, deque[str]] = defaultdict(lambda: deque(maxlen=LAST_LINES))
+        """What each printed last that was no event: tracebacks and the like."""
+        self._dead: set[PeerId] = set()
+        self._died: list[PeerId] = []
+        """Since the last step that was handed out."""
+        self._deaths = 0
+        """Not by `kill`, since the last step."""
+        self._started: dict[str, events.Started] = {}
+        self._changed = asyncio.Event()
+        self._failure = ""
+        self._steps: deque[StepDone] = deque()
+        self._trainer: Child | None = None
+
+    # -- from the first process to the last step ------------------------------------------------
+
+    async def start(self) -> None:
+        """Start all of them; a first step may take seconds from now on.
+
+        Raises:
+            SetupError: one of them cannot start.
+        """
+        run, peers = self.run, count(self.run.S * self._peers, "peer")
+        self._emit(Note(text=f"starting a bootstrap, {peers} and a trainer"))
+        await self._spawn(["bootstrap", "--manifest", "-"], stdin=run.to_toml().encode())
+        await self._until(lambda: "bootstrap" in self._started, START_S, "the bootstrap does not start")
+        self._meeting = ["--run", run.id, "--join", *self.addresses[:1], *self._allowed]
+        for stage in range(run.S):
+            for _ in range(self._peers):
+                await self._spawn_peer(stage)
+        self._trainer = await self._spawn(["train", *self._meeting, *self._data])
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where others can join."""
+        return self._started["bootstrap"].addresses
+
+    async def next_step(self) -> tuple[StepDone, tuple[PeerId, ...]] | None:
+        """The next step, and which peers died before it; None after the last one.
+
+        Raises:
+            SetupError: a process failed, or no step is taken.
+        """
+        assert self._trainer is not None, "started"
+        first = self.tally.steps == 0
+        why = "the first step is not taken" if first else f"step {self.tally.steps + 1} is not taken"
+
+        def over() -> bool:
+            return self.tally.steps >= self.run.steps
+
+        await self._until(lambda: bool(self._steps) or over(), START_S if first else STALL_S, why)
+        if not self._steps:
+            return None
+        died, self._died = tuple(self._died), []
+        return self._steps.popleft(), died
+
+    async def finish(self) -> None:
+        """Wait until all has been said, after the last step.
+
+        Raises:
+            SetupError: the trainer failed, or a ledger of the last step is not told.
+        """
+        assert self._trainer is not None
+        if await self._trainer.wait() != 0:
+            raise SetupError("the trainer failed: " + " | ".join(self._said[self._trainer]))
+        told = self.run.S * self.run.steps
+        await self._until(lambda: len(self.tally.audits) >= told, LEDGERS_S, "the last ledgers are not told")
+
+    async def weights(self) -> tuple[dict[str, torch.Tensor], int]:
+        """The newest weights that all stages can give, by full name as `swarm export --run` gets them, and
+        their version.
+
+        Raises:
+            SetupError: there is no such version.
+        """
+        from peers.net.node import Node
+        from peers.storage.weights import read_stage
+        from peers.transfer.keeper import collect
+
+        run, found = self.run, dict[str, "torch.Tensor"]()
+        with tempfile.TemporaryDirectory() as name:
+            async with Node(join=self.addresses, run_id=run.id) as node:
+                step = await collect(run, node.transport, node.directory, Path(name), lambda event: None)
+            for stage in range(run.S):
+                found |= await asyncio.to_thread(read_stage, Path(name), run, stage, step)
+        return found, step
+
+    async def close(self) -> None:
+        """End all processes; none is left, also if this is cancelled."""
+        await stop_all(self.children)
+
+    # -- processes --------------------------------------------------------------------------------
+
+    async def _spawn(self, arguments: list[str], *, stdin: bytes = b"") -> Child:
+        child = await Child.spawn(
+            [*arguments, "--log-format", "json"], self._hear, stdin=stdin, stderr=STDOUT,
+            environment={RESULTS_ENV: ""},
+        )  # fmt: skip
+        self.children.append(child)
+        return child
+
+    async def _spawn_peer(self, stage: Stage) -> None:
+        child = await self._spawn(
+            ["peer", *self._meeting, "--stage", str(stage), "--device", "cpu", "--threads", "1"]
+        )
+        self._stages[child] = stage
+
+    def _hear(self, child: Child, line: str) -> None:
+        event = parse_event(line)
+        if event is None:
+            self._said[child].append(line)
+            return
+        self.tally.add(event)
+        if isinstance(event, events.Started):
+            self._started[event.role] = event
+        elif isinstance(event, events.Serving) and child in self._stages:
+            self._serving[event.peer] = (child, event.stage)
+            self._emit(events.PeerJoined(peer=event.peer, stage=event.stage, device=event.device))
+        elif isinstance(event, events.Failed):
+            self._failure = event.text
+        elif isinstance(event, StepDone):
+            # The directory forgets the dead after some seconds; we saw them die.
+            stages = [stage for _, stage in self._serving.values()]
+            peers = tuple(stages.count(stage) for stage in range(self.run.S))
+            event = msgspec.structs.replace(event, peers=peers)
+            self._steps.append(event)
+            self._deaths = 0
+            self._emit(event)
+        elif isinstance(event, events.PeerLost) and event.peer in self._dead:
+            pass  # said once, by us
+        elif not isinstance(event, OWN_WORDS):
+            self._emit(event)
+        self._changed.set()
+
+    async def _until(self, condition: Callable[[], bool], limit_s: float, why: str) -> None:
+        """Wait until `condition()`; a process that ends unasked is replaced if it was a peer that died."""
+        end = time.monotonic() + limit_s
+        while not condition():
+            if self._failure:
+                raise SetupError(self._failure)
+            for child in [child for child in self.children if child.returncode not in (None, 0)]:
+                await self._ended(child)
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                raise SetupError(f"{why} within {limit_s:.0f} s; the machine may be too busy")
+            await happens(self._changed, min(left_s, 1.0))
+            self._changed.clear()
+
+    async def _ended(self, child: Child) -> None:
+        """Start another in place of a peer that a signal ended.
+
+        Raises:
+            SetupError: it was no peer, or it has something to say; or too many have died.
+        """
+        code = await child.wait()
+        self._deaths += 1
+        if child not in self._stages or code > 0 or self._deaths > MAX_DEATHS:
+            raise SetupError(f"a process ended with {code}: {' | '.join(self._said[child])}")
+        stage = self._bury(child)
+        for peer in self._died[-1:]:
+            self._emit(events.PeerLost(peer=peer, stage=stage, why=f"its process died of signal {-code}"))
+        await self._spawn_peer(stage)
+
+    def _bury(self, child: Child) -> Stage:
+        """Forget a peer whose process is dead; its stage."""
+        self.children.remove(child)
+        for peer in [peer for peer, (its, _) in self._serving.items() if its is child]:
+            del self._serving[peer]
+            self._dead.add(peer)
+            self._died.append(peer)
+        return self._stages.pop(child)
+
+    # -- preemption -------------------------------------------------------------------------------
+
+    async def kill(self, stage: Stage | None = None) -> PeerId:
+        """Kill a peer, of that stage or of any, in the middle of its work, and start another.
+
+        Raises:
+            SetupError: no other peer could be started to take over its weights before.
+        """
+        stages = [stage for _, stage in self._serving.values()]
+        fit = [
+            peer for peer, (_, its) in self._serving.items() if stages.count(its) > 1 and stage in (None, its)
+        ]
+        if not fit:
+            # With one peer a stage its weights would be lost: let another take them over first.
+            chosen = self._random.randrange(self.run.S) if stage is None else stage
+            before = len(self._serving)
+            await self._spawn_peer(chosen)
+            await self._until(lambda: len(self._serving) > before, START_S, "the replacement does not serve")
+            fit = [peer for peer, (_, its) in self._serving.items() if its == chosen]
+        # In the middle of a step, not at its edge, where little is at stake.
+        await asyncio.sleep(self._random.random())
+        victim = self._random.choice(sorted(fit))
+        child, its_stage = self._serving[victim]
+        self._bury(child)
+        child.signal(SIGKILL)
+        self.tally.preemptions += 1
+        self._emit(events.Killed(peer=victim, stage=its_stage))
+        await self._spawn_peer(its_stage)
+        await child.wait()
+        return victim

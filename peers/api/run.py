@@ -1,0 +1,216 @@
+"""`swarm.Run`: a run in its owner's hands."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from peers.api.example import Example, columns_of, largest_of, rows_of
+from peers.api.module_text import module_text
+from peers.programs.manifest_pinning import pinned
+from peers.storage import cache_folder, written
+from peers.storage.dataset import Dataset
+from peers.storage.samples import Samples, open_data
+from peers.storage.written import Columns
+from swarm import manifest
+from swarm.errors import SetupError
+from swarm.installed import import_file
+from swarm.manifest import CustomModelSpec, load_run, run_of
+from swarm.model.graph.model_source import CustomModel
+from swarm.wire.codec import bytes_of
+
+MICROBATCHES = 8
+"""Of a step, where the caller does not say."""
+UNWRITTEN = "unwritten:function"
+"""The function of a module or of samples that are not in a file yet."""
+
+
+class Run:
+    """The terms of a run (its manifest), and what the manifest only names: its code and its data.
+
+    Others join with the terms' id, and with the code if it is in no installed package: `code` is the folder
+    to hand over.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module | Mapping[str, Any],
+        data: Any,
+        inputs: Any = None,
+        loss: Callable[..., torch.Tensor] | None = None,
+        targets: Any = None,
+        stages: int | None = None,
+        steps: int = 100,
+        name: str = "notebook",
+        seed: int = 0,
+        vocab_size: int | None = None,
+        batch: Mapping[str, Any] | None = None,
+        optimizer: Mapping[str, Any] | None = None,
+        files: Sequence[str | Path] = (),
+        tokenizer: str | Path | None = None,
+        folder: str | Path | None = None,
+        **terms: Any,
+    ) -> None:
+        """Everything is checked here, before a process is started: a module is traced with the example.
+
+        Args:
+            model: a module, which is trained from the weights that it has; or a manifest's table `[model]`.
+            data: samples, anything with a length that gives a tuple of arrays for each number, one array for
+                each input and target; or a tuple of arrays that have the samples along their first dimension;
+                or a manifest's table `[data]`.
+            inputs: an example of what the module is called with: a tensor, a tuple, or a dict by name, each
+                with the batch first. Left out: as the samples have them.
+            loss: `loss(module(*inputs), *targets)`; left out, the module gives its loss itself.
+            targets: an example of them. Left out: what samples have besides the inputs.
+            stages: pieces that the model is cut into.
+            vocab_size: integers in the data are less. Left out: as the samples have them.
+            batch: the manifest's table `[batch]`; left out, as many rows as the example has.
+            optimizer: the table `[optimizer]`; left out, AdamW with a rate of 0.001.
+            files: the text files of a `[data]` that needs them, and its `tokenizer`.
+            folder: where the code of a module is written, in a folder of its own (default: the cache).
+            terms: what else the manifest can say, such as `dtype` or `codec`.
+
+        Raises:
+            SetupError: what is wrong, and what to change.
+        """
+        self.module: nn.Module | None = None
+        """The module as it was given; not changed."""
+        self.loss = loss
+        values: dict[str, Any] = {"name": name, "seed": seed, "steps": steps, **terms}
+        values["optimizer"] = {"lr": 1e-3} if optimizer is None else dict(optimizer)
+        defaults = {"microbatch_size": rows_of(inputs), "microbatches_per_step": MICROBATCHES}
+        values["batch"] = {**defaults, **(batch or {})}
+        columns = None if isinstance(data, Mapping) else columns_of(data)
+        values["data"] = {"source": "code", "code": UNWRITTEN} if columns is not None else dict(data)
+        if isinstance(model, nn.Module):
+            self.module = model
+            largest = 255 if columns is None else largest_of(columns)
+            table = {"kind": "code", "source": UNWRITTEN, "stages": 2, "vocab_size": max(2, largest + 1)}
+        elif not isinstance(model, Mapping):
+            raise SetupError(f"model is a {type(model).__name__}: give a torch.nn.Module, or a table [model]")
+        elif any(given is not None for given in (inputs, loss, targets)):
+            raise SetupError("inputs, loss and targets belong to a module: its table [model] names none")
+        else:
+            table = dict(model)
+        given = {"stages": stages, "vocab_size": vocab_size}
+        values["model"] = table | {key: value for key, value in given.items() if value is not None}
+        found, code = run_of(values), None
+        if self.module is not None or columns is not None:
+            example = self.module and Example(found, self.module, inputs, loss, targets, columns).sample()
+            code = _write(name, example, columns, Path(folder or cache_folder() / "written"))
+            import_file(code)
+            found = _written(found, code)
+        self._complete(found, files, tokenizer, code)
+
+    @classmethod
+    def from_toml(
+        cls, path: str | Path, *, files: Sequence[str | Path] = (), tokenizer: str | Path | None = None
+    ) -> Run:
+        """The run of a manifest's file, as the commands take it.
+
+        Raises:
+            SetupError: what is wrong with it, or with its data or its model.
+        """
+        return cls.of(load_run(path), files=files, tokenizer=tokenizer)
+
+    @classmethod
+    def of(
+        cls, terms: manifest.Run, *, files: Sequence[str | Path] = (), tokenizer: str | Path | None = None
+    ) -> Run:
+        """The run of a manifest that was read already; raises as `from_toml`."""
+        run = cls.__new__(cls)
+        run.module = run.loss = None
+        run._complete(terms, files, tokenizer, None)
+        return run
+
+    def _complete(
+        self, terms: manifest.Run, files: Sequence[str | Path], tokenizer: str | Path | None,
+        code: Path | None,
+    ) -> None:  # fmt: skip
+        if isinstance(files, (str, Path)):
+            files = [files]
+        self.files = tuple(Path(path) for path in files)
+        self.tokenizer = None if tokenizer is None else Path(tokenizer)
+        self.code = code
+        """The folder with the module's code and weights, and the samples; None: the manifest names installed
+        code, or none."""
+        self.terms = terms
+        """What the manifest says."""
+        self.terms = pinned(terms, self.open_data())
+
+    @property
+    def id(self) -> str:
+        """What others join with, besides an address."""
+        return self.terms.id
+
+    def to_toml(self) -> str:
+        """The manifest."""
+        return self.terms.to_toml()
+
+    def open_data(self) -> Dataset | Samples:
+        """What the run trains on.
+
+        Raises:
+            SetupError: it cannot be read.
+        """
+        return open_data(self.terms, self.files, self.tokenizer)
+
+    def __repr__(self) -> str:
+        terms = self.terms
+        return f"<swarm.Run {terms.name} {terms.id}: {terms.S} stages, {terms.steps} steps>"
+
+
+def _written(terms: manifest.Run, code: Path) -> manifest.Run:
+    """The terms with the functions that are in a file now."""
+    model, data = terms.model, terms.data
+    if isinstance(model, CustomModelSpec) and model.source == UNWRITTEN:
+        model = replace(model, source=f"{code.name}:build")
+    if data.code == UNWRITTEN:
+        data = replace(data, code=f"{code.name}:samples")
+    return replace(terms, model=model, data=data)
+
+
+def _write(name: str, made: CustomModel | None, columns: Columns | None, folder: Path) -> Path:
+    """Write a module and samples to a folder that is called by its content; where it is."""
+    text = [
+        f'"""Made by `swarm.Run` with torch {torch.__version__}: nothing but torch\'s operators."""',
+        *("", "import torch", "", "from peers.storage.written import WrittenModule, read_samples"),
+    ]
+    digest, tensors = hashlib.sha256(), None
+    if made is not None:
+        found = module_text(made)
+        tensors = found.tensors
+        text += ["", "", *found.lines]
+        for key, tensor in tensors.items():
+            digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}\n".encode())
+            digest.update(bytes_of(tensor) if tensor.numel() else b"")
+    arrays = None if columns is None else columns[:]
+    if arrays is not None:
+        text += ["", "", "def samples():", "    return read_samples(__file__)"]
+        for array in arrays:
+            digest.update(f"{array.dtype} {array.shape}\n".encode())
+            digest.update(array.tobytes())
+    whole = "\n".join(text) + "\n"
+    digest.update(whole.encode())
+    stem = re.sub(r"\W", "_", name, flags=re.ASCII)[:40]
+    target = folder / f"{'_' if stem[:1].isdigit() else ''}{stem}_{digest.hexdigest()[:12]}"
+    if target.is_dir():
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as making:
+            written.write(Path(making, target.name), whole, tensors, arrays)
+            Path(making, target.name).rename(target)
+    except OSError as error:
+        if not target.is_dir():  # another program may have made the same
+            raise SetupError(f"{target} cannot be written: {error.strerror}") from None
+    return target

@@ -1,0 +1,82 @@
+"""A step as a caller sees it, and a bar that shows how far a run is: in a notebook, or in a terminal."""
+
+from __future__ import annotations
+
+import html
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from peers.progress import Bar
+from swarm.ids import PeerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step that was taken."""
+
+    t: int
+    """0 … steps - 1. After a stage lost all of its peers, steps are taken again."""
+    steps: int
+    """Of the whole run."""
+    loss: float | None
+    """Mean of its microbatches."""
+    losses: tuple[float, ...]
+    """Of each microbatch; empty: the trainer heard of the step before it had all answers."""
+    tokens_per_s: float
+    """Samples, where they are no text."""
+    peers: tuple[int, ...] = ()
+    """Peers that serve each stage."""
+    died: tuple[PeerId, ...] = ()
+    """Peers whose processes died since the step before; others take their places."""
+
+
+class Progress:
+    """A bar with the last loss, in a notebook's own way if this is one."""
+
+    def __init__(self, name: str, steps: int) -> None:
+        self._name, self._shown = name, _notebook_display()
+        self._bar = None if self._shown is not None else Bar(f"training {name}", steps, unit="steps")
+        self._handle: Any = None
+
+    def __call__(self, step: Step) -> None:
+        if self._bar is not None:
+            self._bar(1)
+            return
+        content = _Html(_bar_html(self._name, step))
+        if self._handle is None:
+            assert self._shown is not None
+            self._handle = self._shown(content, display_id=True)
+        else:
+            self._handle.update(content)
+
+    def close(self) -> None:
+        """The next line of a terminal is free."""
+        if self._bar is not None:
+            self._bar.__exit__()
+
+
+class _Html:
+    """What a notebook shows as HTML."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def _repr_html_(self) -> str:
+        return self._text
+
+
+def _bar_html(name: str, step: Step) -> str:
+    loss = "" if step.loss is None else f", loss {step.loss:.4f}"
+    died = f", {len(step.died)} died" if step.died else ""
+    words = f"{name}: step {step.t + 1} of {step.steps}{loss}, {step.tokens_per_s:,.0f} a second{died}"
+    return f'<progress value="{step.t + 1}" max="{step.steps}"></progress> {html.escape(words)}'
+
+
+def _notebook_display() -> Any:
+    """A notebook's function `display`, or None where there is no notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is None or getattr(shell, "kernel", None) is None:
+        return None
+    return sys.modules["IPython.display"].display

@@ -1,0 +1,57 @@
+"""Trained weights as a module that can be called."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from swarm.errors import SetupError
+from swarm.model.gpt import given_stage
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from peers.api.run import Run
+
+COUNTER = "num_batches_tracked"
+
+
+def trained_module(run: Run, weights: Mapping[str, torch.Tensor], steps: int) -> nn.Module:
+    """The model of a run with weights by full name, after so many steps, in evaluation mode.
+
+    A module that was given from Python comes back as a copy of what it is; the built-in decoder takes tokens
+    and gives logits.
+
+    Raises:
+        SetupError: the run has the audit model, which computes nothing.
+    """
+    terms = run.terms
+    if run.module is not None:
+        model, loss = copy.deepcopy((run.module, run.loss))
+        _fill(model, loss, weights, steps)
+        return model.eval()
+    if terms.brings_model:
+        from swarm.model.full_model import FullModel
+
+        return FullModel(terms, weights, steps=steps).module
+    if terms.model.kind != "gpt":
+        raise SetupError(f'model.kind = "{terms.model.kind}" is there to count microbatches: it is no model')
+    whole = replace(terms, model=replace(terms.model, stages=1), codec=type(terms.codec)())
+    return given_stage(whole, 0, weights, torch.device("cpu"))
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, loss: object, weights: Mapping[str, torch.Tensor], steps: int) -> None:
+    from swarm.model.graph.capture import WithLoss
+
+    whole = WithLoss(model, loss)  # type: ignore[arg-type]
+    own = {**whole.weights(), **whole.tensors()}
+    for name, tensor in weights.items():
+        own[name].copy_(tensor)
+    for name, tensor in own.items():
+        if name.endswith(f".{COUNTER}") and name.replace(COUNTER, "running_mean") in weights:
+            tensor.fill_(steps)

@@ -1,0 +1,93 @@
+"""`swarm.join`: its arguments are those of `swarm peer`; leaving, and what is put back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import swarm
+from peers.api import joining
+from peers.events import Event, Note
+from peers.options import PeerOptions
+from swarm.errors import SetupError
+from tests.test_docs import ADDRESS, RUN
+
+
+class Serves:
+    """In place of a peer: says so, and serves until it is to leave."""
+
+    asked: PeerOptions
+    left = 0
+
+    def __init__(self, options: PeerOptions, *, emit: Any) -> None:
+        Serves.asked, self._emit = options, emit
+        self._leaving = asyncio.Event()
+
+    async def run(self) -> None:
+        torch.set_num_threads(1)
+        self._emit(Note(text="serving"))
+        await self._leaving.wait()
+
+    async def leave(self) -> None:
+        Serves.left += 1
+        self._leaving.set()
+
+
+@pytest.fixture
+def serves(monkeypatch: pytest.MonkeyPatch) -> type[Serves]:
+    monkeypatch.setattr(joining, "Peer", Serves)
+    monkeypatch.setattr(Serves, "left", 0)
+    return Serves
+
+
+async def test_a_peer_that_is_cancelled_leaves_in_good_order(serves: type[Serves], tmp_path: Path) -> None:
+    heard: asyncio.Queue[Event] = asyncio.Queue()
+    loop, threads = asyncio.get_running_loop(), torch.get_num_threads()
+    task = asyncio.create_task(
+        swarm.join_async(
+            RUN, ADDRESS, stage=1, device="cpu", max_upload="20Mbit", code=tmp_path / "net",
+            allow_code=("cats",), identity=str(tmp_path / "key"),
+            on_event=lambda event: loop.call_soon_threadsafe(heard.put_nowait, event),
+        )
+    )  # fmt: skip
+    assert await heard.get() == Note(text="serving")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    asked = serves.asked
+    assert serves.left == 1 and torch.get_num_threads() == threads
+    assert (asked.run, asked.join, asked.stage, asked.device) == (RUN, (ADDRESS,), 1, "cpu")
+    assert (asked.max_upload, asked.identity) == (20e6, tmp_path / "key")
+    assert asked.allow_code == ("cats", str(tmp_path / "net"))
+
+
+def test_an_interrupt_makes_a_peer_leave(serves: type[Serves]) -> None:
+    def interrupted(event: Event) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    swarm.join(RUN, [ADDRESS, ADDRESS], on_event=interrupted)
+    assert serves.left == 1 and serves.asked.join == (ADDRESS, ADDRESS)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"devcie": "cpu"}, r"join has no option devcie \(did you mean device\?\)"),
+        ({"device": "cpu,cpu"}, "a Python program serves one device"),
+        ({"device": "all"}, "a Python program serves one device"),
+        ({"max_vram": "6"}, "max_vram = '6': '6' is not a size of memory"),
+    ],
+)
+def test_options_that_a_peer_does_not_have_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(SetupError, match=text):
+        swarm.join(RUN, ADDRESS, **options)
+    with pytest.raises(SetupError, match="is not the address of a peer"):
+        swarm.join(RUN, "192.0.2.7:31337")
+    with pytest.raises(SetupError, match=r"run = 'abc': .*is not a run id"):
+        swarm.join("abc", ADDRESS)

@@ -1,0 +1,106 @@
+"""A module as text: the same operators, the same numbers, in training and after it; and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from peers.api.module_text import module_text
+from peers.storage import written
+from swarm import installed
+from swarm.errors import SetupError
+from swarm.model.graph.capture import find_loss
+from swarm.model.graph.model_source import CustomModel, from_code
+from swarm.model.graph.trace import Traced
+from tests.api.nets import net, samples
+from tests.model import zoo
+
+
+def again(sample: CustomModel, folder: Path, name: str) -> CustomModel:
+    """Written, and read again, as a peer does."""
+    found = module_text(sample)
+    text = "import torch\nfrom peers.storage.written import WrittenModule\n" + "\n".join(found.lines) + "\n"
+    written.write(folder / name, text, found.tensors, None)
+    installed.import_file(folder / name)
+    return from_code(f"{name}:build")
+
+
+def told(traced: Traced) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    return [(op.target, op.parameters, op.outputs) for op in traced.graph.operators]
+
+
+@pytest.mark.parametrize("name", sorted(set(zoo.MODELS) - {"resnet101"}))
+def test_a_written_model_has_the_operators_and_the_numbers_of_the_one_it_was(
+    name: str, tmp_path: Path
+) -> None:
+    model, args = zoo.MODELS[name]()
+    sample = CustomModel(module=model, args=args)
+    read = again(sample, tmp_path, f"written_{name}")
+    assert told(read.trace()) == told(sample.trace())
+    assert read.trace().graph.inputs == sample.trace().graph.inputs
+    state = {key: value.clone() for key, value in model.state_dict().items()}  # a batch norm's changes
+    loss = find_loss(model(*args))
+    loss.backward()
+    model.load_state_dict(state)
+    other = read.module.train()(*args)
+    other.backward()
+    torch.testing.assert_close(other, loss)
+    gradients = {key: weights.grad for key, weights in model.named_parameters()}
+    for key, weights in read.module.named_parameters():
+        torch.testing.assert_close(weights.grad, gradients[key])
+
+
+def test_dropout_and_batch_norm_are_off_outside_of_training(tmp_path: Path) -> None:
+    tokens, classes = samples(8)
+    model = net()
+    sample = CustomModel(module=model, args=(tokens,), loss=functional.cross_entropy, targets=(classes,))
+    read = again(sample, tmp_path, "written_net").module
+    expected = functional.cross_entropy(model.eval()(tokens), classes)
+    assert torch.equal(read.eval()(tokens, classes), expected)
+    assert not torch.equal(read.train()(tokens, classes), expected)
+    assert not hasattr(read, "idle")
+
+
+class Tied(nn.Module):
+    """Reads one tensor as what enters and as what is to come of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.words.weight
+        self.words.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(x))
+
+
+def test_a_tied_weight_is_one_and_a_tensor_given_twice_is_two_inputs(tmp_path: Path) -> None:
+    x = torch.arange(5)
+    sample = CustomModel(module=Tied(), args=(x,), loss=functional.cross_entropy, targets=(x,))
+    read = again(sample, tmp_path, "written_tied")
+    assert [name for name, _ in read.module.named_parameters()] == ["words.weight"]
+    for traced in (read.trace(), sample.trace()):
+        readers = {name: op.target for op in traced.graph.operators for name in op.inputs}
+        assert readers["x"].startswith("aten.embedding")
+        assert readers["target"].startswith("aten.cross_entropy_loss")
+
+
+class Wrong(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sum()
+
+
+def test_a_sample_that_does_not_fit_is_refused_with_the_line_of_the_user() -> None:
+    with pytest.raises(
+        SetupError, match=r"test_module_text.py:\d+: `return self.linear\(x\).sum\(\)`: .*2, 5"
+    ):
+        module_text(CustomModel(module=Wrong(), args=(torch.zeros(2, 5),)))

@@ -1,0 +1,224 @@
+"""`swarm.Run`: what it makes of a module and samples, and what it refuses before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import swarm
+from peers.storage.samples import Samples
+from swarm.errors import SetupError
+from swarm.manifest import demo_run, parse_run
+from swarm.model.evaluate import loss_of
+from tests.api.nets import Net, net, samples
+
+TEXT = "the quick brown fox jumps over the lazy dog. " * 40
+
+
+def run(**changed: Any) -> swarm.Run:
+    given = {"model": net(), "loss": functional.cross_entropy, "data": samples(), "steps": 3}
+    return swarm.Run(**{**given, **changed})
+
+
+def test_a_module_and_its_samples_become_a_run_that_others_can_have() -> None:
+    model = net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = run(model=model, stages=3, optimizer={"lr": 0.02}, batch={"microbatches_per_step": 2})
+    terms = found.terms
+    assert terms.pinned and terms == parse_run(found.to_toml())
+    assert (terms.S, terms.steps, terms.M, terms.batch.microbatch_size) == (3, 3, 2, 8)
+    assert (terms.optimizer.lr, terms.model.vocab_size, terms.data.tokens) == (0.02, 10, 24)
+    assert found.code is not None and sorted(path.name for path in found.code.glob("*.*")) == [
+        "__init__.py", "model.safetensors", "samples.safetensors",
+    ]  # fmt: skip
+    assert terms.code == (f"{found.code.name}:build", f"{found.code.name}:samples")
+    assert f"swarm.Run notebook {found.id}: 3 stages, 3 steps" in repr(found)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), f"{name} of the caller's module was changed"
+
+
+def test_the_same_is_the_same_run_and_other_weights_or_samples_are_another() -> None:
+    first = run()
+    assert (run().id, run().code) == (first.id, first.code)
+    other = net()
+    with torch.no_grad():
+        other.narrow.bias.add_(1.0)
+    tokens, classes = samples()
+    ids = {first.id, run(model=other).id, run(data=(tokens, 2 - classes)).id, run(seed=7).id}
+    assert len(ids) == 4
+
+
+@pytest.mark.parametrize("form", ["columns", "dataset", "list", "numpy"])
+def test_samples_may_come_in_any_form(form: str) -> None:
+    tokens, classes = samples()
+    data: Any = {
+        "columns": (tokens, classes),
+        "dataset": TensorDataset(tokens, classes),
+        "list": [(one.tolist(), int(of)) for one, of in zip(tokens, classes, strict=True)],
+        "numpy": (tokens.numpy().astype(np.uint8), classes.numpy().astype(np.int16)),
+    }[form]
+    opened = run(data=data).open_data()
+    assert isinstance(opened, Samples)
+    (first, second) = opened.batch([0, 5])
+    assert np.array_equal(first, tokens[[0, 5]]) and np.array_equal(second, classes[[0, 5]])
+
+
+def test_an_example_says_rows_names_and_dtypes() -> None:
+    tokens, classes = samples()
+    found = run(inputs={"tokens": tokens[:4].to(torch.int32)}, data=(tokens, classes))
+    assert found.terms.batch.microbatch_size == 4
+    assert found.code is not None
+    text = (found.code / "__init__.py").read_text()
+    assert "def forward(self, tokens, target):" in text and "torch.zeros([4, 5], dtype=torch.int32)" in text
+
+
+class Foretell(nn.Module):
+    """A language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(256, 8), nn.Linear(8, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(x)).transpose(1, 2)
+
+
+def test_a_module_may_be_trained_on_text(tmp_path: Path) -> None:
+    text = tmp_path / "corpus.txt"
+    text.write_text(TEXT)
+    found = run(
+        model=Foretell(), data={"source": "files", "sequence_length": 16}, files=[text], steps=5,
+        optimizer={"lr": 0.1},
+    )  # fmt: skip
+    assert (found.terms.data.tokens, found.terms.model.vocab_size) == (len(TEXT), 256)
+    first, *_, last = (step.loss or 0.0 for step in swarm.reference(found))
+    assert last < 0.9 * first
+
+
+def test_the_reference_trains_and_gives_the_module_back_trained() -> None:
+    found = run(steps=20, optimizer={"lr": 0.05})
+    threads = torch.get_num_threads()
+    steps = list(single := swarm.reference(found))
+    assert [step.t for step in steps] == list(range(20))
+    losses = [step.loss or 0.0 for step in steps]
+    assert losses[-1] < 0.5 * losses[0]
+    assert losses[3] == sum(steps[3].losses) / 8
+    model = single.model()
+    assert type(model) is Net and not model.training and model is not found.module
+    tokens, classes = samples()
+    assert (model(tokens).argmax(1) == classes).float().mean() > 0.8
+    assert int(model.norm.num_batches_tracked) == 20
+    assert torch.equal(model.idle, torch.ones(2))
+    assert torch.equal(model.narrow.weight, single.weights()["narrow.weight"])
+    assert torch.get_num_threads() == threads
+
+
+class Weighted(nn.Module):
+    """A loss with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(logits * self.scale, target)
+
+
+def test_a_loss_may_have_weights_which_are_trained_too() -> None:
+    single = swarm.reference(run(loss=Weighted(), steps=2))
+    weights = single.weights()
+    assert not torch.equal(weights["loss.scale"], torch.ones(3))
+    assert isinstance(single.model(), Net)
+    assert not loss_of(single.run.terms, weights)([*samples(8)]) == loss_of(single.run.terms, {})(
+        [*samples(8)]
+    )
+
+
+@pytest.mark.parametrize("made", [{"preset": "1M"}, None])
+def test_the_built_in_decoder_needs_no_module(made: dict[str, Any] | None) -> None:
+    if made is not None:
+        found = swarm.Run(model=made, data={"source": "pydoc", "sequence_length": 16}, steps=1, stages=2)
+        assert (found.terms.S, found.terms.built_in.hidden, found.code) == (2, 128, None)
+        return
+    terms = demo_run(stages=2, steps=1)
+    small = {"layers": 2, "hidden": 8, "heads": 2, "ffn_hidden": 8, "vocab_size": 256, "stages": 2}
+    found = swarm.Run(
+        model=small, data={"source": "pydoc", "sequence_length": 8}, steps=1, codec={"forward": ["none"]}
+    )
+    model = swarm.reference(found).model()
+    assert model(torch.zeros(2, 8, dtype=torch.int64)).shape == (2, 8, 256)
+    assert terms.S == 2
+
+
+def test_a_manifest_can_be_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(demo_run(steps=5).to_toml())
+    found = swarm.Run.from_toml(path)
+    assert found.terms.steps == 5 and found.terms.pinned and swarm.Run.of(found.terms).id == found.id
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+TOKENS, CLASSES = samples()
+TOO_LARGE = TOKENS % 9
+TOO_LARGE[23, 0] = 9
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model": Net}, "model is a type: give a torch.nn.Module, or a table"),
+    ({"model": net(words=9), "data": (TOO_LARGE, CLASSES)},
+     "sample 23 of .*:samples has 9 for the model's input tokens, which takes 0 to 8"),
+    ({"model": nn.Linear(4, 3)}, "Linear cannot be traced.*"),
+    ({"loss": functional.mse_loss}, "cannot be traced as one graph of operators"),
+    ({"data": (TOKENS, CLASSES[:5])}, r"data has arrays of \[5, 24\] samples: all must have as many"),
+    ({"data": (TOKENS, CLASSES, CLASSES)}, "Net.forward"),
+    ({"data": (TOKENS,)}, "samples have one array each, and the loss needs another: the target"),
+    ({"data": 5}, "data is a int: give samples"),
+    ({"data": []}, "data has no samples"),
+    ({"data": [([1], 0), ([1, 2], 0)]}, r"data\[1\] is \[2\] and \[\], data\[0\] is \[1\] and \[\]: make"),
+    ({"data": [("word", 1)]}, "data holds <U4: integers, booleans and floats can be trained on"),
+    ({"data": (TOKENS.float().fill_(float("nan")), CLASSES), "model": Sums()}, "that are not finite"),
+    ({"inputs": TOKENS[:2, :4]}, r"the example has an input \[2, 4\], and samples have \[5\] each"),
+    ({"inputs": (TOKENS[:2], CLASSES[:2])}, "samples have 2 arrays each, but the example has 3|Net.forward"),
+    ({"stages": 0}, "model.stages = 0 in the run's manifest: it must be an integer from 1 to 1024"),
+    ({"steps": 0}, "steps = 0 in the run's manifest"),
+    ({"setps": 5}, r"setps = 5 in the run's manifest: unknown key \(did you mean steps\?\)"),
+    ({"optimizer": {"rate": 1}}, r"optimizer.rate = 1 in the run's manifest: unknown key"),
+    ({"batch": {"microbatch_size": "8"}}, 'batch.microbatch_size = "8" in the run\'s manifest: it must be'),
+    ({"vocab_size": 5}, r"holds [5-9]: integers must be 0 to 4 \(model.vocab_size\)"),
+    ({"name": "a/b"}, "name = \"a/b\" in the run's manifest"),
+    ({"model": {"preset": "1M"}}, "inputs, loss and targets belong to a module"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changed", "text"), REFUSED, ids=[text[:40] for _, text in REFUSED])
+def test_what_cannot_be_trained_is_refused_by_name_at_once(changed: dict[str, Any], text: str) -> None:
+    with pytest.raises(SetupError, match=text):
+        run(**changed)
+
+
+def test_more_processes_than_a_machine_bears_are_not_started() -> None:
+    found = run(steps=1)
+    with pytest.raises(
+        SetupError, match=r"2 stages of 500 peers are 1002 processes.*--yes \(from Python: yes=T"
+    ):
+        swarm.local(found, peers=500)
+    with pytest.raises(SetupError, match="peers = 0: each stage needs at least one"):
+        swarm.local(found, peers=0)
+    idle = swarm.local(found, peers=1)
+    with pytest.raises(SetupError, match="start the swarm first: with"):
+        next(iter(idle))
+    with pytest.raises(SetupError, match="the run was not trained to its end"):
+        idle.model()
