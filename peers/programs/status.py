@@ -78,6 +78,8 @@ def table(health: SwarmHealth, width: int) -> RenderableType:
         notes.append(
             Text("codec.adaptive: each microbatch counts once, but the weights depend on the routes")
         )
+    if health.trainer_away_s is not None and not health.trainers and health.version < health.steps:
+        notes.append(Text("no trainer that a peer of stage 0 knows of: the run waits for swarm train"))
     return Group(render(health, width=width, height=ALL), *notes)
 
 

@@ -44,6 +44,7 @@ def record(peer: str, stage: int, *, state: State = "serving", version: int = 3)
 
 def status(peer: str, stage: int, *, version: int = 4, audit: Audit | None = None) -> PeerStatus:
     return PeerStatus(
+        trainers=("trainer",),
         peer=peer, stage=stage, version=version, state="serving", device="cpu", done=5, inflight=2,
         max_inflight=4, speed=2.25, computed=70, coordinator=peer, audit=audit or Audit(), since=1000.0,
         loss=3.25, loss_step=3,
@@ -107,7 +108,9 @@ stage  peer    device  version  step  work/s  in flight  queue    up  computed  
 def test_what_was_decided_about_moves_and_how_often_the_run_went_back_are_said() -> None:
     why = "stage 1 is 2.0× as loaded as stage 0\x1b[31m"
     told = [
-        msgspec.structs.replace(status(name, stage, version=v), generation=generation, rebalance=said)
+        msgspec.structs.replace(
+            status(name, stage, version=v), generation=generation, rebalance=said, trainers=()
+        )
         for name, stage, v, generation, said in (
             ("peer-a", 0, 2, Generation(1, 2), why),
             ("peer-b", 0, 9, Generation(), "all is well"),
@@ -121,6 +124,7 @@ def test_what_was_decided_about_moves_and_how_often_the_run_went_back_are_said()
     said = drawn(view)
     assert "moves: stage 1 is 2.0× as loaded as stage 0?[31m" in said
     assert "the run went back to a checkpoint 1 time" in said
+    assert "no trainer that a peer of stage 0 knows of: the run waits for swarm train" in said
     shown = json.loads(to_json(view))
     assert (shown["went_back"], shown["version"]) == (1, 2)
 
