@@ -27,6 +27,8 @@ class Voucher(msgspec.Struct, frozen=True, array_like=True):
     t: int
     """The last of them."""
     signature: Annotated[bytes, msgspec.Meta(max_length=64)]
+    before: int = 0
+    """Steps that the voucher before it said."""
 
 
 class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -72,7 +72,8 @@ class Setting:
         trainers, dice = self.run.admission.trainers, dice_of(self.seed, f"voucher of {peer}")
         if not trainers or not dice.chance(WITH_VOUCHER):
             return None
-        return vouch(SimSigner(trainers[0]), self.run.id, Worked(peer, dice.pick((20, 50, 100)), 0))
+        steps = dice.pick((20, 50, 100))
+        return vouch(SimSigner(trainers[0]), self.run.id, Worked(peer, steps, 0, steps))
 
     @property
     def has(self) -> set[str]:

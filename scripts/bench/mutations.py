@@ -3312,6 +3312,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_vouchers",),
     ),
     Mutation(
+        "count-a-voucher-at-once",
+        VOICE,
+        "return voucher.t <= version < given + KNOWN_AFTER_STEPS",
+        "return False",
+        "Whenever vouchers are given, coordinators change one by one, and most of a step is computed again.",
+        ("test_vouchers",),
+    ),
+    Mutation(
         "founders-lose-their-voice",
         VOICE,
         "return founders | {",

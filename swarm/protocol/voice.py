@@ -31,21 +31,30 @@ MIN_MICROBATCHES = 25
 """That it answered in them."""
 MAX_STEPS = 100
 """More count no more: a peer that came later has as much voice in the end."""
+RENEW_EVERY = 20
+"""Steps of the run. All peers get their vouchers then, so that those of a stage change together."""
+KNOWN_AFTER_STEPS = 10
+"""A voucher counts from so many steps later on, and until then the one before it: by then all have seen it,
+and turn to another coordinator in the same step. Where each did so when it saw one, both had half of the
+reports: most of a step was computed again, and once a run stood still for 35 s."""
 VALID_STEPS = 200
 """A voucher counts for so many steps. A peer that is found lying, or stops working, gets no other."""
 
 
 class Worked(Statement, frozen=True, array_like=True):
-    """That `peer` answered microbatches in `steps` steps, the last of them `t`."""
+    """That `peer` answered microbatches in `steps` steps, the last of them `t`; the voucher before this one
+    said `before`.
+    """
 
     peer: PeerId
     steps: int
     t: int
+    before: int = 0
 
 
 def vouch(signer: Signer, run: str, worked: Worked) -> Voucher:
     """A trainer's voucher for a peer."""
-    return Voucher(signer.peer_id, worked.steps, worked.t, sign(signer, run, worked))
+    return Voucher(signer.peer_id, worked.steps, worked.t, sign(signer, run, worked), worked.before)
 
 
 def voice_of(peer: PeerId, voucher: Voucher | None, run: Run, signer: Signer, *, version: int) -> int:
@@ -57,7 +66,7 @@ def voice_of(peer: PeerId, voucher: Voucher | None, run: Run, signer: Signer, *,
         return 0
     if voucher.steps < MIN_STEPS or version - voucher.t > VALID_STEPS:
         return 0
-    worked = Worked(peer, voucher.steps, voucher.t)
+    worked = Worked(peer, voucher.steps, voucher.t, voucher.before)
     if not is_signed(signer, voucher.trainer, run.id, worked, voucher.signature):
         return 0
     return min(voucher.steps, MAX_STEPS)
@@ -71,14 +80,20 @@ def voices(run: Run, records: Iterable[PeerRecord], signer: Signer, *, version: 
     """
     there = list(records)
     found = {
-        r.peer: (r.voucher.t, steps)
+        r.peer: (r.voucher.t, min(voice, r.voucher.before) if _is_new(r.voucher, version) else voice)
         for r in there
-        if r.voucher and (steps := voice_of(r.peer, r.voucher, run, signer, version=version))
+        if r.voucher and (voice := voice_of(r.peer, r.voucher, run, signer, version=version))
     }
     newest = max((t for t, _ in found.values()), default=0)
     founders = {r.peer: FOUNDERS_VOICE for r in there if r.peer in run.admission.founders}
-    vouched = {peer: steps for peer, (t, steps) in found.items() if newest - t <= VALID_STEPS}
+    vouched = {peer: steps for peer, (t, steps) in found.items() if steps and newest - t <= VALID_STEPS}
     return founders | {peer: max(steps, founders.get(peer, 0)) for peer, steps in vouched.items()}
+
+
+def _is_new(voucher: Voucher, version: int) -> bool:
+    """Whether some may not have seen a voucher yet. A reader before its last step has no idea of the time."""
+    given = (voucher.t + RENEW_EVERY // 2) // RENEW_EVERY * RENEW_EVERY
+    return voucher.t <= version < given + KNOWN_AFTER_STEPS
 
 
 def heard(peers: Iterable[PeerId], voice: Mapping[PeerId, int]) -> list[PeerId]:

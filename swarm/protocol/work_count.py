@@ -13,11 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm.ids import Microbatch, PeerId
-from swarm.protocol.voice import MAX_STEPS, MIN_MICROBATCHES, MIN_STEPS, VALID_STEPS, Worked
+from swarm.protocol.voice import MAX_STEPS, MIN_MICROBATCHES, MIN_STEPS, RENEW_EVERY, VALID_STEPS, Worked
 from swarm.records import Voucher
-
-RENEW_EVERY = 20
-"""Steps of the run. All peers get their vouchers then, so that those of a stage change together."""
 
 
 @dataclass(slots=True)
@@ -30,6 +27,8 @@ class _Work:
     """Bitmap of its microbatches."""
     vouched: int = -1
     """`newest` of the last voucher."""
+    said: int = 0
+    """Its steps."""
 
 
 class WorkCount:
@@ -58,6 +57,7 @@ class WorkCount:
     def shown(self, peer: PeerId, voucher: Voucher) -> None:
         """Go on from a voucher that a trainer of the manifest gave; its signature was checked."""
         work = self._of.setdefault(peer, _Work())
+        work.said = max(work.said, voucher.steps)
         if voucher.steps <= work.steps:
             return
         work.steps = min(voucher.steps, MAX_STEPS)
@@ -72,14 +72,15 @@ class WorkCount:
         """
         self._of = {peer: work for peer, work in self._of.items() if version - work.newest <= VALID_STEPS}
         due = [
-            Worked(peer, min(work.steps, MAX_STEPS), work.newest)
+            Worked(peer, min(work.steps, MAX_STEPS), work.newest, work.said)
             for peer, work in sorted(self._of.items())
             if work.steps >= MIN_STEPS
             and work.microbatches >= MIN_MICROBATCHES
             and work.newest > work.vouched
         ]
         for worked in due:
-            self._of[worked.peer].vouched = worked.t
+            work = self._of[worked.peer]
+            work.vouched, work.said = worked.t, worked.steps
         return due
 
 

@@ -30,8 +30,8 @@ def admitting(run: Run) -> Run:
 
 
 def voucher(run: Run, peer: str, *, steps: int = 30, t: int = 0) -> Voucher:
-    """That `peer` has worked."""
-    return vouch(SimSigner(TRAINER), run.id, Worked(peer, steps, t))
+    """That `peer` has worked, and that this is known."""
+    return vouch(SimSigner(TRAINER), run.id, Worked(peer, steps, t, steps))
 
 
 def give_voice(s: Swarm, *peers: str, steps: Mapping[str, int] = MappingProxyType({})) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from peers.sim.directory import LAG_S
 from peers.sim.network import SimSigner
 from peers.vouching.giver import VoucherGiver
 from peers.vouching.own import OwnVoucher
@@ -58,6 +59,18 @@ async def test_peers_that_answer_come_to_carry_vouchers() -> None:
             assert voice(s, peer, 43) == carried.steps
         await s.until_finished()
         s.assert_each_counted_once()
+
+
+async def test_vouchers_that_all_see_at_other_times_have_nothing_computed_again() -> None:
+    """Each turns to another coordinator for them, which has to hear of all ledgers."""
+    async with swarm(RUN) as s:
+        s.network.dht.lag_s = LAG_S
+        await s.until_serving()
+        await asyncio.sleep(LAG_S[1])
+        trainer = s.add_trainer(TRAINER)
+        await s.until_finished()
+        assert voice(s, "s0p0", 45) >= 36
+        assert (trainer.replayed, s.undone) == (0, 0)
 
 
 async def test_without_named_trainers_nobody_vouches() -> None:

@@ -43,7 +43,7 @@ VOICE = {"ann": 40, "bob": 40}
 
 
 def record(peer: PeerId, stage: Stage = 1, *, since: float = 1.0, steps: int = 0) -> PeerRecord:
-    voucher = vouch(SimSigner(TRAINER), RUN.id, Worked(peer, steps, 0)) if steps else None
+    voucher = vouch(SimSigner(TRAINER), RUN.id, Worked(peer, steps, 0, steps)) if steps else None
     return PeerRecord(
         peer=peer, run=RUN.id, stage=stage, state="serving", version=0, since=since, voucher=voucher
     )

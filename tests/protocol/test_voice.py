@@ -12,7 +12,9 @@ from swarm.manifest import AdmissionSpec, Run, audit_run
 from swarm.protocol.statements import Signer, Statement, is_signed, sign
 from swarm.protocol.voice import (
     FOUNDERS_VOICE,
+    KNOWN_AFTER_STEPS,
     MIN_STEPS,
+    RENEW_EVERY,
     VALID_STEPS,
     Worked,
     heard,
@@ -37,9 +39,9 @@ def record(peer: Signer, voucher: Voucher | None = None) -> PeerRecord:
 
 
 def voucher_for(
-    peer: Signer, *, steps: int = 30, t: int = 40, by: Signer = TRAINER, run: Run = RUN
+    peer: Signer, *, steps: int = 30, t: int = 40, by: Signer = TRAINER, run: Run = RUN, before: int = 100
 ) -> Voucher:
-    return vouch(by, run.id, Worked(peer.peer_id, steps, t))
+    return vouch(by, run.id, Worked(peer.peer_id, steps, t, before))
 
 
 def voice(voucher: Voucher | None, *, peer: Signer = PEER, version: int = 41) -> int:
@@ -61,6 +63,7 @@ def test_work_that_a_trainer_of_the_manifest_saw_gives_voice() -> None:
         voucher_for(PEER, run=replace(RUN, seed=77)),
         msgspec.structs.replace(voucher_for(PEER), steps=99),
         msgspec.structs.replace(voucher_for(PEER), t=1000),
+        msgspec.structs.replace(voucher_for(PEER), before=99),
         msgspec.structs.replace(voucher_for(PEER, by=STRANGER), trainer=TRAINER.peer_id),
         Voucher(TRAINER.peer_id, 30, 40, b""),
     ],
@@ -72,6 +75,7 @@ def test_work_that_a_trainer_of_the_manifest_saw_gives_voice() -> None:
         "another-run",
         "more-steps",
         "later",
+        "more-before",
         "forged",
         "bare",
     ],
@@ -108,6 +112,15 @@ def test_a_founders_voucher_gives_it_more_voice_and_never_less() -> None:
     for steps, voice in ((10, FOUNDERS_VOICE), (60, 60)):
         founder = record(FOUNDER, voucher_for(FOUNDER, steps=steps))
         assert voices(RUN, [founder], STRANGER, version=41) == {FOUNDER.peer_id: voice}
+
+
+@pytest.mark.parametrize("t", [RENEW_EVERY - 9, RENEW_EVERY - 1, RENEW_EVERY + 1])
+@pytest.mark.parametrize("before", [0, 15])
+def test_a_voucher_counts_once_all_have_seen_it_and_until_then_the_one_before_it(t: int, before: int) -> None:
+    counts = RENEW_EVERY + KNOWN_AFTER_STEPS
+    peer = record(PEER, voucher_for(PEER, t=t, before=before))
+    for version, voice in ((0, 30), (t, before), (counts - 1, before), (counts, 30)):
+        assert voices(RUN, [peer], STRANGER, version=version).get(PEER.peer_id, 0) == voice
 
 
 def test_a_newcomer_counts_vouchers_from_the_newest() -> None:

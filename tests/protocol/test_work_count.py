@@ -32,6 +32,15 @@ def test_ten_steps_and_twenty_five_microbatches_are_vouched_for() -> None:
     assert vouched(worked(25, 2), 25) == [(25, 24)]
 
 
+def test_a_voucher_says_what_the_one_before_it_said_whoever_gave_that() -> None:
+    count = worked(19)
+    assert [w.before for w in count.renew(20)] == [0]
+    assert [w.before for w in worked(9, first=19, count=count).renew(40)] == [19]
+    count = worked(30)
+    count.shown(PEER, Voucher("other", 25, 20, b""))
+    assert [w.before for w in count.renew(40)] == [25]
+
+
 def test_an_answer_counts_once() -> None:
     count = worked(MIN_STEPS, 2)
     for _ in range(9):
