@@ -289,24 +289,15 @@ class MemberOptions(Membership):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListenOptions:
-    """Where a program's p2pd listens."""
-
-    host: str = option(
-        IP, "listen here; 0.0.0.0 = for other machines (default: %(default)s)", "127.0.0.1", group=NETWORK
-    )
-    port: int = option(PORT, "default: any free port", 0, group=NETWORK)
-    announce: tuple[str, ...] = repeated(
-        ADDRESS, "tell others this address (behind a router), HOST:PORT; repeatable", group=NETWORK
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class NetworkOptions(ListenOptions):
+class NetworkOptions:
     """How a role is reached."""
 
     host: str = option(
         IP, "listen here (default: 0.0.0.0; 127.0.0.1 while all else is on this machine)", "", group=NETWORK
+    )
+    port: int = option(PORT, "default: any free port", 0, group=NETWORK)
+    announce: tuple[str, ...] = repeated(
+        ADDRESS, "tell others this address (behind a router), HOST:PORT; repeatable", group=NETWORK
     )
     reach: Reach = option(
         None,

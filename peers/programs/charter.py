@@ -137,13 +137,12 @@ async def _at_the_run(
     Raises:
         SetupError: no route to the run, or it has no charter.
     """
+    from peers.net.nat import to_ask
     from peers.net.node import Node
-    from peers.net.p2pd import DaemonOptions
 
-    daemon = DaemonOptions(host=options.host, port=options.port, announce=options.announce)
     name = RunName.parse(options.run)
     async with Node(
-        options=daemon,
+        options=to_ask(options.join),
         join=options.join,
         run_id=None if name else options.run,
         charters=charters_folder(),

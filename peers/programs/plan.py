@@ -70,7 +70,7 @@ async def run_plan(options: PlanOptions) -> None:
             raise SetupError("--run plans for the peers of a run: it goes without --manifest and --devices")
         if not options.join:
             raise SetupError("--run needs --join: the address of a bootstrap or of any peer of that run")
-        run, seen = await observe(options.run, options.join, options)
+        run, seen = await observe(options.run, options.join)
         answer, network, job = plan_view(run, seen, seed=options.seed, budget_s=options.budget)
     else:
         if options.manifest is None or options.devices is None:

@@ -15,7 +15,6 @@ import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from peers.options import ListenOptions
 from peers.ports import Directory, Transport
 from peers.programs.tool_options import StatusOptions
 from peers.start_line import program
@@ -94,19 +93,16 @@ def to_json(health: SwarmHealth) -> str:
     return msgspec.json.encode(health).decode()
 
 
-async def observe(
-    run_id: str, join: Sequence[str], options: ListenOptions, *, calls: bool = True
-) -> tuple[Run, Observation]:
+async def observe(run_id: str, join: Sequence[str], *, calls: bool = True) -> tuple[Run, Observation]:
     """Join the network, ask, and leave it. `calls`: the peers themselves are asked, too.
 
     Raises:
         SetupError: no route to any of `join`, or no peer knows that run.
     """
+    from peers.net.nat import to_ask
     from peers.net.node import Node
-    from peers.net.p2pd import DaemonOptions
 
-    daemon = DaemonOptions(host=options.host, port=options.port, announce=options.announce)
-    async with Node(options=daemon, join=join, run_id=run_id) as node:
+    async with Node(options=to_ask(join), join=join, run_id=run_id) as node:
         run = await node.manifest()
         records = await node.directory.lookup_all()
         transport = node.transport if calls else None
@@ -116,7 +112,7 @@ async def observe(
 
 async def run_status(options: StatusOptions) -> None:
     """Observe and print."""
-    health = picture(*await observe(options.run, options.join, options, calls=not options.no_calls))
+    health = picture(*await observe(options.run, options.join, calls=not options.no_calls))
     if options.json:
         print(to_json(health))
     else:

@@ -34,7 +34,6 @@ from peers.options import (
     WORD,
     Kind,
     Listen,
-    ListenOptions,
     Membership,
     WeightsOptions,
     between,
@@ -161,7 +160,7 @@ class InviteOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnersOptions(Membership, ListenOptions):
+class OwnersOptions(Membership):
     """Of commands that speak with the run."""
 
 
@@ -269,7 +268,7 @@ class HealthOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatusOptions(Membership, ListenOptions):
+class StatusOptions(Membership):
     """List which peer serves which stage, and how far the run is.
 
     swarm status @join.txt
@@ -280,7 +279,7 @@ class StatusOptions(Membership, ListenOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DashboardOptions(MaybeMembership, ListenOptions):
+class DashboardOptions(MaybeMembership):
     """Watch a run: in this terminal, as a web page, for Prometheus.
 
     swarm dashboard @join.txt
@@ -434,7 +433,7 @@ class VerifyOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(MaybeMembership, ListenOptions):
+class PlanOptions(MaybeMembership):
     """Say which machine should serve which stage, and how fast that is.
 
     swarm plan --manifest run.toml --devices devices.toml --budget 10
