@@ -343,10 +343,10 @@ def unban(charter: Charter, peer: PeerId) -> tuple[Ban, ...]:
 
 # --- which methods are for whom -----------------------------------------------------------------------------
 
-READS = frozenset({"status", "state", "saved", "trail", "chunk", "close", "version", "reach"})
+READS = frozenset({"status", "state", "saved", "trail", "convicted", "chunk", "close", "version", "reach"})
 """Methods that answer everybody who is not banned, at everybody."""
 TRAINERS_CALL = frozenset(
-    {"work", "locate", "watch", "line", "voucher", "audit", "convicted"} | {"products", "kept", "evidence"}
+    {"work", "locate", "watch", "line", "voucher", "audit", "products", "kept", "evidence"}
 )
 PEERS_CALL = frozenset(
     {"report", "directive", "summary", "run", "part", "held", "offer", "give", "sum", "take"}

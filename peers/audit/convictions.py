@@ -13,6 +13,7 @@ from swarm.audit.evidence import is_signed_by_accused, proves
 from swarm.errors import Refused, SwarmError, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
+from swarm.protocol.statements import sign
 from swarm.wire.evidence import (
     MAX_EVIDENCE_BYTES,
     AskConvicted,
@@ -22,8 +23,9 @@ from swarm.wire.evidence import (
     ShowEvidence,
     WrongAnswer,
     WrongContribution,
+    judged,
 )
-from swarm.wire.messages import Ack, check_run, pack, unpack
+from swarm.wire.messages import Ack, check_run, pack, say, unpack
 
 PASS_ON_S = 30.0
 """Limit for one call with evidence."""
@@ -54,6 +56,8 @@ class Convictions(Verdicts):
         """Of those, the ones that all can convict at any time: this peer is in no round with them."""
         self.suspect: Callable[[PeerId], None] = lambda peer: None
         """Told of a replica whose contribution another one found wrong."""
+        self._shown: dict[PeerId, Evidence] = {}
+        """What convicted each; of very many, the first."""
         self._suspected_by: dict[PeerId, int] = {}
         """The last step of which each replica said so."""
         self.judge: Callable[[WrongAnswer, Sequence[Buffer]], Awaitable[bool]] = _no_judge
@@ -68,6 +72,8 @@ class Convictions(Verdicts):
             return False
         if not isinstance(evidence, WrongAnswer | WrongContribution):
             self.barred.add(accused)
+        if len(self._shown) < MAX_TOLD:
+            self._shown[accused] = evidence
         self.leave_out(accused, f"its signed {_word(evidence)} of step {evidence.statement.t} is false")
         return True
 
@@ -154,8 +160,11 @@ class Convictions(Verdicts):
     async def _serve_convicted(self, request: Request) -> Answer:
         ask = unpack(request.header, AskConvicted)
         check_run(ask.run, self._run.id)
+        evidence = self._shown.get(ask.peer) if ask.show else None
+        signature = b"" if evidence is None else sign(self._transport.signer, self._run.id, judged(evidence))
         others = tuple(sorted(self.convicted))[:MAX_TOLD]
-        return Answer(pack(Convicted(yes=ask.peer in self.convicted, others=others)))
+        yes = ask.peer in self.convicted
+        return Answer(*say(Convicted(yes=yes, others=others, evidence=evidence, signature=signature)))
 
 
 async def _no_judge(evidence: WrongAnswer, body: Sequence[Buffer]) -> bool:

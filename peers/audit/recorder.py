@@ -1,26 +1,31 @@
 """Writes the transcript of a run: asks replicas of each stage for their signed trails, every 128 steps.
 
 Two replicas that say the same are enough, those with the most voice. What another says differently is written
-beside it: `swarm verify` finds out which is true. Knows ports only.
+beside it: `swarm verify` finds out which is true. And of each peer that a stage convicts: by which evidence.
+Knows ports only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from peers import events
 from peers.ports import Directory, Transport
-from peers.storage.transcript import CharterSeen, Entry, Took, TranscriptWriter
+from peers.storage.transcript import CharterSeen, Conviction, Entry, Took, TranscriptWriter
 from peers.voices import Voices
+from swarm.audit.evidence import is_signed_by_accused
 from swarm.errors import SetupError, SwarmError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.statements import is_signed
 from swarm.protocol.voice import heard, weight
 from swarm.records import PeerRecord
-from swarm.wire.messages import pack, unpack_answer
+from swarm.wire.evidence import AskConvicted, Convicted, Evidence, judged
+from swarm.wire.messages import hear, pack, unpack_answer
 from swarm.wire.trails import MAX_STEPS, AskTrail, Signed, TookSteps, Trail
 
 EVERY_S = 10.0
@@ -29,6 +34,12 @@ ASK_S = 4.0
 MAX_ASKED = 4
 """Replicas of one stage: one may be a step behind, and one may lie."""
 SIGNERS = 2
+MAX_CONVICTED = 256
+"""Peers whose evidence is in a transcript, judged by two; and by one."""
+AT_A_TIME = 4
+MAX_EVIDENCE_BYTES = 1 << 18
+TRIES = 3
+"""Other replicas may compute yet: until then one that judged is not enough."""
 LATE_STEPS = 2
 """Replicas may be so far behind the first of them."""
 
@@ -53,6 +64,10 @@ class Recorder:
         self._voices, self._charter = Voices(run, transport.signer, directory), charter
         self._file = TranscriptWriter(folder, run)
         self._said = ""
+        self._turn = 0
+        """Which replica of each stage is asked whom it convicted."""
+        self._tried = Counter[PeerId]()
+        self._dice = random.Random(transport.peer_id)
 
     async def run(self) -> None:
         """Record what is due, until cancelled."""
@@ -66,6 +81,9 @@ class Recorder:
             await asyncio.to_thread(self._file.append)
             each = await asyncio.gather(*(self._stage(stage, all_of_it) for stage in range(self._run.S)))
             found: list[Entry] = [took for several in each for took in several]
+            self._turn += 1
+            told = await asyncio.gather(*(self._convicted(stage) for stage in range(self._run.S)))
+            found += [conviction for several in told for conviction in several]
             owner, sealed = self._charter()
             if sealed != self._file.charter:
                 found.insert(0, CharterSeen(owner, sealed))
@@ -78,10 +96,7 @@ class Recorder:
     async def _stage(self, stage: Stage, all_of_it: bool) -> list[Took]:
         """What is due of one stage."""
         since, steps = self._file.ends.get(stage, 0), self._run.steps
-        voice = self._voices.of(stage)
-        there = {r.peer: r for r in self._directory.at(stage) if r.state in ("serving", "leaving")}
-        asked = [there[peer] for peer in heard(there, voice)]
-        asked.sort(key=lambda record: (-weight(record.peer, voice), -record.version, record.peer))
+        voice, asked = self._voices.of(stage), self._heard(stage)
         newest = max((record.version for record in asked), default=0)
         due = newest >= min(since + MAX_STEPS + LATE_STEPS, steps)
         if since >= min(newest, steps) or not (due or all_of_it):
@@ -92,6 +107,13 @@ class Recorder:
             *(self._ask(record, stage, since, least, until) for record in asked[:MAX_ASKED])
         )
         return chosen([one for one in told if one is not None], lambda peer: weight(peer, voice))
+
+    def _heard(self, stage: Stage) -> list[PeerRecord]:
+        """The replicas whose word counts, that with the most voice first."""
+        voice = self._voices.of(stage)
+        there = {r.peer: r for r in self._directory.at(stage) if r.state in ("serving", "leaving")}
+        found = [there[peer] for peer in heard(there, voice)]
+        return sorted(found, key=lambda record: (-weight(record.peer, voice), -record.version, record.peer))
 
     async def _ask(
         self, record: PeerRecord, stage: Stage, since: int, least: int, until: int
@@ -110,6 +132,57 @@ class Recorder:
         if not is_signed(self._transport.signer, peer, run, took, trail.signature):
             return None
         return took, Signed(peer, trail.signature, record.voucher)
+
+    # -- evidence -----------------------------------------------------------------------------------
+
+    async def _convicted(self, stage: Stage) -> list[Conviction]:
+        """What convicted peers of a stage and is not in the transcript yet: as soon as two replicas judge it;
+        or after a while one did, until there are two.
+        """
+        asked, found, written = self._heard(stage)[:MAX_ASKED], list[Conviction](), self._file.convicted
+        if not asked:
+            return []
+        names = (await self._told(asked[self._turn % len(asked)].peer, "")).others
+        wanted = [name for name in names if written.get(name, 0) < SIGNERS]
+        for accused in self._dice.sample(wanted, min(AT_A_TIME, len(wanted))):
+            told = await asyncio.gather(
+                *(self._judgement(one, stage, accused) for one in asked if one.peer != accused)
+            )
+            by: dict[Evidence, list[Signed]] = {}
+            judges = [one for one in told if one is not None][:SIGNERS]
+            for evidence, signed in judges:
+                by.setdefault(evidence, []).append(signed)
+            self._tried[accused] += bool(judges)
+            both = len(judges) == SIGNERS
+            enough = both or (bool(judges) and self._tried[accused] >= TRIES and accused not in written)
+            if enough and sum((n >= SIGNERS) == both for n in written.values()) < MAX_CONVICTED:
+                found += [Conviction(evidence, tuple(signed)) for evidence, signed in by.items()]
+        return found
+
+    async def _told(self, peer: PeerId, accused: PeerId) -> Convicted:
+        ask = pack(AskConvicted(run=self._run.id, peer=accused, show=bool(accused)))
+        try:
+            answer = await self._transport.call(
+                peer, "convicted", ask, max_answer_bytes=MAX_EVIDENCE_BYTES, deadline_s=ASK_S
+            )
+            return hear(answer.header, answer.body, Convicted)
+        except SwarmError:
+            return Convicted(yes=False)
+
+    async def _judgement(
+        self, record: PeerRecord, stage: Stage, accused: PeerId
+    ) -> tuple[Evidence, Signed] | None:
+        """What convicted a peer of a stage, by the word of a replica; None if that is not signed by both."""
+        run, signer = self._run, self._transport.signer
+        told = await self._told(record.peer, accused)
+        evidence = told.evidence
+        if evidence is None or (evidence.accused, evidence.statement.stage) != (accused, stage):
+            return None
+        if not is_signed_by_accused(signer, run, evidence):
+            return None
+        if not is_signed(signer, record.peer, run.id, judged(evidence), told.signature):
+            return None
+        return evidence, Signed(record.peer, told.signature, record.voucher)
 
 
 def chosen(told: Sequence[tuple[TookSteps, Signed]], weight_of: Callable[[PeerId], int]) -> list[Took]:

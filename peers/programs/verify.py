@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -17,19 +17,55 @@ from peers.storage import transcript
 from peers.storage.checkpoint import Checkpoint
 from peers.storage.samples import open_data
 from peers.storage.weights import say, with_step
-from swarm.audit.rerun import NEAR, Said, is_same_state, referee_of, rerun_step, weights_digest
+from peers.trainer import entering
+from swarm.audit.rerun import (
+    NEAR,
+    Said,
+    answers_of,
+    is_false,
+    is_same_state,
+    referee_of,
+    rerun_step,
+    weights_digest,
+)
+from swarm.data import sample_offsets
 from swarm.errors import SetupError, short
-from swarm.ids import PeerId, Stage
+from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.layout import empty_state, initial_state
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
 from swarm.protocol.coordinator import realigns
 from swarm.protocol.statements import signable
+from swarm.wire.evidence import (
+    Evidence,
+    FalseContribution,
+    WrongAnswer,
+    WrongContribution,
+    WrongProduct,
+    WrongSum,
+    judged,
+)
+from swarm.wire.receipts import Answered
 from swarm.wire.trails import unpack_rows
 
 Verify: TypeAlias = Callable[[PeerId, bytes, bytes], bool]
 """Whether a peer signed some bytes."""
+
+
+class Verdict(NamedTuple):
+    """Evidence that the accused signed, and the replicas of its stage that judged it."""
+
+    evidence: Evidence
+    by: tuple[PeerId, ...]
+
+    def __str__(self) -> str:
+        said = self.evidence.statement
+        of = f"microbatch ({said.t}, {said.m})" if isinstance(said, Answered) else f"step {said.t}"
+        what = WORDS[type(self.evidence)]
+        return (
+            f"peer {self.evidence.accused} of stage {said.stage}: {what} of {of}, say {' and '.join(self.by)}"
+        )
 
 
 class Account(NamedTuple):
@@ -41,6 +77,8 @@ class Account(NamedTuple):
     by_step: dict[int, list[Said]]
     kinds: dict[Stage, set[str]]
     """Of the devices of those that signed."""
+    convictions: list[Verdict]
+    """Of peers of these stages, at any step."""
 
 
 def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> bool:
@@ -51,6 +89,8 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
     """
     told = read(options, verify)
     run, first, last = told.run, options.from_, options.to
+    for verdict in told.convictions:
+        print(f"convicted: {verdict}")
     folder = options.checkpoint_dir or options.transcript.resolve().parent.parent
     device = choose_device(options.device)
     data = open_data(run, options.data, options.tokenizer)
@@ -67,6 +107,8 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
     with Bar("computing again", (last - first) * run.M, unit="microbatches") as bar:
         for t in range(first, last):
             said = told.by_step.get(t, [])
+            if not why and not run.delayed_updates:
+                judge_answers(told, t, single, data.batch, device)
             signed += len({one.stage for one in said})
             what, wrong = rerun_step(single, said, exact=not why, done=bar)
             if wrong:
@@ -87,10 +129,36 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
     return True
 
 
+WORDS: dict[type[Evidence], str] = {
+    WrongSum: "a sum of what others contributed",
+    FalseContribution: "a contribution that its member did not send",
+    WrongProduct: "the products of its sum",
+    WrongAnswer: "its answer",
+    WrongContribution: "what it added",
+}
+"""What each was convicted of."""
+FOUND = {True: "it lied", False: "its answer is true", None: "it was sent something false"}
 HINT = (
     "Each stage computes with what others send it. Where one differs, look there; where several do, at these "
     "and the next one."
 )
+
+
+def judge_answers(
+    told: Account, t: int, single: SingleProcess, batch: Callable[[list[int]], Any], device: str
+) -> None:
+    """Say of each answer to a microbatch of this step that convicted its peer whether that was a lie."""
+    run, true = told.run, dict[Microbatch, list[Answered]]()
+    for verdict in told.convictions:
+        said = verdict.evidence.statement
+        if not isinstance(said, Answered) or said.t != t or not 0 <= said.m < run.M:
+            continue
+        mb = Microbatch(t, said.m)
+        if mb not in true:
+            held = [single.state_of(stage) for stage in range(run.S)]
+            true[mb] = answers_of(run, t, held, mb, entering(run, batch(sample_offsets(run, *mb))), device)
+        lied = is_false(said, true[mb][said.stage], is_last=said.stage == run.S - 1)
+        print(f"computed again, microbatch ({t}, {said.m}): peer {verdict.evidence.accused}: {FOUND[lied]}")
 
 
 def differs(run: Run, t: int, what: str, wrong: Sequence[Said], hint: str) -> bool:
@@ -114,9 +182,14 @@ def read(options: VerifyOptions, verify: Verify) -> Account:
         raise SetupError(f"--from {first} --to {last}: run {run.name!r} has versions 0 to {run.steps}")
     if options.stage is not None and options.stage >= run.S:
         raise SetupError(f"--stage {options.stage}: run {run.name!r} has stages 0 to {run.S - 1}")
-    told = Account(run, range(run.S) if options.stage is None else [options.stage], {}, {})
+    told = Account(run, range(run.S) if options.stage is None else [options.stage], {}, {}, [])
     forged: set[PeerId] = set()
     for entry in entries:
+        if isinstance(entry, transcript.Conviction) and entry.evidence.statement.stage in told.stages:
+            evidence, said = entry.evidence, signable(run.id, judged(entry.evidence))
+            by = tuple(dict.fromkeys(s.peer for s in entry.by if verify(s.peer, said, s.signature)))
+            if by and verify(evidence.accused, signable(run.id, evidence.statement), evidence.signature):
+                told.convictions.append(Verdict(evidence, by))
         if not isinstance(entry, transcript.Took) or entry.steps.stage not in told.stages:
             continue
         took = entry.steps

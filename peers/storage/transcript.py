@@ -23,6 +23,7 @@ from peers.storage import atomic_file
 from swarm.errors import SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run, check_id
+from swarm.wire.evidence import Evidence
 from swarm.wire.trails import Signed, TookSteps
 
 MAGIC = b"swarm transcript 1\n"
@@ -45,6 +46,14 @@ class Took(msgspec.Struct, frozen=True, tag=True, array_like=True):
     by: tuple[Signed, ...]
 
 
+class Conviction(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Evidence against a peer, without the data that it names, and replicas of its stage that judged it."""
+
+    evidence: Evidence
+    by: tuple[Signed, ...]
+    """Signatures of `judged`."""
+
+
 class CharterSeen(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A charter of the run, signed by its owner, which held from then on."""
 
@@ -52,8 +61,8 @@ class CharterSeen(msgspec.Struct, frozen=True, tag=True, array_like=True):
     sealed: bytes
 
 
-Entry: TypeAlias = "Terms | Took | CharterSeen"
-_decode = msgspec.msgpack.Decoder(Terms | Took | CharterSeen).decode
+Entry: TypeAlias = "Terms | Took | Conviction | CharterSeen"
+_decode = msgspec.msgpack.Decoder(Terms | Took | Conviction | CharterSeen).decode
 
 
 class Transcript(NamedTuple):
@@ -120,6 +129,8 @@ class TranscriptWriter:
         self.ends: dict[Stage, int] = {}
         """The version up to which the steps of each stage are in it."""
         self.charter = b""
+        self.convicted: dict[PeerId, int] = {}
+        """Against whom there is evidence in it, and how many replicas judged that."""
         self._size = 0
 
     def append(self, entries: Sequence[Entry] = ()) -> None:
@@ -151,12 +162,14 @@ class TranscriptWriter:
         """Note what is new, and remove a last entry that was cut off."""
         there = os.fstat(file.fileno()).st_size
         if there < self._size:  # it was moved away, and this is a new one
-            self._size, self.ends, self.charter = 0, {}, b""
+            self._size, self.ends, self.charter, self.convicted = 0, {}, b"", {}
         for entry, end in _entries(file, self._size):
             self._size = end
             match entry:
                 case Took(steps=steps):
                     self.ends[steps.stage] = max(steps.end, self.ends.get(steps.stage, 0))
+                case Conviction(evidence=evidence, by=by):
+                    self.convicted[evidence.accused] = self.convicted.get(evidence.accused, 0) + len(by)
                 case CharterSeen(sealed=sealed):
                     self.charter = sealed
                 case Terms(run=run) if run != self._run.id:

@@ -13,12 +13,17 @@ from typing import NamedTuple
 
 import torch
 
+from swarm.audit.answers import digest, split_tensors
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.reductions import digest_of
 from swarm.model.reference import SingleProcess
+from swarm.model.stage import Forward, StageCompute
+from swarm.model.stage_io import allowed_inputs
 from swarm.protocol.coordinator import realigns
 from swarm.protocol.proofs import ALIKE
+from swarm.wire.buffers import Buffer
+from swarm.wire.receipts import Answered
 from swarm.wire.trails import TookStep
 
 NEAR_NORM = 0.02
@@ -71,6 +76,49 @@ def rerun_step(
         and one.took.weights
         not in ("", weights_digest(single.state_of(one.stage, *WEIGHTS), on_device=on_device))
     ]
+
+
+def answers_of(
+    run: Run,
+    version: int,
+    states: Sequence[Mapping[str, torch.Tensor]],
+    mb: Microbatch,
+    body: Sequence[Buffer],
+    device: str,
+) -> list[Answered]:
+    """What the peers of each stage sign of a microbatch if none of them lies, on devices of this kind.
+
+    `states`: of the version that it is computed with; `body`: what stage 0 is sent.
+    """
+    stages = [StageCompute(run, stage, device) for stage in range(run.S)]
+    for stage, state in zip(stages, states, strict=True):
+        stage.load_state(version, state)
+    split = split_tensors([allowed_inputs(run, 0)[0]], body)
+    assert split is not None  # samples of this run
+    wires, forwards = split, list[Forward]()
+    for stage in stages[:-1]:
+        forwards.append(stage.forward(mb, wires[-1]))
+        wires.append(forwards[-1].outputs)
+    last = stages[-1].loss_gradients(mb, wires[-1], weights=False)
+    grads = [list(last.answer)]
+    for stage, forward in zip(stages[-2::-1], forwards[::-1], strict=True):
+        grads.insert(0, list(stage.gradients(forward, grads[0], weights=False).answer))
+    forth, back = [*map(digest, wires), digest([])], [*map(digest, grads), digest([])]
+    return [
+        Answered(stage, *mb, forth[stage], forth[stage + 1], back[stage + 1], back[stage], last.loss)
+        for stage in range(run.S)
+    ]
+
+
+def is_false(said: Answered, true: Answered, *, is_last: bool) -> bool | None:
+    """Whether a peer lied in an answer. None: another one did before, and sent it something false."""
+    if said.inputs != true.inputs:
+        return None
+    if said.outputs != true.outputs:
+        return True
+    if said.output_grads != true.output_grads:
+        return None
+    return said.input_grads != true.input_grads or (is_last and said.loss != true.loss)
 
 
 def weights_digest(state: Mapping[str, torch.Tensor], *, on_device: bool = False) -> str:

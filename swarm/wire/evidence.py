@@ -10,8 +10,8 @@ import msgspec
 
 from swarm.ids import PeerId
 from swarm.protocol.rounds import Plan
-from swarm.protocol.statements import Signature
-from swarm.protocol.sums import Digest, Projected, Reduced
+from swarm.protocol.statements import Signature, Statement
+from swarm.protocol.sums import Digest, Projected, Reduced, digest_of
 from swarm.wire.messages import Hop, Work
 from swarm.wire.receipts import Answered
 from swarm.wire.tensor_meta import TensorMeta
@@ -93,6 +93,18 @@ class WrongContribution(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 Evidence = WrongSum | FalseContribution | WrongProduct | WrongAnswer | WrongContribution
 
 
+class Judged(Statement, frozen=True, array_like=True):
+    """That evidence against a peer shows its lie, as the signer found by its own means."""
+
+    accused: PeerId
+    evidence: Digest
+
+
+def judged(evidence: Evidence) -> Judged:
+    """What is signed of evidence."""
+    return Judged(evidence.accused, digest_of(msgspec.msgpack.encode(evidence)))
+
+
 class ShowEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """Evidence, passed on."""
 
@@ -139,16 +151,20 @@ class KeptTensors(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AskConvicted(msgspec.Struct, frozen=True, kw_only=True):
-    """The question whether a peer saw evidence against another."""
+    """The question whether a peer saw evidence against another. `show`: and which."""
 
     run: str
     peer: PeerId
+    show: bool = False
 
 
 class Convicted(msgspec.Struct, frozen=True, kw_only=True):
     yes: bool
     others: tuple[PeerId, ...] = ()
     """Against whom it saw evidence; of very many, some."""
+    evidence: Evidence | None = None
+    signature: Signature = b""
+    """Of `Judged`."""
 
 
 class Reveal(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,18 +8,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from peers.audit.recorder import chosen
 from peers.audit.trail import KEPT, OwnTrail
 from peers.events import Trouble
 from peers.ports import Answer, Request
+from peers.sim.network import SimSigner
 from peers.storage import checkpoint, transcript
-from peers.storage.transcript import CharterSeen, Terms, Took, TranscriptWriter, packed, path_of, read
+from peers.storage.transcript import (
+    CharterSeen,
+    Conviction,
+    Terms,
+    Took,
+    TranscriptWriter,
+    packed,
+    path_of,
+    read,
+)
 from swarm.errors import SetupError
 from swarm.manifest import Run, audit_run
-from swarm.protocol.statements import is_signed
+from swarm.protocol.statements import is_signed, sign
+from swarm.protocol.sums import Projected
 from swarm.records import Voucher
+from swarm.wire.evidence import Convicted, WrongContribution
 from swarm.wire.messages import pack, unpack
 from swarm.wire.trails import (
     MAX_STEPS,
@@ -275,6 +288,73 @@ async def test_a_charter_is_written_down_once(tmp_path: Path) -> None:
         for _ in range(2):
             await keeper._recorder.record()  # pyright: ignore[reportPrivateUsage]
         assert entries(tmp_path, RUN)[1:] == [CharterSeen(PEER, b"signed")]
+
+
+def accusation(run: Run, accused: str, by: str, *, stage: int = 0) -> WrongContribution:
+    said = Projected(stage, 3, "r", (), (), ())
+    return WrongContribution(accused=accused, statement=said, signature=sign(SimSigner(by), run.id, said))
+
+
+def convictions(folder: Path, run: Run) -> list[tuple[str, list[str]]]:
+    if not path_of(folder, run).exists():
+        return []
+    found = [entry for entry in entries(folder, run) if isinstance(entry, Conviction)]
+    assert all(len(packed(entry)) < 600 for entry in found)
+    return [(entry.evidence.accused, [by.peer for by in entry.by]) for entry in found]
+
+
+@pytest.mark.virtual_time
+async def test_who_was_convicted_is_written_once_two_replicas_judged_it_or_after_a_while_one(
+    tmp_path: Path,
+) -> None:
+    async with swarm(replace(RUN, steps=99), replicas=4) as s:
+        await s.until_serving()
+        keeper = add_keeper(s, tmp_path)
+        await s.until(lambda: "keeper" in s.network.records)
+        one, other = (s.peers[name].convictions for name in ("s0p0", "s0p1"))
+        one.convict(accusation(s.run, "s0p2", "s0p2"))
+
+        async def recorded_by(times: int) -> list[tuple[str, list[str]]]:
+            for _ in range(times):
+                await keeper._recorder.record()  # pyright: ignore[reportPrivateUsage]
+            return convictions(tmp_path, s.run)
+
+        asked = 4  # replicas, in turn
+        assert await recorded_by(2 * asked) == []
+        first = [("s0p2", ["s0p0"])]
+        assert await recorded_by(asked) == first and await recorded_by(2 * asked) == first
+        other.convict(accusation(s.run, "s0p2", "s0p2"))
+        both = [*first, ("s0p2", ["s0p0", "s0p1"])]
+        assert await recorded_by(asked) == both and await recorded_by(2 * asked) == both
+        for convicted in (one, other):
+            convicted.convict(accusation(s.run, "s0p3", "s0p3"))
+        assert (await recorded_by(asked))[2:] == [("s0p3", ["s0p0", "s0p1"])]
+
+
+@pytest.mark.virtual_time
+async def test_evidence_that_its_accused_did_not_sign_is_not_written_nor_that_of_others_stages(
+    tmp_path: Path,
+) -> None:
+    async with swarm(replace(RUN, steps=99), replicas=3) as s:
+        await s.until_serving()
+        keeper = add_keeper(s, tmp_path)
+        await s.until(lambda: "keeper" in s.network.records)
+        for name in ("s0p0", "s0p1"):
+            s.peers[name].convictions.convict(accusation(s.run, "s0p2", name))
+            s.peers[name].convictions.convict(accusation(s.run, "s1p0", "s1p0", stage=1))
+        judge = s.network.peers["s0p1"].transport
+        honest, _ = judge.handlers["convicted"]
+
+        async def unsigned(request: Request) -> Answer:
+            told = unpack((await honest(request)).header, Convicted)
+            return Answer(pack(msgspec.structs.replace(told, signature=b"f" * 64 if told.evidence else b"")))
+
+        s.peers["s0p0"].convictions.convict(accusation(s.run, "s0p9", "s0p9"))
+        s.peers["s0p1"].convictions.convict(accusation(s.run, "s0p9", "s0p9"))
+        judge.serve("convicted", unsigned)
+        for _ in range(12):
+            await keeper._recorder.record()  # pyright: ignore[reportPrivateUsage]
+        assert convictions(tmp_path, s.run) == [("s0p9", ["s0p0"])]
 
 
 @pytest.mark.virtual_time

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -17,15 +18,23 @@ from peers.programs.verify import run_verify
 from peers.sim.network import SimSigner
 from peers.stage.all_reduce import vector_digest
 from peers.storage import checkpoint
-from peers.storage.transcript import Took, TranscriptWriter, path_of
+from peers.storage.transcript import Conviction, Took, TranscriptWriter, path_of
+from peers.trainer import entering
+from swarm.audit.rerun import answers_of
+from swarm.data import sample_offsets
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
 from swarm.manifest import CustomModelSpec, Run
+from swarm.model.layout import initial_state
 from swarm.model.reductions import sqnorm
 from swarm.protocol.statements import sign
+from swarm.wire.evidence import WrongAnswer, judged
+from swarm.wire.receipts import Answered
 from swarm.wire.trails import Signed, TookStep, TookSteps, pack_rows
 from tests.model.chain import TEXT, Chain, batch_of, tiny_run
+from tests.peers.admitted import admitting
 from tests.peers.loops import swarm
+from tests.peers.test_false_answers import LIES, TRAINER, audit, lie
 from tests.peers.test_keeping import add_keeper
 from tests.peers.test_loops import Text
 
@@ -287,6 +296,88 @@ def test_as_a_command_it_ends_with_0_if_equal_with_1_if_not_and_says_what_to_do(
     words[2] = str(data)
     assert cli.main([*words, "0"]) == cli.Exit.SETUP
     assert "is not a transcript: a keeper writes one beside its checkpoints" in capsys.readouterr().err
+
+
+def answered(run: Run, t: int, m: int) -> list[Answered]:
+    """What honest peers sign of a microbatch at version 0."""
+    states = [initial_state(run, stage) for stage in range(run.S)]
+    body = entering(run, batch_of(run)(sample_offsets(run, t, m)))
+    return answers_of(run, 0, states, Microbatch(t, m), body, "cpu")
+
+
+def convict(was: Recorded, said: Answered, *, judges: int = 2, forged: bool = False) -> str:
+    """Both peers of its stage say that another one of it lied."""
+    liar = Identity.generate()
+    signature = b"f" * 64 if forged else sign(liar, was.run.id, said)
+    evidence = WrongAnswer(
+        accused=liar.peer_id, statement=said, signature=signature, inputs=(), output_grads=(), outputs=(),
+        input_grads=(),
+    )  # fmt: skip
+    by = [Signed(peer.peer_id, sign(peer, was.run.id, judged(evidence))) for peer in was.peers[said.stage]]
+    TranscriptWriter(was.folder, was.run).append([Conviction(evidence, tuple(by[:judges]))])
+    return liar.peer_id
+
+
+def test_who_was_convicted_is_listed_and_answers_are_computed_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    was = record(tmp_path, replace(small(), steps=2, checkpoint_every=9))
+    was.write()
+    true = answered(was.run, 0, 1)
+    other = b"x" * 32
+    cases = [
+        (msgspec.structs.replace(true[0], outputs=other, output_grads=other), "it lied"),
+        (true[0], "its answer is true"),
+        (msgspec.structs.replace(true[1], inputs=other), "it was sent something false"),
+        (msgspec.structs.replace(true[1], input_grads=other), "it lied"),
+        (msgspec.structs.replace(true[1], loss=0.0), "it lied"),
+        (msgspec.structs.replace(true[0], loss=0.0), "its answer is true"),  # it passed on what came
+        (msgspec.structs.replace(true[0], output_grads=other), "it was sent something false"),
+    ]
+    liars = [convict(was, said) for said, _ in cases]
+    convict(was, true[0], forged=True)
+    convict(was, true[0], judges=0)
+    assert was.verify(0, 2)
+    said = capsys.readouterr().out.splitlines()
+    for (evidence, found), liar, listed, again in zip(cases, liars, said, said[len(cases) :], strict=False):
+        both = " and ".join(peer.peer_id for peer in was.peers[evidence.stage])
+        where = f"peer {liar} of stage {evidence.stage}: its answer of microbatch (0, 1)"
+        assert listed == f"convicted: {where}, say {both}"
+        assert again == f"computed again, microbatch (0, 1): peer {liar}: {found}"
+    assert len(said) == 2 * len(cases) + 3
+    assert was.verify(0, 1, stage=1)
+    assert capsys.readouterr().out.count("convicted: ") == 3
+
+
+@pytest.mark.virtual_time
+async def test_a_peer_that_lied_is_in_the_transcript_with_those_that_judged_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    audit(monkeypatch, share=1.0)
+    plain = small(steps=6, batch={"microbatches_per_step": 6}, codec={"forward": "none", "backward": "none"})
+    run = admitting(plain, TRAINER)
+    async with swarm(run, replicas=3, batches=Text(batch_of(run))) as s:
+        await s.until_serving()
+        lie(s.peers["s0p1"], LIES["zero"])
+        keeper = add_keeper(s, tmp_path, keep=9)
+        s.add_trainer(TRAINER)
+        honest = [p for n, p in s.peers.items() if n != "s0p1"]
+        await s.until(lambda: all(p.core.version >= run.steps for p in honest))
+        await s.until(lambda: "s0p1" in keeper._recorder._file.convicted)  # pyright: ignore[reportPrivateUsage]
+        for _ in range(2):
+            await keeper._recorder.record(all_of_it=True)  # pyright: ignore[reportPrivateUsage]
+    data = tmp_path / "text"
+    data.write_bytes(TEXT.tobytes())
+    options = VerifyOptions(transcript=path_of(tmp_path, run), data=(data,), from_=0, to=6)
+    run_verify(options, verify=SimSigner("reader").verify)
+    said = capsys.readouterr().out.splitlines()
+    listed = [line for line in said if line.startswith("convicted: ")]
+    assert len(listed) == 1 and listed[0].startswith(
+        "convicted: peer s0p1 of stage 0: its answer of microbat"
+    )
+    assert listed[0].endswith(", say s0p0 and s0p2")
+    assert sum(line.endswith(": peer s0p1: it lied") for line in said) == 1
 
 
 @pytest.mark.virtual_time
