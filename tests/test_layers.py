@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("swarm", "peers")
 BASE = (
     *("swarm.ids", "swarm.errors", "swarm.records", "swarm.codecs", "swarm.manifest", "swarm.data"),
-    *("swarm.installed", "swarm.charter", "swarm.merkle"),
+    *("swarm.installed", "swarm.charter", "swarm.merkle", "swarm.digest"),
 )
 
 SHARED = (
@@ -41,7 +41,7 @@ SHARED = (
 
 MAY_IMPORT = {
     # folder or module: what it may import besides the standard library and itself
-    **dict.fromkeys(BASE, (*BASE, "msgspec", "tomli", "numpy")),
+    **dict.fromkeys(BASE, (*BASE, "msgspec", "tomli", "numpy", "blake3")),
     "swarm.policy": (*BASE, "swarm.protocol"),
     "swarm.protocol": (*BASE, "swarm.policy", "msgspec"),
     # What peers say of themselves when they are asked is a message.

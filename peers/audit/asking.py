@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from peers.ports import Directory, Transport
-from swarm.audit.screen import LossScreen
+from swarm.audit.unusual import LossScreen
 from swarm.errors import BadAnswer, PeerFault, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run

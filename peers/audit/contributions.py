@@ -30,12 +30,13 @@ from swarm.audit.answers import is_audited
 from swarm.audit.contributions import Recount
 from swarm.audit.evidence import numbers
 from swarm.audit.screen import Screen
+from swarm.digest import digest_of
 from swarm.errors import SwarmError
 from swarm.ids import Microbatch, PeerId
 from swarm.policy.backoff import Backoff
 from swarm.protocol.coins import Coin, Toss
 from swarm.protocol.ledger import members_of
-from swarm.protocol.sums import Projected, digest_of
+from swarm.protocol.sums import Projected
 from swarm.wire.evidence import WrongContribution
 
 SHARE = 0.005
@@ -120,6 +121,8 @@ class ContributionAudits:
         """The step from which on each is looked at."""
         self._doubted: dict[PeerId, int] = {}
         """Found to lie by another replica, or by this one before; and how many more chunks are compared."""
+        self._own: dict[PeerId, WrongContribution] = {}
+        """What this one found, once."""
         self._task: asyncio.Task[None] | None = None
         self.audited = 0
         """Contributions that were computed again."""
@@ -128,6 +131,8 @@ class ContributionAudits:
             sums.consider = self.consider
 
     def _suspect(self, peer: PeerId) -> None:
+        if peer in self._own:  # the other one looks no more, and may have left it out
+            self._convict(self._own[peer])
         self._doubted[peer] = CHUNKS
         self.audit_next(peer)
 
@@ -199,13 +204,18 @@ class ContributionAudits:
             self._suspects[member] = check.t + 1
         elif 2 * bound > len(microbatches):
             self._doubted.pop(member, None)
+            self._own.pop(member, None)
 
     def _found(self, case: _Case) -> None:
-        if case.member not in self._doubted:
-            self._doubted[case.member] = CHUNKS
+        if case.member in self._doubted:
+            self._convict(case.accusation)
+        else:
+            self._doubted[case.member], self._own[case.member] = CHUNKS, case.accusation
             self._audit_again(case)
-        elif self._convictions.convict(case.accusation):
-            self._convictions.pass_on(case.accusation, [])
+
+    def _convict(self, accusation: WrongContribution) -> None:
+        if self._convictions.convict(accusation):
+            self._convictions.pass_on(accusation, [])
 
     def _audit_again(self, case: _Case) -> None:
         """With the others, which have one round to hear of it."""

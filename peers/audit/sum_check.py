@@ -6,7 +6,6 @@ No IO, but that hashes and products take a while: `commit` and `project` are run
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 
@@ -15,12 +14,12 @@ import torch
 from peers.ports import Buffer
 from swarm.audit.projection import MODULUS, chunk_digest, coefficients, fits, product
 from swarm.audit.screen import SAMPLE
+from swarm.digest import DIGEST_BYTES, digest_of
 from swarm.errors import BadAnswer, Refused
 from swarm.ids import PeerId, Stage
 from swarm.protocol.rounds import Plan
 from swarm.protocol.statements import Signer, is_signed, sign
 from swarm.protocol.sums import (
-    DIGEST_BYTES,
     NONCE_BYTES,
     SUM_BYTES,
     Contribution,
@@ -29,7 +28,6 @@ from swarm.protocol.sums import (
     Reduced,
     ReducedProof,
     contributed,
-    digest_of,
     nth_digest,
     nth_sum,
     seed_of,
@@ -118,7 +116,7 @@ class SumCheck:
             known = self._taken[member] = (proof, self._check_contribution(member, proof))
         if known[0] != proof:
             raise Refused("this contribution is not signed as its other chunks were")
-        if body and _digest(body) != nth_digest(proof.chunks, index):
+        if body and digest_of(*body) != nth_digest(proof.chunks, index):
             raise Refused("a chunk of a contribution is not the one that was signed")
 
     def _check_contribution(self, member: PeerId, proof: PartProof) -> Contribution:
@@ -147,7 +145,7 @@ class SumCheck:
 
     def made(self, index: int, buffers: Sequence[Buffer]) -> ReducedProof | None:
         """Note a result of this owner; of the last one, return what goes with it."""
-        self._made[index] = _digest(buffers)
+        self._made[index] = digest_of(*buffers)
         if len(self._made) < len(self.parts[self._me]):
             return None
         contributions = tuple(self._taken[member][1] for member in self.plan.members)
@@ -298,10 +296,3 @@ class SumCheck:
 def chunk_digests(total: torch.Tensor, chunks: Chunks) -> bytes:
     """The digests of the chunks of a part of a sum, one after the other."""
     return b"".join(chunk_digest(total[start : start + numel]) for start, numel in chunks)
-
-
-def _digest(buffers: Sequence[Buffer]) -> bytes:
-    found = hashlib.sha256()
-    for buffer in buffers:
-        found.update(buffer)
-    return found.digest()

@@ -10,7 +10,6 @@ Nothing changes the replicas' own sums, so an aborted round costs only its time.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from peers.ports import Answer, Buffer, Request, Transport
 from peers.waiting import happens, unless
 from swarm.errors import BadAnswer, NotReady, Refused, SwarmError, short
 from swarm.ids import PeerId
-from swarm.model.reductions import sqnorm
+from swarm.model.reductions import sqnorm, vectors_digest
 from swarm.policy.pace import most_s
 from swarm.policy.timeouts import AdaptiveTimeout
 from swarm.protocol.rounds import Plan, Prepared
@@ -443,7 +442,7 @@ def read_part(
 
 def holds(round_name: str, reduced: torch.Tensor, sqnorm: Callable[[torch.Tensor], float]) -> Prepared:
     """The description of a reduced gradient. Reads all of it twice: seconds, for gigabytes."""
-    return Prepared(round_name, sqnorm(reduced), vector_digest(reduced))
+    return Prepared(round_name, sqnorm(reduced), vectors_digest([reduced], on_device=False))
 
 
 def checksum(buffers: Sequence[Buffer]) -> int:
@@ -452,8 +451,3 @@ def checksum(buffers: Sequence[Buffer]) -> int:
     for buffer in buffers:
         crc = zlib.crc32(buffer, crc)
     return crc
-
-
-def vector_digest(vector: torch.Tensor) -> str:
-    """First 32 hex digits of the SHA-256 of a flat host vector."""
-    return hashlib.sha256(memoryview(vector.detach().cpu().numpy()).cast("B")).hexdigest()[:32]  # type: ignore[arg-type]

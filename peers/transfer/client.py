@@ -1,6 +1,6 @@
 """Downloading large things, such as the state of a stage, from several peers at once.
 
-Each source is asked to open a lease (`peers.transfer.leases`); it answers with the SHA-256 of every chunk.
+Each source is asked to open a lease (`peers.transfer.leases`); it answers with the digest of every chunk.
 Which of them are believed: `docs/design.md`, *Joining*. Each has a few requests in flight and takes the next
 missing chunk, so fast ones give more. A source that dies gives its chunks back to the others, and what is
 here is kept even when all of them die (`Partial`).
@@ -191,7 +191,7 @@ class Offer:
     source: PeerId
     opened: Opened
     hashes: tuple[bytes, ...]
-    """SHA-256 of each chunk."""
+    """Digest of each chunk."""
 
     @property
     def content(self) -> tuple[object, ...]:
@@ -548,7 +548,7 @@ class _Pull:
         except Refused as refused:
             raise BadAnswer(source, refused.text) from None
         if await asyncio.to_thread(hash_of, chunk) != self._hashes[index]:
-            raise BadAnswer(source, f"chunk {index} of {self._of.wanted.name} does not fit its SHA-256")
+            raise BadAnswer(source, f"chunk {index} of {self._of.wanted.name} does not fit its digest")
         if index not in self._missing:
             return  # another source was faster
         self._partial.keep(index, self._hashes[index], chunk)

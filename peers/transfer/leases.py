@@ -1,7 +1,7 @@
 """Tensors that peers give to one another, in chunks with a hash each: all that is too large for one message.
 
 Each thing is opened by a question of its own (`state`, `held`, `sum`), whose answer is a *lease* of it and
-the SHA-256 of each chunk. From there on all are read in the same way, by `peers.transfer.client`:
+the digest of each chunk. From there on all are read in the same way, by `peers.transfer.client`:
 
     chunk   FetchChunk → Ack + the chunk's bytes
     close   CloseLease → Ack                       so that the next one need not wait
@@ -10,7 +10,6 @@ the SHA-256 of each chunk. From there on all are read in the same way, by `peers
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import torch
 
 from peers.clock import now_s
 from peers.ports import Answer, Request, Transport
+from swarm.digest import DIGEST_BYTES, digest_of
 from swarm.errors import NotReady, Refused
 from swarm.ids import Generation, PeerId
 from swarm.policy.pace import is_too_slow
@@ -28,8 +28,7 @@ from swarm.wire.messages import Ack, CloseLease, FetchChunk, Opened, TensorForm,
 
 CHUNK_BYTES = 1 << 20
 """Small enough that even 20 MB come evenly from several sources; the hashes of 10 GB take 320 kB."""
-HASH_BYTES = 32
-"""SHA-256."""
+HASH_BYTES = DIGEST_BYTES
 LEASE_S = 60.0
 """A lease that no peer read for this long is dropped; sooner if another one is wanted and no live peer seems
 to read it."""
@@ -235,5 +234,5 @@ def forms_of(vectors: Mapping[str, torch.Tensor]) -> tuple[TensorForm, ...]:
 
 
 def hash_of(chunk: torch.Tensor) -> bytes:
-    """SHA-256 of a chunk's bytes."""
-    return hashlib.sha256(bytes_of(chunk)).digest()
+    """The digest of a chunk's bytes."""
+    return digest_of(bytes_of(chunk))

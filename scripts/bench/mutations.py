@@ -212,8 +212,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "digests-leave-out-the-shape",
         RECEIPT,
-        "found = hashlib.sha256(msgspec.msgpack.encode(list(metas)))",
-        "found = hashlib.sha256()",
+        "return digest_of(msgspec.msgpack.encode(list(metas)), *buffers)",
+        "return digest_of(*buffers)",
         "A receipt for some bytes holds for the same bytes read as other numbers.",
     ),
     Mutation(
@@ -2428,7 +2428,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "other-bytes-than-signed",
         SUM_CHECK,
-        "        if body and _digest(body) != nth_digest(proof.chunks, index):\n",
+        "        if body and digest_of(*body) != nth_digest(proof.chunks, index):\n",
         "        if False:\n",
         "A member has an honest owner convicted.",
         ("test_false_sums",),
@@ -3218,8 +3218,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "found-once-is-left-out",
         CONTRIBUTIONS,
-        "        if case.member not in self._doubted:\n",
-        "        if False:\n",
+        "        if case.member in self._doubted:\n",
+        "        if True:\n",
         "A replica is left out by one that found it lying, and the others never see it.",
         ("test_false_contributions",),
     ),
@@ -3401,7 +3401,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "remember-a-lie-as-usual",
-        "swarm/audit/screen.py",
+        "swarm/audit/unusual.py",
         "self._seen.extend(min(far, MOST * limit) for far in deviations.values())",
         "self._seen.extend(deviations.values())",
         "After one gross lie no other one looks strange.",
@@ -3409,10 +3409,18 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "losses-that-fall-are-strange",
-        "swarm/audit/screen.py",
+        "swarm/audit/unusual.py",
         "limit = max(self._least, MARGIN * max(self._seen, default=0.0))",
         "limit = self._least",
         "While a model learns fast, each answer is computed again.",
         ("test_false_answers",),
+    ),
+    Mutation(
+        "make-no-use-of-what-it-found",
+        CONTRIBUTIONS,
+        "if peer in self._own:  # the",
+        "if False:  # the",
+        "A liar that another replica has left out by now is never convicted here.",
+        ("test_false_contributions",),
     ),
 )

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from swarm.audit.projection import chunk_digest, coefficients, product, reduced_of
+from swarm.digest import digest_of
 from swarm.manifest import Run
 from swarm.protocol.statements import Signer, is_signed
-from swarm.protocol.sums import contributed, digest_of, nth_digest, nth_sum, seed_of
+from swarm.protocol.sums import contributed, nth_digest, nth_sum, seed_of
 from swarm.wire.buffers import Buffer
 from swarm.wire.evidence import (
     Evidence,

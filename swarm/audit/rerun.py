@@ -16,7 +16,7 @@ import torch
 from swarm.audit.answers import digest, split_tensors
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
-from swarm.model.reductions import digest_of
+from swarm.model.reductions import vectors_digest
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import Forward, StageCompute
 from swarm.model.stage_io import allowed_inputs
@@ -60,7 +60,7 @@ def rerun_step(
         single.loss(Microbatch(single.version, m))
         done(1)
     totals, squares = single.totals()
-    sums = [digest_of([flat], on_device=False) for flat in single.sums] if exact else []
+    sums = [vectors_digest([flat], on_device=False) for flat in single.sums] if exact else []
     if wrong := [one for one in said if exact and one.took.sum != sums[one.stage]]:
         return "sum", wrong
     near = ALIKE if exact else NEAR_NORM
@@ -124,7 +124,7 @@ def is_false(said: Answered, true: Answered, *, is_last: bool) -> bool | None:
 def weights_digest(state: Mapping[str, torch.Tensor], *, on_device: bool = False) -> str:
     """What a replica says of the weights in a state; `on_device`: one that computes them on a GPU."""
     vectors = [state[name] for name in WEIGHTS if name in state]
-    return digest_of(vectors, on_device=on_device and vectors[0].device.type != "cpu")
+    return vectors_digest(vectors, on_device=on_device and vectors[0].device.type != "cpu")
 
 
 def is_same_state(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 
 import torch
 
+from swarm.digest import digest_of
 from swarm.wire.codec import bytes_of
 
 _SLICE = 1 << 20
@@ -31,19 +31,16 @@ def _sum_of_squares(part: torch.Tensor) -> float:
     return float((rows.sum() + squares[whole:].sum()).item())
 
 
-def digest_of(vectors: Iterable[torch.Tensor], *, on_device: bool) -> str:
-    """32 hex digits over the bits of all vectors: SHA-256 of their bytes.
+def vectors_digest(vectors: Iterable[torch.Tensor], *, on_device: bool) -> str:
+    """32 hex digits over the bits of all vectors, one after the other.
 
     `on_device`: of their `device_digest`s instead, so that no vector of a GPU is copied to the host.
     """
     found = list(vectors)
     if on_device:
         digests = [device_digest(vector) for vector in found]
-        return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
-    digest = hashlib.sha256()
-    for vector in found:
-        digest.update(bytes_of(vector))
-    return digest.hexdigest()[:32]
+        return digests[0] if len(digests) == 1 else digest_of("".join(digests).encode()).hex()[:32]
+    return digest_of(*map(bytes_of, found)).hex()[:32]
 
 
 def device_digest(vector: torch.Tensor) -> str:

@@ -35,7 +35,7 @@ from swarm.manifest import Run
 from swarm.model.boundary import Boundary, Computed, Entered, Wire, dtype_of
 from swarm.model.gradient_sum import Gradients, GradientSums, SharedWeights
 from swarm.model.layout import stage_layout
-from swarm.model.reductions import digest_of
+from swarm.model.reductions import vectors_digest
 from swarm.model.same_bits import use_threads_of
 from swarm.model.stage_function import stage_function
 from swarm.model.state import StageState
@@ -261,7 +261,7 @@ class StageCompute:
         grads, terms = self._autograd(self.version, computed, ones, weights=True)
         given = [*computed.outputs, *computed.others.values(), *computed.statistics.values()]
         given += [grad for grad in (*grads, *terms.values()) if grad is not None]
-        return digest_of(given, on_device=self.device.type != "cpu")
+        return vectors_digest(given, on_device=self.device.type != "cpu")
 
     # --- inside -----------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from swarm.manifest import Run
 from swarm.model.gpt import replace_parameters, weights_dtype
 from swarm.model.layout import Layout, initial_statistics, initial_weights
 from swarm.model.optimizer import FlatOptimizer
-from swarm.model.reductions import digest_of
+from swarm.model.reductions import vectors_digest
 from swarm.model.same_bits import use_threads_of
 
 
@@ -160,13 +160,13 @@ class StageState:
         return {**dict(self._layout.views(flat)), **dict(self._layout.statistics_views(statistics))}
 
     def digest(self, *, canonical: bool = True) -> str:
-        """32 hex digits of the newest weights: SHA-256 of their bytes.
+        """32 hex digits of the newest weights: the digest of their bytes.
 
         Not `canonical`: comparable among devices of one kind only, and on a GPU computed there, since
         bringing gigabytes to the host at every step would cost more than the step.
         """
         vectors = [self.weights(self.version), *([self._statistics] if self._statistics.numel() else [])]
-        return digest_of(vectors, on_device=not canonical and self._device.type != "cpu")
+        return vectors_digest(vectors, on_device=not canonical and self._device.type != "cpu")
 
     @property
     def nbytes(self) -> int:

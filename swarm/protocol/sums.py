@@ -14,22 +14,19 @@ a member that repeats a round, or computes anew, can say something else than bef
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
 
+from swarm.digest import DIGEST_BYTES, Digest, digest_of
 from swarm.ids import PeerId, Stage
 from swarm.protocol.statements import Signature, Statement
 
-DIGEST_BYTES = 32
-"""SHA-256."""
 NONCE_BYTES = 16
 SUM_BYTES = 8
 """Of one product, modulo 2^64."""
 
-Digest = Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)]
 Nonce = Annotated[bytes, msgspec.Meta(max_length=NONCE_BYTES)]
 
 
@@ -80,11 +77,6 @@ class Projected(Statement, frozen=True, array_like=True):
     sums: tuple[bytes, ...]
     """Owner by owner, the products of the chunks, little-endian, modulo 2^64; nothing if the ledger is
     empty."""
-
-
-def digest_of(*parts: bytes) -> bytes:
-    """SHA-256 of some bytes, one after the other."""
-    return hashlib.sha256(b"".join(parts)).digest()
 
 
 def seed_of(nonces: Iterable[bytes]) -> bytes:

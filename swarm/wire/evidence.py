@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import msgspec
 
+from swarm.digest import Digest, digest_of
 from swarm.ids import PeerId
 from swarm.protocol.rounds import Plan
 from swarm.protocol.statements import Signature, Statement
-from swarm.protocol.sums import Digest, Projected, Reduced, digest_of
+from swarm.protocol.sums import Projected, Reduced
 from swarm.wire.messages import Hop, Work
 from swarm.wire.receipts import Answered
 from swarm.wire.tensor_meta import TensorMeta

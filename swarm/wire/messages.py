@@ -37,6 +37,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from swarm.digest import Digest
 from swarm.errors import BadAnswer, Refused
 from swarm.ids import Generation, PeerId, Stage
 from swarm.protocol.ledger import Bitmap
@@ -46,7 +47,7 @@ from swarm.protocol.statements import Signature
 from swarm.protocol.sums import PartProof, ReducedProof
 from swarm.records import Voucher
 from swarm.wire.buffers import Buffer
-from swarm.wire.receipts import Digest, Receipt
+from swarm.wire.receipts import Receipt
 from swarm.wire.tensor_meta import TensorMeta
 
 MAX_HEADER_BYTES = 1 << 16
@@ -279,7 +280,7 @@ class TensorForm(msgspec.Struct, frozen=True, kw_only=True):
 class Opened(Positioned, frozen=True, kw_only=True):
     """A lease of tensors, to be read chunk by chunk.
 
-    Body: the SHA-256 of each chunk of each tensor, 32 bytes each, in the order of `tensors`.
+    Body: the digest of each chunk of each tensor, 32 bytes each, in the order of `tensors`.
     """
 
     lease: str

@@ -13,6 +13,7 @@ import torch
 from peers.sim.network import SimSigner
 from swarm.audit.evidence import numbers, proves
 from swarm.audit.projection import chunk_digest, coefficients, product, reduced_of
+from swarm.digest import digest_of
 from swarm.manifest import audit_run
 from swarm.protocol.statements import sign
 from swarm.protocol.sums import (
@@ -21,7 +22,6 @@ from swarm.protocol.sums import (
     Projected,
     Reduced,
     contributed,
-    digest_of,
     seed_of,
 )
 from swarm.wire.buffers import Buffer

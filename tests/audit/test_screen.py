@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from swarm.audit.screen import LossScreen, Screen
+from swarm.audit.screen import Screen
+from swarm.audit.unusual import LossScreen
 
 MEMBERS = ("a", "b", "c", "d")
 COUNTS = dict.fromkeys(MEMBERS, 8)

@@ -13,7 +13,7 @@ from swarm.data import sample_offsets
 from swarm.ids import Microbatch
 from swarm.manifest import Run, demo_run
 from swarm.model.gpt import initial_value, replace_parameters, stage_skeleton, weights_dtype
-from swarm.model.reductions import digest_of, sqnorm
+from swarm.model.reductions import sqnorm, vectors_digest
 from swarm.model.stage import Forward, StageCompute
 from swarm.wire.codec import Encoded, encode
 
@@ -78,7 +78,7 @@ def loss_backward(
 
 def state_digest(state: Mapping[str, torch.Tensor]) -> str:
     """Of all vectors of a state."""
-    return digest_of((state[name] for name in sorted(state)), on_device=False)
+    return vectors_digest((state[name] for name in sorted(state)), on_device=False)
 
 
 class Chain:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swarm.ids import Microbatch
-from swarm.model.reductions import digest_of
+from swarm.model.reductions import vectors_digest
 from swarm.model.reference import SingleProcess
 from tests.model.chain import Chain, batch_of, tiny_run
 from tests.model.test_custom_exact import CASES as CUSTOM
@@ -39,7 +39,7 @@ def test_from_a_saved_state_it_computes_the_same_bits_as_the_stages(case: str, s
             assert ours.keys() == theirs.keys()
             assert all(torch.equal(value, theirs[name]) for name, value in ours.items()), (t, stage)
             weights = reference.state_of(stage, "weights", "statistics")
-            assert digest_of(weights.values(), on_device=False) == compute.state.digest()
+            assert vectors_digest(weights.values(), on_device=False) == compute.state.digest()
         assert chain.step(t) == reference.step(t)
         assert len(reference.sums) == run.S and all(sum.abs().max() > 0 for sum in reference.sums)
     assert all(

@@ -432,7 +432,7 @@ NOT_ITS_OWN = "offers something that is not stage 0: "
 @pytest.mark.parametrize(
     ("method", "change", "why"),
     [
-        ("chunk", flip_a_bit, "chunk 0 of stage 0 does not fit its SHA-256"),
+        ("chunk", flip_a_bit, "chunk 0 of stage 0 does not fit its digest"),
         ("chunk", lambda answer: Answer(b"\xc1", answer.body), "malformed Ack header"),
         (
             "chunk",
@@ -490,7 +490,7 @@ async def test_who_sends_one_bad_chunk_is_not_asked_again(net: Net) -> None:
     net.tamper("liar", "chunk", lambda a: flip_a_bit(a) if next(answers) == 2 else a)
     got = await net.get("liar", "honest")
     assert is_of(got, 4)
-    assert len(net.faults) == 1 and "of stage 0 does not fit its SHA-256" in net.faults[0].text
+    assert len(net.faults) == 1 and "of stage 0 does not fit its digest" in net.faults[0].text
     # What was on its way when the lie was found, and no more.
     assert net.chunks["liar"] <= 3 + client.IN_FLIGHT
     assert sum(net.chunks.values()) <= CHUNKS + client.IN_FLIGHT

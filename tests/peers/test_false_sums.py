@@ -4,7 +4,6 @@ what it sent. Found in the same round, shown to others, left out; the result is 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +18,7 @@ from peers.events import Stepped, Trouble
 from peers.ports import Answer, Request
 from peers.stage.server import StagePeer
 from swarm.audit.projection import MODULUS
+from swarm.digest import digest_of
 from swarm.errors import Refused
 from swarm.manifest import Run, audit_run
 from swarm.protocol.statements import sign
@@ -143,7 +143,7 @@ async def test_an_owner_that_gives_members_different_results_is_found_by_those_t
             if request.peer != "s1p0" or done.proof is None:
                 return answer
             body = [bytes(len(buffer)) for buffer in answer.body]
-            chunks = hashlib.sha256(body[0]).digest()
+            chunks = digest_of(body[0])
             other = msgspec.structs.replace(done, proof=msgspec.structs.replace(done.proof, chunks=chunks))
             return resigned(s, checks(liar), other, body)
 

@@ -14,11 +14,11 @@ import torch
 
 from peers.ports import Answer, Request
 from peers.stage import all_reduce as reduce
-from peers.stage.all_reduce import AllReduce, RoundAborted, checksum, read_part, vector_digest
+from peers.stage.all_reduce import AllReduce, RoundAborted, checksum, read_part
 from peers.stage.open_step import OpenStep
 from swarm.errors import BadAnswer, NotReady, Refused
 from swarm.manifest import audit_run
-from swarm.model.reductions import sqnorm
+from swarm.model.reductions import sqnorm, vectors_digest
 from swarm.protocol.ledger import Bitmap, Ledger
 from swarm.protocol.messages import Directive, StepDirective
 from swarm.protocol.rounds import Plan, Prepared, round_id
@@ -123,14 +123,14 @@ async def test_all_members_get_the_sum_of_all(
         expected += built.totals[name]
     for reduced, held in await built.results():
         assert torch.equal(reduced, expected)
-        assert held == Prepared("round", sqnorm(expected), vector_digest(expected))
+        assert held == Prepared("round", sqnorm(expected), vectors_digest([expected], on_device=False))
 
 
 @pytest.mark.parametrize("codec", ["none", "bf16", "blockwise8", "topk:0.5", "topk:0.5+blockwise8"])
 async def test_all_members_hold_the_same_bits_whatever_the_codec(codec: str) -> None:
     built = group((300, 350, 374), codec=codec, dtype=torch.float32)
     results = await built.results()
-    assert len({vector_digest(reduced) for reduced, _ in results}) == 1
+    assert len({vectors_digest([reduced], on_device=False) for reduced, _ in results}) == 1
     assert len({held for _, held in results}) == 1
     exact = torch.stack(list(built.totals.values())).sum(0)
     far = (results[0][0] - exact).norm() / exact.norm()

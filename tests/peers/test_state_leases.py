@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 import pytest
@@ -18,6 +17,7 @@ from peers.transfer import leases as state_leases
 from peers.transfer.client import download, state_of
 from peers.transfer.leases import Snapshot
 from peers.transfer.server import MAX_LEASES, SavedStates, StateLeases, StateServer
+from swarm.digest import digest_of
 from swarm.errors import NotReady, Refused, SetupError, SwarmError
 from swarm.ids import Generation, Stage
 from swarm.manifest import audit_run
@@ -287,7 +287,7 @@ async def test_the_body_of_an_answer_has_the_hash_of_each_chunk(
     for described in opened.tensors:
         data = state[described.name].numpy()
         for start in range(0, len(data), 3):
-            expected += hashlib.sha256(data[start : start + 3].tobytes()).digest()
+            expected += digest_of(data[start : start + 3].tobytes())
     assert b"".join(answer.body) == expected
 
 

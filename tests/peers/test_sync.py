@@ -158,7 +158,7 @@ def described(**changes: Any) -> Callable[[Answer], Answer]:
 @pytest.mark.parametrize(
     ("method", "change", "why"),
     [
-        ("chunk", flip_a_bit, "chunk 0 of the gradient of step 2 does not fit its SHA-256"),
+        ("chunk", flip_a_bit, "chunk 0 of the gradient of step 2 does not fit its digest"),
         ("held", described(digest="f" * 32), "the gradient does not fit its digest"),
         ("held", described(sqnorm=0.5), "the gradient does not fit its digest"),
         ("held", offered(prepared=None), "the gradient does not fit its digest"),

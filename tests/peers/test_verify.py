@@ -16,7 +16,6 @@ from peers.net.identity import Identity
 from peers.programs.tool_options import VerifyOptions
 from peers.programs.verify import run_verify
 from peers.sim.network import SimSigner
-from peers.stage.all_reduce import vector_digest
 from peers.storage import checkpoint
 from peers.storage.transcript import Conviction, Took, TranscriptWriter, path_of
 from peers.trainer import entering
@@ -26,7 +25,7 @@ from swarm.errors import SetupError
 from swarm.ids import Microbatch
 from swarm.manifest import CustomModelSpec, Run
 from swarm.model.layout import initial_state
-from swarm.model.reductions import sqnorm
+from swarm.model.reductions import sqnorm, vectors_digest
 from swarm.protocol.statements import sign
 from swarm.wire.evidence import WrongAnswer, judged
 from swarm.wire.receipts import Answered
@@ -103,7 +102,9 @@ def record(folder: Path, run: Run | None = None, before: Lie = nothing, after: L
         after(chain, t, sums)
         total = sum(map(sqnorm, sums))
         for stage, (compute, found) in enumerate(zip(chain.stages, sums, strict=True)):
-            rows[stage].append(TookStep(vector_digest(found), total, compute.state.digest()))
+            rows[stage].append(
+                TookStep(vectors_digest([found], on_device=False), total, compute.state.digest())
+            )
             if (t + 1) % run.checkpoint_every == 0:
                 saved = checkpoint.Checkpoint(folder, run, stage, t + 1)
                 saved.save(compute.state.copy(), keep=99)

@@ -15,6 +15,7 @@ import pytest
 
 from peers.stage.status import MAX_LINKS_TOLD, MAX_WORDS
 from peers.transfer.server import MAX_VERSIONS_TOLD
+from swarm.digest import DIGEST_BYTES
 from swarm.errors import Refused, SetupError
 from swarm.example import example_run
 from swarm.ids import Generation, PeerId
@@ -63,7 +64,7 @@ from swarm.wire.messages import (
     unpack,
     with_latency,
 )
-from swarm.wire.receipts import DIGEST_BYTES, Receipt
+from swarm.wire.receipts import Receipt
 from swarm.wire.tensor_meta import TensorMeta
 
 M, S, REPLICAS, T = MAX_MICROBATCHES, 256, 1000, 10**9
