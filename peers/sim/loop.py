@@ -73,12 +73,10 @@ class Handle:
 class _Numbered:
     """Hashes by number instead of by address, so that sets are iterated over in the same order each time."""
 
-    def __init__(self, *args: Any, number: int, **kwargs: Any) -> None:
-        self._number = number  # asyncio looks at it while it makes the task
-        super().__init__(*args, **kwargs)
+    number: int
 
     def __hash__(self) -> int:
-        return self._number
+        return self.number
 
 
 class _Future(_Numbered, asyncio.Future):  # type: ignore[type-arg]
@@ -227,16 +225,21 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
         *args: Any,
         context: contextvars.Context | None = None,
     ) -> Any:
-        return self.call_at(self.now_s + max(0.0, delay), callback, *args, context=context)
+        when = self.now_s + delay if delay > 0.0 else self.now_s
+        return self.call_at(when, callback, *args, context=context)
 
     def create_future(self) -> asyncio.Future[Any]:
-        return _Future(loop=self, number=next(self._futures))
+        future = _Future(loop=self)
+        future.number = next(self._futures)
+        return future
 
     def create_task(  # type: ignore[override]
         self, coro: Coroutine[Any, Any, T] | Generator[Any, None, T], **kwargs: Any
     ) -> asyncio.Task[T]:
         kwargs["name"] = kwargs.get("name") or ""  # asyncio's own counts all tasks of the process
-        task: asyncio.Task[T] = _Task(coro, loop=self, number=next(self._tasks), **kwargs)
+        task = _Task.__new__(_Task)
+        task.number = next(self._tasks)  # asyncio looks at it while it makes the task
+        task.__init__(coro, loop=self, **kwargs)
         process = PROCESS.get()
         if process is not None:
             process.tasks[task] = None

@@ -180,10 +180,13 @@ class StepCoordination:
                 await self._transport.call(coordinator, "report", pack(report), deadline_s=CALL_S)
 
     def _speak(self) -> None:
-        if self._silent:
-            return
-        self._directory.watch(self._stages_watched(leads=self.coordinator(self._stage) == self._me))
-        self._step(lambda now: self.protocol.speak(now=now))
+        if not self._silent:
+            self._step(self._say)
+
+    def _say(self, now: float) -> None:
+        leads = self.protocol.coordinates(self._stage, now=now)
+        self._directory.watch(self._stages_watched(leads=leads))
+        self.protocol.speak(now=now)
 
     def _stages_watched(self, *, leads: bool) -> set[Stage]:
         """This stage and its neighbours, those that share weights with it, and for a coordinator stage 0."""

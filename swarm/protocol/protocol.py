@@ -509,9 +509,11 @@ class StepProtocol:
         self._entered_s, self._soon = now, True
 
     def _learn(self, commits: Sequence[Commit], generation: Generation) -> None:
-        newest = self._coordinator.newest_version() if self._coordinator.present() else 0
-        believed = [commit for commit in commits if self.believes(commit, generation)]
-        self._agreed.learn(believed, generation, newest=max(newest, self._local.version))
+        new = [commit for commit in commits if commit.t not in self._agreed.commits]
+        believed = [commit for commit in new if self.believes(commit, generation)]
+        if believed:
+            newest = self._coordinator.newest_version() if self._coordinator.present() else 0
+            self._agreed.learn(believed, generation, newest=max(newest, self._local.version))
 
     def believes(self, commit: Commit, generation: Generation) -> bool:
         """Whether a commit is proven, as far as this replica can see; if not, it asks for what is lacking."""

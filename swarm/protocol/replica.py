@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from swarm.ids import Generation, PeerId, Position
 from swarm.protocol.ledger import Bitmap, members_of
@@ -15,8 +16,7 @@ COMMITS_KEPT = 3
 """With delayed updates a replica may be two steps behind the run, and hold both gradients."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Local:
+class Local(NamedTuple):
     """This replica as it is now. Its steps are those that are not over."""
 
     generation: Generation

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from swarm.ids import Generation
 from swarm.protocol.ledger import Bitmap, Ledger
 from swarm.protocol.messages import Directive, StepDirective
@@ -119,9 +117,9 @@ def test_a_sum_on_its_way_to_another_replica_counts_nowhere_and_follows_nothing(
 def test_a_busy_replica_follows_nothing_and_one_that_is_behind_catches_up() -> None:
     step = prepared()
     directive = Directive(run="run", stage=0, coordinator="bob", version=0, commits=(Commit(0, 1.0),))
-    assert follow("me", replace(local(step), busy=True), directive, {}, now=0.0) == []
+    assert follow("me", local(step)._replace(busy=True), directive, {}, now=0.0) == []
     ahead = Directive(run="run", stage=0, coordinator="bob", version=1)
     assert follow("me", local(opened()), ahead, {}, now=0.0) == [CatchUp(ahead)]
     other = Directive(run="run", stage=0, coordinator="bob", version=0, digest="x")
-    assert follow("me", replace(local(opened()), digest="y"), other, {}, now=0.0) == [CatchUp(other)]
-    assert follow("me", replace(local(opened()), digest="x"), other, {}, now=0.0) == []
+    assert follow("me", local(opened())._replace(digest="y"), other, {}, now=0.0) == [CatchUp(other)]
+    assert follow("me", local(opened())._replace(digest="x"), other, {}, now=0.0) == []
