@@ -17,6 +17,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -245,9 +246,13 @@ def test_compose_starts_what_there_is(tmp_path: Path) -> None:
 # --- messages ---
 
 
+@cache
 def templates() -> list[str]:
     """Every text in the code, with `…` for each part that is filled in."""
-    found = []
+    found = [
+        "the following arguments are required: …",  # argparse
+        "could not select device driver … with capabilities: [[gpu]]",  # Docker
+    ]
     for package in ("peers", "swarm"):
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -259,18 +264,11 @@ def templates() -> list[str]:
     return found
 
 
-FOREIGN = [
-    "the following arguments are required: …",  # argparse
-    "could not select device driver … with capabilities: [[gpu]]",  # Docker
-]
-TEMPLATES = [*templates(), *FOREIGN]
-
-
 def is_said(message: str) -> bool:
     """Whether some text of the code has the message's fixed parts, in their order."""
     parts = [re.escape(part) for part in message.split("…") if part.strip()]
     wanted = re.compile(".*".join(parts), re.DOTALL)
-    return any(wanted.search(template) for template in TEMPLATES)
+    return any(wanted.search(template) for template in templates())
 
 
 def symptoms() -> list[str]:

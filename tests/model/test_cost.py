@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from peers.programs.graph import timed_s
-from swarm.model.graph.trace import Traced, trace
+from swarm.model.graph.trace import trace
 from swarm.partitioner.cost import BYTE_S, CALL_S, OPERATION_S, reckoned_s
-from tests.model import zoo
+from tests.model.parity import whole
 
 
 class Lookup(nn.Module):
@@ -62,8 +62,7 @@ def test_attention_costs_the_operations_of_its_scores() -> None:
 
 @pytest.mark.parametrize("name", ["resnet", "gpt2", "llama", "unet", "encoder_decoder"])
 def test_each_operator_of_a_model_can_be_reckoned_and_timed(name: str) -> None:
-    model, sample = zoo.MODELS[name]()
-    traced: Traced = trace(model.train(), sample)
+    traced = whole(name).traced
     reckoned, timed = reckoned_s(traced), timed_s(traced)
     assert len(reckoned) == len(timed) == len(traced.graph.operators)
     assert min(reckoned) >= 0 and sum(reckoned) > 0 and min(timed) > 0

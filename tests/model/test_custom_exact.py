@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -41,17 +42,22 @@ def run_of(name: str, assignment: Sequence[int], **changes: Any) -> Run:
     return Run(**{**terms, **changes})
 
 
+@cache
+def sample_of(name: str) -> tuple[torch.Tensor, ...]:
+    """The model's own."""
+    return zoo.MODELS[name]()[1]
+
+
 def samples(run: Run, offsets: list[int]) -> list[np.ndarray]:
     """Others for each microbatch, in the shapes of the model's own sample."""
     assert isinstance(run.model, CustomModelSpec)
     chance = np.random.default_rng(offsets[0])
-    _, sample = zoo.MODELS[run.model.source.partition(":")[2]]()
     return [
         chance.standard_normal(x.shape, dtype=np.float32)
         if x.is_floating_point()
         else x.numpy() if x.dtype == torch.bool
         else chance.integers(1, 7, x.shape)
-        for x in sample
+        for x in sample_of(run.model.source.partition(":")[2])
     ]  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -13,14 +12,12 @@ from hypothesis import strategies as st
 
 from scripts.bench.equal_cuts import equal_layers, equal_shares, operations
 from swarm.errors import SetupError
-from swarm.model.graph.builder import Traced
 from swarm.model.graph.ir import OpGraph
 from swarm.model.graph.partition import plan_stages, recomputed
-from swarm.model.graph.trace import trace
 from swarm.partitioner.cost import reckoned_s
 from swarm.partitioner.search import WORTH, find_cut
-from tests.model import zoo
 from tests.model.graphs import Draft, random_graph, seconds_of
+from tests.model.parity import whole
 
 ENOUGH = 1 + WORTH + 1e-6
 
@@ -132,21 +129,13 @@ def test_a_model_of_too_few_weights_is_refused() -> None:
         find_cut(graph, [1.0, 1.0], 3)
 
 
-MODELS = {"resnet": zoo.resnet, "gpt2": zoo.gpt2, "unet": zoo.unet, "llama": zoo.llama}
-
-
-@cache
-def traced(name: str) -> Traced:
-    model, sample = MODELS[name]()
-    return trace(model, sample)
-
-
 @pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["resnet", "gpt2", "unet", "llama"])
 def test_real_models_are_cut_better_than_by_layers_or_by_operations(name: str, stages: int) -> None:
-    graph, seconds = traced(name).graph, reckoned_s(traced(name))
+    traced = whole(name).traced
+    graph, seconds = traced.graph, reckoned_s(traced)
     slowest_s, nbytes = judged(graph, seconds, find_cut(graph, seconds, stages))
-    for other in (equal_layers(graph, stages), equal_shares(operations(traced(name)), stages)):
+    for other in (equal_layers(graph, stages), equal_shares(operations(traced), stages)):
         other_s, other_bytes = judged(graph, seconds, other)
         assert slowest_s <= other_s * ENOUGH
         assert nbytes <= other_bytes or other_s > slowest_s

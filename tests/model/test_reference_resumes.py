@@ -24,11 +24,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("start", [0, 3])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "start"), [("adamw", 0), *((case, 2) for case in CASES)])
 def test_from_a_saved_state_it_computes_the_same_bits_as_the_stages(case: str, start: int) -> None:
     codec = {"forward": "blockwise8", "backward": "blockwise8"}
-    run = tiny_run(**{"dtype": "float32", "steps": 6, "codec": codec, **CASES[case]})
+    run = tiny_run(**{"dtype": "float32", "steps": 4, "codec": codec, **CASES[case]})
     chain, reference = Chain(run), SingleProcess(run, batch_of(run))
     for t in range(start):
         chain.step(t)

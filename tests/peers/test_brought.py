@@ -99,8 +99,7 @@ def check(built: Swarm, expected: dict[str, torch.Tensor], *, tolerance: float) 
             assert worst <= tolerance * expected[weight].abs().max().item(), (name, weight, worst)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize(("dtype", "delayed"), [("float32", False), ("float64", True)])
 async def test_tied_weights_with_a_death_are_those_of_one_process(dtype: str, delayed: bool) -> None:
     run = gpt2_run(dtype=dtype, delayed_updates=delayed, codec=CodecSpec(forward="bf16", backward="none"))
     assert "transformer.wte.weight" in shared_parameters(custom_model(run).plans)

@@ -25,7 +25,7 @@ HANDOFF = ["offer", "give", "sum", "chunk", "take"]
 
 
 def a_run(**more: int) -> Run:
-    return audit_run(**{"stages": 3, "steps": 4, "microbatches_per_step": 40, **more})
+    return audit_run(**{"stages": 3, "steps": 2, "microbatches_per_step": 40, **more})
 
 
 async def half_a_step(built: Swarm, *, of: str, at_least: int = 2) -> None:
