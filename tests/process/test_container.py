@@ -78,6 +78,7 @@ def test_the_image_is_lean_and_its_user_is_nobody(podman: Podman) -> None:
     assert about["Config"]["User"] == "10001:10001"
     assert about["Config"]["Volumes"] == {"/data": {}}
     assert about["Healthcheck"]["Test"] == ["CMD", "swarm", "health", "/tmp/health.sock"]
+    assert about["Config"]["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
     assert about["Size"] < MAX_BYTES[DEVICE], f"{about['Size'] / 1e9:.2f} GB"
     code, said = podman.once(IMAGE)
     assert code == 0
@@ -97,7 +98,7 @@ def test_all_that_is_in_it_is_pinned(podman: Podman) -> None:
     pins = [Requirement(line) for line in lines if line]
     pinned = {(_normal(pin.name), str(pin.specifier).removeprefix("==")) for pin in pins}
     there = {(_normal(name), version.removesuffix("+cpu")) for name, version in json.loads(said).items()}
-    assert {name for name, _ in there - pinned} == {"swarm"}
+    assert {name for name, _ in there - pinned} == {"swarm-train"}
     assert ("torch", "2.13.0") in there
     assert any(name.startswith("nvidia-cu") for name, _ in there) == (DEVICE == "cuda")
 
