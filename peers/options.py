@@ -13,6 +13,8 @@ import contextlib
 import ctypes
 import inspect
 import ipaddress
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -48,13 +50,18 @@ def wrong(text: str, wanted: str) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
 
 
-def at_least(low: int, *, or_auto: bool = False) -> Callable[[str], int | str]:
+def whole(
+    low: int, high: float = math.inf, *, or_auto: bool = False, wanted: str = ""
+) -> Callable[[str], int | str]:
+    """`wanted`: what it is, if not just a number."""
+    between = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+
     def parse(text: str) -> int | str:
         if or_auto and text == "auto":
             return text
-        if not text.isascii() or not text.isdigit() or int(text) < low:
-            raise wrong(text, f"a whole number of at least {low}" + " (or auto)" * or_auto)
-        return int(text)
+        if re.fullmatch("-?[0-9]+", text) and low <= int(text) <= high:
+            return int(text)
+        raise wrong(text, wanted or f"a whole number {between}{' (or auto)' * or_auto}")
 
     return parse
 
@@ -73,17 +80,14 @@ def between(most: float, wanted: str, *, above: bool = False, below: bool = Fals
     return parse
 
 
-def _port(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) > 65535:
-        raise wrong(text, "a port: 1 to 65535, or 0 for any free one")
-    return int(text)
+_port = whole(0, 65535, wanted="a port: 1 to 65535, or 0 for any free one")
 
 
 def listen(text: str) -> tuple[str, int]:
     """`8080`, `:8080`, `0.0.0.0:8080`, `[::1]:8080` -> (host, port)."""
     host, _, port = text.rpartition(":")
     with contextlib.suppress(ValueError):
-        return str(ipaddress.ip_address(host.strip("[]") or "127.0.0.1")), _port(port)
+        return str(ipaddress.ip_address(host.strip("[]") or "127.0.0.1")), int(_port(port))
     raise wrong(text, "a place to listen at: 8080, :8080 or 0.0.0.0:8080")
 
 
@@ -185,11 +189,11 @@ LISTEN = Kind(listen, "[IP:]PORT")
 RUN_ID = Kind(_run_id, "ID")
 ANY_RUN = Kind(_run_or_name, "ID|NAME@FINGERPRINT")
 PEER_ID_KIND = Kind(_peer_id, "PEER")
-COUNT = Kind(at_least(1), "N")
-NUMBER = Kind(at_least(0), "N")
+COUNT = Kind(whole(1), "N")
+NUMBER = Kind(whole(0), "N")
 PID = Kind(int, "PID")
-STAGE = Kind(at_least(0, or_auto=True), "auto|N")
-COUNT_OR_AUTO = Kind(at_least(1, or_auto=True), "auto|N")
+STAGE = Kind(whole(0, or_auto=True), "auto|N")
+COUNT_OR_AUTO = Kind(whole(1, or_auto=True), "auto|N")
 SECONDS = Kind(between(86_400, "a number of seconds, 0 to 86400"), "S")
 RATE = Kind(_rate, "RATE")
 MEMORY = Kind(_memory, "SIZE")

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +40,7 @@ from peers.options import (
     repeated,
     several,
     switch,
+    whole,
     wrong,
 )
 from swarm.charter import MAX_LIFE_DAYS, MAX_WORK_BITS, Door, Role
@@ -59,23 +58,13 @@ def _codec(text: str) -> str:
     return text
 
 
-def _up_to(low: int, high: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        with contextlib.suppress(ValueError):
-            if low <= int(text) <= high:
-                return int(text)
-        raise wrong(text, f"a whole number from {low} to {high}")
-
-    return parse
-
-
 DOORS = ("open", "list", "token")
 OWNER_HELP = "the owner's key, as swarm init made it"
 TEXT = Kind(str, "PROMPT")
 WORDS = Kind(str, "TEXT")
-INTEGER = Kind(_up_to(-1024, 1023), "N")
-WORK_BITS = Kind(_up_to(0, MAX_WORK_BITS), "BITS")
-USES = Kind(_up_to(1, 1000), "N")
+INTEGER = Kind(whole(-1024, 1023), "N")
+WORK_BITS = Kind(whole(0, MAX_WORK_BITS), "BITS")
+USES = Kind(whole(1, 1000), "N")
 DAYS = Kind(between(MAX_LIFE_DAYS, "a number of days: above 0, up to 30", above=True), "DAYS")
 MODEL = Kind(str, "MODEL")
 SHELL = Kind(str, "SHELL")
