@@ -396,6 +396,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The first process of a container gets only signals that it handles: until a role does, stop.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
     parser = build_parser(words[:1] if words and words[0] in COMMANDS else COMMANDS)
     if words and words[0] in COMMANDS:
         words += from_environment(options_of(words[0]), words, os.environ)

@@ -140,6 +140,14 @@ def test_the_help_comes_at_once_and_without_torch() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_help_is_a_word_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [help_of(capsys, monkeypatch), help_of(capsys, monkeypatch, "peer")]
+    for words, expected in zip((["help"], ["help", "peer"]), told, strict=True):
+        with pytest.raises(SystemExit) as stopped:
+            main(words)
+        assert stopped.value.code == 0 and capsys.readouterr().out == expected
+
+
 def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == Exit.USAGE
     assert "swarm demo" in capsys.readouterr().out
