@@ -36,8 +36,9 @@ START_S = 120.0
 """Limit for the first step: processes start slowly on a loaded machine."""
 STALL_S = 120.0
 """Limit between two steps."""
-LEDGERS_S = 10.0
-"""Limit for the last words of peers on the last step."""
+PRIVATE = ("--host", "127.0.0.1")
+QUIET_S = 5.0
+"""If nothing is said for so long after the last step, there is nothing more to say."""
 LAST_LINES = 20
 OWN_WORDS = (events.Stepped, events.JoinLine, events.StopNow, events.Contributed, Note)
 """What a process says of itself, which means little where it is one of many."""
@@ -134,7 +135,7 @@ class Processes:
     # -- from the first process to the last step ------------------------------------------------
 
     async def start(self) -> None:
-        """Start all of them; a first step may take seconds from now on.
+        """Start all of them; a first step may take seconds from now on. Only this machine can dial them.
 
         Raises:
             SetupError: one of them cannot start.
@@ -174,16 +175,19 @@ class Processes:
         return self._steps.popleft(), died
 
     async def finish(self) -> None:
-        """Wait until all has been said, after the last step.
+        """Wait until all has been said, after the last step. What peers from elsewhere say is not heard here.
 
         Raises:
-            SetupError: the trainer failed, or a ledger of the last step is not told.
+            SetupError: the trainer failed.
         """
         assert self._trainer is not None
         if await self._trainer.wait() != 0:
             raise SetupError("the trainer failed: " + " | ".join(self._said[self._trainer]))
         told = self.run.S * self.run.steps
-        await self._until(lambda: len(self.tally.audits) >= told, LEDGERS_S, "the last ledgers are not told")
+        while len(self.tally.audits) < told:
+            self._changed.clear()
+            if not await happens(self._changed, QUIET_S):
+                return
 
     async def weights(self) -> tuple[dict[str, torch.Tensor], int]:
         """The newest weights that all stages can give, by full name as `swarm export --run` gets them, and
@@ -212,7 +216,7 @@ class Processes:
 
     async def _spawn(self, arguments: list[str], *, stdin: bytes = b"") -> Child:
         child = await Child.spawn(
-            [*arguments, "--log-format", "json"], self._hear, stdin=stdin, stderr=STDOUT,
+            [*arguments, *PRIVATE, "--log-format", "json"], self._hear, stdin=stdin, stderr=STDOUT,
             environment={RESULTS_ENV: ""},
         )  # fmt: skip
         self.children.append(child)
@@ -254,11 +258,13 @@ class Processes:
     async def _until(self, condition: Callable[[], bool], limit_s: float, why: str) -> None:
         """Wait until `condition()`; a process that ends unasked is replaced if it was a peer that died."""
         end = time.monotonic() + limit_s
-        while not condition():
+        while True:
             if self._failure:
                 raise SetupError(self._failure)
             for child in [child for child in self.children if child.returncode not in (None, 0)]:
                 await self._ended(child)
+            if condition():
+                return
             left_s = end - time.monotonic()
             if left_s <= 0:
                 raise SetupError(f"{why} within {limit_s:.0f} s; the machine may be too busy")
@@ -275,9 +281,12 @@ class Processes:
         self._deaths += 1
         if child not in self._stages or code > 0 or self._deaths > MAX_DEATHS:
             raise SetupError(f"a process ended with {code}: {' | '.join(self._said[child])}")
-        stage = self._bury(child)
-        for peer in self._died[-1:]:
-            self._emit(events.PeerLost(peer=peer, stage=stage, why=f"its process died of signal {-code}"))
+        peers, stage = [peer for peer, (its, _) in self._serving.items() if its is child], self._bury(child)
+        why = f"its process died of signal {-code}"
+        for peer in peers:
+            self._emit(events.PeerLost(peer=peer, stage=stage, why=why))
+        if not peers:
+            self._emit(events.Trouble(text=f"a peer of stage {stage} is lost before it served: {why}"))
         await self._spawn_peer(stage)
 
     def _bury(self, child: Child) -> Stage:
