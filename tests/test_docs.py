@@ -45,7 +45,7 @@ DOCS = ROOT / "docs"
 PAGES = (
     "README.md",
     *(f"docs/{name}.md" for name in ("home", "join", "public-run", "spot", "security", "troubleshooting")),
-    *(f"docs/{name}.md" for name in ("manifest", "own-model", "planning", "watching")),
+    *(f"docs/{name}.md" for name in ("manifest", "own-model", "planning", "python", "watching")),
     "CONTRIBUTING.md",
 )
 """Those with commands."""
