@@ -21,12 +21,13 @@ from swarm.audit.evidence import is_signed_by_accused
 from swarm.errors import SetupError, SwarmError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
+from swarm.protocol.coordinator import realigns
 from swarm.protocol.statements import is_signed
 from swarm.protocol.voice import heard, weight
 from swarm.records import PeerRecord
 from swarm.wire.evidence import AskConvicted, Convicted, Evidence, judged
 from swarm.wire.messages import hear, pack, unpack_answer
-from swarm.wire.trails import MAX_STEPS, AskTrail, Signed, TookSteps, Trail
+from swarm.wire.trails import MAX_STEPS, AskTrail, Signed, TookSteps, Trail, unpack_rows
 
 EVERY_S = 10.0
 """Replicas remember 512 steps: of runs faster than 20 ms a step some are missed."""
@@ -107,6 +108,23 @@ class Recorder:
             *(self._ask(record, stage, since, least, until) for record in asked[:MAX_ASKED])
         )
         return chosen([one for one in told if one is not None], lambda peer: weight(peer, voice))
+
+    async def contradicted(self, stage: Stage, version: int, weights: str) -> bool:
+        """Whether two replicas signed other weights of a checkpoint, with more voice than signed these. They
+        say so while they have no time to give it, too.
+        """
+        if not (self._voices.named and realigns(self._run, version)):
+            return False
+        voice = self._voices.of(stage)
+        asked = [record for record in self._heard(stage) if record.peer in voice][:MAX_ASKED]
+        told = await asyncio.gather(
+            *(self._ask(record, stage, version - 1, version, version) for record in asked)
+        )
+        by: dict[str, list[int]] = {}
+        for took, signed in [one for one in told if one is not None]:
+            by.setdefault(unpack_rows(took.rows)[-1].weights, []).append(voice[signed.peer])
+        same = sum(by.pop(weights, ()))
+        return any(len(said) >= SIGNERS and sum(said) > same for said in by.values())
 
     def _heard(self, stage: Stage) -> list[PeerRecord]:
         """The replicas whose word counts, that with the most voice first."""

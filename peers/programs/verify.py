@@ -26,13 +26,13 @@ from swarm.audit.rerun import (
     is_same_state,
     referee_of,
     rerun_step,
-    weights_digest,
 )
 from swarm.data import sample_offsets
 from swarm.errors import SetupError, short
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.layout import empty_state, initial_state
+from swarm.model.reductions import weights_digest
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
 from swarm.protocol.coordinator import realigns

@@ -32,6 +32,7 @@ from peers.waiting import happens, within
 from swarm.errors import BadAnswer, PeerFault, SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
+from swarm.model.reductions import weights_digest
 from swarm.policy.backoff import Backoff
 from swarm.policy.keeping import newest_common, next_download, reached, worth_fetching
 from swarm.records import NO_STAGE, PeerRecord
@@ -326,6 +327,13 @@ class CheckpointKeeper:
             self._backoff.answered(peer)
         if voice and not found.voiced:
             text = f"version {version} of stage {stage} is not kept: no peer with voice gave it"
+            self._complain(f"{stage} {version}", text)
+            return False
+        digest = await asyncio.to_thread(weights_digest, found.tensors)
+        if await self._recorder.contradicted(stage, version, digest):
+            for peer in found.sources:
+                self._backoff.failed(peer, now=now_s())
+            text = f"version {version} of stage {stage} is not kept: its replicas signed other weights"
             self._complain(f"{stage} {version}", text)
             return False
         self._emit(

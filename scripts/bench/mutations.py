@@ -3198,6 +3198,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A peer that answered what was false already is said to have lied.",
         ("test_verify",),
     ),
+    Mutation(
+        "keepers-keep-what-was-never-signed",
+        "peers/transfer/keeper.py",
+        "        if await self._recorder.contradicted(stage, version, digest):\n",
+        "        if False:\n",
+        "A replica that has time when others have none gives keepers what it made up.",
+        ("test_believing",),
+    ),
+    Mutation(
+        "one-signature-blocks-keepers",
+        "peers/audit/recorder.py",
+        "len(said) >= SIGNERS and sum(said) > same",
+        "sum(said) > same",
+        "One replica that signs another digest keeps keepers from keeping anything.",
+        ("test_believing",),
+    ),
     # --- contributions that are computed again ---
     Mutation(
         "contributions-not-computed-again",

@@ -16,7 +16,7 @@ import torch
 from swarm.audit.answers import digest, split_tensors
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
-from swarm.model.reductions import vectors_digest
+from swarm.model.reductions import WEIGHTS, vectors_digest, weights_digest
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import Forward, StageCompute
 from swarm.model.stage_io import allowed_inputs
@@ -32,8 +32,6 @@ NEAR = {"float32": 0.1, "float64": 0.1, "bfloat16": 0.4}
 """Relative distance of how far the weights of a stage moved, by the dtype that a run computes in. Seen: 6e-3
 in 30 steps of float32 with blockwise8; 0.13 in one of bfloat16, since Adam divides small gradients by their
 size."""
-WEIGHTS = ("weights", "statistics")
-"""What a digest of weights is of."""
 
 
 class Said(NamedTuple):
@@ -119,12 +117,6 @@ def is_false(said: Answered, true: Answered, *, is_last: bool) -> bool | None:
     if said.output_grads != true.output_grads:
         return None
     return said.input_grads != true.input_grads or (is_last and said.loss != true.loss)
-
-
-def weights_digest(state: Mapping[str, torch.Tensor], *, on_device: bool = False) -> str:
-    """What a replica says of the weights in a state; `on_device`: one that computes them on a GPU."""
-    vectors = [state[name] for name in WEIGHTS if name in state]
-    return vectors_digest(vectors, on_device=on_device and vectors[0].device.type != "cpu")
 
 
 def is_same_state(

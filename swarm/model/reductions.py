@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -31,6 +31,10 @@ def _sum_of_squares(part: torch.Tensor) -> float:
     return float((rows.sum() + squares[whole:].sum()).item())
 
 
+WEIGHTS = ("weights", "statistics")
+"""What a digest of weights is of."""
+
+
 def vectors_digest(vectors: Iterable[torch.Tensor], *, on_device: bool) -> str:
     """32 hex digits over the bits of all vectors, one after the other.
 
@@ -41,6 +45,12 @@ def vectors_digest(vectors: Iterable[torch.Tensor], *, on_device: bool) -> str:
         digests = [device_digest(vector) for vector in found]
         return digests[0] if len(digests) == 1 else digest_of("".join(digests).encode()).hex()[:32]
     return digest_of(*map(bytes_of, found)).hex()[:32]
+
+
+def weights_digest(state: Mapping[str, torch.Tensor], *, on_device: bool = False) -> str:
+    """What a replica says of the weights in a state; `on_device`: one that computes them on a GPU."""
+    vectors = [state[name] for name in WEIGHTS if name in state]
+    return vectors_digest(vectors, on_device=on_device and vectors[0].device.type != "cpu")
 
 
 def device_digest(vector: torch.Tensor) -> str:

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from peers.events import HandedOver, Note
-from peers.ports import Answer, Request
+from peers.clock import now_s
+from peers.events import HandedOver, Note, Trouble
+from peers.ports import Answer, Handler, Request
 from peers.storage import checkpoint
 from peers.transfer.leases import Leases, Snapshot
 from peers.transfer.server import StateLeases
-from swarm.errors import Refused, SwarmError
+from swarm.errors import Busy, Refused, SwarmError
 from swarm.ids import Generation
 from swarm.manifest import audit_run
 from swarm.protocol.ledger import Bitmap
@@ -154,6 +155,56 @@ async def test_a_keeper_keeps_what_those_with_voice_saved(saved: tuple[int, ...]
             await add_liar(s, name, stage, max(saved), saved=saved)
         await asyncio.sleep(60.0)
         assert kept(tmp_path) == (4, [True, True])
+
+
+@pytest.mark.parametrize("signs", [False, True])
+async def test_a_keeper_keeps_no_weights_that_those_who_gave_none_contradict(
+    signs: bool, tmp_path: Path
+) -> None:
+    """Two replicas are busy when one with voice gives out what it made up."""
+    async with swarm(RUN, replicas=3) as s:
+        give_voice(s, *PEERS, "s0p2", "s1p2")
+        await s.until_serving()
+        liar, made_up = s.peers["s0p0"], MadeUp(RUN, 0, ()).load(4)
+        liar.store.load = lambda version: made_up  # type: ignore[method-assign]
+        if signs:
+            weighs = liar.core.trail.weighs
+            liar.core.trail.weighs = lambda version, digest: weighs(version, "ab" * 16)  # type: ignore[method-assign]
+        free_s = now_s() + 90.0
+        for name in ("s0p1", "s0p2"):
+            transport = s.network.peers[name].transport
+            honest, _ = transport.handlers["state"]
+
+            async def busy(request: Request, honest: Handler = honest) -> Answer:
+                if request.peer == "keeper" and now_s() < free_s:
+                    raise Busy("gives to others")
+                return await honest(request)
+
+            transport.serve("state", busy)
+        add_keeper(s, tmp_path)
+        await s.until(lambda: "keeper" in s.network.records)
+        s.add_trainer(TRAINER, steps=5)
+        await s.until_version(5)
+        said = "version 4 of stage 0 is not kept: its replicas signed other weights"
+        await s.until(lambda: said in [event.text for event in s.seen(Trouble)])
+        assert not checkpoint.Checkpoint(tmp_path, RUN, 0, 4).path.exists()
+        await s.until(lambda: kept(tmp_path) == (4, [True, True]))
+        saved = checkpoint.Checkpoint(tmp_path, RUN, 0, 4).load()
+        assert torch.equal(saved["weights"], torch.full_like(saved["weights"], -4 / RUN.M))
+
+
+async def test_one_replica_that_signs_other_weights_keeps_no_keeper_from_its_work(tmp_path: Path) -> None:
+    async with swarm(RUN, replicas=2) as s:
+        give_voice(s, *PEERS, steps={"s0p0": 100})
+        await s.until_serving()
+        trail = s.peers["s0p0"].core.trail
+        weighs = trail.weighs
+        trail.weighs = lambda version, digest: weighs(version, "ab" * 16)  # type: ignore[method-assign]
+        add_keeper(s, tmp_path)
+        await s.until(lambda: "keeper" in s.network.records)
+        s.add_trainer(TRAINER, steps=5)
+        await s.until(lambda: kept(tmp_path) == (4, [True, True]))
+        assert not s.seen(Trouble)
 
 
 async def test_what_a_keeper_took_from_strangers_gives_way_to_what_those_with_voice_saved(
