@@ -462,9 +462,9 @@ def test_most_members_decide_which_weights_are_right_and_a_tie_goes_to_the_small
 def test_the_name_of_a_group_tells_all_its_terms_apart(members: list[MemberStep]) -> None:
     plan = planned(*members)
     terms = (RUN, STAGE, T, plan.number, plan.members, plan.ledgers, plan.parts)
-    members = tuple(f"{p}x" for p in plan.members)
+    others = tuple(f"{p}x" for p in plan.members)
     ledgers, parts = tuple(b ^ 1 for b in plan.ledgers), tuple(p + 1 for p in plan.parts)
-    for i, other in enumerate(["other", 2, 8, 9, members, ledgers, parts]):
+    for i, other in enumerate(["other", 2, 8, 9, others, ledgers, parts]):
         changed = [*terms]
         changed[i] = other  # type: ignore[call-overload]
         assert round_id(*changed) != plan.round  # type: ignore[arg-type]
