@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TextIO
 
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None, out: TextIO = sys.stdout) -> int:
     return report(outcomes, cpu_s, out)
 
 
-def played(seeds: Sequence[int], jobs: int) -> Iterator[tuple[Outcome, float]]:
+def played(seeds: Iterable[int], jobs: int) -> Iterator[tuple[Outcome, float]]:
     """The outcomes of `seeds` in their order, and the seconds of a processor that each took."""
     gc.collect()
     gc.freeze()
