@@ -43,7 +43,7 @@ class Progress:
         if self._bar is not None:
             self._bar(1)
             return
-        content = _Html(_bar_html(self._name, step))
+        content = _Shown(self._name, step)
         if self._handle is None:
             assert self._shown is not None
             self._handle = self._shown(content, display_id=True)
@@ -56,21 +56,19 @@ class Progress:
             self._bar.__exit__()
 
 
-class _Html:
-    """What a notebook shows as HTML."""
+class _Shown:
+    """What a notebook shows of a step: a bar, or where there is no HTML the words."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, name: str, step: Step) -> None:
+        loss = "" if step.loss is None else f", loss {step.loss:.4f}"
+        self._place = f'<progress value="{step.t + 1}" max="{step.steps}"></progress>'
+        self._words = f"{name}: step {step.t + 1} of {step.steps}{loss}, {step.tokens_per_s:,.0f} a second"
+
+    def __repr__(self) -> str:
+        return self._words
 
     def _repr_html_(self) -> str:
-        return self._text
-
-
-def _bar_html(name: str, step: Step) -> str:
-    loss = "" if step.loss is None else f", loss {step.loss:.4f}"
-    died = f", {len(step.died)} died" if step.died else ""
-    words = f"{name}: step {step.t + 1} of {step.steps}{loss}, {step.tokens_per_s:,.0f} a second{died}"
-    return f'<progress value="{step.t + 1}" max="{step.steps}"></progress> {html.escape(words)}'
+        return f"{self._place} {html.escape(self._words)}"
 
 
 def _notebook_display() -> Any:
