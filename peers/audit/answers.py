@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from peers.audit.convictions import Convictions
-from peers.audit.kept import KeptWork
+from peers.audit.kept import KeptWork, Shown
 from peers.ports import Answer, Buffer, Rank, Request, Transport
 from peers.stage.membership import Membership
 from peers.stage.state import StageCore
@@ -21,11 +21,25 @@ from swarm.ids import Microbatch, PeerId
 from swarm.protocol.statements import is_signed
 from swarm.wire.evidence import AuditAnswer, Audited, WrongAnswer
 from swarm.wire.messages import check_run, pack, unpack
+from swarm.wire.receipts import Answered
 
 T = TypeVar("T")
 
 AT_ONCE = 2
 """Audits that a replica computes at once; more are refused."""
+
+
+def evidence_of(
+    peer: PeerId, said: Answered, signature: bytes, came: Shown, made: Shown
+) -> tuple[WrongAnswer, list[Buffer]]:
+    """What a peer shows of a microbatch, as evidence against its answer; and the body of that."""
+    groups = (came.forth, came.back, made.forth, made.back)
+    metas = [tuple(one.meta for one in group) for group in groups]
+    evidence = WrongAnswer(
+        accused=peer, statement=said, signature=signature,
+        inputs=metas[0], output_grads=metas[1], outputs=metas[2], input_grads=metas[3],
+    )  # fmt: skip
+    return evidence, [buffer for group in groups for one in group for buffer in one.buffers]
 
 
 class AnswerAudits:
@@ -91,13 +105,7 @@ class AnswerAudits:
             return True  # its step is over, or it leaves: nothing is known
         except PeerFault:
             return False
-        groups = (inputs, output_grads, made_there.forth, made_there.back)
-        metas = [tuple(one.meta for one in group) for group in groups]
-        evidence = WrongAnswer(
-            accused=ask.peer, statement=said, signature=ask.signature,
-            inputs=metas[0], output_grads=metas[1], outputs=metas[2], input_grads=metas[3],
-        )  # fmt: skip
-        body = [buffer for group in groups for one in group for buffer in one.buffers]
+        evidence, body = evidence_of(ask.peer, said, ask.signature, came, made_there)
         if not await self.judge(evidence, body):
             return True
         if self._convictions.convict(evidence):

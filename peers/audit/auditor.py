@@ -3,6 +3,7 @@
     downloads   the state of a stage, as a newcomer does
     asks        what the members of that step's round signed, and what each of them kept of it
     computes    all microbatches of one member, adds them, and compares; then of the next one
+    compares    one answer of each member with what its caller got (trainers do that of stage 0)
     tells       the stage of one that added something else: its replicas look at what it adds next
 
 Nobody is left out on its word, and nothing waits for it. Knows ports only.
@@ -11,14 +12,16 @@ Nobody is left out on its word, and nothing waits for it. Knows ports only.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from peers import events
+from peers.audit.answers import evidence_of
 from peers.audit.contributions import count_again, has_its_bits
-from peers.audit.kept import KeptWork
+from peers.audit.kept import KeptWork, Shown
 from peers.audit.verdicts import MAX_TOLD
 from peers.clock import now_s
 from peers.ports import Device, Directory, Rank, Transport
@@ -26,6 +29,7 @@ from peers.stage.all_reduce import chunks_of
 from peers.status_query import ask_status
 from peers.transfer.client import download, shown, state_of
 from peers.voices import Voices
+from swarm.audit.answers import make, proves_answer
 from swarm.audit.contributions import Recount
 from swarm.audit.projection import coefficients
 from swarm.errors import PeerGone, PeerSilent, SwarmError
@@ -40,6 +44,7 @@ from swarm.protocol.sums import SUM_BYTES, Projected, nth_sum, seed_of
 from swarm.protocol.voice import heard
 from swarm.wire.evidence import AskProducts, Products, ShowEvidence, WrongContribution
 from swarm.wire.messages import MAX_LONG_BYTES, hear, pack
+from swarm.wire.receipts import Answered
 
 ASK_S = 10.0
 """Members wait half of that for the end of a round that is asked for."""
@@ -99,7 +104,7 @@ class Auditor:
         self.audited = 0
         """Contributions that were computed again."""
         self.found: set[PeerId] = set()
-        """Who added something else than its microbatches."""
+        """Who added, or answered, something else than its microbatches give."""
 
     async def run(self) -> None:
         """Audit until `leave`, or until the run is complete."""
@@ -115,7 +120,7 @@ class Auditor:
                 task.cancel()
             await asyncio.gather(work, leaving, return_exceptions=True)
             self._device.stop()
-        liars = f"; something else was added by {' '.join(sorted(self.found))}" if self.found else ""
+        liars = f"; other work was signed by {' '.join(sorted(self.found))}" if self.found else ""
         self._emit(events.Note(text=f"{self.audited} contributions were computed again{liars}"))
 
     def leave(self) -> None:
@@ -223,8 +228,15 @@ class Auditor:
         await self._device.run(Rank.STEP, t, _begin, compute, t)
         recount = Recount(compute, t, parts[place][index])
         kept = KeptWork(self._run, stage, self._transport, self._directory, lambda: compute.version)
+        one = claim.microbatches[self._coin(stage, t, f"answer {member}").below(len(claim.microbatches))]
+        came: list[Shown] = []
+
+        def saw(mb: Microbatch, shown: Shown) -> None:
+            if mb == one:
+                came.append(shown)
+
         try:
-            bound = await count_again(kept, self._device, recount, member, claim.microbatches)
+            bound = await count_again(kept, self._device, recount, member, claim.microbatches, saw)
         except (PeerGone, PeerSilent):
             return True
         except SwarmError as error:
@@ -242,7 +254,35 @@ class Auditor:
         if not same and await asyncio.to_thread(recount.is_off, projected, r):
             self.found.add(member)
             await self._tell(claim, f"added something else than its {len(claim.microbatches)} microbatches")
+        elif stage:
+            with contextlib.suppress(SwarmError):
+                await self._audit_answer(compute, kept, member, one, came[0])
         return True
+
+    async def _audit_answer(
+        self, compute: StageCompute, kept: KeptWork, member: PeerId, mb: Microbatch, came: Shown
+    ) -> None:
+        """Compute an answer of a member again, as its caller got it: it may show another than it gave."""
+        run, stage = self._run, compute.stage
+        caller = KeptWork(run, stage - 1, self._transport, self._directory, lambda: compute.version)
+        told = (await caller.of(came.told.caller, mb, made=False)).told
+        receipt = None if told.next is None or told.next.peer != member else told.next.receipt
+        if receipt is None:
+            return  # another peer's answer was taken
+        said = Answered(
+            stage, *mb, receipt.inputs, receipt.outputs, receipt.output_grads, receipt.input_grads, told.loss
+        )
+        device = self._device
+        made = await device.run(Rank.FORWARD, mb.t, make, compute, mb, came.forth, came.back)
+        if made.is_of(said):
+            return
+        shown = await kept.of(member, mb, made=True)
+        evidence, body = evidence_of(member, said, receipt.signature, came, shown)
+        signer = self._transport.signer
+        if await device.run(Rank.FORWARD, mb.t, proves_answer, compute, signer, evidence, body):
+            self.found.add(member)
+            text = f"stage {stage}: peer {member} answered microbatch ({mb.t}, {mb.m}) with something else"
+            self._emit(events.Trouble(text=f"{text} than it computes"))
 
     async def _tell(self, claim: _Claim, what: str) -> None:
         """Have the replicas of its stage look at what a member adds next, and say so here."""

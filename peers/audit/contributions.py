@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from peers.audit.convictions import Convictions
-from peers.audit.kept import KeptWork
+from peers.audit.kept import KeptWork, Shown
 from peers.audit.sum_check import Chunks, SumCheck, chunk_digests
 from peers.audit.sums import SumAudits
 from peers.clock import now_s
@@ -50,9 +50,16 @@ AT_ONCE = 4
 
 
 async def count_again(
-    kept: KeptWork, device: Device, recount: Recount, member: PeerId, microbatches: Sequence[Microbatch]
+    kept: KeptWork,
+    device: Device,
+    recount: Recount,
+    member: PeerId,
+    microbatches: Sequence[Microbatch],
+    saw: Callable[[Microbatch, Shown], None] = lambda mb, shown: None,
 ) -> int:
     """Add microbatches of a member as it shows them; of how many those count that signed what came in.
+
+    `saw`: told of each.
 
     Raises:
         SwarmError: it does not show one as its neighbours signed it.
@@ -63,6 +70,7 @@ async def count_again(
         async with room:
             shown = await kept.of(member, mb, made=False)
             neighbours = kept.signed_by(mb, shown)
+            saw(mb, shown)
             job = (recount.add, mb.m, shown.forth, shown.back, device.books)
             await device.run(Rank.FORWARD, mb.t, *job)
             return all(kept.counts(*neighbour) for neighbour in neighbours)

@@ -3296,6 +3296,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_auditor",),
     ),
     Mutation(
+        "auditors-look-at-no-answers",
+        AUDITOR,
+        "        if await device.run(Rank.FORWARD, mb.t, proves_answer, compute, signer, evidence, body):\n",
+        "        if False:\n",
+        "A replica that adds truly answers what it likes, and the owner's auditor says that all fits.",
+        ("test_auditor",),
+    ),
+    Mutation(
         "an-auditor-believes-what-was-not-signed",
         AUDITOR,
         "        if why or not signed:\n",

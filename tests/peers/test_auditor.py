@@ -23,7 +23,8 @@ from swarm.wire.messages import pack, unpack
 from tests.peers.admitted import OTHER as AUDITOR
 from tests.peers.admitted import admitting
 from tests.peers.loops import JOB_S, Swarm, swarm
-from tests.peers.test_false_answers import TRAINER, accused, audited_run
+from tests.peers.test_false_answers import LIES as ANSWERS
+from tests.peers.test_false_answers import TRAINER, accused, audited_run, lie
 from tests.peers.test_false_contributions import LIES, add_falsely
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(240)]
@@ -80,7 +81,22 @@ async def test_what_an_auditor_finds_the_stage_finds_as_well_and_nobody_does_wit
         assert auditor.found == {"s1p1"}
         said = s.seen(Trouble)[0].text
         assert said.startswith("stage 1, step ") and "peer s1p1 added something else than its" in said
-        assert s.seen(Note)[-1].text.endswith("were computed again; something else was added by s1p1")
+        assert s.seen(Note)[-1].text.endswith("were computed again; other work was signed by s1p1")
+
+
+@pytest.mark.parametrize("kind", ["sign flip", "zero"])
+async def test_an_answer_that_a_caller_got_is_computed_again(kind: str) -> None:
+    """Its sum is true, and its receipt is what its caller has."""
+    run = run_of(steps=10)
+    async with swarm(run, replicas=3) as s:
+        await s.until_serving()
+        lie(s.peers["s1p1"], ANSWERS[kind])
+        s.add_trainer(TRAINER, window=1)
+        auditor = add_auditor(s, 1)
+        await s.until(lambda: auditor.found or "s1p1" in s.peers["s1p0"].convictions.convicted)
+        assert auditor.found == {"s1p1"}
+        said = s.seen(Trouble)[0].text
+        assert said.startswith("stage 1: peer s1p1 answered microbatch (")
 
 
 async def test_of_what_a_replica_signed_its_mates_tell_and_cannot_tell_anything_else() -> None:
