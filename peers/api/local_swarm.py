@@ -85,26 +85,21 @@ class LocalSwarm:
         return self._running.call(self._processes.kill(stage))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The trained weights by full name; before the run is done, the newest that peers have saved.
+        """The trained weights by full name, also after the block.
 
         Raises:
-            SetupError: there are none, or the processes are gone.
+            SetupError: the run was not trained to its end.
         """
-        return self._read()[0]
+        return self._trained()[0]
 
     def model(self) -> nn.Module:
-        """The trained model, in evaluation mode; raises as `weights`."""
-        return trained_module(self.run, *self._read())
+        """The trained model, in evaluation mode, also after the block; raises as `weights`."""
+        return trained_module(self.run, *self._trained())
 
-    def _read(self) -> tuple[dict[str, torch.Tensor], int]:
-        if self._weights is not None:
-            return self._weights
-        if self._background is None:
-            raise SetupError(
-                "the run was not trained to its end, and its processes are gone: go through all steps, or "
-                "ask for the model inside of `with`"
-            )
-        return self._background.call(self._processes.weights())
+    def _trained(self) -> tuple[dict[str, torch.Tensor], int]:
+        if self._weights is None:
+            raise SetupError("the run is not trained to its end: go through all of its steps first")
+        return self._weights
 
     @property
     def _running(self) -> Background:

@@ -218,5 +218,5 @@ def test_more_processes_than_a_machine_bears_are_not_started() -> None:
     idle = swarm.local(found, peers=1)
     with pytest.raises(SetupError, match="start the swarm first: with"):
         next(iter(idle))
-    with pytest.raises(SetupError, match="the run was not trained to its end"):
+    with pytest.raises(SetupError, match="the run is not trained to its end"):
         idle.model()
