@@ -38,13 +38,14 @@ class NextStage:
         *,
         stages: int,
         on_fault: Callable[[PeerFault], None],
+        heard: Callable[[Sequence[PeerId]], Sequence[PeerId]] = lambda peers: peers,
     ) -> None:
-        """`stages`: of the run."""
+        """`stages`: of the run. `heard`: those of some peers of the stage whose word counts."""
         self.stage = stage
         self._locator = Locator(run, transport, router.backoff)
         self._transport, self._directory = transport, directory
         self._router, self._on_fault = router, on_fault
-        self._stages = stages
+        self._stages, self._heard = stages, heard
         self.timeout = AdaptiveTimeout(stages - stage)
         self._seen: Sequence[PeerRecord] | None = None
         self._answered: dict[tuple[int, int], set[PeerId]] = {}
@@ -106,7 +107,11 @@ class NextStage:
                     busy.clear()
             except Refused as refused:
                 refusals.append(peer)
-                if len(refusals) >= MAX_REFUSALS or len(self._router.peers(self.stage)) <= len(refusals):
+                counted = self._heard(self._router.peers(self.stage))
+                if peer not in counted:
+                    self._router.failed(peer, now=now_s())
+                by = set(refusals).intersection(counted)
+                if len(by) >= MAX_REFUSALS or by.issuperset(counted):
                     raise Refused(f"stage {self.stage} refuses {work.t, work.m}: {refused.text}") from None
             else:
                 took_s = now_s() - began

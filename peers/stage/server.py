@@ -46,6 +46,7 @@ from peers.stage.tied_weights import TiedWeights
 from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.leases import Snapshot
 from peers.transfer.server import StateServer
+from peers.voices import Voices
 from peers.waiting import unless
 from swarm.audit.answers import is_audited
 from swarm.errors import PeerFault, SetupError
@@ -55,6 +56,7 @@ from swarm.model.stage import StageCompute
 from swarm.policy.backoff import Backoff
 from swarm.policy.router import Router
 from swarm.protocol.rollback import may_leave
+from swarm.protocol.voice import heard
 from swarm.wire.messages import MAX_LEFT_OUT
 
 RETRY_S = 0.5
@@ -88,9 +90,11 @@ class StagePeer:
         self._prober = Prober(run.id, transport, directory, backoff)
         next_stage = None
         if stage < run.S - 1:
+            voices = Voices(run, transport.signer, directory)
             next_stage = NextStage(
-                run.id, stage + 1, transport, directory, router, stages=run.S, on_fault=self._fault
-            )
+                run.id, stage + 1, transport, directory, router, stages=run.S, on_fault=self._fault,
+                heard=lambda peers: heard(peers, voices.of(stage + 1, version=core.version)),
+            )  # fmt: skip
         membership = Membership(directory)
         self.replicas = Replicas(core, transport, directory)
         audits = None

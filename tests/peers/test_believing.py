@@ -259,6 +259,19 @@ async def test_a_trainer_ends_only_by_the_word_of_those_with_voice() -> None:
         assert_honest(s)
 
 
+async def test_strangers_of_a_later_stage_that_refuse_everything_end_no_trainer() -> None:
+    """The stage before them would tell it that its microbatches are refused, by as many as it believes."""
+    async with swarm(RUN, replicas=2) as s:
+        await begun(s)
+        for number in range(9):
+            await add_liar(s, f"a{number}", 1, s.peers["s1p0"].core.version)
+        s.kill(TRAINER)
+        s.add_trainer(TRAINER)
+        await s.until_finished(limit_s=300.0)
+        assert_honest(s)
+        assert sum(s.network.peers[f"a{number}"].transport.calls["work"] for number in range(9)) < 100
+
+
 @pytest.mark.parametrize("inherited", [True, False])
 async def test_a_stranger_that_says_it_has_all_that_others_have_makes_none_undo_its_own(
     inherited: bool,
