@@ -121,6 +121,8 @@ class MicrobatchServer:
             kept = await asyncio.shield(step.jobs[work.m].done)
         elif (found := step.kept.get(work.m)) is None:
             kept = await self._again(step, work, request)
+        elif self._is_fed_otherwise(step, work, request.peer, found):
+            kept = await self._feed_again(step, work, request)
         else:
             kept = found
             if work.deepest > self._core.stage:
@@ -182,6 +184,24 @@ class MicrobatchServer:
         """Recompute the answer to a microbatch in a sum that another replica handed over. Not added again."""
         job = step.jobs.get(work.m)
         return await (self._take(step, work, request) if job is None else asyncio.shield(job.done))
+
+    def _is_fed_otherwise(self, step: OpenStep, work: Work, caller: PeerId, kept: Kept) -> bool:
+        """Whether the inputs of a microbatch are not those that it is kept with. These may have come from a
+        liar, which its stage does without; what other devices compute differs as well.
+        """
+        receipt = kept.answer.hops[0].receipt
+        if not self._is_audited or receipt is None or len(step.fed_again) >= self._core.run.M:
+            return False
+        return not self._receipts.is_fed(caller, work, receipt.inputs)
+
+    async def _feed_again(self, step: OpenStep, work: Work, request: Request) -> Kept:
+        """Compute a microbatch with other inputs: instead of what is in the sum, if that is open."""
+        name = work.m, request.peer
+        if name not in step.fed_again:
+            await self._core.retract(step, 1 << work.m)
+            new = step.ledger.claim(work.m) is Claim.NEW
+            step.fed_again[name] = await (self._take if new else self._again)(step, work, request)
+        return step.fed_again[name]
 
     # -- computing --------------------------------------------------------------------------------
 

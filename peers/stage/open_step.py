@@ -55,6 +55,8 @@ class OpenStep(ReplicaStep):
         self.kept: dict[int, Kept] = {}
         self.audit_kept: dict[int, Kept] = {}
         """The same after the step was taken, where answers are audited; it goes with the next one."""
+        self.fed_again: dict[tuple[int, PeerId], Kept] = {}
+        """What was computed anew of a microbatch, since a caller sent other inputs than were kept."""
         self.losses: dict[int, float] = {}
         """Last stage: of microbatches that were handed over, which have nothing kept."""
         self.reduced: torch.Tensor | None = None
@@ -88,6 +90,7 @@ class OpenStep(ReplicaStep):
         self.commit, self.whole = commit, None
         self.audit_kept = {m: kept for m, kept in self.kept.items() if kept.asked is not None}
         self.kept.clear()
+        self.fed_again.clear()
         self.losses.clear()
 
     def stop(self, kind: str) -> None:

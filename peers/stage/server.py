@@ -95,11 +95,12 @@ class StagePeer:
                 run.id, stage + 1, transport, directory, router, stages=run.S, on_fault=self._fault,
                 heard=lambda peers: heard(peers, voices.of(stage + 1, version=core.version)),
             )  # fmt: skip
+        self._next_stage = next_stage
         membership = Membership(directory)
         self.replicas = Replicas(core, transport, directory)
         audits = None
         if next_stage is not None and is_audited(run):
-            audits = AuditCaller(run, transport, directory, next_stage.fault)
+            audits = AuditCaller(run, transport, directory, self._answered_wrongly)
         self._audits = audits
         self.microbatches = MicrobatchServer(
             core, transport, membership, next_stage, max_inflight=settings.max_inflight,
@@ -141,7 +142,7 @@ class StagePeer:
             core, transport, directory, settings, self.coordination, self.microbatches, all_reduce,
             self.moving,
         )  # fmt: skip
-        self.convictions.on_conviction = self.peer_gone
+        self.convictions.on_conviction = self._do_without
         self._leaving = asyncio.Event()
         self._owner_waits = False
         """It leaves or pauses on its owner's command; one that moves has as much time as one that serves."""
@@ -333,6 +334,15 @@ class StagePeer:
         """Note that the transport lost its connection to `peer`."""
         self.coordination.lost(peer)
         self._states.leases.gone(peer)
+
+    def _do_without(self, liar: PeerId) -> None:
+        self.peer_gone(liar)
+        self.actions.spawn(self.core.forget_answers_of(liar))
+
+    def _answered_wrongly(self, fault: PeerFault) -> None:
+        assert self._next_stage is not None
+        self._next_stage.fault(fault)
+        self.actions.spawn(self.core.forget_answers_of(fault.peer))
 
     def _fault(self, fault: PeerFault) -> None:
         self._emit(events.PeerLost(peer=fault.peer, stage=self.stage + 1, why=fault.text))

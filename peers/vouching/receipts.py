@@ -52,12 +52,16 @@ class Receipts:
             assert work.ticket is not None
             return work.ticket.inputs
         named = _digest(inputs)
-        fed = Fed(self._stage, work.t, work.m, named)
-        if not is_signed(self._signer, caller, self._run.id, fed, work.fed):
+        if not self.is_fed(caller, work, named):
             raise Refused(
                 f"stage {self._stage} takes what a peer of stage {self._stage - 1} signed, and this is not"
             )
         return named
+
+    def is_fed(self, caller: PeerId, work: Work, inputs: bytes) -> bool:
+        """Whether a caller signed that these are the inputs. At stage 0 the ticket says so."""
+        fed = Fed(self._stage, work.t, work.m, inputs)
+        return self._stage == 0 or is_signed(self._signer, caller, self._run.id, fed, work.fed)
 
     def give(
         self,

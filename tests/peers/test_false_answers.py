@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from peers.audit import answers as answer_audits
 from peers.audit import asking
 from peers.events import PeerLost, Trouble
 from peers.ports import Answer, Buffer, Request
 from peers.stage.server import StagePeer
-from swarm.manifest import AdmissionSpec, Run, audit_run
+from swarm.manifest import AdmissionSpec, Run, audit_run, demo_run
 from swarm.protocol.work_count import RENEW_EVERY
 from swarm.wire.codec import Encoded
 from swarm.wire.evidence import Audited, KeptTensors, WrongAnswer
@@ -147,6 +148,44 @@ async def test_a_share_of_the_answers_is_audited_whoever_answers(monkeypatch: py
     s, _ = await play(audited_run(steps=6, microbatches=16), None, LIES["zero"])
     audited = sum(peer.answer_audits.audited for peer in s.peers.values())
     assert 0.5 <= audited / (0.2 * 6 * 16 * 3) <= 1.3
+
+
+class Noise:
+    """Samples of a decoder."""
+
+    def __init__(self, run: Run) -> None:
+        self._shape = run.data.sequence_length + 1
+
+    def batch(self, offsets: list[int]) -> np.ndarray:
+        found = [np.random.default_rng(at).integers(0, 256, self._shape) for at in offsets]
+        return np.stack(found).astype(np.uint8)
+
+
+async def test_nothing_stays_in_an_open_step_of_the_gradients_that_a_liar_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    audit(monkeypatch, share=1.0)
+    run = demo_run(steps=3, codec="none")
+    run = replace(
+        run,
+        model=replace(run.model, hidden=16, heads=2, ffn_hidden=32),
+        data=replace(run.data, sequence_length=16, tokens=10_000),
+        batch=replace(run.batch, microbatch_size=1, microbatches_per_step=9),
+    )
+
+    async def trained(liar: str) -> dict[str, dict[str, torch.Tensor]]:
+        async with swarm(admitting(run, TRAINER), replicas=3, batches=Noise(run)) as s:
+            await s.until_serving()
+            if liar:
+                lie(s.peers[liar], LIES["zero"])
+            s.add_trainer(TRAINER)
+            names = ("s0p0", "s1p0", "s2p0")
+            await s.until(lambda: all(s.peers[n].core.version >= run.steps for n in names), limit_s=100.0)
+            assert accused(s) == ({liar} if liar else set())
+            return {name: dict(s.peers[name].core.compute.state.named_weights()) for name in names}
+
+    clean, lied = await trained(""), await trained("s2p1")
+    assert all(torch.equal(value, lied[peer][name]) for peer in clean for name, value in clean[peer].items())
 
 
 def judges_falsely(s: Swarm, liar: StagePeer) -> None:

@@ -143,3 +143,35 @@ async def test_a_stage_takes_only_what_its_caller_signed(lie: str) -> None:
         work = work_of(RUN, tensors=metas, fed=b"" if lie == "nobody's" else fed)
         with pytest.raises(Refused, match="takes what a peer of stage 0 signed"):
             await feeder.ask("s1p0", "work", work, WorkDone, [hidden, labels])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+async def test_who_is_fed_a_microbatch_with_other_inputs_answers_to_those(frozen: bool) -> None:
+    """The first may have been a liar's: honest callers got the gradients of its inputs, which no sum had room
+    for, and the run stood still. Where the sum is open, the new ones take their place in it.
+    """
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        metas, labels, callee = input_metas(RUN, 1), bytes(8), s.peers["s1p0"]
+        step, feeders = callee.core.steps[0], {name: s.add_stranger(name) for name in ("s0x", "s0y")}
+        for name in feeders:
+            s.network.announce(PeerRecord(peer=name, run=RUN.id, stage=0, state="serving", version=0))
+
+        async def feed(name: str, hidden: bytes) -> bytes:
+            named = tensors_digest(metas, [hidden, labels])
+            work = work_of(RUN, tensors=metas, fed=sign(SimSigner(name), RUN.id, Fed(1, 0, 0, named)))
+            done = await feeders[name].ask("s1p0", "work", work, WorkDone, [hidden, labels])
+            receipt = done.hops[0].receipt
+            assert receipt is not None and receipt.inputs == named and step.ledger.done == 1
+            return named
+
+        first = await feed("s0x", bytes(8))
+        if frozen:
+            with callee.core.device.books:
+                step.ledger.freeze("a round")
+        other = await feed("s0y", b"\1" * 8)
+        assert callee.core.computed == 2 and await feed("s0y", b"\1" * 8) == other
+        assert callee.core.computed == 2, "it is asked again, and remembers"
+        counted = step.kept[0].answer.hops[0].receipt
+        assert counted is not None and counted.inputs == (first if frozen else other)
+        assert callee.core.undone == (not frozen)
