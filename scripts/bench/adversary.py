@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,7 +102,7 @@ class Played:
         return statistics.mean(self.losses[t] for t in sorted(self.losses)[-10:])
 
 
-def decoder_run(seed: int, steps: int) -> tuple[Run, Batches]:
+def decoder_run(seed: int, steps: int, trainer: str = TRAINER) -> tuple[Run, Batches]:
     """The demo's run, smaller, and its text."""
     run = demo_run(steps=steps, seed=seed)
     run = replace(
@@ -113,7 +114,7 @@ def decoder_run(seed: int, steps: int) -> tuple[Run, Batches]:
     )
     tokens = np.frombuffer("\n".join(topics.values()).encode(), dtype=np.uint8)
     text = Text(tokens, run.data.sequence_length + 1)
-    return admitting(replace(run, data=replace(run.data, tokens=len(tokens))), TRAINER), text
+    return admitting(replace(run, data=replace(run.data, tokens=len(tokens))), trainer), text
 
 
 class Text:
@@ -166,7 +167,7 @@ async def play(name: str | None, seed: int, steps: int, liars: list[str], decode
     return told
 
 
-def begin(s: Swarm, peer: StagePeer, name: str) -> None:
+def begin(s: Any, peer: StagePeer, name: str) -> None:
     if name in ANSWERS:
         lie(peer, ANSWERS[name]())
     elif name in ADDED:
