@@ -3314,7 +3314,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "inputs-that-nobody-signed",
         "peers/vouching/receipts.py",
-        "        if not is_signed(self._signer, caller, self._run.id, fed, work.fed):\n",
+        "        if not self.is_fed(caller, work, named):\n",
         "        if False:\n",
         "A replica says that its neighbour sent what it made up.",
         ("test_receipts",),
