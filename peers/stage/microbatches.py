@@ -195,12 +195,12 @@ class MicrobatchServer:
         return not self._receipts.is_fed(caller, work, receipt.inputs)
 
     async def _feed_again(self, step: OpenStep, work: Work, request: Request) -> Kept:
-        """Compute a microbatch with other inputs: instead of what is in the sum, if that is open."""
+        """Answer to other inputs. What came first stays in the sum: a caller that answered truly, and feeds
+        something else afterwards, must not have that counted.
+        """
         name = work.m, request.peer
         if name not in step.fed_again:
-            await self._core.retract(step, 1 << work.m)
-            new = step.ledger.claim(work.m) is Claim.NEW
-            step.fed_again[name] = await (self._take if new else self._again)(step, work, request)
+            step.fed_again[name] = await self._again(step, work, request)
         return step.fed_again[name]
 
     # -- computing --------------------------------------------------------------------------------

@@ -38,6 +38,11 @@ class Kept:
     """Who sent the inputs, and what it signed; None: answers are not audited. Else it may be asked for when
     its step is over."""
 
+    def is_of(self, peer: PeerId) -> bool:
+        """Whether a peer sent the inputs, or computed a gradient of them at this stage or a later one."""
+        fed = self.asked is not None and self.asked[0] == peer
+        return fed or any(hop.peer == peer for hop in self.answer.hops)
+
 
 @dataclass(slots=True)
 class Job:

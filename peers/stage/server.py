@@ -337,12 +337,12 @@ class StagePeer:
 
     def _do_without(self, liar: PeerId) -> None:
         self.peer_gone(liar)
-        self.actions.spawn(self.core.forget_answers_of(liar))
+        self.actions.spawn(self.core.forget_work_of(liar))
 
     def _answered_wrongly(self, fault: PeerFault) -> None:
         assert self._next_stage is not None
         self._next_stage.fault(fault)
-        self.actions.spawn(self.core.forget_answers_of(fault.peer))
+        self.actions.spawn(self.core.forget_work_of(fault.peer))
 
     def _fault(self, fault: PeerFault) -> None:
         self._emit(events.PeerLost(peer=fault.peer, stage=self.stage + 1, why=fault.text))

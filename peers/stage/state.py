@@ -209,11 +209,10 @@ class StageCore:
             self.undone += count
             self.emit(Undone(stage=self.stage, t=step.t, count=count))
 
-    async def forget_answers_of(self, peer: PeerId) -> None:
-        """Take out of the open sums what a peer, which lied, computed gradients for."""
+    async def forget_work_of(self, peer: PeerId) -> None:
+        """Take out of the open sums what a peer, which lied, sent inputs or computed gradients for."""
         for step in list(self.steps.values()):
-            answers = {m: kept.answer for m, kept in step.kept.items()}
-            false = {m for m, answer in answers.items() if any(hop.peer == peer for hop in answer.hops)}
+            false = {m for m, kept in step.kept.items() if kept.is_of(peer)}
             await self.retract(step, sum(1 << m for m in false))
 
     def leave(self) -> None:

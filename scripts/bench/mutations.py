@@ -3392,6 +3392,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_false_answers",),
     ),
     Mutation(
+        "keep-what-a-liar-fed",
+        "peers/stage/open_step.py",
+        "fed = self.asked is not None and self.asked[0] == peer",
+        "fed = False",
+        "What a liar sent on before it was found stays in the sums of the stages behind it.",
+        ("test_receipts",),
+    ),
+    Mutation(
         "answer-to-other-inputs-from-memory",
         "peers/stage/microbatches.py",
         "return not self._receipts.is_fed(caller, work, receipt.inputs)",
