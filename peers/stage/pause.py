@@ -34,7 +34,7 @@ from swarm.wire.messages import AskStatus, PeerStatus, check_run, pack, unpack
 ABSENT = (
     *("work", "locate", "report", "directive", "summary", "run"),
     *("watch", "part", "offer", "give", "sum", "take", "held", "voucher"),
-    *("reveal", "show", "evidence", "convicted", "audit", "kept"),
+    *("reveal", "show", "products", "evidence", "convicted", "audit", "kept"),
 )
 """What a paused peer takes no part in."""
 _ANY_BYTES = 1 << 62
