@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+INTERRUPTED_S = 0.5
+"""An interrupt is noticed within this time."""
 
 
 class Background:
@@ -30,7 +33,7 @@ class Background:
         """The result; if the caller is interrupted, the work is cancelled."""
         future = self.start(work)
         try:
-            return future.result()
+            return result_of(future)
         except BaseException:
             future.cancel()
             raise
@@ -43,6 +46,13 @@ class Background:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def result_of(future: Future[T]) -> T:
+    """Wait for it. An interrupt that comes just before a wait in C does not end that: so each is short."""
+    while not wait([future], timeout=INTERRUPTED_S).done:
+        pass
+    return future.result()
 
 
 async def _cancel_all() -> None:

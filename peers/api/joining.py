@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from peers.api.background import Background
+from peers.api.background import Background, result_of
 from peers.events import Emit, Emitter
 from peers.options import Kind, PeerOptions
 from peers.programs.roles import Peer
@@ -39,10 +39,10 @@ def join(
     """
     with _serving(run, address, code, on_event, options) as (background, peer, serving):
         try:
-            return serving.result()
+            return result_of(serving)
         except KeyboardInterrupt:
             background.start(peer.leave())
-        return serving.result()
+        return result_of(serving)
 
 
 async def join_async(

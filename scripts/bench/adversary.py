@@ -132,7 +132,7 @@ async def play(name: str | None, seed: int, steps: int, liars: list[str], decode
     if decoder:
         run, batches = decoder_run(seed, steps)
     else:
-        run = audited_run(steps=steps, microbatches=MICROBATCHES, seed=seed)
+        run = replace(audited_run(steps=steps, microbatches=MICROBATCHES), seed=seed)
     run = replace(run, name=f"adversary {name} {seed}".replace(":", ""))
     told = Played()
     async with swarm(run, replicas=REPLICAS, batches=batches) as s:
