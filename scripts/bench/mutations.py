@@ -3479,4 +3479,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A liar that another replica has left out by now is never convicted here.",
         ("test_false_contributions",),
     ),
+    Mutation(
+        "try-all-that-are-unknown",
+        "swarm/policy/router.py",
+        "found = None if trials.may(now=now) else choose(new=False)",
+        "found = None",
+        "Identities that take work and never answer stand a run still together.",
+        ("test_false_answers",),
+    ),
+    Mutation(
+        "try-the-unknown-as-often-as-before",
+        "swarm/policy/trials.py",
+        "self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)",
+        "self._pause_s = FIRST_PAUSE_S",
+        "A hundred identities that never answer cost a run a microbatch every half minute, for ever.",
+        ("test_false_answers",),
+    ),
 )

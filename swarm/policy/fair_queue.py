@@ -129,8 +129,11 @@ class FairQueue:
         exclude: Collection[PeerId],
         horizon_s: float,
         latency_s: Callable[[PeerId], float] | None = None,
+        new: bool = True,
     ) -> tuple[Candidate, float] | None:
         """Choose a peer and return it with its expected work in seconds; None if no peer can be asked.
+
+        `new`: one that has not answered yet may be chosen.
 
         Among the next eight candidates, pick the smallest virtual finish time plus link latency
         (`latency_s`). The clock of a skipped peer falls behind until that makes up for its latency: all keep
@@ -139,7 +142,7 @@ class FairQueue:
         self._follow(backoff, now)
         fastest_s = self._responses_s[0] if self._responses_s else DEFAULT_RESPONSE_S
         limit_s = max(horizon_s, MUCH_SLOWER * fastest_s, NEGLIGIBLE_S)
-        while (chosen := self._nearest(limit_s, now, exclude, latency_s)) is None:
+        while (chosen := self._nearest(limit_s, now, exclude, latency_s, new)) is None:
             if not self._late:
                 return None
             # All others are away: the step has to wait for a late peer.
@@ -158,6 +161,7 @@ class FairQueue:
         now: float,
         exclude: Collection[PeerId],
         latency_s: Callable[[PeerId], float] | None,
+        new: bool,
     ) -> Candidate | None:
         """The best of the next candidates that answer in time; those that do not are late from now on."""
         for peer in sorted(self._late):
@@ -165,7 +169,7 @@ class FairQueue:
                 self._put(self.known[peer], "queue")
         found: list[tuple[float, PeerId]] = []
         late: list[Candidate] = []
-        for finish_s, peer in self._in_turn():
+        for finish_s, peer in self._in_turn() if new else self._by_finish:
             if peer in exclude:
                 continue
             if not self.known[peer].in_time(limit_s, now):

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from swarm.ids import PeerId, Stage
 from swarm.policy.backoff import Backoff
-from swarm.policy.fair_queue import FairQueue
+from swarm.policy.fair_queue import Candidate, FairQueue
+from swarm.policy.trials import Trials
 
 PACE_OF = 64
 """Answers in the measured pace."""
@@ -48,6 +49,7 @@ class Router:
     def __init__(self, backoff: Backoff | None = None) -> None:
         self.backoff = backoff if backoff is not None else Backoff()
         self._stages: dict[Stage, FairQueue] = {}
+        self._trials: dict[Stage, Trials] = {}
 
     def set_peers(self, stage: Stage, peers: Iterable[PeerId]) -> None:
         """Replace the peers that serve `stage`. Measurements of those that stay are kept.
@@ -69,6 +71,9 @@ class Router:
         get less than it can do.
         """
         self.backoff.answered(peer)
+        candidate = self._queue_of(stage).known.get(peer)
+        if candidate is not None and not candidate.measured:
+            self._trials_of(stage).answered()
         self._queue_of(stage).answered(peer, took_s, took_s if work_s is None else work_s)
 
     def failed(self, peer: PeerId, *, now: float, silent: bool = False) -> None:
@@ -94,19 +99,30 @@ class Router:
             NoPeerForStage: all are gone, excluded or in backoff; carries `retry_at`.
         """
         queue = self._queue_of(stage)
-        found = queue.next(self.backoff, now=now, exclude=exclude, horizon_s=horizon_s, latency_s=latency_s)
-        if found is None and self.backoff.relent(queue.known, now=now):
-            found = queue.next(
-                self.backoff, now=now, exclude=exclude, horizon_s=horizon_s, latency_s=latency_s
+
+        def choose(*, new: bool) -> tuple[Candidate, float] | None:
+            return queue.next(
+                self.backoff, now=now, exclude=exclude, horizon_s=horizon_s, latency_s=latency_s, new=new
             )
+
+        trials = self._trials_of(stage)
+        found = None if trials.may(now=now) else choose(new=False)
+        found = found or choose(new=True)
+        if found is None and self.backoff.relent(queue.known, now=now):
+            found = choose(new=True)
         if found is None:
             waits = [self.backoff.ends(p) for p in queue.known]
             raise NoPeerForStage(stage, max(now, min(waits)) if waits else float("inf"))
         chosen, expected_s = found
+        if not chosen.measured:
+            trials.began(now=now)
         why = "first try"
         if chosen.measured:
             why = f"{expected_s * 1e3:.0f} ms expected, its turn of {len(queue.known)}"
         return Route(peer=chosen.peer, expected_s=expected_s, why=why)
+
+    def _trials_of(self, stage: Stage) -> Trials:
+        return self._trials.setdefault(stage, Trials())
 
     def _queue_of(self, stage: Stage) -> FairQueue:
         return self._stages.get(stage) or FairQueue()

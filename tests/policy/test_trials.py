@@ -1,0 +1,49 @@
+"""How many peers that never answered are tried, and what that spares a run."""
+
+from __future__ import annotations
+
+from swarm.policy.router import Router
+from swarm.policy.trials import FIRST_PAUSE_S, MAX_PAUSE_S, Trials
+
+
+def test_one_is_tried_and_after_silence_none_for_twice_as_long() -> None:
+    trials, now = Trials(), 0.0
+    for pause_s in (FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S):
+        assert trials.may(now=now)
+        trials.began(now=now)
+        assert not trials.may(now=now + pause_s - 1.0)
+        now += pause_s
+    for _ in range(20):
+        assert trials.may(now=now)
+        trials.began(now=now)
+        now += MAX_PAUSE_S
+    assert trials.may(now=now)
+
+
+def test_those_that_answer_make_room_for_more() -> None:
+    trials, rounds = Trials(), []
+    for second in range(5):
+        tried = 0
+        while trials.may(now=float(second)):
+            trials.began(now=float(second))
+            tried += 1
+        for _ in range(tried):
+            trials.answered()
+        rounds.append(tried)
+    assert rounds == [1, 2, 4, 8, 16]
+
+
+def test_a_hundred_identities_that_never_answer_get_little_of_the_work() -> None:
+    """Of a microbatch a second for ten minutes: four at once, since three have answered, then one each."""
+    router, honest = Router(), ["a", "b", "c"]
+    router.set_peers(0, [*honest, *(f"z{number:03}" for number in range(100))])
+    for peer in honest:
+        router.answered(0, peer, 0.1)
+    chosen = [router.route(0, now=float(second)).peer for second in range(600)]
+    assert sum(peer.startswith("z") for peer in chosen) == 8
+
+
+def test_where_none_has_answered_all_are_tried() -> None:
+    router = Router()
+    router.set_peers(0, ["a", "b", "c"])
+    assert {router.route(0, now=0.0).peer for _ in range(3)} == {"a", "b", "c"}
