@@ -392,14 +392,14 @@ async def test_what_cannot_be_joined_is_said(
     no_dht.close_now()
 
     async def of_later(self: DhtNode, ping: Ping, asker: str) -> Pong:
-        return Pong(time.time(), True, 7)
+        return Pong(time.time(), True, PROTOCOL_VERSION + 1)
 
     monkeypatch.setattr(DhtNode, "pong", of_later)
     with pytest.raises(SetupError) as refusal:
         await start(stack, join=[first.addresses[0]])
     assert refusal.value.text == (
         f"this program speaks version {PROTOCOL_VERSION} of the swarm's protocol, the swarm that it joins "
-        "version 7: update the older program"
+        f"version {PROTOCOL_VERSION + 1}: update the older program"
     )
 
 
