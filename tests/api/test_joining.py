@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,15 @@ async def test_a_peer_that_is_cancelled_leaves_in_good_order(serves: type[Serves
     assert asked.allow_code == ("cats", str(tmp_path / "net"))
 
 
-def test_an_interrupt_makes_a_peer_leave(serves: type[Serves]) -> None:
-    def interrupted(event: Event) -> None:
+def test_an_interrupt_makes_a_peer_leave(serves: type[Serves], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(serving: Future[None]) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr(joining, "Peer", Serves)
         os.kill(os.getpid(), signal.SIGINT)
+        serving.result(timeout=10.0)
 
-    swarm.join(RUN, [ADDRESS, ADDRESS], on_event=interrupted)
+    monkeypatch.setattr(joining, "result_of", interrupted)
+    swarm.join(RUN, [ADDRESS, ADDRESS], on_event=lambda event: None)
     assert serves.left == 1 and serves.asked.join == (ADDRESS, ADDRESS)
 
 
