@@ -3488,6 +3488,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_false_answers",),
     ),
     Mutation(
+        "wait-for-all-that-one-was-given-before-it-answered",
+        "swarm/policy/trials.py",
+        "        del self._open[peer]\n        self._room, ",
+        "        self._open[peer] -= 1\n        self._room, ",
+        "What a caller sent before it knew anybody keeps it from all others for half a minute.",
+        ("test_trials",),
+    ),
+    Mutation(
         "try-the-unknown-as-often-as-before",
         "swarm/policy/trials.py",
         "self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)",

@@ -73,12 +73,15 @@ class Router:
         self.backoff.answered(peer)
         candidate = self._queue_of(stage).known.get(peer)
         if candidate is not None and not candidate.measured:
-            self._trials_of(stage).answered()
+            self._trials_of(stage).answered(peer)
         self._queue_of(stage).answered(peer, took_s, took_s if work_s is None else work_s)
 
     def failed(self, peer: PeerId, *, now: float, silent: bool = False) -> None:
         """Put `peer` into backoff: it missed its answer (`silent`) or broke the protocol."""
         self.backoff.failed(peer, now=now, silent=silent)
+        if not silent:
+            for trials in self._trials.values():
+                trials.refused(peer)
 
     def route(
         self,
@@ -115,7 +118,7 @@ class Router:
             raise NoPeerForStage(stage, max(now, min(waits)) if waits else float("inf"))
         chosen, expected_s = found
         if not chosen.measured:
-            trials.began(now=now)
+            trials.began(chosen.peer, now=now)
         why = "first try"
         if chosen.measured:
             why = f"{expected_s * 1e3:.0f} ms expected, its turn of {len(queue.known)}"

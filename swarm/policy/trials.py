@@ -8,6 +8,10 @@ time.
 
 from __future__ import annotations
 
+from collections import Counter
+
+from swarm.ids import PeerId
+
 FIRST_PAUSE_S = 30.0
 MAX_PAUSE_S = 600.0
 
@@ -18,22 +22,28 @@ class Trials:
     def __init__(self) -> None:
         self._room, self._pause_s = 1, FIRST_PAUSE_S
         self._since_s = float("-inf")
-        self._unanswered = 0
+        self._open = Counter[PeerId]()
+        """Microbatches at peers that have not answered any."""
 
     def may(self, *, now: float) -> bool:
-        """Whether one more may be tried."""
-        if self._unanswered and now - self._since_s >= self._pause_s:
-            self._room, self._unanswered = 1, 0
+        """Whether an unknown peer may get a microbatch."""
+        if self._open and now - self._since_s >= self._pause_s:
+            self._room = 1
+            self._open.clear()
             self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
-        return self._unanswered < self._room
+        return self._open.total() < self._room
 
-    def began(self, *, now: float) -> None:
-        """Note a trial."""
-        if not self._unanswered:
+    def began(self, peer: PeerId, *, now: float) -> None:
+        """Note that `peer`, which is unknown, was given a microbatch."""
+        if not self._open:
             self._since_s = now
-        self._unanswered += 1
+        self._open[peer] += 1
 
-    def answered(self) -> None:
-        """Note that one was answered for the first time."""
-        self._unanswered = max(0, self._unanswered - 1)
+    def answered(self, peer: PeerId) -> None:
+        """Note that `peer` answered for the first time. What else it was given is not waited for here."""
+        del self._open[peer]
         self._room, self._pause_s = self._room + 1, FIRST_PAUSE_S
+
+    def refused(self, peer: PeerId) -> None:
+        """Note that `peer` said no, or is gone: that takes little time, so others may be tried instead."""
+        del self._open[peer]

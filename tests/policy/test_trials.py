@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 from swarm.policy.router import Router
 from swarm.policy.trials import FIRST_PAUSE_S, MAX_PAUSE_S, Trials
 
 
 def test_one_is_tried_and_after_silence_none_for_twice_as_long() -> None:
-    trials, now = Trials(), 0.0
+    trials, now, peers = Trials(), 0.0, (f"z{number}" for number in count())
     for pause_s in (FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S):
         assert trials.may(now=now)
-        trials.began(now=now)
+        trials.began(next(peers), now=now)
         assert not trials.may(now=now + pause_s - 1.0)
         now += pause_s
     for _ in range(20):
         assert trials.may(now=now)
-        trials.began(now=now)
+        trials.began(next(peers), now=now)
         now += MAX_PAUSE_S
     assert trials.may(now=now)
 
 
 def test_those_that_answer_make_room_for_more() -> None:
-    trials, rounds = Trials(), []
+    trials, rounds, peers = Trials(), [], (f"a{number}" for number in count())
     for second in range(5):
-        tried = 0
+        tried = []
         while trials.may(now=float(second)):
-            trials.began(now=float(second))
-            tried += 1
-        for _ in range(tried):
-            trials.answered()
-        rounds.append(tried)
+            tried.append(next(peers))
+            trials.began(tried[-1], now=float(second))
+        for peer in tried:
+            trials.answered(peer)
+        rounds.append(len(tried))
     assert rounds == [1, 2, 4, 8, 16]
+
+
+def test_one_that_refuses_makes_place_for_another() -> None:
+    router = Router()
+    router.set_peers(0, ["a", "x", "y", "z"])
+    router.answered(0, "a", 0.1)
+    tried = {router.route(0, now=0.0).peer for _ in range(6)} - {"a"}
+    assert tried == {"x", "y"}
+    router.failed("x", now=0.1, silent=True)
+    assert {router.route(0, now=0.2).peer for _ in range(6)} == {"a"}
+    router.failed("y", now=0.3)
+    assert {router.route(0, now=0.4).peer for _ in range(6)} == {"a", "z"}
 
 
 def test_a_hundred_identities_that_never_answer_get_little_of_the_work() -> None:
@@ -47,3 +61,14 @@ def test_where_none_has_answered_all_are_tried() -> None:
     router = Router()
     router.set_peers(0, ["a", "b", "c"])
     assert {router.route(0, now=0.0).peer for _ in range(3)} == {"a", "b", "c"}
+
+
+def test_what_was_sent_before_any_answered_keeps_none_of_those_that_answer_from_more() -> None:
+    router = Router()
+    router.set_peers(0, ["a", "b"])
+    for _ in range(12):
+        router.route(0, now=0.0)
+    for peer in ("a", "b"):
+        router.answered(0, peer, 0.1)
+    router.set_peers(0, ["a", "b", "c"])
+    assert {router.route(0, now=0.1).peer for _ in range(6)} == {"a", "b", "c"}

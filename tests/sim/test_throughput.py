@@ -231,7 +231,7 @@ GOLDEN = {
     0: "a99eb7b95d8f5aaf",
     11: "56de99e10a758f30",
     19: "7438b084a9bcd760",
-    21: "f0fea400ee412ce1",
+    21: "c97d727cb6892a9c",
     22: "eedfc0f3a31c2cb3",
 }
 
