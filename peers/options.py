@@ -397,7 +397,7 @@ class TrainOptions(MemberOptions, NetworkOptions):
     data: tuple[Path, ...] = several(NEEDED_FILE, DATA_HELP)
     tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
     window: Literal["auto"] | int = option(
-        COUNT_OR_AUTO, "microbatches in flight (default: as many as raise throughput)", "auto"
+        COUNT_OR_AUTO, "microbatches in flight (default: twice what the swarm works on at once)", "auto"
     )
     steps: int | None = optional(
         COUNT, "stop when the run, not this trainer, has taken so many steps (default: all of the run's)"

@@ -37,7 +37,7 @@ from swarm.policy.backoff import Backoff
 from swarm.policy.link_latency import LinkLatency
 from swarm.policy.router import NoPeerForStage, Pace, Router
 from swarm.policy.timeouts import AdaptiveTimeout, expected_s
-from swarm.policy.window import Window
+from swarm.policy.window import Window, moving_share
 from swarm.protocol.ledger import check_bitmap
 from swarm.protocol.rollback import check_position
 from swarm.protocol.voice import heard
@@ -45,7 +45,17 @@ from swarm.protocol.worklist import Work as Item
 from swarm.protocol.worklist import WorkList
 from swarm.records import PeerRecord
 from swarm.wire.buffers import Buffer
-from swarm.wire.messages import MAX_HOPS, MAX_LONG_BYTES, Watch, Watched, Work, WorkDone, pack, unpack_answer
+from swarm.wire.messages import (
+    MAX_HOPS,
+    MAX_LONG_BYTES,
+    Hop,
+    Watch,
+    Watched,
+    Work,
+    WorkDone,
+    pack,
+    unpack_answer,
+)
 
 WATCH_S = 3.0
 """Limit for one look at the run; the answer is held back at most a second."""
@@ -138,6 +148,8 @@ class Trainer:
         self._window = Window(
             start=settings.window or 2 * run.S, largest=settings.window or 1024, fixed=bool(settings.window)
         )
+        self._rooms: dict[Stage, int] = {}
+        """Microbatches that the peers of each stage take at once."""
         self._generation = Generation()
         self._served: set[int] = set()
         """Stages that some peer serves; said once when none does any more."""
@@ -171,6 +183,15 @@ class Trainer:
     @property
     def _last_step(self) -> int:
         return min(self._settings.steps or self._run.steps, self._run.steps)
+
+    @property
+    def _newest_open(self) -> int:
+        return min(self._version + (1 if self._run.delayed_updates else 0), self._last_step - 1)
+
+    @property
+    def _in_flight(self) -> int:
+        """Microbatches of open steps."""
+        return sum(t <= self._newest_open for t in self._running.values())
 
     async def run(self) -> None:
         """Train.
@@ -233,14 +254,13 @@ class Trainer:
         self._refresh_peers()
         if not self._told:
             return  # a trainer that joins late would offer steps that are long over
-        newest_open = min(self._version + (1 if self._run.delayed_updates else 0), self._last_step - 1)
-        newest = min(newest_open + 1, self._last_step - 1)
+        newest = min(self._newest_open + 1, self._last_step - 1)
         again: Counter[int] = Counter()
         while True:
             item = None
-            self._full = sum(t <= newest_open for t in self._running.values()) >= self._window.size
+            self._full = self._in_flight >= self._window.size
             if not self._full:
-                item = self._todo.next(newest_open, now=now_s())
+                item = self._todo.next(self._newest_open, now=now_s())
             if item is None and len(self._running) < self._window.size:
                 item = self._todo.next(newest, now=now_s())
             if item is None:
@@ -308,18 +328,29 @@ class Trainer:
         else:
             self.losses[mb] = done.loss
             self._todo.finished(mb, now=now_s())
-            self._window.answered(now=now_s())
             self._pace.answered(now=now_s())
             self.timeout.answered(now_s() - began)
-            took_s = now_s() - began
-            hops = done.hops[: self._run.S]
-            for hop in hops:
-                if 0 <= hop.stage < self._run.S and 0 <= hop.own_s <= took_s:
-                    self._router.answered(hop.stage, hop.peer, hop.own_s, hop.work_s)
-            for here, there in pairwise(hops):
-                if 0 < there.latency_s <= took_s:
-                    self._latency.took(here.peer, there.peer, there.latency_s)
+            self._learn_speeds(done.hops[: self._run.S], now_s() - began)
             self._refusals.pop(mb, None)
+
+    def _learn_speeds(self, hops: Sequence[Hop], took_s: float) -> None:
+        """Learn from what each stage and each link took of a microbatch."""
+        parts = [(hop.own_s, hop.work_s) for hop in hops]
+        for hop in hops:
+            if 0 <= hop.stage < self._run.S and 0 <= hop.own_s <= took_s:
+                self._router.answered(hop.stage, hop.peer, hop.own_s, hop.work_s)
+        for here, there in pairwise(hops):
+            if 0 < there.latency_s <= took_s:
+                self._latency.took(here.peer, there.peer, there.latency_s)
+                parts.append((there.latency_s, self._latency.least_s(here.peer, there.peer)))
+        here_s = took_s - sum(part_s for part_s, _ in parts)
+        if hops and here_s > 0.0 and min(parts)[0] >= 0.0:
+            # The first stage may have waited for the step to open: that is no queue.
+            me, first = self._transport.peer_id, hops[0].peer
+            self._latency.took(me, first, here_s)
+            least_s = self._latency.least_s(me, first)
+            moving = moving_share([*parts, (least_s, least_s)])
+            self._window.answered(in_flight=self._in_flight, moving=moving)
 
     def _lost(self, peer: PeerId, t: int, began: float) -> None:
         """A call failed: all of its time is lost."""
@@ -388,9 +419,9 @@ class Trainer:
         elif stage in self._served:
             self._served.discard(stage)
             self._emit(events.StageLost(stage=stage, version=self._version))
-        room = sum(record.max_inflight for record in serving) if stage == 0 else 0
-        if not self._settings.window and room:
-            self._window.set_largest(room)
+        if serving and not self._settings.window:
+            self._rooms[stage] = sum(record.max_inflight for record in serving)
+            self._window.set_largest(min(self._rooms.values()))
 
     async def _watch(self) -> None:
         """Follow the run coordinator's picture of the run, through any peer of stage 0."""
@@ -495,7 +526,6 @@ class Trainer:
         self._version, self._step_began = version, now_s()
         self._todo.went_back(version)
         self._attempts.clear()
-        self._window.paused()
 
     def _set_version(self, version: int) -> None:
         """Note that the run took steps: say so, and forget what belongs to them."""
@@ -516,7 +546,6 @@ class Trainer:
         self._pace.stepped(self._todo.ran(version - 1) / self._run.M)
         self._version, self._step_began = version, now
         self._todo.stepped(version)
-        self._window.paused()
         for stale in [mb for mb in self._attempts if mb.t < version]:
             del self._attempts[stale]
         self._changed.set()

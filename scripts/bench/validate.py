@@ -69,8 +69,6 @@ COLUMNS = (
 WITHIN = 0.15
 PAYLOAD = 1448 / 1500
 """Of a packet, what is not headers: IPv4, TCP and its timestamps."""
-MAX_INFLIGHT = 8
-"""Microbatches at a peer."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,10 @@ class Case:
     """Of each host, up and down."""
     delay_s: float
     """One way."""
-    window: int
+    window: int | None
+    """None: it learns."""
+    max_inflight: int = 8
+    """Microbatches at a peer; as the real ones of `scripts/bench/chaos.py`."""
 
 
 CASES = (
@@ -178,7 +179,7 @@ def shipped(case: Case, run: Run, *, job_s: float, steps: int) -> float:
         async def serve() -> None:
             peer = StagePeer(
                 run, stage, Unhurried(run, stage), transport, directory,
-                StageSettings(max_inflight=MAX_INFLIGHT, joined_at=loop.unix_s()), hear,
+                StageSettings(max_inflight=case.max_inflight, joined_at=loop.unix_s()), hear,
                 device=SimDevice(Dice(host), job_s, spread=0.0),
             )  # fmt: skip
             transport.on_gone = peer.peer_gone
@@ -215,7 +216,7 @@ def simulated(case: Case, run: Run, *, job_s: float, steps: int) -> float:
     last = case.stages - 1
     flops = tuple((job_s if stage == last else 2 * job_s) / 3 for stage in range(case.stages))
     job = replace(job, forward_flops=flops)
-    settings = Settings(window=case.window, rebalance_every_s=0.0, max_inflight=MAX_INFLIGHT)
+    settings = Settings(window=case.window, rebalance_every_s=0.0, max_inflight=case.max_inflight)
     layout = [*(i // case.replicas for i in range(case.stages * case.replicas)), NO_STAGE]
     found = simulate(hosts_of(case), job, layout, end_s=1e9, steps=steps + 2, settings=settings)
     return run.tokens_per_step / found.step_s(skip=2)

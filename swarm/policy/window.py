@@ -1,77 +1,70 @@
-"""The number of microbatches that a trainer keeps in flight: it grows while that raises throughput.
+"""The number of microbatches that a trainer keeps in flight: twice what its swarm works on at once.
 
-Hill climbing on measured throughput. An epoch is three windows' worth of answers; after each, the window
-moves one notch in the direction that last helped, and turns round when it did not. Pure.
+What a swarm can work on at once is its rate times the least time that a microbatch takes, its bandwidth-delay
+product. By Little's law that is what was in flight, times the share of its time in which a microbatch moved
+on. With an empty queue that share is 1, so the window doubles in each round trip, as TCP's slow start; it
+rests where half of the time is spent waiting, and shrinks where more is. No clock, so the pauses between
+steps do not matter, and nothing is forgotten at their ends. Pure.
 """
 
 from __future__ import annotations
 
-GAIN = 1.03
-"""A larger window must bring at least 3 % more microbatches per second: below that is noise."""
-NOTCH = 1.25
+from collections.abc import Iterable
+
+GAIN = 2.0
+"""Times the product. What is beyond it waits, so that no device is idle while routes are uneven."""
+SPARE = 2.0
+"""Besides. Of several trainers each adds as many, so that their windows become alike."""
+
+
+def moving_share(parts: Iterable[tuple[float, float]]) -> float:
+    """The share of its time in which a microbatch did not wait; 0: unknown.
+
+    Args:
+        parts: seconds in each stage and on each link, as they were, and without others before it.
+    """
+    took_s = least_s = 0.0
+    for part_s, part_least_s in parts:
+        took_s, least_s = took_s + part_s, least_s + part_least_s
+    return least_s / took_s if took_s > 0.0 else 0.0
 
 
 class Window:
-    """The size of a trainer's window, learned from the times of its answers."""
+    """The size of a trainer's window, learned from the waits of its microbatches."""
 
     def __init__(self, *, start: int, largest: int, fixed: bool = False) -> None:
-        self.size = max(1, min(start, largest))
         self._largest = max(1, largest)
+        self._size = float(max(1, min(start, largest)))
         self._fixed = fixed
-        self._growing = True
-        self._before = self.size
-        """The size before the last notch up."""
-        self._falls = 0
-        self._best_rate = 0.0
-        self._answers = 0
-        self._began: float | None = None
+
+    @property
+    def size(self) -> int:
+        """Microbatches in flight at most."""
+        return int(self._size)
 
     def set_largest(self, largest: int) -> None:
         """Set the limit: more in flight than the swarm can hold is of no use."""
         self._largest = max(1, largest)
-        self.size = min(self.size, self._largest)
+        self._size = min(self._size, self._largest)
 
-    def answered(self, *, now: float) -> None:
-        """Count a microbatch that came back at `now` (monotonic seconds)."""
-        if self._fixed:
-            return
-        if self._began is None:
-            self._began = now
-            return
-        self._answers += 1
-        if self._answers < 3 * self.size or now <= self._began:
-            return
-        self._end_epoch(self._answers / (now - self._began))
-        self._answers, self._began = 0, now
+    def answered(self, *, in_flight: int, moving: float) -> None:
+        """Learn from a microbatch that came back.
 
-    def paused(self) -> None:
-        """Restart the epoch: a step ended or no peer could take work, so it measured waiting, not the
-        window.
+        Args:
+            in_flight: the trainer's microbatches of open steps, this one included.
+            moving: share of its time in which it was computed or under way, and did not wait.
         """
-        self._answers, self._began = 0, None
+        if self._fixed or not 0.0 < moving <= 1.0:
+            return
+        wanted = GAIN * in_flight * moving + SPARE
+        if in_flight < self.size and wanted < self._size:
+            return  # there was less to do than the window holds
+        self._move(max(-1.0, min(1.0, (wanted - self._size) / self._size)))
 
     def refused(self) -> None:
         """Shrink the window: all peers were busy, so more is in flight than the swarm can hold."""
         if not self._fixed:
-            self.size = max(1, self.size - 1)
-            self._growing = False
-            self.paused()
+            self._move(-1.0)
 
-    def _end_epoch(self, rate: float) -> None:
-        if self._growing and rate < self._best_rate * GAIN:
-            self._growing = False  # the last notch did not pay: take it back
-            self.size = min(self._before, self._largest)
-        elif self._growing:
-            self._notch_up(rate)
-        elif rate < self._best_rate / GAIN:
-            self._falls += 1
-            if self._falls == 2:  # conditions changed, one slow epoch is noise: explore again from here
-                self._growing = True
-                self._notch_up(rate)
-        else:
-            self._falls = 0
-            self._best_rate = max(rate, 0.99 * self._best_rate)
-
-    def _notch_up(self, rate: float) -> None:
-        self._best_rate, self._before, self._falls = rate, self.size, 0
-        self.size = min(self._largest, max(self.size + 1, round(self.size * NOTCH)))
+    def _move(self, by: float) -> None:
+        self._size = max(1.0, min(self._size + by, float(self._largest)))

@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
+from collections import deque
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from swarm.policy.window import Window
+from swarm.policy.window import Window, moving_share
 
 
-def run_epochs(
-    window: Window, rate_of: Callable[[int], float], epochs: int, *, start: float = 0.0
-) -> list[int]:
-    """Answer at `rate_of(size)` microbatches per second; the size at the start and after each epoch."""
-    now, sizes = start, [window.size]
-    window.answered(now=now)
-    for _ in range(epochs):
-        for _ in range(3 * sizes[-1]):
-            now += 1.0 / rate_of(sizes[-1])
-            window.answered(now=now)
-        sizes.append(window.size)
-    return sizes
+class Pipe:
+    """What windows send to: it works on `rate` microbatches a second in turn, and each takes `least_s`."""
+
+    def __init__(self, *windows: Window, rate: float, least_s: float) -> None:
+        self.windows, self.rate, self.least_s = windows, rate, least_s
+        self._now_s = self._free_s = 0.0
+        self._sent = [deque[tuple[float, float]]() for _ in windows]
+        """(answered, started) of those in flight, by window."""
+
+    @property
+    def product(self) -> float:
+        return self.rate * self.least_s
+
+    def answer(self, count: int, *, left: int = 1 << 60) -> None:
+        """Until so many are answered, of `left` that there are; then what is in flight ends unseen."""
+        for _ in range(count):
+            for window, sent in zip(self.windows, self._sent, strict=True):
+                while len(sent) < window.size and left > 0:
+                    self._free_s = max(self._now_s, self._free_s) + 1.0 / self.rate
+                    sent.append((self._free_s + self.least_s - 1.0 / self.rate, self._now_s))
+                    left -= 1
+            window, sent = min(
+                (pair for pair in zip(self.windows, self._sent, strict=True) if pair[1]),
+                key=lambda pair: pair[1][0],
+            )
+            self._now_s, started_s = sent[0]
+            moving = moving_share([(self._now_s - started_s, self.least_s)])
+            window.answered(in_flight=len(sent), moving=moving)
+            sent.popleft()
+
+    def step(self, microbatches: int) -> None:
+        """All microbatches of a step, and nothing is in flight afterwards."""
+        self.answer(microbatches, left=microbatches)
 
 
 def test_it_starts_between_one_and_the_largest() -> None:
@@ -30,62 +52,65 @@ def test_it_starts_between_one_and_the_largest() -> None:
     assert Window(start=3, largest=0).size == 1
 
 
-def test_it_grows_while_that_raises_throughput() -> None:
-    sizes = run_epochs(Window(start=2, largest=64), lambda size: 10.0 * size, 6)
+@given(start=st.integers(1, 512), rate=st.floats(0.5, 1000.0), product=st.floats(1.0, 200.0))
+@settings(max_examples=25)
+def test_it_rests_above_the_product_of_rate_and_delay_and_below_three_times_that(
+    start: int, rate: float, product: float
+) -> None:
+    window = Window(start=start, largest=4096)
+    pipe = Pipe(window, rate=rate, least_s=product / rate)
+    pipe.answer(3000)
+    assert product <= window.size <= 3 * product + 3
+
+
+@pytest.mark.parametrize("microbatches", [16, 64, 512])
+def test_it_learns_within_two_steps_whatever_a_step_has(microbatches: int) -> None:
+    window = Window(start=6, largest=4096)
+    pipe = Pipe(window, rate=400.0, least_s=0.6)
+    pipe.step(microbatches)
+    pipe.step(microbatches)
+    assert window.size >= 0.9 * min(microbatches, pipe.product)
+
+
+def test_what_was_learned_in_one_step_is_kept_in_the_next() -> None:
+    window = Window(start=6, largest=4096)
+    pipe = Pipe(window, rate=400.0, least_s=0.6)
+    sizes = []
+    for _ in range(8):
+        pipe.step(512)
+        sizes.append(window.size)
     assert sizes == sorted(sizes)
-    assert sizes[-1] > 6
+
+
+def test_a_trainer_with_little_to_do_keeps_its_window() -> None:
+    window = Window(start=64, largest=4096)
+    pipe = Pipe(window, rate=100.0, least_s=0.02)
+    for _ in range(5):
+        pipe.step(8)
+    assert window.size == 64
+
+
+def test_it_finds_its_way_down_when_the_swarm_shrinks() -> None:
+    window = Window(start=6, largest=4096)
+    pipe = Pipe(window, rate=400.0, least_s=0.5)
+    pipe.answer(4000)
+    assert window.size >= 200
+    pipe.rate = 40.0
+    pipe.answer(2000)
+    assert 20 <= window.size <= 63
 
 
 def test_it_never_grows_beyond_the_largest() -> None:
-    assert max(run_epochs(Window(start=2, largest=5), lambda size: 10.0 * size, 10)) == 5
+    window = Window(start=2, largest=5)
+    Pipe(window, rate=100.0, least_s=1.0).answer(100)
+    assert window.size == 5
 
 
-def test_it_stops_soon_after_throughput_stops_rising() -> None:
-    sizes = run_epochs(Window(start=2, largest=1000), lambda size: 10.0 * min(size, 8), 30)
-    assert 6 <= sizes[-1] <= 12
-
-
-def test_it_takes_the_last_notch_back_when_that_did_not_pay() -> None:
-    sizes = run_epochs(Window(start=8, largest=1000), lambda size: 10.0, 3)
-    assert sizes[:3] == [8, 10, 8]
-
-
-def settled(rate_of: Callable[[int], float], *, epochs: int = 3) -> Window:
-    window = Window(start=8, largest=1000)
-    run_epochs(window, rate_of, epochs)
-    window.paused()
-    return window
-
-
-def test_it_explores_again_when_throughput_falls() -> None:
-    window = settled(lambda size: 100.0)
-    assert window.size == 8
-    assert run_epochs(window, lambda size: 1.0 * size, 6, start=1e6)[-1] > 12
-
-
-def test_one_slow_epoch_is_noise() -> None:
-    window = settled(lambda size: 100.0)
-    assert run_epochs(window, lambda size: 50.0, 1, start=1e6)[-1] == 8
-    window.paused()
-    assert run_epochs(window, lambda size: 100.0, 3, start=2e6)[-1] == 8
-
-
-def test_it_stays_where_it_settled_if_everything_gets_slower_for_good() -> None:
-    window = settled(lambda size: 100.0)
-    sizes = run_epochs(window, lambda size: 50.0, 8, start=1e6)
-    assert sizes[-1] == 8
-    assert min(sizes) == 8
-
-
-def test_at_the_largest_size_there_is_no_notch_to_take_back() -> None:
-    assert set(run_epochs(Window(start=8, largest=8), lambda size: 100.0, 12)) == {8}
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_noise_does_not_make_it_collapse(seed: int) -> None:
-    rng = random.Random(seed)
-    sizes = run_epochs(Window(start=6, largest=32), lambda size: min(size, 12) * rng.uniform(4, 16), 200)
-    assert min(sizes[50:]) >= 6
+def test_a_trainer_that_comes_late_gets_a_window_like_the_other() -> None:
+    windows = [Window(start=2, largest=4096), Window(start=120, largest=4096)]
+    Pipe(*windows, rate=40.0, least_s=0.5).answer(20_000)
+    small, large = sorted(window.size for window in windows)
+    assert large <= 2 * small
 
 
 def test_a_refusal_makes_it_smaller_by_one_but_never_nothing() -> None:
@@ -106,30 +131,19 @@ def test_a_smaller_swarm_makes_it_smaller_at_once() -> None:
 
 
 def test_a_fixed_window_stays_as_it_is() -> None:
-    window = Window(start=4, largest=4, fixed=True)
-    for now in range(100):
-        window.answered(now=float(now))
+    window = Window(start=4, largest=8, fixed=True)
+    window.answered(in_flight=4, moving=1.0)
     window.refused()
     assert window.size == 4
 
 
-def test_a_pause_is_not_measured() -> None:
-    window = Window(start=1, largest=8)
-    for now in (0.0, 0.1, 0.2):
-        window.answered(now=now)
-    window.paused()
-    window.answered(now=1000.0)
-    window.answered(now=1000.1)
-    window.answered(now=1000.2)
-    assert window.size == 1, "three answers after the pause, of which the first only starts the clock"
-    window.answered(now=1000.3)
-    assert window.size == 2
+@pytest.mark.parametrize("moving", [0.0, -1.0, 1.5, float("nan"), float("inf")])
+def test_a_share_that_cannot_be_teaches_nothing(moving: float) -> None:
+    window = Window(start=4, largest=8)
+    window.answered(in_flight=4, moving=moving)
+    assert window.size == 4
 
 
-@pytest.mark.parametrize("now", [0.0, -1.0])
-def test_answers_at_one_instant_do_not_divide_by_nothing(now: float) -> None:
-    window = Window(start=1, largest=8)
-    window.answered(now=0.0)
-    for _ in range(10):
-        window.answered(now=now)
-    assert window.size == 1
+def test_the_share_that_moves_is_what_it_takes_at_least_of_what_it_took() -> None:
+    assert moving_share([(1.0, 0.25), (3.0, 0.75)]) == 0.25
+    assert moving_share([]) == 0.0

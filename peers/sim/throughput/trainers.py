@@ -17,7 +17,7 @@ from peers.sim.throughput.world import Gone, Peer, World
 from swarm.ids import Stage
 from swarm.policy.link_latency import LinkLatency
 from swarm.policy.router import NoPeerForStage, Pace, Router
-from swarm.policy.window import Window
+from swarm.policy.window import Window, moving_share
 from swarm.protocol.ledger import Claim
 from swarm.protocol.worklist import Work, WorkList
 from swarm.sim.dice import Dice
@@ -271,12 +271,13 @@ class Trainers:
     def _answered(self, flight: Flight) -> None:
         trainer, now_s, report = flight.trainer, self._loop.now_s, self._world.report
         self._work.finished(flight.microbatch, now=now_s)
-        trainer.window.answered(now=now_s)
         trainer.pace.answered(now=now_s)
         trainer.shared += flight.t == self._world.version
         for (here, there), latency_s in zip(pairwise(flight.hops), flight.latency_s, strict=False):
             if latency_s > 0.0:
                 trainer.link_latency.took(here.name, there.name, latency_s)
+        if all(own_s > 0.0 for own_s in flight.own_s):
+            trainer.window.answered(in_flight=trainer.running, moving=self._moving_share(flight))
         learns = self._settings.routers_learn
         for hop, own_s in zip(flight.hops, flight.own_s, strict=True):
             if own_s > 0.0:
@@ -286,6 +287,18 @@ class Trainers:
         number = int(now_s / self._settings.bin_s)
         report.answered += [0] * (number + 1 - len(report.answered))
         report.answered[number] += 1
+
+    def _moving_share(self, flight: Flight) -> float:
+        trainer, here_s = (
+            flight.trainer,
+            self._world.lines.latency_s(flight.trainer.device, flight.hops[0].device),
+        )
+        stages = [(own_s, sum(hop.job_s)) for hop, own_s in zip(flight.hops, flight.own_s, strict=True)]
+        links = [
+            (latency_s, trainer.link_latency.least_s(here.name, there.name))
+            for (here, there), latency_s in zip(pairwise(flight.hops), flight.latency_s, strict=False)
+        ]
+        return moving_share([*stages, *links, (2 * here_s, 2 * here_s)])
 
     # -- the run ----------------------------------------------------------------------------------
 
@@ -308,17 +321,16 @@ class Trainers:
     def set_peers(self, stage: Stage) -> None:
         """Tell all trainers the peers that serve a stage now."""
         names = list(self._world.stages[stage])
-        room = sum(peer.room for peer in self._world.stages[0].values())
+        rooms = [sum(peer.room for peer in there.values()) for there in self._world.stages]
         for trainer in self._trainers:
             trainer.router.set_peers(stage, names)
-            if self._settings.window is None and room:
-                trainer.window.set_largest(room)
+            if self._settings.window is None:
+                trainer.window.set_largest(min(filter(None, rooms), default=1))
 
     def _stepped(self, t: int) -> None:
         self._in_flight.pop(t, None)
         self._work.stepped(self._world.version)
         for trainer in self._trainers:
-            trainer.window.paused()
             trainer.pace.stepped(trainer.shared / self._job.microbatches)
             trainer.shared = 0
         self._stepped_s = self._loop.now_s
