@@ -259,6 +259,7 @@ JOIN_HELP = "a bootstrap or any peer of it; repeatable"
 DATA_HELP = "text files, in the order that the manifest pins; needed unless its source is pydoc or code"
 ALLOW_HELP = "a package, or a file of the owner's, that the manifest may name; repeatable"
 TOKENIZER_HELP = "tokenizer.json, if the run has one"
+START_HELP = "folder of the weights that the run starts from, or a file of them"
 
 
 # --- what several commands have ---
@@ -346,6 +347,7 @@ class BootstrapOptions(NetworkOptions):
     """`-` reads it from standard input."""
     data: tuple[Path, ...] = several(NEEDED_FILE, DATA_HELP)
     tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
+    start: Path | None = optional(NEEDED_FILE, START_HELP)
     join: tuple[str, ...] = repeated(PEER_ADDRESS, "another bootstrap of the same network; repeatable")
     charter: Path | None = optional(
         NEEDED_FILE, "publish this too: swarm init made it, and newer ones are written there"
@@ -365,6 +367,7 @@ class PeerOptions(MemberOptions, NetworkOptions):
     device: str = option(
         DEVICES, "default: CUDA if there is, else CPU; all, or cuda:0,cuda:2: a peer for each", "auto"
     )
+    start: Path | None = optional(NEEDED_FILE, START_HELP + " (default: ask others)")
     recompute: bool = switch("keep only stage inputs and run forwards twice: less memory")
     threads: int | None = optional(COUNT, "cores to compute on, each a microbatch (default: all)")
     max_inflight: Literal["auto"] | int = option(
@@ -426,6 +429,7 @@ class AuditOptions(MemberOptions, NetworkOptions):
     """
 
     stages: tuple[Stage, ...] = several(NUMBER, "audit these only (default: all, in turn)")
+    start: Path | None = optional(NEEDED_FILE, START_HELP)
     device: str = option(DEVICE, "default: CUDA if there is, else CPU", "auto")
     threads: int | None = optional(COUNT, "cores to compute on, each a microbatch (default: all)")
 

@@ -167,6 +167,13 @@ def _peers(most: int) -> _Rule:
 
 
 _DIGEST = _text(r"([0-9a-f]{64})?", "64 lower-case hex digits, or empty: not pinned yet")
+_DIGESTS = _Rule(
+    "a list of 64 lower-case hex digits each, one for each stage; or empty: not pinned yet",
+    lambda v: (
+        type(v) in (list, tuple) and all(type(one) is str and re.fullmatch("[0-9a-f]{64}", one) for one in v)
+    ),
+    tuple,
+)
 
 
 def _rule(rule: _Rule, default: Any = MISSING, *, later: bool = False) -> Any:
@@ -537,6 +544,31 @@ class AdmissionSpec(_Spec, section="admission"):
         return peer in self.trainers or peer == self.owner != ""
 
 
+_HUB_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartSpec(_Spec, section="start"):
+    """Trained weights that a run starts from, instead of those that its seed draws."""
+
+    weights: str = _rule(
+        _text(
+            rf"(folder|hf:{_HUB_NAME}(/{_HUB_NAME})?@{_HUB_NAME})?",
+            '"folder" (which --start names), "hf:OWNER/NAME@REVISION", or empty: drawn from the seed',
+        ),
+        "",
+        later=True,
+    )
+    """Safetensors in a folder that the owner has, or in a repository of Hugging Face; peers that cannot read
+    them ask others."""
+    digests: tuple[str, ...] = _rule(_DIGESTS, (), later=True)
+    """SHA-256 of the tensors that each stage reads. Filled in when the run is published."""
+
+    def _cross_check(self) -> None:
+        if self.digests and not self.weights:
+            raise self.wrong("digests", "empty when start.weights is")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run(_Spec):
     """The terms of a run. Equal runs have equal texts and ids, and the other way round."""
@@ -575,6 +607,7 @@ class Run(_Spec):
     optimizer: OptimizerSpec
     codec: CodecSpec = field(default_factory=CodecSpec)
     admission: AdmissionSpec = field(default_factory=AdmissionSpec)
+    start: StartSpec = field(default_factory=StartSpec)
     id: str = field(init=False, repr=False, compare=False)
     """The first 32 hex digits of the SHA-256 of the canonical text; stored, since every message carries
     it."""
@@ -596,6 +629,10 @@ class Run(_Spec):
                 "microbatches_per_step", f"at most {MAX_TOLD // self.S} with {self.S} stages: what they "
                 "lack of a step has to fit into a message"
             )  # fmt: skip
+        if self.start.weights and self.model.kind == "counting":
+            raise self.start.wrong("weights", 'empty when model.kind is "counting"')
+        if self.start.digests and len(self.start.digests) != self.S:
+            raise self.start.wrong("digests", f"a list of {self.S}, one for each stage; or empty")
         object.__setattr__(self, "codec", self._codec_of_each_boundary())
         text = self.to_toml()
         if len(text) > MAX_MANIFEST_BYTES:
@@ -654,10 +691,14 @@ class Run(_Spec):
 
     @property
     def pinned(self) -> bool:
-        """Whether the manifest says exactly what its data are, and its custom model if there is one: it can
-        be published.
+        """Whether the manifest says exactly what its data are, and its custom model and the weights that it
+        starts from if there are any: it can be published.
         """
-        return bool(self.data.sha256) and (not isinstance(self.model, CustomModelSpec) or self.model.pinned)
+        return (
+            bool(self.data.sha256)
+            and (not isinstance(self.model, CustomModelSpec) or self.model.pinned)
+            and bool(self.start.digests) == bool(self.start.weights)
+        )
 
     @property
     def tokens_per_step(self) -> int:
@@ -684,14 +725,15 @@ class Run(_Spec):
         """The canonical text: every key, in order, one per line. `parse_run` of it gives an equal run."""
         lines = [f"{name} = {_toml(value)}" for name, value in _values(self) if not isinstance(value, _Spec)]
         for _, table in _values(self):
-            if isinstance(table, _Spec):
+            if isinstance(table, _Spec) and (values := _values(table)):
                 lines += ["", f"[{table.section}]"]
-                lines += [f"{name} = {_toml(value)}" for name, value in _values(table)]
+                lines += [f"{name} = {_toml(value)}" for name, value in values]
         return "\n".join(lines) + "\n"
 
 
 _TABLES: dict[str, type[_Spec]] = {
-    spec.section: spec for spec in (ModelSpec, DataSpec, BatchSpec, OptimizerSpec, CodecSpec, AdmissionSpec)
+    spec.section: spec
+    for spec in (ModelSpec, DataSpec, BatchSpec, OptimizerSpec, CodecSpec, AdmissionSpec, StartSpec)
 }
 
 

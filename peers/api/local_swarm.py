@@ -29,7 +29,7 @@ class LocalSwarm:
         self.run = run
         self._processes = Processes(
             run.terms, peers, on_event or (lambda event: None), files=run.files, tokenizer=run.tokenizer,
-            code=run.code,
+            start=run.start, code=run.code,
         )  # fmt: skip
         self._background: Background | None = None
         self._progress = Progress(run.terms.name, run.terms.steps) if progress else None

@@ -97,7 +97,7 @@ class Processes:
 
     def __init__(
         self, run: Run, peers: int, emit: Emit, *, files: Sequence[Path] = (), tokenizer: Path | None = None,
-        code: Path | None = None,
+        start: Path | None = None, code: Path | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -105,12 +105,14 @@ class Processes:
             peers: of each stage.
             emit: hears what is worth a line; what one process says of itself alone is left out.
             files, tokenizer: what the run's text is made of, if it is of files.
+            start: the folder of the weights that the run starts from, if it is one.
             code: a module of the owner's own that the manifest names.
         """
         self.run, self.tally = run, Tally()
         self._peers, self._emit = peers, emit
         self._data = ["--data", *(str(path.resolve()) for path in files)] if files else []
         self._data += ["--tokenizer", str(tokenizer.resolve())] if tokenizer is not None else []
+        self._start = ["--start", str(start.resolve())] if start is not None else []
         installed = [name for name in run.code if code is None or name.partition(":")[0] != code.stem]
         allowed = [*installed, *([str(code.resolve())] if code is not None else [])]
         self._allowed = [word for code in allowed for word in ("--allow-code", code)]
@@ -224,7 +226,7 @@ class Processes:
 
     async def _spawn_peer(self, stage: Stage) -> None:
         child = await self._spawn(
-            ["peer", *self._meeting, "--stage", str(stage), "--device", "cpu", "--threads", "1"]
+            ["peer", *self._meeting, *self._start, "--stage", str(stage), "--device", "cpu", "--threads", "1"]
         )
         self._stages[child] = stage
 

@@ -57,6 +57,7 @@ class Run:
         optimizer: Mapping[str, Any] | None = None,
         files: Sequence[str | Path] = (),
         tokenizer: str | Path | None = None,
+        start: str | Path | None = None,
         folder: str | Path | None = None,
         **terms: Any,
     ) -> None:
@@ -76,6 +77,7 @@ class Run:
             batch: the manifest's table `[batch]`; left out, as many rows as the example has.
             optimizer: the table `[optimizer]`; left out, AdamW with a rate of 0.001.
             files: the text files of a `[data]` that needs them, and its `tokenizer`.
+            start: the folder of the weights that a `[start]` needs.
             folder: where the code of a module is written, in a folder of its own (default: the cache).
             terms: what else the manifest can say, such as `dtype` or `codec`.
 
@@ -109,43 +111,46 @@ class Run:
             code = _write(name, example, columns, Path(folder or cache_folder() / "written"))
             import_file(code)
             found = _written(found, code)
-        self._complete(found, files, tokenizer, code)
+        self._complete(found, files, tokenizer, start, code)
 
     @classmethod
     def from_toml(
-        cls, path: str | Path, *, files: Sequence[str | Path] = (), tokenizer: str | Path | None = None
-    ) -> Run:
+        cls, path: str | Path, *, files: Sequence[str | Path] = (), tokenizer: str | Path | None = None,
+        start: str | Path | None = None,
+    ) -> Run:  # fmt: skip
         """The run of a manifest's file, as the commands take it.
 
         Raises:
             SetupError: what is wrong with it, or with its data or its model.
         """
-        return cls.of(load_run(path), files=files, tokenizer=tokenizer)
+        return cls.of(load_run(path), files=files, tokenizer=tokenizer, start=start)
 
     @classmethod
     def of(
-        cls, terms: manifest.Run, *, files: Sequence[str | Path] = (), tokenizer: str | Path | None = None
-    ) -> Run:
+        cls, terms: manifest.Run, *, files: Sequence[str | Path] = (), tokenizer: str | Path | None = None,
+        start: str | Path | None = None,
+    ) -> Run:  # fmt: skip
         """The run of a manifest that was read already; raises as `from_toml`."""
         run = cls.__new__(cls)
         run.module = run.loss = None
-        run._complete(terms, files, tokenizer, None)
+        run._complete(terms, files, tokenizer, start, None)
         return run
 
     def _complete(
         self, terms: manifest.Run, files: Sequence[str | Path], tokenizer: str | Path | None,
-        code: Path | None,
+        start: str | Path | None, code: Path | None,
     ) -> None:  # fmt: skip
         if isinstance(files, (str, Path)):
             files = [files]
         self.files = tuple(Path(path) for path in files)
         self.tokenizer = None if tokenizer is None else Path(tokenizer)
+        self.start = None if start is None else Path(start)
         self.code = code
         """The folder with the module's code and weights, and the samples; None: the manifest names installed
         code, or none."""
         self.terms = terms
         """What the manifest says."""
-        self.terms = pinned(terms, self.open_data())
+        self.terms = pinned(terms, self.open_data(), self.start)
 
     @property
     def id(self) -> str:

@@ -71,7 +71,7 @@ def run_init(options: InitOptions) -> None:
         founders=run.admission.founders or tuple(one.peer_id for one in founders),
     )
     run = replace(run, name=name, admission=admission)
-    run = pinned(run, open_data(run, options.data, options.tokenizer))
+    run = pinned(run, open_data(run, options.data, options.tokenizer), options.start)
     charter = rules.make(
         name=run.name,
         run=run.id,

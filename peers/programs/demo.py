@@ -63,7 +63,9 @@ def run_demo(options: DemoOptions) -> int:
 
     sizes = f"{count(terms.S, 'stage')} × {count(options.peers, 'peer')}, {count(terms.steps, 'step')}"
     shown = sys.stderr if options.json else sys.stdout
-    result = play(Run.of(terms, files=options.data), options, Lines(f"swarm demo: {sizes}", shown))
+    result = play(
+        Run.of(terms, files=options.data, start=options.start), options, Lines(f"swarm demo: {sizes}", shown)
+    )
     print(summary(result), file=shown)
     if options.json:
         print(json.dumps({key: value for key, value in result.items() if not key.startswith("_")}))
@@ -145,7 +147,8 @@ def _manifest_of(options: DemoOptions) -> manifest.Run:
         run = load_run(options.manifest)
         if options.stages is not None:
             cut = {"cut": ""} if run.brings_model else {}
-            run = replace(run, model=replace(run.model, stages=options.stages, **cut))
+            start = replace(run.start, digests=())
+            run = replace(run, model=replace(run.model, stages=options.stages, **cut), start=start)
         given = {name: getattr(options, name) for name in ("steps", "seed")}
         run = replace(run, **{name: value for name, value in given.items() if value is not None})
         if options.codec is not None:

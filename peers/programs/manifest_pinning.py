@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarm.errors import SetupError
@@ -12,20 +14,30 @@ if TYPE_CHECKING:
     from peers.storage.samples import Samples
 
 
-def pinned(run: Run, data: Dataset | Samples) -> Run:
+def pinned(run: Run, data: Dataset | Samples, start: Path | None = None) -> Run:
     """`run` with what is open filled in, as it is on this machine.
 
+    Args:
+        start: the folder of the weights that it starts from, if its manifest names none of a hub.
+
     Raises:
-        SetupError: the model cannot be built, is not what is pinned, or does not take these data.
+        SetupError: the model cannot be built, is not what is pinned, or does not take these data; or the
+            weights cannot be read, or are not of that model.
     """
     run = data.pinned(run)
-    if not isinstance(run.model, CustomModelSpec):
-        return run
+    if isinstance(run.model, CustomModelSpec):
+        run = _with_model(run, data)
+    if run.start.weights or start is not None:
+        run = _with_start(run, start)
+    return run
+
+
+def _with_model(run: Run, data: Dataset | Samples) -> Run:
     from peers.storage.samples import Samples
     from swarm.data import sample_offsets
     from swarm.model.custom import custom_model, model_inputs, pin_model
 
-    if not run.model.pinned:
+    if not (isinstance(run.model, CustomModelSpec) and run.model.pinned):
         run = pin_model(run)
     if isinstance(data, Samples):
         model_inputs(run, data.batch(sample_offsets(run, 0, 0)))
@@ -35,4 +47,18 @@ def pinned(run: Run, data: Dataset | Samples) -> Run:
                     f"sample {sample} of {run.data.code} has {value} for the model's input {taken.name}, "
                     f"which takes 0 to {taken.below - 1}: the model looks it up in something of that size"
                 )
+    return run
+
+
+def _with_start(run: Run, folder: Path | None) -> Run:
+    from peers.storage.start_weights import open_start
+    from swarm.model.layout import start_digest, start_from, start_tensors
+
+    read = open_start(run, folder)
+    if read is None:
+        raise SetupError('start.weights = "folder" in the run\'s manifest: give the folder with --start')
+    start_from(run, read)
+    digests = tuple(start_digest(start_tensors(run, stage)) for stage in range(run.S))
+    run = replace(run, start=replace(run.start, digests=digests))
+    start_from(run, read)
     return run

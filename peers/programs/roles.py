@@ -150,7 +150,7 @@ class Bootstrap(Networked[BootstrapOptions]):
             from peers.programs.manifest_pinning import pinned
             from peers.storage.samples import open_data
 
-            run = pinned(run, open_data(run, options.data, options.tokenizer))
+            run = pinned(run, open_data(run, options.data, options.tokenizer), options.start)
         async with Node(
             options=await self._daemon_options(options.join),
             identity_path=options.identity,
@@ -278,6 +278,18 @@ def check_code(run: Run, allow_code: Sequence[str]) -> None:
             import_file(files[name], version if spec == source else "")
 
 
+async def offer_start(run: Run, folder: Path | None) -> None:
+    """Have this process start from the weights that the manifest names, if it can read them.
+
+    Raises:
+        SetupError: what was given cannot be read, or the run starts from none.
+    """
+    if run.start.weights or folder is not None:
+        from peers.storage import start_weights
+
+        await asyncio.to_thread(start_weights.offer_start, run, folder)
+
+
 class Peer(Networked[PeerOptions]):
     """Serves a stage on this machine's device."""
 
@@ -306,6 +318,7 @@ class Peer(Networked[PeerOptions]):
             torch.set_num_threads(1)  # cores are for several microbatches at once
             if options.max_upload is not None:
                 node.transport.limit_upload(options.max_upload)
+            await offer_start(run, options.start)
             await self._obey_the_owner(stack, node, device)
             if options.pause_when_busy:
                 self._watch_the_device(stack, device)
@@ -392,6 +405,7 @@ class Peer(Networked[PeerOptions]):
         from peers.stage import pause as paused
         from peers.stage.server import StagePeer
         from peers.stage.settings import Checkpoints, StageSettings
+        from peers.transfer.start import FetchedStart
         from peers.vouching.own import OwnVoucher
 
         options, owner, emit = self.options, self.owner, self._emit
@@ -413,7 +427,10 @@ class Peer(Networked[PeerOptions]):
                 leave_within_s=options.leave_within, pause_within_s=options.pause_within, voucher=voucher,
             )  # fmt: skip
 
+        fetched = FetchedStart(run)
+
         async def build(stage: Stage, kept: Snapshot | None) -> StagePeer:
+            await fetched.prepare(stage, node.transport, node.directory, emit)
             compute, *room = await asyncio.to_thread(self._build, run, stage, device)
             mine = settings(*room)
             node.door.stage = stage
@@ -525,6 +542,7 @@ class Audit(_Looping[AuditOptions]):
                     "leave numbers out"
                 )
             torch.set_num_threads(1)
+            await offer_start(run, options.start)
             cores = (options.threads or usable_cores()) // run.batch.microbatch_threads
             threads = DeviceThreads("audits", max(1, cores) if device == "cpu" else 1)
             auditor = Auditor(

@@ -27,6 +27,7 @@ from peers.options import (
     RUN_HELP,
     SECONDS,
     SOCKET,
+    START_HELP,
     TOKENIZER_HELP,
     WEIGHTS,
     WORD,
@@ -128,6 +129,7 @@ class InitOptions:
     name: str | None = optional(WORD, "of the run (default: the manifest's)")
     data: tuple[Path, ...] = several(NEEDED_FILE, DATA_HELP)
     tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
+    start: Path | None = optional(NEEDED_FILE, START_HELP)
     peers: Door = option(None, "who may serve a stage (default: open)", "open", choices=DOORS)
     keepers: Door = option(None, "who may keep checkpoints (default: open)", "open", choices=DOORS)
     work_bits: int = option(WORK_BITS, "a stamp of so many bits, where it is open: 27 = 3 minutes", 0)
@@ -331,6 +333,7 @@ class DemoOptions:
         NEEDED_FILE, "text to train on; repeatable (default: the prose in Python's own documentation)"
     )
     manifest: Path | None = optional(FILE, "train this run instead of the built-in one")
+    start: Path | None = optional(NEEDED_FILE, START_HELP)
     seed: int | None = optional(NUMBER, "of weights, data and kills")
     yes: bool = switch("start as many processes as that takes, however few cores there are")
     json: bool = switch("print a JSON object as the last line of stdout")
@@ -414,6 +417,7 @@ class VerifyOptions:
     )
     data: tuple[Path, ...] = several(NEEDED_FILE, DATA_HELP)
     tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
+    start: Path | None = optional(NEEDED_FILE, START_HELP)
     allow_code: tuple[str, ...] = repeated(WORD, ALLOW_HELP)
     from_: int = option(NUMBER, "the version to start at: 0, or one with a checkpoint")
     to: int = option(COUNT, "the version to end at; its checkpoint is compared too, if it is there")

@@ -16,6 +16,7 @@ from peers.progress import Bar
 from peers.storage import transcript
 from peers.storage.checkpoint import Checkpoint
 from peers.storage.samples import open_data
+from peers.storage.start_weights import offer_start
 from peers.storage.weights import say, with_step
 from peers.trainer import entering
 from swarm.audit.rerun import (
@@ -94,6 +95,7 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
     folder = options.checkpoint_dir or options.transcript.resolve().parent.parent
     device = choose_device(options.device)
     data = open_data(run, options.data, options.tokenizer)
+    offer_start(run, options.start)
     start = states(folder, run, first)
     torch.set_num_threads(1)
     if why := why_not_exact(told, device):

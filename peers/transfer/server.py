@@ -8,15 +8,17 @@
 
     StateLeases(run.id, transport, {stage: CheckpointStore(run, stage, folder) for stage in range(run.S)})
 
-and a stage peer's `StateServer` one store and live weights, plus `held`. Stores are read in worker threads;
+and a stage peer's `StateServer` one store and live weights, plus `held`, and what stages start with, where
+the manifest names weights and this peer has them. Stores are read in worker threads;
 they may change at any time, and be added to the mapping.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -26,7 +28,18 @@ from peers.transfer.leases import Lease, Leases, Snapshot
 from peers.waiting import happens
 from swarm.errors import NotReady, Refused, SetupError, SwarmError
 from swarm.ids import Generation, Stage
-from swarm.wire.messages import AskSaved, OpenHeld, OpenState, Saved, SavedStage, check_run, say, unpack
+from swarm.model.layout import start_tensors
+from swarm.wire.messages import (
+    START,
+    AskSaved,
+    OpenHeld,
+    OpenState,
+    Saved,
+    SavedStage,
+    check_run,
+    say,
+    unpack,
+)
 
 SHARED_WAIT_S = 2.0
 """How long a stage that shares weights waits here for this stage's sum, before it asks another peer."""
@@ -34,6 +47,10 @@ MAX_LEASES = 2
 """Copies of live weights in host memory at once, each with its optimizer; and as many of saved versions."""
 MAX_VERSIONS_TOLD = 64
 """Of each stage, the newest ones."""
+
+
+Start: TypeAlias = Callable[[Stage], Mapping[str, torch.Tensor]]
+"""Stage -> the tensors that it starts with; called in worker threads. Raises SetupError: not here."""
 
 
 class SavedStates(Protocol):
@@ -61,10 +78,11 @@ class StateLeases(Leases):
         *,
         live: StateServer | None = None,
         most_saved: int = MAX_LEASES,
+        start: Start | None = None,
     ) -> None:
-        """`most_saved`: copies of saved versions in memory at once."""
+        """`most_saved`: copies of saved versions in memory at once. `start`: what a stage starts with."""
         super().__init__(run, transport)
-        self._stores, self._live, self._most_saved = stores, live, most_saved
+        self._stores, self._live, self._most_saved, self._start = stores, live, most_saved, start
         self._opening = asyncio.Lock()
         transport.serve("state", self._serve_state)
         transport.serve("saved", self._serve_saved)
@@ -84,6 +102,8 @@ class StateLeases(Leases):
 
     async def _lease(self, stage: Stage, version: int) -> Lease:
         """A copy of that version (negative: the newest), shared with its present readers."""
+        if version == START:
+            return await self._lease_start(stage)
         live: int | None = None
         try:
             live = self._live.version(stage) if self._live is not None else None
@@ -111,6 +131,19 @@ class StateLeases(Leases):
             if version < 0 or snapshot.version == version:
                 return await self.add("live", stage, snapshot)
         return await self.add("saved", stage, await self._load(stage, version, live))
+
+    async def _lease_start(self, stage: Stage) -> Lease:
+        for lease in self.of("start"):
+            if lease.what == stage:
+                return lease
+        if self._start is None:
+            raise Refused("this peer has no weights that the run starts from")
+        self.make_room("start", MAX_LEASES, version=-1)
+        try:
+            tensors = await asyncio.to_thread(self._start, stage)
+        except SetupError as error:
+            raise Refused(error.text) from None
+        return await self.add("start", stage, Snapshot(version=0, tensors=tensors))
 
     async def _load(self, stage: Stage, version: int, live: int | None) -> Snapshot:
         there = await self._versions(stage)
@@ -153,7 +186,8 @@ class StateServer:
     def __init__(self, core: StageCore, transport: Transport, store: SavedStates | None = None) -> None:
         self._core = core
         stores = {} if store is None else {core.stage: store}
-        self.leases = StateLeases(core.run.id, transport, stores, live=self)
+        start = partial(start_tensors, core.run) if core.run.start.weights else None
+        self.leases = StateLeases(core.run.id, transport, stores, live=self, start=start)
         transport.serve("held", self._serve_held)
 
     def version(self, stage: Stage) -> int:

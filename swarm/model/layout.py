@@ -1,4 +1,4 @@
-"""The shape of a stage's state, without any of its memory: for readers and keepers of states.
+"""The shape of a stage's state, without any of its memory: for readers and keepers of states; and version 0.
 
 The weights of a stage are one vector: the decayed parameters (two or more dimensions) first, then the others,
 each in the module's order. The optimizer's vectors lie beside it. Every parameter begins on a cache line, as
@@ -8,17 +8,19 @@ numbers between two parameters are 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-from swarm.errors import Refused
+from swarm.errors import Refused, SetupError
 from swarm.ids import Stage
 from swarm.manifest import Run
 from swarm.model.custom import custom_model
 from swarm.model.gpt import initial_value, stage_skeleton, weights_dtype
 from swarm.model.optimizer import vector_layout
+from swarm.model.reductions import add_tensor
 from swarm.model.same_bits import CACHE_LINE_BYTES
 
 LINE = CACHE_LINE_BYTES // 4
@@ -133,31 +135,103 @@ def empty_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
     return {name: torch.empty(n, dtype=kind, device="meta") for name, (n, kind) in vectors.items()}
 
 
-def initial_weights(run: Run, layout: Layout, device: torch.device) -> torch.Tensor:
-    """The vector of version 0, a function of the run alone."""
+# --- version 0 ---
+
+Reader: TypeAlias = Callable[[Sequence[str], torch.Size], torch.Tensor]
+"""Names of a tensor, any of which is right, and its shape -> the tensor. Raises SetupError: it has none."""
+_readers: dict[str, Reader] = {}
+"""Run's id -> where this machine has the weights that it starts from: as with code that a manifest names, a
+matter of the machine, and what is read is compared with what the manifest pins."""
+
+
+def start_from(run: Run, reader: Reader) -> None:
+    """Have this process read the weights of the run's version 0 there."""
+    _readers[run.id] = reader
+
+
+def can_start(run: Run) -> bool:
+    """Whether version 0 can be made here."""
+    return not run.start.weights or run.id in _readers
+
+
+def start_shapes(run: Run, stage: Stage) -> dict[str, torch.Size]:
+    """The tensors of a stage that are read where the run starts from, by full name, sorted."""
+    shapes = {name: span.shape for name, span in stage_layout(run, stage).terms.items()}
+    if run.brings_model:
+        model = custom_model(run)
+        frozen = model.traced.parameters.keys() & set(model.plans[stage].buffers)
+        shapes |= {name: model.traced.parameters[name].shape for name in frozen}
+    return dict(sorted(shapes.items()))
+
+
+def start_tensors(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
+    """What a stage starts with, read and compared with the manifest's digest.
+
+    Raises:
+        SetupError: it is not here, a tensor is missing or has another shape, or a number differs.
+    """
+    if not can_start(run):
+        raise SetupError(
+            f"the weights that run {run.id} starts from are not here: give their folder with --start"
+        )
+    aliases = {names[0]: names for names in custom_model(run).traced.graph.tied} if run.brings_model else {}
+    read, dtype = _readers[run.id], weights_dtype(run)
+    found = {
+        name: read(aliases.get(name, (name,)), shape).to(dtype)
+        for name, shape in start_shapes(run, stage).items()
+    }
+    if run.start.digests and start_digest(found) != run.start.digests[stage]:
+        raise SetupError(
+            f"the weights that stage {stage} starts with are others here than in the run "
+            f"({run.start.digests[stage][:12]}…): take those that the run's owner has"
+        )
+    return found
+
+
+def start_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of what a stage starts with."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        add_tensor(digest, name, tensors[name])
+    return digest.hexdigest()
+
+
+def initial_vectors(
+    run: Run, stage: Stage, layout: Layout, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The vectors of version 0, a function of the run alone: weights, and statistics of batch norms.
+
+    Raises:
+        SetupError: as `start_tensors`.
+    """
     weights = torch.zeros(layout.numel, dtype=weights_dtype(run), device=device)
-    own = custom_model(run).traced.parameters if run.brings_model else None
+    statistics = torch.empty(layout.statistics_numel, dtype=weights_dtype(run), device=device)
+    traced = custom_model(run).traced if run.brings_model else None
+    given = start_tensors(run, stage) if run.start.weights else {}
     for name, view in layout.views(weights):
-        view.copy_(initial_value(run, name, view.shape) if own is None else own[name].detach())
-    return weights
-
-
-def initial_statistics(run: Run, layout: Layout, device: torch.device) -> torch.Tensor:
-    """Statistics of batch norms of version 0; empty for a stage without any."""
-    vector = torch.empty(layout.statistics_numel, dtype=weights_dtype(run), device=device)
-    for name, view in layout.statistics_views(vector):
-        view.copy_(custom_model(run).traced.buffers[name])
-    return vector
+        if name in given:
+            view.copy_(given[name])
+        else:
+            view.copy_(
+                initial_value(run, name, view.shape) if traced is None else traced.parameters[name].detach()
+            )
+    for name, view in layout.statistics_views(statistics):
+        assert traced is not None
+        view.copy_(given.get(name, traced.buffers[name]))
+    return weights, statistics
 
 
 def initial_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
-    """`StageCompute.state()` of version 0, on the CPU: nothing is in the optimizer's vectors yet."""
-    layout, cpu = stage_layout(run, stage), torch.device("cpu")
-    weights = initial_weights(run, layout, cpu)
+    """`StageCompute.state()` of version 0, on the CPU: nothing is in the optimizer's vectors yet.
+
+    Raises:
+        SetupError: as `start_tensors`.
+    """
+    weights, statistics = initial_vectors(run, stage, stage_layout(run, stage), torch.device("cpu"))
     state = {name: torch.zeros_like(empty, device="cpu") for name, empty in empty_state(run, stage).items()}
     state |= {name: weights for name in state if name.startswith("weights")}
     if "statistics" in state:
-        state["statistics"] = initial_statistics(run, layout, cpu)
+        state["statistics"] = statistics
     return state
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -29,6 +30,12 @@ def _sum_of_squares(part: torch.Tensor) -> float:
     whole = squares.numel() - squares.numel() % _ROW
     rows = squares[:whole].view(-1, _ROW).sum(dim=1)
     return float((rows.sum() + squares[whole:].sum()).item())
+
+
+def add_tensor(digest: Any, name: str, tensor: torch.Tensor) -> None:
+    """Have a hash of `hashlib` go over a tensor and what it is."""
+    digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+    digest.update(bytes_of(tensor) if tensor.numel() else b"")
 
 
 WEIGHTS = ("weights", "statistics")

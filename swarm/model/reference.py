@@ -20,7 +20,7 @@ from swarm.manifest import Run
 from swarm.model.custom import model_inputs
 from swarm.model.fixed_point import add_exact, to_float
 from swarm.model.gpt import replace_parameters, weights_dtype
-from swarm.model.layout import empty_state, initial_statistics, initial_weights, stage_layout
+from swarm.model.layout import empty_state, initial_vectors, stage_layout
 from swarm.model.reductions import sqnorm
 from swarm.model.same_bits import aligned, use_threads_of
 from swarm.model.stage_function import stage_function
@@ -53,11 +53,11 @@ class SingleProcess:
         self._statistics: dict[str, torch.Tensor] = {}
         """Those of batch norms, likewise."""
         layouts = [stage_layout(run, stage) for stage in range(run.S)]
-        for layout in layouts:
-            for name, value in layout.views(initial_weights(run, layout, torch.device("cpu"))):
+        for stage, layout in enumerate(layouts):
+            weights, told = initial_vectors(run, stage, layout, torch.device("cpu"))
+            for name, value in layout.views(weights):
                 self.parameters[name] = torch.nn.Parameter(value.to(self._device, copy=True))
-            flat = initial_statistics(run, layout, self._device)
-            self._statistics |= dict(layout.statistics_views(flat))
+            self._statistics |= dict(layout.statistics_views(told.to(self._device)))
         # With delayed updates a step is computed with the weights before the newest.
         self._held = {
             name: weights.detach().clone() if run.delayed_updates else weights.detach()

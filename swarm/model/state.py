@@ -18,7 +18,7 @@ from swarm.errors import NotReady, Refused, SetupError, Stale
 from swarm.ids import Stage
 from swarm.manifest import Run
 from swarm.model.gpt import replace_parameters, weights_dtype
-from swarm.model.layout import Layout, initial_statistics, initial_weights
+from swarm.model.layout import Layout, initial_vectors
 from swarm.model.optimizer import FlatOptimizer
 from swarm.model.reductions import vectors_digest
 from swarm.model.same_bits import use_threads_of
@@ -31,7 +31,7 @@ class StageState:
         """Version 0, a function of the run alone.
 
         Raises:
-            SetupError: this device cannot compute this run.
+            SetupError: this device cannot compute this run, or has not the weights that it starts from.
         """
         self._run, self._stage, self._layout, self._device = run, stage, layout, device
         self.version = self.loads = 0
@@ -39,14 +39,14 @@ class StageState:
         self.dtype = weights_dtype(run)
         self._optimizer = FlatOptimizer(run.optimizer, layout.numel, layout.decayed, self.dtype, device)
         # Version v lives in number v % len.
-        self._weights = [initial_weights(run, layout, device)]
+        weights, self._statistics = initial_vectors(run, stage, layout, device)
+        """`_statistics`: of batch norms, of the newest version only, since training does not read them."""
+        self._weights = [weights]
         if run.delayed_updates:
             self._weights.append(self._weights[0].clone())
         # The decoder's matrices in bfloat16, for bfloat16 runs: see `bind`. They are the decayed weights.
         low = layout.decayed if run.dtype == "bfloat16" and not run.brings_model else 0
         self._low = [flat[:low].to(torch.bfloat16) for flat in self._weights]
-        self._statistics = initial_statistics(run, layout, device)
-        """Of batch norms: of the newest version only, since training does not read them."""
         self._storages = {v.untyped_storage().data_ptr() for v in (*self._weights, *self._low)}
 
     @property

@@ -240,13 +240,17 @@ class TakeSum(msgspec.Struct, frozen=True, kw_only=True):
     done: Bitmap
 
 
+START = -2
+"""As a version: not a state, but the tensors that a stage starts with."""
+
+
 class OpenState(msgspec.Struct, frozen=True, kw_only=True):
     """A request for a consistent snapshot of weights and optimizer."""
 
     run: str
     stage: Stage
     version: int = -1
-    """A saved version (a checkpoint); negative: the newest, as it is now."""
+    """A saved version (a checkpoint), or `START`; negative: the newest, as it is now."""
 
 
 class OpenHeld(msgspec.Struct, frozen=True, kw_only=True):

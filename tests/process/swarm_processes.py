@@ -414,10 +414,18 @@ class Processes:
 class Swarm(Processes):
     """A bootstrap, peers, trainers and keepers of one run."""
 
-    def __init__(self, folder: Path, run: Run, *, data: Sequence[Path] = (), lab: Lab | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        run: Run,
+        *,
+        data: Sequence[Path] = (),
+        start: Path | None = None,
+        lab: Lab | None = None,
+    ) -> None:
         super().__init__(lab)
         self.data: Dataset | Samples = open_data(run, data)
-        self.run = pinned(run, self.data)
+        self.run = pinned(run, self.data, start)
         self._files = ["--data", *map(str, data)] if data else []
         self.manifest = folder / "run.toml"
         self.manifest.write_text(self.run.to_toml())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from peers.events import StepDone
-from swarm.manifest import BatchSpec, CodecSpec, CustomModelSpec, DataSpec, OptimizerSpec, Run
+from swarm.manifest import BatchSpec, CodecSpec, CustomModelSpec, DataSpec, OptimizerSpec, Run, StartSpec
 from swarm.model.reference import SingleProcess
 from tests.process.forkserver import ForkServer
 from tests.process.models import CLASSES
@@ -89,3 +90,33 @@ def test_a_swarm_with_a_death_in_it_trains_the_model_of_one_process(make, tmp_pa
     assert sum(bool(event.losses) for event in told) > swarm.run.steps // 2
     assert farthest(weights, single) < 1e-9
     assert means[-1] < 0.9 * means[0]
+
+
+def test_a_folder_of_transformers_is_trained_further_to_the_bits_of_one_process(tmp_path: Path) -> None:
+    """Of each stage one peer has the folder; the others get what it starts with from them."""
+    import torch
+    import transformers
+
+    torch.manual_seed(5)
+    config = json.loads(gpt2().model.config)  # type: ignore[union-attr]
+    given = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config))
+    given.save_pretrained(tmp_path / "gpt2")
+    run = replace(gpt2(), dtype="float32", start=StartSpec(weights="folder"))
+    with Swarm(tmp_path, run, start=tmp_path / "gpt2") as swarm:
+        swarm.bootstrap()
+        doomed = swarm.peer(1, kill_at="backward:15")
+        for stage in range(run.S):
+            swarm.peer(stage, "--start", str(tmp_path / "gpt2"))
+        swarm.all_serve()
+        trainer = swarm.trainer("--window", "6")
+        swarm.dies(doomed)
+        swarm.ends(trainer)
+        weights = swarm.audited_weights()
+    single = SingleProcess(swarm.run, swarm.data.batch)
+    first = single.named_weights()
+    assert all(torch.equal(first[name], tensor) for name, tensor in given.named_parameters())
+    for t in range(run.steps):
+        single.step(t)
+    expected = single.named_weights()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)

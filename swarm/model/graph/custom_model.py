@@ -30,6 +30,7 @@ from swarm.manifest import (
     CustomModelSpec,
     OptimizerSpec,
     Run,
+    StartSpec,
     read_cut,
     write_cut,
 )
@@ -40,11 +41,12 @@ from swarm.model.graph.ir import Operator, Value
 from swarm.model.graph.model_source import CustomModel, from_code, from_hf, transformers
 from swarm.model.graph.partition import StagePlan, plan_stages, shared_parameters
 from swarm.model.graph.stage_module import StageModule
+from swarm.model.layout import start_tensors
+from swarm.model.reductions import add_tensor
 from swarm.model.same_bits import use_threads_of
 from swarm.model.stage_io import StageInput
 from swarm.partitioner.cost import reckoned_s
 from swarm.partitioner.search import find_cut
-from swarm.wire.codec import bytes_of
 from swarm.wire.tensor_meta import ITEM_BYTES, MAX_DIMS
 
 LABELS = ("target", "targets", "target_0", "labels")
@@ -223,9 +225,23 @@ def stage_inputs(run: Run, stage: Stage) -> tuple[StageInput, ...]:
 
 
 def stage_module(run: Run, stage: Stage) -> StageModule:
-    """The module of a stage, a new one each time. Its parameters have shapes; their numbers do not count."""
+    """The module of a stage, a new one each time. Its parameters have shapes; their numbers do not count.
+
+    Raises:
+        SetupError: the run starts from weights that are not here, and some of them are frozen.
+    """
     model = custom_model(run)
-    return StageModule(model.traced, model.plans[stage], seed=run.seed)
+    traced, plan = model.traced, model.plans[stage]
+    if run.start.weights and traced.parameters.keys() & set(plan.buffers):
+        traced = replace(traced, buffers={**traced.buffers, **_frozen(run, stage)})
+    return StageModule(traced, plan, seed=run.seed)
+
+
+@lru_cache(maxsize=4)
+def _frozen(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
+    """The weights of a stage that stay as the run started with them."""
+    buffers = set(custom_model(run).plans[stage].buffers)
+    return {name: tensor for name, tensor in start_tensors(run, stage).items() if name in buffers}
 
 
 # --- building -----------------------------------------------------------------------------------------------
@@ -263,6 +279,7 @@ def _open(run: Run) -> Run:
         batch=BatchSpec(microbatch_size=run.batch.microbatch_size, microbatches_per_step=1),
         optimizer=OptimizerSpec(lr=1.0),
         codec=CodecSpec(),
+        start=StartSpec(),
     )
 
 
@@ -354,7 +371,7 @@ def _called(version: str) -> str:
 def _weights_digest(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        _add(digest, name, tensor)
+        add_tensor(digest, name, tensor)
     return digest.hexdigest()
 
 
@@ -369,7 +386,7 @@ def _graph_digest(traced: Traced) -> str:
     digest.update("\n".join(lines).encode())
     for name, tensor in traced.buffers.items():
         if name.startswith("constant:"):
-            _add(digest, name, tensor)
+            add_tensor(digest, name, tensor)
     return digest.hexdigest()
 
 
@@ -384,11 +401,6 @@ def _word(part: Any) -> str:
     if callable(part) and hasattr(part, "__qualname__"):
         return str(part) if isinstance(part, torch._ops.OpOverload) else part.__qualname__
     return str(part) if isinstance(part, torch._ops.OpOverload) else repr(part)
-
-
-def _add(digest: Any, name: str, tensor: torch.Tensor) -> None:
-    digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-    digest.update(bytes_of(tensor) if tensor.numel() else b"")
 
 
 # --- the cut ------------------------------------------------------------------------------------------------

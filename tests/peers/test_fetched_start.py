@@ -1,0 +1,101 @@
+"""What a stage starts with, from peers: whoever has it, and nothing else than the manifest's digest says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+
+from peers.events import Event, Note
+from peers.transfer.server import StateLeases
+from peers.transfer.start import FetchedStart
+from swarm.errors import SetupError
+from swarm.ids import Stage
+from swarm.manifest import Run, StartSpec, demo_run
+from swarm.model import layout
+from swarm.model.layout import start_digest, start_from, start_shapes, start_tensors
+from swarm.records import PeerRecord
+from tests.peers.network import CalmNetwork
+
+pytestmark = pytest.mark.virtual_time
+
+
+def tensors_of(run: Run, stage: Stage, value: float = 1.0) -> dict[str, torch.Tensor]:
+    return {name: torch.full(shape, value) for name, shape in start_shapes(run, stage).items()}
+
+
+def started_run() -> Run:
+    run = replace(demo_run(stages=2, steps=4), start=StartSpec(weights="folder"))
+    digests = tuple(start_digest(tensors_of(run, stage)) for stage in range(2))
+    return replace(run, start=replace(run.start, digests=digests))
+
+
+RUN = started_run()
+
+
+@pytest.fixture
+async def network() -> AsyncIterator[CalmNetwork]:
+    network = CalmNetwork()
+    yield network
+    layout._readers.pop(RUN.id, None)
+    await network.close()
+
+
+def source(network: CalmNetwork, name: str, value: float | None, stage: Stage = 0) -> None:
+    """A peer of `stage` that gives all stages such weights; None: it has none."""
+
+    def given(asked: Stage) -> Mapping[str, torch.Tensor]:
+        if value is None:
+            raise SetupError("the weights are not here")
+        return tensors_of(RUN, asked, value)
+
+    StateLeases(RUN.id, network.join(name).transport, {}, start=given)
+    network.announce(
+        PeerRecord(run=RUN.id, peer=name, stage=stage, state="serving", version=0, addresses=("a",))
+    )
+
+
+async def fetched(network: CalmNetwork, stage: Stage, told: list[Event]) -> dict[str, torch.Tensor]:
+    newcomer = network.join("newcomer") if "newcomer" not in network.peers else network.peers["newcomer"]
+    fetching = FetchedStart(RUN)
+    await fetching.prepare(stage, newcomer.transport, newcomer.directory, told.append)
+    return start_tensors(RUN, stage)
+
+
+async def test_a_peer_without_the_folder_takes_it_from_one_of_any_stage(network: CalmNetwork) -> None:
+    source(network, "other", 1.0, stage=1)
+    found = await fetched(network, 0, [])
+    assert found.keys() == start_shapes(RUN, 0).keys()
+    assert all(bool((tensor == 1.0).all()) for tensor in found.values())
+    with pytest.raises(SetupError, match="this peer has what that stage starts with"):
+        start_tensors(RUN, 1)
+
+
+async def test_other_weights_are_not_believed_however_many_give_them(network: CalmNetwork) -> None:
+    for number in range(10):
+        source(network, f"a liar {number}", 2.0)
+    source(network, "b honest", 1.0, stage=1)
+    assert all(bool((tensor == 1.0).all()) for tensor in (await fetched(network, 0, [])).values())
+
+
+async def test_it_says_what_it_waits_for_until_a_peer_has_it(network: CalmNetwork) -> None:
+    source(network, "empty", None)
+    told: list[Event] = []
+    waiting = asyncio.create_task(fetched(network, 0, told))
+    await asyncio.sleep(10.0)
+    assert not waiting.done()
+    (note,) = told
+    assert (
+        isinstance(note, Note) and "the weights are not here. Or give their folder with --start" in note.text
+    )
+    source(network, "late", 1.0)
+    assert await waiting
+
+
+async def test_a_peer_that_has_the_folder_asks_nobody(network: CalmNetwork) -> None:
+    start_from(RUN, lambda names, shape: torch.full(shape, 1.0))
+    assert await fetched(network, 1, [])
+    assert not network.peers["newcomer"].transport.sent_bytes
