@@ -1,13 +1,19 @@
 """Which samples a microbatch holds, and in which order a trainer walks the microbatches of a step.
 
-Both are drawn from SHAKE-256 of their names, so they are the same in every process, on every machine and in
+Both are drawn from hashes of their names, so they are the same in every process, on every machine and in
 every version of Python and numpy, and (t, m) is enough to know them: no stream has to be wound forward.
+
+The tokens are cut into *windows*, one behind the other, and an epoch has each of them once. Its order is a
+permutation that is computed place by place, in no memory: windows come in a pool of chunks from all over the
+data, shuffled. So who fetches tokens from far away needs little of them at a time: one pool.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from struct import unpack
 from typing import Literal
 
@@ -16,13 +22,19 @@ from swarm.errors import Refused, SetupError
 from swarm.ids import PeerId
 from swarm.manifest import Run
 
+CHUNK_TOKENS = 1 << 21
+"""Windows so near to each other come in one pool: about a block of what is fetched (`swarm.merkle`)."""
+POOL_CHUNKS = 128
+"""Chunks whose windows are shuffled together: 268 million tokens, 512 MiB, of 128 places."""
+ROUNDS = 10
+"""Of the Feistel network; as many as NIST's format-preserving FF1 has (SP 800-38G)."""
+
 
 def sample_offsets(run: Run, t: int, m: int) -> list[int]:
     """Where the samples of microbatch (t, m) start in the array of tokens.
 
-    A sample is `sequence_length + 1` tokens from there on, all inside the array; or, if code makes the
-    samples, the one with that number. They are drawn independently and uniformly (to one part in 2^16 even
-    for 2^48 tokens).
+    A sample is `sequence_length + 1` tokens from there on, all inside the array, and the last of them is the
+    first of the next window; or, if code makes the samples, the one with that number.
 
     Returns:
         `microbatch_size` offsets.
@@ -30,13 +42,56 @@ def sample_offsets(run: Run, t: int, m: int) -> list[int]:
     Raises:
         SetupError: the run is not pinned, so the number of tokens is not known.
     """
-    data = run.data
-    starts = data.tokens if data.source == "code" else data.tokens - data.sequence_length
-    if starts < 1:
+    data, size = run.data, run.batch.microbatch_size
+    length, label = (1, 0) if data.source == "code" else (data.sequence_length, 1)
+    windows, left = divmod(data.tokens - label, length)
+    if windows < 1:
         raise SetupError("data.tokens is not set in the run's manifest: pin the run to its token file first")
-    return [
-        (word * starts) >> 64 for word in _words(f"samples {run.seed} {t} {m}", run.batch.microbatch_size)
-    ]
+    first = (t * run.M + m) * size
+    offsets = []
+    for number in range(first, first + size):
+        epoch, place = divmod(number, windows)
+        name = f"{run.seed} {epoch}"
+        (word,) = _words(f"start {name}", 1)
+        start = word * (left + 1) >> 64  # what is left over at the ends differs from epoch to epoch
+        offsets.append(start + length * _window(name, place, windows, max(1, CHUNK_TOKENS // length)))
+    return offsets
+
+
+def _window(name: str, place: int, windows: int, chunk: int) -> int:
+    """The window at `place` of an epoch. `chunk`: windows in one."""
+    pool, within = divmod(place, POOL_CHUNKS * chunk)
+    first = place - within
+    place = first + permuted(f"pool {name} {pool}", within, min(POOL_CHUNKS * chunk, windows - first))
+    number, within = divmod(place, chunk)
+    if number == windows // chunk:  # the last one, which is shorter than the others, stays where it is
+        return place
+    return permuted(f"chunks {name}", number, windows // chunk) * chunk + within
+
+
+def permuted(name: str, place: int, count: int) -> int:
+    """Where a permutation of range(count), a function of `name`, takes `place`.
+
+    A Feistel network over pairs of numbers below the root of `count`, rounded up, that is walked on until it
+    comes back below `count`: J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.
+    """
+    side = math.isqrt(count - 1) + 1
+    while True:
+        left, right = divmod(place, side)
+        for keyed in _rounds(name):
+            word = keyed.copy()
+            word.update(right.to_bytes(8, "little"))
+            left, right = right, (left + int.from_bytes(word.digest(), "little")) % side
+        place = left * side + right
+        if place < count:
+            return place
+
+
+@lru_cache(maxsize=16)
+def _rounds(name: str) -> list[hashlib.blake2b]:
+    """The round functions of a permutation, each a keyed hash to continue."""
+    key = hashlib.blake2b(f"swarm {name}".encode(), digest_size=32).digest()
+    return [hashlib.blake2b(digest_size=8, key=key, salt=bytes([number])) for number in range(ROUNDS)]
 
 
 def prove_samples(run: Run, tree: merkle.Tree, offsets: Sequence[int]) -> bytes:

@@ -573,9 +573,9 @@ class StartSpec(_Spec, section="start"):
 class Run(_Spec):
     """The terms of a run. Equal runs have equal texts and ids, and the other way round."""
 
-    format: int = _rule(_choice(1), 1)
+    format: int = _rule(_choice(2), 2)
     """Version of this file's meaning: it changes whenever the same keys would train another model. Leave
-    it out."""
+    it out. Since 2 an epoch has each window of the data once."""
     name: str = _rule(
         _text(
             r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,62}",

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.data import sample_offsets, token_dtype, trainer_order
+from swarm.data import (
+    CHUNK_TOKENS,
+    POOL_CHUNKS,
+    _window,
+    permuted,
+    sample_offsets,
+    token_dtype,
+    trainer_order,
+)
 from swarm.errors import SetupError
 from swarm.manifest import Run, audit_run, demo_run, pin
 
@@ -17,9 +28,10 @@ PINNED = pin(demo_run(), "ab" * 32, 500_000)
 
 def test_the_samples_of_a_microbatch_never_change_between_machines_and_versions() -> None:
     # Numbers written down: a change of this stream changes every run that was ever published.
-    assert sample_offsets(audit_run(), 0, 0) == [3531]
-    assert sample_offsets(audit_run(), 0, 1) == [936]
-    assert sample_offsets(audit_run(), 1, 0) == [1320]
+    assert [sample_offsets(audit_run(), 0, m) for m in range(4)] == [[3420], [2452], [3908], [3356]]
+    assert sample_offsets(audit_run(), 1, 0) == [1060]
+    large = pin(audit_run(), "ab" * 32, 10**12)
+    assert [sample_offsets(large, 10**9, m) for m in range(2)] == [[273310603308], [939842321460]]
     assert trainer_order("run", 3, "alice", 8) == [0, 2, 1, 5, 6, 7, 4, 3]
 
 
@@ -33,17 +45,68 @@ def test_every_sample_lies_inside_the_tokens(t: int, m: int, tokens: int, size: 
     assert all(offset >= 0 and offset + run.data.sequence_length + 1 <= tokens for offset in offsets)
 
 
-def test_first_and_last_window_are_both_drawn_when_there_are_two() -> None:
-    run = _sized(pin(PINNED, "ab" * 32, PINNED.data.sequence_length + 2), 64)
-    assert set(sample_offsets(run, 0, 0)) == {0, 1}
+@given(name=st.text(max_size=9), count=st.integers(1, 3000))
+def test_a_permutation_takes_each_place_to_another(name: str, count: int) -> None:
+    assert sorted(permuted(name, place, count) for place in range(count)) == list(range(count))
 
 
-def test_samples_are_spread_evenly() -> None:
-    run = _sized(PINNED, 4000)
+@given(name=st.text(max_size=9), count=st.integers(1, 2**60), place=st.integers(0, 2**60))
+def test_a_permutation_of_any_size_stays_inside(name: str, count: int, place: int) -> None:
+    assert 0 <= permuted(name, place % count, count) < count
+
+
+@pytest.mark.parametrize("count", [3, 10, 300])
+def test_a_permutation_is_uniform(count: int) -> None:
+    """Where its first place goes, and how far from there its second: chi-squared below its 99.99 %."""
+    rounds = 100 * count
+    ends = [(permuted(f"{n}", 0, count), permuted(f"{n}", 1, count)) for n in range(rounds)]
+    for found in (Counter(a for a, _ in ends), Counter((b - a) % count for a, b in ends)):
+        expected = rounds / len(found)
+        assert len(found) >= count - 1
+        excess = sum((n - expected) ** 2 / expected for n in found.values()) - len(found)
+        assert excess < 4 * (2 * len(found)) ** 0.5 + 12, found
+
+
+@given(windows=st.integers(1, 3000), chunk=st.integers(1, 30))
+def test_chunks_and_pools_have_each_window_once(windows: int, chunk: int) -> None:
+    order = [_window("1 2", place, windows, chunk) for place in range(windows)]
+    assert sorted(order) == list(range(windows))
+    pool = {window // chunk for window in order[: POOL_CHUNKS * chunk]}
+    assert len(pool) <= POOL_CHUNKS + 1, "windows of a pool are near to each other"
+
+
+@given(tokens=st.integers(10, 900), length=st.integers(1, 9), seed=st.integers(0, 9))
+def test_an_epoch_has_each_window_once(tokens: int, length: int, seed: int) -> None:
+    run = replace(PINNED, seed=seed, data=replace(PINNED.data, tokens=tokens, sequence_length=length))
+    windows, left = divmod(tokens - 1, length)
+    offsets = list(itertools.islice(drawn(run), 2 * windows))
+    for epoch in (offsets[:windows], offsets[windows:]):
+        start = min(epoch)
+        assert start <= left and sorted(epoch) == list(range(start, start + windows * length, length))
+
+
+def drawn(run: Run) -> Iterator[int]:
+    """The offsets of all samples of a run, in order."""
+    for t in itertools.count():
+        for m in range(run.M):
+            yield from sample_offsets(run, t, m)
+
+
+def test_epochs_differ_in_their_order_and_in_what_is_left_over() -> None:
+    run = replace(PINNED, data=replace(PINNED.data, tokens=1 + 128 * 40 + 100))
+    offsets = list(itertools.islice(drawn(run), 400))
+    epochs = [offsets[start : start + 40] for start in range(0, 400, 40)]
+    assert len({min(epoch) for epoch in epochs}) > 5
+    assert len({tuple(offset - min(epoch) for offset in epoch) for epoch in epochs}) == 10
+
+
+def test_samples_are_spread_evenly_over_what_one_pool_holds() -> None:
+    run = _sized(pin(PINNED, "ab" * 32, 10**12), 4000)
     offsets = sample_offsets(run, 5, 6)
-    tenth = (run.data.tokens - run.data.sequence_length) / 10
-    counts = [sum(1 for offset in offsets if int(offset / tenth) == i) for i in range(10)]
-    assert all(320 < count < 480 for count in counts), counts  # 400 ± 4 standard deviations
+    chunks = Counter(offset // CHUNK_TOKENS for offset in offsets)
+    assert len(chunks) <= 2 * POOL_CHUNKS, "who fetches them needs little at a time"
+    counts = [sum(1 for offset in offsets if offset * 10 // 10**12 == tenth) for tenth in range(10)]
+    assert all(80 < count < 900 for count in counts), counts
 
 
 def test_microbatches_steps_and_seeds_have_different_samples() -> None:

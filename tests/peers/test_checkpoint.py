@@ -224,7 +224,7 @@ def test_two_members_that_save_the_same_step_at_once_do_not_harm_each_other(tmp_
 def test_a_full_disk_is_an_error_and_leaves_nothing(
     tmp_path: Path, fails_at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    marks = {"manifest": b"format = 1", "tensors": TENSORS["m"].numpy().tobytes(), "index": b'{\n "format"'}
+    marks = {"manifest": b"format = 2", "tensors": TENSORS["m"].numpy().tobytes(), "index": b'{\n "format"'}
     original = atomic_file.write_all
 
     def full(file: BinaryIO, data: Any) -> None:

@@ -140,7 +140,7 @@ def test_a_file_that_is_no_history_is_said(tmp_path: Path, text: str) -> None:
     [
         ({"format": 2, "more": 1}, "in format 2; this one plays format 1: play it with the version that"),
         (
-            {"manifest": RUN.to_toml().replace("format = 1", "format = 99")},
+            {"manifest": RUN.to_toml().replace("format = 2", "format = 99")},
             "another version of swarm recorded it: format = 99 .* must be one of",
         ),
     ],
