@@ -1,4 +1,4 @@
-"""`--max-vram`: what a stage needs of its device, against what its owner gives; before any download."""
+"""What a stage needs of its device and of the machine, against what there is and what the owner gives."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from swarm.errors import SetupError
 from swarm.ids import Stage
 from swarm.manifest import Run
 from swarm.model.layout import empty_state, stage_layout
+from swarm.model.stage_io import allowed_gradients, allowed_inputs, body_bytes
 
 GIB = 1 << 30
-MAX_INFLIGHT = 32
-"""More microbatches at one peer only queue."""
 MEMORY_SHARE = 0.5
-"""Of the memory that is left after the weights, for microbatches in flight. The rest is for what calls need
-for themselves, for gradients, and for the allocator."""
+"""Of the memory that is left after the weights, for microbatches in flight; as `swarm.plan.network` has it.
+The rest is for what calls need for themselves, for gradients, and for the allocator."""
+MAX_INFLIGHT = (1 << 20) - 1
+"""A record says no more."""
 GRADIENTS_SHARE = 0.25
 """Of the same, for the gradients of microbatches that are computed at once."""
 
@@ -30,6 +31,10 @@ class Needs:
     """One more vector of gradients."""
     microbatch: int = 0
     """Each one in flight; 0: not measured yet."""
+    boundary: int = 0
+    """What each sends and receives, which is kept in the machine's memory."""
+    open: int = MAX_INFLIGHT
+    """Microbatches of all steps that are open at once: there are no more."""
 
     @property
     def least(self) -> int:
@@ -49,10 +54,17 @@ class Needs:
             f"give more, or take {saves}"
         )
 
-    def inflight(self, free: int, most: int | None) -> int:
-        """Microbatches in flight that fit: `free` is what the device has left beside the fixed part."""
+    def inflight(self, free: int, most: int | None, *, host_free: int) -> int:
+        """Microbatches in flight that fit.
+
+        Args:
+            free: bytes that the device has left beside the fixed part.
+            host_free: bytes that the machine has left.
+        """
         left = free if most is None else min(free, most - self.fixed)
-        return int(max(1, min(MAX_INFLIGHT, MEMORY_SHARE * left // max(1, self.microbatch))))
+        on_device = MEMORY_SHARE * left // max(1, self.microbatch)
+        on_host = MEMORY_SHARE * host_free // max(1, self.boundary)
+        return int(max(1, min(self.open, MAX_INFLIGHT, on_device, on_host)))
 
     def workers(self, free: int, most: int | None) -> int:
         """Microbatches that may be computed at once, each with gradients of its own; `free` as before."""
@@ -69,7 +81,15 @@ def needs_of(run: Run, stage: Stage, *, microbatch: int = 0) -> Needs:
     fixed = sum(tensor.nbytes for tensor in empty_state(run, stage).values()) + sums + gradients
     if run.dtype == "bfloat16":
         fixed += versions * layout.decayed * 2
-    return Needs(stage=stage, fixed=fixed, gradients=gradients, microbatch=microbatch)
+    boundary = max(map(body_bytes, allowed_inputs(run, stage)))
+    for one in range(max(0, stage - 1), min(stage + 1, run.S - 1)):
+        boundary += max(map(body_bytes, allowed_gradients(run, one)))
+    if stage < run.S - 1:
+        boundary += max(map(body_bytes, allowed_inputs(run, stage + 1)))
+    return Needs(
+        stage=stage, fixed=fixed, gradients=gradients, microbatch=microbatch, boundary=boundary,
+        open=versions * run.M,
+    )  # fmt: skip
 
 
 def _gib(nbytes: int) -> str:

@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,8 @@ class Answer:
     """What each boundary should send, if that was asked for: see `swarm.plan.topk_ratios`."""
     codecs_step_s: float | None = None
     """What a step takes then."""
+    in_flight: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """[N] microbatches that each device has at once; see `Overlap.in_flight`."""
 
 
 async def run_plan(options: PlanOptions) -> None:
@@ -130,7 +132,10 @@ def plan(network: Network, job: Job, *, seed: int, budget_s: float) -> Answer:
         overlap.predict(repaired(overlap, dict(baselines(network, job, rng))["random"])).total_s
         for _ in range(RANDOM_LAYOUTS)
     ]
-    return Answer(found, float(np.mean(chance_s)), found.starts["megatron"], cpu_s)
+    return Answer(
+        found, float(np.mean(chance_s)), found.starts["megatron"], cpu_s,
+        in_flight=overlap.in_flight(found.stage_of),
+    )  # fmt: skip
 
 
 def plan_codecs(
@@ -205,6 +210,7 @@ def as_json(answer: Answer, run: Run, network: Network) -> dict[str, Any]:
         "tail_s": step.tail_s,
         "tokens_per_s": run.tokens_per_step / step.total_s,
         "limit": step.limit,
+        "in_flight": {names[i]: int(answer.in_flight[i]) for i in np.flatnonzero(answer.in_flight)},
         "now_s": None if answer.now_s == math.inf else answer.now_s,
         "measured": answer.measured,
         "random_s": answer.random_s,
@@ -238,6 +244,7 @@ def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
         f"{step.first_s:.3g} s until the first microbatch is back, {step.busy_s:.3g} s for the others, "
         f"{step.tail_s:.3g} s to exchange gradients",
         f"what limits it: {step.limit}",
+        *_in_flight(answer, network, job),
         f"a random layout: {answer.random_s:.3g} s ({answer.random_s / step.total_s:.2f} times as long); "
         f"devices in the file's order, as Megatron has it: {answer.megatron_s:.3g} s "
         f"({answer.megatron_s / step.total_s:.2f} times)",
@@ -258,6 +265,22 @@ def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
             lines.append(f"  {direction} = {json.dumps(getattr(answer.codecs, direction))}")
     lines.append("a device joins its stage with: swarm peer --stage N ...")
     return "\n".join(lines)
+
+
+def _in_flight(answer: Answer, network: Network, job: Job) -> list[str]:
+    """What a layout needs at once on its devices, and which of them cannot hold that."""
+    most = int(answer.in_flight.argmax())
+    needs = count(int(answer.in_flight[most]), "microbatch")
+    lines = [f"this layout needs {needs} in flight on {network.devices[most].name}, on others no more"]
+    for i in np.flatnonzero(answer.in_flight):
+        device, needed = network.devices[i], int(answer.in_flight[i])
+        room = job.room(int(answer.plan.stage_of[i]), device)
+        if room < needed:
+            lines.append(
+                f"the memory of {device.name} holds {room:.0f} of the {needed} microbatches that it needs in "
+                "flight: a step takes longer, unless it joins with --recompute"
+            )
+    return lines
 
 
 def _members(stage_of: Sequence[Stage] | np.ndarray, stages: int) -> list[np.ndarray]:

@@ -384,7 +384,7 @@ class Peer(Networked[PeerOptions]):
             if admits == "auto" or most is not None:
                 measured = needs_of(run, stage, microbatch=compute.saved_bytes())
                 measured.check(most)
-                fits = measured.inflight(free_bytes(device), most)
+                fits = measured.inflight(free_bytes(device), most, host_free=free_bytes("cpu"))
                 admits = fits if admits == "auto" else min(fits, admits)
         except torch.OutOfMemoryError as error:
             raise SetupError(f"stage {stage} does not fit on {device} now: {error}") from None

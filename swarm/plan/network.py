@@ -27,6 +27,9 @@ else:
 BACKWARD_FORWARDS = 2.0
 """A backward pass is two products where a forward is one: for the inputs, and for the weights."""
 
+MEMORY_SHARE = 0.5
+"""Of the memory that the state leaves, for microbatches in flight; as in `peers/owner/memory_limit.py`."""
+
 MAX_DEVICES = 100_000
 """Ten times the largest swarm that we simulate: a `count` beyond it is a typo."""
 
@@ -193,6 +196,13 @@ class Job:
     def fits(self, stage: int, device: Device) -> bool:
         """Whether the device can hold the stage with one microbatch in flight."""
         return self.state_bytes[stage] + self.activation_bytes[stage] <= device.memory_bytes
+
+    def room(self, stage: int, device: Device) -> float:
+        """How many microbatches in flight the device can hold beside the state of the stage."""
+        free_bytes = MEMORY_SHARE * (device.memory_bytes - self.state_bytes[stage])
+        if not self.activation_bytes[stage] or math.isinf(free_bytes):
+            return math.inf
+        return max(1.0, free_bytes // self.activation_bytes[stage])
 
 
 def check_fit(network: Network, job: Job) -> None:

@@ -118,6 +118,24 @@ class Overlap:
         """
         return self._step(*self._parts(stage_of))
 
+    def in_flight(self, stage_of: Sequence[int] | np.ndarray) -> np.ndarray:
+        """[N] microbatches that each device has at once where none waits, 0 of those that serve nothing.
+
+        By Little's law: its share of the rate, times the seconds from its forward to the end of its backward.
+        """
+        stages, boundaries = self._parts(stage_of)
+        period_s = max(part.busy_s for part in (*stages, *boundaries)) / self.job.microbatches
+        found_N, behind_s = np.zeros(len(self.network), dtype=np.int64), 0.0
+        for number in reversed(range(self.job.stages)):
+            stage = stages[number]
+            if number < self.job.stages - 1:
+                behind_s += boundaries[number].hop_s
+            behind_s += (1 + BACKWARD_FORWARDS) * stage.forward_s
+            most_n = whole_shares(stage.share, self.job.microbatches)
+            needed_n = np.ceil(stage.share * behind_s / max(period_s, 1e-12))
+            found_N[stage.members] = np.ceil(np.clip(needed_n, 1.0, np.maximum(most_n, 1.0)))
+        return found_N
+
     def soft_s(self, stage_of: Sequence[int] | np.ndarray) -> float:
         """The step's seconds, and a little of what does not limit it: a search on a plain needs a slope."""
         stages, boundaries = self._parts(stage_of)

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from peers.options import PeerOptions
-from peers.owner.memory_limit import MAX_INFLIGHT, Needs, needs_of
+from peers.owner.memory_limit import MEMORY_SHARE, Needs, needs_of
 from peers.programs.roles import Peer
 from swarm.errors import SetupError
 from swarm.manifest import Run, demo_run
 from swarm.model.stage import StageCompute
+from swarm.plan.network import MEMORY_SHARE as PLANNED
 from tests.model.chain import tiny_run
 
 MIB = 1 << 20
@@ -57,12 +58,33 @@ def test_what_does_not_fit_is_refused_with_numbers() -> None:
 
 
 def test_as_many_microbatches_are_admitted_as_fit() -> None:
-    needs = Needs(stage=0, fixed=100 * MIB, microbatch=10 * MIB)
-    assert needs.inflight(1000 * MIB, None) == MAX_INFLIGHT
-    assert needs.inflight(200 * MIB, None) == 10
-    assert needs.inflight(1000 * MIB, 200 * MIB) == 5
-    assert needs.inflight(60 * MIB, 200 * MIB) == 3, "others have the rest of the device"
-    assert needs.inflight(0, 120 * MIB) == 1
+    needs = Needs(stage=0, fixed=100 * MIB, microbatch=10 * MIB, boundary=MIB, open=96)
+    host = 10_000 * MIB
+
+    def fits(free: int, most: int | None = None, host_free: int = host) -> int:
+        return needs.inflight(free, most, host_free=host_free)
+
+    assert fits(10_000 * MIB) == 96, "no more are open"
+    assert fits(200 * MIB) == 10
+    assert fits(1000 * MIB, 200 * MIB) == 5
+    assert fits(60 * MIB, 200 * MIB) == 3, "others have the rest of the device"
+    assert fits(0, 120 * MIB) == 1
+    assert fits(1000 * MIB, host_free=40 * MIB) == 20, "what they send is kept in the machine's memory"
+
+
+def test_what_a_microbatch_sends_and_receives_is_reckoned_with_its_gradients() -> None:
+    run = demo_run(stages=3, codec="none")
+    (first, middle, last), M = (needs_of(run, stage) for stage in range(3)), run.M
+    tokens = run.batch.microbatch_size * run.data.sequence_length
+    hidden, labels = 4 * tokens * run.built_in.hidden, tokens
+    assert middle.boundary == 4 * hidden + 2 * labels
+    assert last.boundary == 2 * hidden + labels
+    assert first.boundary == last.boundary + labels + run.batch.microbatch_size
+    assert (middle.open, needs_of(replace(run, delayed_updates=True), 1).open) == (M, 2 * M)
+
+
+def test_planner_and_peers_reckon_with_the_same_share_of_the_memory() -> None:
+    assert MEMORY_SHARE == PLANNED
 
 
 @pytest.mark.parametrize("method", ["__init__", "saved_bytes"])

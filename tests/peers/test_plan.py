@@ -50,6 +50,7 @@ def test_a_plan_names_every_device_once_and_compares_itself(
     assert said["step_s"] <= said["megatron_s"]
     assert said["tokens_per_s"] == pytest.approx(16 * 8 * 256 / said["step_s"])
     assert said["limit"]
+    assert sorted(said["in_flight"]) == sorted(set(names) - set(said["idle"]))
 
 
 def test_a_plan_for_people_says_the_layout_the_limit_and_the_comparison(
@@ -61,6 +62,19 @@ def test_a_plan_for_people_says_the_layout_the_limit_and_the_comparison(
     assert all(f"\nstage {stage}: " in said for stage in range(3))
     for words in ("a step takes about", "what limits it: ", "a random layout: ", "as Megatron has it: "):
         assert words in said
+
+
+def test_a_plan_says_what_it_needs_in_flight_and_which_memory_cannot_hold_it(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planned(files) == Exit.OK
+    said = capsys.readouterr().out
+    assert re.search(r"this layout needs \d+ microbatches in flight on v100-\d, on others no more", said)
+    assert "the memory of" not in said
+    files[1].write_text(DEVICES.replace("memory_gb = 16", "memory_gb = 0.2"))
+    assert planned(files) == Exit.OK
+    said = capsys.readouterr().out
+    assert re.search(r"the memory of v100-\d holds 1 of the \d+ microbatches that it needs in flight", said)
 
 
 def test_slow_boundaries_are_given_codecs_that_the_manifest_takes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from peers.sim.throughput.report import Settings, ThroughputReport
 from scripts.bench.validate import CASES, Case, shipped, simulated, validation_run
 from swarm.errors import SetupError
 from swarm.plan.network import Device, Job, Network
+from swarm.plan.overlapped import Overlap
 from swarm.records import NO_STAGE
 from swarm.sim.dice import Dice
 from swarm.sim.trace import Trace
@@ -339,6 +341,20 @@ def test_no_more_microbatches_are_taken_than_the_memory_holds() -> None:
         simulate(network(3, latency_s=0.2, **memory), work, range(3), end_s=300.0) for work in (tight, roomy)
     )
     assert slow.step_s() > 1.2 * fast.step_s()
+
+
+def test_the_planner_says_how_many_in_flight_a_layout_needs() -> None:
+    """A microbatch takes 0.3 s in each of 3 stages, and 0.8 s on its ways: 1.7 s in all."""
+    net, work = network(3, latency_s=0.2), job(3, 60)
+    needed = Overlap(net, work).in_flight([0, 1, 2])
+    assert needed.tolist() == [6, 4, 1]
+
+    def step_s(room: int) -> float:
+        given = replace(net, devices=(replace(net.devices[0], memory_bytes=2.0 * room), *net.devices[1:]))
+        held = replace(work, activation_bytes=(1.0, 0.0, 0.0))
+        return simulate(given, held, range(3), end_s=200.0, settings=Settings(window=60)).step_s()
+
+    assert step_s(6) < 1.05 * step_s(60) < 0.8 * step_s(4)
 
 
 def test_who_is_too_small_for_every_stage_idles_and_its_device_may_come_back() -> None:

@@ -15,8 +15,6 @@ from swarm.policy.rebalance import Stay, neediest, rebalance
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.sim.trace import Change, Trace, changes
 
-MEMORY_SHARE = 0.5
-"""Of the memory that is free after the state, for microbatches in flight; as in `peers/programs/roles.py`."""
 LOST_S = 6.0
 """A joiner of a stage without peers waits so long for one that may be cut off."""
 DOWNLOAD_PARTS = 32
@@ -75,10 +73,8 @@ class Members:
         there, settings = world.network.devices[device], world.settings
         forward_s = there.compute_s(job.forward_flops[stage]) + settings.job_s
         backward_s = there.compute_s(BACKWARD_FORWARDS * job.forward_flops[stage]) + settings.job_s
-        room = settings.max_inflight
-        free_bytes = MEMORY_SHARE * (there.memory_bytes - job.state_bytes[stage])
-        if job.activation_bytes[stage] and math.isfinite(free_bytes):
-            room = max(1, min(room, int(free_bytes / job.activation_bytes[stage])))
+        open_steps = 1 + settings.delayed_updates
+        room = int(min(settings.max_inflight, job.room(stage, there), open_steps * job.microbatches))
         peer = world.peers[name] = Peer(self._loop, device, name, stage, (forward_s, backward_s), room)
         if now_s == 0.0 or (world.version == 0 and not world.covered):
             self._serve(peer)  # version 0 follows from the seed

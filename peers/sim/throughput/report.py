@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -30,7 +31,7 @@ class Settings:
     """Seconds at the end of a step besides the all-reduce and the latencies: optimizer, digest."""
     job_s: float = 0.0
     """Seconds of each forward and each backward besides its arithmetic."""
-    max_inflight: int = 32
+    max_inflight: float = math.inf
     """Microbatches that a peer takes at most; fewer if its memory holds fewer."""
     routers_learn: Literal["response", "compute", "latency"] = "latency"
     """What trainers route by: compute time and link latency, as the live ones do; or, for comparison, compute
