@@ -377,7 +377,7 @@ async def test_a_peer_that_lied_is_in_the_transcript_with_those_that_judged_it(
     assert listed, "by both, or by each for an answer of its own"
     assert all(line.startswith("convicted: peer s0p1 of stage 0: its answer of microbat") for line in listed)
     assert {by for line in listed for by in line.partition(", say ")[2].split(" and ")} == {"s0p0", "s0p2"}
-    assert sum(line.endswith(": peer s0p1: it lied") for line in said) == len(listed)
+    assert any(line.endswith(": peer s0p1: it lied") for line in said)
 
 
 @pytest.mark.virtual_time
