@@ -34,9 +34,9 @@ from swarm.ids import Generation, Microbatch, PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.model.stage_io import input_metas
 from swarm.policy.backoff import Backoff
+from swarm.policy.call_limits import CallLimits
 from swarm.policy.link_latency import LinkLatency
 from swarm.policy.router import NoPeerForStage, Pace, Router
-from swarm.policy.timeouts import AdaptiveTimeout, expected_s
 from swarm.policy.window import Window, moving_share
 from swarm.protocol.ledger import check_bitmap
 from swarm.protocol.rollback import check_position
@@ -140,7 +140,7 @@ class Trainer:
         self._voices = Voices(run, transport.signer, directory)
         self._audits = AuditCaller(run, transport, directory, self._answered_wrongly)
         self._locator = Locator(run.id, transport, self._router.backoff)
-        self.timeout = AdaptiveTimeout(run.S)
+        self._limits = CallLimits(self._router, 0, run.S)
         self._seen: dict[Stage, Sequence[PeerRecord]] = {}
         self._latency = LinkLatency()
         self._pace = Pace()
@@ -288,14 +288,14 @@ class Trainer:
         try:
             if item.deepest == 0:  # it was answered, and does not count: by whom it may be told
                 await self._locator.holders(mb, self._router.peers(0))
-            route = self._route(mb.t)
+            route = self._route(item.microbatch)
             peer = route[0]
             done = await self._call(peer, route, item)
         except NoPeerForStage as none:
             self._todo.failed(mb)
             await asyncio.sleep(min(0.5, max(0.05, none.retry_at - now_s())))
         except PeerFault as fault:
-            self._lost(fault.peer, mb.t, began)
+            self._limits.lost(fault.peer, t=mb.t, since_s=began, now=now_s())
             self._router.failed(fault.peer, now=now_s(), silent=fault.silent)
             self._emit(events.PeerLost(peer=fault.peer, stage=0, why=fault.text))
             self._attempts[mb] = self._attempts.get(mb, 0) + 1
@@ -329,7 +329,7 @@ class Trainer:
             self.losses[mb] = done.loss
             self._todo.finished(mb, now=now_s())
             self._pace.answered(now=now_s())
-            self.timeout.answered(now_s() - began)
+            self._limits.answered(now_s() - began)
             self._learn_speeds(done.hops[: self._run.S], now_s() - began)
             self._refusals.pop(mb, None)
 
@@ -352,23 +352,26 @@ class Trainer:
             moving = moving_share([*parts, (least_s, least_s)])
             self._window.answered(in_flight=self._in_flight, moving=moving)
 
-    def _lost(self, peer: PeerId, t: int, began: float) -> None:
-        """A call failed: all of its time is lost."""
-        self._router.backoff.charge(peer, t=t, since_s=began, now=now_s())
-        if now_s() - began >= self.timeout.limit_s:
-            self.timeout.gave_up(now_s() - began)
+    def _route(self, mb: Microbatch) -> list[PeerId]:
+        """One peer of each stage; stages behind the first may be empty for now, their callers wait.
 
-    def _route(self, t: int) -> list[PeerId]:
-        """One peer of each stage; stages behind the first may be empty for now, their callers wait."""
+        At most one of them has never answered, and none once the microbatch had to be sent again.
+        """
         ahead = self._run.M if self._run.delayed_updates else 0
-        horizon_s = self._pace.horizon_s(self._todo.unstarted(t) + ahead)
-        route = [self._router.route(0, now=now_s(), horizon_s=horizon_s).peer]
-        for stage in range(1, self._run.S):
-            latency_s = partial(self._latency.expected_s, route[-1])
+        horizon_s = self._pace.horizon_s(self._todo.unstarted(mb.t) + ahead)
+        route: list[PeerId] = []
+        known = mb in self._attempts
+        for stage in range(self._run.S):
+            latency_s = partial(self._latency.expected_s, route[-1]) if route else None
             try:
-                found = self._router.route(stage, now=now_s(), horizon_s=horizon_s, latency_s=latency_s)
+                found = self._router.route(
+                    stage, now=now_s(), horizon_s=horizon_s, latency_s=latency_s, known=known
+                )
             except NoPeerForStage:
+                if not route:
+                    raise
                 break
+            known = known or not self._router.knows(stage, found.peer)
             route.append(found.peer)
         return route
 
@@ -386,8 +389,7 @@ class Trainer:
             route=tuple(route[1 : 1 + MAX_HOPS]), tensors=input_metas(self._run, 0), ticket=ticket,
         )  # fmt: skip
         fault_point("trainer")
-        self.timeout.expected_s = expected_s(map(self._directory.at, range(self._run.S)))
-        limit_s = self._router.backoff.within_budget_s(peer, self.timeout.limit_s, t=t)
+        limit_s = self._limits.limit_s(peer, map(self._directory.at, range(self._run.S)), t=t)
         answer = await self._transport.call(peer, "work", pack(work), body, deadline_s=limit_s)
         done = unpack_answer(peer, answer.header, WorkDone)
         if not -1e30 < done.loss < 1e30:

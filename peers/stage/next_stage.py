@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -12,8 +12,8 @@ from peers.locator import Locator
 from peers.ports import Answer, Buffer, Directory, Transport
 from swarm.errors import NotNow, PeerFault, Refused, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
+from swarm.policy.call_limits import CallLimits
 from swarm.policy.router import NoPeerForStage, Router
-from swarm.policy.timeouts import AdaptiveTimeout, expected_s
 from swarm.records import PeerRecord
 from swarm.wire.messages import Work, WorkDone, pack, unpack_answer, with_latency
 
@@ -46,7 +46,7 @@ class NextStage:
         self._transport, self._directory = transport, directory
         self._router, self._on_fault = router, on_fault
         self._stages, self._heard = stages, heard
-        self.timeout = AdaptiveTimeout(stages - stage)
+        self._limits = CallLimits(router, stage, stages)
         self._seen: Sequence[PeerRecord] | None = None
         self._answered: dict[tuple[int, int], set[PeerId]] = {}
         """Which peers answered a microbatch of the last steps."""
@@ -90,12 +90,12 @@ class NextStage:
             try:
                 answer = await self._transport.call(
                     peer, "work", pack(work), body, max_answer_bytes=max_answer_bytes,
-                    deadline_s=self._limit_s(peer, work.t),
+                    deadline_s=self._limits.limit_s(peer, self._serving(), t=work.t),
                 )  # fmt: skip
                 done = unpack_answer(peer, answer.header, WorkDone)
                 check(peer, done, answer)
             except PeerFault as fault:
-                self._lost(peer, work.t, began)
+                self._limits.lost(peer, t=work.t, since_s=began, now=now_s())
                 self.fault(fault)
                 work = msgspec.structs.replace(work, attempt=work.attempt + 1)
             except NotNow as later:
@@ -115,7 +115,7 @@ class NextStage:
                     raise Refused(f"stage {self.stage} refuses {work.t, work.m}: {refused.text}") from None
             else:
                 took_s = now_s() - began
-                self.timeout.answered(took_s)
+                self._limits.answered(took_s)
                 hop = next((hop for hop in done.hops if hop.peer == peer), None)
                 # A time that cannot be true (NaN, below zero) would draw all work to its peer, for ever.
                 if hop is not None and 0.0 <= hop.own_s <= took_s:
@@ -127,16 +127,9 @@ class NextStage:
                 return peer, done, answer
         raise reason
 
-    def _limit_s(self, peer: PeerId, t: int) -> float:
-        """How long `peer` may take: what is usual, and no more than it may still cost the run."""
-        self.timeout.expected_s = expected_s(map(self._directory.at, range(self.stage, self._stages)))
-        return self._router.backoff.within_budget_s(peer, self.timeout.limit_s, t=t)
-
-    def _lost(self, peer: PeerId, t: int, began: float) -> None:
-        """A call failed: all of its time is lost."""
-        self._router.backoff.charge(peer, t=t, since_s=began, now=now_s())
-        if now_s() - began >= self.timeout.limit_s:
-            self.timeout.gave_up(now_s() - began)
+    def _serving(self) -> Iterable[Sequence[PeerRecord]]:
+        """The records of the stages that a call passes."""
+        return map(self._directory.at, range(self.stage, self._stages))
 
     def _note_answered(self, work: Work, peer: PeerId) -> None:
         for name in [name for name in self._answered if name[0] < work.t - 1]:
@@ -174,7 +167,7 @@ class NextStage:
         known = suggested in self._router.peers(self.stage) and suggested not in exclude
         if suggested is not None and known and not self._router.backoff.in_backoff(suggested, now=now):
             return suggested
-        return self._router.route(self.stage, now=now, exclude=exclude).peer
+        return self._router.route(self.stage, now=now, exclude=exclude, known=work.attempt > 0).peer
 
     async def _locate(self, work: Work) -> PeerId | None:
         """The peer that has `(t, m)` already or computes it, if any: asking it again costs nothing."""

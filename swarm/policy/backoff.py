@@ -64,6 +64,10 @@ class Backoff:
             if self._last_s.get(peer, 0.0) <= self._first_s:
                 self._until.pop(peer, None)
 
+    def doubled(self, peer: PeerId) -> float:
+        """How many times as long as the first its last backoff was; 1 if it had none."""
+        return max(1.0, self._last_s.get(peer, 0.0) / self._first_s)
+
     def silent(self) -> list[PeerId]:
         """The silent peers, to be pinged."""
         return sorted(self._silent)

@@ -63,6 +63,11 @@ class Router:
         """All peers known at `stage`, in backoff or not."""
         return sorted(self._queue_of(stage).known)
 
+    def knows(self, stage: Stage, peer: PeerId) -> bool:
+        """Whether `peer` has answered here."""
+        candidate = self._queue_of(stage).known.get(peer)
+        return candidate is not None and candidate.measured
+
     def answered(self, stage: Stage, peer: PeerId, took_s: float, work_s: float | None = None) -> None:
         """Record an answer of `peer`.
 
@@ -71,8 +76,7 @@ class Router:
         get less than it can do.
         """
         self.backoff.answered(peer)
-        candidate = self._queue_of(stage).known.get(peer)
-        if candidate is not None and not candidate.measured:
+        if not self.knows(stage, peer):
             self._trials_of(stage).answered(peer)
         self._queue_of(stage).answered(peer, took_s, took_s if work_s is None else work_s)
 
@@ -91,12 +95,13 @@ class Router:
         exclude: Collection[PeerId] = (),
         horizon_s: float = float("inf"),
         latency_s: Callable[[PeerId], float] | None = None,
+        known: bool = False,
     ) -> Route:
         """Pick the peer whose virtual clock is furthest behind; ties go to the smallest id. O(log n).
 
         `horizon_s`: how long the step still has other work. A much slower peer that would need longer is left
         out, because all would wait for it. `latency_s`: seconds on the link to a peer; near ones are
-        preferred, and none gets less than its share.
+        preferred, and none gets less than its share. `known`: one that has answered, if there is any.
 
         Raises:
             NoPeerForStage: all are gone, excluded or in backoff; carries `retry_at`.
@@ -109,7 +114,7 @@ class Router:
             )
 
         trials = self._trials_of(stage)
-        found = None if trials.may(now=now) else choose(new=False)
+        found = choose(new=False) if known or not trials.may(now=now) else None
         found = found or choose(new=True)
         if found is None and self.backoff.relent(queue.known, now=now):
             found = choose(new=True)

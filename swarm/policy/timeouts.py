@@ -58,7 +58,12 @@ class AdaptiveTimeout:
         """Seconds after which a call is given up."""
         if not self._answered:
             return self._doubled * max(self._min_s, TIMES_EXPECTED * self.expected_s)
-        return max(self._min_s, self._times_typical * median_low(self._lasted_s))
+        return max(self._min_s, self._times_typical * self.typical_s)
+
+    @property
+    def typical_s(self) -> float:
+        """Seconds that a call usually takes; 0: unknown."""
+        return median_low(self._lasted_s) if self._lasted_s else 0.0
 
 
 def expected_s(stages: Iterable[Sequence[PeerRecord]]) -> float:

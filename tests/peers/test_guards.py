@@ -214,6 +214,27 @@ async def test_a_microbatch_goes_to_who_has_it_else_to_who_is_suggested_and_not_
     assert await goes_to(route=("b",)) != "b"
 
 
+async def test_what_failed_once_goes_to_one_that_is_known() -> None:
+    line, records, router, asked = Line(), Records(), Router(), list[str]()
+    records.known = [replica(run=TWO.id, stage=1, peer=name) for name in "abcdefg"]
+    following = NextStage(
+        TWO.id, 1, line, records, router, stages=2, on_fault=lambda _: None,  # type: ignore[arg-type]
+    )  # fmt: skip
+    router.set_peers(1, "abcdefg")
+    for peer in "fg":
+        router.answered(1, peer, 0.1)
+
+    def done(peer: str, _: bytes) -> WorkDone:
+        asked.append(peer)
+        if peer not in "fg":
+            raise PeerGone(peer, "cannot be reached")
+        return WorkDone(loss=0.0)
+
+    line.answers["work"] = done
+    await following.call(work(), (), max_answer_bytes=0, check=lambda *_: None, closed=lambda: None)
+    assert asked[0] == "a" and asked[1] in "fg" and len(asked) == 2
+
+
 async def test_what_nobody_needs_or_nobody_can_finish_is_not_sent_on() -> None:
     alone = await Alone(TWO).opened()
     step, desk = alone.core.steps[0], alone.peer.microbatches

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from peers.ports import Answer, Request
-from tests.peers.loops import swarm
+from swarm.manifest import audit_run
+from swarm.records import PeerRecord
+from swarm.wire.messages import Work, unpack
+from tests.peers.loops import Swarm, swarm
 
 pytestmark = pytest.mark.virtual_time
 
@@ -25,3 +29,53 @@ async def test_a_peer_that_never_answers_is_given_up_and_its_work_done_by_others
         s.add_trainer("trainer")
         await s.until_version(s.run.steps, limit_s=5000.0)
         assert all((counts == s.run.steps).all() for counts in s.count_matrix().values())
+
+
+async def add_silent(s: Swarm, name: str, stage: int) -> None:
+    """An identity that takes work and never answers."""
+    end = s.network.join(name)
+
+    async def never(request: Request) -> Answer:
+        await request.accept()
+        return await asyncio.get_running_loop().create_future()
+
+    end.transport.serve("work", never, max_body_bytes=1 << 20)
+    await end.directory.announce(
+        PeerRecord(
+            peer=name, run=s.run.id, stage=stage, state="serving", version=0, max_inflight=8, since=1e12
+        )
+    )
+
+
+async def test_many_such_in_all_stages_cost_a_run_seconds() -> None:
+    async with swarm(audit_run(stages=2, steps=1000, microbatches_per_step=8)) as s:
+        s.add_trainer("trainer")
+
+        async def steps_within(lasts_s: float) -> int:
+            before = s.peers["s0p0"].core.version
+            await asyncio.sleep(lasts_s)
+            return s.peers["s0p0"].core.version - before
+
+        await s.until_version(8)
+        usual = await steps_within(4.0)
+        for number in range(20):
+            await add_silent(s, f"z{number:03}", number % 2)
+        assert await steps_within(20.0) > 2.5 * usual
+
+
+async def test_of_a_route_one_at_most_has_never_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with swarm(audit_run(stages=3, steps=60, microbatches_per_step=4)) as s:
+        s.add_trainer("trainer")
+        await s.until_version(2)
+        for number in range(9):
+            await add_silent(s, f"z{number:03}", number % 3)
+        strangers, call = list[int](), s.network.call
+
+        async def watched(caller: Any, peer: str, method: str, header: bytes, *rest: Any) -> Answer:
+            if method == "work" and caller.peer_id == "trainer":
+                strangers.append(sum(at[0] == "z" for at in (peer, *unpack(header, Work).route)))
+            return await call(caller, peer, method, header, *rest)
+
+        monkeypatch.setattr(s.network, "call", watched)
+        await s.until_version(12)
+        assert max(strangers) == 1

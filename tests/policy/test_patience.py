@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from swarm.policy.call_limits import TRIAL_S, CallLimits
+from swarm.policy.router import Router
 from swarm.policy.timeouts import MIN_S, AdaptiveTimeout, expected_s
 from swarm.records import PeerRecord
 
@@ -58,3 +60,21 @@ def test_what_is_expected_is_the_median_of_each_stage_and_liars_change_it_little
     assert math.isclose(expected_s([fast, slow]), 2.1)
     assert math.isclose(expected_s([[*fast, record("z", 1e-300)], slow]), 2.1)
     assert expected_s([fast, [record("z", math.inf)]]) == expected_s([fast, [record("z", 0.0)]]) == 0.0
+
+
+def test_one_that_has_never_answered_has_less_time_and_twice_as_much_each_time() -> None:
+    router = Router()
+    router.set_peers(0, ["a", "z"])
+    limits = CallLimits(router, 0, 2)
+    usual_s = 2 * MIN_S
+    assert limits.limit_s("z", [], t=0) == usual_s  # nobody is known: all may be waking up
+    router.answered(0, "a", 0.1)
+    limits.answered(0.2)
+    limits_s = []
+    for after_s in (0.0, 10.0, 20.0):
+        limits_s.append(limits.limit_s("z", [], t=0))
+        router.failed("z", now=after_s, silent=True)
+    assert limits_s == [TRIAL_S + 0.6, TRIAL_S + 0.6, 2 * (TRIAL_S + 0.6)]
+    assert limits.limit_s("z", [], t=0) == limits.limit_s("a", [], t=0) == usual_s
+    router.answered(0, "z", 5.0)
+    assert limits.limit_s("z", [], t=0) == usual_s

@@ -72,3 +72,13 @@ def test_what_was_sent_before_any_answered_keeps_none_of_those_that_answer_from_
         router.answered(0, peer, 0.1)
     router.set_peers(0, ["a", "b", "c"])
     assert {router.route(0, now=0.1).peer for _ in range(6)} == {"a", "b", "c"}
+
+
+def test_what_must_go_to_one_that_is_known_goes_to_another_only_where_none_is() -> None:
+    router = Router()
+    router.set_peers(0, ["a", "b", "c"])
+    assert len({router.route(0, now=0.0, known=True).peer for _ in range(3)}) == 3
+    router = Router()
+    router.set_peers(0, ["a", "b", "c"])
+    router.answered(0, "b", 0.1)
+    assert {router.route(0, now=0.0, known=True).peer for _ in range(9)} == {"b"}
