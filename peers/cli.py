@@ -83,12 +83,16 @@ DESCRIPTION = """\
 Train one model on many unreliable machines, and lose nothing when they die.
 """
 
-OWNERS = ("init", "invite", "ban", "unban", "charter", "revoke", "audit")
+OWNERS = ("invite", "ban", "unban", "charter", "revoke", "audit")
 """What the owner of a run does besides; one line in the help."""
-UNLISTED = (*OWNERS, "completion")
+OTHERS = ("manifest", "health", "graph", "completion")
+"""Those that few need; one line, too."""
+UNLISTED = (*OWNERS, *OTHERS)
 
 PROGRAMS: dict[str, str] = {
     "demo": "peers.programs.demo.run_demo",
+    "init": "peers.programs.charter.run_init",
+    "up": "peers.programs.demo.run_up",
     "check": "peers.programs.check.run_check",
     "manifest": "peers.programs.manifest.run_manifest",
     **{name: f"peers.programs.charter.run_{name}" for name in OWNERS},
@@ -169,13 +173,13 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
         if name not in UNLISTED
     ]
     if set(OWNERS) & set(described):
-        listed.append(f"\n  for a run's owner: {', '.join(OWNERS)}")
+        listed.append(f"\n  for a run's owner: {', '.join(OWNERS)}\n  and: {', '.join(OTHERS)}")
     parser = _Parser(
         prog="swarm",
         description=DESCRIPTION + "".join(listed),
         formatter_class=_Help,
         usage=argparse.SUPPRESS,
-        epilog="Start: swarm demo   Help: swarm COMMAND --help   More: --version, completion",
+        epilog="Start: swarm demo   Help: swarm COMMAND --help   Version: swarm --version",
         allow_abbrev=False,
         add_help=False,
     )

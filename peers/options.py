@@ -256,7 +256,7 @@ Reach: TypeAlias = Literal["auto", "public", "relay"]
 """What a user says of a peer: find out; others can dial it; they cannot."""
 RUN_HELP = "run id, 32 hex digits; or its name and its owner's fingerprint"
 JOIN_HELP = "a bootstrap or any peer of it; repeatable"
-DATA_HELP = "text files, in the order that the manifest pins; needed unless its source is pydoc or code"
+DATA_HELP = "text files, in the order that the manifest pins; needed if its source is files"
 ALLOW_HELP = "a package, or a file of the owner's, that the manifest may name; repeatable"
 TOKENIZER_HELP = "tokenizer.json, if the run has one"
 START_HELP = "folder of the weights that the run starts from, or a file of them"

@@ -15,3 +15,13 @@ def program() -> str:
     if not here.is_file() or (found is not None and here.samefile(found)):
         return "swarm"
     return shlex.quote(str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here))
+
+
+def as_given(options: object, *names: str) -> str:
+    """` --data a.txt b.txt`: those of a program's options that were given, for a line to paste."""
+    words: list[str] = []
+    for name in names:
+        value = getattr(options, name)
+        if value:
+            words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return f" {shlex.join(words)}" if words else ""

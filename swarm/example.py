@@ -25,10 +25,11 @@ stages = 3                  # pieces the model is cut into
 # kind = "hf"               # config = '{"model_type":"gpt2","n_layer":4}', of transformers
 
 [data]
-source = "files"            # or "pydoc": Python's own help topics; "code": code = "package.module:function"
+source = "tales"            # little ones, which every machine makes; "files": your text, given with --data
+                            # or "code": code = "package.module:function"
 tokenizer = "bytes"         # or "file": a `tokenizers` JSON
 sequence_length = 256       # tokens per sample
-# sha256, tokens            # filled in from the files when the run is published
+# sha256, tokens            # filled in when the run is published
 
 [batch]
 microbatch_size = 8         # samples

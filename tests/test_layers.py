@@ -76,7 +76,16 @@ MAY_IMPORT = {
         "psutil",
         "uvloop",
     ),
-    "peers.storage": (*BASE, *SHARED, "swarm.model", "peers.progress", "torch", "safetensors", "tokenizers"),
+    "peers.storage": (
+        *BASE,
+        *SHARED,
+        "swarm.model",
+        "swarm.tales",
+        "peers.progress",
+        "torch",
+        "safetensors",
+        "tokenizers",
+    ),
 }
 """The longest name that fits a module holds; modules without one are bound by the other rules only."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
 class LocalSwarm:
     """A swarm on this machine: `with` starts it and ends it, iterating it gives its steps."""
 
-    def __init__(self, run: Run, peers: int, on_event: Emit | None, *, progress: bool, yes: bool) -> None:
+    def __init__(
+        self, run: Run, peers: int, on_event: Emit | None, *, progress: bool, yes: bool, folder: Path | None
+    ) -> None:
         check_size(run.terms.S, peers, yes)
         self.run = run
         self._processes = Processes(
             run.terms, peers, on_event or (lambda event: None), files=run.files, tokenizer=run.tokenizer,
-            start=run.start, code=run.code,
+            start=run.start, code=run.code, folder=folder,
         )  # fmt: skip
         self._background: Background | None = None
         self._progress = Progress(run.terms.name, run.terms.steps) if progress else None
@@ -119,8 +122,9 @@ class LocalSwarm:
 
 
 def local(
-    run: Run, peers: int = 2, *, on_event: Emit | None = None, progress: bool = True, yes: bool = False
-) -> LocalSwarm:
+    run: Run, peers: int = 2, *, on_event: Emit | None = None, progress: bool = True, yes: bool = False,
+    folder: str | Path | None = None,
+) -> LocalSwarm:  # fmt: skip
     """Train a run with processes of this machine, on its CPU: a bootstrap, `peers` peers of each stage, and a
     trainer.
 
@@ -134,9 +138,12 @@ def local(
     Args:
         on_event: hears what happens, as it happens, from another thread.
         progress: show a bar.
+        folder: that `swarm init` made of this run: checkpoints are kept there, and another swarm goes
+            on from the newest.
         yes: start as many processes as that takes, however few cores there are.
 
     Raises:
         SetupError: there would be more processes than this machine is likely to bear.
     """
-    return LocalSwarm(run, peers, on_event, progress=progress, yes=yes)
+    home = None if folder is None else Path(folder)
+    return LocalSwarm(run, peers, on_event, progress=progress, yes=yes, folder=home)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shlex
 import tempfile
 import time
 from collections import defaultdict, deque
@@ -92,12 +93,16 @@ class Tally:
         return (self.steps - 1) * run.tokens_per_step / elapsed_s if elapsed_s > 0 else 0.0
 
 
+def _key(path: Path) -> list[str]:
+    return ["--identity", str(path)]
+
+
 class Processes:
     """The processes of one run, from `start` to `close`. One caller at a time."""
 
     def __init__(
         self, run: Run, peers: int, emit: Emit, *, files: Sequence[Path] = (), tokenizer: Path | None = None,
-        start: Path | None = None, code: Path | None = None,
+        start: Path | None = None, code: Path | None = None, folder: Path | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -107,9 +112,10 @@ class Processes:
             files, tokenizer: what the run's text is made of, if it is of files.
             start: the folder of the weights that the run starts from, if it is one.
             code: a module of the owner's own that the manifest names.
+            folder: that `swarm init` made of this run: with its keys, and checkpoints there.
         """
         self.run, self.tally = run, Tally()
-        self._peers, self._emit = peers, emit
+        self._peers, self._emit, self._folder = peers, emit, folder
         self._data = ["--data", *(str(path.resolve()) for path in files)] if files else []
         self._data += ["--tokenizer", str(tokenizer.resolve())] if tokenizer is not None else []
         self._start = ["--start", str(start.resolve())] if start is not None else []
@@ -129,10 +135,14 @@ class Processes:
         self._deaths = 0
         """Not by `kill`, since the last step."""
         self._started: dict[str, events.Started] = {}
+        self._meeting: list[str] = []
+        """What the bootstrap says that others join with."""
         self._changed = asyncio.Event()
         self._failure = ""
         self._steps: deque[StepDone] = deque()
         self._trainer: Child | None = None
+        self._keeping: set[Child] = set()
+        """Peers that keep checkpoints, with the keys that the manifest names."""
 
     # -- from the first process to the last step ------------------------------------------------
 
@@ -142,15 +152,17 @@ class Processes:
         Raises:
             SetupError: one of them cannot start.
         """
-        run, peers = self.run, count(self.run.S * self._peers, "peer")
-        self._emit(Note(text=f"starting a bootstrap, {peers} and a trainer"))
-        await self._spawn(["bootstrap", "--manifest", "-"], stdin=run.to_toml().encode())
-        await self._until(lambda: "bootstrap" in self._started, START_S, "the bootstrap does not start")
-        self._meeting = ["--run", run.id, "--join", *self.addresses[:1], *self._allowed]
+        run, folder, peers = self.run, self._folder, count(self.run.S * self._peers, "peer")
+        self._emit(Note(text=f"starting {peers}, a trainer and a bootstrap, through which they meet"))
+        own = [] if folder is None else ["--charter", str(folder / "charter"), *_key(folder / "owner.key")]
+        own += [] if folder is None else ["--join-file", str(folder / "join.txt")]
+        await self._spawn(["bootstrap", "--manifest", "-", *own], stdin=run.to_toml().encode())
+        await self._until(lambda: bool(self._meeting), START_S, "the bootstrap does not start")
         for stage in range(run.S):
             for _ in range(self._peers):
                 await self._spawn_peer(stage)
-        self._trainer = await self._spawn(["train", *self._meeting, *self._data])
+        key = [] if folder is None else _key(folder / "trainer.key")
+        self._trainer = await self._spawn(["train", *self._meeting, *self._allowed, *self._data, *key])
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -163,12 +175,13 @@ class Processes:
         Raises:
             SetupError: a process failed, or no step is taken.
         """
-        assert self._trainer is not None, "started"
+        trainer = self._trainer
+        assert trainer is not None, "started"
         first = self.tally.steps == 0
         why = "the first step is not taken" if first else f"step {self.tally.steps + 1} is not taken"
 
         def over() -> bool:
-            return self.tally.steps >= self.run.steps
+            return self.tally.steps >= self.run.steps or (trainer.returncode == 0 and not self._steps)
 
         await self._until(lambda: bool(self._steps) or over(), START_S if first else STALL_S, why)
         if not self._steps:
@@ -212,6 +225,7 @@ class Processes:
 
     async def close(self) -> None:
         """End all processes; none is left, also if this is cancelled."""
+        self._emit = lambda event: None  # that they lose one another now is no news
         await stop_all(self.children)
 
     # -- processes --------------------------------------------------------------------------------
@@ -225,10 +239,16 @@ class Processes:
         return child
 
     async def _spawn_peer(self, stage: Stage) -> None:
-        child = await self._spawn(
-            ["peer", *self._meeting, *self._start, "--stage", str(stage), "--device", "cpu", "--threads", "1"]
-        )
+        folder, keeping = self._folder, {self._stages.get(child) for child in self._keeping}
+        words = ["--stage", str(stage), "--device", "cpu", "--threads", "1"]
+        keeps = folder is not None and stage not in keeping
+        if folder is not None and keeps:
+            words += ["--checkpoint-dir", str(folder / "checkpoints")]
+            words += _key(key) if (key := folder / f"peer{stage}.key").is_file() else []
+        child = await self._spawn(["peer", *self._meeting, *self._allowed, *self._start, *words])
         self._stages[child] = stage
+        if keeps:
+            self._keeping.add(child)
 
     def _hear(self, child: Child, line: str) -> None:
         event = parse_event(line)
@@ -238,6 +258,8 @@ class Processes:
         self.tally.add(event)
         if isinstance(event, events.Started):
             self._started[event.role] = event
+        elif isinstance(event, events.JoinLine):
+            self._meeting = shlex.split(event.line)[2:]
         elif isinstance(event, events.Serving) and child in self._stages:
             self._serving[event.peer] = (child, event.stage)
             self._emit(events.PeerJoined(peer=event.peer, stage=event.stage, device=event.device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import shlex
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 from peers.clock import unix_s
 from peers.net.charter.signed import make_token, seal_charter, seal_revocation, write_charter
 from peers.net.identity import Identity
-from peers.start_line import program
+from peers.start_line import as_given, program
 from peers.storage import atomic_file, charters_folder
 from swarm import charter as rules
 from swarm.charter import ROLES, Charter, Door, Role, Rule
 from swarm.errors import SetupError, count
-from swarm.example import EXAMPLE
 from swarm.ids import PeerId, RunName, fingerprint_of
-from swarm.manifest import MAX_FOUNDERS, load_run, parse_run
+from swarm.manifest import MAX_FOUNDERS, demo_run, load_run
 
 if TYPE_CHECKING:
     from peers.net.node import Node
@@ -53,12 +53,11 @@ def run_init(options: InitOptions) -> None:
     from peers.programs.manifest_pinning import pinned
     from peers.storage.samples import open_data
 
-    folder = options.dir
+    folder = options.name
     taken = [name for name in ("owner.key", "run.toml", "charter") if (folder / name).exists()]
     if taken:
         raise SetupError(f"{folder / taken[0]} is there already: name another folder for another run")
-    run = parse_run(EXAMPLE) if options.manifest is None else load_run(options.manifest)
-    name = options.name or run.name
+    run = demo_run() if options.manifest is None else load_run(options.manifest)
     if run.admission.owner:
         raise SetupError("the manifest has an owner already (admission.owner): leave it out, a key is made")
     keys = {who: Identity.generate() for who in ("owner", "trainer", "auditor")}
@@ -70,7 +69,7 @@ def run_init(options: InitOptions) -> None:
         trainers=run.admission.trainers or (trainer.peer_id, auditor.peer_id),
         founders=run.admission.founders or tuple(one.peer_id for one in founders),
     )
-    run = replace(run, name=name, admission=admission)
+    run = replace(run, name=folder.absolute().name, admission=admission)
     run = pinned(run, open_data(run, options.data, options.tokenizer), options.start)
     charter = rules.make(
         name=run.name,
@@ -90,21 +89,26 @@ def run_init(options: InitOptions) -> None:
     except OSError as error:
         raise atomic_file.trouble("cannot write", folder, error, "name another folder") from None
     print(f"run {RunName(run.name, fingerprint_of(owner.peer_id))} ({run.id})")
-    print(f"{folder}/owner.key is the run: keep a copy where nobody finds it. Next:")
+    print(f"{folder}/owner.key is the run: keep a copy where nobody finds it")
+    here, data = shlex.quote(str(folder)), as_given(options, "data", "tokenizer")
+    start = as_given(options, "start")
+    print(f"Train it on this machine:\n    {program()} up {here}{data}{start}")
     print(
-        f"{program()} bootstrap --manifest {folder}/run.toml --charter {folder}/charter --identity "
-        f"{folder}/owner.key --port 31337 --announce HOST:31337 --join-file join.txt"
+        "Or on many. On one that all others can reach, with its name or address in place of HOST:\n"
+        f"    {program()} bootstrap --manifest {here}/run.toml --charter {here}/charter --identity "
+        f"{here}/owner.key --port 31337 --announce HOST:31337 --join-file join.txt\n"
+        "and on any that have join.txt, which the bootstrap writes:\n"
+        f"    {program()} train @join.txt --identity {here}/trainer.key{data}"
     )
-    print(f"{program()} train @join.txt --identity {folder}/trainer.key    (with the same --data)")
-    print(f"{program()} audit @join.txt --identity {folder}/auditor.key    (if you like, on any machine)")
     for stage in range(run.S):
-        key = f" --identity {folder}/peer{stage}.key" if f"peer{stage}" in keys else ""
-        print(f"{program()} peer @join.txt --stage {stage}{key}")
-    print("Give join.txt to those who are to join: swarm peer @join.txt --identity peer.key")
+        key = f" --identity {here}/peer{stage}.key" if f"peer{stage}" in keys else ""
+        print(f"    {program()} peer @join.txt --stage {stage}{key}{start}")
+    print(f"    {program()} keeper @join.txt --dir ckpt\n    {program()} dashboard @join.txt")
+    print("Others join with join.txt alone:\n    swarm peer @join.txt --identity peer.key")
+    print(f"If you like, audit them:\n    {program()} audit @join.txt --identity {here}/auditor.key")
     if options.peers == "token":
-        print(
-            f"and a token to each: {program()} invite --manifest {folder}/run.toml --owner {folder}/owner.key"
-        )
+        invite = f"{program()} invite --manifest {here}/run.toml --owner {here}/owner.key"
+        print(f"Each of them needs a token:\n    {invite}")
 
 
 def _make(folder: Path) -> None:

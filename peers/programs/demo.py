@@ -1,12 +1,13 @@
-"""`swarm demo`: a whole swarm of real processes on this machine, some of them killed.
+"""`swarm demo` and `swarm up`: a whole swarm of real processes on this machine.
 
-1 bootstrap, stages × peers peers and 1 trainer find each other over the DHT; while they train, peers
-are killed with SIGKILL and replaced; then the ledgers are added up, and the model writes a passage.
+In a demo 1 bootstrap, stages × peers peers and 1 trainer find each other over the DHT; while they train,
+peers are killed with SIGKILL and replaced; then the ledgers are added up, and the model writes a passage.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sys
 from collections import Counter
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from peers.events import Emit, Event, Note, StepDone, count, to_text
 from peers.programs.fleet import check_size
-from peers.programs.tool_options import DemoOptions
+from peers.programs.tool_options import DemoOptions, UpOptions
+from peers.start_line import program
 from swarm import manifest
 from swarm.errors import SetupError
 from swarm.manifest import CodecSpec, CustomModelSpec, demo_run, load_run
@@ -39,7 +41,7 @@ class Lines:
     def __init__(self, title: str, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stdout
         self._done = 0
-        self._print(title)
+        self.say(title)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, StepDone):
@@ -47,9 +49,10 @@ class Lines:
             every = max(1, event.steps // STEP_LINES)
             if self._done // every == before // every and self._done != event.steps:
                 return
-        self._print(to_text(event))
+        self.say(to_text(event))
 
-    def _print(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """A line that is no event."""
         print(line, file=self._stream, flush=True)
 
 
@@ -100,6 +103,35 @@ def play(run: Run, options: DemoOptions, display: Emit) -> dict[str, object]:
         "_sample": _sample(run, weights) if terms.model.kind == "gpt" else "",
         "_wrong": tally.steps != terms.steps,
     }
+
+
+def run_up(options: UpOptions) -> None:
+    """Train it to its end, or to Ctrl-C; what is kept in the folder is where the next one goes on.
+
+    Raises:
+        SetupError: the folder holds no run, or a process cannot start.
+    """
+    folder = options.folder
+    if not (folder / "run.toml").is_file():
+        raise SetupError(f"{folder} holds no run: make one with {program()} init {shlex.quote(str(folder))}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends its processes as on Ctrl-C
+    from peers.api import Run, local
+    from peers.programs.export import export
+
+    run = Run.from_toml(
+        folder / "run.toml", files=options.data, tokenizer=options.tokenizer, start=options.start
+    )
+    terms, here = run.terms, shlex.quote(str(folder))
+    lines = Lines(f"{terms.name}: {count(terms.S, 'stage')}, {count(terms.steps, 'step')}", sys.stdout)
+    lines.say(f"watch it: {program()} dashboard @{here}/join.txt")
+    lines.say(f"stop it: Ctrl-C; {program()} up {here} goes on from the last checkpoint")
+    with local(run, options.peers, on_event=lines, progress=False, yes=options.yes, folder=folder) as swarm:
+        for _ in swarm:
+            pass
+    model = folder / "model.safetensors"
+    export(folder / "checkpoints", terms, None, model)
+    lines.say(f"the trained model is {model}. See what it writes:")
+    lines.say(f"    {program()} generate --model {shlex.quote(str(model))} 'Once '")
 
 
 def _kill_steps(steps: int, kills: int) -> list[int]:

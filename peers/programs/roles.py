@@ -34,12 +34,12 @@ from peers.options import (
 )
 from peers.owner.commands import Owner
 from peers.owner.control_socket import PeerAnswer, obeying
-from peers.programs.stage_choice import choose_stage
-from peers.start_line import program
+from peers.programs.stage_choice import choose_stage, unserved
+from peers.start_line import as_given, program
 from peers.storage import atomic_file, charters_folder, results_folder, stamps_folder
 from peers.waiting import happens, unless
 from swarm.charter import Role, succeed
-from swarm.errors import Refused, SetupError, SwarmError
+from swarm.errors import Refused, SetupError, SwarmError, count
 from swarm.ids import Stage
 from swarm.installed import ENTRY_POINTS, check_allowed, import_file, is_file_name
 from swarm.manifest import CustomModelSpec, Run, load_run, parse_run
@@ -97,6 +97,17 @@ class Networked(Generic[OptionsT]):
         if words:
             self._emit(Note(text=words))
         return found
+
+    async def _tell_missing(self, options: MemberOptions, node: Node, run: Run, *mine: Stage) -> None:
+        """Say which stages no peer serves yet, before a user wonders why nothing happens."""
+        missing = unserved(await node.directory.lookup_all(), run, mine)
+        if missing:
+            joined = shlex.join(["--run", options.run, "--join", options.join[0]])
+            self._note(
+                f"the run waits for {count(len(missing), 'more peer')}: nobody serves stage "
+                f"{' '.join(map(str, missing))} yet. Start one for each, here or elsewhere:\n"
+                f"    {program()} peer {joined}"
+            )
 
     @contextlib.asynccontextmanager
     async def _joined(
@@ -177,13 +188,11 @@ class Bootstrap(Networked[BootstrapOptions]):
         options, path = self.options, self.options.join_file
         begins = program()
         joined = f"@{shlex.quote(str(path))}" if path is not None else shlex.join(words)
-        data = shlex.join(["--data", *map(str, options.data)]) if options.data else ""
-        tokenizer = shlex.join(["--tokenizer", str(options.tokenizer)]) if options.tokenizer else ""
         return JoinLine(
             line=f"{begins} peer {shlex.join(words)}",
             stages=run.S,
             others=(
-                " ".join(filter(None, (begins, "train", joined, data, tokenizer))),
+                f"{begins} train {joined}{as_given(options, 'data', 'tokenizer')}",
                 f"{begins} keeper {joined} --dir ckpt",
                 f"{begins} dashboard {joined}",
             ),
@@ -322,7 +331,9 @@ class Peer(Networked[PeerOptions]):
             await self._obey_the_owner(stack, node, device)
             if options.pause_when_busy:
                 self._watch_the_device(stack, device)
-            await self._serve(node, run, await self._choose_stage(node, run), device)
+            stage = await self._choose_stage(node, run)
+            await self._tell_missing(options, node, run, stage)
+            await self._serve(node, run, stage, device)
 
     async def leave(self) -> None:
         self.owner.leave()
@@ -354,6 +365,7 @@ class Peer(Networked[PeerOptions]):
         stack.callback(watching.cancel)
 
     async def _choose_stage(self, node: Node, run: Run) -> Stage:
+        """The one that was given, or the one that needs this peer most."""
         if self.options.stage != "auto":
             (stage,) = allowed_stages(node, [self.options.stage])
             return stage
@@ -480,6 +492,7 @@ class Train(_Looping[TrainOptions]):
                 from swarm.model.custom import custom_model
 
                 await asyncio.to_thread(custom_model, run)  # seconds, once
+            await self._tell_missing(options, node, run)
             window = None if options.window == "auto" else options.window
             settings = TrainerSettings(window=window, steps=options.steps)
             await self._run(Trainer(run, batches, node.transport, node.directory, settings, self._emit))

@@ -51,3 +51,9 @@ async def choose_stage(
         stage = min(allowed, key=Counter(record.stage for record in records).__getitem__)
     await announce(stage)  # peers that choose after this count us there
     return stage
+
+
+def unserved(records: Sequence[PeerRecord], run: Run, mine: Sequence[Stage] = ()) -> list[Stage]:
+    """Stages that no peer serves, or is about to. `mine`: that of the one that asks."""
+    there = {record.stage for record in records if record.state in ("joining", "serving", "paused")}
+    return [stage for stage in range(run.S) if stage not in there and stage not in mine]

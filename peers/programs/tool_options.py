@@ -50,6 +50,7 @@ from swarm.codecs import KNOWN, parse_codec
 MINE = "which peers (default: all that you run on this machine)"
 FACES, HISTORY = "faces, besides the terminal", "history"
 JSON_HELP = "print one JSON object instead of lines"
+YES_HELP = "start as many processes as that takes, however few cores there are"
 TERMS_HELP = "the terms of the run (TOML)"
 
 
@@ -119,14 +120,14 @@ class ManifestOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class InitOptions:
-    """Make a run of your own: its owner's key, manifest and charter.
+    """Make a run of your own: its manifest, charter and keys.
 
-    swarm init --dir myrun --manifest run.toml --data corpus.txt
+    swarm init myrun
+    swarm init myrun --manifest run.toml --data corpus.txt
     """
 
-    dir: Path = option(DIR, "a new folder for them")
-    manifest: Path | None = optional(FILE, "the terms of the run (default: as swarm manifest prints)")
-    name: str | None = optional(WORD, "of the run (default: the manifest's)")
+    name: Path = option(Kind(Path, "NAME"), "of the run, and of a new folder", positional=True)
+    manifest: Path | None = optional(FILE, "the terms of the run (default: those of swarm demo)")
     data: tuple[Path, ...] = several(NEEDED_FILE, DATA_HELP)
     tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
     start: Path | None = optional(NEEDED_FILE, START_HELP)
@@ -134,6 +135,21 @@ class InitOptions:
     keepers: Door = option(None, "who may keep checkpoints (default: open)", "open", choices=DOORS)
     work_bits: int = option(WORK_BITS, "a stamp of so many bits, where it is open: 27 = 3 minutes", 0)
     days: float = option(DAYS, "until the charter expires (default: 30)", 30.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpOptions:
+    """Train a run that swarm init made, with peers of this machine.
+
+    swarm up myrun
+    """
+
+    folder: Path = option(DIR, "that swarm init made", positional=True)
+    peers: int = option(COUNT, "peers of each stage (default: %(default)s)", 1)
+    data: tuple[Path, ...] = several(NEEDED_FILE, "text files, if swarm init was given any elsewhere")
+    tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
+    start: Path | None = optional(NEEDED_FILE, START_HELP)
+    yes: bool = switch(YES_HELP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,12 +346,12 @@ class DemoOptions:
         "only: topk:0.1, topk:0.1+blockwise8",
     )
     data: tuple[Path, ...] = repeated(
-        NEEDED_FILE, "text to train on; repeatable (default: the prose in Python's own documentation)"
+        NEEDED_FILE, "text to train on; repeatable (default: little tales that it tells itself)"
     )
     manifest: Path | None = optional(FILE, "train this run instead of the built-in one")
     start: Path | None = optional(NEEDED_FILE, START_HELP)
     seed: int | None = optional(NUMBER, "of weights, data and kills")
-    yes: bool = switch("start as many processes as that takes, however few cores there are")
+    yes: bool = switch(YES_HELP)
     json: bool = switch("print a JSON object as the last line of stdout")
     verify: bool = switch("train the same in one process too, and compare every loss and weight")
 

@@ -19,7 +19,6 @@ import io
 import itertools
 import logging
 import os
-import platform
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ import numpy as np
 
 from peers.progress import Bar
 from peers.storage import CACHE_ENV, atomic_file
+from swarm import tales
 from swarm.data import prove_samples, token_dtype
 from swarm.errors import SetupError
 from swarm.manifest import Run, pin
@@ -170,7 +170,7 @@ def open_dataset(
 
     Args:
         files: the text files of a run whose source is "files", in order; for a pinned run that was opened
-            here before, the cache is enough. None or empty for "pydoc".
+            here before, the cache is enough. None or empty for "tales".
         tokenizer: the JSON file of a run whose tokenizer is "file".
         cache_dir: instead of $SWARM_CACHE and of ~/.cache/swarm. When neither is given and the default is not
             writable, the tokens go to a temporary file that has no name any more.
@@ -263,12 +263,10 @@ def _chunks(source: _Source, digest: Any, progress: Callable[[int], None]) -> It
 
 
 def _sources(run: Run, files: Sequence[str | Path] | None) -> list[_Source]:
-    if run.data.source == "pydoc":
+    if run.data.source == "tales":
         if files:
-            raise SetupError(
-                f'the run reads Python\'s help topics (data.source = "pydoc"), but {files[0]} was given'
-            )
-        return [_Source("pydoc topics", lambda: io.BytesIO(_pydoc_text()))]
+            raise SetupError(f'the run reads tales (data.source = "tales"), but {files[0]} was given')
+        return [_Source("tales", lambda: io.BytesIO(tales.text()))]
     if not files:
         raise SetupError(
             'the run reads text files (data.source = "files"): give them with --data, in the owner\'s order'
@@ -286,18 +284,6 @@ def _file_source(path: Path) -> _Source:
             f"the data file {path} is not a regular file: save its text to one, it is read twice"
         )
     return _Source(str(path), lambda: path.open("rb"), path.stat().st_size)
-
-
-def _pydoc_text() -> bytes:
-    """All help topics of this Python in the order of their names, a newline between."""
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        raise SetupError(
-            "this Python comes without pydoc_data, the text that the run trains on: use a complete "
-            'Python, or a run whose data.source is "files"'
-        ) from None
-    return "\n".join(topics[name] for name in sorted(topics)).encode()
 
 
 def _text_parts(chunks: Iterable[bytes], name: str) -> Iterator[str]:
@@ -458,14 +444,10 @@ def _check(run: Run, found: _Tokens, window: int) -> None:
             "give more text, or choose a shorter data.sequence_length"
         )
     if data.sha256 and (data.sha256, data.tokens) != (found.sha256, found.count):
-        hint = (
-            f"Python's help topics differ between versions, and this is Python {platform.python_version()}"
-            if data.source == "pydoc"
-            else "give the same files, in the same order"
-        )
+        hint = "the same version of swarm" if data.source == "tales" else "the same files, in the same order"
         raise SetupError(
             f"these are not the data of the run: {found.count} tokens with SHA-256 {found.sha256}, but the "
-            f"manifest pins {data.tokens} tokens with {data.sha256}: {hint}"
+            f"manifest pins {data.tokens} tokens with {data.sha256}: take {hint}"
         )
     if data.tokens > found.count:
         raise SetupError(f"the manifest speaks of {data.tokens} tokens (data.tokens), here are {found.count}")

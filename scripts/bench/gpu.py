@@ -81,7 +81,7 @@ def run_of(size: Size, optimizer: Literal["adamw", "adamw8bit"]) -> Run:
             positions="learned",
             stages=3,
         ),
-        data=DataSpec(source="pydoc", tokens=1 << 20, sequence_length=size.sequence_length),
+        data=DataSpec(source="tales", tokens=1 << 20, sequence_length=size.sequence_length),
         batch=BatchSpec(microbatch_size=size.microbatch_size, microbatches_per_step=16),
         optimizer=OptimizerSpec(name=optimizer, lr=1e-4),
         codec=CodecSpec(forward="blockwise8", backward="blockwise8"),

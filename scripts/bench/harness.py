@@ -66,7 +66,7 @@ def bench_run(
             layers=layers, hidden=hidden, heads=max(1, hidden // 64), ffn_hidden=4 * hidden,
             vocab_size=256, stages=stages,
         ),
-        data=DataSpec(source="pydoc", sequence_length=sequence_length),
+        data=DataSpec(source="tales", sequence_length=sequence_length),
         batch=BatchSpec(microbatch_size=microbatch_size, microbatches_per_step=microbatches),
         optimizer=OptimizerSpec(name=optimizer, lr=1e-4),  # type: ignore[arg-type]
         codec=CodecSpec.symmetric(codec),

@@ -142,13 +142,13 @@ def test_a_loss_may_have_weights_which_are_trained_too() -> None:
 @pytest.mark.parametrize("made", [{"preset": "1M"}, None])
 def test_the_built_in_decoder_needs_no_module(made: dict[str, Any] | None) -> None:
     if made is not None:
-        found = swarm.Run(model=made, data={"source": "pydoc", "sequence_length": 16}, steps=1, stages=2)
+        found = swarm.Run(model=made, data={"source": "tales", "sequence_length": 16}, steps=1, stages=2)
         assert (found.terms.S, found.terms.built_in.hidden, found.code) == (2, 128, None)
         return
     terms = demo_run(stages=2, steps=1)
     small = {"layers": 2, "hidden": 8, "heads": 2, "ffn_hidden": 8, "vocab_size": 256, "stages": 2}
     found = swarm.Run(
-        model=small, data={"source": "pydoc", "sequence_length": 8}, steps=1, codec={"forward": ["none"]}
+        model=small, data={"source": "tales", "sequence_length": 8}, steps=1, codec={"forward": ["none"]}
     )
     model = swarm.reference(found).model()
     assert model(torch.zeros(2, 8, dtype=torch.int64)).shape == (2, 8, 256)

@@ -33,7 +33,7 @@ def of(
     return replace(
         demo_run(steps=20),
         model=CustomModelSpec(kind="code", source=f"{HERE}:{name}", stages=stages, **model),
-        data=data or DataSpec(source="pydoc", sequence_length=length),
+        data=data or DataSpec(source="tales", sequence_length=length),
         batch=BatchSpec(microbatch_size=rows, microbatches_per_step=2),
         codec=EXACT,
     )

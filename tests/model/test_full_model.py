@@ -38,7 +38,7 @@ def gpt2(dropout: float) -> Run:
         "resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout,
     }  # fmt: skip
     model = CustomModelSpec(kind="hf", config=json.dumps(config), stages=1, vocab_size=256)
-    return run_of(model, DataSpec(source="pydoc", sequence_length=8, tokens=1000))
+    return run_of(model, DataSpec(source="tales", sequence_length=8, tokens=1000))
 
 
 ROWS = np.random.default_rng(0).integers(0, 256, (3, 9)).astype(np.uint8)

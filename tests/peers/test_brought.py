@@ -43,7 +43,7 @@ def gpt2_run(**changes: Any) -> Run:
         "seed": 3,
         "steps": 3,
         "model": CustomModelSpec(kind="hf", config=config, stages=3),
-        "data": DataSpec(source="pydoc", sequence_length=8, tokens=1000),
+        "data": DataSpec(source="tales", sequence_length=8, tokens=1000),
         "batch": BatchSpec(microbatch_size=2, microbatches_per_step=4),
         "optimizer": OptimizerSpec(lr=1e-2, clip_norm=0.5),
         "codec": CodecSpec(forward="none", backward="none"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from peers.cli import main
+from peers.cli import build_parser, main
 from peers.clock import unix_s
 from peers.events import Event, Note
 from peers.net.charter import entry, signed
@@ -44,7 +45,7 @@ def unpinned(folder: Path) -> Path:
 
 
 def init(folder: Path, *more: str) -> int:
-    return main(["init", "--dir", str(folder), *more])
+    return main(["init", str(folder), *more])
 
 
 # --- on this machine ----------------------------------------------------------------------------------------
@@ -54,27 +55,31 @@ def test_a_run_is_made_with_all_that_its_owner_needs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "mine"
-    assert init(folder, "--manifest", str(unpinned(tmp_path)), "--name", "ours", "--peers", "token") == 0
+    assert init(folder, "--manifest", str(unpinned(tmp_path)), "--peers", "token") == 0
     run, (charter, owner, _) = load_run(folder / "run.toml"), signed.read_charter(folder / "charter")
     keys = {path.stem: Identity.load(path).peer_id for path in folder.glob("*.key")}
     assert {path.stat().st_mode & 0o777 for path in folder.glob("*.key")} == {0o600}
     assert run.pinned
-    assert (run.name, run.admission.owner) == ("ours", keys["owner"])
+    assert (run.name, run.admission.owner) == ("mine", keys["owner"])
     assert set(run.admission.trainers) == {keys["trainer"], keys["auditor"]}
     assert set(run.admission.founders) == {keys["peer0"], keys["peer1"]}
-    assert (charter.name, charter.run, charter.sequence, owner) == ("ours", run.id, 1, keys["owner"])
+    assert (charter.name, charter.run, charter.sequence, owner) == ("mine", run.id, 1, keys["owner"])
     assert (charter.peers, charter.trainers, charter.keepers) == (Rule("token"), Rule("list"), Rule())
     assert unix_s() + 29 * 86_400 < charter.expires < unix_s() + 31 * 86_400
     printed = capsys.readouterr().out
-    assert printed.startswith(f"run ours@{fingerprint_of(owner)} ({run.id})\n")
+    assert printed.startswith(f"run mine@{fingerprint_of(owner)} ({run.id})\n")
     for line in (
+        f"swarm up {folder}",
         "swarm bootstrap --manifest",
         "swarm train @join.txt",
         "swarm audit @join.txt",
         "swarm peer @join.txt --stage 1",
     ):
-        assert f"\n{program().removesuffix('swarm')}{line}" in printed
-    assert f"and a token to each: {program()} invite" in printed
+        assert f"\n    {program().removesuffix('swarm')}{line}" in printed
+    assert f"Each of them needs a token:\n    {program()} invite" in printed
+    for line in re.findall(r"^    \S*swarm (.*)$", printed, re.MULTILINE):
+        words = shlex.split(line.replace("@join.txt", "--run ours@" + "a" * 20 + " --join x"))
+        assert build_parser().parse_args(words), "each can be pasted"
 
     assert init(folder) != 0
     assert f"{folder}/owner.key is there already: name another folder" in capsys.readouterr().err
@@ -83,9 +88,13 @@ def test_a_run_is_made_with_all_that_its_owner_needs(
 def test_what_init_cannot_do_is_said_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    manifest = unpinned(tmp_path)
-    assert init(tmp_path / "mine") != 0, "the example has no data"
+    manifest, files = unpinned(tmp_path), tmp_path / "files.toml"
+    files.write_text(manifest.read_text().replace('"tales"', '"files"'))
+    assert init(tmp_path / "mine", "--manifest", str(files)) != 0
     assert "--data" in capsys.readouterr().err
+    files.unlink()
+    assert main(["up", str(tmp_path / "mine")]) != 0
+    assert f"mine holds no run: make one with {program()} init {tmp_path}/mine" in capsys.readouterr().err
     assert init(manifest / "mine", "--manifest", str(manifest)) != 0
     assert "mine cannot be made: Not a directory. Name another folder" in capsys.readouterr().err
     manifest.write_text(manifest.read_text().replace('owner = ""', f'owner = "{OWNER.peer_id}"'))
@@ -114,7 +123,7 @@ def test_an_invitation_is_of_the_owner_and_for_a_published_run(
     assert token.uses == 3
     assert unix_s() + 6 * 86_400 < token.expires < unix_s() + 8 * 86_400
     assert invite(folder / "run.toml", folder / "trainer.key") != 0
-    assert "trainer.key is not the key of the owner of 'counting'" in capsys.readouterr().err
+    assert "trainer.key is not the key of the owner of 'mine'" in capsys.readouterr().err
     assert invite(tmp_path / "a.toml", folder / "owner.key") != 0
     assert "a.toml is not published yet: give the run.toml of swarm init" in capsys.readouterr().err
     assert invite(folder / "run.toml", folder / "none.key") != 0

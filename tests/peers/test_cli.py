@@ -43,7 +43,8 @@ PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 NEEDED = {
     "bootstrap": ["--manifest", "run.toml"],
     "peer": ["--run", RUN, "--join", JOIN],
-    "init": ["--dir", "myrun"],
+    "init": ["myrun"],
+    "up": ["myrun"],
     "invite": ["--manifest", "run.toml", "--owner", "owner.key"],
     "ban": [PEER, "--why", "lies", "--owner", "owner.key", "--run", RUN, "--join", JOIN],
     "unban": [PEER, "--owner", "owner.key", "--run", RUN, "--join", JOIN],
@@ -156,7 +157,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["dance"], "invalid choice: 'dance'; choose from demo, check, "),
+        (["dance"], "invalid choice: 'dance'; choose from demo, init, up, "),
         (["sattus"], "invalid choice: 'sattus' (did you mean status?)"),
         (["peer"], "the following arguments are required: --run, --join; or @FILE, which a bootstrap wrote"),
         (["peer", "--joinn=x"], "unknown option --joinn (did you mean --join?)"),

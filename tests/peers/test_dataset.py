@@ -15,7 +15,6 @@ import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -26,6 +25,7 @@ from hypothesis import strategies as st
 
 from peers.storage import atomic_file, dataset
 from peers.storage.dataset import open_dataset, open_tokenizer
+from swarm import tales
 from swarm.data import sample_offsets
 from swarm.errors import SetupError
 from swarm.manifest import Run, demo_run
@@ -33,8 +33,8 @@ from swarm.manifest import Run, demo_run
 ROOT = Path(__file__).parents[2]
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "text" / "tinyshakespeare.txt"
 
-PYDOC = demo_run()
-FILES = replace(PYDOC, data=replace(PYDOC.data, source="files", sequence_length=4))
+TALES = demo_run()
+FILES = replace(TALES, data=replace(TALES.data, source="files", sequence_length=4))
 WORDS = replace(
     FILES,
     model=replace(FILES.model, vocab_size=1000),
@@ -75,13 +75,15 @@ def words(tmp_path: Path) -> Path:
 # --- what the tokens are
 
 
-def test_pydoc_topics_are_joined_in_the_order_of_their_names() -> None:
-    data = open_dataset(PYDOC)
-    raw = "\n".join(topics[name] for name in sorted(topics)).encode()
+def test_every_machine_tells_itself_the_same_tales() -> None:
+    data = open_dataset(TALES)
+    raw = tales.text()
+    told = "829afa5faa7196ec34add3298ce565e7039ee6b0ff952d5557ad4e7d97005745"
+    assert hashlib.sha256(raw).hexdigest() == told
     assert data.tokens == len(raw)
     assert data.sha256 == hashlib.sha256(raw).hexdigest()
     assert data.dtype == np.uint8
-    run = data.pinned(PYDOC)
+    run = data.pinned(TALES)
     offsets = sample_offsets(run, 3, 4)
     samples = data.batch(offsets)
     assert samples.shape == (run.batch.microbatch_size, run.data.sequence_length + 1)
@@ -151,7 +153,7 @@ def test_pieces_depend_on_the_text_and_not_on_how_it_is_read(text: str, chunk: i
 
 
 def test_bytes_encode_and_decode_a_prompt() -> None:
-    reader = open_tokenizer(PYDOC)
+    reader = open_tokenizer(TALES)
     assert reader.decode(reader.encode("Où?")) == "Où?"
     assert reader.decode([72, 105, 255, 900]) == "Hi\ufffd"
 
@@ -356,11 +358,9 @@ def test_other_files_than_the_pinned_ones_are_refused(text: Path) -> None:
         open_dataset(_pinned(run.data.sha256, 17), [text])
 
 
-def test_help_topics_of_another_python_are_refused() -> None:
-    with pytest.raises(
-        SetupError, match=rf"differ between versions, and this is Python 3\.{sys.version_info[1]}"
-    ):
-        open_dataset(_pinned("ab" * 32, 999, PYDOC))
+def test_tales_of_another_version_of_swarm_are_refused() -> None:
+    with pytest.raises(SetupError, match="take the same version of swarm"):
+        open_dataset(_pinned("ab" * 32, 999, TALES))
 
 
 def test_fewer_tokens_than_the_manifest_counts_are_refused(text: Path) -> None:
@@ -425,14 +425,8 @@ def test_files_are_given_exactly_when_the_run_reads_files(text: Path) -> None:
         SetupError, match=r'reads text files \(data\.source = "files"\): give them with --data'
     ):
         open_dataset(FILES)
-    with pytest.raises(SetupError, match=r'\(data\.source = "pydoc"\), but .*text\.txt was given'):
-        open_dataset(PYDOC, [text])
-
-
-def test_a_python_without_its_help_topics_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    with pytest.raises(SetupError, match="this Python comes without pydoc_data"):
-        open_dataset(PYDOC)
+    with pytest.raises(SetupError, match=r'\(data\.source = "tales"\), but .*text\.txt was given'):
+        open_dataset(TALES, [text])
 
 
 @pytest.mark.parametrize("good", [0, 10, 2**20 - 1, 2**20 + 7])

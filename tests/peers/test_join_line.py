@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ import pytest
 from peers.cli import build_parser
 from peers.events import JoinLine
 from peers.net.nat import listening_host
-from peers.options import BootstrapOptions
-from peers.programs.roles import Bootstrap, address_for_others
+from peers.options import BootstrapOptions, TrainOptions
+from peers.programs.roles import Bootstrap, Train, address_for_others
 from peers.start_line import program
 from swarm.example import example_run
+from swarm.records import PeerRecord
 
 HERE, HERE_6 = "/ip4/127.0.0.1/tcp/31337/p2p/x", "/ip6/::1/tcp/31337/p2p/x"
 THERE, NAMED = "/ip4/192.0.2.2/tcp/31337/p2p/x", "/dns4/bootstrap/tcp/31337/p2p/x"
@@ -58,6 +60,27 @@ def test_the_lines_start_all_that_a_run_needs_and_can_be_pasted(
     near = bootstrap_line(HERE).words()
     assert near.endswith("\nonly programs of this machine can join; for others, add --host 0.0.0.0 here")
     assert f"    .venv/bin/swarm dashboard --run 5a7c --join {HERE}\n" in near
+
+
+async def test_a_program_says_which_peers_the_run_waits_for_and_how_they_are_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there: list[PeerRecord] = []
+
+    async def lookup_all() -> list[PeerRecord]:
+        return there
+
+    run, node, said = example_run(), SimpleNamespace(directory=SimpleNamespace(lookup_all=lookup_all)), []
+    options = TrainOptions(run=run.id, join=(THERE,))
+    monkeypatch.setattr("peers.programs.roles.program", lambda: ".venv/bin/swarm")
+    trainer = Train(options, emit=lambda event: said.append(event.words()))
+    await trainer._tell_missing(options, node, run, 1)  # type: ignore[arg-type]
+    first, line = said.pop().split("\n")
+    assert first.startswith("the run waits for 2 more peers: nobody serves stage 0 2 yet")
+    assert build_parser().parse_args(shlex.split(line)[1:]).join == [THERE]
+    there += [PeerRecord(peer=f"p{n}", run=run.id, stage=n, state="joining", version=0) for n in range(3)]
+    await trainer._tell_missing(options, node, run)  # type: ignore[arg-type]
+    assert not said
 
 
 @pytest.mark.parametrize("place", ["path", "clone", "elsewhere", "none"])

@@ -37,7 +37,7 @@ RESNET = {
 def run_of(config: dict[str, Any], **changes: Any) -> Run:
     base = demo_run(stages=2, steps=20)
     model = CustomModelSpec(kind="hf", config=json.dumps(config), stages=2, vocab_size=256)
-    data = DataSpec(source="pydoc", sequence_length=16)
+    data = DataSpec(source="tales", sequence_length=16)
     return replace(base, model=model, data=data, codec=CodecSpec.symmetric("none"), **changes)
 
 

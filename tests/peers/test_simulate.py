@@ -55,7 +55,7 @@ def simulate(files: dict[str, Path], *more: str, trace: bool = False) -> int:
 def test_a_run_is_told_to_people(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate(files, "--hours", "0.05") == Exit.OK
     shown = capsys.readouterr().out
-    assert "2 stages, 16 microbatches a step, 4 devices in 1 region" in shown
+    assert "2 stages, 8 microbatches a step, 4 devices in 1 region" in shown
     assert "in 0:03:00:" in shown and "tokens/s" in shown and shown.count("█") > 100
     assert "4 joined, 0 vanished" in shown and "0 moves" in shown
 
@@ -71,7 +71,7 @@ def test_with_a_trace_programs_get_one_object_and_one_seed_gives_it_again(
     assert told[0]["seconds"] == 600.0 and told[0]["deaths"] == 3 and told[0]["joins"] == 7
     assert told[0]["steps"] > 10 and len(told[0]["utilisation"]) == 2 and len(told[0]["over_time"]) == 20
     answered = sum(rate * 30.0 for _, rate in told[0]["over_time"])
-    assert answered >= told[0]["steps"] * 16 - 1e-6
+    assert answered >= told[0]["steps"] * 8 - 1e-6
 
 
 def test_long_lists_of_moves_are_cut() -> None:

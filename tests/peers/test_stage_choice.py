@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from peers.programs.stage_choice import choose_stage
+from peers.programs.stage_choice import choose_stage, unserved
 from swarm.manifest import Run, audit_run, demo_run
-from swarm.records import PeerRecord
+from swarm.records import PeerRecord, State
 from tests.peers.network import CalmNetwork
 
 pytestmark = pytest.mark.virtual_time
@@ -42,3 +42,12 @@ async def test_who_comes_where_a_stage_is_empty_takes_it() -> None:
         )
     assert await chosen(network, ["new"], demo_run(stages=3)) == {"new": 1}
     await network.close()
+
+
+def test_a_stage_is_unserved_until_a_peer_is_on_its_way_to_it() -> None:
+    def record(stage: int, state: State) -> PeerRecord:
+        return PeerRecord(peer=f"{stage} {state}", run=RUN.id, stage=stage, state=state, version=0)
+
+    assert unserved([], RUN) == [0, 1, 2]
+    assert unserved([record(0, "joining"), record(1, "leaving")], RUN, [2]) == [1]
+    assert unserved([record(0, "serving"), record(1, "paused"), record(2, "joining")], RUN) == []

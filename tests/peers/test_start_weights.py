@@ -44,7 +44,7 @@ FOLDER = StartSpec(weights="folder")
 
 def run_of(config: dict[str, Any] = GPT2, stages: int = 2, **changes: Any) -> Run:
     model = CustomModelSpec(kind="hf", config=json.dumps(config), stages=stages, vocab_size=256)
-    data = DataSpec(source="pydoc", sequence_length=16)
+    data = DataSpec(source="tales", sequence_length=16)
     batch = BatchSpec(microbatch_size=2, microbatches_per_step=2)
     given = {"start": FOLDER, **changes}
     return replace(
@@ -121,7 +121,7 @@ def test_narrow_weights_are_made_wide(saved: tuple[Path, torch.nn.Module], tmp_p
 
 
 def test_the_export_of_a_built_in_run_starts_another(tmp_path: Path) -> None:
-    first = replace(demo_run(stages=2, steps=4), data=DataSpec(source="pydoc", sequence_length=16))
+    first = replace(demo_run(stages=2, steps=4), data=DataSpec(source="tales", sequence_length=16))
     weights = {n: t + 1 for s in range(2) for n, t in StageCompute(first, s).state.named_weights().items()}
     save_file(weights, tmp_path / "model.safetensors")
     run = pin(replace(first, name="second", start=FOLDER), tmp_path / "model.safetensors")

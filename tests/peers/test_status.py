@@ -100,9 +100,9 @@ stage  peers  load  version  work/s  slowest      fastest
     1      1   0.0        4    2.25  peer-c 2.25  peer-c 2.25
 
 stage  peer    device  version  step  work/s  in flight  queue    up  computed  last
-    0  peer-a  cpu           4  5/16    2.25        2/4    0.0  1:30        70  serving
-    0  peer-b  cpu           4  5/16    2.25        2/4    0.0  1:30        70  serving
-    1  peer-c  cpu           4  5/16    2.25        2/4    0.0  1:30        70  serving"""
+    0  peer-a  cpu           4   5/8    2.25        2/4    0.0  1:30        70  serving
+    0  peer-b  cpu           4   5/8    2.25        2/4    0.0  1:30        70  serving
+    1  peer-c  cpu           4   5/8    2.25        2/4    0.0  1:30        70  serving"""
 
 
 def test_what_was_decided_about_moves_and_how_often_the_run_went_back_are_said() -> None:

@@ -55,7 +55,7 @@ def gpt2() -> Run:
         "bos_token_id": 0, "eos_token_id": 0,
     }  # fmt: skip
     model = CustomModelSpec(kind="hf", config=json.dumps(config), stages=3, vocab_size=256)
-    return run_of(model, DataSpec(source="pydoc", sequence_length=32), lr=3e-3)
+    return run_of(model, DataSpec(source="tales", sequence_length=32), lr=3e-3)
 
 
 def resnet() -> Run:

@@ -32,8 +32,8 @@ def test_a_run_is_made_joined_by_name_and_a_banned_peer_is_out_within_30_s(
     monkeypatch.setenv("SWARM_CACHE", str(tmp_path / "cache"))
     manifest, folder, join = tmp_path / "a.toml", tmp_path / "mine", tmp_path / "join.txt"
     manifest.write_text(audit_run(stages=1, steps=1_000_000).to_toml().replace("tokens = 4096", "tokens = 0"))
-    printed = run("init", "--dir", str(folder), "--manifest", str(manifest), "--peers", "token")
-    assert "run counting@" in printed
+    printed = run("init", str(folder), "--manifest", str(manifest), "--peers", "token")
+    assert "run mine@" in printed
     assert "swarm bootstrap --manifest" in printed
     token = run("invite", "--manifest", f"{folder}/run.toml", "--owner", f"{folder}/owner.key").strip()
     with Processes() as programs:

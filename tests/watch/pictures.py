@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from swarm.manifest import Run, demo_run
+from dataclasses import replace
+
+from swarm.manifest import BatchSpec, Run, demo_run
 from swarm.monitoring.aggregator import Aggregator
 from swarm.monitoring.health import Observation, SwarmHealth
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import Audit, LinkStatus, PeerStatus
 
-RUN = demo_run(stages=3, steps=40)
+RUN = replace(demo_run(stages=3, steps=40), batch=BatchSpec(microbatch_size=4, microbatches_per_step=16))
 START = 1_000_000.0
 
 

@@ -1,0 +1,57 @@
+"""`swarm init` and `swarm up`, as a newcomer types them: a run that trains as it was made, and goes on."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from swarm.manifest import demo_run, load_run
+from tests.process.swarm_processes import LIMIT_S, MARK, ROOT, family_of_mark, swarm_command
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(autouse=True)
+def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """All processes of the test inherit it."""
+    mark = secrets.token_hex(8)
+    monkeypatch.setenv(MARK, mark)
+    monkeypatch.setenv("SWARM_CACHE", str(tmp_path / "cache"))
+    yield
+    family_of_mark(mark).assert_gone()
+
+
+def test_a_run_is_made_trained_interrupted_and_trained_to_its_end(tmp_path: Path) -> None:
+    terms, folder, manifest = demo_run(), tmp_path / "myrun", tmp_path / "a.toml"
+    model = replace(terms.model, hidden=32, ffn_hidden=64, heads=2)
+    data, batch = replace(terms.data, sequence_length=16), replace(terms.batch, microbatch_size=2)
+    small = replace(terms, steps=150, checkpoint_every=5, model=model, data=data, batch=batch)
+    manifest.write_text(small.to_toml())
+    made = swarm_command("init", str(folder), "--manifest", str(manifest))
+    assert made.returncode == 0, made.stderr
+    up = [sys.executable, "-u", "-m", "peers", "up", str(folder)]
+    with subprocess.Popen(up, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as first:
+        assert first.stdout is not None
+        said = ""
+        while not list((folder / "checkpoints").glob("*/*/stage-2.json")) and first.poll() is None:
+            said += first.stdout.readline()
+        first.send_signal(signal.SIGINT)
+        said += first.stdout.read()
+        assert first.wait(LIMIT_S) == 130, said
+    assert re.search(r"step \d+ done", said) and "is lost" not in said
+    done = subprocess.run(up, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 0 done" not in done.stdout, "it goes on from a checkpoint"
+    assert "step 149 done" in done.stdout
+    assert load_run(folder / "run.toml").admission.trainers, "the keys of the folder are used"
+    assert f"generate --model {folder}/model.safetensors" in done.stdout
+    written = swarm_command("generate", "--model", f"{folder}/model.safetensors", "Once ")
+    assert written.stdout.startswith("Once ")
