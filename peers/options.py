@@ -331,6 +331,7 @@ class WeightsOptions:
     step: int | None = optional(
         NUMBER, "which step (default: the newest that all stages have)", group=WEIGHTS
     )
+    start: Path | None = optional(NEEDED_FILE, START_HELP + ", if it trains not all of them", group=WEIGHTS)
 
 
 # --- the roles ---

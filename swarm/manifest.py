@@ -318,6 +318,16 @@ class CustomModelSpec(_Spec, section="model"):
     """S: the number of stages that the model is cut into."""
     vocab_size: int = _rule(_integer(2, 1_048_576), 256)
     """Integers that enter the model (tokens, labels) are 0 … vocab_size - 1."""
+    frozen: tuple[str, ...] = _rule(
+        _set_of(
+            lambda v: type(v) is str and re.fullmatch(r"[A-Za-z0-9_.*?]{1,200}", v) is not None,
+            64,
+            "names of weights, in which * and ? stand for other characters, such as embed.*",
+        ),
+        (),
+        later=True,
+    )
+    """Weights that stay as they are at the start: they are not summed, sent or stored."""
     version: str = _rule(
         _text(
             r"([A-Za-z0-9][A-Za-z0-9._-]{0,100} [A-Za-z0-9][A-Za-z0-9.+!_-]{0,100})?",
@@ -570,6 +580,32 @@ class StartSpec(_Spec, section="start"):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSpec(_Spec, section="lora"):
+    """Thin matrices that are trained beside layers of a custom model, of which all else is frozen (LoRA)."""
+
+    rank: int = _rule(_integer(0, 65_536), 0, later=True)
+    """Rows of the first matrix of each pair; 0 = the model itself is trained."""
+    alpha: float = _rule(_number(0.0, 1e6, above=True), 16.0, later=True)
+    """What they add to a layer counts alpha / rank times."""
+    targets: tuple[str, ...] = _rule(
+        _set_of(
+            lambda v: type(v) is str and re.fullmatch(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*", v) is not None,
+            64,
+            "names of linear layers, or ends of names, such as q_proj",
+        ),
+        (),
+        later=True,
+    )
+    """The layers."""
+
+    def _cross_check(self) -> None:
+        if self.rank and not self.targets:
+            raise self.wrong("targets", "names of linear layers when lora.rank is not 0, such as q_proj")
+        if self.targets and not self.rank:
+            raise self.wrong("rank", "at least 1 when there are lora.targets")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run(_Spec):
     """The terms of a run. Equal runs have equal texts and ids, and the other way round."""
 
@@ -608,6 +644,7 @@ class Run(_Spec):
     codec: CodecSpec = field(default_factory=CodecSpec)
     admission: AdmissionSpec = field(default_factory=AdmissionSpec)
     start: StartSpec = field(default_factory=StartSpec)
+    lora: LoraSpec = field(default_factory=LoraSpec)
     id: str = field(init=False, repr=False, compare=False)
     """The first 32 hex digits of the SHA-256 of the canonical text; stored, since every message carries
     it."""
@@ -631,6 +668,10 @@ class Run(_Spec):
             )  # fmt: skip
         if self.start.weights and self.model.kind == "counting":
             raise self.start.wrong("weights", 'empty when model.kind is "counting"')
+        if self.lora.rank and not self.brings_model:
+            raise self.lora.wrong(
+                "rank", f'0 when model.kind is "{self.model.kind}": it is for "hf" and "code"'
+            )
         if self.start.digests and len(self.start.digests) != self.S:
             raise self.start.wrong("digests", f"a list of {self.S}, one for each stage; or empty")
         object.__setattr__(self, "codec", self._codec_of_each_boundary())
@@ -733,7 +774,10 @@ class Run(_Spec):
 
 _TABLES: dict[str, type[_Spec]] = {
     spec.section: spec
-    for spec in (ModelSpec, DataSpec, BatchSpec, OptimizerSpec, CodecSpec, AdmissionSpec, StartSpec)
+    for spec in (
+        *(ModelSpec, DataSpec, BatchSpec, OptimizerSpec, CodecSpec, AdmissionSpec, StartSpec),
+        LoraSpec,
+    )
 }
 
 

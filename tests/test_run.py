@@ -24,9 +24,11 @@ from swarm.manifest import (
     CodecSpec,
     CustomModelSpec,
     DataSpec,
+    LoraSpec,
     ModelSpec,
     OptimizerSpec,
     Run,
+    StartSpec,
     audit_run,
     check_id,
     demo_run,
@@ -45,6 +47,7 @@ FULL = replace(
     batch=replace(example_run().batch, microbatch_threads=2),
     codec=CodecSpec(adaptive=("bf16",)),
     admission=AdmissionSpec(owner=ALICE, trainers=(ALICE, BOB), founders=(BOB,)),
+    start=StartSpec(weights="hf:openai-community/gpt2@main", digests=tuple(c * 64 for c in "123")),
 )
 """A run whose text has every key."""
 BROUGHT = replace(
@@ -53,15 +56,17 @@ BROUGHT = replace(
         kind="hf",
         config='{"model_type": "gpt2", "n_layer": 2}',
         stages=2,
+        frozen=("embed.*",),
         version="transformers 5.1.0",
         graph="a" * 64,
         weights="b" * 64,
         cut="0*7 1*5 0*1 1*2",
     ),
     data=DataSpec(source="code", code="pictures.of_cats:samples", sequence_length=1),
+    lora=LoraSpec(rank=8, alpha=32.0, targets=("c_attn",)),
 )
 """A run of a model that somebody brings, with every key of its tables."""
-TABLES = ("model", "data", "batch", "optimizer", "codec", "admission")
+TABLES = ("model", "data", "batch", "optimizer", "codec", "admission", "start")
 
 
 # --- canonical text and id ----------------------------------------------------------------------------------
@@ -164,6 +169,7 @@ def test_the_id_of_the_audit_run_is_what_it_was_when_it_was_written_down() -> No
 
 def test_every_value_is_in_the_hash() -> None:
     ids = [FULL.id]
+    pinned, unpinned = FULL, replace(FULL, start=StartSpec())  # digests are of a kind and of as many stages
     for key, value in (
         ("name", "x"),
         ("seed", 2),
@@ -190,10 +196,12 @@ def test_every_value_is_in_the_hash() -> None:
         | {"warmup_steps": 1, "schedule": "constant", "min_lr_ratio": 0.5, "clip_norm": 0},
         "codec": {"forward": "none", "backward": "none", "reduce": "bf16", "adaptive": ("none", "bf16")},
         "admission": {"owner": BOB, "trainers": (), "founders": ()},
+        "start": {"weights": "folder", "digests": tuple(c * 64 for c in "124")},
     }
     for table, values in changes.items():
         for key, value in values.items():
-            ids.append(replace(FULL, **{table: replace(getattr(FULL, table), **{key: value})}).id)
+            run = unpinned if table == "model" else pinned
+            ids.append(replace(run, **{table: replace(getattr(run, table), **{key: value})}).id)
     assert len(set(ids)) == len(ids)
 
 
@@ -338,7 +346,7 @@ BAD: list[Any] = [
 
 def _rules() -> list[Any]:
     specs = [("", Run)] + [(spec.section, spec) for spec in _specs()]
-    brought = (CustomModelSpec, "code")
+    brought = (CustomModelSpec, LoraSpec, "code")
     return [
         pytest.param(
             BROUGHT if spec in brought or item.name in brought else FULL,
@@ -354,7 +362,17 @@ def _rules() -> list[Any]:
 
 
 def _specs() -> list[Any]:
-    return [ModelSpec, DataSpec, BatchSpec, OptimizerSpec, CodecSpec, AdmissionSpec, CustomModelSpec]
+    return [
+        ModelSpec,
+        DataSpec,
+        BatchSpec,
+        OptimizerSpec,
+        CodecSpec,
+        AdmissionSpec,
+        StartSpec,
+        LoraSpec,
+        CustomModelSpec,
+    ]
 
 
 def _with(run: Run, section: str, name: str, literal: str) -> str:

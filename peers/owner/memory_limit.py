@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from swarm.errors import SetupError
 from swarm.ids import Stage
 from swarm.manifest import Run
+from swarm.model.custom import custom_model
 from swarm.model.layout import empty_state, stage_layout
 from swarm.model.stage_io import allowed_gradients, allowed_inputs, body_bytes
 
@@ -26,7 +27,7 @@ class Needs:
 
     stage: Stage
     fixed: int
-    """Weights, optimizer, sums and one vector of gradients."""
+    """Weights, those that stay as they are too, optimizer, sums and one vector of gradients."""
     gradients: int = 0
     """One more vector of gradients."""
     microbatch: int = 0
@@ -73,7 +74,7 @@ class Needs:
 
 
 def needs_of(run: Run, stage: Stage, *, microbatch: int = 0) -> Needs:
-    """From the manifest alone; builds nothing."""
+    """From the manifest alone; builds no stage."""
     layout, versions = stage_layout(run, stage), 2 if run.delayed_updates else 1
     number_bytes = 8 if run.dtype == "float64" else 4
     gradients = layout.numel * number_bytes
@@ -81,6 +82,9 @@ def needs_of(run: Run, stage: Stage, *, microbatch: int = 0) -> Needs:
     fixed = sum(tensor.nbytes for tensor in empty_state(run, stage).values()) + sums + gradients
     if run.dtype == "bfloat16":
         fixed += versions * layout.decayed * 2
+    if run.brings_model:
+        model = custom_model(run)
+        fixed += sum(model.traced.buffers[name].nbytes for name in model.plans[stage].buffers)
     boundary = max(map(body_bytes, allowed_inputs(run, stage)))
     for one in range(max(0, stage - 1), min(stage + 1, run.S - 1)):
         boundary += max(map(body_bytes, allowed_gradients(run, one)))

@@ -44,6 +44,9 @@ def run_export(options: ExportOptions) -> None:
     if options.hf is not None:
         run_export_hf(options, options.hf)
         return
+    if options.adapter is not None:
+        run_export_adapter(options, options.adapter)
+        return
     if options.out is None or options.checkpoint_dir is None:
         raise SetupError("a model file is made of checkpoints: give --checkpoint-dir and --out")
     if options.tokenizer is not None:
@@ -86,6 +89,18 @@ def run_export_hf(options: ExportOptions, folder: Path) -> None:
     parameters = sum(tensor.numel() for tensor in model.by_name.values())
     print(f"wrote {folder}: run {run.name} {run.id}, step {model.step}, {parameters / 1e6:,.1f} M parameters")
     print(f'try it: transformers.{auto}.from_pretrained("{folder}")')
+
+
+def run_export_adapter(options: ExportOptions, folder: Path) -> None:
+    """Write the folder and say how it is loaded."""
+    from peers.programs import pretrained
+
+    run = find_weights(options)
+    pretrained.check_adapter(folder, run)
+    model = load_weights(options)
+    pretrained.write_adapter(folder, run, model.step, model.by_name)
+    print(f"wrote {folder}: run {run.name} {run.id}, step {model.step}, rank {run.lora.rank}")
+    print(f'try it: peft.PeftModel.from_pretrained(MODEL, "{folder}")')
 
 
 def export(folder: Path, run: Run, step: int | None, out: Path) -> ModelConfig:

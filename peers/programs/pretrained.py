@@ -5,21 +5,25 @@ transformers writes it, so names, shards, tied weights and configs are its own.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 import torch
 
-from peers.storage import atomic_file
+from peers.storage import atomic_file, safetensors_file
 from peers.storage.dataset import open_tokenizer
 from swarm.errors import SetupError
 from swarm.manifest import CustomModelSpec, Run
 from swarm.model.full_model import FullModel
+from swarm.model.graph.custom_model import build
+from swarm.model.graph.lora import is_adapter, is_transposed, merge
 
 WHY_NOT = {
     "gpt": "transformers has no architecture that is the built-in decoder",
@@ -35,8 +39,19 @@ def check(folder: Path, run: Run) -> None:
             f'--hf takes a run whose model.kind is "hf"; this one has "{run.model.kind}", and '
             f"{WHY_NOT[run.model.kind]}. Export it with --out FILE"
         )
+    _check_new(folder, "--hf")
+
+
+def check_adapter(folder: Path, run: Run) -> None:
+    """Raise SetupError if the run trains no adapter, or `folder` has something in it."""
+    if not run.lora.rank:
+        raise SetupError("--adapter takes a run with a table [lora]; export this one with --hf or --out")
+    _check_new(folder, "--adapter")
+
+
+def _check_new(folder: Path, option: str) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise SetupError(f"{folder} is there already: choose another --hf, or remove it")
+        raise SetupError(f"{folder} is there already: choose another {option}, or remove it")
 
 
 def write(
@@ -45,7 +60,7 @@ def write(
     """Write the model into `folder`, which comes into being whole or not at all.
 
     Args:
-        weights: parameters and batch norms' statistics of all stages by full name.
+        weights: parameters and batch norms' statistics of all stages by full name; adapters are merged.
         tokenizer: the JSON of a run whose tokenizer is a file, to be put beside the model; bytes need none.
 
     Returns:
@@ -57,32 +72,66 @@ def write(
     check(folder, run)
     words = _tokenizer(run, tokenizer)
     module: Any = FullModel(run, weights, steps=step).module
+    merge(module, run.lora)
     transformers = importlib.import_module("transformers")
     if hasattr(module.config, "use_cache"):
         module.config.use_cache = True  # training has no use for it; generation has
     module.config.swarm = {"run": run.id, "name": run.name, "step": step}
     shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
+    try:
+        with _new_folder(folder, "--hf") as temporary:
+            module.save_pretrained(temporary)
+            if words is not None:
+                transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(temporary)
+    finally:
+        if shown:
+            transformers.utils.logging.enable_progress_bar()
+    return type(module).__name__
+
+
+def write_adapter(folder: Path, run: Run, step: int, weights: Mapping[str, torch.Tensor]) -> None:
+    """Write what a run with a [lora] has trained as peft has it, into `folder`: all of it or nothing.
+
+    Raises:
+        SetupError: as `check_adapter`, or it cannot be written.
+    """
+    check_adapter(folder, run)
+    spec, made = run.lora, build(run)
+    config = {
+        "peft_type": "LORA", "r": spec.rank, "lora_alpha": spec.alpha, "target_modules": list(spec.targets),
+        "fan_in_fan_out": is_transposed(made.module), "bias": "none", "inference_mode": True,
+        "base_model_name_or_path": run.start.weights.removeprefix("hf:").partition("@")[0],
+        "revision": run.start.weights.partition("@")[2] or None,
+        "task_type": "CAUSAL_LM" if "CausalLM" in type(made.module).__name__ else None,
+    }  # fmt: skip
+    tensors = {f"base_model.model.{name}": weights[name] for name in sorted(weights) if is_adapter(name)}
+    with _new_folder(folder, "--adapter") as temporary:
+        (temporary / "adapter_config.json").write_text(json.dumps(config, indent=1))
+        with (temporary / "adapter_model.safetensors").open("wb") as file:
+            safetensors_file.write(
+                file, tensors, tensors.__getitem__, {"format": "pt", "run": run.id, "step": str(step)}
+            )
+
+
+@contextlib.contextmanager
+def _new_folder(folder: Path, option: str) -> Iterator[Path]:
+    """A folder beside, which takes the place of `folder` once all is in it."""
     temporary = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=atomic_file.TEMPORARY, dir=folder.parent))
-        module.save_pretrained(temporary)
-        if words is not None:
-            transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(temporary)
+        yield temporary
         temporary.chmod(0o755)
         temporary.replace(folder)
         atomic_file.sync_folder(folder.parent)
     except OSError as error:
         raise atomic_file.trouble(
-            "cannot write the model", folder.parent, error, "choose another --hf"
+            "cannot write the model", folder.parent, error, f"choose another {option}"
         ) from None
     finally:
-        if shown:
-            transformers.utils.logging.enable_progress_bar()
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-    return type(module).__name__
 
 
 def _tokenizer(run: Run, path: Path | None) -> tokenizers.Tokenizer | None:

@@ -388,6 +388,9 @@ class ExportOptions(WeightsOptions):
         "a new folder for transformers' from_pretrained; for runs of a model of transformers",
         one_of="target!",
     )
+    adapter: Path | None = optional(
+        DIR, "a new folder for peft's from_pretrained; for runs with a [lora]", one_of="target!"
+    )
     tokenizer: Path | None = optional(FILE, "its JSON, to go into the folder of --hf")
 
 

@@ -104,7 +104,12 @@ def _of_manifest(run: Run) -> dict[str, Any]:
     """The fields that only repeat the manifest, for other programs."""
     data = run.data
     return {
-        "model": dataclasses.asdict(run.model),
+        # As JSON has it; and a list that is younger than files which were written before is left out.
+        "model": {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in dataclasses.asdict(run.model).items()
+            if value != ()
+        },
         "sequence_length": data.sequence_length,
         "tokenizer": data.tokenizer,
         "tokenizer_sha256": data.tokenizer_sha256,

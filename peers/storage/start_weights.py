@@ -163,7 +163,7 @@ def offer_start(run: Run, folder: Path | None) -> None:
     Raises:
         SetupError: as `open_start`.
     """
-    if not can_start(run) and (found := open_start(run, folder)) is not None:
+    if (folder is not None or not can_start(run)) and (found := open_start(run, folder)) is not None:
         start_from(run, found)
 
 

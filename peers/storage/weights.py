@@ -14,6 +14,7 @@ from peers.options import WeightsOptions
 from peers.progress import Bar
 from peers.storage import checkpoint, model_file
 from peers.storage.safetensors_file import Damaged, Progress, unheard
+from peers.storage.start_weights import offer_start
 from swarm.errors import Refused, SetupError
 from swarm.ids import Stage
 from swarm.manifest import Run, check_id
@@ -63,6 +64,7 @@ def load_weights(options: WeightsOptions) -> Weights:
         SetupError: they are missing, damaged or not all there; says what to do.
     """
     run = find_weights(options)
+    offer_start(run, options.start)
     if options.model is not None:
         config, _ = model_file.read_config(options.model)
         with Bar(f"reading {options.model.name}", config.bytes) as bar:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from swarm.errors import SetupError
 from swarm.manifest import Run
 from swarm.model.graph.capture import WithLoss
-from swarm.model.graph.custom_model import build
+from swarm.model.graph.custom_model import build, frozen_weights
 from swarm.model.same_bits import aligned, use_threads_of
 
 COUNTER = "num_batches_tracked"
@@ -36,14 +36,17 @@ class FullModel:
     ) -> None:
         """`weights`: trained parameters and batch norms' statistics, by full name, after so many `steps`.
 
-        What no stage trains is as the model's code initialises it.
+        What no stage trains is as the run started with it, or as the model's code initialises it.
 
         Raises:
-            SetupError: the model cannot be had here; weights are not of it.
+            SetupError: the model, or what it started with, cannot be had here; weights are not of it.
         """
         made = build(run)
         self.module: nn.Module = made.module
         self._with_loss = WithLoss(self.module, made.loss)
+        if run.start.weights:
+            for stage in range(run.S):
+                fill(self._with_loss, frozen_weights(run, stage), 0)
         fill(self._with_loss, weights, steps)
         self._run, self._device = run, torch.device(device)
         self._with_loss.eval().to(self._device)

@@ -159,6 +159,8 @@ def start_shapes(run: Run, stage: Stage) -> dict[str, torch.Size]:
     shapes = {name: span.shape for name, span in stage_layout(run, stage).terms.items()}
     if run.brings_model:
         model = custom_model(run)
+        if run.lora.rank:  # what is trained is not there yet
+            shapes = {name: shapes[name] for name in stage_layout(run, stage).statistics}
         frozen = model.traced.parameters.keys() & set(model.plans[stage].buffers)
         shapes |= {name: model.traced.parameters[name].shape for name in frozen}
     return dict(sorted(shapes.items()))

@@ -38,6 +38,7 @@ from swarm.model.gpt import weights_dtype
 from swarm.model.graph.builder import Traced
 from swarm.model.graph.calls import Call, Ref, refs
 from swarm.model.graph.ir import Operator, Value
+from swarm.model.graph.lora import adapt, freeze
 from swarm.model.graph.model_source import CustomModel, from_code, from_hf, transformers
 from swarm.model.graph.partition import StagePlan, plan_stages, shared_parameters
 from swarm.model.graph.stage_module import StageModule
@@ -233,13 +234,17 @@ def stage_module(run: Run, stage: Stage) -> StageModule:
     model = custom_model(run)
     traced, plan = model.traced, model.plans[stage]
     if run.start.weights and traced.parameters.keys() & set(plan.buffers):
-        traced = replace(traced, buffers={**traced.buffers, **_frozen(run, stage)})
+        traced = replace(traced, buffers={**traced.buffers, **frozen_weights(run, stage)})
     return StageModule(traced, plan, seed=run.seed)
 
 
 @lru_cache(maxsize=4)
-def _frozen(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
-    """The weights of a stage that stay as the run started with them."""
+def frozen_weights(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
+    """The weights of a stage that stay as the run started with them, by full name.
+
+    Raises:
+        SetupError: as `start_tensors`.
+    """
     buffers = set(custom_model(run).plans[stage].buffers)
     return {name: tensor for name, tensor in start_tensors(run, stage).items() if name in buffers}
 
@@ -312,6 +317,9 @@ def build(run: Run) -> CustomModel:
         else:
             made = from_code(spec.source)
     dtype = weights_dtype(run)
+    freeze(made.module, spec.frozen)
+    if run.lora.rank:
+        adapt(made.module, run.lora, run.seed)
     module = made.module.to("cpu")
     module = module.double() if dtype == torch.float64 else module.float()
 
