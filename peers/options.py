@@ -364,7 +364,7 @@ class PeerOptions(MemberOptions, NetworkOptions):
     swarm peer --run 5a7c... --join ADDRESS
     """
 
-    stage: Literal["auto"] | int = option(STAGE, "default: the slowest stage", "auto")
+    stage: Literal["auto"] | int = option(STAGE, "default: the one that needs a peer most", "auto")
     device: str = option(
         DEVICES, "default: CUDA if there is, else CPU; all, or cuda:0,cuda:2: a peer for each", "auto"
     )

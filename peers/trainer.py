@@ -29,7 +29,7 @@ from peers.voices import Voices
 from peers.vouching.giver import VoucherGiver
 from peers.waiting import happens
 from swarm.data import sample_offsets, trainer_order
-from swarm.errors import BadAnswer, Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError
+from swarm.errors import BadAnswer, Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError, count
 from swarm.ids import Generation, Microbatch, PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.model.stage_io import input_metas
@@ -269,9 +269,9 @@ class Trainer:
             task = asyncio.get_running_loop().create_task(self._microbatch(item))
             self._running[task] = item.microbatch.t
             task.add_done_callback(self._ended)
-        for t, count in again.items():
-            if count:
-                self._emit(events.Replayed(t=t, count=count))
+        for t, times in again.items():
+            if times:
+                self._emit(events.Replayed(t=t, count=times))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.pop(task, None)
@@ -420,7 +420,11 @@ class Trainer:
             self._served.add(stage)
         elif stage in self._served:
             self._served.discard(stage)
-            self._emit(events.StageLost(stage=stage, version=self._version))
+            paused = sum(record.state == "paused" for record in self._directory.at(stage))
+            waits = f"stage {stage} has only {count(paused, 'paused peer')}: the run waits until one resumes"
+            self._emit(
+                events.Trouble(text=waits) if paused else events.StageLost(stage=stage, version=self._version)
+            )
         if serving and not self._settings.window:
             self._rooms[stage] = sum(record.max_inflight for record in serving)
             self._window.set_largest(min(self._rooms.values()))

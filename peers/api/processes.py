@@ -56,6 +56,8 @@ class Tally:
     microbatch_losses: dict[int, tuple[float, ...]] = field(default_factory=dict)
     audits: dict[tuple[Stage, int], tuple[int, int]] = field(default_factory=dict)
     """(stage, step) -> (missing, duplicated) in the ledgers of the round that was applied."""
+    work: dict[tuple[Stage, PeerId], int] = field(default_factory=dict)
+    """Microbatches that each peer added to steps that were taken, the dead included."""
     replayed: int = 0
     undone: int = 0
     preemptions: int = 0
@@ -153,7 +155,9 @@ class Processes:
             SetupError: one of them cannot start.
         """
         run, folder, peers = self.run, self._folder, count(self.run.S * self._peers, "peer")
-        self._emit(Note(text=f"starting {peers}, a trainer and a bootstrap, through which they meet"))
+        self._emit(
+            Note(text=f"starting {peers}, a trainer and a bootstrap, through which they meet: 10 to 60 s")
+        )
         own = [] if folder is None else ["--charter", str(folder / "charter"), *_key(folder / "owner.key")]
         own += [] if folder is None else ["--join-file", str(folder / "join.txt")]
         await self._spawn(["bootstrap", "--manifest", "-", *own], stdin=run.to_toml().encode())
@@ -218,10 +222,14 @@ class Processes:
         run, found = self.run, dict[str, "torch.Tensor"]()
         with tempfile.TemporaryDirectory() as name:
             async with Node(join=self.addresses, run_id=run.id) as node:
-                step = await collect(run, node.transport, node.directory, Path(name), lambda event: None)
+                step = await collect(run, node.transport, node.directory, Path(name), self._hear_download)
             for stage in range(run.S):
                 found |= await asyncio.to_thread(read_stage, Path(name), run, stage, step)
         return found, step
+
+    def _hear_download(self, event: Event) -> None:
+        if isinstance(event, events.Downloading):
+            self._emit(event)
 
     async def close(self) -> None:
         """End all processes; none is left, also if this is cancelled."""
@@ -256,6 +264,10 @@ class Processes:
             self._said[child].append(line)
             return
         self.tally.add(event)
+        if isinstance(event, events.Stepped):
+            peer = next((peer for peer, (its, _) in self._serving.items() if its is child), "")
+            place = event.stage, peer
+            self.tally.work[place] = self.tally.work.get(place, 0) + event.microbatches
         if isinstance(event, events.Started):
             self._started[event.role] = event
         elif isinstance(event, events.JoinLine):

@@ -14,14 +14,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from peers.events import Emit, Event, Note, StepDone, count, to_text
 from peers.programs.fleet import check_size
 from peers.programs.tool_options import DemoOptions, UpOptions
 from peers.start_line import program
+from peers.watch.terminal import clock, curve
 from swarm import manifest
-from swarm.errors import SetupError
+from swarm.errors import SetupError, short
 from swarm.manifest import CodecSpec, CustomModelSpec, demo_run, load_run
 
 if TYPE_CHECKING:
@@ -29,8 +30,16 @@ if TYPE_CHECKING:
 
     from peers.api import LocalSwarm, Run
 
+STEPS = 400
 SAMPLE_TOKENS = 400
-PROMPT = "The "
+NEXT = """\
+next:
+    {0} demo --preempt 3 --verify     three die, and one process computes the same beside it
+    {0} init myrun     a run of your own
+    {0} up myrun       train it
+"""
+CURVE = 64
+"""Columns of a curve, and its numbers."""
 STEP_LINES = 40
 """Of the steps, about so many are said."""
 
@@ -41,6 +50,7 @@ class Lines:
     def __init__(self, title: str, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stdout
         self._done = 0
+        self._first: StepDone | None = None
         self.say(title)
 
     def __call__(self, event: Event) -> None:
@@ -49,7 +59,16 @@ class Lines:
             every = max(1, event.steps // STEP_LINES)
             if self._done // every == before // every and self._done != event.steps:
                 return
+            self.say(to_text(event) + self._left(event))
+            return
         self.say(to_text(event))
+
+    def _left(self, event: StepDone) -> str:
+        """How long the steps that are left will take, once two were seen."""
+        first = self._first = self._first or event
+        if event.t <= first.t or event.t + 1 >= event.steps:
+            return ""
+        return f", {clock((event.at - first.at) / (event.t - first.t) * (event.steps - event.t - 1))} left"
 
     def say(self, line: str) -> None:
         """A line that is no event."""
@@ -98,6 +117,8 @@ def play(run: Run, options: DemoOptions, display: Emit) -> dict[str, object]:
         "missing": tally.missing(terms),
         "duplicated": tally.duplicated(),
         "verify": _verify(swarm, display) if options.verify else None,
+        "_curve": [loss for _, loss in sorted(tally.losses.items())],
+        "_work": tally.work,
         "_undone": tally.undone,
         "_losses": tally.microbatch_losses,
         "_sample": _sample(run, weights) if terms.model.kind == "gpt" else "",
@@ -143,18 +164,21 @@ def _sample(run: Run, weights: Mapping[str, torch.Tensor]) -> str:
     """What the trained model writes."""
     from swarm.model.generate import generate
 
-    tokenizer = run.open_data().tokenizer
-    more = generate(run.terms, weights, tokenizer.encode(PROMPT), SAMPLE_TOKENS, 0.7, run.terms.seed)
-    return "".join(c if c.isprintable() or c == "\n" else "·" for c in PROMPT + tokenizer.decode(more))
+    tokenizer, tells = run.open_data().tokenizer, run.terms.data.source == "tales"
+    prompt, temperature = ("Once upon a time there was a ", 0.4) if tells else ("The ", 0.7)
+    more = generate(run.terms, weights, tokenizer.encode(prompt), SAMPLE_TOKENS, temperature, run.terms.seed)
+    return "".join(c if c.isprintable() or c == "\n" else "·" for c in prompt + tokenizer.decode(more))
 
 
-def _verify(swarm: LocalSwarm, display: Emit) -> dict[str, float]:
+def _verify(swarm: LocalSwarm, display: Emit) -> dict[str, object]:
     """The same run in this process; the largest difference of any loss and of any weight."""
     from peers.api import reference
 
     display(Note(text="verifying: the same manifest in one process"))
     single, tally, loss_diff = reference(swarm.run), swarm.tally, 0.0
+    alone: list[float] = []
     for step in single:
+        alone += [] if step.loss is None else [step.loss]
         theirs = tally.microbatch_losses.get(step.t)
         if theirs is not None:
             loss_diff = max(loss_diff, *(abs(a - b) for a, b in zip(step.losses, theirs, strict=True)))
@@ -166,13 +190,13 @@ def _verify(swarm: LocalSwarm, display: Emit) -> dict[str, float]:
     weight_diff = max(
         float((weights[name].double() - mine.double()).abs().max()) for name, mine in single.weights().items()
     )
-    return {"max_loss_diff": loss_diff, "max_weight_diff": weight_diff}
+    return {"max_loss_diff": loss_diff, "max_weight_diff": weight_diff, "losses": alone}
 
 
 def _manifest_of(options: DemoOptions) -> manifest.Run:
     if options.manifest is None:
         run = demo_run(
-            stages=options.stages or 3, steps=options.steps or 50,
+            stages=options.stages or 3, steps=options.steps or STEPS,
             codec=options.codec or "blockwise8", seed=1 if options.seed is None else options.seed,
         )  # fmt: skip
     else:
@@ -202,25 +226,41 @@ def _check_text(files: Sequence[Path]) -> None:
                     raise SetupError(f"--data {path} is not text: it has null bytes; give a text file")
 
 
-def summary(result: Mapping[str, object]) -> str:
+def summary(result: Mapping[str, Any]) -> str:
     """The last screen, in words."""
-    first, last = (
-        f"{loss:.3f}" if isinstance(loss, float) else "?"
-        for loss in (result["loss_first"], result["loss_last"])
-    )
+    missing, twice, verify = result["missing"], result["duplicated"], result["verify"]
+    worked = sorted((place, done) for place, done in result["_work"].items() if done)
+    ledgers = f"microbatches missing {missing}, counted twice {twice}"
+    if not missing and not twice:
+        ledgers = "each microbatch of each step counted once"
     lines = [
         "",
-        f"loss          {first} → {last} in {result['steps']} steps, {result['tokens_per_s']:,.0f} tokens/s",
-        f"preemptions   {result['preemptions']} (SIGKILL), microbatches run again: {result['replayed']}"
-        f", duplicates undone before they counted: {result['_undone']}",
-        f"ledgers       microbatches missing {result['missing']}, counted twice {result['duplicated']}",
+        f"loss       {curve(result['_curve'], CURVE)}",
+        *([f"one alone  {curve(verify['losses'], CURVE)}"] if verify else []),
+        f"speed      {result['steps']} steps, {result['tokens_per_s']:,.0f} tokens/s",
+        f"killed     {_killed(result['preemptions'], result['replayed'])}",
+        f"ledgers    {ledgers}",
     ]
-    verify = result["verify"]
-    if isinstance(verify, dict):
+    if result["_undone"]:
+        lines.append(f"           {count(result['_undone'], 'duplicate')} undone before it counted")
+    if verify:
         lines.append(
-            f"verified      against one process: largest difference of a loss {verify['max_loss_diff']:.2e},"
+            f"verified   against one process: largest difference of a loss {verify['max_loss_diff']:.2e},"
             f" of a weight {verify['max_weight_diff']:.2e}"
         )
+    lines += [
+        f"{'' if number else 'thanks':<11}peer {short(peer)} of stage {stage}: {count(done, 'microbatch')}"
+        for number, ((stage, peer), done) in enumerate(worked)
+    ]
     if result["_sample"]:
         lines += ["", "the trained model writes:", "", str(result["_sample"])]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", NEXT.format(program())])
+
+
+def _killed(killed: int, again: int) -> str:
+    if not killed:
+        return "none"
+    words = f"{count(killed, 'peer')} with SIGKILL, in the middle of the work"
+    if again:
+        return f"{words}; {count(again, 'microbatch')} lost with it: run again"
+    return f"{words}; nothing was lost: others held what it had computed, or it had nothing yet"

@@ -13,11 +13,12 @@ import msgspec
 import numpy as np
 
 from peers.device import choose_device, usable_cores
+from peers.programs.manifest_pinning import import_handed
 from peers.programs.tool_options import EvalOptions, GenerateOptions
 from peers.progress import Bar
 from peers.storage.dataset import Dataset, Tokenizer, open_tokenizer
 from peers.storage.samples import Samples, open_data
-from peers.storage.weights import Weights, load_weights
+from peers.storage.weights import Weights, find_weights, load_weights
 from swarm.errors import SetupError
 from swarm.manifest import Run
 from swarm.model.evaluate import loss_of
@@ -46,6 +47,7 @@ class Evaluation:
 def run_generate(options: GenerateOptions) -> None:
     """Print the prompt and its continuation."""
     device = choose_device(options.device)
+    import_handed(find_weights(options), options.allow_code)
     model = load_weights(options)
     tokenizer = open_tokenizer(model.run, options.tokenizer)
     prompt = tokenizer.encode(options.prompt)
@@ -58,6 +60,7 @@ def run_generate(options: GenerateOptions) -> None:
 def run_eval(options: EvalOptions) -> None:
     """Evaluate and print."""
     device = choose_device(options.device)
+    import_handed(find_weights(options), options.allow_code)
     model = load_weights(options)
     text = open_text(model.run, options.data, options.tokenizer)
     threads = (options.threads or usable_cores()) if device == "cpu" else 1

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from peers.programs.manifest_pinning import import_handed
 from peers.programs.tool_options import ExportOptions
 from peers.progress import Bar
 from peers.storage import model_file, results_folder
@@ -54,6 +55,7 @@ def run_export(options: ExportOptions) -> None:
     if options.out.suffix != model_file.SUFFIX:
         raise SetupError(f"--out {options.out} must end in {model_file.SUFFIX}")
     run = find_run(options.checkpoint_dir, options.run)
+    import_handed(run, options.allow_code)
     config = export(options.checkpoint_dir, run, options.step, options.out)
     where = model_file.config_path(options.out).name
     print(f"wrote {options.out} ({config.bytes / 1e6:.1f} MB) and {where}")
@@ -83,6 +85,7 @@ def run_export_hf(options: ExportOptions, folder: Path) -> None:
     from peers.programs import pretrained
 
     run = find_weights(options)
+    import_handed(run, options.allow_code)
     pretrained.check(folder, run)  # before the weights are read
     model = load_weights(options)
     auto = pretrained.write(folder, run, model.step, model.by_name, options.tokenizer)

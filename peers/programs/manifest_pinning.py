@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarm.errors import SetupError
+from swarm.installed import import_file, is_file_name
 from swarm.manifest import CustomModelSpec, Run
 
 if TYPE_CHECKING:
@@ -62,3 +64,18 @@ def _with_start(run: Run, folder: Path | None) -> Run:
     run = replace(run, start=replace(run.start, digests=digests))
     start_from(run, read)
     return run
+
+
+def import_handed(run: Run, allow_code: Sequence[str]) -> None:
+    """Import the owner's files that the manifest names functions of.
+
+    Raises:
+        SetupError: a file is not the one that the manifest means, or fails.
+    """
+    files = {Path(word).stem: Path(word) for word in allow_code if is_file_name(word)}
+    model = run.model
+    source, version = (model.source, model.version) if isinstance(model, CustomModelSpec) else ("", "")
+    for spec in run.code:
+        name = spec.partition(":")[0]
+        if name in files:
+            import_file(files[name], version if spec == source else "")

@@ -34,6 +34,7 @@ from peers.options import (
 )
 from peers.owner.commands import Owner
 from peers.owner.control_socket import PeerAnswer, obeying
+from peers.programs.manifest_pinning import import_handed
 from peers.programs.stage_choice import choose_stage, unserved
 from peers.start_line import as_given, program
 from peers.storage import atomic_file, charters_folder, results_folder, stamps_folder
@@ -41,8 +42,8 @@ from peers.waiting import happens, unless
 from swarm.charter import Role, succeed
 from swarm.errors import Refused, SetupError, SwarmError, count
 from swarm.ids import Stage
-from swarm.installed import ENTRY_POINTS, check_allowed, import_file, is_file_name
-from swarm.manifest import CustomModelSpec, Run, load_run, parse_run
+from swarm.installed import ENTRY_POINTS, check_allowed, is_file_name
+from swarm.manifest import Run, load_run, parse_run
 
 if TYPE_CHECKING:  # torch is imported while p2pd starts
     from peers.audit.auditor import Auditor
@@ -277,14 +278,9 @@ def check_code(run: Run, allow_code: Sequence[str]) -> None:
             the one that it means.
     """
     declared = [entry.value for entry in entry_points(group=ENTRY_POINTS)] if run.code else []
-    files = {Path(word).stem: Path(word) for word in allow_code if is_file_name(word)}
+    files = [Path(word).stem for word in allow_code if is_file_name(word)]
     check_allowed(run.code, (*allow_code, *files, *declared))
-    model = run.model
-    source, version = (model.source, model.version) if isinstance(model, CustomModelSpec) else ("", "")
-    for spec in run.code:
-        name = spec.partition(":")[0]
-        if name in files:
-            import_file(files[name], version if spec == source else "")
+    import_handed(run, allow_code)
 
 
 async def offer_start(run: Run, folder: Path | None) -> None:
@@ -371,7 +367,7 @@ class Peer(Networked[PeerOptions]):
             return stage
         allowed = allowed_stages(node, range(run.S))
         stage = await choose_stage(node.peer_id, run, node.directory, node.addresses, allowed)
-        self._emit(Note(text=f"joins stage {stage}, which is among the slowest"))
+        self._emit(Note(text=f"joins stage {stage}, which needs a peer most"))
         return stage
 
     def _build(self, run: Run, stage: Stage, device: str) -> tuple[StageCompute, int, int]:

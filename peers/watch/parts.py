@@ -140,7 +140,13 @@ class Plot:
                     "textStyle": {"color": GREY},
                     "animation": False,
                     "tooltip": {"trigger": "axis"},
-                    "xAxis": {"type": "value", "min": "dataMin", "max": "dataMax", **axis},
+                    "xAxis": {
+                        "type": "value",
+                        "min": "dataMin",
+                        "max": "dataMax",
+                        "axisLabel": {"hideOverlap": True},
+                        **axis,
+                    },
                     "yAxis": {"type": "value", "scale": True, **axis},
                     "series": [{"type": "line", "showSymbol": False, "data": []}],
                 }

@@ -57,6 +57,8 @@ UNHEARD_S = 5.0
 second and answer at once; hung ones are waited for, 4 s."""
 RECORD_LAG_S = 15.0
 """Records lag behind answers for this long, around a move."""
+WARM = 16
+"""Microbatches, before which a peer's speed is that of a device that warms up."""
 MAX_RECOMPUTED = 4
 """A peer cannot have computed more than this many times the run's needs so far."""
 
@@ -406,7 +408,7 @@ class Aggregator:
             tokens_per_step=self.run.tokens_per_step,
             loss=self._losses[max(self._losses)] if self._losses else None,
             tokens_per_s=tokens_per_s,
-            left_s=left * step_s if step_s is not None else None,
+            left_s=left * step_s if step_s is not None and all(self._served) else None,
             still_s=max(0.0, now - since) if since is not None else 0.0,
             step_s=step_s,
             stages=stages,
@@ -599,7 +601,8 @@ def _who(seen: _Seen) -> str:
 def _slower(seen: _Seen, speeds: Sequence[tuple[float, PeerId]]) -> float:
     """Times by which the median of the others is faster."""
     others = [speed for speed, peer in speeds if peer != seen.record.peer]
-    if not others or not seen.serves or seen.speed <= 0:
+    warming = seen.status is not None and seen.status.computed < WARM
+    if not others or not seen.serves or seen.speed <= 0 or warming:
         return 0.0
     return statistics.median(others) / seen.speed
 

@@ -6,8 +6,9 @@ import io
 
 import pytest
 
+from peers.cli import build_parser
 from peers.events import Event, Killed, Note, StepDone
-from peers.programs.demo import STEP_LINES, Lines
+from peers.programs.demo import STEP_LINES, Lines, summary
 
 pytestmark = pytest.mark.usefixtures("greenwich")
 
@@ -39,3 +40,32 @@ def test_a_late_report_of_an_old_step_is_not_said() -> None:
 def test_what_a_terminal_would_obey_is_not_on_the_screen() -> None:
     (_, line) = said(Note(at=1030.0, text="no\x1b[2J route"))
     assert line == "00:17:10  no?[2J route"
+
+
+def test_the_time_that_is_left_is_told_from_the_second_step_that_is_said() -> None:
+    first, second, *_, last = said(*(step(t) for t in range(40)))[1:]
+    assert " left" not in first and " left" not in last
+    assert second.endswith(", 0:38 left")
+
+
+RESULT = {
+    "steps": 4, "tokens_per_s": 1000.0, "preemptions": 1, "replayed": 0, "missing": 0, "duplicated": 0,
+    "verify": None, "_undone": 0, "_curve": [4.0, 3.0, 2.0, 1.0], "_work": {(0, "12D3KooWabcdef"): 7},
+    "_sample": "Once there was a fox",
+}  # fmt: skip
+
+
+def test_the_end_of_a_demo_says_who_did_what_and_what_to_do_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peers.programs.demo.program", lambda: "swarm")
+    words = summary(RESULT)
+    assert "\nloss       4.000 → 1.000  █▆▃▁" in words
+    assert "nothing was lost: others held" in words
+    assert "\nledgers    each microbatch of each step counted once" in words
+    assert "\nthanks     peer abcdef of stage 0: 7 microbatches" in words
+    assert "\nOnce there was a fox\n" in words
+    for line in words.partition("next:\n")[2].splitlines():
+        assert build_parser().parse_args(line.strip().partition("     ")[0].split()[1:])
+    verify = {"max_loss_diff": 0.0, "max_weight_diff": 0.0, "losses": [4.0, 3.0, 2.0, 1.0]}
+    words = summary({**RESULT, "replayed": 2, "missing": 1, "verify": verify})
+    assert "\none alone  4.000 → 1.000  █▆▃▁" in words
+    assert "2 microbatches lost with it: run again" in words and "microbatches missing 1" in words

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +19,18 @@ import torch
 
 from peers.cli import Exit, main
 from peers.options import WeightsOptions
+from peers.programs import manifest_pinning
 from peers.programs.evaluate import evaluate, open_text, spread
 from peers.programs.export import export, run_export
 from peers.programs.tool_options import ExportOptions
 from peers.storage import atomic_file, checkpoint, model_file
 from peers.storage.dataset import Dataset, open_dataset
+from peers.storage.samples import open_data
 from peers.storage.weights import Weights, load_weights, model_shapes
 from swarm.data import sample_offsets
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
+from swarm.installed import import_file
 from swarm.manifest import BatchSpec, CodecSpec, CustomModelSpec, DataSpec, Run, audit_run, demo_run
 from swarm.model.evaluate import loss_of
 from swarm.model.graph.custom_model import build
@@ -374,3 +378,33 @@ def test_samples_that_code_makes_have_a_loss_and_no_words() -> None:
     assert (found.samples, found.tokens, found.perplexity, found.bits_per_byte) == (10, None, None, None)
     with pytest.raises(SetupError, match="samples are made by one function: give one package"):
         open_text(run, (Path("a.b:c"), Path("a.b:d")), None)
+
+
+def test_a_run_whose_code_was_handed_over_is_evaluated_and_exported_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = tmp_path / "handed_over_images.py"
+    code.write_text("from tests.process.models import images, resnet\n")
+    model = CustomModelSpec(kind="code", source="handed_over_images:resnet", stages=1, vocab_size=4)
+    data = DataSpec(source="code", code="handed_over_images:images", sequence_length=1)
+    import_file(code)
+    run = replace(SMALL, model=model, data=data, codec=CodecSpec())
+    run = manifest_pinning.pinned(run, open_data(run))
+    saved(tmp_path / "ckpt", run)
+    monkeypatch.delitem(sys.modules, code.stem)
+    words = ["--checkpoint-dir", str(tmp_path / "ckpt")]
+    assert main(["eval", *words]) == Exit.SETUP
+    out = ["export", *words, "--out", str(tmp_path / "a.safetensors"), "--allow-code", str(code)]
+    assert main(out) == Exit.OK
+    capsys.readouterr()
+    evaluated = [
+        "eval",
+        "--model",
+        str(tmp_path / "a.safetensors"),
+        "--allow-code",
+        str(code),
+        "--samples",
+        "4",
+    ]
+    assert main(evaluated) == Exit.OK
+    assert capsys.readouterr().out.startswith("loss ")

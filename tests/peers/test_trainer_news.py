@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from swarm.manifest import audit_run
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import RunStatus, StepLacking
 from swarm.protocol.worklist import REPLAY_AFTER_S, Work
+from swarm.records import PeerRecord
 from swarm.wire.messages import Hop, Watched, WorkDone
 from tests.peers.alone import Line, Records
 
@@ -33,6 +35,21 @@ class Rows:
 def trainer() -> Trainer:
     line, records = Line("trainer"), Records()
     return Trainer(RUN, Rows(), line, records, TrainerSettings(), lambda _: None)  # type: ignore[arg-type]
+
+
+async def test_a_stage_whose_peers_are_paused_is_not_called_lost() -> None:
+    this, said = trainer(), list[str]()
+    record = PeerRecord(peer="p", run=RUN.id, stage=1, state="serving", version=0)
+    this._emit = lambda event: said.append(event.words())
+    this._directory = records = Records()
+    records.known[:] = [msgspec.structs.replace(record, state="paused")]
+    this._set_peers(1, [record])
+    this._set_peers(1, [])
+    assert said == ["stage 1 has only 1 paused peer: the run waits until one resumes"]
+    records.known[:] = []
+    this._set_peers(1, [record])
+    this._set_peers(1, [])
+    assert "has lost all its peers" in said[-1]
 
 
 def hears(this: Any, version: int, generation: Generation = FIRST, **status: Any) -> None:

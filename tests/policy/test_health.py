@@ -386,6 +386,22 @@ def test_a_peer_that_is_much_slower_than_its_stage_is_named() -> None:
     assert peer(health, "d").slower == 0.0
 
 
+def test_a_peer_that_has_just_begun_is_not_called_slow() -> None:
+    seen = Seen(*(record(n, 0) for n in "ab"), record("d", 1))
+    told = [status("a", 0, speed=4.0, trainers=("t",)), status("b", 0, speed=0.5, computed=3)]
+    assert texts(seen.look(statuses=(*told, status("d", 1)))) == []
+
+
+def test_while_the_run_waits_for_a_stage_no_time_left_is_told() -> None:
+    seen = Seen()
+    for version in range(4, 7):
+        health = seen.say(2.0, version=version, trainers=("t",))
+    assert health.left_s
+    paused = [status(name, 1, version=6, state="paused") for name in "cd"]
+    health = seen.look(statuses=(*paused, *(status(name, 0, version=6, trainers=("t",)) for name in "ab")))
+    assert health.left_s is None and "stage 1 has only 2 paused peers: the run waits" in texts(health)
+
+
 def test_weights_that_disagree_are_an_error_for_devices_of_one_kind() -> None:
     seen = Seen(*(record(n, 1) for n in "abcd"), record("z", 0))
     same = {"kind": "cpu", "version": 3}
