@@ -11,13 +11,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from peers.api.background import Background, result_of
 from peers.events import Emit, Emitter
 from peers.options import Kind, PeerOptions
 from peers.programs.roles import Peer
 from swarm.errors import SetupError, did_you_mean
+from swarm.model.same_bits import threads_as_before
 
 
 def join(
@@ -70,12 +69,12 @@ def _serving(
 ) -> Iterator[tuple[Background, Peer, Future[None]]]:  # fmt: skip
     """A peer that serves in a thread of its own, and is ended with the block."""
     peer = Peer(_options(run, address, code, options), emit=on_event or Emitter())
-    threads, background = torch.get_num_threads(), Background()
-    try:
-        yield background, peer, background.start(peer.run())
-    finally:
-        background.close()
-        torch.set_num_threads(threads)  # a peer computes with its run's
+    background = Background()
+    with threads_as_before():  # a peer computes with its run's
+        try:
+            yield background, peer, background.start(peer.run())
+        finally:
+            background.close()
 
 
 def _options(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from peers.api.run import Run
 from peers.api.steps import Step
 from peers.api.trained import trained_module
 from swarm.model.reference import SingleProcess
+from swarm.model.same_bits import threads_as_before
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,7 +29,7 @@ class Reference:
         terms, single = self.run.terms, self._single
         while single.version < terms.steps:
             t, began = single.version, time.monotonic()
-            with _own_threads():
+            with threads_as_before():
                 losses = single.step(t)
             yield Step(
                 t=t, steps=terms.steps, loss=sum(losses) / len(losses), losses=tuple(losses),
@@ -54,13 +54,3 @@ def reference(run: Run) -> Reference:
         SetupError: the run has none, since its result depends on routes, or its optimizer needs a GPU.
     """
     return Reference(run)
-
-
-@contextlib.contextmanager
-def _own_threads() -> Iterator[None]:
-    """Give the caller back the number of threads that torch had: a run has its own."""
-    before = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

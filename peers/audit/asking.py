@@ -17,7 +17,6 @@ from swarm.manifest import Run
 from swarm.protocol.coins import Coin, Toss
 from swarm.wire.evidence import AuditAnswer, Audited
 from swarm.wire.messages import WorkDone, pack, unpack_answer
-from swarm.wire.receipts import Answered
 
 SHARE = 0.015
 """Of the answers that are computed again: a liar is found in its 67th microbatch, on average."""
@@ -56,11 +55,8 @@ class AuditCaller:
         )
         if not others:
             return
-        receipt = hop.receipt
-        said = Answered(
-            stage, *mb, receipt.inputs, receipt.outputs, receipt.output_grads, receipt.input_grads, done.loss
-        )
-        ask = AuditAnswer(run=self._run.id, peer=hop.peer, statement=said, signature=receipt.signature)
+        said, signature = hop.receipt.statement(stage, mb, done.loss), hop.receipt.signature
+        ask = AuditAnswer(run=self._run.id, peer=hop.peer, statement=said, signature=signature)
         first = coin.below(len(others))
         judges = [*others[first:], *others[:first]][:JUDGES]
         task = asyncio.get_running_loop().create_task(self._audit(judges, ask))

@@ -44,7 +44,6 @@ from swarm.protocol.sums import SUM_BYTES, Projected, nth_sum, seed_of
 from swarm.protocol.voice import heard
 from swarm.wire.evidence import AskProducts, Products, ShowEvidence, WrongContribution
 from swarm.wire.messages import MAX_LONG_BYTES, hear, pack
-from swarm.wire.receipts import Answered
 
 ASK_S = 10.0
 """Members wait half of that for the end of a round that is asked for."""
@@ -269,9 +268,7 @@ class Auditor:
         receipt = None if told.next is None or told.next.peer != member else told.next.receipt
         if receipt is None:
             return  # another peer's answer was taken
-        said = Answered(
-            stage, *mb, receipt.inputs, receipt.outputs, receipt.output_grads, receipt.input_grads, told.loss
-        )
+        said = receipt.statement(stage, mb, told.loss)
         device = self._device
         made = await device.run(Rank.FORWARD, mb.t, make, compute, mb, came.forth, came.back)
         if made.is_of(said):

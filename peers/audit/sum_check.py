@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from peers.ports import Buffer
-from swarm.audit.projection import MODULUS, chunk_digest, coefficients, fits, product
+from swarm.audit.projection import MODULUS, coefficients, fits, product
 from swarm.audit.screen import SAMPLE
 from swarm.digest import DIGEST_BYTES, digest_of
 from swarm.errors import BadAnswer, Refused
@@ -32,6 +32,7 @@ from swarm.protocol.sums import (
     nth_sum,
     seed_of,
 )
+from swarm.wire.codec import chunk_digest
 from swarm.wire.evidence import Projecting
 
 Chunks = Sequence[tuple[int, int]]

@@ -18,7 +18,6 @@ from peers.audit.sum_check import Chunks, SumCheck
 from peers.ports import Answer, Buffer, Request, Transport
 from peers.waiting import happens
 from swarm.audit.evidence import numbers, proves
-from swarm.audit.projection import chunk_digest
 from swarm.digest import digest_of
 from swarm.errors import BadAnswer, NotReady, PeerFault, PeerSilent, Refused
 from swarm.ids import PeerId, Stage
@@ -26,7 +25,7 @@ from swarm.manifest import Run
 from swarm.protocol.coins import Coin, Toss
 from swarm.protocol.rounds import Plan
 from swarm.protocol.sums import nth_digest
-from swarm.wire.codec import bytes_of
+from swarm.wire.codec import bytes_of, chunk_digest
 from swarm.wire.evidence import (
     AskProducts,
     Evidence,

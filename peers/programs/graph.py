@@ -25,6 +25,7 @@ from swarm.model.graph.custom_model import custom_model
 from swarm.model.graph.ir import Operator, OpGraph, Value
 from swarm.model.graph.model_source import CustomModel, from_code, from_hf
 from swarm.model.graph.partition import StagePlan, plan_stages
+from swarm.model.same_bits import threads_as_before
 from swarm.partitioner.cost import made_up_calls, reckoned_s
 from swarm.partitioner.search import find_cut
 
@@ -87,14 +88,11 @@ def timed_s(traced: Traced) -> list[float]:
 
     They are CPU seconds: the turns that other programs have on the core do not count.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with threads_as_before():
+        torch.set_num_threads(1)
         return [
             statistics.median(_took_s(compute) for _ in range(ROUNDS)) for compute in made_up_calls(traced)
         ]
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _took_s(compute: Callable[[], None]) -> float:

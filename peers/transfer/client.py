@@ -26,8 +26,9 @@ from peers.clock import now_s
 from peers.events import Downloading, Emit
 from peers.fault_points import fault_point
 from peers.ports import Answer, Transport
-from peers.transfer.leases import HASH_BYTES, chunks_of, flat, forms_of, hash_of
+from peers.transfer.leases import chunks_of, flat, forms_of
 from peers.waiting import happens
+from swarm.digest import DIGEST_BYTES
 from swarm.errors import BadAnswer, Busy, NotNow, NotReady, PeerFault, Refused, SwarmError, short
 from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.manifest import Run
@@ -35,7 +36,7 @@ from swarm.model.layout import empty_state
 from swarm.protocol.rollback import check_generation
 from swarm.protocol.rounds import NO_VOICE, Commit
 from swarm.protocol.voice import heard, weight
-from swarm.wire.codec import TensorMeta, decode, dtype_name
+from swarm.wire.codec import TensorMeta, chunk_digest, decode, dtype_name
 from swarm.wire.messages import (
     Ack,
     CloseLease,
@@ -372,7 +373,7 @@ class _Downloading:
     async def _open(self, source: PeerId, question: Question) -> Offer:
         answer = await self.transport.call(
             source, self.wanted.method, pack(question),
-            max_answer_bytes=len(self.partial.chunks) * HASH_BYTES, deadline_s=OPEN_S,
+            max_answer_bytes=len(self.partial.chunks) * DIGEST_BYTES, deadline_s=OPEN_S,
         )  # fmt: skip
         offer = self._read_offer(source, answer, question)
         self.leases[source] = offer.opened.lease
@@ -387,10 +388,10 @@ class _Downloading:
         if isinstance(question, OpenState) and question.version >= 0 and opened.version != question.version:
             raise BadAnswer(source, f"offers version {opened.version} instead of {question.version}")
         self.wanted.can_be(source, opened)
-        body, expected = b"".join(answer.body), len(self.partial.chunks) * HASH_BYTES
+        body, expected = b"".join(answer.body), len(self.partial.chunks) * DIGEST_BYTES
         if len(body) != expected:
             raise BadAnswer(source, f"{len(body)} bytes of chunks' hashes; expected {expected}")
-        hashes = tuple(body[at : at + HASH_BYTES] for at in range(0, expected, HASH_BYTES))
+        hashes = tuple(body[at : at + DIGEST_BYTES] for at in range(0, expected, DIGEST_BYTES))
         return Offer(source=source, opened=opened, hashes=hashes)
 
     def _close(self, sources: Sequence[PeerId]) -> None:
@@ -547,7 +548,7 @@ class _Pull:
             chunk = decode(form, answer.body)
         except Refused as refused:
             raise BadAnswer(source, refused.text) from None
-        if await asyncio.to_thread(hash_of, chunk) != self._hashes[index]:
+        if await asyncio.to_thread(chunk_digest, chunk) != self._hashes[index]:
             raise BadAnswer(source, f"chunk {index} of {self._of.wanted.name} does not fit its digest")
         if index not in self._missing:
             return  # another source was faster

@@ -18,17 +18,15 @@ import torch
 
 from peers.clock import now_s
 from peers.ports import Answer, Request, Transport
-from swarm.digest import DIGEST_BYTES, digest_of
 from swarm.errors import NotReady, Refused
 from swarm.ids import Generation, PeerId
 from swarm.policy.pace import is_too_slow
 from swarm.protocol.rounds import Commit, Prepared
-from swarm.wire.codec import bytes_of, dtype_name
+from swarm.wire.codec import bytes_of, chunk_digest, dtype_name
 from swarm.wire.messages import Ack, CloseLease, FetchChunk, Opened, TensorForm, check_run, pack, unpack
 
 CHUNK_BYTES = 1 << 20
 """Small enough that even 20 MB come evenly from several sources; the hashes of 10 GB take 320 kB."""
-HASH_BYTES = DIGEST_BYTES
 LEASE_S = 60.0
 """A lease that no peer read for this long is dropped; sooner if another one is wanted and no live peer seems
 to read it."""
@@ -148,7 +146,7 @@ class Leases:
         """A new lease of `content`, whose chunks are hashed for it."""
         tensors = flat(content.tensors)
         chunks = chunks_of(tensors)
-        hashes = await asyncio.to_thread(lambda: b"".join(map(hash_of, chunks)))
+        hashes = await asyncio.to_thread(lambda: b"".join(map(chunk_digest, chunks)))
         opened = Opened(
             lease=secrets.token_hex(8), version=content.version, generation=content.generation,
             last_commit=content.last_commit, prepared=content.prepared, tensors=forms_of(tensors),
@@ -231,8 +229,3 @@ def forms_of(vectors: Mapping[str, torch.Tensor]) -> tuple[TensorForm, ...]:
         TensorForm(name=name, numel=vector.numel(), dtype=dtype_name(vector.dtype))
         for name, vector in vectors.items()
     )
-
-
-def hash_of(chunk: torch.Tensor) -> bytes:
-    """The digest of a chunk's bytes."""
-    return digest_of(bytes_of(chunk))

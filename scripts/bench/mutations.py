@@ -1151,7 +1151,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "chunk-hash-not-compared",
         CLIENT,
-        "if await asyncio.to_thread(hash_of, chunk) != self._hashes[index]:",
+        "if await asyncio.to_thread(chunk_digest, chunk) != self._hashes[index]:",
         "if False:",
         "A source spoils a state with a chunk that the others did not give.",
         FETCHED,

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from swarm.audit.projection import chunk_digest, coefficients, product, reduced_of
+from swarm.audit.projection import coefficients, product, reduced_of
 from swarm.digest import digest_of
 from swarm.manifest import Run
 from swarm.protocol.statements import Signer, is_signed
 from swarm.protocol.sums import contributed, nth_digest, nth_sum, seed_of
 from swarm.wire.buffers import Buffer
+from swarm.wire.codec import chunk_digest
 from swarm.wire.evidence import (
     Evidence,
     FalseContribution,

@@ -22,9 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from swarm.digest import digest_of
 from swarm.model.fixed_point import SCALE, to_float
-from swarm.wire.codec import bytes_of
 
 LARGEST = 32767
 """Of a coefficient."""
@@ -75,8 +73,3 @@ def reduced_of(contributions: Sequence[torch.Tensor], dtype: torch.dtype) -> tor
     for contribution in contributions:
         total += contribution
     return to_float(total, dtype)
-
-
-def chunk_digest(chunk: torch.Tensor) -> bytes:
-    """Of a chunk's numbers (1-D, host)."""
-    return digest_of(bytes_of(chunk))

@@ -8,6 +8,9 @@ tensor that comes from elsewhere begins on one, as torch's own do.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from swarm.manifest import Run
@@ -29,6 +32,16 @@ def use_threads_of(run: Run) -> None:
     if threads != _threads or torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
         _threads = threads
+
+
+@contextlib.contextmanager
+def threads_as_before() -> Iterator[None]:
+    """Give the caller back the number of threads that torch had, whatever is set meanwhile."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

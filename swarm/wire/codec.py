@@ -32,6 +32,7 @@ from typing import NamedTuple
 import torch
 
 from swarm.codecs import PPM, Codec, parse_codec
+from swarm.digest import digest_of
 from swarm.errors import Refused
 from swarm.wire.buffers import Buffer
 from swarm.wire.tensor_meta import BLOCK, ITEM_BYTES, MAX_DIMS, TensorMeta, encoded_sizes, kept_of
@@ -285,6 +286,11 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor of any device; of a contiguous one on the CPU its own memory."""
     host = tensor.detach().contiguous().reshape(-1).cpu()
     return host.view(torch.uint8).numpy().data
+
+
+def chunk_digest(chunk: torch.Tensor) -> bytes:
+    """Of the bytes of a tensor."""
+    return digest_of(bytes_of(chunk))
 
 
 def _tensor_of(view: memoryview, dtype: torch.dtype) -> torch.Tensor:

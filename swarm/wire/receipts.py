@@ -67,6 +67,10 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True):
     input_grads: Digest
     signature: Signature
 
+    def statement(self, stage: Stage, mb: Microbatch, loss: float) -> Answered:
+        """What it is the signature of."""
+        return Answered(stage, *mb, self.inputs, self.outputs, self.output_grads, self.input_grads, loss)
+
 
 def tensors_digest(metas: Sequence[TensorMeta], buffers: Sequence[Buffer]) -> bytes:
     """The name of tensors as they travel: the same bytes of another shape or codec are other tensors."""
@@ -83,6 +87,4 @@ def is_receipt(
     signer: Signer, peer: PeerId, run: str, stage: Stage, mb: Microbatch, loss: float, receipt: Receipt
 ) -> bool:
     """Whether `peer` signed it for this microbatch at this stage, with this loss."""
-    r = receipt
-    answered = Answered(stage, *mb, r.inputs, r.outputs, r.output_grads, r.input_grads, loss)
-    return is_signed(signer, peer, run, answered, r.signature)
+    return is_signed(signer, peer, run, receipt.statement(stage, mb, loss), receipt.signature)

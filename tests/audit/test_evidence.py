@@ -12,7 +12,7 @@ import torch
 
 from peers.sim.network import SimSigner
 from swarm.audit.evidence import numbers, proves
-from swarm.audit.projection import chunk_digest, coefficients, product, reduced_of
+from swarm.audit.projection import coefficients, product, reduced_of
 from swarm.digest import digest_of
 from swarm.manifest import audit_run
 from swarm.protocol.statements import sign
@@ -25,6 +25,7 @@ from swarm.protocol.sums import (
     seed_of,
 )
 from swarm.wire.buffers import Buffer
+from swarm.wire.codec import chunk_digest
 from swarm.wire.evidence import Evidence, FalseContribution, ShowEvidence, WrongProduct, WrongSum
 from swarm.wire.messages import pack, unpack
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from swarm.audit.projection import MODULUS, chunk_digest, coefficients, fits, product, reduced_of
+from swarm.audit.projection import MODULUS, coefficients, fits, product, reduced_of
 from swarm.model.fixed_point import SCALE
+from swarm.wire.codec import chunk_digest
 
 SEED = b"all nonces"
 

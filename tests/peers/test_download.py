@@ -26,8 +26,8 @@ from peers.transfer.client import (
     download,
     state_of,
 )
-from peers.transfer.leases import HASH_BYTES
 from peers.transfer.server import StateLeases
+from swarm.digest import DIGEST_BYTES
 from swarm.errors import Busy, NotReady, PeerFault
 from swarm.ids import Generation
 from swarm.manifest import audit_run
@@ -621,7 +621,7 @@ async def test_the_order_of_the_tensors_does_not_matter() -> None:
 def offer(source: str, version: int, hashes: bytes = b"x", **said: Any) -> Offer:
     opened = Opened(lease="", version=version, last_commit=None, tensors=(TWICE,))
     opened = msgspec.structs.replace(opened, **said)
-    return Offer(source=source, opened=opened, hashes=(hashes * HASH_BYTES,))
+    return Offer(source=source, opened=opened, hashes=(hashes * DIGEST_BYTES,))
 
 
 @pytest.mark.parametrize(
