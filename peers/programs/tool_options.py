@@ -292,6 +292,7 @@ class DashboardOptions(MaybeMembership):
 
     swarm dashboard @join.txt
     swarm dashboard @join.txt --web :8080
+    swarm dashboard @join.txt --report-to tensorboard
     swarm dashboard --replay history.jsonl --speed 10
     """
 
@@ -300,6 +301,12 @@ class DashboardOptions(MaybeMembership):
     )
     metrics: Listen | None = optional(
         LISTEN, "numbers for Prometheus at /metrics (default IP: 127.0.0.1)", group=FACES
+    )
+    report_to: tuple[str, ...] = repeated(
+        WORD,
+        "wandb, tensorboard (in ./runs) or trackio: loss, tokens/s, peers, faults; repeatable",
+        group=FACES,
+        choices=("wandb", "tensorboard", "trackio"),
     )
     record: Path | None = optional(FILE, "append all that is seen to a file", group=HISTORY)
     record_max: float = option(

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 
 from peers.options import Listen
 from peers.programs.tool_options import DashboardOptions
-from peers.watch import history
+from peers.watch import history, tracking
 from peers.watch.terminal import Screen
 from swarm.errors import SetupError
 from swarm.manifest import Run
@@ -113,6 +113,8 @@ async def _faces(options: DashboardOptions, board: Board) -> AsyncIterator[bool]
 
             place = stack.enter_context(served(options.metrics, registry_of(lambda: board.health)))
             print(f"metrics at {place}", flush=True)
+        for name in dict.fromkeys(options.report_to):
+            board.faces.append(stack.enter_context(tracking.reported(name, board.run)))
         screen = stack.enter_context(Screen())
         board.faces.append(screen)
         yield screen.live or options.metrics is not None or options.web is not None
