@@ -93,6 +93,19 @@ class Proving(Protocol):
         ...
 
 
+@runtime_checkable
+class Fetching(Protocol):
+    """Data that may be far away."""
+
+    def has(self, offsets: list[int]) -> bool:
+        """Whether nothing has to be fetched for these samples."""
+        ...
+
+    def bring(self, offsets: list[int]) -> None:
+        """Fetch it, in a thread."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
     """What a trainer decides for itself."""
@@ -378,6 +391,8 @@ class Trainer:
     async def _call(self, peer: PeerId, route: list[PeerId], item: Item) -> WorkDone:
         t, m = item.microbatch
         offsets = sample_offsets(self._run, t, m)
+        if isinstance(self._batches, Fetching) and not self._batches.has(offsets):
+            await asyncio.to_thread(self._batches.bring, offsets)
         body = entering(self._run, self._batches.batch(offsets))
         ticket = self._vouchers.ticket(item.microbatch, body)
         if self._run.data.root:

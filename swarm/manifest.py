@@ -375,11 +375,11 @@ class DataSpec(_Spec, section="data"):
     """The function: it returns a sequence of samples, each a tuple of arrays, one for each input of the model
     and without the batch's dimension."""
     sha256: str = _rule(_DIGEST, "")
-    """SHA-256 of the tokens as little-endian integers of the narrow dtype, or of all samples. Filled in
-    when the run is published."""
+    """Root of the Merkle tree over the tokens, of which an index has more; or SHA-256 of all samples.
+    Filled in when the run is published."""
     root: str = _rule(_DIGEST, "", later=True)
-    """Root of the Merkle tree over the tokens: what trainers send is proven to be of it. Filled in when
-    the run is published, if it names trainers and has a built-in model."""
+    """The same root, if what trainers send is proven to be of it. Filled in when the run is published, if
+    it names trainers and has a built-in model."""
     tokens: int = _rule(_integer(0, 2**48), 0)
     """Number of tokens, or of samples; 0 = not pinned yet. Filled in when the run is published."""
     tokenizer: Literal["bytes", "file"] = _rule(_choice("bytes", "file"), "bytes")

@@ -1,9 +1,12 @@
 """A Merkle tree over the tokens of a run: 32 bytes of the manifest are enough to check a few of them.
 
-The tokens, as the bytes that `data.sha256` is of, are cut into leaves of 256 bytes; the last one may be
-shorter. The tree is that of RFC 6962: a node without a sibling goes up as it is. Leaves, nodes and the root
-are hashed apart, and the root covers the number of bytes. What is kept of a tree are the nodes of its blocks
-of 4 KiB and above, 1.6 % of the tokens; those below are made again from a block when they are needed.
+The tokens, as little-endian integers of the narrow dtype, are cut into leaves of 256 bytes; the last one may
+be shorter. The tree is that of RFC 6962: a node without a sibling goes up as it is. Leaves, nodes and the
+root are hashed apart, and the root covers the number of bytes.
+
+Nodes are kept by level, as bytes. An index of data has those of its *blocks* of 4 MiB, and who has a block
+keeps the nodes inside it, down to *parts* of 4 KiB: 1.6 % of the tokens. Those below are made again from a
+part when they are needed.
 
 A sample starts and ends inside of leaves. Its proof is what is missing of the first and the last leaf, and
 the nodes beside the way up of both: for 1 GB of tokens 1.0 kB on average, for 1 TB 1.3 kB, and at most 2.6 kB
@@ -14,37 +17,71 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 LEAF_BYTES = 256
 """Half as much would save 128 bytes of a proof and cost 32 more for the longer ways, and twice the time."""
-BLOCK_LEVEL = 4
-BLOCK_BYTES = LEAF_BYTES << BLOCK_LEVEL
+PART_LEVEL, BLOCK_LEVEL = 4, 14
+PART_BYTES, BLOCK_BYTES = LEAF_BYTES << PART_LEVEL, LEAF_BYTES << BLOCK_LEVEL
 NODE_BYTES = 32
 
 Read = Callable[[int, int], bytes]
 """The bytes from a place up to another one, fewer only at the end."""
+Inside = Callable[[int], "list[bytes]"]
+"""The levels inside the block with this number, as `block_levels` makes them."""
 
 
-def _leaf(data: bytes) -> bytes:
-    return hashlib.sha256(b"\0" + data).digest()
-
-
-def _node(left: bytes, right: bytes) -> bytes:
-    return hashlib.sha256(b"\1" + left + right).digest()
+def _node(pair: bytes) -> bytes:
+    return hashlib.sha256(b"\1" + pair).digest()
 
 
 def _root(top: bytes, size: int) -> bytes:
     return hashlib.sha256(b"\2swarm tokens" + size.to_bytes(8, "big") + top).digest()
 
 
-def _above(nodes: list[bytes]) -> list[bytes]:
+def _above(nodes: bytes) -> bytes:
     """The level above: pairs joined, a single last one as it is."""
-    pairs = [_node(nodes[at], nodes[at + 1]) for at in range(0, len(nodes) - 1, 2)]
-    return pairs + nodes[len(nodes) - len(nodes) % 2 :]
+    single = len(nodes) % (2 * NODE_BYTES)
+    pairs = (nodes[at : at + 2 * NODE_BYTES] for at in range(0, len(nodes) - single, 2 * NODE_BYTES))
+    return b"".join(map(_node, pairs)) + nodes[len(nodes) - single :]
 
 
-def _leaves(data: bytes) -> list[bytes]:
-    return [_leaf(data[at : at + LEAF_BYTES]) for at in range(0, len(data), LEAF_BYTES)]
+def _leaves(data: bytes) -> bytes:
+    leaves = (data[at : at + LEAF_BYTES] for at in range(0, len(data), LEAF_BYTES))
+    return b"".join(hashlib.sha256(b"\0" + leaf).digest() for leaf in leaves)
+
+
+def _of(nodes: bytes, index: int) -> bytes:
+    return nodes[index * NODE_BYTES : (index + 1) * NODE_BYTES]
+
+
+def _levels(data: bytes, top: int) -> list[bytes]:
+    """All levels over some leaves, up to `top`."""
+    levels = [_leaves(data)]
+    while len(levels) <= top:
+        levels.append(_above(levels[-1]))
+    return levels
+
+
+def part_node(part: bytes) -> bytes:
+    """The node of a part of 4 KiB; the last one may be shorter."""
+    return _levels(part, PART_LEVEL)[-1]
+
+
+def block_levels(block: bytes) -> list[bytes]:
+    """The levels inside a block that are kept: from that of its parts up to its own node, the last."""
+    return _levels(block, BLOCK_LEVEL)[PART_LEVEL:]
+
+
+def level_bytes(size: int) -> list[int]:
+    """How long each of the `block_levels` of a block of so many bytes is."""
+    levels = range(PART_LEVEL, BLOCK_LEVEL + 1)
+    return [NODE_BYTES * -(-size // (LEAF_BYTES << level)) for level in levels]
+
+
+def block_count(size: int) -> int:
+    """How many blocks so many bytes are cut into."""
+    return -(-size // BLOCK_BYTES)
 
 
 def _beside(size: int, start: int, end: int) -> Iterator[tuple[int, int, bool]]:
@@ -90,36 +127,38 @@ def holds(root: bytes, size: int, start: int, data: bytes, proof: bytes) -> bool
         while level < beside:
             nodes, level = _above(nodes), level + 1
         sibling, at = proof[at : at + NODE_BYTES], at + NODE_BYTES
-        nodes = [sibling, *nodes] if left else [*nodes, sibling]
-    while len(nodes) > 1:
+        nodes = sibling + nodes if left else nodes + sibling
+    while len(nodes) > NODE_BYTES:
         nodes = _above(nodes)
-    return _root(nodes[0], size) == root
+    return _root(nodes, size) == root
 
 
 class Tree:
-    """The tree over some bytes, which are read again for each proof."""
+    """The tree over some bytes: the nodes of blocks and above; what is below is asked for at each proof."""
 
-    def __init__(self, read: Read, size: int, told: Callable[[int], object] = lambda _: None) -> None:
-        """`told`: of the number of bytes of each block that was read."""
-        self._read, self.size = read, size
-        nodes = []
-        for at in range(0, size, BLOCK_BYTES):
-            block = read(at, min(size, at + BLOCK_BYTES))
-            nodes.append(self._levels(block)[-1][0])
-            told(len(block))
-        self._blocks = [nodes]
+    def __init__(self, size: int, blocks: bytes, inside: Inside, read: Read) -> None:
+        """`blocks`: their nodes."""
+        self.size, self._inside, self._read = size, inside, read
+        self._upper = [blocks]
         """Level by level, from that of the blocks up."""
-        while len(self._blocks[-1]) > 1:
-            self._blocks.append(_above(self._blocks[-1]))
-        self.root = _root(self._blocks[-1][0], size)
+        while len(self._upper[-1]) > NODE_BYTES:
+            self._upper.append(_above(self._upper[-1]))
+        self.root = _root(self._upper[-1], size)
 
-    @staticmethod
-    def _levels(block: bytes) -> list[list[bytes]]:
-        """The nodes of one block, up to its own."""
-        levels = [_leaves(block)]
-        while len(levels) <= BLOCK_LEVEL:
-            levels.append(_above(levels[-1]))
-        return levels
+    @classmethod
+    def over(cls, read: Read, size: int) -> Tree:
+        """One over bytes that are at hand; what is inside a block is made again when it is asked for."""
+
+        @lru_cache(maxsize=4)
+        def inside(block: int) -> list[bytes]:
+            return block_levels(read(block * BLOCK_BYTES, min(size, (block + 1) * BLOCK_BYTES)))
+
+        blocks = b"".join(inside(block)[-1] for block in range(block_count(size)))
+        return cls(size, blocks, inside, read)
+
+    def block(self, number: int) -> bytes:
+        """The node of a block."""
+        return _of(self._upper[0], number)
 
     def prove(self, start: int, end: int) -> bytes:
         """What `holds` wants to see for the bytes from `start` to `end`."""
@@ -129,8 +168,12 @@ class Tree:
 
     def _at(self, level: int, index: int) -> bytes:
         if level >= BLOCK_LEVEL:
-            return self._blocks[level - BLOCK_LEVEL][index]
-        block = index >> (BLOCK_LEVEL - level)
-        at = block * BLOCK_BYTES
-        levels = self._levels(self._read(at, min(self.size, at + BLOCK_BYTES)))
-        return levels[level][index - (block << (BLOCK_LEVEL - level))]
+            return _of(self._upper[level - BLOCK_LEVEL], index)
+        above = max(level, PART_LEVEL)
+        part = index >> (above - level)
+        if level == above:
+            block, within = divmod(part, 1 << (BLOCK_LEVEL - level))
+            return _of(self._inside(block)[level - PART_LEVEL], within)
+        at = part * PART_BYTES
+        levels = _levels(self._read(at, min(self.size, at + PART_BYTES)), PART_LEVEL)
+        return _of(levels[level], index - (part << (PART_LEVEL - level)))

@@ -82,6 +82,7 @@ MAY_IMPORT = {
         "swarm.model",
         "swarm.tales",
         "peers.progress",
+        "fsspec",
         "torch",
         "safetensors",
         "tokenizers",

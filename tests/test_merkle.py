@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import cache
 
 import pytest
 from hypothesis import given
@@ -10,15 +11,16 @@ from hypothesis import strategies as st
 
 from swarm.merkle import BLOCK_BYTES, LEAF_BYTES, Tree, holds, most_proof_bytes, proof_bytes
 
-SIZES = (1, 255, 256, 257, 4095, 4096, 4097, 5 * 4096, 33 * 4096 + 777, 200_000)
+SIZES = (1, 255, 256, 257, 4095, 4096, 4097, 5 * 4096, 33 * 4096 + 777, 200_000, 2 * BLOCK_BYTES + 5000)
 
 
+@cache
 def bytes_of(size: int) -> bytes:
     return hashlib.shake_128(size.to_bytes(4, "big")).digest(size)
 
 
 def tree_of(data: bytes) -> Tree:
-    return Tree(lambda start, end: data[start:end], len(data))
+    return Tree.over(lambda start, end: data[start:end], len(data))
 
 
 TREES = {size: tree_of(bytes_of(size)) for size in SIZES}
@@ -72,7 +74,7 @@ def test_a_made_up_proof_proves_nothing(where: tuple[int, int, int], proof: byte
 def test_the_root_covers_the_length_and_where_leaves_and_nodes_are() -> None:
     data = bytes_of(4096)
     whole = TREES[4096]
-    top = whole._blocks[-1][0]  # pyright: ignore[reportPrivateUsage]
+    top = whole._upper[-1]  # pyright: ignore[reportPrivateUsage]
     assert whole.root != top and tree_of(data + b"\0").root != whole.root
     left, right = data[:LEAF_BYTES], data[LEAF_BYTES : 2 * LEAF_BYTES]
     hashed = [hashlib.sha256(b"\0" + half).digest() for half in (left, right)]

@@ -16,8 +16,9 @@ from peers.device import choose_device, usable_cores
 from peers.programs.manifest_pinning import import_handed
 from peers.programs.tool_options import EvalOptions, GenerateOptions
 from peers.progress import Bar
-from peers.storage.dataset import Dataset, Tokenizer, open_tokenizer
+from peers.storage.dataset import Dataset
 from peers.storage.samples import Samples, open_data
+from peers.storage.tokenizer import Tokenizer, open_tokenizer
 from peers.storage.weights import Weights, find_weights, load_weights
 from swarm.errors import SetupError
 from swarm.manifest import Run

@@ -18,7 +18,7 @@ import tokenizers
 import torch
 
 from peers.storage import atomic_file, safetensors_file
-from peers.storage.dataset import open_tokenizer
+from peers.storage.tokenizer import open_tokenizer
 from swarm.errors import SetupError
 from swarm.manifest import CustomModelSpec, Run
 from swarm.model.full_model import FullModel

@@ -477,13 +477,10 @@ class Train(_Looping[TrainOptions]):
     async def run(self) -> None:
         options = self.options
         async with self._joined("train", options, lambda: None) as (node, run):
-            from peers.storage.dataset import Dataset
             from peers.storage.samples import open_data
             from peers.trainer import Trainer, TrainerSettings
 
             batches = await asyncio.to_thread(open_data, run, options.data, options.tokenizer)
-            if isinstance(batches, Dataset):
-                await asyncio.to_thread(batches.check_root, run)
             if run.brings_model:
                 from swarm.model.custom import custom_model
 

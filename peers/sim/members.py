@@ -38,7 +38,7 @@ class Zeros:
 
 def tree_of_zeros(run: Run) -> Tree:
     """Over all tokens of a run whose tokens are zeros."""
-    return Tree(lambda start, end: bytes(end - start), run.data.tokens)
+    return Tree.over(lambda start, end: bytes(end - start), run.data.tokens)
 
 
 class AuditCompute(StageCompute):

@@ -105,7 +105,7 @@ def usual(seed: int) -> Setting:
         checkpoint_every=dice.pick((0, 1, 1, 2)),
     )
     if dice_of(seed, "admission").chance(ADMITTING):
-        root = Tree(lambda start, end: bytes(end - start), run.data.tokens).root.hex()
+        root = Tree.over(lambda start, end: bytes(end - start), run.data.tokens).root.hex()
         run = replace(run, admission=AdmissionSpec(trainers=TRAINERS), data=replace(run.data, root=root))
         if dice_of(seed, "checked sums").chance(CHECKED):
             # Means of two or four whole numbers are exact in float32, too.

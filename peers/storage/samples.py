@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from peers.progress import Bar
-from peers.storage.dataset import Dataset, Tokenizer, open_dataset
+from peers.storage.dataset import Dataset, open_dataset
+from peers.storage.tokenizer import Tokenizer
 from swarm.errors import SetupError
 from swarm.installed import call, first_line
 from swarm.manifest import Run, pin

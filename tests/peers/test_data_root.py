@@ -10,7 +10,7 @@ import pytest
 
 from peers.programs.manifest_pinning import pinned
 from peers.sim.members import tree_of_zeros
-from peers.storage.dataset import Dataset, Tokenizer, open_dataset
+from peers.storage.dataset import Dataset, open_dataset
 from peers.trainer import entering
 from swarm.data import check_samples, most_proof_bytes, proof_bytes, sample_offsets
 from swarm.errors import Refused, SetupError
@@ -102,14 +102,8 @@ FILES = replace(example_run(), data=replace(example_run().data, source="files", 
 
 def test_publishing_a_run_that_names_trainers_fills_in_the_root(tmp_path: Path) -> None:
     run, data = opened(admitting(FILES), tmp_path)
-    assert run.data.root == data.tree.root.hex() and parse_run(run.to_toml()) == run
-    data.check_root(run)
+    assert run.data.root == data.root == run.data.sha256 and parse_run(run.to_toml()) == run
     assert not opened(FILES, tmp_path)[0].data.root, "other runs stay as they were"
-    other = Dataset(np.zeros(50_000, np.uint8), 129, sha256="", tokenizer=Tokenizer())
-    with pytest.raises(
-        SetupError, match=r"these tokens have the root .* publish it anew, with data\.root left out"
-    ):
-        other.check_root(run)
 
 
 @pytest.mark.parametrize("vocab_size", [256, 60_000, 100_000])

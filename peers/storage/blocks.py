@@ -1,0 +1,267 @@
+"""The tokens of an index as verified bytes; those of other machines are kept in a cache of bounded size.
+
+    CACHE/blocks/12/1234…    a block of 4 MiB, by the node that the index has of it
+
+A file has the Merkle nodes inside the block, and the tokens behind them unless they are in files of this
+machine. It gets its name when all of it was compared with the index, so the names are the journal of what
+was verified, and nothing is hashed again at a start. When tokens are used, the parts of 4 KiB that they are
+in are compared once more: a disk that forgets costs a download, and never a wrong token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO
+
+from peers.storage import CACHE_ENV, atomic_file, fetch
+from peers.storage.index import ITEM_BYTES, Index
+from peers.storage.shards import Part, Shards
+from swarm.errors import SetupError
+from swarm.merkle import (
+    BLOCK_BYTES,
+    NODE_BYTES,
+    PART_BYTES,
+    Tree,
+    block_count,
+    block_levels,
+    level_bytes,
+    part_node,
+)
+
+DEFAULT_BYTES = 32 << 30
+KEPT = 0.9
+"""Of what the cache may have, after the oldest were removed."""
+REST_S = 300.0
+"""An address that failed is asked after the others for so long."""
+MAX_TRIES = 64
+"""Combinations of addresses for a block that lies across several shards."""
+DIGEST_BYTES = 32
+
+log = logging.getLogger(__name__)
+
+
+class Blocks:
+    """All tokens of an index, one behind the other. For use by several threads."""
+
+    def __init__(self, index: Index, folder: Path, most_bytes: int = DEFAULT_BYTES) -> None:
+        """`folder`: the cache, which may be shared with other processes.
+
+        Raises:
+            SetupError: the nodes of the index are not what its root says.
+        """
+        self._index, self._folder, self._most = index, folder / "blocks", most_bytes
+        self._shards, self._item = Shards(index.shards, index.dtype), ITEM_BYTES[index.dtype]
+        if not index.size or len(index.blocks) != NODE_BYTES * block_count(index.size):
+            raise SetupError(f"the index is damaged: its nodes are not those of {index.tokens} tokens")
+        self.tree = Tree(index.size, index.blocks, self._inside, self.read)
+        if self.tree.root.hex() != index.root:
+            raise SetupError("the index is damaged: its nodes do not have its root; fetch it again")
+        self._inside_again = lru_cache(maxsize=32)(self._levels)
+        self._locks = [threading.Lock() for _ in range(64)]
+        self._resting: dict[str, float] = {}
+        self._written: float = most_bytes  # until the folder was seen
+        self._is_full = False
+
+    def read(self, start: int, end: int) -> bytes:
+        """The bytes from a place up to another one.
+
+        Raises:
+            SetupError: they cannot be had, or are wrong wherever they are; says where.
+        """
+        found = []
+        while start < end:
+            number = start // BLOCK_BYTES
+            stop = min(end, (number + 1) * BLOCK_BYTES)
+            found.append(self._of_block(number, start - number * BLOCK_BYTES, stop - number * BLOCK_BYTES))
+            start = stop
+        return b"".join(found)
+
+    def has(self, start: int, end: int) -> bool:
+        """Whether they are on this machine already."""
+        return all(self._path(block).exists() for block in self._over(start, end))
+
+    def bring(self, start: int, end: int) -> None:
+        """Fetch what of these bytes is not here. Raises SetupError as `read` does."""
+        for block in self._over(start, end):
+            self._open(block).close()
+
+    @staticmethod
+    def _over(start: int, end: int) -> Iterable[int]:
+        return range(start // BLOCK_BYTES, block_count(end))
+
+    # -- one block ----------------------------------------------------------------------------------
+
+    def _path(self, block: int) -> Path:
+        name = self.tree.block(block).hex()
+        return self._folder / name[:2] / name
+
+    def _size(self, block: int) -> int:
+        return min(BLOCK_BYTES, self._index.size - block * BLOCK_BYTES)
+
+    def _of_block(self, block: int, start: int, end: int) -> bytes:
+        first, last = start // PART_BYTES, -(-end // PART_BYTES)
+        for _ in range(2):
+            with contextlib.suppress(OSError):
+                nodes = self._inside(block)[0]
+                data = self._data(block, first * PART_BYTES, min(self._size(block), last * PART_BYTES))
+                parts = (data[at : at + PART_BYTES] for at in range(0, len(data), PART_BYTES))
+                if b"".join(map(part_node, parts)) == nodes[first * NODE_BYTES : last * NODE_BYTES]:
+                    return data[start - first * PART_BYTES : end - first * PART_BYTES]
+            log.warning("%s is damaged, or the file that it is of: fetching it again", self._path(block))
+            self._forget(block)
+        raise SetupError(f"what is kept in {self._folder} is damaged again and again: set {CACHE_ENV}")
+
+    def _forget(self, block: int) -> None:
+        self._inside_again.cache_clear()
+        with contextlib.suppress(OSError):
+            self._path(block).unlink()
+
+    def _inside(self, block: int) -> list[bytes]:
+        try:
+            return self._inside_again(block)
+        except OSError:
+            self._forget(block)
+            return self._inside_again(block)
+
+    def _levels(self, block: int) -> list[bytes]:
+        """Raises OSError: they are damaged."""
+        lengths = level_bytes(self._size(block))
+        with self._open(block) as file:
+            digest, nodes = file.read(DIGEST_BYTES), file.read(sum(lengths))
+        if hashlib.sha256(nodes).digest() != digest:
+            raise OSError("nodes are damaged")
+        ends = itertools.accumulate(lengths)
+        return [nodes[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+
+    def _data(self, block: int, start: int, end: int) -> bytes:
+        size = self._size(block)
+        before = DIGEST_BYTES + sum(level_bytes(size))
+        with self._open(block) as file:
+            if file.seek(0, os.SEEK_END) == before + size:
+                file.seek(before + start)
+                return file.read(end - start)
+        at = block * BLOCK_BYTES
+        parts = self._shards.parts(at + start, at + end)
+        near = [(part, next(a for a in part.shard.at if not fetch.is_far(a))) for part in parts]
+        return b"".join(self._shards.read(part, address) for part, address in near)
+
+    def _open(self, block: int) -> BinaryIO:
+        """The file of a block, fetched if it is not here."""
+        path = self._path(block)
+        with contextlib.suppress(OSError):
+            file = path.open("rb")
+            os.utime(path)  # the oldest are removed first
+            return file
+        with self._locks[block % len(self._locks)]:
+            with contextlib.suppress(OSError):
+                return path.open("rb")
+            return self._keep(path, *self._fetched(block))
+
+    # -- from where it is ---------------------------------------------------------------------------
+
+    def _fetched(self, block: int) -> tuple[bytes, list[bytes], bool]:
+        """The tokens of a block, the nodes inside it, and whether all of it came from this machine.
+
+        Raises:
+            SetupError: it is nowhere, or wrong everywhere.
+        """
+        node, parts = self.tree.block(block), self._shards.of_block(block)
+        had: dict[tuple[int, str], bytes] = {}
+        why: dict[str, str] = {}
+        for addresses in itertools.islice(self._tries(parts, why), MAX_TRIES):
+            try:
+                for number, (part, address) in enumerate(zip(parts, addresses, strict=True)):
+                    if (number, address) not in had:
+                        had[number, address] = self._shards.read(part, address)
+            except OSError as error:
+                self._failed(address, f"cannot be had: {error.strerror or error}", why)
+                continue
+            data = b"".join(had[number, address] for number, address in enumerate(addresses))
+            levels = block_levels(data)
+            if levels[-1] == node:
+                return data, levels, not any(map(fetch.is_far, addresses))
+            for address in addresses:
+                self._failed(
+                    address, "is not what the index says: it is corrupt, or of another data set", why
+                )
+        told = "; ".join(f"{address} {reason}" for address, reason in why.items())
+        raise SetupError(
+            f"a shard of the data is nowhere: {told}. Repair one, add an address to the index, or remove "
+            "what is kept of it in the cache"
+        )
+
+    def _tries(self, parts: list[Part], failed: dict[str, str]) -> Iterator[tuple[str, ...]]:
+        """Addresses for each part: those that failed lately last, those that cannot be had no more."""
+        now = time.monotonic()
+
+        def rests(address: str) -> bool:
+            return now - self._resting.get(address, now - REST_S) < REST_S
+
+        choices = [sorted(part.shard.at, key=rests) for part in parts]
+        for chosen in itertools.product(*choices):
+            if not any("cannot be had" in failed.get(address, "") for address in chosen):
+                yield chosen
+
+    def _failed(self, address: str, reason: str, why: dict[str, str]) -> None:
+        if address not in self._resting:
+            log.warning("the data at %s: it %s; another address is taken, if there is one", address, reason)
+        self._resting[address] = time.monotonic()
+        why[address] = reason
+
+    # -- the cache ----------------------------------------------------------------------------------
+
+    def _keep(self, path: Path, data: bytes, levels: list[bytes], is_near: bool) -> BinaryIO:
+        """What is verified, as the file that it is from now on; or in memory, if the disk is full."""
+        nodes = b"".join(levels)
+        content = hashlib.sha256(nodes).digest() + nodes + (b"" if is_near else data)
+        for _ in range(2):
+            try:
+                self._make_room(len(content))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                atomic_file.write_whole(path, content)
+                return path.open("rb")
+            except OSError as error:
+                remedy = f"set {CACHE_ENV} to another folder"
+                trouble = atomic_file.trouble("cannot keep data", self._folder, error, remedy)
+                self._most = int(KEPT * sum(size for _, size, _ in self._there()))
+                self._written = self._most  # some of the oldest go, and it is tried once more
+        if not self._is_full:
+            self._is_full = True
+            log.warning("%s. Until then they are fetched again each time", trouble.text)
+        return io.BytesIO(content if not is_near else content + data)
+
+    def _make_room(self, size: int) -> None:
+        """Remove the blocks that were not used for longest, if there are too many."""
+        self._written += size
+        if self._written <= self._most:
+            return
+        found = self._there()
+        there = sum(size for _, size, _ in found) + size
+        self._written = there
+        if there <= self._most:
+            return
+        for _, length, path in sorted(found):
+            if self._written <= KEPT * self._most:
+                break
+            with contextlib.suppress(OSError):
+                path.unlink()
+            self._written -= length
+
+    def _there(self) -> list[tuple[float, int, Path]]:
+        """When each block was used last, its bytes, and where it is."""
+        found = []
+        for path in self._folder.glob("??/*"):
+            with contextlib.suppress(OSError):
+                state = path.stat()
+                found.append((state.st_mtime, state.st_size, path))
+        return found

@@ -1,0 +1,76 @@
+"""Bytes of files that may be far away: paths, https://, hf:// and whatever else fsspec reads."""
+
+from __future__ import annotations
+
+import http.client
+import urllib.request
+from pathlib import Path
+from typing import IO
+
+from swarm.installed import first_line
+
+ANSWER_S = 30.0
+"""A server that sends nothing for so long is taken for gone."""
+
+
+def is_far(address: str) -> bool:
+    """Whether it is an address, and not a path of this machine."""
+    return "://" in address
+
+
+def beside(index: str, address: str) -> str:
+    """An address that an index names, which is relative to where the index is; from afar never a path of this
+    machine.
+
+    Raises:
+        ValueError: it names a file of this machine, and the index came from another one.
+    """
+    if not is_far(index):
+        return address if is_far(address) else str(Path(index).parent / address)
+    if is_far(address):
+        if address.startswith(("file:", "local:")):
+            raise ValueError(address)
+        return address
+    return f"{index.rpartition('/')[0]}/{address.lstrip('/')}"
+
+
+def read(address: str, start: int = 0, end: int | None = None, *, most: int = 1 << 30) -> bytes:
+    """Some bytes of a file, fewer where it ends before.
+
+    Raises:
+        OSError: they cannot be had; says why.
+    """
+    count = most if end is None else end - start
+    if not is_far(address):
+        with Path(address).open("rb") as file:
+            file.seek(start)
+            return _at_most(file, count)
+    try:
+        if address.startswith(("http://", "https://")):
+            return _over_http(address, start, count)
+        import fsspec.core
+
+        system, path = fsspec.core.url_to_fs(address)
+        return bytes(system.cat_file(path, start=start, end=start + count))
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(first_line(error)) from error
+
+
+def _over_http(address: str, start: int, count: int) -> bytes:
+    request = urllib.request.Request(address, headers={"Range": f"bytes={start}-{start + count - 1}"})
+    with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+        left = start if answer.status == 200 else 0  # it sends the whole file
+        while left > 0 and (skipped := answer.read(min(left, 1 << 20))):
+            left -= len(skipped)
+        return _at_most(answer, count)
+
+
+def _at_most(file: IO[bytes] | http.client.HTTPResponse, count: int) -> bytes:
+    """What is there, up to `count` bytes: a buffer of that size is not made before."""
+    found = []
+    while count > 0 and (some := file.read(min(count, 1 << 22))):
+        found.append(some)
+        count -= len(some)
+    return b"".join(found)

@@ -1,0 +1,120 @@
+"""The index of a data set: in which shards its tokens are, where each can be had, and what they must be.
+
+A JSON file, usually named index.json. The tokens of all shards, one behind the other as little-endian
+integers of one type, are one array; the index has the nodes of its Merkle tree (`swarm.merkle`) for each
+block of 4 MiB, and a manifest pins the root. So an index may come from anywhere: what does not fit the
+manifest is found when it arrives. Addresses are no part of what is pinned; more may be added later.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from peers.storage import fetch
+from swarm.errors import SetupError
+
+NAME = "index.json"
+MAX_BYTES = 1 << 28
+"""Of 16 TB of tokens."""
+ITEM_BYTES = {"uint8": 1, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8}
+"""Types of tokens in files."""
+Narrow = Literal["uint8", "uint16", "uint32"]
+
+
+class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Tokens that lie one behind the other in one file."""
+
+    at: tuple[str, ...]
+    """Where it can be had: addresses, or paths relative to the index. The first that answers is taken."""
+    tokens: int
+    dtype: str = ""
+    """Of the file, if it is another than that of the array."""
+    skip: int = 0
+    """Bytes of the file before the first token."""
+
+
+class Source(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One part of a mixture."""
+
+    name: str
+    shards: tuple[Shard, ...]
+    weight: int = 1
+    """How many of each `sum of all weights` samples are from it."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+
+class Index(msgspec.Struct, frozen=True):
+    """All of it."""
+
+    swarm_index: Literal[1]
+    dtype: Narrow
+    root: str
+    """Of the Merkle tree over all tokens."""
+    tokenizer: str
+    """SHA-256 of the tokenizer's JSON file; empty: unknown, or one token for each byte."""
+    sources: tuple[Source, ...]
+    blocks: bytes
+    """Nodes of the blocks, 32 bytes each."""
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        return tuple(shard for source in self.sources for shard in source.shards)
+
+    @property
+    def tokens(self) -> int:
+        return sum(source.tokens for source in self.sources)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the array."""
+        return self.tokens * ITEM_BYTES[self.dtype]
+
+
+def index_among(files: tuple[str | Path, ...] | list[str | Path]) -> str | None:
+    """Where the index is, if what was given is one: its address, its path, or the folder that has it.
+
+    Raises:
+        SetupError: something else was given besides.
+    """
+    found = [str(file) for file in files if Path(str(file)).name == NAME or fetch.is_far(str(file))]
+    found += [str(Path(file) / NAME) for file in files if (Path(file) / NAME).is_file()]
+    if found and len(files) > 1:
+        raise SetupError(
+            f"--data: {found[0]} is an index: give it alone (swarm tokenize makes one of several)"
+        )
+    return found[0] if found else None
+
+
+def open_index(address: str) -> Index:
+    """The index at an address, with the addresses of its shards resolved.
+
+    Raises:
+        SetupError: it cannot be had, or is none.
+    """
+    try:
+        text = fetch.read(address, most=MAX_BYTES)
+    except OSError as error:
+        raise SetupError(f"cannot read the index {address}: {error.strerror or error}") from None
+    try:
+        index = msgspec.json.decode(text, type=Index)
+        sources = tuple(_resolved(address, source) for source in index.sources)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise SetupError(f"{address} is not an index of data: {error}; swarm tokenize makes one") from None
+    return msgspec.structs.replace(index, sources=sources)
+
+
+def _resolved(address: str, source: Source) -> Source:
+    """Raises ValueError for what cannot be."""
+    shards = []
+    for shard in source.shards:
+        if not shard.at or shard.tokens < 1 or shard.skip < 0 or shard.dtype not in ("", *ITEM_BYTES):
+            raise ValueError(f"a shard of {source.name!r} is {shard}")
+        at = tuple(fetch.beside(address, one) for one in shard.at)
+        shards.append(msgspec.structs.replace(shard, at=at))
+    return msgspec.structs.replace(source, shards=tuple(shards))

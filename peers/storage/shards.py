@@ -1,0 +1,139 @@
+"""Files of tokens as one array: written, read across their ends, and made into an index."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from peers.progress import Bar
+from peers.storage import atomic_file, fetch
+from peers.storage.index import ITEM_BYTES, NAME, Index, Narrow, Shard, Source
+from peers.storage.tokenizer import vocabulary_too_small
+from swarm.errors import SetupError
+from swarm.merkle import BLOCK_BYTES, Tree, block_count, block_levels
+
+
+class Part(NamedTuple):
+    """Some tokens of one shard."""
+
+    shard: Shard
+    first: int
+    end: int
+
+
+class Shards:
+    """Shards, one behind the other as bytes of one type."""
+
+    def __init__(self, shards: Sequence[Shard], dtype: Narrow) -> None:
+        self._shards, self._dtype = shards, dtype
+        self._ends = list(itertools.accumulate(shard.tokens for shard in shards))
+        self._item = ITEM_BYTES[dtype]
+        self.size = self._ends[-1] * self._item if shards else 0
+        """Bytes of all."""
+
+    def parts(self, start: int, end: int) -> list[Part]:
+        """What the bytes from a place up to another one are made of; both are between tokens."""
+        first, last, found = start // self._item, end // self._item, []
+        number = bisect_right(self._ends, first)
+        while first < last:
+            shard = self._shards[number]
+            begins, stop = self._ends[number] - shard.tokens, min(last, self._ends[number])
+            found.append(Part(shard, first - begins, stop - begins))
+            first, number = stop, number + 1
+        return found
+
+    def of_block(self, block: int) -> list[Part]:
+        """What a block is made of."""
+        return self.parts(block * BLOCK_BYTES, min(self.size, (block + 1) * BLOCK_BYTES))
+
+    def read(self, part: Part, address: str) -> bytes:
+        """The tokens of a part.
+
+        Raises:
+            OSError: they are not at this address.
+        """
+        dtype = part.shard.dtype or self._dtype
+        item, skip = ITEM_BYTES[dtype], part.shard.skip
+        raw = fetch.read(address, skip + part.first * item, skip + part.end * item)
+        if len(raw) != (part.end - part.first) * item:
+            raise OSError(f"it ends before its token {part.end}")
+        if dtype == self._dtype:
+            return raw
+        tokens = np.frombuffer(raw, np.dtype(dtype).newbyteorder("<"))
+        if tokens.min() < 0 or tokens.max() > np.iinfo(self._dtype).max:
+            raise OSError(f"it has tokens from {tokens.min()} to {tokens.max()}, which are not {self._dtype}")
+        return tokens.astype(np.dtype(self._dtype).newbyteorder("<")).tobytes()
+
+    def node(self, block: int) -> bytes:
+        """The Merkle node of a block, all of which is on this machine."""
+        return block_levels(b"".join(self.read(part, part.shard.at[0]) for part in self.of_block(block)))[-1]
+
+
+def write_shard(path: Path, tokens: Iterable[np.ndarray], dtype: Narrow, vocab_size: int) -> int:
+    """Write tokens to a file; how many there are.
+
+    Raises:
+        SetupError: the vocabulary has not all of them.
+        OSError: they cannot be written.
+    """
+    narrow, count = np.dtype(dtype).newbyteorder("<"), 0
+    with atomic_file.replacing(path.parent) as (file, temporary):
+        for some in tokens:
+            if len(some) and (largest := int(some.max())) >= vocab_size:
+                raise vocabulary_too_small(vocab_size, largest)
+            atomic_file.write_all(file, some.astype(narrow).view(np.uint8).data)
+            count += len(some)
+        atomic_file.commit(file, temporary, path)
+    return count
+
+
+def make_index(sources: Sequence[Source], dtype: Narrow, tokenizer: str = "", jobs: int = 1) -> Index:
+    """The index of shards on this machine: all of them are read.
+
+    Args:
+        tokenizer: SHA-256 of its file.
+        jobs: processes that read.
+
+    Raises:
+        SetupError: there are no tokens, or a file cannot be read.
+    """
+    shards = Shards([shard for source in sources for shard in source.shards], dtype)
+    if not shards.size:
+        raise SetupError("the data have no tokens: give more text")
+    count, nodes = block_count(shards.size), []
+    with Bar("making the tree of the tokens", count, unit="blocks") as bar:
+        try:
+            for node in _in_parallel(shards, count, jobs):
+                nodes.append(node)
+                bar(1)
+        except OSError as error:
+            raise SetupError(
+                f"cannot read the shards: {error.filename or ''} {error.strerror or error}"
+            ) from None
+    blocks = b"".join(nodes)
+    root = Tree(shards.size, blocks, lambda block: [], lambda start, end: b"").root.hex()
+    return Index(1, dtype, root, tokenizer, tuple(sources), blocks)
+
+
+def _in_parallel(shards: Shards, count: int, jobs: int) -> Iterable[bytes]:
+    if min(jobs, count) <= 1:
+        yield from map(shards.node, range(count))
+        return
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        yield from pool.map(partial(Shards.node, shards), range(count), chunksize=8)
+
+
+def write_index(folder: Path, index: Index) -> Path:
+    """Put an index beside its shards. Raises OSError: it cannot be written."""
+    path = folder / NAME
+    atomic_file.write_whole(path, msgspec.json.encode(index))
+    return path

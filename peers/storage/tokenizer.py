@@ -1,0 +1,140 @@
+"""Text <-> tokens: one token for each byte, or those of a `tokenizers` JSON file."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from swarm.errors import SetupError
+from swarm.manifest import Run
+
+PART_CHARS = 1 << 16
+"""A file tokenizer gets text in parts of at most this many characters, ending after a line if there is one.
+
+Part of what the tokens are (no token spans two parts), hence not an option. Large enough that a boundary
+costs one token in ten thousand, small enough that a part is tokenized in milliseconds."""
+
+_PARTS_AT_ONCE = 32
+"""The tokenizers library spreads the parts of one call over the cores."""
+
+
+class Tokenizer:
+    """Text <-> tokens: one per byte, or those of a `tokenizers` JSON file."""
+
+    def __init__(self, library: Any = None, *, sha256: str = "") -> None:
+        """`library`: a `tokenizers.Tokenizer`; None = bytes."""
+        self._library = library
+        self.sha256 = sha256
+        """Of the JSON file; empty for bytes."""
+
+    @property
+    def key(self) -> str:
+        """What decides the tokens of a given text."""
+        if self._library is None:
+            return "bytes"
+        import tokenizers
+
+        return f"{self.sha256} {PART_CHARS} tokenizers {tokenizers.__version__}"
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, such as a prompt."""
+        if self._library is None:
+            return list(text.encode("utf-8", "replace"))
+        return list(self._library.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; what is no text shows as U+FFFD, what is no token is left out."""
+        if self._library is None:
+            return bytes(token for token in tokens if 0 <= token < 256).decode("utf-8", "replace")
+        return str(self._library.decode(list(tokens), skip_special_tokens=False))
+
+    def encode_file(self, chunks: Iterable[bytes], name: str) -> Iterator[np.ndarray]:
+        """The tokens of a file that is read in chunks, in parts of any length.
+
+        Raises:
+            SetupError: the file is not UTF-8 and the tokenizer needs it to be.
+        """
+        if self._library is None:
+            yield from (np.frombuffer(chunk, np.uint8) for chunk in chunks)
+            return
+        parts = _text_parts(chunks, name)
+        while batch := list(itertools.islice(parts, _PARTS_AT_ONCE)):
+            encoded = self._library.encode_batch(batch, add_special_tokens=False)
+            yield np.concatenate([np.asarray(one.ids, np.uint32) for one in encoded])
+
+
+def open_tokenizer(run: Run, path: str | Path | None = None) -> Tokenizer:
+    """The run's tokenizer; `path` is the JSON file of a run whose tokenizer is "file".
+
+    Raises:
+        SetupError: missing, unexpected, unreadable, not a tokenizer, or not the one of the manifest.
+    """
+    if run.data.tokenizer == "bytes":
+        if path is not None:
+            raise SetupError(f'the run needs no tokenizer file (data.tokenizer = "bytes"): leave {path} out')
+        return Tokenizer()
+    if path is None:
+        raise SetupError(
+            'the run needs its tokenizer (data.tokenizer = "file"): give its JSON with --tokenizer'
+        )
+    try:
+        raw = Path(path).read_bytes()
+    except OSError as error:
+        raise SetupError(f"cannot read the tokenizer {path}: {error.strerror or error}") from None
+    sha256 = hashlib.sha256(raw).hexdigest()
+    if run.data.tokenizer_sha256 not in ("", sha256):
+        raise SetupError(
+            f"{path} is not the tokenizer of the run: its SHA-256 is {sha256}, "
+            f"the manifest says {run.data.tokenizer_sha256}"
+        )
+    import tokenizers
+
+    try:
+        library = tokenizers.Tokenizer.from_str(raw.decode("utf-8"))
+    except Exception as error:  # noqa: BLE001 - the library raises no narrower type than Exception
+        raise SetupError(f"{path} is not a `tokenizers` JSON file: {str(error)[:200]}") from None
+    # A JSON may ask for these; they would cut or fill every part.
+    library.no_truncation()
+    library.no_padding()
+    largest = max(library.get_vocab(with_added_tokens=True).values(), default=0)
+    if largest >= run.model.vocab_size:
+        raise vocabulary_too_small(run.model.vocab_size, largest)
+    return Tokenizer(library, sha256=sha256)
+
+
+def _text_parts(chunks: Iterable[bytes], name: str) -> Iterator[str]:
+    """The text in parts that depend on nothing but the text (see PART_CHARS)."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    text, before = "", 0
+    for chunk in itertools.chain(chunks, [b""]):
+        try:
+            text += decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            # The decoder may have kept the start of a character from the chunk before.
+            at = before - (len(error.object) - len(chunk)) + error.start
+            raise SetupError(
+                f"the data file {name} is not UTF-8 (byte {at}), which the run's tokenizer needs: convert it "
+                f"with `iconv -t UTF-8`, or train on bytes (data.tokenizer)"
+            ) from None
+        before += len(chunk)
+        start = 0
+        while len(text) - start > PART_CHARS:
+            end = text.rfind("\n", start, start + PART_CHARS) + 1 or start + PART_CHARS
+            yield text[start:end]
+            start = end
+        text = text[start:]
+    if text:
+        yield text
+
+
+def vocabulary_too_small(vocab_size: int, largest: int) -> SetupError:
+    return SetupError(
+        f"model.vocab_size = {vocab_size} in the run's manifest, but the tokenizer makes tokens up to "
+        f"{largest}: it must be at least {largest + 1}"
+    )

@@ -1,0 +1,314 @@
+"""Tokens from far away: fetched by block, verified, kept, and taken from another address if need be."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from peers.programs.manifest_pinning import pinned
+from peers.storage import atomic_file
+from peers.storage.dataset import Dataset, open_dataset
+from peers.storage.index import Index, Shard, Source
+from peers.storage.shards import make_index, write_index
+from swarm.data import check_samples, sample_offsets
+from swarm.errors import SetupError
+from swarm.example import example_run
+from swarm.manifest import Run
+from swarm.merkle import BLOCK_BYTES
+from tests.peers.admitted import admitting
+
+RUN = replace(
+    example_run(),
+    model=replace(example_run().model, vocab_size=60_000),
+    data=replace(example_run().data, sequence_length=500),
+)
+TOKENS = np.random.default_rng(1).integers(0, 60_000, 3 * BLOCK_BYTES // 2 + 1234, dtype=np.uint16)
+"""Three blocks and a bit."""
+CUTS = (0, 1000, BLOCK_BYTES // 2, BLOCK_BYTES + 77, len(TOKENS))
+"""Shards end inside blocks, and where one ends."""
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """Files, whole or in ranges."""
+
+    def do_GET(self) -> None:
+        path = Path(self.translate_path(self.path))
+        asked = self.server.asked  # pyright: ignore[reportAttributeAccessIssue]
+        asked.append(self.path)
+        if not path.is_file():
+            self.send_error(404, "Gone")
+            return
+        data, ranged = path.read_bytes(), self.headers.get("Range")
+        if ranged and "whole" not in self.path:
+            first, last = map(int, ranged.removeprefix("bytes=").split("-"))
+            data = data[first : last + 1]
+            self.send_response(206)
+        else:
+            self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+class Server:
+    """A folder over HTTP."""
+
+    def __init__(self, folder: Path) -> None:
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+        self.asked: list[str] = []
+        self._http.asked = self.asked  # pyright: ignore[reportAttributeAccessIssue]
+        self.folder, self.url = folder, f"http://127.0.0.1:{self._http.server_port}"
+        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an index and its shards; the third has wider tokens behind a header."""
+    folder = tmp_path_factory.mktemp("data")
+    shards = []
+    for number, (start, end) in enumerate(pairwise(CUTS)):
+        name, tokens = f"{number}.tokens", TOKENS[start:end]
+        wide = number == 2
+        (folder / name).write_bytes(b"head" * wide + tokens.astype("<i4" if wide else "<u2").tobytes())
+        shards.append(Shard((str(folder / name),), len(tokens), "int32" if wide else "", 4 * wide))
+    index = make_index([Source("all", tuple(shards))], "uint16")
+    near = [msgspec.structs.replace(shard, at=(Path(shard.at[0]).name,)) for shard in shards]
+    write_index(folder, msgspec.structs.replace(index, sources=(Source("all", tuple(near)),)))
+    return folder
+
+
+@pytest.fixture
+def server(made: Path, tmp_path: Path) -> Iterator[Server]:
+    folder = tmp_path / "served"
+    folder.mkdir()
+    for path in made.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    server = Server(folder)
+    yield server
+    server.close()
+
+
+def addressed(server: Server, *addresses: str) -> str:
+    """An index whose shards have these addresses, in which {} is their name."""
+    index = msgspec.json.decode((server.folder / "index.json").read_bytes(), type=Index)
+    (source,) = index.sources
+    shards = tuple(
+        msgspec.structs.replace(shard, at=tuple(one.format(shard.at[0]) for one in addresses))
+        for shard in source.shards
+    )
+    folder = server.folder / "other"
+    folder.mkdir()
+    return str(write_index(folder, msgspec.structs.replace(index, sources=(Source("all", shards),))))
+
+
+def opened(address: str, tmp_path: Path, run: Run = RUN, **more: Any) -> tuple[Run, Dataset]:
+    data = open_dataset(run, [address], cache_dir=tmp_path / "cache", **more)
+    return pinned(run, data), data
+
+
+def assert_right(data: Dataset, offsets: list[int]) -> None:
+    window = RUN.data.sequence_length + 1
+    assert np.array_equal(data.batch(offsets), np.stack([TOKENS[at : at + window] for at in offsets]))
+
+
+EVERYWHERE = [0, 900, CUTS[2] - 100, CUTS[3] - 3, 2 * BLOCK_BYTES // 2 - 1, len(TOKENS) - 501]
+"""Across ends of shards, across ends of blocks, and both ends."""
+
+
+@pytest.mark.parametrize("as_what", ["index", "folder", "address"])
+def test_an_index_is_read_where_it_is(server: Server, tmp_path: Path, as_what: str) -> None:
+    folder = str(server.folder)
+    address = {"index": f"{folder}/index.json", "folder": folder, "address": f"{server.url}/index.json"}
+    run, data = opened(address[as_what], tmp_path)
+    assert (run.data.tokens, run.data.sha256) == (len(TOKENS), data.root)
+    assert_right(data, EVERYWHERE)
+    kept = sum(path.stat().st_size for path in (tmp_path / "cache" / "blocks").rglob("*") if path.is_file())
+    assert (kept > data.tokens) == (as_what == "address"), "what is here already is not copied"
+    assert bool(server.asked) == (as_what == "address")
+
+
+def test_what_was_verified_is_not_fetched_again_at_the_next_start(server: Server, tmp_path: Path) -> None:
+    run, data = opened(f"{server.url}/index.json", tmp_path)
+    assert not data.has([0])
+    data.bring([0])
+    assert data.has([0]) and not data.has([len(TOKENS) - 501])
+    assert_right(data, EVERYWHERE)
+    there = str(server.folder / "index.json")
+    server.asked.clear()
+    for shard in server.folder.glob("*.tokens"):
+        shard.unlink()
+    assert_right(opened(there, tmp_path, run)[1], EVERYWHERE)
+    assert not server.asked
+
+
+def test_a_server_that_has_no_ranges_will_do(server: Server, tmp_path: Path) -> None:
+    whole = server.folder / "whole"
+    whole.mkdir()
+    for path in server.folder.glob("*.*"):
+        (whole / path.name).write_bytes(path.read_bytes())
+    assert_right(opened(f"{server.url}/whole/index.json", tmp_path)[1], EVERYWHERE)
+
+
+def test_a_corrupt_shard_and_one_that_is_gone_are_named_and_another_address_is_taken(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = server.folder / "bad"
+    bad.mkdir()
+    for path in server.folder.glob("*.tokens"):
+        (bad / path.name).write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    index = addressed(server, f"{server.url}/gone/{{}}", f"{server.url}/bad/{{}}", f"{server.url}/{{}}")
+    _, data = opened(index, tmp_path)
+    assert_right(data, EVERYWHERE)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert any(
+        re.search(r"/gone/1\.tokens: it cannot be had: .*404.*another address is taken", s) for s in said
+    )
+    assert any(re.search(r"/bad/1\.tokens: it is not what the index says: it is corrupt", s) for s in said)
+    assert len(said) == len(set(said)), "each is said once"
+    assert not any(f"{server.url}/{n}.tokens: it" in s for n in (1, 3) for s in said if "gone" in s)
+
+
+def test_a_shard_that_is_right_nowhere_is_an_error_that_names_all_addresses(
+    server: Server, tmp_path: Path
+) -> None:
+    (server.folder / "3.tokens").write_bytes(bytes(2 * (CUTS[4] - CUTS[3])))
+    index = addressed(server, f"{server.url}/gone/{{}}", f"{server.url}/{{}}")
+    _, data = opened(index, tmp_path)
+    assert_right(data, [0])
+    last = [len(TOKENS) - 501]
+    with pytest.raises(
+        SetupError, match=r"nowhere: \S+gone/3\.tokens cannot be had.*; \S+/3\.tokens is not what the index"
+    ):
+        data.bring(last)
+    (server.folder / "3.tokens").unlink()
+    with pytest.raises(SetupError, match=r"/3\.tokens cannot be had: .*404"):
+        data.batch(last)
+
+
+def test_a_shard_that_ends_too_early_cannot_be_had(server: Server, tmp_path: Path) -> None:
+    (server.folder / "0.tokens").write_bytes(bytes(100))
+    with pytest.raises(SetupError, match=r"0\.tokens cannot be had: it ends before its token 1000"):
+        opened(f"{server.url}/index.json", tmp_path)[1].batch([0])
+
+
+def test_a_block_that_is_damaged_on_this_disk_is_fetched_again(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = f"{server.url}/index.json"
+    assert_right(opened(address, tmp_path)[1], EVERYWHERE)
+    for at in (40, -600):  # among the nodes, among the tokens
+        for path in (tmp_path / "cache" / "blocks").rglob("??/*"):
+            raw = bytearray(path.read_bytes())
+            raw[at] ^= 1
+            path.write_bytes(raw)
+        caplog.clear()
+        run, data = opened(address, tmp_path, admitting(RUN))
+        assert_right(data, [0, len(TOKENS) - 501])
+        assert "is damaged" in caplog.text or at == 40
+        proven = data.prove(run, sample_offsets(run, 0, 0))
+        rows = np.ascontiguousarray(data.batch(sample_offsets(run, 0, 0)))
+        check_samples(run, 0, 0, memoryview(rows).cast("B"), memoryview(proven))
+
+
+def test_the_cache_stays_within_its_bound_and_keeps_what_was_used_last(
+    server: Server, tmp_path: Path
+) -> None:
+    most = 2 * BLOCK_BYTES + BLOCK_BYTES // 2
+    _, data = opened(f"{server.url}/index.json", tmp_path, cache_bytes=most)
+    blocks = [0, BLOCK_BYTES // 2, BLOCK_BYTES]
+    for age, offset in enumerate(blocks):
+        data.bring([offset])
+        for path in (tmp_path / "cache" / "blocks").rglob("??/*"):
+            os.utime(path, (age + path.stat().st_mtime % 1, age))
+        assert data.has([offset])
+    kept = [path.stat().st_size for path in (tmp_path / "cache" / "blocks").rglob("??/*")]
+    assert sum(kept) <= most and data.has([blocks[2]]) and not data.has([blocks[0]])
+    assert_right(data, EVERYWHERE)
+
+
+def test_a_full_cache_disk_is_said_and_the_tokens_are_used_all_the_same(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, data = opened(f"{server.url}/index.json", tmp_path)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(atomic_file, "write_all", full)
+    assert_right(data, [0, 900])
+    assert_right(data, [len(TOKENS) - 501])
+    said = [r.getMessage() for r in caplog.records if "the disk is full" in r.getMessage()]
+    assert len(said) == 1 and "cannot keep data in" in said[0] and "set SWARM_CACHE" in said[0]
+
+
+def test_an_index_of_other_tokens_or_none_at_all_is_refused(server: Server, tmp_path: Path) -> None:
+    address = str(server.folder / "index.json")
+    run, _ = opened(address, tmp_path)
+    other = replace(run, data=replace(run.data, sha256="ab" * 32))
+    with pytest.raises(SetupError, match=r"with the root .* pins .*abab.* or the index of the run's owner"):
+        opened(address, tmp_path, other)
+    small = replace(RUN, model=replace(RUN.model, vocab_size=256))
+    with pytest.raises(
+        SetupError, match=r"index is of uint16, but model\.vocab_size = 256 .* --vocab-size 256"
+    ):
+        opened(address, tmp_path, small)
+    with pytest.raises(SetupError, match=r"cannot read the index \S+/gone/index\.json: .*404"):
+        opened(f"{server.url}/gone/index.json", tmp_path)
+    with pytest.raises(SetupError, match=r"index\.json is an index: give it alone"):
+        open_dataset(RUN, [address, address])
+    raw = msgspec.json.decode((server.folder / "index.json").read_bytes())
+    for wrong, words in (
+        ({"root": "ab" * 32}, "index is damaged: its nodes do not have its root"),
+        ({"blocks": ""}, r"index is damaged: its nodes are not those of"),
+        ({"swarm_index": 2}, "is not an index of data: .*swarm_index"),
+        ({"dtype": "float16"}, "is not an index of data: "),
+        (
+            {"sources": [{"name": "x", "shards": [{"at": [], "tokens": 5}]}]},
+            "is not an index .* a shard of 'x'",
+        ),
+    ):
+        (server.folder / "index.json").write_bytes(msgspec.json.encode({**raw, **wrong}))
+        with pytest.raises(SetupError, match=words):
+            opened(address, tmp_path)
+
+
+def test_an_index_from_afar_names_no_file_of_this_machine(server: Server, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(TOKENS.tobytes())
+    (server.folder / "index.json").write_bytes(Path(addressed(server, str(secret))).read_bytes())
+    with pytest.raises(SetupError, match=r"cannot be had: .*404"):
+        opened(f"{server.url}/index.json", tmp_path)[1].batch([0])
+    (server.folder / "other").rename(server.folder / "before")
+    (server.folder / "index.json").write_bytes(
+        (server.folder / "before" / "index.json").read_bytes().replace(b'"/', b'"file:///')
+    )
+    with pytest.raises(SetupError, match=r"is not an index of data: file:///"):
+        opened(f"{server.url}/index.json", tmp_path)
+
+
+def test_tokens_that_the_vocabulary_lacks_are_an_error(server: Server, tmp_path: Path) -> None:
+    few = replace(RUN, model=replace(RUN.model, vocab_size=500))
+    with pytest.raises(SetupError, match=r"vocab_size = 500 .* tokens up to \d+: it must be at least"):
+        opened(str(server.folder), tmp_path, few)[1].batch([0])
