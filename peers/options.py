@@ -155,8 +155,13 @@ def _is_peer_address(flag: str, text: str) -> None:
     )
 
 
-def _is_there(flag: str, path: Path) -> None:
-    if not path.exists() and ":" not in path.name:  # package.module:function
+def data_file(text: str) -> Path | str:
+    """Text files and indexes are paths, or an address: https://, hf:// …"""
+    return text if "://" in text else Path(text)
+
+
+def _is_there(flag: str, path: Path | str) -> None:
+    if isinstance(path, Path) and not path.exists() and ":" not in path.name:  # package.module:function
         raise SetupError(f"{flag} {path} cannot be read: there is no such file or folder")
 
 
@@ -178,6 +183,7 @@ def _has_driver(flag: str, device: str) -> None:
 WORD = Kind(str, "NAME")
 FILE = Kind(Path, "FILE")
 NEEDED_FILE = Kind(Path, "FILE", _is_there)
+DATA = Kind(data_file, "FILE", _is_there)
 DIR = Kind(Path, "DIR")
 NEEDED_DIR = Kind(Path, "DIR", _is_there)
 SOCKET = Kind(Path, "SOCKET")
@@ -256,7 +262,7 @@ Reach: TypeAlias = Literal["auto", "public", "relay"]
 """What a user says of a peer: find out; others can dial it; they cannot."""
 RUN_HELP = "run id, 32 hex digits; or its name and its owner's fingerprint"
 JOIN_HELP = "a bootstrap or any peer of it; repeatable"
-DATA_HELP = "text files, in the order that the manifest pins; needed if its source is files"
+DATA_HELP = "text files, in the order that the manifest pins; or an index: its folder or its address"
 ALLOW_HELP = "a package, or a file of the owner's, that the manifest may name; repeatable"
 TOKENIZER_HELP = "tokenizer.json, if the run has one"
 START_HELP = "folder of the weights that the run starts from, or a file of them"
@@ -346,7 +352,7 @@ class BootstrapOptions(NetworkOptions):
 
     manifest: Path = option(FILE, "the terms of the run (TOML): swarm manifest prints an example")
     """`-` reads it from standard input."""
-    data: tuple[Path, ...] = several(NEEDED_FILE, DATA_HELP)
+    data: tuple[Path | str, ...] = several(DATA, DATA_HELP)
     tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
     start: Path | None = optional(NEEDED_FILE, START_HELP)
     join: tuple[str, ...] = repeated(PEER_ADDRESS, "another bootstrap of the same network; repeatable")
@@ -398,8 +404,11 @@ class TrainOptions(MemberOptions, NetworkOptions):
     swarm train @join.txt --data corpus.txt
     """
 
-    data: tuple[Path, ...] = several(NEEDED_FILE, DATA_HELP)
+    data: tuple[Path | str, ...] = several(DATA, DATA_HELP)
     tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
+    cache_size: int = option(
+        MEMORY, "of tokens from other machines, keep so many on this disk (default: 32GiB)", 32 << 30
+    )
     window: Literal["auto"] | int = option(
         COUNT_OR_AUTO, "microbatches in flight (default: twice what the swarm works on at once)", "auto"
     )

@@ -103,8 +103,9 @@ class Processes:
     """The processes of one run, from `start` to `close`. One caller at a time."""
 
     def __init__(
-        self, run: Run, peers: int, emit: Emit, *, files: Sequence[Path] = (), tokenizer: Path | None = None,
-        start: Path | None = None, code: Path | None = None, folder: Path | None = None,
+        self, run: Run, peers: int, emit: Emit, *, files: Sequence[Path | str] = (),
+        tokenizer: Path | None = None, start: Path | None = None, code: Path | None = None,
+        folder: Path | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -118,7 +119,9 @@ class Processes:
         """
         self.run, self.tally = run, Tally()
         self._peers, self._emit, self._folder = peers, emit, folder
-        self._data = ["--data", *(str(path.resolve()) for path in files)] if files else []
+        self._data = (
+            ["--data", *(str(f.resolve() if isinstance(f, Path) else f) for f in files)] if files else []
+        )
         self._data += ["--tokenizer", str(tokenizer.resolve())] if tokenizer is not None else []
         self._start = ["--start", str(start.resolve())] if start is not None else []
         installed = [name for name in run.code if code is None or name.partition(":")[0] != code.stem]

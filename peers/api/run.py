@@ -15,6 +15,7 @@ from torch import nn
 
 from peers.api.example import Example, columns_of, largest_of, rows_of
 from peers.api.module_text import module_text
+from peers.options import data_file
 from peers.programs.manifest_pinning import pinned
 from peers.storage import cache_folder, written
 from peers.storage.dataset import Dataset
@@ -76,7 +77,7 @@ class Run:
             vocab_size: integers in the data are less. Left out: as the samples have them.
             batch: the manifest's table `[batch]`; left out, as many rows as the example has.
             optimizer: the table `[optimizer]`; left out, AdamW with a rate of 0.001.
-            files: the text files of a `[data]` that needs them, and its `tokenizer`.
+            files: the text files of a `[data]` that needs them, or their index; and its `tokenizer`.
             start: the folder of the weights that a `[start]` needs.
             folder: where the code of a module is written, in a folder of its own (default: the cache).
             terms: what else the manifest can say, such as `dtype` or `codec`.
@@ -142,7 +143,7 @@ class Run:
     ) -> None:  # fmt: skip
         if isinstance(files, (str, Path)):
             files = [files]
-        self.files = tuple(Path(path) for path in files)
+        self.files = tuple(data_file(str(path)) for path in files)
         self.tokenizer = None if tokenizer is None else Path(tokenizer)
         self.start = None if start is None else Path(start)
         self.code = code

@@ -72,7 +72,7 @@ def run_eval(options: EvalOptions) -> None:
     run = model.run
     text = run.data.source != "code"
     own = "the text of its training" if text else "those of its training"
-    where = ", ".join(path.name for path in options.data) or own
+    where = ", ".join(str(path).rpartition("/")[2] for path in options.data) or own
     words, size = "", ""
     if text:
         words = f", perplexity {found.perplexity:.4g}, {found.bits_per_byte:.4f} bits per byte"
@@ -83,7 +83,7 @@ def run_eval(options: EvalOptions) -> None:
     )
 
 
-def open_text(run: Run, files: tuple[Path, ...], tokenizer: Path | None) -> Dataset | Samples:
+def open_text(run: Run, files: tuple[Path | str, ...], tokenizer: Path | None) -> Dataset | Samples:
     """The run's own text, or any other in the run's tokens; of a run whose samples code makes, samples.
 
     Raises:

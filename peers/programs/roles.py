@@ -480,7 +480,9 @@ class Train(_Looping[TrainOptions]):
             from peers.storage.samples import open_data
             from peers.trainer import Trainer, TrainerSettings
 
-            batches = await asyncio.to_thread(open_data, run, options.data, options.tokenizer)
+            batches = await asyncio.to_thread(
+                open_data, run, options.data, options.tokenizer, options.cache_size
+            )
             if run.brings_model:
                 from swarm.model.custom import custom_model
 

@@ -10,6 +10,7 @@ from peers.options import (
     ALLOW_HELP,
     ANY_RUN,
     COUNT,
+    DATA,
     DATA_HELP,
     DEVICE,
     DIR,
@@ -129,7 +130,7 @@ class InitOptions:
 
     name: Path = option(Kind(Path, "NAME"), "of the run, and of a new folder", positional=True)
     manifest: Path | None = optional(FILE, "the terms of the run (default: those of swarm demo)")
-    data: tuple[Path, ...] = several(NEEDED_FILE, DATA_HELP)
+    data: tuple[Path | str, ...] = several(DATA, DATA_HELP)
     tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
     start: Path | None = optional(NEEDED_FILE, START_HELP)
     peers: Door = option(None, "who may serve a stage (default: open)", "open", choices=DOORS)
@@ -147,7 +148,9 @@ class UpOptions:
 
     folder: Path = option(DIR, "that swarm init made", positional=True)
     peers: int = option(COUNT, "peers of each stage (default: %(default)s)", 1)
-    data: tuple[Path, ...] = several(NEEDED_FILE, "text files, if swarm init was given any elsewhere")
+    data: tuple[Path | str, ...] = several(
+        DATA, "text files, if swarm init was given any elsewhere"
+    )
     tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
     start: Path | None = optional(NEEDED_FILE, START_HELP)
     yes: bool = switch(YES_HELP)
@@ -424,7 +427,7 @@ class EvalOptions(ModelOptions):
     swarm eval --model model.safetensors --data held-out.txt --samples 500 --json
     """
 
-    data: tuple[Path, ...] = several(NEEDED_FILE, "any text files (default: the text of the training)")
+    data: tuple[Path | str, ...] = several(DATA, "any text files, or an index (default: the training's)")
     """Where code makes the samples: one `package.module:function` that makes others."""
     samples: int = option(COUNT, "how many, spread evenly over the text (default: %(default)s)", 64)
     threads: int | None = optional(COUNT, "cores to compute on (default: all)")
@@ -442,7 +445,7 @@ class VerifyOptions:
     checkpoint_dir: Path | None = optional(
         NEEDED_DIR, "with the checkpoint of --from (default: the keeper's, in which the transcript is)"
     )
-    data: tuple[Path, ...] = several(NEEDED_FILE, DATA_HELP)
+    data: tuple[Path | str, ...] = several(DATA, DATA_HELP)
     tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
     start: Path | None = optional(NEEDED_FILE, START_HELP)
     allow_code: tuple[str, ...] = repeated(WORD, ALLOW_HELP)

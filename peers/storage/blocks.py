@@ -205,7 +205,7 @@ class Blocks:
         now = time.monotonic()
 
         def rests(address: str) -> bool:
-            return now - self._resting.get(address, now - REST_S) < REST_S
+            return now < self._resting.get(address, -REST_S) + REST_S
 
         choices = [sorted(part.shard.at, key=rests) for part in parts]
         for chosen in itertools.product(*choices):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from peers.progress import Bar
+from peers.storage.blocks import DEFAULT_BYTES
 from peers.storage.dataset import Dataset, open_dataset
 from peers.storage.tokenizer import Tokenizer
 from swarm.errors import SetupError
@@ -140,15 +141,18 @@ def open_samples(run: Run) -> Samples:
 
 
 def open_data(
-    run: Run, files: Sequence[str | Path] | None = None, tokenizer: str | Path | None = None
+    run: Run,
+    files: Sequence[str | Path] | None = None,
+    tokenizer: str | Path | None = None,
+    cache_bytes: int = DEFAULT_BYTES,
 ) -> Dataset | Samples:
-    """What a run trains on; `files` and `tokenizer` as `peers.storage.dataset.open_dataset` takes them.
+    """What a run trains on; all else as `peers.storage.dataset.open_dataset` takes them.
 
     Raises:
         SetupError: as `open_dataset` and `open_samples`; or files are given where code makes samples.
     """
     if run.data.source != "code":
-        return open_dataset(run, files, tokenizer)
+        return open_dataset(run, files, tokenizer, cache_bytes=cache_bytes)
     for given in (*(files or ()), *([tokenizer] if tokenizer else [])):
         raise SetupError(f"the samples of the run are made by {run.data.code}: leave {given} out")
     return open_samples(run)

@@ -92,6 +92,7 @@ VOICE = "swarm/protocol/voice.py"
 DATA = "swarm/data.py"
 DATASET = "peers/storage/dataset.py"
 MERKLE = "swarm/merkle.py"
+BLOCKS = "peers/storage/blocks.py"
 PROOFS = "swarm/protocol/proofs.py"
 GIVER = "peers/vouching/giver.py"
 TICKETS = "peers/vouching/tickets.py"
@@ -359,7 +360,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "any-tree-will-do",
         MERKLE,
-        "return _root(nodes[0], size) == root",
+        "return _root(nodes, size) == root",
         "return len(root) == NODE_BYTES",
         "What is proven is in some tree, but not in that of the manifest.",
         ("test_data_root",),
@@ -367,10 +368,26 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "the-data-are-published-without-their-root",
         DATASET,
-        "root = self.tree.root.hex() if run.admission.trainers and not run.brings_model else",
-        "root = self.tree.root.hex() if not run.admission.trainers and not run.brings_model else",
+        "root = self.root if run.admission.trainers and not run.brings_model else",
+        "root = self.root if not run.admission.trainers and not run.brings_model else",
         "A run that names trainers does not say what they have to train on.",
         ("test_data_root",),
+    ),
+    Mutation(
+        "keep-any-tokens",
+        BLOCKS,
+        "            if levels[-1] == node:",
+        "            if levels:",
+        "A trainer trains on what a server sends, and not on the run's data.",
+        ("test_index",),
+    ),
+    Mutation(
+        "believe-the-disk",
+        BLOCKS,
+        "if b\"\".join(map(part_node, parts)) == nodes[",
+        "if nodes[",
+        "What a disk forgot of the tokens is trained on.",
+        ("test_index", "test_dataset"),
     ),
     # --- rounds ---
     Mutation(

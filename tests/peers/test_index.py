@@ -33,7 +33,7 @@ from tests.peers.admitted import admitting
 RUN = replace(
     example_run(),
     model=replace(example_run().model, vocab_size=60_000),
-    data=replace(example_run().data, sequence_length=500),
+    data=replace(example_run().data, source="files", sequence_length=500),
 )
 TOKENS = np.random.default_rng(1).integers(0, 60_000, 3 * BLOCK_BYTES // 2 + 1234, dtype=np.uint16)
 """Three blocks and a bit."""
