@@ -37,10 +37,10 @@ microbatches_per_step = 16
 # microbatch_threads = 1    # CPU threads that share one microbatch; a peer's other cores compute others
 
 [optimizer]
-name = "adamw"              # or "sgd", "adamw8bit" (CUDA)
+name = "adamw"              # or "sgd", "adamw8bit" (CUDA), "muon" with muon = ["layers.*"]
 lr = 0.001
 warmup_steps = 20
-schedule = "cosine"         # or "constant"
+schedule = "cosine"         # or "constant", "linear", "inverse_sqrt", "wsd"
 min_lr_ratio = 0.1
 weight_decay = 0.1
 clip_norm = 1.0             # 0 = off

@@ -20,6 +20,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar, cast
@@ -137,6 +138,15 @@ def _set_of(accepts: Callable[[Any], bool], most: int, allowed: str) -> _Rule:
         return all(accepts(value) for value in values) and len(set(values)) == len(values)
 
     return _Rule(f"a list of at most {most} different {allowed}", are, lambda v: tuple(sorted(v)))
+
+
+def _is_name(value: Any) -> bool:
+    return type(value) is str and re.fullmatch(r"[A-Za-z0-9_.*?]{1,200}", value) is not None
+
+
+_NAMES = _set_of(
+    _is_name, 64, "names of weights, in which * and ? stand for other characters, such as embed.*"
+)
 
 
 # An Ed25519 key inside a libp2p identity multihash: 38 bytes that start with 00 24 08 01 12 20, in base58.
@@ -282,6 +292,9 @@ class ModelSpec(_Spec, section="model"):
     """Probability of dropping a channel; the random numbers are a function of the microbatch."""
     stages: int = _rule(_integer(1, 1024))
     """S: the number of stages that the model is cut into."""
+    z_loss: float = _rule(_number(0.0, 1.0), 0.0, later=True)
+    """So many times the square of the log of the softmax's denominator is added to the loss in training, so
+    that logits stay small; 1e-4 is usual."""
 
     def _cross_check(self) -> None:
         if self.kind == "counting":
@@ -318,15 +331,7 @@ class CustomModelSpec(_Spec, section="model"):
     """S: the number of stages that the model is cut into."""
     vocab_size: int = _rule(_integer(2, 1_048_576), 256)
     """Integers that enter the model (tokens, labels) are 0 … vocab_size - 1."""
-    frozen: tuple[str, ...] = _rule(
-        _set_of(
-            lambda v: type(v) is str and re.fullmatch(r"[A-Za-z0-9_.*?]{1,200}", v) is not None,
-            64,
-            "names of weights, in which * and ? stand for other characters, such as embed.*",
-        ),
-        (),
-        later=True,
-    )
+    frozen: tuple[str, ...] = _rule(_NAMES, (), later=True)
     """Weights that stay as they are at the start: they are not summed, sent or stored."""
     version: str = _rule(
         _text(
@@ -422,12 +427,57 @@ class BatchSpec(_Spec, section="batch"):
     the last bits: all peers have as many, and a peer's other cores compute other microbatches."""
 
 
+class Terms(NamedTuple):
+    """How a weight is stepped."""
+
+    lr: float
+    """Times the learning rate of the step."""
+    decay: float
+    is_muon: bool
+
+
+_NUMBER = _number(0.0, 1e6)
+
+
+def _read_group(text: str) -> tuple[str, dict[str, float]]:
+    """The names of a group, and what it says of them; raises ValueError if it is none."""
+    pattern, *words = text.split(" ")
+    terms = {key: _NUMBER.check(float(value)) for key, _, value in (word.partition("=") for word in words)}
+    if (
+        not terms
+        or len(terms) != len(words)
+        or terms.keys() - {"lr", "weight_decay"}
+        or not _is_name(pattern)
+    ):
+        raise ValueError
+    return pattern, terms
+
+
+def _canonical_groups(groups: Any) -> tuple[str, ...]:
+    read = [_read_group(group) for group in groups]
+    return tuple(
+        " ".join([pattern, *(f"{key}={terms[key]}" for key in ("lr", "weight_decay") if key in terms)])
+        for pattern, terms in read
+    )
+
+
+_GROUPS = _Rule(
+    'a list of at most 64 of the form "NAMES lr=MULTIPLE weight_decay=NUMBER", of which one may be left out, '
+    'such as "embed.* lr=0.1"',
+    lambda v: type(v) in (list, tuple) and len(v) <= 64 and all(type(one) is str for one in v),
+    _canonical_groups,
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec(_Spec, section="optimizer"):
     """How the mean gradient becomes new weights."""
 
-    name: Literal["adamw", "sgd", "adamw8bit"] = _rule(_choice("adamw", "sgd", "adamw8bit"), "adamw")
-    """`adamw8bit` keeps its moments in 8 bits and needs CUDA."""
+    name: Literal["adamw", "sgd", "adamw8bit", "muon"] = _rule(
+        _choice("adamw", "sgd", "adamw8bit", "muon"), "adamw"
+    )
+    """`adamw8bit` keeps its moments in 8 bits and needs CUDA; `muon` is AdamW but for weights that the key
+    `muon` names."""
     lr: float = _rule(_number(0.0, 1000.0, above=True))
     """Highest learning rate, after the warm-up."""
     beta1: float = _rule(_number(0.0, 1.0, below=True), 0.9)
@@ -442,28 +492,64 @@ class OptimizerSpec(_Spec, section="optimizer"):
     """Of SGD; must be 0 otherwise."""
     warmup_steps: int = _rule(_integer(0, 1_000_000_000), 0)
     """Steps over which the learning rate grows linearly; fewer than `steps`."""
-    schedule: Literal["constant", "cosine"] = _rule(_choice("constant", "cosine"), "constant")
-    """The learning rate after the warm-up: as it is, or half a cosine down to `min_lr_ratio * lr`."""
+    schedule: Literal["constant", "cosine", "linear", "inverse_sqrt", "wsd"] = _rule(
+        _choice("constant", "cosine", "linear", "inverse_sqrt", "wsd"), "constant"
+    )
+    """The learning rate after the warm-up: as it is; half a cosine or a line down to `min_lr_ratio * lr`; the
+    inverse square root of the step; or as it is until `decay_steps` are left, then a line (`wsd`)."""
     min_lr_ratio: float = _rule(_number(0.0, 1.0), 0.1)
-    """Learning rate of the last step ÷ `lr`, for the cosine."""
+    """Learning rate of the last step ÷ `lr`, for the cosine and the lines."""
     clip_norm: float = _rule(_number(0.0, 1e9), 1.0)
     """The mean gradient of the whole model is scaled down to this norm if it is longer; 0 = never."""
+    decay_steps: int = _rule(_integer(0, 1_000_000_000), 0, later=True)
+    """For `wsd`: over so many steps, the last ones, the learning rate falls; else 0."""
+    groups: tuple[str, ...] = _rule(_GROUPS, (), later=True)
+    """Weights by name with a learning rate that is a multiple of the others', or a decay of their own; the
+    first that matches a weight counts."""
+    muon: tuple[str, ...] = _rule(_NAMES, (), later=True)
+    """For `muon`: weights of two dimensions, in which * and ? stand for other characters, such as layers.*"""
 
     def _cross_check(self) -> None:
         if self.name != "sgd" and self.momentum:
             raise self.wrong("momentum", f'0 when optimizer.name is "{self.name}"')
+        if (self.name == "muon") != bool(self.muon):
+            some = "names of weights" if self.name == "muon" else "empty"
+            raise self.wrong("muon", f'{some} when optimizer.name is "{self.name}"')
+        if (self.schedule == "wsd") != bool(self.decay_steps):
+            some = "at least 1" if self.schedule == "wsd" else "0"
+            raise self.wrong("decay_steps", f'{some} when optimizer.schedule is "{self.schedule}"')
 
     def lr_at(self, t: int, total_steps: int) -> float:
-        """The rate of step `t` (0 … total_steps - 1): the warm-up ends at `lr`, the cosine at its floor."""
+        """The rate of step `t` (0 … total_steps - 1): the warm-up ends at `lr`, what falls at its floor."""
         if t < self.warmup_steps:
             return self.lr * (t + 1) / self.warmup_steps
         if self.schedule == "constant":
             return self.lr
-        # Step `warmup_steps` is the first at progress 0, the last step is at 1.
-        progress = min(1.0, (t - self.warmup_steps) / max(1, total_steps - 1 - self.warmup_steps))
-        ratio = self.min_lr_ratio + (1.0 - self.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        if self.schedule == "inverse_sqrt":
+            first = max(1, self.warmup_steps)
+            return float(f"{self.lr * math.sqrt(first / max(first, t + 1)):.12g}")
+        # Step `begin` is the first at progress 0, the last step is at 1.
+        begin = total_steps - 1 - self.decay_steps if self.schedule == "wsd" else self.warmup_steps
+        progress = max(0.0, min(1.0, (t - begin) / max(1, total_steps - 1 - begin)))
+        left = 0.5 * (1.0 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1.0 - progress
+        ratio = self.min_lr_ratio + (1.0 - self.min_lr_ratio) * left
         # C libraries disagree in the last bit of a cosine, and every peer must have the same rate.
         return float(f"{self.lr * ratio:.12g}")
+
+    def terms_of(self, name: str, dims: int) -> Terms:
+        """How a weight is stepped, by its full name and the number of its dimensions."""
+        lr, decay = 1.0, self.weight_decay if dims >= 2 else 0.0
+        for group in self.groups:
+            pattern, terms = _read_group(group)
+            if fnmatchcase(name, pattern):
+                lr, decay = terms.get("lr", lr), terms.get("weight_decay", decay)
+                break
+        return Terms(lr, decay, dims == 2 and any(fnmatchcase(name, pattern) for pattern in self.muon))
+
+    @property
+    def patterns(self) -> dict[str, tuple[str, ...]]:
+        """The names of weights that it has, by key: each is meant to match some."""
+        return {"groups": tuple(_read_group(group)[0] for group in self.groups), "muon": self.muon}
 
 
 _VALUES = "one of " + ", ".join(VALUES)
@@ -652,6 +738,8 @@ class Run(_Spec):
     def _cross_check(self) -> None:
         if self.optimizer.warmup_steps >= self.steps:
             raise self.optimizer.wrong("warmup_steps", f"less than steps ({self.steps})")
+        if self.optimizer.warmup_steps + self.optimizer.decay_steps > self.steps:
+            raise self.optimizer.wrong("decay_steps", f"at most steps - warmup_steps (of {self.steps} steps)")
         if self.optimizer.name == "adamw8bit" and self.dtype == "float64":
             raise self.optimizer.wrong("name", 'adamw or sgd when dtype is "float64"')
         if self.data.source == "code":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from dataclasses import fields, replace
 from itertools import pairwise
@@ -44,7 +45,16 @@ BOB = "12D3KooW" + "B" * 44
 FULL = replace(
     example_run(),
     data=replace(example_run().data, tokens=123_000, root="c" * 64),
+    model=replace(example_run().built_in, z_loss=1e-4),
     batch=replace(example_run().batch, microbatch_threads=2),
+    optimizer=replace(
+        example_run().optimizer,
+        name="muon",
+        muon=("layers.*",),
+        schedule="wsd",
+        decay_steps=9,
+        groups=("tokens.* lr=0.5",),
+    ),
     codec=CodecSpec(adaptive=("bf16",)),
     admission=AdmissionSpec(owner=ALICE, trainers=(ALICE, BOB), founders=(BOB,)),
     start=StartSpec(weights="hf:openai-community/gpt2@main", digests=tuple(c * 64 for c in "123")),
@@ -126,7 +136,8 @@ def runs(draw: st.DrawFn) -> Run:
             weight_decay=draw(st.floats(0, 10)),
             momentum=draw(ratio) if name == "sgd" else 0,
             warmup_steps=draw(st.integers(0, steps - 1)),
-            schedule=draw(st.sampled_from(["constant", "cosine"])),
+            schedule=draw(st.sampled_from(["constant", "cosine", "linear", "inverse_sqrt"])),
+            groups=draw(st.sampled_from([(), ("a.* lr=0.5", "* weight_decay=1e-3")])),
             min_lr_ratio=draw(st.floats(0, 1)),
             clip_norm=draw(st.floats(0, 1e9)),
         ),
@@ -189,11 +200,18 @@ def test_every_value_is_in_the_hash() -> None:
             "vocab_size": 300,
             "norm": "layernorm",
         }
-        | {"positions": "learned", "dropout": 0.1, "stages": 2, "kind": "counting"},
+        | {"positions": "learned", "dropout": 0.1, "stages": 2, "kind": "counting", "z_loss": 0.0},
         "data": {"source": "files", "tokens": 1000, "tokenizer": "file", "sequence_length": 5},
         "batch": {"microbatch_size": 1, "microbatches_per_step": 1, "microbatch_threads": 3},
-        "optimizer": {"name": "sgd", "lr": 1, "beta1": 0.1, "beta2": 0.1, "eps": 0.1, "weight_decay": 0.2}
-        | {"warmup_steps": 1, "schedule": "constant", "min_lr_ratio": 0.5, "clip_norm": 0},
+        "optimizer": {"lr": 1, "beta1": 0.1, "beta2": 0.1, "eps": 0.1, "weight_decay": 0.2}
+        | {
+            "warmup_steps": 1,
+            "min_lr_ratio": 0.5,
+            "clip_norm": 0,
+            "decay_steps": 8,
+            "muon": ("*",),
+            "groups": (),
+        },
         "codec": {"forward": "none", "backward": "none", "reduce": "bf16", "adaptive": ("none", "bf16")},
         "admission": {"owner": BOB, "trainers": (), "founders": ()},
         "start": {"weights": "folder", "digests": tuple(c * 64 for c in "124")},
@@ -641,6 +659,46 @@ def test_a_constant_rate_stays_and_a_run_of_one_step_has_a_rate() -> None:
     constant = OptimizerSpec(lr=0.4, warmup_steps=2)
     assert [constant.lr_at(t, 5) for t in range(5)] == [0.2, 0.4, 0.4, 0.4, 0.4]
     assert OptimizerSpec(lr=0.4, schedule="cosine").lr_at(0, 1) == 0.4
+
+
+def test_the_other_schedules() -> None:
+    terms = {"lr": 0.4, "warmup_steps": 4, "min_lr_ratio": 0.1}
+    linear, wsd, root = (
+        [OptimizerSpec(**terms, schedule=name, **more).lr_at(t, 25) for t in range(25)]
+        for name, more in (("linear", {}), ("wsd", {"decay_steps": 10}), ("inverse_sqrt", {}))
+    )
+    assert linear[:4] == wsd[:4] == root[:4] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    steps = {round(a - b, 12) for a, b in itertools.pairwise(linear[4:])}
+    assert len(steps) == 1 and linear[-1] == pytest.approx(0.04)
+    assert wsd[4:15] == [0.4] * 11 and wsd[15] < 0.4 and wsd[-1] == pytest.approx(0.04)
+    assert len({round(a - b, 12) for a, b in itertools.pairwise(wsd[14:])}) == 1
+    assert root[15] == pytest.approx(0.2) and root[24] == pytest.approx(0.4 * (4 / 25) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"schedule": "wsd"}, "at least 1 when optimizer.schedule"),
+        ({"decay_steps": 3}, "0 when optimizer.schedule"),
+        ({"name": "muon"}, "names of weights when optimizer.name"),
+        ({"muon": ("a",)}, "empty when optimizer.name"),
+        ({"groups": ("a.*",)}, "a list of at most 64 of the form"),
+        ({"groups": ("a.* lr=-1",)}, "a list of at most 64 of the form"),
+        ({"groups": ("a.* lr=nan",)}, "a list of at most 64 of the form"),
+        ({"groups": ("a.* speed=1",)}, "a list of at most 64 of the form"),
+        ({"groups": ("a.* lr=1 lr=2",)}, "a list of at most 64 of the form"),
+    ],
+)
+def test_a_recipe_that_contradicts_itself_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(SetupError, match=words):
+        OptimizerSpec(lr=1.0, **fields)
+
+
+def test_groups_have_one_form() -> None:
+    said = OptimizerSpec(lr=1.0, groups=("a.* weight_decay=0 lr=1e-1", "b lr=2"))
+    assert said.groups == ("a.* lr=0.1 weight_decay=0.0", "b lr=2.0")
+    with pytest.raises(SetupError, match=r"at most steps - warmup_steps"):
+        replace(FULL, optimizer=OptimizerSpec(lr=1.0, schedule="wsd", decay_steps=1001))
 
 
 @given(run=runs(), at=st.floats(0, 1))

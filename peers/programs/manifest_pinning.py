@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,10 @@ from swarm.manifest import CustomModelSpec, Run
 if TYPE_CHECKING:
     from peers.storage.dataset import Dataset
     from peers.storage.samples import Samples
+
+
+MAX_TOLD = 20
+"""Names of weights, in an error."""
 
 
 def pinned(run: Run, data: Dataset | Samples, start: Path | None = None) -> Run:
@@ -31,7 +36,29 @@ def pinned(run: Run, data: Dataset | Samples, start: Path | None = None) -> Run:
         run = _with_model(run, data)
     if run.start.weights or start is not None:
         run = _with_start(run, start)
+    _check_names(run)
     return run
+
+
+def _check_names(run: Run) -> None:
+    """Raises SetupError: the optimizer names weights that the model does not train; says which it does."""
+    patterns = run.optimizer.patterns
+    if not any(patterns.values()):
+        return
+    from swarm.model.layout import stage_layout
+
+    spans = {name: span for stage in range(run.S) for name, span in stage_layout(run, stage).spans.items()}
+    for key, names in patterns.items():
+        dims = 2 if key == "muon" else 0
+        there = [name for name, span in spans.items() if len(span.shape) == dims or not dims]
+        for pattern in names:
+            if not fnmatch.filter(there, pattern):
+                kind = "weight of two dimensions" if dims else "weight"
+                more = " …" if len(there) > MAX_TOLD else ""
+                raise SetupError(
+                    f"optimizer.{key}: {pattern!r} matches no {kind} that is trained; there are "
+                    f"{', '.join(there[:MAX_TOLD])}{more}"
+                )
 
 
 def _with_model(run: Run, data: Dataset | Samples) -> Run:

@@ -125,7 +125,7 @@ class GptStage(nn.Module):
         super().__init__()
         model = run.built_in
         self.first, self.last = first, last
-        self._seed, self._p = run.seed, model.dropout
+        self._seed, self._p, self._z_loss = run.seed, model.dropout, model.z_loss
         self.learned = model.positions == "learned"
         if first:
             self.tokens = Embedding(model.vocab_size, model.hidden)
@@ -167,7 +167,10 @@ class GptStage(nn.Module):
         flat = logits_BTV.flatten(0, 1)
         # Autocast leaves the logits in bfloat16: too coarse for a sum over the vocabulary.
         flat = flat.float() if flat.dtype == torch.bfloat16 else flat
-        return functional.cross_entropy(flat, labels_BT.flatten())
+        loss = functional.cross_entropy(flat, labels_BT.flatten())
+        if self._z_loss and self.training:
+            loss = loss + self._z_loss * flat.logsumexp(-1).square().mean()
+        return loss
 
 
 def stage_skeleton(run: Run, stage: Stage) -> nn.Module:

@@ -19,7 +19,7 @@ from swarm.ids import Stage
 from swarm.manifest import Run
 from swarm.model.custom import custom_model
 from swarm.model.gpt import initial_value, stage_skeleton, weights_dtype
-from swarm.model.optimizer import vector_layout
+from swarm.model.optimizer import parts_of, vector_layout
 from swarm.model.reductions import add_tensor
 from swarm.model.same_bits import CACHE_LINE_BYTES
 
@@ -126,7 +126,7 @@ def empty_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
     layout, dtype = stage_layout(run, stage), weights_dtype(run)
     vectors = {
         "weights": (layout.numel, dtype),
-        **vector_layout(run.optimizer, layout.numel, layout.decayed, dtype),
+        **vector_layout(run.optimizer, layout.numel, parts_of(run.optimizer, layout.spans), dtype),
     }
     if layout.statistics:
         vectors["statistics"] = (layout.statistics_numel, dtype)

@@ -1,4 +1,4 @@
-"""AdamW and SGD on flat vectors: weights of version t + 1 from version t and the reduced gradient.
+"""AdamW, SGD and Muon on flat vectors: weights of version t + 1 from version t and the reduced gradient.
 
 Element by element the arithmetic of torch.optim's (tested), in slices that stay in the cache: one pass over
 memory instead of a dozen, and no temporary of the model's size.
@@ -7,12 +7,13 @@ memory instead of a dozen, and no temporary of the model's size.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from swarm.errors import SetupError
-from swarm.manifest import OptimizerSpec
+from swarm.manifest import OptimizerSpec, Terms
 
 _SLICE_CPU = 1 << 16
 """Elements: five float32 slices of this are 1.3 MB, less than an L2 cache of a server core."""
@@ -22,15 +23,39 @@ _BLOCK_8BIT = 256
 """bitsandbytes' own block of its 8-bit optimizers."""
 
 
+class Part(NamedTuple):
+    """A part of the flat vector whose weights are stepped alike."""
+
+    start: int
+    end: int
+    terms: Terms
+    shape: torch.Size | None = None
+    """Of a matrix of Muon's, which is a part of its own."""
+
+
+def parts_of(spec: OptimizerSpec, spans: Mapping[str, tuple[int, int, torch.Size]]) -> tuple[Part, ...]:
+    """The vector in parts, in order; what lies between two weights belongs to the later one."""
+    parts: list[Part] = []
+    for name, (start, end, shape) in spans.items():
+        terms, last = spec.terms_of(name, len(shape)), parts[-1] if parts else None
+        if terms.is_muon:
+            parts.append(Part(start, end, terms, shape))
+        elif last is not None and last.terms == terms:
+            parts[-1] = last._replace(end=end)
+        else:
+            parts.append(Part(last.end if last is not None else 0, end, terms))
+    return tuple(part for part in parts if part.start < part.end)
+
+
 def vector_layout(
-    spec: OptimizerSpec, numel: int, decayed: int, dtype: torch.dtype
+    spec: OptimizerSpec, numel: int, parts: Sequence[Part], dtype: torch.dtype
 ) -> dict[str, tuple[int, torch.dtype]]:
     """The optimizer's vectors: name -> (length, dtype)."""
-    if spec.name == "adamw":
+    if spec.name in ("adamw", "muon"):
         return {"exp_avg": (numel, dtype), "exp_avg_sq": (numel, dtype)}
     if spec.name == "sgd":
         return {"momentum": (numel, dtype)} if spec.momentum else {}
-    blocks = sum(-(-part // _BLOCK_8BIT) for part in (decayed, numel - decayed))
+    blocks = sum(-(-(part.end - part.start) // _BLOCK_8BIT) for part in parts)
     return {
         "exp_avg": (numel, torch.uint8),
         "exp_avg_sq": (numel, torch.uint8),
@@ -39,18 +64,45 @@ def vector_layout(
     }
 
 
+MUON_BETA = 0.95
+"""Of its mean of gradients, which looks a step ahead (Nesterov)."""
+_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients of an odd polynomial that brings all of 0 … 1 near 1 within five rounds (Jordan, 2024)."""
+_ROUNDS = 5
+_RMS = 0.2
+"""Of an update of AdamW, about: so both take the same learning rate and decay (Liu et al., 2025)."""
+
+
+def muon_update(mean: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """What Muon takes from a matrix, without the learning rate; `mean`, that of its gradients, is brought up
+    to date.
+
+    The mean gradient with all of its singular values near 1, in the dtype of the weights.
+    """
+    mean.lerp_(grad, 1.0 - MUON_BETA)
+    found = grad.lerp(mean, MUON_BETA)
+    rows, columns = found.shape
+    found = found.T.contiguous() if rows > columns else found
+    found /= torch.linalg.matrix_norm(found).clamp_(min=1e-7)
+    a, b, c = _SCHULZ
+    for _ in range(_ROUNDS):
+        square = found @ found.T
+        found = torch.addmm(found, torch.addmm(square, square, square, beta=b, alpha=c), found, beta=a)
+    found = found.T.contiguous() if rows > columns else found
+    return found.mul_(_RMS * math.sqrt(max(rows, columns)))
+
+
 class FlatOptimizer:
     """The moments of one stage, and the step. `vectors` is its whole state, by name."""
 
     def __init__(
-        self, spec: OptimizerSpec, numel: int, decayed: int, dtype: torch.dtype, device: torch.device
+        self, spec: OptimizerSpec, numel: int, parts: Sequence[Part], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """The first `decayed` of the `numel` weights decay: those with 2 or more dimensions.
-
+        """
         Raises:
             SetupError: adamw8bit without CUDA.
         """
-        self._spec, self._decayed, self._numel, self._device = spec, decayed, numel, device
+        self._spec, self._parts, self._device = spec, parts, device
         if spec.name == "adamw8bit":
             if device.type != "cuda":
                 raise SetupError(
@@ -61,13 +113,8 @@ class FlatOptimizer:
             self._codes = [_dynamic_map(signed).to(device) for signed in (True, False)]
         self.vectors: dict[str, torch.Tensor] = {
             name: torch.zeros(length, dtype=kind, device=device)
-            for name, (length, kind) in vector_layout(spec, numel, decayed, dtype).items()
+            for name, (length, kind) in vector_layout(spec, numel, parts, dtype).items()
         }
-
-    def _parts(self) -> list[tuple[int, int, float]]:
-        """(start, end, weight decay) of the two parts of the flat vector; empty ones left out."""
-        parts = [(0, self._decayed, self._spec.weight_decay), (self._decayed, self._numel, 0.0)]
-        return [part for part in parts if part[0] < part[1]]
 
     @torch.no_grad()
     def step(
@@ -78,11 +125,15 @@ class FlatOptimizer:
         `grad` is only read.
         """
         length = _SLICE_CUDA if self._device.type == "cuda" else _SLICE_CPU
-        update = self._adamw if self._spec.name == "adamw" else self._sgd
-        block = 0
-        for first, last, decay in self._parts():
-            for start in range(first, last, length):
-                part = slice(start, min(start + length, last))
+        update = self._sgd if self._spec.name == "sgd" else self._adamw
+        block, rate = 0, lr
+        for whole in self._parts:
+            lr, decay = rate * whole.terms.lr, whole.terms.decay
+            if whole.shape is not None:
+                self._muon(lr, whole, old, new, grad, scale)
+                continue
+            for start in range(whole.start, whole.end, length):
+                part = slice(start, min(start + length, whole.end))
                 if self._spec.name == "adamw8bit":
                     blocks = slice(block, block + -(-(part.stop - start) // _BLOCK_8BIT))
                     block = blocks.stop
@@ -101,6 +152,15 @@ class FlatOptimizer:
         correction1, correction2 = 1.0 - spec.beta1 ** (t + 1), 1.0 - spec.beta2 ** (t + 1)
         root = square.sqrt().div_(math.sqrt(correction2)).add_(spec.eps)
         weights.addcdiv_(mean, root, value=-lr / correction1)
+
+    def _muon(
+        self, lr: float, whole: Part, old: torch.Tensor, new: torch.Tensor, grad: torch.Tensor, scale: float
+    ) -> None:
+        part, shape = slice(whole.start, whole.end), whole.shape
+        assert shape is not None
+        torch.mul(old[part], 1.0 - lr * whole.terms.decay, out=new[part])
+        mean = self.vectors["exp_avg"][part].view(shape)
+        new[part].view(shape).add_(muon_update(mean, grad[part].view(shape) * scale), alpha=-lr)
 
     def _sgd(self, t: int, lr: float, part: slice, weights: torch.Tensor, grad: torch.Tensor) -> None:
         if self._spec.momentum:

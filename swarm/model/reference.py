@@ -16,11 +16,12 @@ import torch
 from swarm.data import sample_offsets
 from swarm.errors import SetupError
 from swarm.ids import Microbatch, Stage
-from swarm.manifest import Run
+from swarm.manifest import Run, Terms
 from swarm.model.custom import model_inputs
 from swarm.model.fixed_point import add_exact, to_float
 from swarm.model.gpt import replace_parameters, weights_dtype
 from swarm.model.layout import empty_state, initial_vectors, stage_layout
+from swarm.model.optimizer import muon_update
 from swarm.model.reductions import sqnorm
 from swarm.model.same_bits import aligned, use_threads_of
 from swarm.model.stage_function import stage_function
@@ -66,7 +67,10 @@ class SingleProcess:
         self._stages = [_Stage(run, stage, self._held, self._device) for stage in range(run.S)]
         self.sums: list[torch.Tensor] = []
         """What each stage alone found, when `totals` was last called: flat, not divided by M."""
-        self._optimizer = _optimizer_of(run, list(self.parameters.values()))
+        terms = {name: run.optimizer.terms_of(name, w.dim()) for name, w in self.parameters.items()}
+        self._muon = {name: one for name, one in terms.items() if one.is_muon}
+        others = {name: one for name, one in terms.items() if not one.is_muon}
+        self._optimizer = _optimizer_of(run, self.parameters, others)
 
     def loss(self, mb: Microbatch, *, grad: bool = True) -> float:
         """The mean loss of a microbatch of the present step; `grad`: also add its gradient."""
@@ -138,11 +142,20 @@ class SingleProcess:
                 self._held[name].copy_(parameter)
             parameter.grad = totals[name] * scale
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["multiple"]
             for parameter in group["params"]:
-                parameter.mul_(1.0 - lr * group.get("decay", 0.0))
+                parameter.mul_(1.0 - group["lr"] * group.get("decay", 0.0))
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        for name, terms in self._muon.items():
+            parameter, rate = self.parameters[name], lr * terms.lr
+            state = self._optimizer.state[parameter]
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state.setdefault(moment, torch.zeros_like(parameter))
+            assert parameter.grad is not None
+            parameter.mul_(1.0 - rate * terms.decay)
+            parameter.add_(muon_update(state["exp_avg"], parameter.grad), alpha=-rate)
+        for parameter in self.parameters.values():
+            parameter.grad = None
         self.version = t + 1
 
     @torch.no_grad()
@@ -301,16 +314,23 @@ class _Stage:
             total.add_(term)
 
 
-def _optimizer_of(run: Run, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def _optimizer_of(
+    run: Run, parameters: Mapping[str, torch.nn.Parameter], terms: Mapping[str, Terms]
+) -> torch.optim.Optimizer:
+    """torch's own, of the weights in `terms`."""
     spec = run.optimizer
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": spec.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {
+            "params": [parameters[name] for name in terms if terms[name] == one],
+            "weight_decay": one.decay,
+            "multiple": one.lr,
+        }
+        for one in dict.fromkeys(terms.values())
     ]
-    groups = [group for group in groups if group["params"]]
-    if spec.name == "adamw":
+    groups = groups or [{"params": [torch.nn.Parameter(torch.zeros(0))], "multiple": 1.0}]  # torch wants one
+    if spec.name in ("adamw", "muon"):
         betas = (spec.beta1, spec.beta2)
         return torch.optim.AdamW(groups, lr=spec.lr, betas=betas, eps=spec.eps, foreach=False)
     for group in groups:  # torch's SGD has no decoupled decay: `SingleProcess.step` does it by hand
-        group["decay"] = group.pop("weight_decay")
+        group["decay"] = group.pop("weight_decay", 0.0)
     return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, foreach=False)

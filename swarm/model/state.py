@@ -19,7 +19,7 @@ from swarm.ids import Stage
 from swarm.manifest import Run
 from swarm.model.gpt import replace_parameters, weights_dtype
 from swarm.model.layout import Layout, initial_vectors
-from swarm.model.optimizer import FlatOptimizer
+from swarm.model.optimizer import FlatOptimizer, parts_of
 from swarm.model.reductions import vectors_digest
 from swarm.model.same_bits import use_threads_of
 
@@ -37,7 +37,8 @@ class StageState:
         self.version = self.loads = 0
         """`loads`: how many states were loaded."""
         self.dtype = weights_dtype(run)
-        self._optimizer = FlatOptimizer(run.optimizer, layout.numel, layout.decayed, self.dtype, device)
+        parts = parts_of(run.optimizer, layout.spans)
+        self._optimizer = FlatOptimizer(run.optimizer, layout.numel, parts, self.dtype, device)
         # Version v lives in number v % len.
         weights, self._statistics = initial_vectors(run, stage, layout, device)
         """`_statistics`: of batch norms, of the newest version only, since training does not read them."""

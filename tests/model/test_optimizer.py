@@ -9,10 +9,19 @@ import torch
 
 from swarm.errors import SetupError
 from swarm.manifest import OptimizerSpec
-from swarm.model.optimizer import FlatOptimizer
+from swarm.model.optimizer import FlatOptimizer, muon_update, parts_of
 
 CPU = torch.device("cpu")
 NUMEL, DECAYED = 200_000, 150_001
+
+
+def flat_optimizer(spec: OptimizerSpec, numel: int, decayed: int, dtype: torch.dtype) -> FlatOptimizer:
+    """Of two weights, the first of which decays."""
+    spans = {
+        "a": (0, decayed, torch.Size([1, decayed])),
+        "b": (decayed, numel, torch.Size([numel - decayed])),
+    }
+    return FlatOptimizer(spec, numel, parts_of(spec, spans), dtype, CPU)
 
 
 def gradient(t: int, dtype: torch.dtype) -> torch.Tensor:
@@ -46,7 +55,7 @@ def test_ten_steps_equal_those_of_torch(spec: OptimizerSpec, dtype: torch.dtype)
     start = torch.randn(NUMEL, generator=torch.Generator().manual_seed(99)).to(dtype)
     theirs = [torch.nn.Parameter(part.clone()) for part in (start[:DECAYED], start[DECAYED:])]
     reference = torch_optimizer(spec, theirs)
-    ours = FlatOptimizer(spec, NUMEL, DECAYED, dtype, CPU)
+    ours = flat_optimizer(spec, NUMEL, DECAYED, dtype)
     flat = start.clone()
     for t in range(10):
         lr = spec.lr * (1.0 - t / 20)
@@ -62,7 +71,7 @@ def test_ten_steps_equal_those_of_torch(spec: OptimizerSpec, dtype: torch.dtype)
 def test_sgd_decays_apart_from_the_gradient_and_only_what_is_to_decay() -> None:
     spec = OptimizerSpec(name="sgd", lr=0.5, weight_decay=0.1)
     flat = torch.ones(10)
-    FlatOptimizer(spec, 10, 4, torch.float32, CPU).step(0, 0.5, flat, flat, torch.zeros(10), 1.0)
+    flat_optimizer(spec, 10, 4, torch.float32).step(0, 0.5, flat, flat, torch.zeros(10), 1.0)
     assert torch.allclose(flat[:4], torch.full((4,), 0.95)) and bool((flat[4:] == 1).all())
 
 
@@ -72,15 +81,15 @@ def test_the_old_weights_and_the_gradient_are_only_read(name: Any) -> None:
     old, g = torch.randn(100), torch.randn(100)
     copies = old.clone(), g.clone()
     inplace, new = old.clone(), torch.full((100,), 7.0)
-    FlatOptimizer(spec, 100, 60, torch.float32, CPU).step(0, 0.1, old, new, g, 0.5)
-    FlatOptimizer(spec, 100, 60, torch.float32, CPU).step(0, 0.1, inplace, inplace, g, 0.5)
+    flat_optimizer(spec, 100, 60, torch.float32).step(0, 0.1, old, new, g, 0.5)
+    flat_optimizer(spec, 100, 60, torch.float32).step(0, 0.1, inplace, inplace, g, 0.5)
     assert torch.equal(old, copies[0]) and torch.equal(g, copies[1])
     assert torch.equal(new, inplace) and not torch.equal(new, old)
 
 
 def test_only_the_moments_that_are_needed_are_kept() -> None:
     def names(**fields: Any) -> set[str]:
-        return set(FlatOptimizer(OptimizerSpec(lr=1.0, **fields), 8, 4, torch.float32, CPU).vectors)
+        return set(flat_optimizer(OptimizerSpec(lr=1.0, **fields), 8, 4, torch.float32).vectors)
 
     assert names(name="adamw") == {"exp_avg", "exp_avg_sq"}
     assert names(name="sgd") == set()
@@ -92,4 +101,71 @@ def test_the_8_bit_optimizer_needs_cuda_and_says_what_to_do() -> None:
     with pytest.raises(
         SetupError, match='"adamw8bit" needs a CUDA device, and this peer computes on cpu: join'
     ):
-        FlatOptimizer(spec, 8, 4, torch.float32, CPU)
+        flat_optimizer(spec, 8, 4, torch.float32)
+
+
+# --- groups and Muon
+
+
+def test_weights_are_stepped_by_the_first_group_that_names_them() -> None:
+    spec = OptimizerSpec(
+        name="sgd",
+        lr=1.0,
+        weight_decay=0.25,
+        groups=("a.* lr=0.5", "*.bias lr=2 weight_decay=0.5", "a* lr=9"),
+    )
+    spans = {
+        "a.weight": (0, 4, torch.Size([2, 2])), "b.weight": (16, 20, torch.Size([2, 2])),
+        "a.bias": (32, 34, torch.Size([2])), "b.bias": (48, 50, torch.Size([2])),
+    }  # fmt: skip
+    parts = parts_of(spec, spans)
+    assert [(p.start, p.end, p.terms.lr, p.terms.decay) for p in parts] == [
+        (0, 4, 0.5, 0.25), (4, 20, 1.0, 0.25), (20, 34, 0.5, 0.0), (34, 50, 2.0, 0.5),
+    ]  # fmt: skip
+    flat = torch.ones(50)
+    FlatOptimizer(spec, 50, parts, torch.float32, CPU).step(0, 0.1, flat, flat, torch.ones(50), 1.0)
+    for (start, end, _), lr, decay in zip(
+        spans.values(), (0.05, 0.1, 0.05, 0.2), (0.25, 0.25, 0, 0.5), strict=True
+    ):
+        assert torch.allclose(flat[start:end], torch.tensor(1 - lr * decay - lr))
+
+
+def test_without_groups_the_vector_is_in_two_parts_as_ever() -> None:
+    spans = {
+        name: (i * 16, i * 16 + 4, torch.Size([2, 2] if i < 2 else [4])) for i, name in enumerate("abcd")
+    }
+    parts = parts_of(OptimizerSpec(lr=1.0, weight_decay=0.1), spans)
+    assert [(p.start, p.end, p.terms.decay) for p in parts] == [(0, 20, 0.1), (20, 52, 0.0)]
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (6, 20), (20, 6), (1, 5)])
+def test_muon_gives_the_mean_gradient_with_all_singular_values_near_one(shape: tuple[int, int]) -> None:
+    chance = torch.Generator().manual_seed(1)
+    grad, mean = (torch.randn(shape, generator=chance, dtype=torch.float64) for _ in range(2))
+    before = mean.clone()
+    update = muon_update(mean, grad) / (0.2 * max(shape) ** 0.5)
+    assert torch.allclose(mean, 0.95 * before + 0.05 * grad)
+    ahead = 0.05 * grad + 0.95 * mean
+    u, _, vt = torch.linalg.svd(ahead, full_matrices=False)
+    inner = u.T @ update @ vt.T
+    values = torch.linalg.svdvals(update)
+    assert 0.3 < values.min() <= values.max() < 1.3
+    assert torch.allclose(inner, torch.diag(inner.diagonal()), atol=1e-6)
+
+
+def test_muon_steps_as_torch_s_own_which_rounds_to_bfloat16() -> None:
+    spec = OptimizerSpec(name="muon", lr=0.02, weight_decay=0.1, muon=("*",))
+    shape = torch.Size([24, 40])
+    start = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    flat, theirs = start.flatten().clone(), torch.nn.Parameter(start.clone())
+    ours = FlatOptimizer(
+        spec, flat.numel(), parts_of(spec, {"w": (0, flat.numel(), shape)}), torch.float32, CPU
+    )
+    reference = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for t in range(5):
+        theirs.grad = torch.randn(shape, generator=torch.Generator().manual_seed(t + 1))
+        ours.step(t, 0.02, flat, flat, theirs.grad.flatten() * 4, 0.25)
+        reference.step()
+    moved = (theirs.detach() - start).norm()
+    assert (flat.view(shape) - theirs.detach()).norm() < 0.02 * moved
+    assert bool((ours.vectors["exp_avg_sq"] == 0).all())

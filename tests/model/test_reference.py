@@ -25,6 +25,16 @@ CASES: dict[str, dict[str, Any]] = {
     "not clipped": {"optimizer": {"clip_norm": 0.0, "name": "sgd"}},
     "3 microbatches": {"batch": {"microbatches_per_step": 3}},
     "warm-up, cosine": {"optimizer": {"warmup_steps": 2, "schedule": "cosine"}, "steps": 4},
+    "warm-up, stable, decay": {
+        "optimizer": {"warmup_steps": 1, "schedule": "wsd", "decay_steps": 2},
+        "steps": 5,
+    },
+    "linear": {"optimizer": {"schedule": "linear"}},
+    "inverse root": {"optimizer": {"warmup_steps": 1, "schedule": "inverse_sqrt"}},
+    "groups": {"optimizer": {"groups": ("tokens.* lr=0.1 weight_decay=0.0", "*.qkv.* lr=2.0", "* lr=1.5")}},
+    "groups, sgd": {"optimizer": {"name": "sgd", "groups": ("*.up.* weight_decay=0.5", "head.* lr=0.0")}},
+    "muon": {"optimizer": {"name": "muon", "muon": ("layers.*",), "groups": ("*.up.* lr=0.5",)}, "steps": 4},
+    "z-loss": {"model": {"z_loss": 0.01}},
 }
 
 

@@ -20,6 +20,11 @@ CASES: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": {"name": "sgd", "momentum": 0.9, "weight_decay": 0.05}},
     "sgd without momentum": {"optimizer": {"name": "sgd", "momentum": 0.0}},
     "bfloat16": {"dtype": "bfloat16"},
+    "muon, groups": {
+        "optimizer": {"name": "muon", "muon": ("layers.*",), "groups": ("*.up.* lr=0.5", "head.* lr=2.0")},
+    },
+    "muon, delayed": {"optimizer": {"name": "muon", "muon": ("*",)}, "delayed_updates": True},
+    "z-loss, wsd": {"model": {"z_loss": 0.01}, "optimizer": {"schedule": "wsd", "decay_steps": 2}},
     "warm-up, clipped": {"optimizer": {"warmup_steps": 2, "schedule": "cosine", "clip_norm": 0.01}},
 }
 

@@ -9,7 +9,9 @@ import asyncio
 import random
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -753,9 +755,23 @@ async def test_with_quantized_boundaries_every_loss_stays_within_a_thousandth() 
         assert trainer.step_losses.keys() == set(range(run.steps))
 
 
-async def test_with_a_top_k_at_one_boundary_deaths_leave_every_bit_as_it_is() -> None:
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {},
+        {
+            "optimizer": {
+                "name": "muon", "muon": ("layers.*",), "schedule": "wsd", "decay_steps": 2, "warmup_steps": 0,
+                "groups": ("tokens.* lr=0.5", "*.up.* lr=2.0 weight_decay=0.0"),
+            },
+            "model": {"z_loss": 0.01},
+        },
+    ],
+    ids=["adamw", "muon, groups, wsd, z-loss"],
+)  # fmt: skip
+async def test_with_a_top_k_at_one_boundary_deaths_leave_every_bit_as_it_is(recipe: dict[str, Any]) -> None:
     codec = {"forward": ("none", "topk:0.2+blockwise8"), "backward": "blockwise8"}
-    run = tiny_run(dtype="float32", codec=codec)
+    run = tiny_run(dtype="float32", codec=codec, **deepcopy(recipe))
     single = SingleProcess(run, batch_of(run))
     losses = [single.step(t) for t in range(run.steps)]
     async with swarm(run, batches=Text(batch_of(run))) as s:

@@ -256,3 +256,15 @@ def test_load_file_agrees(saved: tuple[Path, torch.nn.Module]) -> None:
     theirs = {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
     for stage in range(2):
         assert all(torch.equal(t, theirs[n]) for n, t in start_tensors(run, stage).items())
+
+
+def test_names_of_an_optimizer_that_match_nothing_are_told_with_those_that_there_are() -> None:
+    run = replace(demo_run(stages=2), data=DataSpec(source="tales", sequence_length=16))
+    spec = replace(run.optimizer, name="muon", muon=("layers.*",), groups=("head.* lr=0.5",))
+    assert pin(replace(run, optimizer=spec), None).pinned
+    with pytest.raises(
+        SetupError, match=r"optimizer\.muon: 'norm\.\*' matches no weight of two .* there are tokens"
+    ):
+        pin(replace(run, optimizer=replace(spec, muon=("norm.*",))), None)
+    with pytest.raises(SetupError, match=r"optimizer\.groups: 'haed\.\*' matches no weight that is trained"):
+        pin(replace(run, optimizer=replace(spec, groups=("haed.* lr=0.5",))), None)
