@@ -255,7 +255,7 @@ def _run_role(args: argparse.Namespace) -> int:
 
     emit: Emit = Emitter(args.log_format)
     if args.command != "bootstrap":
-        from peers.device import tune_malloc
+        from peers.system import tune_malloc
 
         tune_malloc()  # before torch starts threads
     with contextlib.ExitStack() as stack:
@@ -415,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return Exit.USAGE
     try:
         if getattr(args, "die_with_parent", None) is not None:
-            from peers.device import die_with_parent
+            from peers.system import die_with_parent
 
             die_with_parent(args.die_with_parent)
         return (_run_role if args.command in ROLES else _run_tool)(args)

@@ -1,17 +1,13 @@
-"""Devices, free memory and the allocator. torch is imported only where a device is really asked about."""
+"""Devices and free memory. torch is imported only where a device is really asked about."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import platform
-import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from peers.system import cpu_model, usable_cores
 from swarm.errors import SetupError
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -75,7 +71,7 @@ def describe(name: str) -> Device:
     """Model and memory of a device that `choose_device` returned."""
     if name == "cpu":
         free, total = host_memory()
-        model = f"{_cpu_model()}, {usable_cores()} cores"
+        model = f"{cpu_model()}, {usable_cores()} cores"
         return Device(name=name, model=model, free_bytes=free, total_bytes=total)
 
     import torch
@@ -131,74 +127,3 @@ def _cgroup_memory() -> tuple[int | None, int]:
         return int(limit), max(0, used)
     except (OSError, ValueError):
         return None, 0
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.machine()
-
-
-# --- the allocator ---
-
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
-
-MMAP_THRESHOLD_BYTES = (256 << 20, 32 << 20)
-"""Activations come and go by the megabyte: below the threshold their pages stay mapped instead of being
-faulted in again. Tried in this order, since older versions of glibc take 32 MiB at most."""
-
-TRIM_THRESHOLD_BYTES = 512 << 20
-"""Free memory at the top of the heap that is kept rather than given back."""
-
-TOP_PAD_BYTES = 64 << 20
-"""What the heap grows by at a time."""
-
-
-def tune_malloc(*, arenas: int = 1) -> bool:
-    """Keep freed memory for the next microbatch instead of giving it back to the kernel.
-
-    Call it first thing in a process, before threads start. One arena, since per-thread arenas multiply what
-    is kept. Returns False where the C library is not glibc, which changes nothing but speed.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
-    settings = ((M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES), (M_TOP_PAD, TOP_PAD_BYTES), (M_ARENA_MAX, arenas))
-    taken = [mallopt(name, value) == 1 for name, value in settings]
-    taken.append(any(mallopt(M_MMAP_THRESHOLD, value) == 1 for value in MMAP_THRESHOLD_BYTES))
-    return all(taken)
-
-
-# --- life and death ---
-
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent_pid: int | None = None, *, signum: int = signal.SIGKILL) -> None:
-    """Have the kernel send `signum` to this process when the thread that started it ends.
-
-    `parent_pid` is the expected parent: if it died before this call, this process ends now. The
-    setting follows the *thread* that forked, so start children from one that lives as long as its process.
-
-    Raises:
-        SetupError: not Linux.
-    """
-    if not sys.platform.startswith("linux"):
-        raise SetupError("--die-with-parent needs Linux")
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if parent_pid is not None and os.getppid() != parent_pid:
-        os.kill(os.getpid(), signum)

@@ -31,6 +31,7 @@ SHARED = (
         "swarm.wire",
         "peers.ports",
         "peers.clock",
+        "peers.system",
         "peers.events",
         "peers.options",
         "peers.waiting",

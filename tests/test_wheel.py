@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from peers.watch.tracking import TRACKERS
 from swarm.manifest import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,11 +77,12 @@ def test_a_message_that_says_what_to_install_names_what_there_is() -> None:
         found
         for folder in ("swarm", "peers", "docs")
         for path in (*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.md"))
-        for found in re.findall(r"pip install '([\w-]+\[.+?\])'", path.read_text())
+        for found in re.findall(r"pip install '([\w-]+\[[^{]+?\])'", path.read_text())
     ]
     assert len(said) >= 4
     for one in map(Requirement, said):
         assert one.name == PROJECT["name"] and one.extras <= PROJECT["optional-dependencies"].keys()
+    assert TRACKERS.keys() <= PROJECT["optional-dependencies"].keys()
 
 
 def test_the_wheel_has_the_command(wheel: zipfile.ZipFile) -> None:

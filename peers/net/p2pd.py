@@ -4,8 +4,9 @@
        ◀───────────────────── stdout pipe ───────────────────┘
 
 - python dies (or closes the pipe): sh reads end of file, kills p2pd, removes the private directory.
-- sh dies: the kernel kills p2pd (`setpriv --pdeathsig KILL`, where it exists); python sees its
-  output end and removes the directory.
+- sh dies: the kernel kills p2pd, where there is a way to have it so (`killed_with_parent`): python sees
+  its output end and removes the directory. Elsewhere python kills p2pd when it ends itself; if it dies in
+  the same moment, p2pd ends a minute later (`idleTimeout`).
 - p2pd dies: python sees its output end (`died`), closes the pipe, and sh removes the directory.
 - All at once: the directory stays, its lock is free, and the next daemon started here sweeps it.
 
@@ -36,6 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peers.net.identity import Identity, host_part, to_multiaddr
+from peers.system import killed_with_parent
 from peers.waiting import happens
 from swarm.errors import SetupError
 from swarm.ids import PeerId
@@ -271,10 +273,7 @@ class Daemon:
                 f"the identity {self._identity_path} is in use by another process: "
                 "each peer needs an identity file of its own"
             ) from None
-        command = [str(binary), *self._flags()]
-        setpriv = shutil.which("setpriv")
-        if setpriv is not None:
-            command = [setpriv, "--pdeathsig", "KILL", "--", *command]
+        command = killed_with_parent([str(binary), *self._flags()])
         # The locks are inherited: they are free only when python, sh and p2pd are all gone.
         self._process = subprocess.Popen(
             ["/bin/sh", "-c", _WATCHDOG, "sh", str(self.directory), *command],

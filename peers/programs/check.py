@@ -52,13 +52,13 @@ class Finding:
 
 
 def check_python(version: Sequence[int] | None = None) -> Finding:
-    """3.10 or newer, 64 bit, Linux."""
+    """3.10 or newer, 64 bit, Linux or macOS."""
     version = sys.version_info[:3] if version is None else version
     words = f"{'.'.join(map(str, version[:3]))}, {platform.system()} {platform.machine()}"
     if tuple(version[:2]) < (3, 10):
         return Finding("python", words, "install Python 3.10 or newer; remove .venv; run again")
-    if not sys.platform.startswith("linux"):
-        return Finding("python", words, "use Linux, or WSL 2 on Windows")
+    if sys.platform == "win32":
+        return Finding("python", words, "use Linux, macOS, or WSL 2 on Windows")
     return Finding("python", words)
 
 
@@ -144,7 +144,7 @@ def check_p2pd(host: str, port: int, probe: Callable[[str, int], tuple[bool, str
         except (ImportError, OSError) as error:
             return Finding("p2pd", f"does not import: {error}", REINSTALL)
     ok, words = probe(host, port)
-    fix = f"{REINSTALL}; it needs Linux on x86-64 and a writable /tmp"
+    fix = f"{REINSTALL}; it needs a writable /tmp, and Linux or macOS"
     return Finding("p2pd", words, "" if ok else fix)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from peers.device import choose_device, usable_cores
+from peers.device import choose_device
 from peers.programs.manifest_pinning import import_handed
 from peers.programs.tool_options import EvalOptions, GenerateOptions
 from peers.progress import Bar
@@ -20,6 +20,7 @@ from peers.storage.dataset import Dataset
 from peers.storage.samples import Samples, open_data
 from peers.storage.tokenizer import Tokenizer, open_tokenizer
 from peers.storage.weights import Weights, find_weights, load_weights
+from peers.system import usable_cores
 from swarm.errors import SetupError
 from swarm.manifest import Run
 from swarm.model.evaluate import loss_of

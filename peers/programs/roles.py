@@ -38,6 +38,7 @@ from peers.programs.manifest_pinning import import_handed
 from peers.programs.stage_choice import choose_stage, unserved
 from peers.start_line import as_given, program
 from peers.storage import atomic_file, charters_folder, results_folder, stamps_folder
+from peers.system import usable_cores
 from peers.waiting import happens, unless
 from swarm.charter import Role, succeed
 from swarm.errors import Refused, SetupError, SwarmError, count
@@ -379,7 +380,7 @@ class Peer(Networked[PeerOptions]):
         """
         import torch
 
-        from peers.device import free_bytes, limit_memory, usable_cores
+        from peers.device import free_bytes, limit_memory
         from peers.owner.memory_limit import needs_of
         from swarm.model.stage import StageCompute
 
@@ -534,7 +535,6 @@ class Audit(_Looping[AuditOptions]):
             import torch
 
             from peers.audit.auditor import Auditor
-            from peers.device import usable_cores
             from peers.stage.device import DeviceThreads
             from swarm.audit.answers import is_audited
             from swarm.model.stage import StageCompute

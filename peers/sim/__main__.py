@@ -13,11 +13,11 @@ from typing import TextIO
 
 import torch
 
-from peers.device import die_with_parent
 from peers.progress import Bar
 from peers.sim.report import report
 from peers.sim.shrink import shrink, timeline
 from peers.sim.world import Outcome, run_schedule
+from peers.system import die_with_parent
 
 EXAMPLE = """\
 examples:
@@ -102,8 +102,7 @@ def played(seeds: Iterable[int], jobs: int) -> Iterator[tuple[Outcome, float]]:
 def begin_work(parent_pid: int) -> None:
     """Prepare a worker: one thread, and an end with the program that started it, also by SIGKILL."""
     torch.set_num_threads(1)
-    if sys.platform == "linux":
-        die_with_parent(parent_pid)
+    die_with_parent(parent_pid)
 
 
 def play(seed: int) -> tuple[Outcome, float]:

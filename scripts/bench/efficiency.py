@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -33,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness import Clocks, Segment, Swarm, bench_run, machine, machine_busy_s, report
 
-from peers.device import die_with_parent, tune_malloc, usable_cores
+from peers.system import die_with_parent, tune_malloc, usable_cores
 from swarm.manifest import Run, parse_run
 
 COLUMNS = (
@@ -48,7 +49,7 @@ COLUMNS = (
 
 def baseline_worker(manifest: str, threads: int) -> None:
     """One process that computes the whole model: `N` on stdin → N steps, then one JSON line."""
-    die_with_parent()
+    die_with_parent(os.getppid())
     tune_malloc()
     import torch
 

@@ -38,8 +38,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from peers.device import tune_malloc
 from peers.programs.graph import timed_s
+from peers.system import tune_malloc
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
 from swarm.model.graph.partition import plan_stages

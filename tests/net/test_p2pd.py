@@ -78,8 +78,10 @@ time.sleep(600)
         self.process.stdout.close()
 
 
+@pytest.mark.parametrize("form", ["linux", "portable"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_nothing_outlives_its_owner(how: signal.Signals) -> None:
+def test_nothing_outlives_its_owner(how: signal.Signals, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWARM_PORTABLE", "1" if form == "portable" else "")
     child = Child()
     try:
         child.process.send_signal(how)
@@ -142,6 +144,20 @@ async def test_the_death_of_the_watchdog_takes_p2pd_with_it() -> None:
     os.kill(daemon._process.pid, signal.SIGKILL)
     await ended(daemon)
     # The kernel kills p2pd when its watchdog dies; on a busy machine that takes a moment.
+    until(lambda: gone(pid) and not daemon.directory.exists())
+
+
+async def test_without_the_kernels_help_p2pd_ends_with_its_owner_though_its_watchdog_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SWARM_PORTABLE", "1")
+    daemon = Daemon.spawn(DaemonOptions())
+    await daemon.ready()
+    pid = daemon.pid
+    os.kill(daemon._process.pid, signal.SIGKILL)
+    daemon._process.wait()
+    assert not gone(pid)
+    daemon.close_now()
     until(lambda: gone(pid) and not daemon.directory.exists())
 
 

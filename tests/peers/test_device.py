@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from peers import device
-from peers.device import choose_device, describe, die_with_parent, host_memory, tune_malloc
+from peers.device import choose_device, describe, host_memory
 from swarm.errors import SetupError
 
 
@@ -88,66 +84,3 @@ def test_a_container_limit_counts_rather_than_the_machine(
     (tmp_path / "memory.current").write_text("700000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 100000\n")
     assert host_memory() == (400_000, 1_000_000)
-
-
-def test_glibc_takes_the_allocator_settings() -> None:
-    # In a process of its own: the settings are for good.
-    said = run("from peers.device import tune_malloc; print(tune_malloc())")
-    assert said in ("True", "False")  # False: not glibc
-    if "glibc" in " ".join(os.confstr("CS_GNU_LIBC_VERSION") or "" for _ in "1"):
-        assert said == "True"
-
-
-def test_another_system_keeps_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert tune_malloc() is False
-    with pytest.raises(SetupError, match="needs Linux"):
-        die_with_parent()
-
-
-def run(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    return done.stdout.strip()
-
-
-@pytest.mark.process
-def test_a_child_dies_with_its_parent() -> None:
-    grandchild = (
-        "from peers.device import die_with_parent; die_with_parent(); print('up', flush=True); input()"
-    )
-    # The pipe closes when the last holder of its writing end, the grandchild, is gone.
-    parent = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import subprocess, sys, time\n"
-            f"subprocess.Popen([sys.executable, '-c', {grandchild!r}], stdin=subprocess.PIPE)\n"
-            "time.sleep(600)",
-        ],
-        stdout=subprocess.PIPE,
-    )
-    assert parent.stdout is not None
-    with parent.stdout:
-        assert parent.stdout.readline() == b"up\n"
-        parent.kill()
-        parent.wait(timeout=30)
-        assert parent.stdout.read() == b""
-
-
-@pytest.mark.process
-def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
-    code = "import os; from peers.device import die_with_parent; die_with_parent(os.getpid()); print('alive')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
-
-
-@pytest.mark.process
-def test_a_program_whose_parent_is_another_than_it_was_told_ends_at_once() -> None:
-    words = ["peer", "--run", "5a" * 16, "--join", "/ip4/127.0.0.1/tcp/1/p2p/12D3KooW"]
-    words += ["--die-with-parent", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "peers.cli", *words], capture_output=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")

@@ -187,7 +187,7 @@ def _enter(network: int) -> None:
 def _become(request: dict[str, object], out: int, err: int, status: int, network: int) -> NoReturn:
     """What `python -m peers.cli` is once it has imported."""
     from peers import cli, fault_points
-    from peers.device import die_with_parent
+    from peers.system import die_with_parent
 
     die_with_parent(os.getppid())
     _enter(network)
@@ -208,7 +208,7 @@ def _become(request: dict[str, object], out: int, err: int, status: int, network
 
 
 def main() -> None:
-    from peers.device import die_with_parent
+    from peers.system import die_with_parent
 
     die_with_parent(int(sys.argv[2]), signum=signal.SIGTERM)
     gc.disable()

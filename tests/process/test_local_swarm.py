@@ -103,10 +103,13 @@ with swarm.local(run(1000), peers=1) as s:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("number", "portable"), [(signal.SIGKILL, ""), (signal.SIGKILL, "1"), (signal.SIGINT, "")]
+)
 def test_a_notebook_that_is_killed_or_interrupted_leaves_nothing_behind(
-    mark: str, number: signal.Signals
+    mark: str, number: signal.Signals, portable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SWARM_PORTABLE", portable)
     kernel = subprocess.Popen(
         [sys.executable, "-c", KERNEL], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
     )

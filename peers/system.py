@@ -1,0 +1,107 @@
+"""What only some systems have: on Linux its own way, elsewhere a portable form of the same.
+
+With $SWARM_PORTABLE set, Linux takes the portable forms too; so they are tested there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+PARENT_EVERY_S = 0.5
+"""Where the kernel does not tell of a parent's death, it is looked for so often."""
+
+
+def on_linux() -> bool:
+    """Whether Linux's own ways are taken."""
+    return sys.platform.startswith("linux") and not os.environ.get("SWARM_PORTABLE")
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on; all of the machine where that is not known."""
+    return len(os.sched_getaffinity(0)) if on_linux() else os.cpu_count() or 1
+
+
+def cpu_model() -> str:
+    """For people: `Intel(R) Xeon(R) ...`, or the kind of machine."""
+    if on_linux():
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+# --- life and death ---
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int, *, signum: int = signal.SIGKILL) -> None:
+    """Have this process get `signum` when its parent ends; at once if that is not `parent_pid` any more.
+
+    On Linux the kernel sends it when the *thread* ends that forked: start children from one that lives as
+    long as its process. Elsewhere a thread looks for the parent twice a second.
+    """
+
+    def gone() -> bool:
+        return os.getppid() != parent_pid
+
+    def wait() -> None:
+        while not gone():
+            time.sleep(PARENT_EVERY_S)
+        os.kill(os.getpid(), signum)
+
+    if not on_linux():
+        threading.Thread(target=wait, name="parent", daemon=True).start()
+    elif ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if gone():
+        os.kill(os.getpid(), signum)
+
+
+def killed_with_parent(command: Sequence[str]) -> list[str]:
+    """A command whose process the kernel kills when its parent ends, where there is a way to have it so."""
+    setpriv = shutil.which("setpriv") if on_linux() else None
+    return [*command] if setpriv is None else [setpriv, "--pdeathsig", "KILL", "--", *command]
+
+
+# --- the allocator ---
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
+
+MMAP_THRESHOLD_BYTES = (256 << 20, 32 << 20)
+"""Activations come and go by the megabyte: below the threshold their pages stay mapped instead of being
+faulted in again. Tried in this order, since older versions of glibc take 32 MiB at most."""
+
+TRIM_THRESHOLD_BYTES = 512 << 20
+"""Free memory at the top of the heap that is kept rather than given back."""
+
+TOP_PAD_BYTES = 64 << 20
+"""What the heap grows by at a time."""
+
+
+def tune_malloc(*, arenas: int = 1) -> bool:
+    """Keep freed memory for the next microbatch instead of giving it back to the kernel.
+
+    Call it first thing in a process, before threads start. One arena, since per-thread arenas multiply what
+    is kept. Returns False where the C library is not glibc, which changes nothing but speed.
+    """
+    if not on_linux():
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
+    settings = ((M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES), (M_TOP_PAD, TOP_PAD_BYTES), (M_ARENA_MAX, arenas))
+    taken = [mallopt(name, value) == 1 for name, value in settings]
+    taken.append(any(mallopt(M_MMAP_THRESHOLD, value) == 1 for value in MMAP_THRESHOLD_BYTES))
+    return all(taken)
