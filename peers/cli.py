@@ -85,7 +85,7 @@ Train one model on many unreliable machines, and lose nothing when they die.
 
 OWNERS = ("invite", "ban", "unban", "charter", "revoke", "audit")
 """What the owner of a run does besides; one line in the help."""
-OTHERS = ("manifest", "health", "graph", "completion")
+OTHERS = ("manifest", "health", "graph", "simulate", "completion")
 """Those that few need; one line, too."""
 UNLISTED = (*OWNERS, *OTHERS)
 
@@ -94,6 +94,7 @@ PROGRAMS: dict[str, str] = {
     "init": "peers.programs.charter.run_init",
     "up": "peers.programs.demo.run_up",
     "check": "peers.programs.check.run_check",
+    "tokenize": "peers.tokenize.make.run_tokenize",
     "manifest": "peers.programs.manifest.run_manifest",
     **{name: f"peers.programs.charter.run_{name}" for name in OWNERS},
     "bootstrap": "peers.programs.roles.Bootstrap",

@@ -111,7 +111,7 @@ ROLE_PROGRAMS = ("peers.cli", "peers.programs.roles")
 
 TOOLS = (
     *("swarm.model.graph", "swarm.partitioner", "swarm.plan", "swarm.monitoring", "swarm.sim"),
-    *("peers.api", "peers.programs", "peers.sim", "peers.watch"),
+    *("peers.api", "peers.programs", "peers.sim", "peers.tokenize", "peers.watch"),
 )
 """Nothing of them is imported by a role; `CORE` is excepted."""
 CORE = (

@@ -148,9 +148,7 @@ class UpOptions:
 
     folder: Path = option(DIR, "that swarm init made", positional=True)
     peers: int = option(COUNT, "peers of each stage (default: %(default)s)", 1)
-    data: tuple[Path | str, ...] = several(
-        DATA, "text files, if swarm init was given any elsewhere"
-    )
+    data: tuple[Path | str, ...] = several(DATA, "text files, if swarm init was given any elsewhere")
     tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
     start: Path | None = optional(NEEDED_FILE, START_HELP)
     yes: bool = switch(YES_HELP)
@@ -505,6 +503,31 @@ class CompletionOptions:
     shell: str = option(
         SHELL, "bash or zsh; put ~/.zfunc into zsh's fpath", positional=True, choices=("bash", "zsh")
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeOptions:
+    """Make texts into tokens and their index, which trainers fetch from.
+
+    swarm tokenize books/*.jsonl.zst --tokenizer tokenizer.json --out books
+    swarm tokenize web/index.json books train.bin --weights 7 2 1 --out mix
+    """
+
+    files: tuple[Path, ...] = option(
+        NEEDED_FILE,
+        ".txt, .jsonl, .parquet (.gz, .zst); .bin of nanoGPT or Megatron, .ds of datatrove; indexes",
+        positional=True,
+        nargs="+",
+    )
+    out: Path = option(DIR, "folder for the index and its shards; started again, it goes on there")
+    tokenizer: Path | None = optional(
+        FILE, "tokenizer.json, or a name on Hugging Face's hub (default: bytes)"
+    )
+    eos: str | None = optional(WORD, "token behind each document; or none (default: as the tokenizer has it)")
+    field: str = option(WORD, "of rows, the one with the text (default: %(default)s)", "text")
+    vocab_size: int | None = optional(COUNT, "of the model (default: as many as the tokenizer has)")
+    weights: tuple[int, ...] = several(COUNT, "of each file in a mixture: samples of so many from it")
+    jobs: int | None = optional(COUNT, "processes (default: one for each core)")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,17 @@ Part of what the tokens are (no token spans two parts), hence not an option. Lar
 costs one token in ten thousand, small enough that a part is tokenized in milliseconds."""
 
 _PARTS_AT_ONCE = 32
+_DOCUMENTS_AT_ONCE = 256
 """The tokenizers library spreads the parts of one call over the cores."""
 
 
 class Tokenizer:
     """Text <-> tokens: one per byte, or those of a `tokenizers` JSON file."""
 
-    def __init__(self, library: Any = None, *, sha256: str = "") -> None:
-        """`library`: a `tokenizers.Tokenizer`; None = bytes."""
-        self._library = library
-        self.sha256 = sha256
+    def __init__(self, library: Any = None, json: bytes = b"") -> None:
+        """`library`: a `tokenizers.Tokenizer`; None = bytes. `json`: what it was made from."""
+        self._library, self.json = library, json
+        self.sha256 = hashlib.sha256(json).hexdigest() if json else ""
         """Of the JSON file; empty for bytes."""
 
     @property
@@ -41,6 +43,32 @@ class Tokenizer:
         import tokenizers
 
         return f"{self.sha256} {PART_CHARS} tokenizers {tokenizers.__version__}"
+
+    @property
+    def vocabulary(self) -> int:
+        """As many tokens as it makes."""
+        if self._library is None:
+            return 256
+        return 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=0)
+
+    def token(self, name: str) -> int | None:
+        """The number of a token by its name; None: there is none such."""
+        return None if self._library is None else self._library.token_to_id(name)
+
+    def added(self) -> list[str]:
+        """Names of tokens that stand for no text, such as the end of a document."""
+        return [str(token) for token in self._library.get_added_tokens_decoder().values()]
+
+    def encode_documents(self, texts: Iterable[str], end: int | None) -> Iterator[np.ndarray]:
+        """The tokens of documents, each with `end` behind it, in parts of any length."""
+        behind, rest = [] if end is None else [end], iter(texts)
+        while batch := list(itertools.islice(rest, _DOCUMENTS_AT_ONCE)):
+            if self._library is None:
+                rows = [np.frombuffer(text.encode("utf-8", "replace"), np.uint8) for text in batch]
+            else:
+                encoded = self._library.encode_batch(batch, add_special_tokens=False)
+                rows = [np.asarray(one.ids, np.uint32) for one in encoded]
+            yield np.concatenate([part for row in rows for part in (row, np.asarray(behind, np.uint32))])
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, such as a prompt."""
@@ -83,18 +111,39 @@ def open_tokenizer(run: Run, path: str | Path | None = None) -> Tokenizer:
         raise SetupError(
             'the run needs its tokenizer (data.tokenizer = "file"): give its JSON with --tokenizer'
         )
+    found = load_tokenizer(path)
+    if run.data.tokenizer_sha256 not in ("", found.sha256):
+        raise SetupError(
+            f"{path} is not the tokenizer of the run: its SHA-256 is {found.sha256}, "
+            f"the manifest says {run.data.tokenizer_sha256}"
+        )
+    if found.vocabulary > run.model.vocab_size:
+        raise vocabulary_too_small(run.model.vocab_size, found.vocabulary - 1)
+    return found
+
+
+def load_tokenizer(path: str | Path | None) -> Tokenizer:
+    """That of a JSON file, or of a name on Hugging Face's hub; None = bytes.
+
+    Raises:
+        SetupError: it cannot be had, or is none.
+    """
+    if path is None:
+        return Tokenizer()
+    import tokenizers
+
     try:
         raw = Path(path).read_bytes()
     except OSError as error:
-        raise SetupError(f"cannot read the tokenizer {path}: {error.strerror or error}") from None
-    sha256 = hashlib.sha256(raw).hexdigest()
-    if run.data.tokenizer_sha256 not in ("", sha256):
-        raise SetupError(
-            f"{path} is not the tokenizer of the run: its SHA-256 is {sha256}, "
-            f"the manifest says {run.data.tokenizer_sha256}"
-        )
-    import tokenizers
-
+        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path)) or str(path).endswith(".json"):
+            raise SetupError(f"cannot read the tokenizer {path}: {error.strerror or error}") from None
+        try:
+            raw = tokenizers.Tokenizer.from_pretrained(str(path)).to_str().encode()
+        except Exception as missing:  # noqa: BLE001 - the library raises no narrower type than Exception
+            raise SetupError(
+                f"--tokenizer {path}: there is no such file, and none of that name can be had from Hugging "
+                f"Face's hub ({str(missing)[:200]})"
+            ) from None
     try:
         library = tokenizers.Tokenizer.from_str(raw.decode("utf-8"))
     except Exception as error:  # noqa: BLE001 - the library raises no narrower type than Exception
@@ -102,10 +151,7 @@ def open_tokenizer(run: Run, path: str | Path | None = None) -> Tokenizer:
     # A JSON may ask for these; they would cut or fill every part.
     library.no_truncation()
     library.no_padding()
-    largest = max(library.get_vocab(with_added_tokens=True).values(), default=0)
-    if largest >= run.model.vocab_size:
-        raise vocabulary_too_small(run.model.vocab_size, largest)
-    return Tokenizer(library, sha256=sha256)
+    return Tokenizer(library, raw)
 
 
 def _text_parts(chunks: Iterable[bytes], name: str) -> Iterator[str]:

@@ -63,6 +63,7 @@ NEEDED = {
     "verify": ["--transcript", "model.safetensors", "--from", "2", "--to", "4"],
     "simulate": ["--manifest", "run.toml", "--devices", "devices.toml"],
     "graph": ["--model", "package.module:build"],
+    "tokenize": ["model.safetensors", "--out", "ckpt"],
     "completion": ["bash"],
 }
 

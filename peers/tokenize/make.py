@@ -1,0 +1,212 @@
+"""`swarm tokenize`: each file becomes a shard, in a process of its own; then all of them become an index.
+
+A shard has a note beside it that says what it was made of. One whose note still fits is not made again, so a
+command that was interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from peers.device import usable_cores
+from peers.programs.tool_options import TokenizeOptions
+from peers.progress import Bar
+from peers.storage import atomic_file
+from peers.storage.index import ITEM_BYTES, NAME, Shard, Source, index_among, open_index
+from peers.storage.shards import make_index, write_index, write_shard
+from peers.storage.tokenizer import Tokenizer, load_tokenizer
+from peers.tokenize.documents import has_rows, opened, texts
+from peers.tokenize.ready import shard_of
+from swarm.data import token_dtype
+from swarm.errors import SetupError, did_you_mean
+
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|endofdoc|>")
+"""What tokenizers call the token at the end of a document."""
+DTYPES = {1: 256, 2: 1 << 16, 4: 1 << 20, 8: 1 << 20}
+"""Bytes of a token in a file -> as many tokens as it is taken to have, unless --vocab-size says it."""
+
+
+@dataclass(frozen=True)
+class Making:
+    """How texts become tokens; what a process is given."""
+
+    out: Path
+    tokenizer: Path | None
+    end: int | None
+    field: str
+    vocab_size: int
+
+    def shard(self, path: Path) -> Shard:
+        """What a text becomes, made now unless it is there.
+
+        Raises:
+            SetupError: it cannot be read, or made into tokens.
+        """
+        tokenizer, state = load_tokenizer(self.tokenizer), path.stat()
+        made_of = [str(path.resolve()), state.st_size, state.st_mtime_ns, tokenizer.key, self.end, self.field]
+        key = hashlib.sha256(msgspec.json.encode([*made_of, self.vocab_size])).hexdigest()
+        final = self.out / f"{path.name.partition('.')[0][:40]}-{key[:16]}.tokens"
+        note = final.with_suffix(".json")
+        if final.exists() and note.exists():
+            known = msgspec.json.decode(note.read_bytes(), type=Shard)
+            if final.stat().st_size == known.tokens * ITEM_BYTES[known.dtype]:
+                return known
+        dtype = token_dtype(self.vocab_size)
+        try:
+            count = write_shard(final, self._tokens(path, tokenizer), dtype, self.vocab_size)
+            shard = Shard((final.name,), count, dtype)
+            atomic_file.write_whole(note, msgspec.json.encode(shard))
+        except OSError as error:
+            raise atomic_file.trouble(
+                f"cannot make {path} into tokens", self.out, error, "choose --out"
+            ) from None
+        return shard
+
+    def _tokens(self, path: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+        if has_rows(path):
+            yield from tokenizer.encode_documents(texts(path, self.field), self.end)
+            return
+        with opened(path) as file:
+            chunks = iter(partial(file.read, atomic_file.CHUNK_BYTES), b"")
+            yield from tokenizer.encode_file(chunks, str(path))
+        if self.end is not None:
+            yield np.array([self.end], np.uint32)
+
+
+def run_tokenize(options: TokenizeOptions) -> None:
+    """Make shards and their index, and say what to do with them.
+
+    Raises:
+        SetupError: a file cannot be read, or is not what its name says; the tokenizer lacks what is asked
+            for.
+    """
+    weights = options.weights or (1,) * len(options.files)
+    if len(weights) != len(options.files):
+        raise SetupError(
+            f"--weights {' '.join(map(str, weights))}: give one for each of the {len(options.files)} files"
+        )
+    jobs = options.jobs or usable_cores()
+    options.out.mkdir(parents=True, exist_ok=True)
+    tokenizer = load_tokenizer(options.tokenizer)
+    if options.tokenizer is not None and tokenizer.json:
+        atomic_file.write_whole(options.out / "tokenizer.json", tokenizer.json)
+    given = [_ready(path) for path in options.files]
+    texts_there = any(source is None for source in given)
+    end = _end(tokenizer, options.eos) if texts_there else None
+    vocab_size = options.vocab_size or _vocabulary(tokenizer, end, [s for s in given if s], texts_there)
+    made_by = options.out / "tokenizer.json" if tokenizer.json else None
+    making = Making(options.out, made_by, end, options.field, vocab_size)
+    made = iter(
+        _made(making, [path for path, source in zip(options.files, given, strict=True) if not source], jobs)
+    )
+    shards = [next(made) if source is None else source for source in given]
+    sources = _sources(options, shards, weights)
+    near = tuple(
+        msgspec.structs.replace(s, shards=tuple(_absolute(options.out, one) for one in s.shards))
+        for s in sources
+    )
+    index = make_index(near, token_dtype(vocab_size), tokenizer.sha256, jobs)
+    write_index(options.out, msgspec.structs.replace(index, sources=tuple(sources)))
+    print(
+        f"{options.out / NAME}: {index.tokens} tokens of {index.dtype} in {len(index.shards)} shards, root "
+        f"{index.root}\n"
+        f'in the manifest: model.vocab_size = {vocab_size}, data.source = "files", data.tokenizer = '
+        f'"{"file" if tokenizer.sha256 else "bytes"}"\n'
+        f"then: swarm bootstrap --manifest run.toml --data {options.out}"
+    )
+
+
+def _absolute(out: Path, shard: Shard) -> Shard:
+    return msgspec.structs.replace(shard, at=tuple(at if "://" in at else str(out / at) for at in shard.at))
+
+
+def _ready(path: Path) -> tuple[Shard, ...] | None:
+    """The shards of a file or folder that has tokens already; None: it is text.
+
+    Raises:
+        SetupError: it cannot be read.
+    """
+    try:
+        if address := index_among([path]):
+            index = open_index(address)
+            return tuple(
+                msgspec.structs.replace(shard, dtype=shard.dtype or index.dtype) for shard in index.shards
+            )
+        shard = shard_of(path)
+    except OSError as error:
+        raise SetupError(f"cannot read {error.filename or path}: {error.strerror or error}") from None
+    if shard is None and path.is_dir():
+        raise SetupError(f"{path} is a folder without an {NAME}: give the files in it, such as {path}/*")
+    return None if shard is None else (shard,)
+
+
+def _end(tokenizer: Tokenizer, asked: str | None) -> int | None:
+    """The token that ends documents.
+
+    Raises:
+        SetupError: the tokenizer has none such.
+    """
+    if asked == "none" or (asked is None and not tokenizer.json):
+        return None
+    if asked is not None and asked.isdecimal():
+        return int(asked)
+    for name in ENDS if asked is None else (asked,):
+        if (found := tokenizer.token(name)) is not None:
+            return found
+    if not tokenizer.json:
+        raise SetupError(
+            f"--eos {asked}: one token for each byte has no such token; give a number, such as 256"
+        )
+    if asked is None:
+        raise SetupError(
+            "the tokenizer has no token for the end of a document that is known: name it with --eos, or "
+            "--eos none"
+        )
+    raise SetupError(
+        f"--eos {asked}: the tokenizer has no such token{did_you_mean(asked, tokenizer.added())}"
+    )
+
+
+def _vocabulary(
+    tokenizer: Tokenizer, end: int | None, ready: Sequence[tuple[Shard, ...]], has_texts: bool
+) -> int:
+    """As many tokens as there can be."""
+    known = tokenizer.vocabulary if has_texts or tokenizer.json else 0
+    widths = [ITEM_BYTES[shard.dtype] for shards in ready for shard in shards] if not tokenizer.json else []
+    return max(known, 0 if end is None else end + 1, *(DTYPES[width] for width in widths), 2)
+
+
+def _made(making: Making, paths: Sequence[Path], jobs: int) -> Iterable[tuple[Shard, ...]]:
+    """The shards of texts, in order."""
+    with Bar("making tokens", len(paths), unit="files") as bar:
+        if min(jobs, len(paths)) <= 1:
+            for path in paths:
+                yield (making.shard(path),)
+                bar(1)
+            return
+        with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+            for shard in pool.map(making.shard, paths):
+                yield (shard,)
+                bar(1)
+
+
+def _sources(
+    options: TokenizeOptions, shards: Sequence[tuple[Shard, ...]], weights: Sequence[int]
+) -> list[Source]:
+    """One of all, or one for each file that has a weight; what is empty has no shard."""
+    filled = [tuple(shard for shard in some if shard.tokens) for some in shards]
+    if not options.weights:
+        return [Source("all", tuple(shard for some in filled for shard in some))]
+    return [
+        Source(path.stem or path.name, some, weight)
+        for path, some, weight in zip(options.files, filled, weights, strict=True)
+    ]

@@ -1,0 +1,252 @@
+"""`swarm tokenize`: texts, and tokens of other programs, become one index."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import tokenizers
+
+from peers import cli
+from peers.storage import shards
+from peers.storage.dataset import open_dataset
+from peers.storage.index import Index
+from swarm.example import example_run
+
+TEXTS = ["the cat sat", "on the mat\nthe hat", "", "Où est-ce? the cat"]
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    """A tokenizer with an end of documents."""
+    path = tmp_path / "words.json"
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    made.train_from_iterator(["the cat sat on the mat, the hat sat on the cat\n"] * 5, trainer)
+    made.add_special_tokens(["<|endoftext|>"])
+    made.save(str(path))
+    return path
+
+
+def rows(path: Path, texts: list[str] = TEXTS, field: str = "text") -> Path:
+    content = "".join(json.dumps({"id": n, field: text}) + "\n" for n, text in enumerate(texts))
+    path.write_bytes(gzip.compress(content.encode()) if path.suffix == ".gz" else content.encode())
+    return path
+
+
+def tokens_of(out: Path) -> list[int]:
+    """All tokens of an index, read and verified as a trainer does."""
+    index = msgspec.json.decode((out / "index.json").read_bytes(), type=Index)
+    vocab_size = {"uint8": 256, "uint16": 60_000, "uint32": 70_000}[index.dtype]
+    run = example_run()
+    run = replace(
+        run,
+        model=replace(run.model, vocab_size=vocab_size),
+        data=replace(run.data, source="files", sequence_length=1),
+    )
+    data = open_dataset(run, [out], cache_dir=out / "cache")
+    return [int(data.batch([at])[0, 0]) for at in range(data.tokens - 1)] + [
+        int(data.batch([data.tokens - 2])[0, 1])
+    ]
+
+
+def made(capsys: pytest.CaptureFixture[str], out: Path, *words: Any, ends: int = 0) -> str:
+    assert cli.main(["tokenize", *map(str, words), "--out", str(out)]) == ends
+    said = capsys.readouterr()
+    return said.out if ends == 0 else said.err
+
+
+def expected(words: Path, texts: list[str] = TEXTS) -> list[int]:
+    library = tokenizers.Tokenizer.from_file(str(words))
+    end = library.token_to_id("<|endoftext|>")
+    return [token for text in texts for token in [*library.encode(text).ids, end]]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+def test_each_row_is_a_document_with_an_end(
+    tmp_path: Path, words: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    if name.endswith(".zst"):
+        packed = (
+            pytest.importorskip("zstandard")
+            .ZstdCompressor()
+            .compress(rows(tmp_path / "plain.jsonl").read_bytes())
+        )
+        path.write_bytes(packed)
+    elif name.endswith(".parquet"):
+        table = pytest.importorskip("pyarrow").table({"text": TEXTS})
+        pytest.importorskip("pyarrow.parquet").write_table(table, path)
+    else:
+        rows(path)
+    said = made(capsys, tmp_path / "out", path, "--tokenizer", words)
+    assert tokens_of(tmp_path / "out") == expected(words)
+    assert 'data.tokenizer = "file"' in said and "tokens of uint16 in 1 shards, root " in said
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == words.read_bytes()
+
+
+def test_a_text_is_one_document_and_bytes_need_no_tokenizer(
+    tmp_path: Path, words: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, more = tmp_path / "1.txt", tmp_path / "2.txt"
+    text.write_text(TEXTS[1])
+    more.write_text(TEXTS[0])
+    made(capsys, tmp_path / "bytes", text, more)
+    assert bytes(tokens_of(tmp_path / "bytes")) == (TEXTS[1] + TEXTS[0]).encode()
+    made(capsys, tmp_path / "ended", text, more, "--eos", "256")
+    assert tokens_of(tmp_path / "ended") == [*TEXTS[1].encode(), 256, *TEXTS[0].encode(), 256]
+    made(capsys, tmp_path / "words", text, more, "--tokenizer", words)
+    assert tokens_of(tmp_path / "words") == expected(words, [TEXTS[1], TEXTS[0]])
+    made(capsys, tmp_path / "none", text, "--tokenizer", words, "--eos", "none")
+    assert tokens_of(tmp_path / "none") == expected(words, [TEXTS[1]])[:-1]
+
+
+def test_tokens_of_other_programs_are_read_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = np.arange(500, 600)
+    (tmp_path / "nano.bin").write_bytes(tokens.astype("<u2").tobytes())
+    (tmp_path / "llmc.bin").write_bytes(
+        struct.pack("<256i", 20240520, 1, 100, *[0] * 253) + tokens.astype("<u2").tobytes()
+    )
+    (tmp_path / "mega.bin").write_bytes(tokens.astype("<i4").tobytes())
+    index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 4, 2, 3) + struct.pack(
+        "<2i2q3q", 60, 40, 0, 240, 0, 1, 2
+    )
+    (tmp_path / "mega.idx").write_bytes(index)
+    (tmp_path / "trove.ds").write_bytes(tokens.astype("<u2").tobytes())
+    (tmp_path / "trove.ds.index").write_bytes(struct.pack("<2Q", 60, 100))
+    for name in ("nano.bin", "llmc.bin", "mega.bin", "trove.ds"):
+        out = tmp_path / name.partition(".")[0]
+        made(capsys, out, tmp_path / name, "--vocab-size", 50_257)
+        assert tokens_of(out) == tokens.tolist()
+        assert not list(out.glob("*.tokens")), "they are not copied"
+    # Of all these indexes one, and with a text.
+    text = rows(tmp_path / "a.jsonl")
+    names = [tmp_path / name for name in ("nano", "trove/index.json", "mega")]
+    made(
+        capsys,
+        tmp_path / "all",
+        *names,
+        text,
+        "--eos",
+        "256",
+        "--vocab-size",
+        60_000,
+        "--weights",
+        3,
+        2,
+        1,
+        9,
+    )
+    ended = [token for one in TEXTS for token in [*one.encode(), 256]]
+    assert tokens_of(tmp_path / "all") == [*tokens.tolist() * 3, *ended]
+    index_of_all = msgspec.json.decode((tmp_path / "all" / "index.json").read_bytes(), type=Index)
+    assert [(source.name, source.weight) for source in index_of_all.sources] == [
+        ("nano", 3), ("index", 2), ("mega", 1), ("a", 9),
+    ]  # fmt: skip
+
+
+def test_what_was_made_is_not_made_again_and_several_processes_make_the_same(
+    tmp_path: Path, words: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [rows(tmp_path / f"{n}.jsonl", [*TEXTS, str(n)]) for n in range(3)]
+    out = tmp_path / "out"
+    first = made(capsys, out, *files, "--tokenizer", words, "--jobs", 2)
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*.tokens")}
+    files[1].write_text(files[1].read_text() + '{"text": "more"}\n')
+    second = made(capsys, out, *files, "--tokenizer", words, "--jobs", 1)
+    assert first.splitlines()[1:] == second.splitlines()[1:] and first != second
+    now = {path: path.stat().st_mtime_ns for path in out.glob("*.tokens")}
+    assert len(before) == 3 and before.items() <= now.items() and len(now) == 4
+    assert tokens_of(out) == [
+        t for n in range(3) for t in expected(words, [*TEXTS, str(n), *["more"] * (n == 1)])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "error"),
+    [
+        (
+            '{"text": "a"}\n{"txt": 1}\n',
+            [],
+            "line 2 of .* has no text in 'text', but txt: name it with --field",
+        ),
+        ('{"text": "a"}\n{"te', [], "line 2 of .* is not JSON"),
+        ("[1]\n", [], "line 1 of .* has no text in 'text', but list"),
+        ('{"text": "a"}\n', ["--eos", "<|end|>"], "--eos <|end|>: one token for each byte has no such token"),
+        ('{"text": "a"}\n', ["--weights", "1", "2"], "--weights 1 2: give one for each of the 1 files"),
+        ('{"text": "a"}\n', ["--vocab-size", "50"], "vocab_size = 50 .* makes tokens up to 97"),
+        ('{"text": ""}\n', [], "the data have no tokens: give more text"),
+        ('{"text": "a"}\n', ["--tokenizer", "gone.json"], r"cannot read the tokenizer gone\.json"),
+    ],
+)
+def test_what_cannot_be_says_what_to_do(
+    tmp_path: Path, content: str, words: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(content)
+    assert re.search(
+        error.replace("|", r"\|"), made(capsys, tmp_path / "out", path, *words, ends=cli.Exit.SETUP)
+    )
+
+
+def test_an_end_that_the_tokenizer_lacks_is_refused(
+    tmp_path: Path, words: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = rows(tmp_path / "a.jsonl")
+    said = made(
+        capsys, tmp_path / "o", text, "--tokenizer", words, "--eos", "<|endoftxt|>", ends=cli.Exit.SETUP
+    )
+    assert "--eos <|endoftxt|>: the tokenizer has no such token (did you mean <|endoftext|>?)" in said
+    plain = tmp_path / "plain.json"
+    tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).save(str(plain))
+    said = made(capsys, tmp_path / "o", text, "--tokenizer", plain, ends=cli.Exit.SETUP)
+    assert "no token for the end of a document that is known: name it with --eos" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "beside", "error"),
+    [
+        ("a.bin", None, "has 3 bytes, which are not whole tokens of uint16"),
+        ("a.bin", b"something else", "a.idx is not an index of Megatron"),
+        ("a.ds", struct.pack("<Q", 7), "has 3 bytes, which are not 7 tokens of uint16"),
+        ("a.ds", None, "cannot read .*a.ds.index: No such file"),
+    ],
+)
+def test_tokens_that_are_damaged_are_refused(
+    tmp_path: Path, name: str, beside: bytes | None, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(b"abc")
+    if beside is not None:
+        (tmp_path / {"a.bin": "a.idx", "a.ds": "a.ds.index"}[name]).write_bytes(beside)
+    assert re.search(error, made(capsys, tmp_path / "out", tmp_path / name, ends=cli.Exit.SETUP))
+
+
+def test_tokens_that_the_type_cannot_hold_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.bin").write_bytes(np.array([1, 2, 300], "<u2").tobytes())
+    said = made(capsys, tmp_path / "out", tmp_path / "a.bin", "--vocab-size", 256, ends=cli.Exit.SETUP)
+    assert "it has tokens from 1 to 300, which are not uint8" in said
+
+
+def test_a_shard_of_one_process_is_what_another_made(tmp_path: Path) -> None:
+    """The index does not depend on where its blocks were computed."""
+    path = tmp_path / "a"
+    path.write_bytes(np.random.default_rng(2).integers(0, 256, 9 << 20, dtype=np.uint8).tobytes())
+    shard = shards.Shard((str(path),), 9 << 20)
+    source = shards.Source("a", (shard,))
+    assert shards.make_index([source], "uint8", jobs=1) == shards.make_index([source], "uint8", jobs=2)
