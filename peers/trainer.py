@@ -147,7 +147,7 @@ class Trainer:
         directory = TrustedDirectory(directory, self._verdicts.convicted)
         self._transport, self._directory, self._settings = transport, directory, settings
         me = transport.peer_id
-        self._router = Router(Backoff(probed=True))
+        self._router = Router(Backoff(probed=True), caller=me)
         self._prober = Prober(run.id, transport, directory, self._router.backoff)
         self._vouchers = VoucherGiver(run, transport, directory, self._verdicts.ask)
         self._voices = Voices(run, transport.signer, directory)
@@ -297,11 +297,12 @@ class Trainer:
     async def _microbatch(self, item: Item) -> None:
         """Run one microbatch through one route."""
         mb, peer = item.microbatch, None
-        began = now_s()
+        began, route = now_s(), list[PeerId]()
         try:
             if item.deepest == 0:  # it was answered, and does not count: by whom it may be told
                 await self._locator.holders(mb, self._router.peers(0))
-            route = self._route(item.microbatch)
+            route = self._route(mb)
+            self._latency.began(route)
             peer = route[0]
             done = await self._call(peer, route, item)
         except NoPeerForStage as none:
@@ -345,13 +346,15 @@ class Trainer:
             self._limits.answered(now_s() - began)
             self._learn_speeds(done.hops[: self._run.S], now_s() - began)
             self._refusals.pop(mb, None)
+        finally:
+            self._latency.ended(route)
 
     def _learn_speeds(self, hops: Sequence[Hop], took_s: float) -> None:
         """Learn from what each stage and each link took of a microbatch."""
         parts = [(hop.own_s, hop.work_s) for hop in hops]
         for hop in hops:
             if 0 <= hop.stage < self._run.S and 0 <= hop.own_s <= took_s:
-                self._router.answered(hop.stage, hop.peer, hop.own_s, hop.work_s)
+                self._router.answered(hop.stage, hop.peer, hop.work_s)
         for here, there in pairwise(hops):
             if 0 < there.latency_s <= took_s:
                 self._latency.took(here.peer, there.peer, there.latency_s)
@@ -375,7 +378,7 @@ class Trainer:
         route: list[PeerId] = []
         known = mb in self._attempts
         for stage in range(self._run.S):
-            latency_s = partial(self._latency.expected_s, route[-1]) if route else None
+            latency_s = partial(self._latency.price_s, route[-1]) if route else None
             try:
                 found = self._router.route(
                     stage, now=now_s(), horizon_s=horizon_s, latency_s=latency_s, known=known

@@ -119,7 +119,7 @@ class NextStage:
                 hop = next((hop for hop in done.hops if hop.peer == peer), None)
                 # A time that cannot be true (NaN, below zero) would draw all work to its peer, for ever.
                 if hop is not None and 0.0 <= hop.own_s <= took_s:
-                    self._router.answered(self.stage, peer, hop.own_s, hop.work_s)
+                    self._router.answered(self.stage, peer, hop.work_s)
                 else:
                     self._router.answered(self.stage, peer, took_s)
                 done = msgspec.structs.replace(done, hops=with_latency(done.hops, took_s))

@@ -84,7 +84,7 @@ class StagePeer:
         self._directory = directory = TrustedDirectory(directory, self.convictions.convicted)
         device = device or DeviceThreads(f"device of stage {stage}", settings.workers)
         self.core = core = StageCore(run, stage, transport.peer_id, compute, emit, device=device)
-        router = Router(Backoff(probed=True))
+        router = Router(Backoff(probed=True), caller=transport.peer_id)
         backoff = router.backoff
         self._lines = PathProber(run.id, transport, directory, random.Random(core.me))
         self._prober = Prober(run.id, transport, directory, backoff)

@@ -2154,8 +2154,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "newcomer-with-a-backlog",
         QUEUE,
-        '            self.known[new] = Candidate(new, floor_s, "late")\n',
-        '            self.known[new] = Candidate(new, 0.0, "late")\n',
+        '            self.known[new] = Candidate(new, tie, floor_s, "late")\n',
+        '            self.known[new] = Candidate(new, tie, 0.0, "late")\n',
         "A newcomer gets all the work that the others ever got.",
         ("test_loops",),
     ),
@@ -2170,8 +2170,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "slowest-first",
         QUEUE,
-        "        return self.known[min(found)[1]] if found else None\n",
-        "        return self.known[max(found)[1]] if found else None\n",
+        "        return self.known[min(found)[2]] if found else None\n",
+        "        return self.known[max(found)[2]] if found else None\n",
         "Work goes to the farthest of the next peers.",
         ("test_loops",),
     ),

@@ -74,7 +74,7 @@ def measure(name: str, codec: str, round_trip_ms: float, options: argparse.Names
     both_s = (1 + BACKWARD_FORWARDS) * forward_s
     bound = min(1.0, both_s / max(both_s, 2 * transfer_s))
     step_s = options.microbatches / REPLICAS * max(both_s, 2 * transfer_s)
-    settings = Settings(rebalance_every_s=0.0, window=options.window, routers_learn=options.learn)
+    settings = Settings(rebalance_every_s=0.0, window=options.window)
     found = simulate(
         network, job, [i // REPLICAS for i in range(len(devices))], end_s=1e9, steps=options.steps,
         settings=settings,
@@ -103,9 +103,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=256, help="of a step (default: 256)")
     parser.add_argument("--steps", type=int, default=12, help="of which the second half counts (default: 12)")
     parser.add_argument("--window", type=int, help="fixed (default: learned)")
-    parser.add_argument(
-        "--learn", choices=("response", "compute", "latency"), default="latency", help="by what routers route"
-    )
     parser.add_argument("--quick", action="store_true", help="round trips of 0 and 100 ms only")
     options = parser.parse_args(arguments)
     options.round_trips = (0, 100) if options.quick else ROUND_TRIPS_MS

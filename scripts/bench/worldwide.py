@@ -10,8 +10,8 @@ stage, devices that reach 40 Tflop/s.
 
 Layouts: `overlapped` and `additive` are the planner's (for a runtime that hides transfers behind compute, and
 for DT-FM's own objective), `index order` is Megatron's (the first eight devices serve stage 0: here a city
-each), `random` the mean of some seeds. `anywhere` is our runtime with routers that do not know the ways
-between peers; `by response` one whose routers go by response times, queues included.
+each), `random` the mean of some seeds. Windows and routers learn as they ship; `delayed`: with delayed
+updates. `least_s` and `most_s`: with other names, `third_step_s`: how far the windows are by then.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +32,24 @@ from harness import machine, report
 from plan import network_of
 
 from peers.sim.throughput.engine import simulate
-from peers.sim.throughput.report import Settings
+from peers.sim.throughput.report import Settings, ThroughputReport
 from scripts.bench.additive_objective import additive_terms
 from scripts.bench.additive_search import megatron_grid, random_grid, search_additive
 from swarm.errors import SetupError
 from swarm.plan.network import Device, Job, Network
+from swarm.plan.overlapped import Overlap
 from swarm.plan.search import search_overlapped
 
 DTFM = Path(__file__).resolve().parents[3] / "shared" / "data" / "networks" / "dtfm.json"
 STAGES, LAYERS, WIDTH, TOKENS = 8, 3, 2048, 2048
 FLOPS_PER_S = 40e12
 GRADIENT_BYTES = 0.65e9
-COLUMNS = ("layout", "runtime", "step_s", "times_best", "utilisation", "boundary_gb", "seeds")
+COLUMNS = (
+    "layout", "delayed", "predicted_s", "step_s", "least_s", "most_s", "third_step_s", "utilisation",
+    "boundary_gb", "seeds",
+)  # fmt: skip
+RENAMED = 3
+"""Orders of the devices, of which the fastest and the slowest are shown: routes must not hang on names."""
 
 
 def job_of(microbatches: int) -> Job:
@@ -103,22 +110,33 @@ def layouts(network: Network, job: Job, options: argparse.Namespace) -> dict[str
     }
 
 
-RUNTIMES = {
-    "ours": {},
-    "anywhere": {"routers_learn": "compute"},
-    "by response": {"routers_learn": "response"},
-}
+def renamed(network: Network, layout: Sequence[int], seed: int) -> tuple[Network, list[int]]:
+    """The same devices in the same stages, in another order: so each has another name."""
+    order_N = np.random.default_rng(seed).permutation(len(network))
+    devices = tuple(network.devices[i] for i in order_N)
+    return replace(network, devices=devices), [layout[i] for i in order_N]
 
 
 def row(
-    name: str, runtime: str, network: Network, job: Job, found: Sequence[list[int]], steps: int
+    name: str, network: Network, job: Job, found: Sequence[list[int]], *, steps: int, delayed: bool
 ) -> dict[str, Any]:
-    settings = Settings(rebalance_every_s=0.0, **RUNTIMES[runtime])
-    reports = [simulate(network, job, one, end_s=1e9, steps=steps, settings=settings) for one in found]
+    settings = Settings(rebalance_every_s=0.0, delayed_updates=delayed)
+
+    def run(network: Network, layout: Sequence[int]) -> ThroughputReport:
+        return simulate(network, job, layout, end_s=1e9, steps=steps, settings=settings)
+
+    reports = [run(network, layout) for layout in found]
+    others = [run(*renamed(network, layout, seed)) for layout in found for seed in range(RENAMED)]
+    predicted = [Overlap(network, job).predict(layout).total_s for layout in found]
+    skip = steps // 2
     return {
         "layout": name,
-        "runtime": runtime,
-        "step_s": round(float(np.mean([r.step_s(skip=steps // 2) for r in reports])), 2),
+        "delayed": delayed,
+        "predicted_s": None if delayed else round(float(np.mean(predicted)), 2),
+        "step_s": round(float(np.mean([r.step_s(skip=skip) for r in reports])), 2),
+        "least_s": round(min(r.step_s(skip=skip) for r in others), 2),
+        "most_s": round(max(r.step_s(skip=skip) for r in others), 2),
+        "third_step_s": round(float(np.mean([r.step_ends_s[2] - r.step_ends_s[1] for r in reports])), 2),
         "utilisation": round(float(np.mean([r.overall_utilisation for r in reports])), 4),
         "boundary_gb": round(float(np.mean([r.boundary_bytes / r.version for r in reports])) / 1e9, 2),
         "seeds": len(found),
@@ -150,13 +168,10 @@ def main() -> None:
     except SetupError as error:
         sys.exit(f"error: {error}")
     rows = [
-        row(name, runtime, network, job, found, options.steps)
+        row(name, network, job, found, steps=options.steps, delayed=delayed)
         for name, found in layouts(network, job, options).items()
-        for runtime in RUNTIMES
+        for delayed in (False, True)
     ]
-    best_s = min(one["step_s"] for one in rows)
-    for one in rows:
-        one["times_best"] = round(one["step_s"] / best_s, 3)
     print(f"{machine()}; {time.strftime('%Y-%m-%d')}; worldwide.py {' '.join(sys.argv[1:])}")
     report(rows, COLUMNS, "seconds of a step, by where the devices are put")
 

@@ -6,6 +6,7 @@ three places: in the queue, *late* (it would hold the step up) or *in backoff* (
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from bisect import bisect_left, insort
 from collections import deque
@@ -20,7 +21,7 @@ from swarm.policy.backoff import Backoff
 REMEMBERED = 5
 """Answers in the median: three follow a change of speed, while a single slow one (a stopped process, a busy
 disk) is not held against a peer for hundreds of microbatches."""
-DEFAULT_RESPONSE_S = 0.1
+DEFAULT_WORK_S = 0.1
 """Assumed of the first peer, before anything is measured."""
 MUCH_SLOWER = 3.0
 """A peer this many times slower than the fastest gets no microbatch that the step would end up waiting for.
@@ -29,7 +30,7 @@ long (8 to 128 microbatches a step, simulated); with it 1.0 to 1.05."""
 NEGLIGIBLE_S = 0.05
 """A step may wait this long for any peer: shorter differences are mostly the noise of a busy machine."""
 RETRY_PERIODS = 20.0
-"""A late peer gets one microbatch per this many of its response times, because it may have become faster. So
+"""A late peer gets one microbatch per this many of its work times, because it may have become faster. So
 it can hold up the run for a twentieth of the time."""
 
 COMPARED = 8
@@ -41,55 +42,52 @@ class Candidate:
     """Scheduling state of one peer."""
 
     peer: PeerId
+    tie: bytes
+    """Decides between equals; another one at each caller, or all would send to the same peers at once."""
     clock_s: float
     """Virtual time: the sum of the expected work of everything it was given."""
     place: Literal["queue", "late", "backoff"] = "queue"
     answers: int = 0
     chosen_at: float = float("-inf")
-    response_s: float = DEFAULT_RESPONSE_S
-    """Median time from the call to the answer."""
-    work_s: float = DEFAULT_RESPONSE_S
-    """Median time of its device, which bounds its throughput."""
-    last_responses_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=REMEMBERED))
+    work_s: float = DEFAULT_WORK_S
+    """Median time of its device, without waits: those of a busy hour differ by where in a queue one was."""
     last_works_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=REMEMBERED))
 
     @property
     def measured(self) -> bool:
-        return bool(self.last_responses_s)
+        return bool(self.last_works_s)
 
-    def note(self, response_s: float, work_s: float) -> None:
+    def note(self, work_s: float) -> None:
         """Remember an answer. The first pays for warming up and is dropped: kept, it would starve a
         newcomer.
         """
         if self.answers == 1:
-            self.last_responses_s.clear()
             self.last_works_s.clear()
-        self.last_responses_s.append(response_s)
         self.last_works_s.append(work_s)
         self.answers += 1
-        self.response_s, self.work_s = median_high(self.last_responses_s), median_high(self.last_works_s)
+        self.work_s = median_high(self.last_works_s)
 
     def in_time(self, limit_s: float, now: float) -> bool:
         """Whether it does not hold the step up, or is to be tried again all the same."""
-        if len(self.last_responses_s) < REMEMBERED:
+        if len(self.last_works_s) < REMEMBERED:
             return True  # it may still be warming up: kept out now, it would stay cold
-        return self.response_s <= limit_s or now - self.chosen_at >= RETRY_PERIODS * self.response_s
+        return self.work_s <= limit_s or now - self.chosen_at >= RETRY_PERIODS * self.work_s
 
 
 class FairQueue:
     """Weighted fair queue of one stage's peers."""
 
-    def __init__(self) -> None:
+    def __init__(self, caller: PeerId = "") -> None:
+        self._caller = caller
         self.known: dict[PeerId, Candidate] = {}
         # Of the peers in the queue, each ascending:
-        self._by_finish: list[tuple[float, PeerId]] = []
+        self._by_finish: list[tuple[float, bytes, PeerId]] = []
         """Measured ones by virtual finish time (clock plus work)."""
-        self._new: list[tuple[float, PeerId]] = []
+        self._new: list[tuple[float, bytes, PeerId]] = []
         """Unmeasured ones by clock alone: their expected work changes for all of them at once."""
         self._clocks_s: list[float] = []
-        self._responses_s: list[float] = []
-        """Of measured ones, as the next."""
         self._works_s: list[float] = []
+        """Of measured ones."""
         self._late: set[PeerId] = set()
         self._changes_seen = -1
         self._backoff_ends_at = float("inf")
@@ -106,18 +104,19 @@ class FairQueue:
             del self.known[gone]
         floor_s = self._floor()
         for new in sorted(wanted - self.known.keys()):
-            self.known[new] = Candidate(new, floor_s, "late")
+            tie = hashlib.sha256(f"{self._caller} {new}".encode()).digest()
+            self.known[new] = Candidate(new, tie, floor_s, "late")
             self._put(self.known[new], "queue")
             self._changes_seen = -1  # it may be in backoff
 
-    def answered(self, peer: PeerId, response_s: float, work_s: float) -> None:
+    def answered(self, peer: PeerId, work_s: float) -> None:
         """Record an answer of `peer`."""
         candidate = self.known.get(peer)
         if candidate is None:
             return
         place = candidate.place
         self._put(candidate, "backoff")
-        candidate.note(response_s, work_s)
+        candidate.note(work_s)
         if place != "backoff":
             self._put(candidate, "queue")  # a late one, too: it may be fast now
 
@@ -135,18 +134,18 @@ class FairQueue:
 
         `new`: one that has not answered yet may be chosen.
 
-        Among the next eight candidates, pick the smallest virtual finish time plus link latency
-        (`latency_s`). The clock of a skipped peer falls behind until that makes up for its latency: all keep
+        Among the next eight candidates, pick the smallest virtual finish time plus price of the link
+        (`latency_s`). The clock of a skipped peer falls behind until that makes up for the price: all keep
         their share, and get it from where they are near. (Clocks are prices: Bertsekas' auction.)
         """
         self._follow(backoff, now)
-        fastest_s = self._responses_s[0] if self._responses_s else DEFAULT_RESPONSE_S
+        fastest_s = self._works_s[0] if self._works_s else DEFAULT_WORK_S
         limit_s = max(horizon_s, MUCH_SLOWER * fastest_s, NEGLIGIBLE_S)
         while (chosen := self._nearest(limit_s, now, exclude, latency_s, new)) is None:
             if not self._late:
                 return None
             # All others are away: the step has to wait for a late peer.
-            limit_s = max(limit_s, MUCH_SLOWER * min(self.known[peer].response_s for peer in self._late))
+            limit_s = max(limit_s, MUCH_SLOWER * min(self.known[peer].work_s for peer in self._late))
         work_s = self._expected_s(chosen)
         self._floor_s = self._floor()
         self._put(chosen, "backoff")
@@ -167,29 +166,30 @@ class FairQueue:
         for peer in sorted(self._late):
             if self.known[peer].in_time(limit_s, now):
                 self._put(self.known[peer], "queue")
-        found: list[tuple[float, PeerId]] = []
+        found: list[tuple[float, bytes, PeerId]] = []
         late: list[Candidate] = []
-        for finish_s, peer in self._in_turn() if new else self._by_finish:
+        for finish_s, tie, peer in self._in_turn() if new else self._by_finish:
             if peer in exclude:
                 continue
             if not self.known[peer].in_time(limit_s, now):
                 late.append(self.known[peer])
                 continue
-            found.append((finish_s + (latency_s(peer) if latency_s is not None else 0.0), peer))
+            found.append((finish_s + (latency_s(peer) if latency_s is not None else 0.0), tie, peer))
             if latency_s is None or len(found) == COMPARED:
                 break
         for candidate in late:
             self._put(candidate, "late")
-        return self.known[min(found)[1]] if found else None
+        return self.known[min(found)[2]] if found else None
 
-    def _in_turn(self) -> Iterator[tuple[float, PeerId]]:
-        """(virtual finish time, peer) of those in the queue; ties go to the smallest id."""
+    def _in_turn(self) -> Iterator[tuple[float, bytes, PeerId]]:
+        """(virtual finish time, tie, peer) of those in the queue."""
         default_s = self._default_work_s()
-        return heapq.merge(self._by_finish, ((clock_s + default_s, peer) for clock_s, peer in self._new))
+        new = ((clock_s + default_s, tie, peer) for clock_s, tie, peer in self._new)
+        return heapq.merge(self._by_finish, new)
 
     def _default_work_s(self) -> float:
         """The expected work of a newcomer: the median of its stage."""
-        return self._works_s[len(self._works_s) // 2] if self._works_s else DEFAULT_RESPONSE_S
+        return self._works_s[len(self._works_s) // 2] if self._works_s else DEFAULT_WORK_S
 
     def _expected_s(self, candidate: Candidate) -> float:
         return candidate.work_s if candidate.measured else self._default_work_s()
@@ -230,8 +230,7 @@ class FairQueue:
         """The sorted lists that have something of a peer in the queue, and what."""
         yield self._clocks_s, candidate.clock_s
         if candidate.measured:
-            yield self._by_finish, (candidate.clock_s + candidate.work_s, candidate.peer)
-            yield self._responses_s, candidate.response_s
+            yield self._by_finish, (candidate.clock_s + candidate.work_s, candidate.tie, candidate.peer)
             yield self._works_s, candidate.work_s
         else:
-            yield self._new, (candidate.clock_s, candidate.peer)
+            yield self._new, (candidate.clock_s, candidate.tie, candidate.peer)

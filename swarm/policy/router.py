@@ -46,7 +46,9 @@ class Route:
 class Router:
     """Weighted round-robin over the peers of each stage."""
 
-    def __init__(self, backoff: Backoff | None = None) -> None:
+    def __init__(self, backoff: Backoff | None = None, *, caller: PeerId = "") -> None:
+        """`caller`: whose router this is, so that not all prefer the same among equals."""
+        self._caller = caller
         self.backoff = backoff if backoff is not None else Backoff()
         self._stages: dict[Stage, FairQueue] = {}
         self._trials: dict[Stage, Trials] = {}
@@ -57,7 +59,7 @@ class Router:
         A newcomer starts at the smallest clock of the others, so that it is tried soon but not flooded with
         everything that they ever got.
         """
-        self._stages.setdefault(stage, FairQueue()).set_peers(peers)
+        self._stages.setdefault(stage, FairQueue(self._caller)).set_peers(peers)
 
     def peers(self, stage: Stage) -> list[PeerId]:
         """All peers known at `stage`, in backoff or not."""
@@ -68,17 +70,15 @@ class Router:
         candidate = self._queue_of(stage).known.get(peer)
         return candidate is not None and candidate.measured
 
-    def answered(self, stage: Stage, peer: PeerId, took_s: float, work_s: float | None = None) -> None:
-        """Record an answer of `peer`.
+    def answered(self, stage: Stage, peer: PeerId, work_s: float) -> None:
+        """Record an answer of `peer`, for which its device worked so long.
 
-        `took_s` is its own response time, without the stages behind it; for `work_s` of it its device worked.
-        Work is shared out by `work_s`: `took_s` contains waits, so a peer that happens to have a queue would
-        get less than it can do.
+        Waits do not count: a peer that happens to have a queue would get less than it can do.
         """
         self.backoff.answered(peer)
         if not self.knows(stage, peer):
             self._trials_of(stage).answered(peer)
-        self._queue_of(stage).answered(peer, took_s, took_s if work_s is None else work_s)
+        self._queue_of(stage).answered(peer, work_s)
 
     def failed(self, peer: PeerId, *, now: float, silent: bool = False) -> None:
         """Put `peer` into backoff: it missed its answer (`silent`) or broke the protocol."""
@@ -97,11 +97,12 @@ class Router:
         latency_s: Callable[[PeerId], float] | None = None,
         known: bool = False,
     ) -> Route:
-        """Pick the peer whose virtual clock is furthest behind; ties go to the smallest id. O(log n).
+        """Pick the peer whose virtual clock is furthest behind. O(log n).
 
         `horizon_s`: how long the step still has other work. A much slower peer that would need longer is left
-        out, because all would wait for it. `latency_s`: seconds on the link to a peer; near ones are
-        preferred, and none gets less than its share. `known`: one that has answered, if there is any.
+        out, because all would wait for it. `latency_s`: seconds on the link to a peer, with what is under way
+        on it; cheap ones are preferred, and none gets less than its share. `known`: one that has answered, if
+        there is any.
 
         Raises:
             NoPeerForStage: all are gone, excluded or in backoff; carries `retry_at`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -170,7 +171,7 @@ def test_the_shipped_classes_over_the_same_lines_are_about_as_fast(number: int, 
     case = CASES[number]
     run = validation_run(case.stages)
     found = [predict(case, run, job_s=0.05, steps=2) for predict in (simulated, shipped)]
-    assert found[1] < found[0] < found[1] * (1 + within)
+    assert 0.97 * found[1] < found[0] < found[1] * (1 + within)
 
 
 def test_the_shipped_trainer_finds_the_window_that_long_lines_need() -> None:
@@ -240,11 +241,11 @@ def test_one_seed_gives_one_run_and_another_one_another() -> None:
 
 
 GOLDEN = {
-    0: "a99eb7b95d8f5aaf",
-    11: "56de99e10a758f30",
-    19: "5686dd7e40bf8718",
-    21: "c97d727cb6892a9c",
-    22: "eedfc0f3a31c2cb3",
+    0: "5fbb175ed4ea13e5",
+    11: "f7d4800b9278de84",
+    19: "87dfd58378a72e94",
+    21: "8824de14187c27c4",
+    22: "40fe742249ee8f55",
 }
 
 
@@ -295,7 +296,7 @@ def test_the_real_rule_sends_peers_to_the_stage_that_waits() -> None:
     stay, move = (
         simulate(
             network(8, upload_bps=80e6), job(2, 32, state=1e7), layout, end_s=900.0,
-            settings=Settings(window=24, rebalance_every_s=every_s, routers_learn="compute"),
+            settings=Settings(window=24, rebalance_every_s=every_s),
         )
         for every_s in (0.0, 60.0)
     )  # fmt: skip
@@ -341,6 +342,14 @@ def test_no_more_microbatches_are_taken_than_the_memory_holds() -> None:
         simulate(network(3, latency_s=0.2, **memory), work, range(3), end_s=300.0) for work in (tight, roomy)
     )
     assert slow.step_s() > 1.2 * fast.step_s()
+
+
+@pytest.mark.parametrize("order", [range(8), [5, 2, 7, 0, 3, 6, 1, 4]])
+def test_all_lines_of_a_boundary_are_used_alike_whatever_their_peers_are_called(order: Sequence[int]) -> None:
+    """16 lines that take a second for a microbatch: 4 s for 64. In lockstep 4 lines would carry all."""
+    net, work = network(8, line_bps=8e6, flops_per_s=10.0), job(2, 64, boundary=1e6)
+    layout = [i // 4 for i in order]
+    assert simulate(net, work, layout, end_s=90.0, settings=Settings()).step_s(skip=2) < 1.5 * 4.0
 
 
 def test_the_planner_says_how_many_in_flight_a_layout_needs() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from swarm.errors import SetupError
 from swarm.ids import Stage
@@ -33,9 +32,6 @@ class Settings:
     """Seconds of each forward and each backward besides its arithmetic."""
     max_inflight: float = math.inf
     """Microbatches that a peer takes at most; fewer if its memory holds fewer."""
-    routers_learn: Literal["response", "compute", "latency"] = "latency"
-    """What trainers route by: compute time and link latency, as the live ones do; or, for comparison, compute
-    time alone, or response time, waits in the queue included."""
     bin_s: float = 60.0
     """The width of a bin of `ThroughputReport.answered`."""
 

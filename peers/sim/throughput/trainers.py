@@ -33,7 +33,7 @@ class Trainer:
     device: int
     """The device that it is next to."""
     window: Window
-    router: Router = field(default_factory=Router)
+    router: Router
     link_latency: LinkLatency = field(default_factory=LinkLatency)
     pace: Pace = field(default_factory=Pace)
     running: int = 0
@@ -44,10 +44,12 @@ class Trainer:
 class Flight:
     """A microbatch in flight: forward through a peer of each stage, and back."""
 
-    __slots__ = ("deepest", "hops", "latency_s", "m", "microbatch", "own_s", "t", "trainer")
+    __slots__ = ("deepest", "hops", "latency_s", "m", "microbatch", "own_s", "route", "t", "trainer")
 
     def __init__(self, trainer: Trainer, work: Work, hops: list[Peer]) -> None:
         self.trainer, self.hops, self.deepest = trainer, hops, work.deepest
+        self.route = [hop.name for hop in hops]
+        """As it was chosen."""
         self.microbatch = work.microbatch
         self.t, self.m = work.microbatch
         self.latency_s = [0.0] * len(hops)
@@ -66,6 +68,7 @@ class Trainers:
         self._trainers = [
             Trainer(
                 device=i * len(world.network) // count,
+                router=Router(caller=f"t{i}"),
                 window=Window(
                     start=window or 2 * self._job.stages, largest=window or 1024, fixed=bool(window)
                 ),
@@ -119,7 +122,9 @@ class Trainers:
             return False
         trainer.running += 1
         self._in_flight[t] = self._in_flight.get(t, 0) | 1 << m
-        journey = self._loop.create_task(self._journey(Flight(trainer, work, hops)))
+        flight = Flight(trainer, work, hops)
+        trainer.link_latency.began(flight.route)
+        journey = self._loop.create_task(self._journey(flight))
         self._journeys.add(journey)
         journey.add_done_callback(partial(self._ended, trainer))
         return True
@@ -142,8 +147,8 @@ class Trainers:
                 hops.append(self._holder(t, m, stage))
                 continue
             latency_s = None
-            if self._settings.routers_learn == "latency" and hops:
-                latency_s = partial(trainer.link_latency.expected_s, hops[-1].name)
+            if hops:
+                latency_s = partial(trainer.link_latency.price_s, hops[-1].name)
             try:
                 route = trainer.router.route(
                     stage, now=self._loop.now_s, horizon_s=horizon_s, latency_s=latency_s
@@ -181,6 +186,8 @@ class Trainers:
             self.report_soon()
         else:
             self._answered(flight)
+        finally:
+            trainer.link_latency.ended(flight.route)
 
     async def _visit(self, flight: Flight, stage: Stage) -> None:
         """Take a microbatch, whose activations have arrived, through `stage` and those behind it, and back.
@@ -278,12 +285,9 @@ class Trainers:
                 trainer.link_latency.took(here.name, there.name, latency_s)
         if all(own_s > 0.0 for own_s in flight.own_s):
             trainer.window.answered(in_flight=trainer.running, moving=self._moving_share(flight))
-        learns = self._settings.routers_learn
         for hop, own_s in zip(flight.hops, flight.own_s, strict=True):
             if own_s > 0.0:
-                trainer.router.answered(
-                    hop.stage, hop.name, own_s if learns == "response" else sum(hop.job_s)
-                )
+                trainer.router.answered(hop.stage, hop.name, sum(hop.job_s))
         number = int(now_s / self._settings.bin_s)
         report.answered += [0] * (number + 1 - len(report.answered))
         report.answered[number] += 1
