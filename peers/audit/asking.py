@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from peers.ports import Directory, Transport
-from swarm.audit.unusual import LossScreen
+from swarm.audit.unusual import AnswerScreen
 from swarm.errors import BadAnswer, PeerFault, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
@@ -36,19 +36,31 @@ class AuditCaller:
         self._run, self._transport, self._directory = run, transport, directory
         self._on_fault = on_fault
         self._tasks: set[asyncio.Task[None]] = set()
-        self._losses = LossScreen()
+        self._screen = AnswerScreen()
 
     def answered(self, stage: Stage, mb: Microbatch, sent: bytes, done: WorkDone) -> None:
-        """Note an answer, whose receipt was checked; `sent`: the digest of what it answers.
+        """Note an answer, whose receipt was checked; `sent`: the digest of what it answers."""
+        strange = self._screen.is_strange(done.loss)
+        if not done.hops:
+            return
+        toss = Toss("audit", stage, mb.t, f"{mb.m} {done.hops[0].peer}")
+        coin = Coin(self._transport.signer, self._run.id, toss)
+        if coin.falls(SHARE) or strange:
+            self._ask(coin, stage, mb, sent, done)
+
+    def decoded(self, stage: Stage, mb: Microbatch, sent: bytes, done: WorkDone, length: float) -> None:
+        """Note the norm of the gradient in an answer."""
+        if self._screen.is_long_or_short(length):
+            coin = Coin(self._transport.signer, self._run.id, Toss("judge", stage, mb.t, str(mb.m)))
+            self._ask(coin, stage, mb, sent, done)
+
+    def _ask(self, coin: Coin, stage: Stage, mb: Microbatch, sent: bytes, done: WorkDone) -> None:
+        """Have an answer computed again.
 
         A peer may have computed with the same microbatch from another caller: then there is nothing to say.
         """
-        strange = self._losses.is_strange(done.loss)
         hop = done.hops[0] if done.hops else None
         if hop is None or hop.receipt is None or hop.receipt.inputs != sent or len(self._tasks) >= AT_ONCE:
-            return
-        coin = Coin(self._transport.signer, self._run.id, Toss("audit", stage, mb.t, f"{mb.m} {hop.peer}"))
-        if not strange and not coin.falls(SHARE):
             return
         others = sorted(
             r.peer for r in self._directory.at(stage) if r.state == "serving" and r.peer != hop.peer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -302,7 +303,7 @@ class MicrobatchServer:
     async def _middle(self, step: OpenStep, caller: PeerId, work: Work, inputs: list[Encoded]) -> Kept:
         core = self._core
         began = now_s()
-        timed = [0.0, 0.0]
+        timed, lengths = [0.0, 0.0], list[float]()
         codec = self._codec_for(work)
 
         def forward() -> tuple[Forward, bytes, Work, bytes]:
@@ -328,6 +329,7 @@ class MicrobatchServer:
                 assert mb == fwd.mb
                 fault_point("backward")
                 found = core.compute.gradients(fwd, grads, weights=step.ledger.may_add(work.m))
+                lengths[:] = [float(norm) for norm in found.arrived] if self._audits else []
                 grads_in = found.answer
                 receipt = self._receipts.give(mb, came, grads_in, done.loss, sent, done)
                 own_s, compute_s = now_s() - began - behind_s, timed[0] + self._took_s()
@@ -339,7 +341,10 @@ class MicrobatchServer:
                 return self._count(step, found, kept)
 
             try:
-                return await core.device.run(Rank.BACKWARD, work.t, backward)
+                kept = await core.device.run(Rank.BACKWARD, work.t, backward)
+                if self._audits is not None:
+                    self._audits.decoded(core.stage + 1, fwd.mb, sent, done, math.hypot(*lengths))
+                return kept
             except Refused as refused:
                 # The gradient was refused before anything was added: its sender is at fault.
                 assert self._next is not None

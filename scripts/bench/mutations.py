@@ -3481,6 +3481,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_false_answers",),
     ),
     Mutation(
+        "answer-gradients-of-any-length",
+        "peers/audit/asking.py",
+        "if self._screen.is_long_or_short(length):",
+        "if False:",
+        "A gradient a hundred times too long is found by chance alone.",
+        ("test_false_answers",),
+    ),
+    Mutation(
         "losses-that-fall-are-strange",
         "swarm/audit/unusual.py",
         "limit = max(self._least, MARGIN * max(self._seen, default=0.0))",

@@ -1,4 +1,4 @@
-"""What is further off than it was for a while, and which loss is: its answer is computed again first.
+"""What is further off than it was for a while: answers with such a loss or gradient are computed again first.
 
 How far apart honest values are depends on the model, and on how fast it learns: so no threshold would do.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from swarm.ids import PeerId
 
@@ -17,11 +17,14 @@ SEEN = 1024
 MARGIN = 1.25
 MOST = 2.0
 """Times what was usual, as which a deviation is remembered at most: one lie must not hide the next."""
-LOSSES = 64
-"""That the next one is compared with."""
-FEWEST_LOSSES = 16
+COMPARED = 64
+"""With so many the next one is compared."""
+FEWEST = 16
 LEAST_LOSS = 0.1
 """Of the larger one."""
+TINY = 1e-30
+LEAST_LENGTH = math.log(10.0)
+"""Gradients of some samples are several times as long as those of others."""
 
 
 class Record:
@@ -38,20 +41,34 @@ class Record:
         return {peer: far / limit for peer, far in deviations.items() if far > limit}
 
 
-class LossScreen:
-    """The losses of microbatches, as one caller sees them."""
+class AnswerScreen:
+    """The answers of one stage, as one caller gets them: is one further from the last than any was?"""
 
     def __init__(self) -> None:
-        self._losses: deque[float] = deque(maxlen=LOSSES)
-        self._above, self._below = Record(LEAST_LOSS), Record(LEAST_LOSS)
-        """Apart: that a model learns fast must not hide a lie, which mostly is a loss too high."""
+        self._losses, self._lengths = _Values(LEAST_LOSS), _Values(LEAST_LENGTH)
 
     def is_strange(self, loss: float) -> bool:
-        """Whether a loss is further from the last ones, which it is one of from now on, than any was."""
-        if not math.isfinite(loss):
-            return True
-        few = len(self._losses) < FEWEST_LOSSES
-        usual = loss if few else statistics.median(self._losses)
-        far = (loss - usual) / max(abs(loss), abs(usual), 1e-30)
-        self._losses.append(loss)
+        """Whether a loss is, which is one of the last from now on."""
+        return not math.isfinite(loss) or self._losses.next(
+            loss, lambda usual: (loss - usual) / max(abs(loss), abs(usual), TINY)
+        )
+
+    def is_long_or_short(self, length: float) -> bool:
+        """Whether the norm of a gradient is, which is one of the last from now on."""
+        log = math.log(length + TINY)
+        return self._lengths.next(log, lambda usual: log - usual)
+
+
+class _Values:
+    """Numbers of one kind."""
+
+    def __init__(self, least: float) -> None:
+        self._last: deque[float] = deque(maxlen=COMPARED)
+        self._above, self._below = Record(least), Record(least)
+        """Apart: that a model learns fast must not hide a lie, which mostly is a loss too high."""
+
+    def next(self, value: float, far_from: Callable[[float], float]) -> bool:
+        """Whether `value` is strange; `far_from`: how far it is above what is usual."""
+        far = 0.0 if len(self._last) < FEWEST else far_from(statistics.median(self._last))
+        self._last.append(value)
         return bool(self._above.beyond({"": far})) | bool(self._below.beyond({"": -far}))

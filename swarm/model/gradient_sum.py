@@ -53,6 +53,8 @@ class Gradients:
     """Those of the weights were asked for."""
     loss: float = 0.0
     """Of the last stage."""
+    arrived: list[torch.Tensor] = field(default_factory=list)
+    """Norms of the gradients of the outputs, which the next stage answered."""
 
 
 class GradientSums:

@@ -139,7 +139,9 @@ class StageCompute:
         graph, fwd.graph = fwd.graph, None
         if graph is None:
             graph = self._compute(fwd.mb, fwd.version, self._boundary.enter(fwd.inputs))
-        return self._differentiate(fwd.mb, fwd.version, graph, grads, weights=weights, inputs=fwd.inputs)
+        found = self._differentiate(fwd.mb, fwd.version, graph, grads, weights=weights, inputs=fwd.inputs)
+        found.arrived = [torch.linalg.vector_norm(grad) for grad in grads]
+        return found
 
     def loss_gradients(self, mb: Microbatch, inputs: Sequence[Wire], *, weights: bool) -> Gradients:
         """As `forward` and `gradients`, of the last stage: its forward, mean loss and backward.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import pytest
 import torch
 
 from swarm.audit.screen import Screen
-from swarm.audit.unusual import LossScreen
+from swarm.audit.unusual import AnswerScreen
 
 MEMBERS = ("a", "b", "c", "d")
 COUNTS = dict.fromkeys(MEMBERS, 8)
@@ -67,8 +68,8 @@ def test_alone_or_with_nothing_nobody_is_strange() -> None:
     assert Screen().strangest({"a": torch.zeros(4), "b": torch.zeros(4)}, {"a": 1, "b": 3}) is None
 
 
-def strange_ones(losses: Iterable[float], screen: LossScreen | None = None) -> list[int]:
-    screen = screen or LossScreen()
+def strange_ones(losses: Iterable[float], screen: AnswerScreen | None = None) -> list[int]:
+    screen = screen or AnswerScreen()
     return [number for number, loss in enumerate(losses) if screen.is_strange(loss)]
 
 
@@ -78,7 +79,7 @@ def noisy(losses: Iterable[float], *, deviation: float = 0.05) -> list[float]:
 
 
 def test_a_loss_far_from_the_last_ones_is_strange() -> None:
-    screen = LossScreen()
+    screen = AnswerScreen()
     assert len(strange_ones(noisy(3.0 - 0.002 * n for n in range(500)), screen)) <= 8
     assert screen.is_strange(11.0) and screen.is_strange(0.0)
     assert not screen.is_strange(2.0)
@@ -87,13 +88,13 @@ def test_a_loss_far_from_the_last_ones_is_strange() -> None:
 def test_losses_of_a_model_that_learns_fast_are_seldom_strange() -> None:
     """Each of eight steps has losses far below those of the step before."""
     falling = noisy((5.5 - 0.4 * (n // 32) for n in range(8 * 32)), deviation=0.01)
-    screen = LossScreen()
+    screen = AnswerScreen()
     assert len(strange_ones(falling, screen)) <= 8
     assert screen.is_strange(falling[-1] * 1.2)
 
 
 def test_a_lie_does_not_hide_the_next_ones() -> None:
-    screen = LossScreen()
+    screen = AnswerScreen()
     assert not strange_ones(noisy([3.0] * 100, deviation=1e-3), screen)
     assert strange_ones([float("inf"), float("nan"), 1e30, 4.0], screen) == [0, 1, 2, 3]
 
@@ -102,3 +103,11 @@ def test_constant_losses_and_few() -> None:
     assert not strange_ones([1.0, 99.0, -5.0])
     assert strange_ones([*[2.0] * 64, 2.1, 2.5, 0.0]) == [65, 66]
     assert not strange_ones([0.0] * 64)
+
+
+def test_a_gradient_far_longer_or_shorter_than_the_last_ones_is_strange() -> None:
+    lengths = [math.exp(one) for one in noisy([-5.0] * 500, deviation=0.4)]
+    screen = AnswerScreen()
+    assert sum(map(screen.is_long_or_short, lengths)) <= 4
+    assert [screen.is_long_or_short(lengths[0] * times) for times in (1.1, 100.0, 0.0)] == [False, True, True]
+    assert screen.is_long_or_short(math.inf)
