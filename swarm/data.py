@@ -6,6 +6,9 @@ every version of Python and numpy, and (t, m) is enough to know them: no stream 
 The tokens are cut into *windows*, one behind the other, and an epoch has each of them once. Its order is a
 permutation that is computed place by place, in no memory: windows come in a pool of chunks from all over the
 data, shuffled. So who fetches tokens from far away needs little of them at a time: one pool.
+
+A mixture has its sources one behind the other in the array. Each turn of as many samples as the weights sum
+up to has exactly the weight of each, and every source has epochs of its own.
 """
 
 from __future__ import annotations
@@ -42,20 +45,40 @@ def sample_offsets(run: Run, t: int, m: int) -> list[int]:
     Raises:
         SetupError: the run is not pinned, so the number of tokens is not known.
     """
-    data, size = run.data, run.batch.microbatch_size
-    length, label = (1, 0) if data.source == "code" else (data.sequence_length, 1)
-    windows, left = divmod(data.tokens - label, length)
-    if windows < 1:
+    if not run.data.tokens:
         raise SetupError("data.tokens is not set in the run's manifest: pin the run to its token file first")
+    size = run.batch.microbatch_size
     first = (t * run.M + m) * size
-    offsets = []
-    for number in range(first, first + size):
-        epoch, place = divmod(number, windows)
-        name = f"{run.seed} {epoch}"
-        (word,) = _words(f"start {name}", 1)
-        start = word * (left + 1) >> 64  # what is left over at the ends differs from epoch to epoch
-        offsets.append(start + length * _window(name, place, windows, max(1, CHUNK_TOKENS // length)))
-    return offsets
+    return [_offset(run, number) for number in range(first, first + size)]
+
+
+def _offset(run: Run, number: int) -> int:
+    """Where the sample with this number of the whole run starts."""
+    data, start = run.data, 0
+    if not data.mixture:
+        return _offset_in(run, f"{run.seed}", data.tokens, number)
+    sources = data.sources
+    total = sum(weight for weight, _ in sources)
+    turn, place = divmod(number, total)
+    place = permuted(f"mixture {run.seed} {turn}", place, total)
+    for source, (weight, tokens) in enumerate(sources):
+        if place < weight:
+            number = turn * weight + place
+            return start + _offset_in(run, f"{run.seed} {source}", tokens, number)
+        place, start = place - weight, start + tokens
+    raise AssertionError("a turn has as many places as its weights")
+
+
+def _offset_in(run: Run, name: str, tokens: int, number: int) -> int:
+    """Where the sample with this number of one source starts in it."""
+    data = run.data
+    length, label = (1, 0) if data.source == "code" else (data.sequence_length, 1)
+    windows, left = divmod(tokens - label, length)
+    epoch, place = divmod(number, windows)
+    name = f"{name} {epoch}"
+    (word,) = _words(f"start {name}", 1)
+    start = word * (left + 1) >> 64  # what is left over at the ends differs from epoch to epoch
+    return start + length * _window(name, place, windows, max(1, CHUNK_TOKENS // length))
 
 
 def _window(name: str, place: int, windows: int, chunk: int) -> int:

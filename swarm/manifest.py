@@ -129,6 +129,14 @@ _CUT = _Rule(
 )
 
 
+MAX_SOURCES = 64
+_SOURCE = r"[1-9][0-9]{0,5}\*[1-9][0-9]{0,14}"
+_MIXTURE = _text(
+    rf"({_SOURCE}( {_SOURCE}){{0,{MAX_SOURCES - 1}}})?",
+    f"weight*tokens of each source, at most {MAX_SOURCES}, such as 7*1200000 3*50000; or empty",
+)
+
+
 def _set_of(accepts: Callable[[Any], bool], most: int, allowed: str) -> _Rule:
     """A list without duplicates. A set has no order: the same elements are the same text."""
 
@@ -387,6 +395,9 @@ class DataSpec(_Spec, section="data"):
     it names trainers and has a built-in model."""
     tokens: int = _rule(_integer(0, 2**48), 0)
     """Number of tokens, or of samples; 0 = not pinned yet. Filled in when the run is published."""
+    mixture: str = _rule(_MIXTURE, "", later=True)
+    """The sources that the tokens are of, one behind the other: of so many samples as all weights sum up
+    to, exactly the weight is from each. Filled in from an index; empty = one source."""
     tokenizer: Literal["bytes", "file"] = _rule(_choice("bytes", "file"), "bytes")
     """One token per byte, or a JSON file of `tokenizers`, given with `--tokenizer`."""
     tokenizer_sha256: str = _rule(_DIGEST, "")
@@ -410,8 +421,22 @@ class DataSpec(_Spec, section="data"):
             raise self.wrong(
                 "tokens", f"more than data.sequence_length ({self.sequence_length}), or 0: not pinned"
             )
+        if self.mixture and (self.source != "files" or self.tokens != sum(n for _, n in self.sources)):
+            raise self.wrong("mixture", f"of all {self.tokens} tokens (data.tokens), or empty")
+        for _, tokens in self.sources:
+            if tokens <= self.sequence_length:
+                raise self.wrong(
+                    "mixture",
+                    f"of sources with more than data.sequence_length ({self.sequence_length}) tokens",
+                )
         if self.tokenizer == "bytes" and self.tokenizer_sha256:
             raise self.wrong("tokenizer_sha256", 'empty when data.tokenizer is "bytes"')
+
+    @property
+    def sources(self) -> list[tuple[int, int]]:
+        """The weight and the tokens of each source of a mixture."""
+        pairs = (source.split("*") for source in self.mixture.split())
+        return [(int(weight), int(tokens)) for weight, tokens in pairs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1033,11 +1058,13 @@ def _build(spec: type[_SpecT], values: dict[str, Any], **tables: Any) -> _SpecT:
     return spec(**values, **tables)
 
 
-def pin(run: Run, sha256: str, tokens: int, *, tokenizer_sha256: str = "", root: str = "") -> Run:
-    """`run` bound to one token file, as `peers.storage.dataset` found it. Its id changes."""
-    words, root = tokenizer_sha256 or run.data.tokenizer_sha256, root or run.data.root
-    data = replace(run.data, sha256=sha256, tokens=tokens, tokenizer_sha256=words, root=root)
-    return replace(run, data=data)
+def pin(
+    run: Run, sha256: str, tokens: int, *, tokenizer_sha256: str = "", root: str = "", mixture: str = ""
+) -> Run:
+    """`run` bound to its tokens, as `peers.storage.dataset` found them. Its id changes."""
+    found = {"tokenizer_sha256": tokenizer_sha256, "root": root, "mixture": mixture}
+    given = {name: value for name, value in found.items() if value}
+    return replace(run, data=replace(run.data, sha256=sha256, tokens=tokens, **given))
 
 
 def write_cut(assignment: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +22,7 @@ from swarm.data import (
     trainer_order,
 )
 from swarm.errors import SetupError
-from swarm.manifest import Run, audit_run, demo_run, pin
+from swarm.manifest import Run, audit_run, demo_run, parse_run, pin
 
 PINNED = pin(demo_run(), "ab" * 32, 500_000)
 
@@ -90,6 +91,55 @@ def drawn(run: Run) -> Iterator[int]:
     for t in itertools.count():
         for m in range(run.M):
             yield from sample_offsets(run, t, m)
+
+
+@given(
+    weights=st.lists(st.integers(1, 12), min_size=2, max_size=5),
+    windows=st.lists(st.integers(1, 30), min_size=5, max_size=5),
+    seed=st.integers(0, 9),
+)
+def test_a_mixture_has_exactly_the_weight_of_each_source(
+    weights: list[int], windows: list[int], seed: int
+) -> None:
+    length = 7
+    sources = [(weight, 1 + length * count) for weight, count in zip(weights, windows, strict=False)]
+    run = replace(mixed(sources, length), seed=seed)
+    starts = list(itertools.accumulate((tokens for _, tokens in sources), initial=0))
+    turn, turns = sum(weights), 7
+    offsets = list(itertools.islice(drawn(run), turns * turn))
+    for first in range(0, len(offsets), turn):
+        of = Counter(bisect_right(starts, offset) - 1 for offset in offsets[first : first + turn])
+        assert [of[number] for number in range(len(weights))] == weights
+    for start, count, (weight, tokens) in zip(starts, windows, sources, strict=False):
+        own = Counter(offset for offset in offsets if start <= offset < start + tokens)
+        epochs, more = divmod(turns * weight, count)
+        assert sorted(own.values()) == [epochs] * (count - more) * (epochs > 0) + [epochs + 1] * more
+        assert all(offset + length < start + tokens for offset in own), "no sample has tokens of two sources"
+
+
+def mixed(sources: list[tuple[int, int]], length: int = 7) -> Run:
+    mixture = " ".join(f"{weight}*{tokens}" for weight, tokens in sources)
+    tokens = sum(tokens for _, tokens in sources)
+    data = replace(PINNED.data, source="files", tokens=tokens, sequence_length=length, mixture=mixture)
+    return replace(PINNED, data=data)
+
+
+def test_turns_of_a_mixture_differ_and_so_do_its_sources() -> None:
+    run = mixed([(6, 701), (6, 701)])
+    offsets = list(itertools.islice(drawn(run), 24))
+    first, second = ([offset < 701 for offset in turn] for turn in (offsets[:12], offsets[12:]))
+    assert first != second and sum(first) == sum(second) == 6
+    assert [o for o in offsets if o < 701] != [o - 701 for o in offsets if o >= 701]
+
+
+@pytest.mark.parametrize(
+    "wrong", ["7*", "0*5000", "7*5000 3*01", "7*5000  3*5000", "7*5000 3*4999", "9*9993 1*7", " 7*10000"]
+)
+def test_a_mixture_that_cannot_be_is_refused(wrong: str) -> None:
+    good = mixed([(7, 5000), (3, 5000)])
+    assert parse_run(good.to_toml()) == good
+    with pytest.raises(SetupError, match=r"data\.mixture = .* it must be "):
+        replace(good, data=replace(good.data, mixture=wrong))
 
 
 def test_epochs_differ_in_their_order_and_in_what_is_left_over() -> None:

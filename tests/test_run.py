@@ -59,7 +59,8 @@ FULL = replace(
     admission=AdmissionSpec(owner=ALICE, trainers=(ALICE, BOB), founders=(BOB,)),
     start=StartSpec(weights="hf:openai-community/gpt2@main", digests=tuple(c * 64 for c in "123")),
 )
-"""A run whose text has every key."""
+"""A run whose text has every key but that of a mixture."""
+MIXED = replace(FULL, data=replace(FULL.data, source="files", mixture="7*100000 3*23000"))
 BROUGHT = replace(
     example_run(),
     model=CustomModelSpec(
@@ -179,7 +180,7 @@ def test_the_id_of_the_audit_run_is_what_it_was_when_it_was_written_down() -> No
 
 
 def test_every_value_is_in_the_hash() -> None:
-    ids = [FULL.id]
+    ids = [FULL.id, MIXED.id]
     pinned, unpinned = FULL, replace(FULL, start=StartSpec())  # digests are of a kind and of as many stages
     for key, value in (
         ("name", "x"),
@@ -367,7 +368,7 @@ def _rules() -> list[Any]:
     brought = (CustomModelSpec, LoraSpec, "code")
     return [
         pytest.param(
-            BROUGHT if spec in brought or item.name in brought else FULL,
+            {"mixture": MIXED}.get(item.name, BROUGHT if spec in brought or item.name in brought else FULL),
             section,
             item.name,
             item.metadata["rule"],

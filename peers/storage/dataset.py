@@ -103,7 +103,9 @@ class Dataset:
         """`run` bound to these tokens: the run to publish. Trainers that it names prove what they send."""
         root = self.root if run.admission.trainers and not run.brings_model else ""
         tokenizer = self.tokenizer.sha256 or self._index.tokenizer
-        return pin(run, self.root, self.tokens, tokenizer_sha256=tokenizer, root=root)
+        sources = self._index.sources
+        mixture = " ".join(f"{one.weight}*{one.tokens}" for one in sources) if len(sources) > 1 else ""
+        return pin(run, self.root, self.tokens, tokenizer_sha256=tokenizer, root=root, mixture=mixture)
 
     def prove(self, run: Run, offsets: Sequence[int]) -> bytes:
         """The proof that goes with the samples at `offsets`, for a run with a `data.root`."""
@@ -322,6 +324,11 @@ def _check(run: Run, index: Index) -> None:
             f"the index is of {index.dtype}, but model.vocab_size = {run.model.vocab_size} in the run's "
             f"manifest means {token_dtype(run.model.vocab_size)}: make it with swarm tokenize --vocab-size "
             f"{run.model.vocab_size}"
+        )
+    if index.tokenizer and data.tokenizer == "bytes":
+        raise SetupError(
+            "the index has the tokens of a tokenizer's file, but the run's manifest says data.tokenizer = "
+            '"bytes": make it "file"'
         )
     if index.tokens < window:
         raise _too_short(index.tokens, window)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import re
 import struct
@@ -17,9 +18,11 @@ import tokenizers
 
 from peers import cli
 from peers.storage import shards
-from peers.storage.dataset import open_dataset
+from peers.storage.dataset import Dataset, open_dataset
 from peers.storage.index import Index
+from swarm.errors import SetupError
 from swarm.example import example_run
+from swarm.manifest import Run
 
 TEXTS = ["the cat sat", "on the mat\nthe hat", "", "Où est-ce? the cat"]
 
@@ -46,17 +49,28 @@ def rows(path: Path, texts: list[str] = TEXTS, field: str = "text") -> Path:
     return path
 
 
-def tokens_of(out: Path) -> list[int]:
-    """All tokens of an index, read and verified as a trainer does."""
+def opened(out: Path, sequence_length: int = 1) -> tuple[Run, Dataset]:
+    """A run on the tokens of an index, pinned, and these."""
     index = msgspec.json.decode((out / "index.json").read_bytes(), type=Index)
     vocab_size = {"uint8": 256, "uint16": 60_000, "uint32": 70_000}[index.dtype]
     run = example_run()
     run = replace(
         run,
         model=replace(run.model, vocab_size=vocab_size),
-        data=replace(run.data, source="files", sequence_length=1),
+        data=replace(
+            run.data,
+            source="files",
+            tokenizer="file" if index.tokenizer else "bytes",
+            sequence_length=sequence_length,
+        ),
     )
     data = open_dataset(run, [out], cache_dir=out / "cache")
+    return data.pinned(run), data
+
+
+def tokens_of(out: Path) -> list[int]:
+    """All tokens of an index, read and verified as a trainer does."""
+    _, data = opened(out)
     return [int(data.batch([at])[0, 0]) for at in range(data.tokens - 1)] + [
         int(data.batch([data.tokens - 2])[0, 1])
     ]
@@ -92,6 +106,13 @@ def test_each_row_is_a_document_with_an_end(
     else:
         rows(path)
     said = made(capsys, tmp_path / "out", path, "--tokenizer", words)
+    run, _ = opened(tmp_path / "out")
+    assert run.data.tokenizer_sha256 == hashlib.sha256(words.read_bytes()).hexdigest()
+    with pytest.raises(
+        SetupError, match=r'of a tokenizer\'s file, .* data\.tokenizer = "bytes": make it "file"'
+    ):
+        unlike = replace(run, data=replace(run.data, tokenizer="bytes", tokenizer_sha256=""))
+        open_dataset(unlike, [tmp_path / "out"])
     assert tokens_of(tmp_path / "out") == expected(words)
     assert 'data.tokenizer = "file"' in said and "tokens of uint16 in 1 shards, root " in said
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == words.read_bytes()
@@ -153,6 +174,9 @@ def test_tokens_of_other_programs_are_read_as_they_are(
     )
     ended = [token for one in TEXTS for token in [*one.encode(), 256]]
     assert tokens_of(tmp_path / "all") == [*tokens.tolist() * 3, *ended]
+    run, _ = opened(tmp_path / "all", 20)
+    assert run.data.mixture == f"3*100 2*100 1*100 9*{len(ended)}"
+    assert not opened(tmp_path / "mega", 20)[0].data.mixture, "one source is no mixture"
     index_of_all = msgspec.json.decode((tmp_path / "all" / "index.json").read_bytes(), type=Index)
     assert [(source.name, source.weight) for source in index_of_all.sources] == [
         ("nano", 3), ("index", 2), ("mega", 1), ("a", 9),
