@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -30,6 +31,8 @@ AUDITS_S = 1.0
 """How long a step is not taken while an answer of it is computed again."""
 
 Life: TypeAlias = Literal["joining", "serving", "leaving", "left"]
+TIMES_KEPT = 512
+"""Of steps: a peer looks at them every few seconds."""
 
 
 class ReportTrigger:
@@ -99,6 +102,8 @@ class StageCore:
         """A task takes a step or changes the whole state; no other does meanwhile."""
         self.audits: set[asyncio.Future[Any]] = set()
         """Jobs that compute answers of others again, with the weights that are there now."""
+        self.taken_at: deque[tuple[int, float]] = deque(maxlen=TIMES_KEPT)
+        """Of the last steps the versions that they made, and when."""
         self.stepped = asyncio.Event()
         """Set after each step that is taken."""
 
@@ -270,6 +275,7 @@ class StageCore:
         await self.device.run(
             Rank.STEP, commit.t, self.compute.apply, commit.t, step.whole, commit.total_sqnorm
         )
+        self.taken_at.append((self.version, now_s()))
         self.trail.took(commit.t, step.prepared.digest, commit.total_sqnorm)
         self.applied = step
         step.keep_result(commit)
@@ -311,6 +317,7 @@ class StageCore:
         await self.device.run(Rank.STEP, version, self.compute.load_state, version, tensors)
         self.applied, self.commits, self.generation = None, {}, position.generation
         self.trail.begin(version)
+        self.taken_at.clear()
         await self.open_steps()
         await self.refresh_digest()
 

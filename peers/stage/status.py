@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
+
+import msgspec
 
 from peers.ports import Answer, Directory, NetworkPath, Rank, Request, Transport
 from peers.stage.all_reduce import AllReduce
@@ -10,15 +13,18 @@ from peers.stage.coordination import StepCoordination
 from peers.stage.microbatches import MicrobatchServer
 from peers.stage.moving import Moving
 from peers.stage.settings import StageSettings
-from peers.stage.state import StageCore
+from peers.stage.state import TIMES_KEPT, StageCore
 from swarm.records import PeerRecord
-from swarm.wire.messages import AskStatus, LinkStatus, PeerStatus, check_run, pack, unpack
+from swarm.wire.messages import AskStatus, LinkStatus, PastStep, PeerStatus, check_run, pack, unpack
 
 ANNOUNCE_S = 5.0
 """A record lives a few times longer than this in the DHT."""
 WARMING_S = 1.0
 """The first microbatch of a device pays for warming up; of one that takes longer than this that is little."""
 MAX_WORDS = 400
+MAX_PAST = 2048
+MAX_PAST_TOLD = 128
+"""In one status: 3 kB."""
 MAX_LINKS_TOLD = 64
 """In one status: 6 kB."""
 
@@ -42,6 +48,8 @@ class StageStatus:
         self._moving = moving
         self.rehearsed_s = self._rehearsals_s = 0.0
         """What a microbatch took before there was any; all of the device's time that went into that."""
+        self._past: dict[int, PastStep] = {}
+        """By version: what is known of the steps since this peer joined, of many of them of some."""
         transport.serve("status", self._serve)
         settings.voucher.recall(core.run, transport)
         settings.voucher.serve(core.run, transport, lambda: core.version, self.announce)
@@ -56,6 +64,7 @@ class StageStatus:
             max_inflight=self._microbatches.max_inflight, device=settings.device_name,
             addresses=settings.addresses, since=settings.joined_at, voucher=settings.voucher.value,
         )  # fmt: skip
+        self._remember()
         await self._directory.announce(record)
 
     async def run(self) -> None:
@@ -100,9 +109,34 @@ class StageStatus:
         ]  # fmt: skip
         return sorted(links, key=lambda link: (-link.bytes_in - link.bytes_out, link.peer))
 
+    def _remember(self) -> None:
+        """Note what the last steps took, and what their losses were."""
+        past = {version: step for version, step in self._past.items() if version <= self._core.version}
+        for (before, began), (version, ended) in pairwise(self._core.taken_at):
+            if version == before + 1:
+                past[version] = PastStep(version=version, took_s=ended - began)
+        for t, loss in self._coordination.run_status.losses:
+            if t + 1 <= self._core.version:
+                took_s = past[t + 1].took_s if t + 1 in past else 0.0
+                past[t + 1] = PastStep(version=t + 1, took_s=took_s, loss=loss)
+        for version, step in self._past.items():  # a loss is told for a while only
+            if version in past and past[version].loss is None:
+                past[version] = msgspec.structs.replace(past[version], loss=step.loss)
+        if len(past) > MAX_PAST:
+            for version in sorted(past)[1:-TIMES_KEPT:2]:
+                del past[version]
+        self._past = past
+
+    def _past_after(self, version: int) -> tuple[PastStep, ...]:
+        """The steps to later versions, evenly chosen where there are too many; the last is among them."""
+        self._remember()
+        later = [self._past[v] for v in sorted(self._past) if v > version]
+        return tuple(later[-1 :: -max(1, -(-len(later) // MAX_PAST_TOLD))][::-1])
+
     async def _serve(self, request: Request) -> Answer:
         core, microbatches = self._core, self._microbatches
-        check_run(unpack(request.header, AskStatus).run, core.run.id)
+        asked = unpack(request.header, AskStatus)
+        check_run(asked.run, core.run.id)
         step, links = core.steps.get(core.version), self._links()
         losses = self._coordination.run_status.losses
         status = PeerStatus(
@@ -118,5 +152,6 @@ class StageStatus:
             links=tuple(links[:MAX_LINKS_TOLD]), rebalance=self._moving.decided[:MAX_WORDS],
             busy_s=core.device.busy_s, taken=microbatches.taken, answered=microbatches.answered,
             digest=core.digest, kind=core.kind, trainers=self._coordination.trainers,
+            past=() if asked.after < 0 else self._past_after(asked.after),
         )  # fmt: skip
         return Answer(pack(status))

@@ -42,16 +42,19 @@ async def ask_one(
     *,
     deadline_s: float,
     directory: Directory | None = None,
+    after: int = -1,
 ) -> PeerStatus | None:
     """A peer's own status, made fit to be shown; None if it is still joining, or left.
 
-    `directory`: asked, when the peer cannot be reached, whether it said that it leaves.
+    Args:
+        directory: asked, when the peer cannot be reached, whether it said that it leaves.
+        after: it tells of its steps to later versions, too.
 
     Raises:
         PeerFault: it does not answer, or what it answers cannot be (BadAnswer).
         NotNow, Refused: its answer.
     """
-    question = pack(AskStatus(run=run.id))
+    question = pack(AskStatus(run=run.id, after=after))
     try:
         answer = await transport.call(record.peer, "status", question, deadline_s=deadline_s)
     except Refused:
@@ -75,11 +78,12 @@ async def ask_one(
 
 
 async def ask_or_why(
-    run: Run, transport: Transport, record: PeerRecord, *, deadline_s: float, directory: Directory | None
-) -> PeerStatus | str | None:
+    run: Run, transport: Transport, record: PeerRecord, *, deadline_s: float, directory: Directory | None,
+    after: int = -1,
+) -> PeerStatus | str | None:  # fmt: skip
     """As `ask_one`; why it has no answer, instead of an error."""
     try:
-        return await ask_one(run, transport, record, deadline_s=deadline_s, directory=directory)
+        return await ask_one(run, transport, record, deadline_s=deadline_s, directory=directory, after=after)
     except SwarmError as error:
         return clean(error.text.removeprefix(f"peer {short(record.peer)}: "))
 
@@ -113,6 +117,8 @@ class Monitor:
         self._ask_at: dict[PeerId, float] = {}
         """When each peer may be asked (again), monotonic."""
         self._asked: dict[PeerId, asyncio.Task[None]] = {}
+        self._told: dict[PeerId, int] = {}
+        """To which version each has told of its steps."""
         self._statuses: list[PeerStatus] = []
         self._silent: dict[PeerId, str] = {}
 
@@ -158,6 +164,7 @@ class Monitor:
         now = time.monotonic()
         records = {r.peer: r for r in self._directory.peers() if r.state != "left"}
         self._ask_at = {peer: self._ask_at.get(peer, 0.0) for peer in records}
+        self._told = {peer: version for peer, version in self._told.items() if peer in records}
         due = [peer for peer, at in self._ask_at.items() if at <= now and peer not in self._asked]
         room = min(MAX_ASKED_EACH, MAX_ASKED - len(self._asked))
         for peer in sorted(due, key=lambda peer: (self._ask_at[peer], peer))[: max(0, room)]:
@@ -168,13 +175,15 @@ class Monitor:
         began = time.monotonic()
         try:
             answer = await ask_or_why(
-                self._run, self._transport, record, deadline_s=self._ask_s, directory=self._directory
-            )
+                self._run, self._transport, record, deadline_s=self._ask_s, directory=self._directory,
+                after=self._told.get(peer, 0),
+            )  # fmt: skip
             if isinstance(answer, str):
                 self._silent[peer] = answer
                 again_s = self._silent_every_s
             elif answer is not None:
                 self._statuses.append(answer)
+                self._told[peer] = max((step.version for step in answer.past), default=answer.version)
         finally:
             self._ask_at[peer] = began + again_s
             del self._asked[peer]

@@ -32,7 +32,7 @@ from swarm.monitoring.health import (
 )
 from swarm.protocol.voice import heard, weight
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.wire.messages import PeerStatus
+from swarm.wire.messages import PastStep, PeerStatus
 
 FRESH_S = 10.0
 """Answers this old still say where the run is; of many peers each is asked about once a minute."""
@@ -44,6 +44,8 @@ WINDOW_S = 60.0
 """Throughput is taken over the last minute, or the last step if that took longer."""
 MAX_POINTS = 1000
 """Of a plot; above it, every second point is dropped."""
+MAX_TELLERS = 5
+"""Of one step: so many peers are heard about it."""
 MAX_HAPPENINGS = 500
 MAX_ROUTES = 2000
 MAX_WORKERS = 5000
@@ -141,6 +143,10 @@ class Aggregator:
         self._stepped: deque[tuple[float, int]] = deque(maxlen=512)
         """(time, version) of each change of the version."""
         self._losses: dict[int, float] = {}
+        self._past: dict[int, dict[PeerId, PastStep]] = {}
+        """By version: what peers said of the step to it."""
+        self._spoken_of: set[int] = set()
+        """Versions of which something was said since the last observation."""
         self._happenings: deque[Happening] = deque(maxlen=MAX_HAPPENINGS)
         self._work: dict[PeerId, _Work] = {}
         self._most_serving = [0] * run.S
@@ -236,6 +242,8 @@ class Aggregator:
             seen.status = status
         seen.heard_at = now
         self._take_work(status)
+        if self._began is None or status.generation == self._position.generation:
+            self._take_past(status)
         if status.stage == 0:
             if status.trainers or (seen.before is not None and status.taken > seen.before.taken):
                 self._trainer_at = now
@@ -247,6 +255,13 @@ class Aggregator:
         if status.digest and status.stage != NO_STAGE:
             of_version = self._digests.setdefault((status.stage, status.position), {})
             of_version[status.peer] = (status.kind, status.digest)
+
+    def _take_past(self, status: PeerStatus) -> None:
+        for step in status.past:
+            by = self._past.setdefault(step.version, {})
+            if len(by) < MAX_TELLERS or status.peer in by:
+                by[status.peer] = step
+                self._spoken_of.add(step.version)
 
     def _take_work(self, status: PeerStatus) -> None:
         work = self._work.setdefault(status.peer, _Work(since=status.since))
@@ -303,6 +318,7 @@ class Aggregator:
         if position.generation != old.generation or position.version < old.version:
             self._stepped.clear()
             self._losses = {v: loss for v, loss in self._losses.items() if v <= position.version}
+            self._past = {v: said for v, said in self._past.items() if v <= position.version}
         self._stepped.append((now, position.version))
         for key in sorted(self._digests, key=lambda key: key[1])[: -MAX_VERSIONS * self.run.S]:
             del self._digests[key]
@@ -337,12 +353,32 @@ class Aggregator:
         for status in fresh:
             if status.loss is not None and 0 <= status.loss_step < version:
                 said.setdefault(status.loss_step + 1, []).append((status.loss, status.peer))
+        for of_version in self._spoken_of:
+            by = self._past.get(of_version, {}) if of_version <= version else {}
+            told = [(step.loss, peer) for peer, step in by.items() if step.loss is not None]
+            said.setdefault(of_version, told)
+        self._spoken_of.clear()
         for of_version, losses in said.items():
-            if len(losses) >= min(2, len(fresh)):  # no peer is believed alone
+            if losses and len(losses) >= min(2, len(fresh)):  # no peer is believed alone
                 self._losses[of_version] = self._median(losses, high=False)
-        if len(self._losses) > MAX_POINTS:
-            for version in sorted(self._losses)[1:-1:2]:
-                del self._losses[version]
+        for points in (self._losses, self._past):
+            if len(points) > MAX_POINTS:
+                for of_version in sorted(points)[1:-1:2]:
+                    del points[of_version]
+
+    def _step_times(self) -> tuple[tuple[int, float], ...]:
+        """What peers say; without that, what was seen: steps between two observations get their mean."""
+        told = [
+            (version, self._median(times, high=False))
+            for version, by in sorted(self._past.items())
+            if version <= self._position.version
+            and (times := [(step.took_s, peer) for peer, step in by.items() if step.took_s])
+        ]
+        return tuple(told) or tuple(
+            (version, (at - before_at) / (version - before))
+            for (before_at, before), (at, version) in pairwise(self._stepped)
+            if version > before
+        )
 
     def _step_s(self, now: float) -> float | None:
         """Mean duration of the steps of the last minute, or else of the last one."""
@@ -417,11 +453,7 @@ class Aggregator:
             trainer_away_s=self._trainer_away_s(now),
             routes=self._routes(),
             losses=tuple(sorted(self._losses.items())),
-            step_times=tuple(
-                (version, (at - before_at) / (version - before))
-                for (before_at, before), (at, version) in pairwise(self._stepped)
-                if version > before
-            ),
+            step_times=self._step_times(),
             cut_off_s=self._cut_off_s(now),
             happenings=tuple(self._happenings),
             contributions=self._contributions(),

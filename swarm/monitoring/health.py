@@ -193,8 +193,7 @@ class SwarmHealth:
     losses: tuple[tuple[int, float], ...]
     """(version, loss), ascending; not of every step."""
     step_times: tuple[tuple[int, float], ...]
-    """(version, seconds that the step to it took), ascending: the last few hundred. Steps between two
-    observations get their mean."""
+    """(version, seconds that the step to it took), ascending, as peers say; not of every step."""
     cut_off_s: float | None
     """How long no peer has answered, if this machine is probably cut off; else None."""
     happenings: tuple[Happening, ...]

@@ -20,7 +20,7 @@ from swarm.manifest import Run
 from swarm.protocol.rollback import check_position
 from swarm.protocol.voice import MAX_STEPS
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.wire.messages import LinkStatus, PeerStatus
+from swarm.wire.messages import LinkStatus, PastStep, PeerStatus
 
 if TYPE_CHECKING:
     from swarm.monitoring.health import Observation
@@ -33,6 +33,8 @@ MAX_LOAD = 4096.0
 MAX_UNIX_S = 1e11
 """The year 5138."""
 MAX_LINKS = 64
+MAX_PAST = 128
+MAX_STEP_S = 1e7
 MAX_TRAINERS = 16
 DEVICE_CHARS = 40
 ID_CHARS = 64
@@ -116,6 +118,7 @@ def _possible(status: PeerStatus, run: Run) -> PeerStatus:
         busy_s=number(status.busy_s),
         loss=status.loss if status.loss is not None and math.isfinite(status.loss) else None,
         links=tuple(links),
+        past=tuple(step for step in status.past[:MAX_PAST] if _can_have_been(step, run)),
         trainers=tuple(clean(peer, ID_CHARS) for peer in status.trainers[:MAX_TRAINERS]),
         **{name: clean(getattr(status, name), most) for name, most in TEXT_CHARS.items()},
     )
@@ -123,6 +126,11 @@ def _possible(status: PeerStatus, run: Run) -> PeerStatus:
 
 def _is_id(peer: PeerId) -> bool:
     return 0 < len(peer) <= ID_CHARS and peer.isprintable()
+
+
+def _can_have_been(step: PastStep, run: Run) -> bool:
+    told = 0 < step.version <= run.steps and 0 <= step.took_s <= MAX_STEP_S
+    return told and (step.loss is None or math.isfinite(step.loss))
 
 
 def _can_be(link: LinkStatus) -> bool:

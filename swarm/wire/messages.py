@@ -329,6 +329,18 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
 
 class AskStatus(msgspec.Struct, frozen=True, kw_only=True):
     run: str
+    after: int = -1
+    """Tell of the steps to later versions than this one; -1: of none."""
+
+
+class PastStep(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A step that a peer took."""
+
+    version: int
+    """What it made."""
+    took_s: float
+    """Since the step before, at that peer; 0: not known."""
+    loss: float | None = None
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
@@ -391,6 +403,8 @@ class PeerStatus(Positioned, frozen=True, kw_only=True):
     """Trainers that asked it for the run's status lately."""
     loss_step: int = -1
     """The step that `loss` belongs to."""
+    past: tuple[PastStep, ...] = ()
+    """Steps that were asked for, ascending; of many not all."""
 
 
 def _encode(value: object) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 from peers.clock import now_s
 from peers.stage.coordination import MAX_WATCHERS, WATCHED_S
 from peers.stage.membership import Membership
+from peers.stage.status import MAX_PAST_TOLD, StageStatus
 from swarm.errors import NotNow, Refused
 from swarm.manifest import audit_run
 from swarm.protocol.ledger import Bitmap
@@ -24,7 +26,7 @@ from swarm.protocol.messages import (
 )
 from swarm.protocol.rounds import Commit, Plan, Prepared, StepReport, StepSummary, round_id
 from swarm.records import PeerRecord, State
-from swarm.wire.messages import AskStatus, PeerStatus, Watch, Watched
+from swarm.wire.messages import AskStatus, PastStep, PeerStatus, Watch, Watched
 from tests.peers.admitted import OTHER, TRAINER, admitting
 from tests.peers.loops import Stranger, Swarm, obey, swarm
 
@@ -106,7 +108,37 @@ async def test_everybody_can_be_asked_how_it_is_doing() -> None:
         status = await s.add_stranger().ask("s1p1", "status", AskStatus(run=RUN.id), PeerStatus)
         assert (status.peer, status.stage, status.version, status.coordinator) == ("s1p1", 1, 3, "s1p0")
         assert (status.audit.missing, status.audit.duplicated) == (0, 0)
-        assert status.state == "serving"
+        assert status.state == "serving" and status.past == ()
+
+
+async def test_a_peer_tells_of_the_steps_since_it_joined_to_those_that_ask() -> None:
+    async with swarm(RUN) as s:
+        s.add_trainer("trainer")
+        await s.until_finished()
+        ask = s.add_stranger().ask
+        past = (await ask("s1p1", "status", AskStatus(run=RUN.id, after=0), PeerStatus)).past
+        assert [step.version for step in past][-2:] == [2, 3]
+        assert all(step.took_s > 0 for step in past[-2:])
+        past = (await ask("s0p0", "status", AskStatus(run=RUN.id, after=2), PeerStatus)).past
+        assert [step.version for step in past] == [3]
+
+
+def test_a_peer_keeps_the_losses_that_it_heard_and_of_many_steps_some() -> None:
+    core = SimpleNamespace(version=3, taken_at=[(1, 10.0), (2, 12.0), (3, 15.0)])
+    told = SimpleNamespace(losses=((1, 2.5), (7, 1.0)))
+    status: Any = object.__new__(StageStatus)
+    status._core, status._past, status._coordination = core, {}, SimpleNamespace(run_status=told)
+    second = PastStep(version=2, took_s=2.0, loss=2.5)
+    assert status._past_after(0) == (second, PastStep(version=3, took_s=3.0))
+    told.losses = ()
+    assert status._past_after(0)[0] == second, "its loss is told for a while only"
+    core.version, core.taken_at = 5000, []
+    status._past |= {n: PastStep(version=n, took_s=1.0) for n in range(3, 5000)}
+    chosen = [step.version for step in status._past_after(100)]
+    assert len(chosen) <= MAX_PAST_TOLD and chosen[-1] == 4999 and chosen[0] < 200
+    assert len(status._past) < 3000, "of the older ones every other"
+    core.version = 1
+    assert status._past_after(0) == (), "the run went back"
 
 
 # --- reports ------------------------------------------------------------------------------------------------

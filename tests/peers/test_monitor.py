@@ -19,7 +19,7 @@ from swarm.manifest import demo_run
 from swarm.monitoring.aggregator import Aggregator
 from swarm.monitoring.health import Observation, PeerHealth, SwarmHealth
 from swarm.records import PeerRecord
-from swarm.wire.messages import Audit, PeerStatus, pack
+from swarm.wire.messages import AskStatus, Audit, PastStep, PeerStatus, pack, unpack
 from tests.peers.network import CalmNetwork
 
 pytestmark = pytest.mark.virtual_time
@@ -259,3 +259,27 @@ class Told:
     def find(self, peer: str) -> PeerRecord | None:
         state = self._states[peer] if self._asked else "serving"
         return msgspec.structs.replace(record(peer, 1), state=state)
+
+
+async def test_a_peer_is_asked_for_the_steps_that_it_has_not_told_of() -> None:
+    network, asked = CalmNetwork(), list[int]()
+    peer, watcher = network.join("a"), network.join("watcher")
+    told = tuple(PastStep(version=version, took_s=1.0, loss=2.0) for version in (2, 3, 4))
+
+    async def answer(request: Request) -> Answer:
+        asked.append(after := unpack(request.header, AskStatus).after)
+        later = tuple(step for step in told if step.version > after >= 0)
+        return Answer(pack(msgspec.structs.replace(status("a", 0), past=later)))
+
+    peer.transport.serve("status", answer)
+    await peer.directory.announce(record("a", 0))
+    looks: list[Observation] = []
+    watching = asyncio.create_task(
+        Monitor(RUN, watcher.transport, watcher.directory, looks.append, peer_every_s=0.0).run()
+    )
+    await asyncio.sleep(5.5)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert asked[0] == 0 and set(asked[1:]) == {4}
+    assert [step.version for look in looks for one in look.statuses for step in one.past] == [2, 3, 4]
+    await network.close()

@@ -15,7 +15,7 @@ from swarm.monitoring import alerts, validation
 from swarm.monitoring.aggregator import MAX_POINTS, MAX_WORKERS, Aggregator
 from swarm.monitoring.health import Observation, PeerHealth, Route, SwarmHealth
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.wire.messages import Audit, LinkStatus, PeerStatus
+from swarm.wire.messages import Audit, LinkStatus, PastStep, PeerStatus
 
 RUN = demo_run(stages=2, steps=40)
 START = 1_000_000.0
@@ -207,6 +207,35 @@ def test_the_pace_is_that_of_the_last_minute_and_falls_when_no_step_comes() -> N
     slowed = seen.look(100.0)
     assert slowed.tokens_per_s is not None and slowed.tokens_per_s < 0.1 * RUN.tokens_per_step / 2
     assert "no step for 100 s; the last ones took 2.0 s each" in texts(slowed)
+
+
+def past(*steps: tuple[int, float, float | None]) -> tuple[PastStep, ...]:
+    return tuple(PastStep(version=version, took_s=took_s, loss=loss) for version, took_s, loss in steps)
+
+
+def test_what_peers_tell_of_earlier_steps_is_the_beginning_of_the_plots() -> None:
+    seen = Seen()
+    told = [(version, 2.0 + version / 10, 9.0 - version) for version in range(1, 20)]
+    slower = [(version, took_s + 1.0, loss) for version, took_s, loss in told]
+    more = {"version": 20, "trainers": ("t",)}
+    health = seen.look(
+        statuses=(
+            *(status(name, 0, past=past(*told), **more) for name in "ab"),
+            status("c", 1, past=past(*slower), **more),
+            status("d", 1, past=past((3, 9999.0, -50.0), (40, 1.0, 1.0)), **more),
+        )
+    )
+    assert health.losses == tuple((version, 9.0 - version) for version in range(1, 20)), (
+        "the lie about 3 is out"
+    )
+    assert health.step_times[:2] == ((1, pytest.approx(2.1)), (2, pytest.approx(2.2)))
+    assert health.step_times[-1][0] == 19, "what is not taken yet has no time"
+    for version in (21, 22):
+        news = past((version, 2.5, 0.5))
+        health = seen.look(3.2, statuses=tuple(status(r, i // 2, version=version, past=news, trainers=("t",))
+                                               for i, r in enumerate("abcd")))  # fmt: skip
+    assert health.step_times[-2:] == ((21, 2.5), (22, 2.5)), "not the time between two observations"
+    assert health.losses[-1] == (22, 0.5)
 
 
 def test_a_run_that_is_done_says_so_and_asks_for_nothing() -> None:

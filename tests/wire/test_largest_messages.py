@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from peers.stage.status import MAX_LINKS_TOLD, MAX_WORDS
+from peers.stage.status import MAX_LINKS_TOLD, MAX_PAST_TOLD, MAX_WORDS
 from peers.transfer.server import MAX_VERSIONS_TOLD
 from swarm.digest import DIGEST_BYTES
 from swarm.errors import Refused, SetupError
@@ -50,6 +50,7 @@ from swarm.wire.messages import (
     Opened,
     Part,
     PartDone,
+    PastStep,
     PeerStatus,
     Saved,
     SavedStage,
@@ -113,6 +114,7 @@ RUN_STATUS = RunStatus(
     losses=((T, 1.5),) * LOSSES_KEPT,
     lacking=tuple(StepLacking(t=T, by_stage=tuple(worst() for _ in range(S))) for _ in range(2)),
 )  # fmt: skip
+PAST = PastStep(version=T, took_s=1.5, loss=1.5)
 LARGEST: dict[type, msgspec.Struct] = {
     Located: Located(has=True, left_out=PEERS[:MAX_LEFT_OUT]),
     ReplicaReport: ReplicaReport(
@@ -168,12 +170,14 @@ LARGEST: dict[type, msgspec.Struct] = {
             SavedStage(stage=s, versions=tuple(range(T, T + MAX_VERSIONS_TOLD))) for s in range(1024)
         )
     ),
+    PastStep: PAST,
     PeerStatus: PeerStatus(
         generation=GENERATION, version=T, peer=PEERS[0], stage=S, state="choosing", device=NAME, since=1.5,
         done=M, inflight=M, max_inflight=M, speed=1.5, computed=HUGE, coordinator=PEERS[1], loss=1.5,
         links=(LinkStatus(peer=PEERS[0], bytes_in=HUGE, bytes_out=HUGE, rtt_s=1.5, bandwidth_bps=1.5),)
         * MAX_LINKS_TOLD,
         rebalance="\N{GREEK SMALL LETTER OMEGA}" * MAX_WORDS, digest=NAME, kind=NAME, trainers=PEERS[:16],
+        past=(PAST,) * MAX_PAST_TOLD,
     ),
 }  # fmt: skip
 
