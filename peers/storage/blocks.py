@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
@@ -176,41 +176,45 @@ class Blocks:
             SetupError: it is nowhere, or wrong everywhere.
         """
         node, parts = self.tree.block(block), self._shards.of_block(block)
-        had: dict[tuple[int, str], bytes] = {}
+        had: dict[tuple[Part, str], bytes] = {}
         why: dict[str, str] = {}
-        for addresses in itertools.islice(self._tries(parts, why), MAX_TRIES):
-            try:
-                for number, (part, address) in enumerate(zip(parts, addresses, strict=True)):
-                    if (number, address) not in had:
-                        had[number, address] = self._shards.read(part, address)
-            except OSError as error:
-                self._failed(address, f"cannot be had: {error.strerror or error}", why)
-                continue
-            data = b"".join(had[number, address] for number, address in enumerate(addresses))
+        wrong: set[str] = set()
+        orders = [self._in_order(part.shard.at) for part in parts]
+        for picks in itertools.islice(_picks([len(order) for order in orders]), MAX_TRIES):
+            addresses = []
+            for part, order, pick in zip(parts, orders, picks, strict=True):
+                addresses.append(self._having(part, order[pick:] + order[:pick], had, why))
+            data = b"".join(had[part, address] for part, address in zip(parts, addresses, strict=True))
             levels = block_levels(data)
             if levels[-1] == node:
+                self._are_wrong(wrong.difference(addresses), why)
                 return data, levels, not any(map(fetch.is_far, addresses))
-            for address in addresses:
-                self._failed(
-                    address, "is not what the index says: it is corrupt, or of another data set", why
-                )
-        told = "; ".join(f"{address} {reason}" for address, reason in why.items())
-        raise SetupError(
-            f"a shard of the data is nowhere: {told}. Repair one, add an address to the index, or remove "
-            "what is kept of it in the cache"
-        )
+            wrong.update(addresses)
+        self._are_wrong(wrong, why)
+        raise _nowhere(why)
 
-    def _tries(self, parts: list[Part], failed: dict[str, str]) -> Iterator[tuple[str, ...]]:
-        """Addresses for each part: those that failed lately last, those that cannot be had no more."""
+    def _in_order(self, addresses: Sequence[str]) -> list[str]:
+        """Those that failed lately last."""
         now = time.monotonic()
+        return sorted(addresses, key=lambda address: now < self._resting.get(address, -REST_S) + REST_S)
 
-        def rests(address: str) -> bool:
-            return now < self._resting.get(address, -REST_S) + REST_S
+    def _having(
+        self, part: Part, addresses: list[str], had: dict[tuple[Part, str], bytes], why: dict[str, str]
+    ) -> str:
+        """The first address that has a part, which is put into `had`. Raises SetupError: none has."""
+        for address in addresses:
+            try:
+                if (part, address) not in had and address not in why:
+                    had[part, address] = self._shards.read(part, address)
+            except OSError as error:
+                self._failed(address, f"cannot be had: {error.strerror or error}", why)
+            if (part, address) in had:
+                return address
+        raise _nowhere(why)
 
-        choices = [sorted(part.shard.at, key=rests) for part in parts]
-        for chosen in itertools.product(*choices):
-            if not any("cannot be had" in failed.get(address, "") for address in chosen):
-                yield chosen
+    def _are_wrong(self, addresses: set[str], why: dict[str, str]) -> None:
+        for address in sorted(addresses):
+            self._failed(address, "is not what the index says: it is corrupt, or of another data set", why)
 
     def _failed(self, address: str, reason: str, why: dict[str, str]) -> None:
         if address not in self._resting:
@@ -265,3 +269,23 @@ class Blocks:
                 state = path.stat()
                 found.append((state.st_mtime, state.st_size, path))
         return found
+
+
+def _picks(counts: list[int]) -> Iterator[tuple[int, ...]]:
+    """Which address to take of each of several shards: the first of all; the second of all, and so on, as one
+    server may have all of them wrong; then others for one shard at a time; then all that is left.
+    """
+    for pick in range(max(counts)):
+        yield tuple(min(pick, count - 1) for count in counts)
+    for number, count in enumerate(counts):
+        for pick in range(1, count):
+            yield tuple(pick if one == number else 0 for one in range(len(counts)))
+    yield from itertools.product(*map(range, counts))
+
+
+def _nowhere(why: dict[str, str]) -> SetupError:
+    told = "; ".join(f"{address} {reason}" for address, reason in why.items())
+    return SetupError(
+        f"a shard of the data is nowhere: {told}. Repair one, add an address to the index, or remove what is "
+        "kept of it in the cache"
+    )

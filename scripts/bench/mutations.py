@@ -376,8 +376,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "keep-any-tokens",
         BLOCKS,
-        "            if levels[-1] == node:",
-        "            if levels:",
+        "if levels[-1] == node:",
+        "if levels:",
         "A trainer trains on what a server sends, and not on the run's data.",
         ("test_index",),
     ),

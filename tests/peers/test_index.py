@@ -5,11 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +26,7 @@ from swarm.example import example_run
 from swarm.manifest import Run
 from swarm.merkle import BLOCK_BYTES
 from tests.peers.admitted import admitting
+from tests.serving import Server
 
 RUN = replace(
     example_run(),
@@ -39,48 +37,6 @@ TOKENS = np.random.default_rng(1).integers(0, 60_000, 3 * BLOCK_BYTES // 2 + 123
 """Three blocks and a bit."""
 CUTS = (0, 1000, BLOCK_BYTES // 2, BLOCK_BYTES + 77, len(TOKENS))
 """Shards end inside blocks, and where one ends."""
-
-
-class Handler(SimpleHTTPRequestHandler):
-    """Files, whole or in ranges."""
-
-    def do_GET(self) -> None:
-        path = Path(self.translate_path(self.path))
-        asked = self.server.asked  # pyright: ignore[reportAttributeAccessIssue]
-        asked.append(self.path)
-        if not path.is_file():
-            self.send_error(404, "Gone")
-            return
-        data, ranged = path.read_bytes(), self.headers.get("Range")
-        if ranged and "whole" not in self.path:
-            first, last = map(int, ranged.removeprefix("bytes=").split("-"))
-            data = data[first : last + 1]
-            self.send_response(206)
-        else:
-            self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing."""
-
-
-class Server:
-    """A folder over HTTP."""
-
-    def __init__(self, folder: Path) -> None:
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
-        self.asked: list[str] = []
-        self._http.asked = self.asked  # pyright: ignore[reportAttributeAccessIssue]
-        self.folder, self.url = folder, f"http://127.0.0.1:{self._http.server_port}"
-        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01})
-        self._thread.start()
-
-    def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
 
 
 @pytest.fixture(scope="module")
