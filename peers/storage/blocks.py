@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from peers.storage import CACHE_ENV, atomic_file, fetch
-from peers.storage.index import ITEM_BYTES, Index
+from peers.storage.index import Index
 from peers.storage.shards import Part, Shards
 from swarm.errors import SetupError
 from swarm.merkle import (
@@ -59,11 +59,12 @@ class Blocks:
         Raises:
             SetupError: the nodes of the index are not what its root says.
         """
-        self._index, self._folder, self._most = index, folder / "blocks", most_bytes
-        self._shards, self._item = Shards(index.shards, index.dtype), ITEM_BYTES[index.dtype]
-        if not index.size or len(index.blocks) != NODE_BYTES * block_count(index.size):
+        self._folder, self._most = folder / "blocks", most_bytes
+        self._shards = Shards(index.shards, index.dtype)
+        size = self._shards.size
+        if not size or len(index.blocks) != NODE_BYTES * block_count(size):
             raise SetupError(f"the index is damaged: its nodes are not those of {index.tokens} tokens")
-        self.tree = Tree(index.size, index.blocks, self._inside, self.read)
+        self.tree = Tree(size, index.blocks, self._inside, self.read)
         if self.tree.root.hex() != index.root:
             raise SetupError("the index is damaged: its nodes do not have its root; fetch it again")
         self._inside_again = lru_cache(maxsize=32)(self._levels)
@@ -106,7 +107,7 @@ class Blocks:
         return self._folder / name[:2] / name
 
     def _size(self, block: int) -> int:
-        return min(BLOCK_BYTES, self._index.size - block * BLOCK_BYTES)
+        return min(BLOCK_BYTES, self._shards.size - block * BLOCK_BYTES)
 
     def _of_block(self, block: int, start: int, end: int) -> bytes:
         first, last = start // PART_BYTES, -(-end // PART_BYTES)

@@ -53,11 +53,8 @@ class Dataset:
         self._vocab_size = run.model.vocab_size
         self._index, self._blocks = index, blocks
         self.tokenizer = tokenizer
-
-    @property
-    def tokens(self) -> int:
+        self.tokens = index.tokens
         """How many there are."""
-        return self._index.tokens
 
     @property
     def root(self) -> str:
