@@ -104,8 +104,8 @@ class SumCheck:
 
     # -- an owner -----------------------------------------------------------------------------------
 
-    def take(self, member: PeerId, index: int, proof: PartProof | None, body: Sequence[Buffer]) -> None:
-        """Check a chunk of a contribution to this member's part.
+    def take(self, member: PeerId, index: int, proof: PartProof | None, chunk: torch.Tensor | None) -> None:
+        """Check a chunk of a contribution to this member's part; None: nothing is contributed.
 
         Raises:
             Refused: it is not what its member signed.
@@ -117,7 +117,7 @@ class SumCheck:
             known = self._taken[member] = (proof, self._check_contribution(member, proof))
         if known[0] != proof:
             raise Refused("this contribution is not signed as its other chunks were")
-        if body and digest_of(*body) != nth_digest(proof.chunks, index):
+        if chunk is not None and chunk_digest(chunk) != nth_digest(proof.chunks, index):
             raise Refused("a chunk of a contribution is not the one that was signed")
 
     def _check_contribution(self, member: PeerId, proof: PartProof) -> Contribution:

@@ -10,6 +10,7 @@ Nothing changes the replicas' own sums, so an aborted round costs only its time.
 from __future__ import annotations
 
 import asyncio
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,8 @@ from swarm.model.reductions import sqnorm, vectors_digest
 from swarm.policy.pace import most_s
 from swarm.policy.timeouts import AdaptiveTimeout
 from swarm.protocol.rounds import Plan, Prepared
-from swarm.wire.codec import TensorMeta, decode, encode, encoded_sizes
+from swarm.wire import whole_numbers
+from swarm.wire.codec import Encoded, TensorMeta, decode, dtype_name, encode, encoded_sizes
 from swarm.wire.messages import Part, PartDone, check_run, pack, unpack, unpack_answer
 
 CHUNK_ELEMENTS = 1 << 20
@@ -314,7 +316,9 @@ class AllReduce:
                 tensors: tuple[TensorMeta, ...] = ()
                 body: Sequence[Buffer] = ()
                 if this.plan.ledgers[this.plan.members.index(self._me)]:
-                    meta, body = encode(this.total[start : start + numel], self._codec, name="a gradient sum")
+                    meta, body = await asyncio.to_thread(
+                        packed_sum, this.total[start : start + numel], self._codec
+                    )
                     tensors = (meta,)
                 part = Part(
                     run=self._run, t=this.t, round=this.plan.round, start=start, numel=numel,
@@ -373,7 +377,7 @@ class AllReduce:
             raise Refused(
                 "the contribution does not fit the ledger: something was expected exactly if it is not empty"
             )
-        if part.tensors and list(request.body_sizes) != encoded_sizes(part.tensors[0]):
+        if part.tensors and not fits(part.tensors[0], request.body_sizes, self._sum_dtype):
             raise Refused("the announced buffers do not fit the tensor")
         this.came_s.setdefault(request.peer, now_s())
         this.receiving.add((request.peer, part.start))
@@ -382,13 +386,14 @@ class AllReduce:
         finally:
             this.receiving.discard((request.peer, part.start))
         contribution = None
-        if this.check is not None:
-            this.check.take(request.peer, chunk.index, part.proof, body)
         if part.tensors:
             crc = None if this.check else part.crc
-            contribution = read_part(
-                request.peer, part.tensors, crc, body, part.numel, self._codec, self._sum_dtype, error=Refused
-            )
+            contribution = await asyncio.to_thread(
+                read_part, request.peer, part.tensors, crc, body, part.numel, self._codec, self._sum_dtype,
+                error=Refused,
+            )  # fmt: skip
+        if this.check is not None:
+            this.check.take(request.peer, chunk.index, part.proof, contribution)
         fault_point("reduce")
         self._contribute(this, part.start, request.peer, contribution)
         done, buffers = await asyncio.shield(chunk.result)
@@ -431,6 +436,10 @@ def read_part(
             raise Refused(f"{len(metas)} tensors where one chunk was expected")
         if crc is not None and checksum(body) != crc:
             raise Refused("the checksum of a chunk does not fit its bytes")
+        if dtype == torch.int64:
+            if metas[0] != TensorMeta((numel,), dtype_name(dtype), codec):
+                raise Refused(f"{metas[0]} where {numel} whole numbers were expected")
+            return whole_numbers.unpack(body, numel, name="a chunk")
         return decode(
             metas[0], body, expect_shape=(numel,), expect_dtype=dtype, expect_codec=codec, name="a chunk"
         )
@@ -438,6 +447,23 @@ def read_part(
         if error is not None:
             raise
         raise BadAnswer(peer, refused.text) from None
+
+
+def packed_sum(total: torch.Tensor, codec: str) -> Encoded:
+    """A chunk of a replica's sum, as it is sent."""
+    if total.dtype == torch.int64:
+        meta = TensorMeta((total.numel(),), dtype_name(total.dtype), codec)
+        return Encoded(meta, whole_numbers.pack(total))
+    return encode(total, codec, name="a gradient sum")
+
+
+def fits(meta: TensorMeta, sizes: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether a sum of `dtype` with this meta may come in buffers of these sizes."""
+    due = encoded_sizes(meta)
+    if dtype != torch.int64:
+        return list(sizes) == due
+    widths, most = whole_numbers.most_bytes(math.prod(meta.shape))
+    return len(sizes) == 2 and sizes[0] == widths and sizes[1] <= most
 
 
 def holds(round_name: str, reduced: torch.Tensor, sqnorm: Callable[[torch.Tensor], float]) -> Prepared:

@@ -232,7 +232,7 @@ async def test_a_contribution_that_is_not_the_one_that_was_signed_is_not_added()
         async def call(peer: str, method: str, header: bytes, body: Any = (), **limits: Any) -> Answer:
             if method == "part" and body and left[0]:
                 left[0] -= 1
-                body = [bytes(memoryview(body[0]).nbytes)]
+                body = [bytes(memoryview(body[0]).nbytes), b""]
             return await honest(peer, method, header, body, **limits)
 
         transport.call = call  # type: ignore[method-assign]
