@@ -175,6 +175,15 @@ class StepDone(Event, frozen=True):
         return f"{done}: {loss}, {self.tokens_per_s:,.0f} tokens/s{peers}"
 
 
+class Evaluated(Event, frozen=True):
+    """What the weights of a version come to on samples that are not trained on."""
+
+    template = "version {version}: loss {loss:.4f} on {samples:count sample} held out"
+    version: int
+    loss: float
+    samples: int
+
+
 class Stepped(Event, frozen=True):
     """This peer applied step `t`."""
 

@@ -265,6 +265,7 @@ JOIN_HELP = "a bootstrap or any peer of it; repeatable"
 DATA_HELP = "text files, in the order that the manifest pins; or an index: its folder or its address"
 ALLOW_HELP = "a package, or a file of the owner's, that the manifest may name; repeatable"
 TOKENIZER_HELP = "tokenizer.json, if the run has one"
+EVAL_HELP = "text that the run is evaluated on, if its manifest says so"
 START_HELP = "folder of the weights that the run starts from, or a file of them"
 
 
@@ -354,6 +355,7 @@ class BootstrapOptions(NetworkOptions):
     """`-` reads it from standard input."""
     data: tuple[Path | str, ...] = several(DATA, DATA_HELP)
     tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
+    eval_data: tuple[Path | str, ...] = several(DATA, EVAL_HELP)
     start: Path | None = optional(NEEDED_FILE, START_HELP)
     join: tuple[str, ...] = repeated(PEER_ADDRESS, "another bootstrap of the same network; repeatable")
     charter: Path | None = optional(
@@ -409,6 +411,7 @@ class TrainOptions(MemberOptions, NetworkOptions):
     cache_size: int = option(
         MEMORY, "of tokens from other machines, keep so many on this disk (default: 32GiB)", 32 << 30
     )
+    eval_data: tuple[Path | str, ...] = several(DATA, EVAL_HELP)
     window: Literal["auto"] | int = option(
         COUNT_OR_AUTO, "microbatches in flight (default: twice what the swarm works on at once)", "auto"
     )

@@ -20,6 +20,7 @@ from peers import events
 from peers.audit.asking import AuditCaller
 from peers.audit.verdicts import TrustedDirectory, Verdicts
 from peers.clock import now_s
+from peers.evaluation.asking import Evaluations, reader
 from peers.fault_points import fault_point
 from peers.liveness_probe import Prober
 from peers.locator import Locator
@@ -141,7 +142,10 @@ class Trainer:
         directory: Directory,
         settings: TrainerSettings,
         emit: Callable[[events.Event], None],
+        *,
+        held_out: Batches | None = None,
     ) -> None:
+        """`held_out`: what the run is evaluated on, if it is and this trainer has it."""
         self._run, self._batches, self._emit = run, batches, emit
         self._verdicts = Verdicts(run, transport, directory, emit)
         directory = TrustedDirectory(directory, self._verdicts.convicted)
@@ -187,6 +191,10 @@ class Trainer:
         self.step_losses: dict[int, float] = {}
         """Mean loss of each step over exactly its M microbatches, from the last stage's ledgers."""
         self._step_began = now_s()
+        self._evaluations = Evaluations(
+            run, reader(run, held_out, entering), transport, self._route,
+            lambda fault: self._router.failed(fault.peer, now=now_s(), silent=fault.silent), emit,
+        )  # fmt: skip
 
     @property
     def replayed(self) -> int:
@@ -218,11 +226,15 @@ class Trainer:
             while self._held_by_all < self._last_step and not self._leaving:
                 if self._failure is not None:
                     raise self._failure
+                if (failure := self._evaluations.failure) is not None:
+                    raise failure
                 for task in (watching, probing):
                     if task.done():
                         task.result()
                 self._start_work()
                 await self._wait_for_change()
+            if not self._leaving and self._last_step == self._run.steps:
+                await self._evaluations.last(self._router.peers(0))
             if self._told and not self.losses and not self._leaving:
                 self._emit(events.Note(text=self._nothing_to_do()))
         finally:
@@ -231,6 +243,7 @@ class Trainer:
             for task in self._running:
                 task.cancel()
             await asyncio.gather(watching, probing, *self._running, return_exceptions=True)
+            await self._evaluations.close()
             await self._vouchers.close()
             await self._audits.close()
             await self._verdicts.close()
@@ -246,6 +259,7 @@ class Trainer:
     def leave(self) -> None:
         """Start nothing more and end `run`. What is in flight counts all the same, at the peers."""
         self._leaving = True
+        self._evaluations.stop()
         self._changed.set()
 
     async def _wait_for_change(self) -> None:
@@ -267,13 +281,18 @@ class Trainer:
         self._refresh_peers()
         if not self._told:
             return  # a trainer that joins late would offer steps that are long over
-        newest = min(self._newest_open + 1, self._last_step - 1)
+        # A step that is evaluated begins once that is done: its weights are gone with it.
+        due = self._evaluations.first_due(self._version)
+        if due <= self._newest_open:
+            self._evaluations.begin(int(due), self._router.peers(0))
+        opened = int(min(self._newest_open, due - 1))
+        newest = int(min(self._newest_open + 1, self._last_step - 1, due - 1))
         again: Counter[int] = Counter()
         while True:
             item = None
             self._full = self._in_flight >= self._window.size
             if not self._full:
-                item = self._todo.next(self._newest_open, now=now_s())
+                item = self._todo.next(opened, now=now_s())
             if item is None and len(self._running) < self._window.size:
                 item = self._todo.next(newest, now=now_s())
             if item is None:

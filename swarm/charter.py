@@ -347,6 +347,7 @@ READS = frozenset({"status", "state", "saved", "trail", "convicted", "chunk", "c
 """Methods that answer everybody who is not banned, at everybody."""
 TRAINERS_CALL = frozenset(
     {"work", "locate", "watch", "line", "voucher", "audit", "products", "kept", "evidence"}
+    | {"eval", "evaluated"}
 )
 PEERS_CALL = frozenset(
     {"report", "directive", "summary", "run", "part", "held", "offer", "give", "sum", "take"}
@@ -361,6 +362,6 @@ def callers_of(method: str, stage: Stage | None) -> tuple[Role, ...]:
     """Roles that may call a method of a peer at `stage`; none: everybody but the banned."""
     if method in READS:
         return ()
-    if method == "voucher" or (method == "work" and stage == 0):
+    if method in ("voucher", "evaluated") or (method in ("work", "eval") and stage == 0):
         return ("trainer",)
     return ("peer", "trainer") if method in TRAINERS_CALL else ("peer",)

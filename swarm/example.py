@@ -51,6 +51,10 @@ backward = "blockwise8"     # their gradients
 reduce = "none"             # weight gradients
 # adaptive = ["topk:0.1+blockwise8"]  # what slow lines may use instead: the result then depends on routes
 
+# [eval]                    # held-out text, given with --eval-data, on the way
+# every = 100               # steps
+# samples = 64
+
 [admission]
 owner = ""                  # peer id that signs the manifest; "" = its hash is enough
 trainers = []               # peer ids; [] = anyone

@@ -717,6 +717,33 @@ class LoraSpec(_Spec, section="lora"):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSpec(_Spec, section="eval"):
+    """Samples that are never trained on, and how often their loss is computed on the way."""
+
+    every: int = _rule(_integer(0, 1_000_000_000), 0, later=True)
+    """Before each step that this divides, and at the end, the loss is computed; 0 = never."""
+    samples: int = _rule(_integer(0, 2**31), 0, later=True)
+    """How many, spread evenly over the data; a multiple of `batch.microbatch_size`."""
+    data: str = _rule(
+        _text(rf"files|{_FUNCTION}", '"files" (given with --eval-data), or package.module:function'),
+        "files",
+        later=True,
+    )
+    """Text; or a function, where code makes the samples of the training too."""
+    sha256: str = _rule(_DIGEST, "", later=True)
+    """Of these data, as `data.sha256`. Filled in when the run is published."""
+    tokens: int = _rule(_integer(0, 2**48), 0, later=True)
+    """How many they are, as `data.tokens`. Filled in when the run is published."""
+
+    def _cross_check(self) -> None:
+        if bool(self.every) != bool(self.samples):
+            name = "samples" if self.every else "every"
+            raise self.wrong(name, f"at least 1 when eval.{'every' if self.every else 'samples'} is")
+        if bool(self.sha256) != bool(self.tokens) or (self.sha256 and not self.every):
+            raise self.wrong("sha256", "given together with eval.tokens and eval.every")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run(_Spec):
     """The terms of a run. Equal runs have equal texts and ids, and the other way round."""
 
@@ -756,6 +783,7 @@ class Run(_Spec):
     admission: AdmissionSpec = field(default_factory=AdmissionSpec)
     start: StartSpec = field(default_factory=StartSpec)
     lora: LoraSpec = field(default_factory=LoraSpec)
+    eval: EvalSpec = field(default_factory=EvalSpec)
     id: str = field(init=False, repr=False, compare=False)
     """The first 32 hex digits of the SHA-256 of the canonical text; stored, since every message carries
     it."""
@@ -785,6 +813,8 @@ class Run(_Spec):
             raise self.lora.wrong(
                 "rank", f'0 when model.kind is "{self.model.kind}": it is for "hf" and "code"'
             )
+        if self.eval.every:
+            self._check_eval()
         if self.start.digests and len(self.start.digests) != self.S:
             raise self.start.wrong("digests", f"a list of {self.S}, one for each stage; or empty")
         object.__setattr__(self, "codec", self._codec_of_each_boundary())
@@ -796,6 +826,16 @@ class Run(_Spec):
                 "leave defaults out of model.config"
             )
         object.__setattr__(self, "id", hashlib.sha256(text.encode()).hexdigest()[:ID_HEX])
+
+    def _check_eval(self) -> None:
+        size, source = self.batch.microbatch_size, self.data.source
+        if self.model.kind == "counting":
+            raise self.eval.wrong("every", '0 when model.kind is "counting", which has no loss')
+        if self.eval.samples % size:
+            raise self.eval.wrong("samples", f"a multiple of batch.microbatch_size ({size})")
+        if (source == "code") == (self.eval.data == "files"):
+            some = "package.module:function" if source == "code" else '"files"'
+            raise self.eval.wrong("data", f'{some} when data.source is "{source}"')
 
     def _codec_of_each_boundary(self) -> CodecSpec:
         """`codec` with lists that fit the model, and no list where all boundaries are alike."""
@@ -841,7 +881,8 @@ class Run(_Spec):
     def code(self) -> tuple[str, ...]:
         """The functions that the manifest names, each `package.module:function`."""
         model = self.model.source if isinstance(self.model, CustomModelSpec) else ""
-        return tuple(filter(None, (model, self.data.code)))
+        held_out = self.eval.data if self.eval.data != "files" else ""
+        return tuple(dict.fromkeys(filter(None, (model, self.data.code, held_out))))
 
     @property
     def pinned(self) -> bool:
@@ -852,6 +893,7 @@ class Run(_Spec):
             bool(self.data.sha256)
             and (not isinstance(self.model, CustomModelSpec) or self.model.pinned)
             and bool(self.start.digests) == bool(self.start.weights)
+            and bool(self.eval.sha256) == bool(self.eval.every)
         )
 
     @property
@@ -889,7 +931,7 @@ _TABLES: dict[str, type[_Spec]] = {
     spec.section: spec
     for spec in (
         *(ModelSpec, DataSpec, BatchSpec, OptimizerSpec, CodecSpec, AdmissionSpec, StartSpec),
-        LoraSpec,
+        *(LoraSpec, EvalSpec),
     )
 }
 

@@ -25,6 +25,7 @@ from swarm.manifest import (
     CodecSpec,
     CustomModelSpec,
     DataSpec,
+    EvalSpec,
     LoraSpec,
     ModelSpec,
     OptimizerSpec,
@@ -58,6 +59,7 @@ FULL = replace(
     codec=CodecSpec(adaptive=("bf16",)),
     admission=AdmissionSpec(owner=ALICE, trainers=(ALICE, BOB), founders=(BOB,)),
     start=StartSpec(weights="hf:openai-community/gpt2@main", digests=tuple(c * 64 for c in "123")),
+    eval=EvalSpec(every=10, samples=80, sha256="d" * 64, tokens=99_000),
 )
 """A run whose text has every key but that of a mixture."""
 MIXED = replace(FULL, data=replace(FULL.data, source="files", mixture="7*100000 3*23000"))
@@ -77,7 +79,7 @@ BROUGHT = replace(
     lora=LoraSpec(rank=8, alpha=32.0, targets=("c_attn",)),
 )
 """A run of a model that somebody brings, with every key of its tables."""
-TABLES = ("model", "data", "batch", "optimizer", "codec", "admission", "start")
+TABLES = ("model", "data", "batch", "optimizer", "codec", "admission", "start", "eval")
 
 
 # --- canonical text and id ----------------------------------------------------------------------------------
@@ -181,7 +183,8 @@ def test_the_id_of_the_audit_run_is_what_it_was_when_it_was_written_down() -> No
 
 def test_every_value_is_in_the_hash() -> None:
     ids = [FULL.id, MIXED.id]
-    pinned, unpinned = FULL, replace(FULL, start=StartSpec())  # digests are of a kind and of as many stages
+    # Digests are of as many stages, and the audit model has no loss.
+    pinned, unpinned = FULL, replace(FULL, start=StartSpec(), eval=EvalSpec())
     for key, value in (
         ("name", "x"),
         ("seed", 2),
@@ -216,6 +219,7 @@ def test_every_value_is_in_the_hash() -> None:
         "codec": {"forward": "none", "backward": "none", "reduce": "bf16", "adaptive": ("none", "bf16")},
         "admission": {"owner": BOB, "trainers": (), "founders": ()},
         "start": {"weights": "folder", "digests": tuple(c * 64 for c in "124")},
+        "eval": {"every": 5, "samples": 160, "sha256": "e" * 64, "tokens": 98_000},
     }
     for table, values in changes.items():
         for key, value in values.items():

@@ -32,7 +32,7 @@ class LocalSwarm:
         self.run = run
         self._processes = Processes(
             run.terms, peers, on_event or (lambda event: None), files=run.files, tokenizer=run.tokenizer,
-            start=run.start, code=run.code, folder=folder,
+            start=run.start, eval_data=run.eval_data, code=run.code, folder=folder,
         )  # fmt: skip
         self._background: Background | None = None
         self._progress = Progress(run.terms.name, run.terms.steps) if progress else None

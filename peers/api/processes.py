@@ -105,7 +105,7 @@ class Processes:
     def __init__(
         self, run: Run, peers: int, emit: Emit, *, files: Sequence[Path | str] = (),
         tokenizer: Path | None = None, start: Path | None = None, code: Path | None = None,
-        folder: Path | None = None,
+        folder: Path | None = None, eval_data: Sequence[Path | str] = (),
     ) -> None:  # fmt: skip
         """
         Args:
@@ -115,13 +115,15 @@ class Processes:
             files, tokenizer: what the run's text is made of, if it is of files.
             start: the folder of the weights that the run starts from, if it is one.
             code: a module of the owner's own that the manifest names.
+            eval_data: what the run is evaluated on, if that is text.
             folder: that `swarm init` made of this run: with its keys, and checkpoints there.
         """
         self.run, self.tally = run, Tally()
         self._peers, self._emit, self._folder = peers, emit, folder
-        self._data = (
-            ["--data", *(str(f.resolve() if isinstance(f, Path) else f) for f in files)] if files else []
-        )
+        self._data: list[str] = []
+        for option, given in (("--data", files), ("--eval-data", eval_data)):
+            words = [str(f.resolve() if isinstance(f, Path) else f) for f in given]
+            self._data += [option, *words] if words else []
         self._data += ["--tokenizer", str(tokenizer.resolve())] if tokenizer is not None else []
         self._start = ["--start", str(start.resolve())] if start is not None else []
         installed = [name for name in run.code if code is None or name.partition(":")[0] != code.stem]

@@ -15,6 +15,7 @@ from torch import nn
 
 from peers.api.example import Example, columns_of, largest_of, rows_of
 from peers.api.module_text import module_text
+from peers.evaluation.data import open_eval
 from peers.options import data_file
 from peers.programs.manifest_pinning import pinned
 from peers.storage import cache_folder, written
@@ -59,6 +60,7 @@ class Run:
         files: Sequence[str | Path] = (),
         tokenizer: str | Path | None = None,
         start: str | Path | None = None,
+        eval_data: Sequence[str | Path] = (),
         folder: str | Path | None = None,
         **terms: Any,
     ) -> None:
@@ -79,6 +81,7 @@ class Run:
             optimizer: the table `[optimizer]`; left out, AdamW with a rate of 0.001.
             files: the text files of a `[data]` that needs them, or their index; and its `tokenizer`.
             start: the folder of the weights that a `[start]` needs.
+            eval_data: the text files of an `[eval]`.
             folder: where the code of a module is written, in a folder of its own (default: the cache).
             terms: what else the manifest can say, such as `dtype` or `codec`.
 
@@ -112,46 +115,48 @@ class Run:
             code = _write(name, example, columns, Path(folder or cache_folder() / "written"))
             import_file(code)
             found = _written(found, code)
-        self._complete(found, files, tokenizer, start, code)
+        self._complete(found, files, tokenizer, start, eval_data, code)
 
     @classmethod
     def from_toml(
         cls, path: str | Path, *, files: Sequence[str | Path] = (), tokenizer: str | Path | None = None,
-        start: str | Path | None = None,
+        start: str | Path | None = None, eval_data: Sequence[str | Path] = (),
     ) -> Run:  # fmt: skip
         """The run of a manifest's file, as the commands take it.
 
         Raises:
             SetupError: what is wrong with it, or with its data or its model.
         """
-        return cls.of(load_run(path), files=files, tokenizer=tokenizer, start=start)
+        return cls.of(load_run(path), files=files, tokenizer=tokenizer, start=start, eval_data=eval_data)
 
     @classmethod
     def of(
         cls, terms: manifest.Run, *, files: Sequence[str | Path] = (), tokenizer: str | Path | None = None,
-        start: str | Path | None = None,
+        start: str | Path | None = None, eval_data: Sequence[str | Path] = (),
     ) -> Run:  # fmt: skip
         """The run of a manifest that was read already; raises as `from_toml`."""
         run = cls.__new__(cls)
         run.module = run.loss = None
-        run._complete(terms, files, tokenizer, start, None)
+        run._complete(terms, files, tokenizer, start, eval_data, None)
         return run
 
     def _complete(
         self, terms: manifest.Run, files: Sequence[str | Path], tokenizer: str | Path | None,
-        start: str | Path | None, code: Path | None,
+        start: str | Path | None, eval_data: Sequence[str | Path], code: Path | None,
     ) -> None:  # fmt: skip
         if isinstance(files, (str, Path)):
             files = [files]
         self.files = tuple(data_file(str(path)) for path in files)
         self.tokenizer = None if tokenizer is None else Path(tokenizer)
+        self.eval_data = tuple(data_file(str(path)) for path in eval_data)
         self.start = None if start is None else Path(start)
         self.code = code
         """The folder with the module's code and weights, and the samples; None: the manifest names installed
         code, or none."""
         self.terms = terms
         """What the manifest says."""
-        self.terms = pinned(terms, self.open_data(), self.start)
+        held_out = open_eval(terms, self.eval_data, self.tokenizer)
+        self.terms = pinned(terms, self.open_data(), self.start, held_out)
 
     @property
     def id(self) -> str:

@@ -50,6 +50,7 @@ def run_init(options: InitOptions) -> None:
     Raises:
         SetupError: the manifest or its data cannot be used, or there is such a run in the folder already.
     """
+    from peers.evaluation.data import open_eval
     from peers.programs.manifest_pinning import pinned
     from peers.storage.samples import open_data
 
@@ -70,7 +71,9 @@ def run_init(options: InitOptions) -> None:
         founders=run.admission.founders or tuple(one.peer_id for one in founders),
     )
     run = replace(run, name=folder.absolute().name, admission=admission)
-    run = pinned(run, open_data(run, options.data, options.tokenizer), options.start)
+    data = open_data(run, options.data, options.tokenizer)
+    held_out = open_eval(run, options.eval_data, options.tokenizer)
+    run = pinned(run, data, options.start, held_out)
     charter = rules.make(
         name=run.name,
         run=run.id,

@@ -86,7 +86,9 @@ def run_demo(options: DemoOptions) -> int:
     sizes = f"{count(terms.S, 'stage')} × {count(options.peers, 'peer')}, {count(terms.steps, 'step')}"
     shown = sys.stderr if options.json else sys.stdout
     result = play(
-        Run.of(terms, files=options.data, start=options.start), options, Lines(f"swarm demo: {sizes}", shown)
+        Run.of(terms, files=options.data, start=options.start, eval_data=options.eval_data),
+        options,
+        Lines(f"swarm demo: {sizes}", shown),
     )
     print(summary(result), file=shown)
     if options.json:
@@ -140,8 +142,9 @@ def run_up(options: UpOptions) -> None:
     from peers.programs.export import export
 
     run = Run.from_toml(
-        folder / "run.toml", files=options.data, tokenizer=options.tokenizer, start=options.start
-    )
+        folder / "run.toml", files=options.data, tokenizer=options.tokenizer, start=options.start,
+        eval_data=options.eval_data,
+    )  # fmt: skip
     terms, here = run.terms, shlex.quote(str(folder))
     lines = Lines(f"{terms.name}: {count(terms.S, 'stage')}, {count(terms.steps, 'step')}", sys.stdout)
     lines.say(f"watch it: {program()} dashboard @{here}/join.txt")

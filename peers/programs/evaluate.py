@@ -22,6 +22,7 @@ from peers.storage.tokenizer import Tokenizer, open_tokenizer
 from peers.storage.weights import Weights, find_weights, load_weights
 from peers.system import usable_cores
 from swarm.errors import SetupError
+from swarm.evaluation import mean_loss, spread
 from swarm.manifest import Run
 from swarm.model.evaluate import loss_of
 from swarm.model.generate import generate
@@ -102,16 +103,6 @@ def open_text(run: Run, files: tuple[Path | str, ...], tokenizer: Path | None) -
     return open_data(other, files, tokenizer)
 
 
-def spread(tokens: int, window: int, samples: int) -> list[int]:
-    """Where `samples` windows of `window` tokens start: evenly over the text, the first at its start.
-
-    Fewer where the text has not so many different ones.
-    """
-    starts = tokens - window + 1
-    count = min(samples, starts)
-    return [i * starts // count for i in range(count)]
-
-
 def evaluate(
     model: Weights, text: Dataset | Samples, samples: int, device: str = "cpu", *, threads: int = 1
 ) -> Evaluation:
@@ -126,7 +117,8 @@ def evaluate(
         (1, len(text)) if isinstance(text, Samples) else (run.data.sequence_length + 1, text.tokens)
     )
     offsets = spread(there, window, samples)
-    total, size_bytes, batch = 0.0, 0, run.batch.microbatch_size
+    size_bytes, batch = 0, run.batch.microbatch_size
+    losses = list[float]()
     batches = [offsets[start : start + batch] for start in range(0, len(offsets), batch)]
     reading = threading.Lock()
 
@@ -139,10 +131,10 @@ def evaluate(
     at_once = max(1, threads // run.batch.microbatch_threads)
     with Bar("evaluating", len(offsets), unit="samples") as bar, ThreadPoolExecutor(at_once) as pool:
         for some, (loss, read) in zip(batches, pool.map(loss_and_bytes, batches), strict=True):
-            total += loss * len(some)
+            losses.append(loss)
             size_bytes += read
             bar(len(some))
-    loss, of_text = total / len(offsets), {}
+    loss, of_text = mean_loss(losses, [len(some) for some in batches]), {}
     if not made:
         tokens = len(offsets) * run.data.sequence_length
         of_text = {

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from peers.evaluation.data import pinned_eval
 from swarm.errors import SetupError
 from swarm.installed import import_file, is_file_name
 from swarm.manifest import CustomModelSpec, Run
@@ -21,17 +22,23 @@ MAX_TOLD = 20
 """Names of weights, in an error."""
 
 
-def pinned(run: Run, data: Dataset | Samples, start: Path | None = None) -> Run:
+def pinned(
+    run: Run,
+    data: Dataset | Samples,
+    start: Path | None = None,
+    held_out: Dataset | Samples | None = None,
+) -> Run:
     """`run` with what is open filled in, as it is on this machine.
 
     Args:
+        held_out: what it is evaluated on, if it is.
         start: the folder of the weights that it starts from, if its manifest names none of a hub.
 
     Raises:
         SetupError: the model cannot be built, is not what is pinned, or does not take these data; or the
             weights cannot be read, or are not of that model.
     """
-    run = data.pinned(run)
+    run = pinned_eval(data.pinned(run), held_out)
     if isinstance(run.model, CustomModelSpec):
         run = _with_model(run, data)
     if run.start.weights or start is not None:

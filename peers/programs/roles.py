@@ -160,10 +160,15 @@ class Bootstrap(Networked[BootstrapOptions]):
         options = self.options
         run = parse_run(sys.stdin.read()) if str(options.manifest) == "-" else load_run(options.manifest)
         if not run.pinned:
+            from peers.evaluation.data import open_eval
             from peers.programs.manifest_pinning import pinned
             from peers.storage.samples import open_data
 
-            run = pinned(run, open_data(run, options.data, options.tokenizer), options.start)
+            data, held_out = (
+                open_data(run, options.data, options.tokenizer),
+                open_eval(run, options.eval_data, options.tokenizer),
+            )
+            run = pinned(run, data, options.start, held_out)
         async with Node(
             options=await self._daemon_options(options.join),
             identity_path=options.identity,
@@ -478,6 +483,7 @@ class Train(_Looping[TrainOptions]):
     async def run(self) -> None:
         options = self.options
         async with self._joined("train", options, lambda: None) as (node, run):
+            from peers.evaluation.data import open_eval
             from peers.storage.samples import open_data
             from peers.trainer import Trainer, TrainerSettings
 
@@ -488,10 +494,13 @@ class Train(_Looping[TrainOptions]):
                 from swarm.model.custom import custom_model
 
                 await asyncio.to_thread(custom_model, run)  # seconds, once
+            held_out = await asyncio.to_thread(open_eval, run, options.eval_data, options.tokenizer)
             await self._tell_missing(options, node, run)
             window = None if options.window == "auto" else options.window
             settings = TrainerSettings(window=window, steps=options.steps)
-            await self._run(Trainer(run, batches, node.transport, node.directory, settings, self._emit))
+            await self._run(
+                Trainer(run, batches, node.transport, node.directory, settings, self._emit, held_out=held_out)
+            )
 
 
 class Keeper(_Looping[KeeperOptions]):

@@ -14,6 +14,7 @@ from peers.options import (
     DATA_HELP,
     DEVICE,
     DIR,
+    EVAL_HELP,
     FILE,
     IP,
     JOIN_HELP,
@@ -132,6 +133,7 @@ class InitOptions:
     manifest: Path | None = optional(FILE, "the terms of the run (default: those of swarm demo)")
     data: tuple[Path | str, ...] = several(DATA, DATA_HELP)
     tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
+    eval_data: tuple[Path | str, ...] = several(DATA, EVAL_HELP)
     start: Path | None = optional(NEEDED_FILE, START_HELP)
     peers: Door = option(None, "who may serve a stage (default: open)", "open", choices=DOORS)
     keepers: Door = option(None, "who may keep checkpoints (default: open)", "open", choices=DOORS)
@@ -150,6 +152,7 @@ class UpOptions:
     peers: int = option(COUNT, "peers of each stage (default: %(default)s)", 1)
     data: tuple[Path | str, ...] = several(DATA, "text files, if swarm init was given any elsewhere")
     tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
+    eval_data: tuple[Path | str, ...] = several(DATA, EVAL_HELP)
     start: Path | None = optional(NEEDED_FILE, START_HELP)
     yes: bool = switch(YES_HELP)
 
@@ -358,6 +361,7 @@ class DemoOptions:
         NEEDED_FILE, "text to train on; repeatable (default: little tales that it tells itself)"
     )
     manifest: Path | None = optional(FILE, "train this run instead of the built-in one")
+    eval_data: tuple[Path | str, ...] = several(DATA, EVAL_HELP)
     start: Path | None = optional(NEEDED_FILE, START_HELP)
     seed: int | None = optional(NUMBER, "of weights, data and kills")
     yes: bool = switch(YES_HELP)

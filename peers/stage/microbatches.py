@@ -159,7 +159,7 @@ class MicrobatchServer:
             takes = _shown(self._takes[0]) + also
             raise Refused(f"stage {core.stage} takes {takes}; offered were {_shown(work.tensors)}")
         proof = [proof_bytes(core.run, work.t, work.m)] if self._proven else []
-        if list(request.body_sizes) != _buffer_sizes(work.tensors) + proof:
+        if list(request.body_sizes) != buffer_sizes(work.tensors) + proof:
             raise Refused(
                 f"the announced buffers, {list(request.body_sizes)[:8]} bytes, do not fit the tensors"
             )
@@ -221,7 +221,7 @@ class MicrobatchServer:
             admitted = True
             body = await self._incoming.receive(request)
             check_inputs(self._core.run, self._core.stage, work, body)
-            inputs = _split(work.tensors, body)
+            inputs = split(work.tensors, body)
             self.taken += 1
         except BaseException as error:
             self._end(step, work.m, admitted=admitted)
@@ -363,7 +363,7 @@ class MicrobatchServer:
             if done.tensors not in self._gradients:
                 due = " or ".join(map(_shown, self._gradients))
                 raise BadAnswer(peer, f"answered {_shown(done.tensors)} where {due} was due")
-            if [memoryview(b).nbytes for b in answer.body] != _buffer_sizes(done.tensors):
+            if [memoryview(b).nbytes for b in answer.body] != buffer_sizes(done.tensors):
                 raise BadAnswer(peer, "answered buffers that do not fit their tensor")
             hops = self._core.run.S - self._core.stage - 1
             if len(done.hops) > hops or any(len(hop.peer) > MAX_PEER_ID for hop in done.hops):
@@ -379,7 +379,7 @@ class MicrobatchServer:
             work, body, max_answer_bytes=max(map(body_bytes, self._gradients)), check=check,
             closed=lambda: self._pointless(step),
         )  # fmt: skip
-        return peer, done, _split(done.tensors, answer.body)
+        return peer, done, split(done.tensors, answer.body)
 
     def _pointless(self, step: OpenStep) -> SwarmError | None:
         """Why a microbatch need not go on: its step is over, or this peer leaves and cannot finish it."""
@@ -452,7 +452,7 @@ def _done(loss: float, grads_in: Sequence[Encoded], *hops: Hop) -> WorkDone:
     return WorkDone(loss=loss, tensors=tuple(grad.meta for grad in grads_in), hops=hops)
 
 
-def _split(metas: Sequence[TensorMeta], buffers: Sequence[Buffer]) -> list[Encoded]:
+def split(metas: Sequence[TensorMeta], buffers: Sequence[Buffer]) -> list[Encoded]:
     """The buffers of a body, tensor by tensor."""
     tensors, at = [], 0
     for meta in metas:
@@ -462,7 +462,8 @@ def _split(metas: Sequence[TensorMeta], buffers: Sequence[Buffer]) -> list[Encod
     return tensors
 
 
-def _buffer_sizes(metas: Sequence[TensorMeta]) -> list[int]:
+def buffer_sizes(metas: Sequence[TensorMeta]) -> list[int]:
+    """The sizes of the buffers of these tensors."""
     return [size for meta in metas for size in encoded_sizes(meta)]
 
 

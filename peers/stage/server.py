@@ -25,6 +25,7 @@ from peers.audit.kept import KeptWork, serve_kept
 from peers.audit.sums import SumAudits
 from peers.audit.verdicts import TrustedDirectory
 from peers.clock import now_s
+from peers.evaluation.serving import EvaluationServer
 from peers.liveness_probe import Prober
 from peers.ports import Device, Directory, Rank, Transport
 from peers.stage.actions import Actions
@@ -106,6 +107,7 @@ class StagePeer:
             core, transport, membership, next_stage, max_inflight=settings.max_inflight,
             left_out=self._left_out, audits=audits,
         )  # fmt: skip
+        self.evaluations = EvaluationServer(core, transport, membership)
         serve_kept(core, transport, membership)
         kept_work = KeptWork(run, stage, transport, directory, lambda: core.version)
         self.answer_audits = AnswerAudits(core, transport, membership, self.convictions, kept_work)
@@ -140,7 +142,7 @@ class StagePeer:
         self.moving = Moving(core, directory, self.replicas, movable=settings.movable, go=self._move)
         self.status = StageStatus(
             core, transport, directory, settings, self.coordination, self.microbatches, all_reduce,
-            self.moving,
+            self.moving, self.evaluations,
         )  # fmt: skip
         self.convictions.on_conviction = self._do_without
         self._leaving = asyncio.Event()

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import msgspec
 
+from peers.evaluation.serving import EvaluationServer
 from peers.ports import Answer, Directory, NetworkPath, Rank, Request, Transport
 from peers.stage.all_reduce import AllReduce
 from peers.stage.coordination import StepCoordination
@@ -42,10 +43,11 @@ class StageStatus:
         microbatches: MicrobatchServer,
         all_reduce: AllReduce,
         moving: Moving,
+        evaluations: EvaluationServer,
     ) -> None:
         self._core, self._transport, self._directory, self._settings = core, transport, directory, settings
         self._coordination, self._microbatches, self._all_reduce = coordination, microbatches, all_reduce
-        self._moving = moving
+        self._moving, self._evaluations = moving, evaluations
         self.rehearsed_s = self._rehearsals_s = 0.0
         """What a microbatch took before there was any; all of the device's time that went into that."""
         self._past: dict[int, PastStep] = {}
@@ -138,7 +140,7 @@ class StageStatus:
         asked = unpack(request.header, AskStatus)
         check_run(asked.run, core.run.id)
         step, links = core.steps.get(core.version), self._links()
-        losses = self._coordination.run_status.losses
+        losses, evaluated = self._coordination.run_status.losses, self._evaluations.newest
         status = PeerStatus(
             peer=core.me, stage=core.stage, generation=core.generation, version=core.version,
             state="leaving" if self._moving.going else core.life,
@@ -148,6 +150,8 @@ class StageStatus:
             coordinator=self._coordination.coordinator(core.stage) or "", audit=core.audit,
             since=self._settings.joined_at, loss=losses[-1][1] if losses else None,
             loss_step=losses[-1][0] if losses else -1,
+            eval_loss=evaluated[1] if evaluated else None,
+            eval_version=evaluated[0] if evaluated else -1,
             bytes_in=sum(link.bytes_in for link in links), bytes_out=sum(link.bytes_out for link in links),
             links=tuple(links[:MAX_LINKS_TOLD]), rebalance=self._moving.decided[:MAX_WORDS],
             busy_s=core.device.busy_s, taken=microbatches.taken, answered=microbatches.answered,

@@ -78,7 +78,7 @@ class WholeRun:
     def __init__(self, health: Callable[[], SwarmHealth]) -> None:
         self._health, self._shown, self._ticks = health, None, 0
         self._title = head(back=False)
-        self._stats = Stats("step", "loss", "tokens/s", "left", "peers", "trainers", "seen")
+        self._stats = Stats("step", "loss", "held out", "tokens/s", "left", "peers", "trainers", "seen")
         self._bar = ui.linear_progress(0.0, show_value=False)
         self._alerts = div("").style("width: 100%").props('data-part="alerts" aria-live="polite"')
         self._alerted: tuple[Any, ...] = ()
@@ -108,6 +108,7 @@ class WholeRun:
         self._stats.show(
             step=f"{health.version} / {health.steps}",
             loss="–" if health.loss is None else f"{health.loss:.4f}",
+            **{"held out": f"{health.evaluations[-1][1]:.4f}" if health.evaluations else "–"},
             **{"tokens/s": "–" if health.tokens_per_s is None else f"{health.tokens_per_s:,.0f}"},
             left="–" if health.left_s is None else clock(health.left_s),
             peers=f"{serving} of {there}" if serving < there else str(there),

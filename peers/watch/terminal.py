@@ -89,7 +89,12 @@ def _steps(health: SwarmHealth, width: int) -> RenderableType:
 
 def _loss(health: SwarmHealth, width: int) -> Text:
     line = Text(" loss  ", style="dim", no_wrap=True)
-    return line.append(curve([loss for _, loss in health.losses], width - 8), style="not dim")
+    held_out = ""
+    if health.evaluations:
+        version, loss = health.evaluations[-1]
+        held_out = f"   held out {loss:.4f} at step {version}"
+    line.append(curve([loss for _, loss in health.losses], width - 8 - len(held_out)), style="not dim")
+    return line.append(held_out, style="not dim")
 
 
 def _alerts(alerts: Sequence[Alert], most: int) -> list[Text]:

@@ -28,7 +28,7 @@ class Report:
 
     def __init__(self, log: Log) -> None:
         self._log = log
-        self._version, self._loss_version, self._went_back = -1, -1, 0
+        self._version, self._loss_version, self._eval_version, self._went_back = -1, -1, -1, 0
         self._seen_at = float("-inf")
         self._faults = 0
 
@@ -42,6 +42,10 @@ class Report:
             if version > self._loss_version:
                 self._log(version, {"loss": loss})
                 self._loss_version = version
+        for version, loss in health.evaluations:
+            if version > self._eval_version:
+                self._log(version, {"eval_loss": loss})
+                self._eval_version = version
         if health.version <= self._version:
             return
         numbers: dict[str, float] = {"faults": self._faults, "trainers": len(health.trainers)}

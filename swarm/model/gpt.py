@@ -145,8 +145,8 @@ class GptStage(nn.Module):
     ) -> torch.Tensor:
         """Tokens [B, T] int64 (first stage) or hidden [B, T, H] -> hidden, or the mean loss (last stage).
 
-        `mb` decides the dropout; without it there is none. Without labels the last stage gives logits
-        [B, T, V].
+        `mb` decides the dropout; without it there is none, and no `z_loss`. Without labels the last stage
+        gives logits [B, T, V].
         """
         dropout = Dropout(self._seed, mb, self._p) if mb is not None and self._p else None
         if self.first:
@@ -168,7 +168,7 @@ class GptStage(nn.Module):
         # Autocast leaves the logits in bfloat16: too coarse for a sum over the vocabulary.
         flat = flat.float() if flat.dtype == torch.bfloat16 else flat
         loss = functional.cross_entropy(flat, labels_BT.flatten())
-        if self._z_loss and self.training:
+        if self._z_loss and mb is not None:
             loss = loss + self._z_loss * flat.logsumexp(-1).square().mean()
         return loss
 

@@ -122,6 +122,27 @@ class StageCompute:
         outputs = self._boundary.encode_outputs(mb, entered, computed, codec)
         return Forward(mb, version, self.state.loads, kept, outputs, computed if keep else None)
 
+    def evaluate(self, version: int, inputs: Sequence[Wire]) -> list[Encoded] | float:
+        """The inputs of the next stage, or the loss, of samples that are not trained on, with these weights.
+
+        `inputs`: as `forward` takes them.
+
+        Raises: as `forward`.
+        """
+        if not self.version - self.state.versions < version <= self.version:
+            cls, text = (NotReady, "not here yet") if version > self.version else (Stale, "gone")
+            raise cls(f"weights {version} of stage {self.stage} are {text}", version=self.version)
+        mb = Microbatch(version, 0)  # as errors call it
+        with torch.no_grad():
+            entered = self._boundary.enter([Encoded(meta, buffers) for meta, buffers in inputs])
+            computed = self._compute(mb, version, entered, drops=False)
+        if not self._last:
+            return self._boundary.encode_outputs(mb, entered, computed, None)
+        loss = computed.outputs[0].item()
+        if not math.isfinite(loss):
+            raise Refused(f"the loss of the evaluation of version {version} is not finite: {loss}")
+        return loss
+
     def gradients(self, fwd: Forward, grads_out: Sequence[Wire], *, weights: bool) -> Gradients:
         """The gradients of the inputs and, with `weights`, of the weights, from those of the outputs.
 
@@ -282,7 +303,7 @@ class StageCompute:
     def _gone(self, mb: Microbatch) -> Stale:
         return Stale(f"{mb} was computed with weights that are gone", version=self.version)
 
-    def _compute(self, mb: Microbatch, version: int, entered: Entered) -> Computed:
+    def _compute(self, mb: Microbatch, version: int, entered: Entered, *, drops: bool = True) -> Computed:
         use_threads_of(self.run)
         module, function = self._modules[version % len(self._modules)], self._function
         leaves: list[torch.Tensor] = []
@@ -295,7 +316,7 @@ class StageCompute:
             values.append(value)
         try:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.run.dtype == "bfloat16"):
-                made, statistics = function.compute(module, values, mb)
+                made, statistics = function.compute(module, values, mb if drops else None)
         except (IndexError, RuntimeError) as error:
             # A whole number from another peer with unknown bounds.
             if isinstance(error, IndexError) or "index" in str(error):

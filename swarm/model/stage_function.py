@@ -52,8 +52,9 @@ class StageFunction:
     """Output without a gradient -> the value that it is, unchanged."""
     module: Callable[[], nn.Module]
     """A new one each time. Its parameters have shapes; their numbers do not count."""
-    compute: Callable[[nn.Module, Values, Microbatch], Output]
-    """Outputs as `gives` has them (what passes is not looked at), or the loss; in the module's dtypes."""
+    compute: Callable[[nn.Module, Values, Microbatch | None], Output]
+    """Outputs as `gives` has them (what passes is not looked at), or the loss; in the module's dtypes.
+    Without a microbatch it evaluates: nothing is dropped, nor added to the loss."""
     enter: Callable[[list[torch.Tensor]], list[torch.Tensor]] = list
     """What came without a gradient (on the host), and hidden, as entries."""
 
@@ -68,7 +69,7 @@ def _built_in(run: Run, stage: Stage) -> StageFunction:
     hidden = Entry(torch.int64, False) if first else Entry(boundary_dtype(run), True)
     labels = Entry(torch.int64 if last else None, False)
 
-    def compute(module: nn.Module, values: Values, mb: Microbatch) -> Output:
+    def compute(module: nn.Module, values: Values, mb: Microbatch | None) -> Output:
         x, y = values
         return Output((module(x, y, mb=mb),), {})
 
@@ -104,7 +105,7 @@ def _custom(run: Run, stage: Stage) -> StageFunction:
         if value.name in comes and not value.differentiable
     }
 
-    def compute(module: nn.Module, values: Values, mb: Microbatch) -> Output:
+    def compute(module: nn.Module, values: Values, mb: Microbatch | None) -> Output:
         return module(*values, mb=mb)
 
     return StageFunction(

@@ -147,6 +147,8 @@ class Aggregator:
         """By version: what peers said of the step to it."""
         self._spoken_of: set[int] = set()
         """Versions of which something was said since the last observation."""
+        self._evaluations: dict[int, float] = {}
+        """Version -> its loss on samples that are held out."""
         self._happenings: deque[Happening] = deque(maxlen=MAX_HAPPENINGS)
         self._work: dict[PeerId, _Work] = {}
         self._most_serving = [0] * run.S
@@ -299,7 +301,7 @@ class Aggregator:
             if self._began is None:
                 self._position = self._paused_position()
             return
-        self._update_loss(
+        self._update_losses(
             [status for status in fresh if status.generation == position.generation], position.version
         )
         if self._began is None:
@@ -348,7 +350,7 @@ class Aggregator:
         ]
         return statistics.median_high(versions) if versions else Position()
 
-    def _update_loss(self, fresh: Sequence[PeerStatus], version: int) -> None:
+    def _update_losses(self, fresh: Sequence[PeerStatus], version: int) -> None:
         said: dict[int, list[tuple[float, PeerId]]] = {}
         for status in fresh:
             if status.loss is not None and 0 <= status.loss_step < version:
@@ -358,13 +360,25 @@ class Aggregator:
             told = [(step.loss, peer) for peer, step in by.items() if step.loss is not None]
             said.setdefault(of_version, told)
         self._spoken_of.clear()
-        for of_version, losses in said.items():
-            if losses and len(losses) >= min(2, len(fresh)):  # no peer is believed alone
-                self._losses[of_version] = self._median(losses, high=False)
-        for points in (self._losses, self._past):
+        self._believe(self._losses, said, of=len(fresh))
+        held_out: dict[int, list[tuple[float, PeerId]]] = {}
+        first = [status for status in fresh if status.stage == 0]  # to them trainers say it
+        for status in first:
+            if status.eval_loss is not None and 0 <= status.eval_version <= version:
+                held_out.setdefault(status.eval_version, []).append((status.eval_loss, status.peer))
+        self._believe(self._evaluations, held_out, of=len(first))
+        for points in (self._losses, self._past, self._evaluations):
             if len(points) > MAX_POINTS:
                 for of_version in sorted(points)[1:-1:2]:
                     del points[of_version]
+
+    def _believe(
+        self, known: dict[int, float], said: Mapping[int, Sequence[tuple[float, PeerId]]], *, of: int
+    ) -> None:
+        """Note the losses that enough of so many peers have said; no peer is believed alone."""
+        for version, losses in said.items():
+            if losses and len(losses) >= min(2, of):
+                known[version] = self._median(losses, high=False)
 
     def _step_times(self) -> tuple[tuple[int, float], ...]:
         """What peers say; without that, what was seen: steps between two observations get their mean."""
@@ -453,6 +467,7 @@ class Aggregator:
             trainer_away_s=self._trainer_away_s(now),
             routes=self._routes(),
             losses=tuple(sorted(self._losses.items())),
+            evaluations=tuple(sorted(self._evaluations.items())),
             step_times=self._step_times(),
             cut_off_s=self._cut_off_s(now),
             happenings=tuple(self._happenings),

@@ -192,6 +192,8 @@ class SwarmHealth:
     """The busiest first."""
     losses: tuple[tuple[int, float], ...]
     """(version, loss), ascending; not of every step."""
+    evaluations: tuple[tuple[int, float], ...]
+    """(version, its loss on samples that are held out), ascending."""
     step_times: tuple[tuple[int, float], ...]
     """(version, seconds that the step to it took), ascending, as peers say; not of every step."""
     cut_off_s: float | None

@@ -1,6 +1,8 @@
 """Headers of every call between peers: msgpack, schema-checked, bounded. Tensors follow as raw buffers.
 
     work      trainer or stage s → stage s+1 Work + tensors         → WorkDone + gradient
+    eval      trainer or stage s → stage s+1 Evaluate + tensors     → EvalDone
+    evaluated trainer → stage-0 peer         Evaluated              → Ack
     locate    peer → next stage's peer       Locate                 → Located
     report    replica → its coordinator      ReplicaReport + losses → Directive
     directive coordinator → replica          Directive              → Ack
@@ -92,6 +94,28 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """In a run that names trainers."""
     fed: Signature = b""
     """The caller's, of `Fed`: in such a run, from a stage peer."""
+
+
+class Evaluate(msgspec.Struct, frozen=True, kw_only=True):
+    """The loss of microbatch `e` of the evaluation before step `t`, by these peers of later stages."""
+
+    run: str
+    t: int
+    e: int
+    route: tuple[PeerId, ...] = ()
+    tensors: tuple[TensorMeta, ...] = ()
+
+
+class EvalDone(msgspec.Struct, frozen=True, kw_only=True):
+    loss: float
+
+
+class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
+    """What an evaluation of the weights of `version` came to, for those that ask for the run's status."""
+
+    run: str
+    version: int
+    loss: float
 
 
 class Hop(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -405,6 +429,9 @@ class PeerStatus(Positioned, frozen=True, kw_only=True):
     """The step that `loss` belongs to."""
     past: tuple[PastStep, ...] = ()
     """Steps that were asked for, ascending; of many not all."""
+    eval_loss: float | None = None
+    """Of the newest evaluation that it was told of, of version `eval_version`."""
+    eval_version: int = -1
 
 
 def _encode(value: object) -> bytes:

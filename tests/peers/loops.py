@@ -105,12 +105,18 @@ class Swarm:
         return first[0]
 
     def add_trainer(
-        self, name: str, *, batches: object | None = None, window: int | None = 6, steps: int | None = None
+        self,
+        name: str,
+        *,
+        batches: object | None = None,
+        window: int | None = 6,
+        steps: int | None = None,
+        held_out: Any = None,
     ) -> Trainer:
         end = self.network.join(name)
         trainer = Trainer(
             self.run, batches or self.batches, end.transport, end.directory,
-            TrainerSettings(window=window, steps=steps), self.events.append,
+            TrainerSettings(window=window, steps=steps), self.events.append, held_out=held_out,
         )  # fmt: skip
         self.trainers[name] = trainer
         self.start(end, trainer.run())

@@ -14,10 +14,10 @@ import torch
 
 from peers.cli import Exit, main
 from peers.programs import pretrained
-from peers.programs.evaluate import spread
 from peers.storage import checkpoint
 from peers.storage.dataset import open_dataset
 from swarm.errors import SetupError
+from swarm.evaluation import spread
 from swarm.manifest import BatchSpec, CodecSpec, CustomModelSpec, DataSpec, Run, demo_run
 from swarm.model.graph.custom_model import build, pin_model
 from swarm.model.layout import initial_state

@@ -38,7 +38,8 @@ def trainer() -> Trainer:
 
 
 async def test_a_stage_whose_peers_are_paused_is_not_called_lost() -> None:
-    this, said = trainer(), list[str]()
+    this: Any = trainer()
+    said = list[str]()
     record = PeerRecord(peer="p", run=RUN.id, stage=1, state="serving", version=0)
     this._emit = lambda event: said.append(event.words())
     this._directory = records = Records()

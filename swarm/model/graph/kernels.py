@@ -22,10 +22,13 @@ class SeededRandom:
 
     seed: int
     """The run's."""
-    mb: Microbatch
+    mb: Microbatch | None
+    """None: nothing is dropped."""
 
     def drop(self, x: torch.Tensor, p: float, site: str) -> torch.Tensor:
         """`x` with each element zeroed with probability `p`, the others scaled by 1 / (1 - p)."""
+        if self.mb is None:
+            return x
         return Dropout(self.seed, self.mb, p)(x, site) if p < 1.0 else x * 0.0
 
 

@@ -47,9 +47,9 @@ class StageModule(nn.Module):
             owner, leaf = self._adopt(name)
             owner.register_buffer(leaf, traced.buffers[name])
 
-    def forward(self, *inputs: torch.Tensor | None, mb: Microbatch) -> Output:
+    def forward(self, *inputs: torch.Tensor | None, mb: Microbatch | None) -> Output:
         """`inputs` in the order of `plan.inputs`, all on the device of the parameters. What none of its
-        operators reads, and only passes, may be None."""
+        operators reads, and only passes, may be None. Without `mb` nothing is dropped."""
         held = [getattr(owner, leaf) for owner, leaf in self._held]
         device = next(tensor.device for tensor in (*held, *inputs) if tensor is not None)
         made = self._compute(device, SeededRandom(self._seed, mb), *held, *inputs)

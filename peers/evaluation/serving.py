@@ -1,0 +1,115 @@
+"""A stage's part in an evaluation: it computes forward, and asks the next stage. No ledger or sum sees it."""
+
+from __future__ import annotations
+
+from peers.incoming import Incoming
+from peers.ports import Answer, Rank, Request, Transport
+from peers.stage.membership import Membership
+from peers.stage.microbatches import buffer_sizes, split
+from peers.stage.state import StageCore
+from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused
+from swarm.evaluation import is_due, microbatches, version_of
+from swarm.model.stage_io import body_bytes, input_metas
+from swarm.wire.codec import Encoded
+from swarm.wire.messages import (
+    Ack,
+    EvalDone,
+    Evaluate,
+    Evaluated,
+    check_run,
+    pack,
+    unpack,
+    unpack_answer,
+)
+
+OPEN_WAIT_S = 2.5
+"""How long a request waits for the weights that it names, as one to train does."""
+MAX_AT_ONCE = 32
+"""Evaluations in flight: each holds its inputs."""
+CALL_S = 120.0
+
+
+class EvaluationServer:
+    """Answers `eval`, and at stage 0 `evaluated`."""
+
+    def __init__(self, core: StageCore, transport: Transport, membership: Membership) -> None:
+        self._core, self._transport, self._membership = core, transport, membership
+        self._incoming = Incoming()
+        self._inflight = 0
+        self.newest: tuple[int, float] | None = None
+        """Version and loss, as a trainer told."""
+        if not core.run.eval.every:
+            return
+        self._takes = input_metas(core.run, core.stage)
+        transport.serve("eval", self._serve, max_body_bytes=body_bytes(self._takes))
+        if core.stage == 0:
+            transport.serve("evaluated", self._hear)
+
+    async def _hear(self, request: Request) -> Answer:
+        told, run = unpack(request.header, Evaluated), self._core.run
+        check_run(told.run, run.id)
+        self._require_trainer(request)
+        if not (0 <= told.version <= run.steps and -1e30 < told.loss < 1e30):
+            raise Refused(f"no evaluation of version {told.version} with the loss {told.loss}")
+        if self.newest is None or told.version >= self.newest[0]:
+            self.newest = told.version, told.loss
+        return Answer(pack(Ack()))
+
+    async def _serve(self, request: Request) -> Answer:
+        core, wanted = self._core, unpack(request.header, Evaluate)
+        self._check(wanted, request)
+        if core.stage > 0:
+            await self._membership.require(request.peer, core.stage - 1)
+        if self._inflight >= MAX_AT_ONCE:
+            raise Busy(f"{self._inflight} evaluations are in flight")
+        self._inflight += 1
+        try:
+            if wanted.t < core.run.steps:
+                await core.step(wanted.t, wait_s=OPEN_WAIT_S)
+            inputs = split(wanted.tensors, await self._incoming.receive(request))
+            version = version_of(core.run, wanted.t)
+            made = await core.device.run(Rank.FORWARD, wanted.t, core.compute.evaluate, version, inputs)
+            loss = await self._next(wanted, made) if isinstance(made, list) else made
+        finally:
+            self._inflight -= 1
+        return Answer(pack(EvalDone(loss=loss)))
+
+    def _check(self, wanted: Evaluate, request: Request) -> None:
+        core, run = self._core, self._core.run
+        check_run(wanted.run, run.id)
+        if core.stage == 0:
+            self._require_trainer(request)
+        if not (is_due(run, wanted.t) and 0 <= wanted.e < microbatches(run)):
+            raise Refused(f"no microbatch {wanted.e} of an evaluation before step {wanted.t}")
+        if wanted.tensors != self._takes or list(request.body_sizes) != buffer_sizes(wanted.tensors):
+            raise Refused(f"stage {core.stage} takes other tensors to evaluate")
+        if core.leaving:
+            raise Leaving("this peer is leaving")
+        if not core.joined:
+            raise NotReady("this peer is joining", version=-1)
+
+    def _require_trainer(self, request: Request) -> None:
+        trainers = self._core.run.admission.trainers
+        if trainers and request.peer not in trainers:
+            raise Refused(f"run {self._core.run.name!r} does not admit {request.peer} as a trainer")
+
+    async def _next(self, wanted: Evaluate, outputs: list[Encoded]) -> float:
+        """The loss, by the next stage. Which of its peers is tried again is the trainer's choice."""
+        if not wanted.route:
+            raise NotReady(f"no peer of stage {self._core.stage + 1} was named", version=self._core.version)
+        peer, *rest = wanted.route
+        header = pack(
+            Evaluate(
+                run=wanted.run, t=wanted.t, e=wanted.e, route=tuple(rest),
+                tensors=tuple(output.meta for output in outputs),
+            )
+        )  # fmt: skip
+        body = [buffer for output in outputs for buffer in output.buffers]
+        try:
+            answer = await self._transport.call(peer, "eval", header, body, deadline_s=CALL_S)
+            done = unpack_answer(peer, answer.header, EvalDone)
+            if not -1e30 < done.loss < 1e30:
+                raise BadAnswer(peer, f"answered with the loss {done.loss}")
+        except PeerFault as fault:  # the caller can do nothing about it
+            raise NotReady(fault.text, version=self._core.version) from None
+        return done.loss

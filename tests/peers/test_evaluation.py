@@ -1,0 +1,218 @@
+"""Evaluation on the way: its losses follow from the manifest, whatever dies, and no weight sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import generate_latest
+
+from peers.evaluation.data import open_eval, pinned_eval
+from peers.events import Evaluated
+from peers.programs.evaluate import evaluate
+from peers.programs.status import ask, picture
+from peers.storage.dataset import open_dataset
+from peers.storage.weights import Weights
+from peers.watch.prometheus import registry_of
+from peers.watch.terminal import _loss
+from swarm.errors import NotReady, Refused, SetupError, Stale
+from swarm.evaluation import eval_data, eval_offsets, is_due, mean_loss, microbatches, version_of
+from swarm.manifest import DataSpec, EvalSpec, Run, demo_run, parse_run
+from swarm.model.evaluate import loss_of
+from swarm.model.reference import SingleProcess
+from swarm.wire.codec import encode
+from swarm.wire.messages import Evaluate, pack
+from swarm.wire.messages import Evaluated as Told
+from tests.model.chain import TEXT, Chain, batch_of, tiny_run
+from tests.peers.loops import swarm
+
+pytestmark = pytest.mark.virtual_time
+
+
+class Text:
+    """The bytes that the single process reads too."""
+
+    def __init__(self, batch: Callable[[list[int]], np.ndarray]) -> None:
+        self.batch = batch
+
+
+def eval_run(**changes: Any) -> Run:
+    spec = EvalSpec(every=2, samples=6, sha256="a" * 64, tokens=len(TEXT))
+    terms: dict[str, Any] = {
+        "dtype": "float32",
+        "steps": 5,
+        "eval": spec,
+        "model": {"dropout": 0.3, "z_loss": 0.1},
+    }
+    codec = {"forward": "blockwise8", "backward": "blockwise8"}
+    return tiny_run(**{**terms, "codec": codec, **changes})
+
+
+def expected_loss(run: Run, weights: dict[str, torch.Tensor]) -> float:
+    """By the whole model, as `swarm eval` computes it."""
+    loss, batch = loss_of(run, weights), batch_of(run)
+    losses = [loss(batch(eval_offsets(run, e))) for e in range(microbatches(run))]
+    return mean_loss(losses, [run.batch.microbatch_size] * len(losses))
+
+
+def expected(run: Run) -> tuple[dict[int, float], SingleProcess]:
+    """(version -> loss, the run in one process)."""
+    single, found, before = SingleProcess(run, batch_of(run)), dict[int, float](), dict[int, Any]()
+    for t in range(run.steps + 1):
+        before[t] = single.named_weights()
+        if is_due(run, t):
+            found[version_of(run, t)] = expected_loss(run, before[version_of(run, t)])
+        if t < run.steps:
+            single.step(t)
+    return found, single
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+async def test_with_deaths_and_two_trainers_its_losses_are_those_of_one_process_to_the_last_bit(
+    delayed: bool,
+) -> None:
+    run = eval_run(delayed_updates=delayed)
+    losses, single = expected(run)
+    assert losses.keys() == ({0, 1, 3, 5} if delayed else {0, 2, 4, 5})
+    held_out = Text(batch_of(run))
+    async with swarm(run, batches=held_out) as s:
+        s.add_trainer("trainer", held_out=held_out)
+        s.add_trainer("other", held_out=held_out)
+        s.on_call("eval", lambda *_: s.kill("s1p0"), to="s1p0", nth=2)
+        s.on_call("eval", lambda *_: s.kill("s2p1"), to="s2p1", nth=5)
+        s.on_call("work", lambda *_: s.kill("s0p1"), to="s0p1", nth=4)
+        await s.until_finished(limit_s=90.0)
+        await s.until(lambda: all(s.tasks[name].done() for name in s.trainers))
+        told = {(event.version, event.loss) for event in s.seen(Evaluated)}
+        assert told == set(losses.items())
+        reference = single.named_weights()
+        for _, peer in s.live():
+            for name, weight in peer.core.compute.state.named_weights().items():
+                assert torch.equal(weight, reference[name]), name
+        (first,) = [peer for _, peer in s.live() if peer.stage == 0]
+        assert first.evaluations.newest == (5, losses[5])
+        records = [*s.network.records.values()]
+        seen = picture(run, await ask(run, s.network.join("monitor").transport, records, now=0.0))
+        assert seen.evaluations == ((5, losses[5]),)
+        assert f"held out {losses[5]:.4f} at step 5" in str(_loss(seen, 100))
+        assert f"swarm_run_eval_loss {losses[5]!r}" in generate_latest(registry_of(lambda: seen)).decode()
+
+
+async def test_a_trainer_without_the_data_evaluates_nothing_and_holds_nothing_up() -> None:
+    run = eval_run()
+    async with swarm(run, batches=Text(batch_of(run))) as s:
+        s.add_trainer("trainer")
+        await s.until_finished(limit_s=60.0)
+        assert not s.seen(Evaluated)
+
+
+async def test_what_is_no_part_of_an_evaluation_is_refused_before_it_is_received() -> None:
+    run = eval_run()
+    async with swarm(run, batches=Text(batch_of(run))) as s:
+        await s.until_serving()
+        body = [np.ascontiguousarray(batch_of(run)(eval_offsets(run, 0))).data.cast("B")]
+        metas = encode(torch.from_numpy(batch_of(run)(eval_offsets(run, 0))), "none").meta
+        stranger = s.network.join("stranger").transport
+
+        async def asked(body: Any = body, **changes: Any) -> None:
+            wanted = Evaluate(**{"run": run.id, "t": 0, "e": 0, "tensors": (metas,), **changes})
+            await stranger.call("s0p0", "eval", pack(wanted), body)
+
+        for changes in ({"t": 1}, {"t": -2}, {"t": 6}, {"e": 3}, {"e": -1}):
+            with pytest.raises(Refused, match=r"no microbatch .* of an evaluation"):
+                await asked(**changes)
+        with pytest.raises(Refused, match="takes other tensors"):
+            await asked(tensors=())
+        with pytest.raises(Refused, match="takes other tensors"):
+            await asked(body=[b"1"])
+        with pytest.raises(NotReady, match="no peer of stage 1 was named"):
+            await asked()
+        with pytest.raises(Refused, match="no evaluation of version 9"):
+            await stranger.call("s0p0", "evaluated", pack(Told(run=run.id, version=9, loss=1.0)))
+        with pytest.raises(Refused, match="no evaluation of version 1 with the loss inf"):
+            await stranger.call("s0p0", "evaluated", pack(Told(run=run.id, version=1, loss=float("inf"))))
+
+
+def test_a_stage_evaluates_with_weights_that_it_holds() -> None:
+    run = eval_run()
+    chain = Chain(run)
+    tokens = [encode(torch.from_numpy(batch_of(run)(eval_offsets(run, 0))), "none")]
+    with pytest.raises(NotReady, match="weights 1 of stage 0 are not here yet"):
+        chain.stages[0].evaluate(1, tokens)
+    chain.step(0)
+    with pytest.raises(Stale, match="weights 0 of stage 0 are gone"):
+        chain.stages[0].evaluate(0, tokens)
+    passed: Any = tokens
+    for stage in chain.stages:
+        passed = stage.evaluate(1, passed)
+    assert passed == loss_of(run, chain.named_weights())(batch_of(run)(eval_offsets(run, 0)))
+
+
+# --- the data
+
+
+def text_run(tmp_path: Any, letters: int, **spec: Any) -> tuple[Run, Any]:
+    run = replace(demo_run(stages=2), data=DataSpec(source="tales", sequence_length=16))
+    run = replace(run, batch=replace(run.batch, microbatch_size=2))
+    run = replace(run, eval=EvalSpec(**{"every": 2, "samples": 4, **spec}))
+    (tmp_path / "held-out.txt").write_text("abcdefgh" * (letters // 8))
+    return run, tmp_path / "held-out.txt"
+
+
+def test_the_manifest_pins_what_the_run_is_evaluated_on(tmp_path: Any) -> None:
+    run, path = text_run(tmp_path, 160)
+    found = pinned_eval(open_dataset(run).pinned(run), open_eval(run, [path], None))
+    assert found.pinned and found.eval.tokens == 160 and parse_run(found.to_toml()) == found
+    assert open_eval(found, [path], None) is not None
+    assert eval_offsets(found, 0) + eval_offsets(found, 1) == [0, 36, 72, 108]
+    path.write_text("abcdefgx" * 20)
+    with pytest.raises(SetupError, match="not the data of the run"):
+        open_eval(found, [path], None)
+    with pytest.raises(SetupError, match="give the text to evaluate on with --eval-data"):
+        open_eval(found, [], None)
+    with pytest.raises(SetupError, match=r"the manifest of run 'demo' has no table \[eval\]"):
+        open_eval(replace(run, eval=EvalSpec()), [path], None)
+    assert not run.pinned and eval_data(found).data.sha256 == found.eval.sha256
+
+
+def test_an_evaluation_of_more_samples_than_there_are_is_refused(tmp_path: Any) -> None:
+    run, path = text_run(tmp_path, 64)
+    with pytest.raises(SetupError, match=r"eval.samples = 4, but .* have 3 samples of 16 tokens"):
+        pinned_eval(run, open_eval(run, [path], None))
+
+
+def test_swarm_eval_finds_the_same_loss(tmp_path: Any) -> None:
+    run, path = text_run(tmp_path, 320)
+    text = open_eval(run, [path], None)
+    assert text is not None
+    run = pinned_eval(open_dataset(run).pinned(run), text)
+    weights = {n: w for stage in Chain(run).stages for n, w in stage.state.named_weights().items()}
+    found = evaluate(Weights(run=run, step=0, by_name=weights), text, run.eval.samples)
+    loss = loss_of(run, weights)
+    losses = [loss(text.batch(eval_offsets(run, e))) for e in range(microbatches(run))]
+    assert found.loss == mean_loss(losses, [2] * len(losses))
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"every": 2, "samples": 0}, "eval.samples = 0"),
+        ({"every": 0, "samples": 4}, "eval.every = 0"),
+        ({"samples": 3}, r"a multiple of batch.microbatch_size \(2\)"),
+        ({"data": "a.b:c"}, '"files" when data.source is "tales"'),
+        ({"sha256": "a" * 64}, "given together with eval.tokens"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused(tmp_path: Any, spec: dict[str, Any], words: str) -> None:
+    with pytest.raises(SetupError, match=words):
+        text_run(tmp_path, 160, **spec)
+
+
+def test_the_steps_that_are_evaluated() -> None:
+    run = eval_run()
+    assert [t for t in range(8) if is_due(run, t)] == [0, 2, 4, 5]
+    assert not is_due(tiny_run(), 0)
