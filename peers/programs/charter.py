@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 DAY_S = 86_400
 FIND_S = 10.0
+CHECKPOINT_EVERY = 20
+"""Steps of the run that is made without a manifest: about ten seconds."""
 
 
 # --- on this machine ---
@@ -58,7 +60,11 @@ def run_init(options: InitOptions) -> None:
     taken = [name for name in ("owner.key", "run.toml", "charter") if (folder / name).exists()]
     if taken:
         raise SetupError(f"{folder / taken[0]} is there already: name another folder for another run")
-    run = demo_run() if options.manifest is None else load_run(options.manifest)
+    run = (
+        replace(demo_run(), checkpoint_every=CHECKPOINT_EVERY)
+        if options.manifest is None
+        else load_run(options.manifest)
+    )
     if run.admission.owner:
         raise SetupError("the manifest has an owner already (admission.owner): leave it out, a key is made")
     keys = {who: Identity.generate() for who in ("owner", "trainer", "auditor")}

@@ -148,7 +148,8 @@ def run_up(options: UpOptions) -> None:
     terms, here = run.terms, shlex.quote(str(folder))
     lines = Lines(f"{terms.name}: {count(terms.S, 'stage')}, {count(terms.steps, 'step')}", sys.stdout)
     lines.say(f"watch it: {program()} dashboard @{here}/join.txt")
-    lines.say(f"stop it: Ctrl-C; {program()} up {here} goes on from the last checkpoint")
+    kept = "from the last checkpoint" if terms.checkpoint_every else "from the start (checkpoint_every = 0)"
+    lines.say(f"stop it: Ctrl-C; {program()} up {here} goes on {kept}")
     with local(run, options.peers, on_event=lines, progress=False, yes=options.yes, folder=folder) as swarm:
         for _ in swarm:
             pass

@@ -85,6 +85,12 @@ def test_a_run_is_made_with_all_that_its_owner_needs(
     assert f"{folder}/owner.key is there already: name another folder" in capsys.readouterr().err
 
 
+def test_the_run_that_is_made_without_a_manifest_needs_no_data_and_is_kept(tmp_path: Path) -> None:
+    assert init(tmp_path / "mine") == 0
+    run = load_run(tmp_path / "mine" / "run.toml")
+    assert (run.data.source, run.pinned) == ("tales", True) and run.checkpoint_every > 0
+
+
 def test_what_init_cannot_do_is_said_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
