@@ -156,7 +156,7 @@ def run_up(options: UpOptions) -> None:
     model = folder / "model.safetensors"
     export(folder / "checkpoints", terms, None, model)
     lines.say(f"the trained model is {model}. See what it writes:")
-    lines.say(f"    {program()} generate --model {shlex.quote(str(model))} 'Once '")
+    lines.say(f"    {program()} generate --model {shlex.quote(str(model))} 'Once upon a time '")
 
 
 def _kill_steps(steps: int, kills: int) -> list[int]:

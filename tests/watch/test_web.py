@@ -96,6 +96,10 @@ def test_the_picture_is_there_as_plain_json(address: str) -> None:
     assert told["stages"][2]["peers"][0]["device"].startswith("<img")
 
 
+def test_the_labels_under_a_plot_make_room_for_one_another_on_a_phone(address: str) -> None:
+    assert fetched(address)[2].count("hideOverlap") == 2
+
+
 def test_nothing_can_be_changed(address: str) -> None:
     for path in ("api/health", ""):
         for method in ("POST", "PUT", "DELETE"):
