@@ -52,7 +52,7 @@ async def ask(
     answers: list[PeerStatus | str | None] = []
     if transport is not None:
         answers = await asyncio.gather(
-            *(ask_or_why(run, transport, r, deadline_s=ask_s, directory=directory) for r in there)
+            *(ask_or_why(run, transport, r, deadline_s=ask_s, directory=directory, after=0) for r in there)
         )
     return Observation(
         at=now,

@@ -140,7 +140,7 @@ class StageStatus:
         asked = unpack(request.header, AskStatus)
         check_run(asked.run, core.run.id)
         step, links = core.steps.get(core.version), self._links()
-        losses, evaluated = self._coordination.run_status.losses, self._evaluations.newest
+        evaluated = self._evaluations.newest
         status = PeerStatus(
             peer=core.me, stage=core.stage, generation=core.generation, version=core.version,
             state="leaving" if self._moving.going else core.life,
@@ -148,8 +148,7 @@ class StageStatus:
             inflight=microbatches.inflight, max_inflight=microbatches.max_inflight,
             speed=self._speed(), computed=core.computed,
             coordinator=self._coordination.coordinator(core.stage) or "", audit=core.audit,
-            since=self._settings.joined_at, loss=losses[-1][1] if losses else None,
-            loss_step=losses[-1][0] if losses else -1,
+            since=self._settings.joined_at,
             eval_loss=evaluated[1] if evaluated else None,
             eval_version=evaluated[0] if evaluated else -1,
             bytes_in=sum(link.bytes_in for link in links), bytes_out=sum(link.bytes_out for link in links),

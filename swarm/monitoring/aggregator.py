@@ -13,7 +13,6 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
 from swarm.errors import clean, short
@@ -259,6 +258,8 @@ class Aggregator:
             of_version[status.peer] = (status.kind, status.digest)
 
     def _take_past(self, status: PeerStatus) -> None:
+        if self._voice and status.peer not in self._voice:
+            return  # strangers would be the first to be heard of a step
         for step in status.past:
             by = self._past.setdefault(step.version, {})
             if len(by) < MAX_TELLERS or status.peer in by:
@@ -352,14 +353,9 @@ class Aggregator:
 
     def _update_losses(self, fresh: Sequence[PeerStatus], version: int) -> None:
         said: dict[int, list[tuple[float, PeerId]]] = {}
-        for status in fresh:
-            if status.loss is not None and 0 <= status.loss_step < version:
-                said.setdefault(status.loss_step + 1, []).append((status.loss, status.peer))
-        for of_version in self._spoken_of:
-            by = self._past.get(of_version, {}) if of_version <= version else {}
-            told = [(step.loss, peer) for peer, step in by.items() if step.loss is not None]
-            said.setdefault(of_version, told)
-        self._spoken_of.clear()
+        for of_version in [one for one in self._spoken_of if one <= version]:
+            told = self._told(of_version)
+            said[of_version] = [(step.loss, peer) for peer, step in told if step.loss is not None]
         self._believe(self._losses, said, of=len(fresh))
         held_out: dict[int, list[tuple[float, PeerId]]] = {}
         first = [status for status in fresh if status.stage == 0]  # to them trainers say it
@@ -371,6 +367,12 @@ class Aggregator:
             if len(points) > MAX_POINTS:
                 for of_version in sorted(points)[1:-1:2]:
                     del points[of_version]
+        self._spoken_of = {one for one in self._spoken_of if one > version and one in self._past}
+
+    def _told(self, version: int) -> list[tuple[PeerId, PastStep]]:
+        """What was said of the step to a version by those whose word counts."""
+        by = self._past.get(version, {})
+        return [(peer, by[peer]) for peer in heard(by, self._voice)]
 
     def _believe(
         self, known: dict[int, float], said: Mapping[int, Sequence[tuple[float, PeerId]]], *, of: int
@@ -381,17 +383,11 @@ class Aggregator:
                 known[version] = self._median(losses, high=False)
 
     def _step_times(self) -> tuple[tuple[int, float], ...]:
-        """What peers say; without that, what was seen: steps between two observations get their mean."""
-        told = [
+        return tuple(
             (version, self._median(times, high=False))
-            for version, by in sorted(self._past.items())
+            for version in sorted(self._past)
             if version <= self._position.version
-            and (times := [(step.took_s, peer) for peer, step in by.items() if step.took_s])
-        ]
-        return tuple(told) or tuple(
-            (version, (at - before_at) / (version - before))
-            for (before_at, before), (at, version) in pairwise(self._stepped)
-            if version > before
+            and (times := [(step.took_s, peer) for peer, step in self._told(version) if step.took_s])
         )
 
     def _step_s(self, now: float) -> float | None:

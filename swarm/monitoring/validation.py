@@ -108,7 +108,7 @@ def _possible(status: PeerStatus, run: Run) -> PeerStatus:
     numbers |= {f"audit.{name}": n for name, n in msgspec.structs.asdict(status.audit).items()}
     most = {"done": run.M, "speed": MAX_SPEED}
     for name, value in numbers.items():
-        least = -1 if name in ("stage", "loss_step", "eval_version") else 0
+        least = -1 if name in ("stage", "eval_version") else 0
         if (type(value) is int or name == "speed") and not least <= value <= most.get(name, MAX_COUNT):
             raise Refused(f"a status with an impossible number: {name} {value}")
     links = [link for link in status.links[:MAX_LINKS] if _can_be(link)]
@@ -116,7 +116,6 @@ def _possible(status: PeerStatus, run: Run) -> PeerStatus:
         status,
         since=number(status.since),
         busy_s=number(status.busy_s),
-        loss=status.loss if status.loss is not None and math.isfinite(status.loss) else None,
         eval_loss=status.eval_loss if math.isfinite(status.eval_loss or 0.0) else None,
         links=tuple(links),
         past=tuple(step for step in status.past[:MAX_PAST] if _can_have_been(step, run)),

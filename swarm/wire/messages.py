@@ -406,7 +406,6 @@ class PeerStatus(Positioned, frozen=True, kw_only=True):
     audit: Audit = Audit()
     since: float
     first_audited_step: int = 0
-    loss: float | None = None
     bytes_in: int = 0
     bytes_out: int = 0
     links: tuple[LinkStatus, ...] = ()
@@ -425,8 +424,6 @@ class PeerStatus(Positioned, frozen=True, kw_only=True):
     """Kind of device: only devices of one kind need to have the same digest."""
     trainers: tuple[PeerId, ...] = ()
     """Trainers that asked it for the run's status lately."""
-    loss_step: int = -1
-    """The step that `loss` belongs to."""
     past: tuple[PastStep, ...] = ()
     """Steps that were asked for, ascending; of many not all."""
     eval_loss: float | None = None

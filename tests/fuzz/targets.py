@@ -63,7 +63,7 @@ from swarm.wire import frames, tensor_meta
 from swarm.wire import messages as wire_messages
 from swarm.wire.codec import decode, encode
 from swarm.wire.frames import FrameError, Kind
-from swarm.wire.messages import PeerStatus, Work, hear, pack, unpack
+from swarm.wire.messages import PastStep, PeerStatus, Work, hear, pack, unpack
 from swarm.wire.tensor_meta import TensorMeta
 from swarm.wire.topk import pack_places, unpack_places
 from swarm.wire.version import PROTOCOL_VERSION
@@ -919,7 +919,10 @@ def _(data: bytes) -> None:
             msgspec.json.encode(observation)
 
 
-@target("status answers", lambda: [pack(_status()), pack(_status(loss=1.0, digest="d" * 64, kind="cpu"))])
+_PAST = (PastStep(version=1, took_s=0.5, loss=1.0),)
+
+
+@target("status answers", lambda: [pack(_status()), pack(_status(past=_PAST, digest="d" * 64, kind="cpu"))])
 def _(data: bytes) -> None:
     """As a monitor reads them, with what is drawn of them."""
     try:
@@ -927,7 +930,7 @@ def _(data: bytes) -> None:
     except Refused:
         return
     assert all(map(str.isprintable, (status.state, status.device, status.rebalance, status.kind)))
-    assert status.loss is None or math.isfinite(status.loss)
+    assert all(step.loss is None or math.isfinite(step.loss) for step in status.past)
     msgspec.json.encode(status)
 
 

@@ -17,7 +17,7 @@ from swarm.manifest import AdmissionSpec, Run
 from swarm.model.layout import empty_state
 from swarm.protocol.voice import Worked, vouch
 from swarm.records import PeerRecord, State, Voucher
-from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack
+from swarm.wire.messages import AskStatus, PastStep, PeerStatus, pack, unpack
 from tests.peers.loops import Swarm
 
 TRAINER = "12D3KooW" + "T" * 44
@@ -81,7 +81,7 @@ async def add_liar(
         unpack(request.header, AskStatus)
         told = PeerStatus(
             peer=name, stage=stage, state=state, device="cpu", since=0.0, version=version,
-            generation=generation, loss=99.0, loss_step=version - 1,
+            generation=generation, past=(PastStep(version=version, took_s=1.0, loss=99.0),),
         )  # fmt: skip
         return Answer(pack(told))
 

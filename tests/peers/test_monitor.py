@@ -34,7 +34,8 @@ def record(peer: str, stage: int) -> PeerRecord:
 def status(peer: str, stage: int) -> PeerStatus:
     return PeerStatus(
         peer=peer, stage=stage, version=4, state="serving", device="cpu", done=5, inflight=2, max_inflight=4,
-        speed=2.25, computed=70, coordinator=peer, audit=Audit(), since=0.0, loss=3.25, loss_step=3,
+        speed=2.25, computed=70, coordinator=peer, audit=Audit(), since=0.0,
+        past=(PastStep(version=4, took_s=1.0, loss=3.25),),
     )  # fmt: skip
 
 

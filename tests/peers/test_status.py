@@ -21,7 +21,7 @@ from swarm.manifest import CodecSpec, demo_run
 from swarm.monitoring.health import Observation, SwarmHealth
 from swarm.monitoring.validation import checked
 from swarm.records import NO_STAGE, PeerRecord, State
-from swarm.wire.messages import AskStatus, Audit, PeerStatus, pack, unpack
+from swarm.wire.messages import AskStatus, Audit, PastStep, PeerStatus, pack, unpack
 from tests.peers.network import CalmNetwork
 
 RUN = demo_run(stages=2, steps=40)
@@ -47,7 +47,7 @@ def status(peer: str, stage: int, *, version: int = 4, audit: Audit | None = Non
         trainers=("trainer",),
         peer=peer, stage=stage, version=version, state="serving", device="cpu", done=5, inflight=2,
         max_inflight=4, speed=2.25, computed=70, coordinator=peer, audit=audit or Audit(), since=1000.0,
-        loss=3.25, loss_step=3,
+        past=(PastStep(version=4, took_s=1.0, loss=3.25),),
     )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ async def test_keepers_stand_below_the_peers_and_are_none_of_them(network: CalmN
 
     async def answer(request: Request) -> Answer:
         empty = status("keeper", NO_STAGE, version=2)
-        return Answer(pack(msgspec.structs.replace(empty, state="keeping", speed=0.0, loss=None)))
+        return Answer(pack(msgspec.structs.replace(empty, state="keeping", speed=0.0, past=())))
 
     keeper.transport.serve("status", answer)
     view = await look(network)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,7 +29,11 @@ def record(peer: str, stage: int, **more: object) -> PeerRecord:
     return msgspec.structs.replace(usual, **more)
 
 
-def status(peer: str, stage: int, **more: object) -> PeerStatus:
+def status(peer: str, stage: int, **more: Any) -> PeerStatus:
+    """`loss`: of the step to `of`, or to its version."""
+    if "loss" in more:
+        of, took_s = more.pop("of", more["version"]), more.pop("took_s", 0.0)
+        more["past"] = (PastStep(version=of, took_s=took_s, loss=more.pop("loss")),)
     usual = PeerStatus(
         peer=peer, stage=stage, version=3, state="serving", device="cpu", done=5, inflight=2, max_inflight=4,
         speed=2.0, computed=70, coordinator="", audit=Audit(), since=START - 90,
@@ -56,7 +61,7 @@ class Seen:
     def say(self, after_s: float = 1.0, **more: object) -> SwarmHealth:
         """Everybody answers, with these fields."""
         if "loss" in more:
-            more["loss_step"] = int(str(more["version"])) - 1
+            more["took_s"] = after_s
         told = tuple(
             status(r.peer, r.stage, **{"since": r.since, **more})
             for r in self.records.values()
@@ -90,8 +95,8 @@ def test_the_run_is_where_most_say_it_is_and_a_liar_is_doubted() -> None:
     seen = Seen()
     for version in (3, 4, 5):
         seen.say(8.0, version=version, loss=3.0)
-    lie = status("d", 1, version=40, loss=-7.0, loss_step=5)
-    told = (*(status(n, s, version=6, loss=2.5, loss_step=5) for n, s in (("a", 0), ("b", 0), ("c", 1))), lie)
+    lie = status("d", 1, version=40, loss=-7.0, of=6)
+    told = (*(status(n, s, version=6, loss=2.5) for n, s in (("a", 0), ("b", 0), ("c", 1))), lie)
     health = seen.look(statuses=told)
     assert (health.version, health.loss) == (6, 2.5)
     assert peer(health, "d").inconsistencies == ("says it is at version 40, the run is at 6",)
@@ -113,8 +118,8 @@ def test_strangers_that_are_more_move_neither_the_step_nor_the_loss_where_others
     seen.look(voice={"a": 30, "b": 100, "c": 40})
 
     def told(version: int) -> tuple[PeerStatus, ...]:
-        honest = [status(r.peer, r.stage, version=version, loss=2.5, loss_step=version - 1) for r in FOUR]
-        lies = [status(r.peer, r.stage, version=9, loss=77.0, loss_step=5) for r in strangers]
+        honest = [status(r.peer, r.stage, version=version, loss=2.5) for r in FOUR]
+        lies = [status(r.peer, r.stage, version=9, loss=77.0, of=version - 1) for r in strangers]
         return (*honest, *lies)
 
     for version in (5, 6):
@@ -134,8 +139,8 @@ def test_the_most_voice_says_where_the_run_is_not_the_most_heads() -> None:
 def test_a_loss_belongs_to_its_step_and_one_voice_among_many_is_not_enough() -> None:
     seen = Seen()
     seen.say(version=5)
-    told = (("a", 0, 3.0, 3), ("b", 0, 3.0, 3), ("c", 1, 2.5, 4), ("d", 1, 9.9, 7))
-    statuses = tuple(status(n, s, version=5, loss=loss, loss_step=step) for n, s, loss, step in told)
+    told = (("a", 0, 3.0, 4), ("b", 0, 3.0, 4), ("c", 1, 2.5, 5), ("d", 1, 9.9, 8))
+    statuses = tuple(status(n, s, version=5, loss=loss, of=of) for n, s, loss, of in told)
     health = seen.look(statuses=statuses)
     assert (health.losses, health.loss) == (((4, 3.0),), 3.0)
 
@@ -170,13 +175,6 @@ def test_a_record_of_a_version_that_cannot_be_says_nothing_and_is_doubted() -> N
     assert [stage.version for stage in seen.say(version=5).stages] == [5, 5]
 
 
-def test_what_each_step_took_is_told() -> None:
-    seen = Seen()
-    for after_s, version in ((1.0, 3), (2.0, 4), (2.0, 5), (6.0, 8), (1.0, 8), (3.0, 9)):
-        health = seen.say(after_s, version=version)
-    assert health.step_times == ((5, 2.0), (8, 2.0), (9, 4.0))
-
-
 def test_an_answer_that_is_late_does_not_turn_the_run_back_but_an_era_does() -> None:
     seen = Seen()
     assert seen.say(version=9).version == 9
@@ -203,7 +201,7 @@ def test_the_pace_is_that_of_the_last_minute_and_falls_when_no_step_comes() -> N
     assert health.tokens_per_s == pytest.approx(RUN.tokens_per_step / 2)
     assert health.left_s == pytest.approx(2.0 * 31)
     assert health.losses == tuple((v, 9.0 - v) for v in range(4, 10))
-    assert health.step_times == tuple((v, pytest.approx(2.0)) for v in range(5, 10))
+    assert health.step_times == tuple((v, pytest.approx(2.0)) for v in range(4, 10))
     slowed = seen.look(100.0)
     assert slowed.tokens_per_s is not None and slowed.tokens_per_s < 0.1 * RUN.tokens_per_step / 2
     assert "no step for 100 s; the last ones took 2.0 s each" in texts(slowed)
@@ -250,7 +248,7 @@ def test_plots_stay_small_and_keep_their_ends() -> None:
     long = Aggregator(demo_run(steps=100_000))
     records = (msgspec.structs.replace(record("a", 0), run=long.run.id),)
     for version in range(1, 3 * MAX_POINTS):
-        told = status("a", 0, version=version, loss=float(version), loss_step=version - 1)
+        told = status("a", 0, version=version, loss=float(version), took_s=10.0)
         long.observe(Observation(at=START + 10 * version, records=records, statuses=(told,)))
     health = long.health(now=START + 30 * MAX_POINTS)
     assert max(len(health.losses), len(health.step_times)) <= MAX_POINTS
@@ -576,13 +574,16 @@ def test_an_answer_that_cannot_be_is_refused_with_what_is_wrong(lie: dict[str, o
 
 def test_what_an_honest_answer_may_hold_is_kept_within_bounds() -> None:
     link = LinkStatus(peer="b", bytes_in=1, bytes_out=1)
+    wrong = ((2, 1.0, math.nan), (3, -1.0, None), (41, 1.0, None))
     wild = status(
-        "a", 0, loss=math.nan, since=math.inf, busy_s=-1.0, rebalance="\x1b[2J" + "x" * 999,
+        "a", 0, past=past((1, 1.0, None), *wrong, *[(1, 1.0, 1.0)] * 200), since=math.inf, busy_s=-1.0,
+        rebalance="\x1b[2J" + "x" * 999,
         links=(link, msgspec.structs.replace(link, bytes_in=-1), *[link] * 99),
         trainers=("t",) * 99, digest="\x9b" * 999,
     )  # fmt: skip
     tame = validation.checked(wild, FOUR[0], RUN)
-    assert (tame.loss, tame.since, tame.busy_s) == (None, 0.0, 0.0)
+    assert (tame.since, tame.busy_s) == (0.0, 0.0)
+    assert len(tame.past) == validation.MAX_PAST - 3 and tame.past[0].loss is None
     assert tame.rebalance.isprintable() and len(tame.rebalance) == MAX_WORDS_CHARS
     assert len(tame.trainers) == validation.MAX_TRAINERS
     assert len(tame.links) == validation.MAX_LINKS - 1

@@ -8,7 +8,7 @@ from swarm.manifest import BatchSpec, Run, demo_run
 from swarm.monitoring.aggregator import Aggregator
 from swarm.monitoring.health import Observation, SwarmHealth
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.wire.messages import Audit, LinkStatus, PeerStatus
+from swarm.wire.messages import Audit, LinkStatus, PastStep, PeerStatus
 
 RUN = replace(demo_run(stages=3, steps=40), batch=BatchSpec(microbatch_size=4, microbatches_per_step=16))
 START = 1_000_000.0
@@ -29,7 +29,7 @@ def status(
     return PeerStatus(
         peer=peer, stage=stage, version=version, state="serving", device="cpu", done=5, inflight=2,
         max_inflight=8, speed=speed, computed=20 * version, coordinator="", audit=Audit(), since=START - 90,
-        loss=5.0 - version / 10, loss_step=version - 1, links=links,
+        past=(PastStep(version=version, took_s=2.0, loss=5.0 - version / 10),), links=links,
         trainers=("trainer",) if stage == 0 else (),
     )  # fmt: skip
 

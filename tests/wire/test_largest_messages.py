@@ -173,7 +173,7 @@ LARGEST: dict[type, msgspec.Struct] = {
     PastStep: PAST,
     PeerStatus: PeerStatus(
         generation=GENERATION, version=T, peer=PEERS[0], stage=S, state="choosing", device=NAME, since=1.5,
-        done=M, inflight=M, max_inflight=M, speed=1.5, computed=HUGE, coordinator=PEERS[1], loss=1.5,
+        done=M, inflight=M, max_inflight=M, speed=1.5, computed=HUGE, coordinator=PEERS[1],
         links=(LinkStatus(peer=PEERS[0], bytes_in=HUGE, bytes_out=HUGE, rtt_s=1.5, bandwidth_bps=1.5),)
         * MAX_LINKS_TOLD,
         rebalance="\N{GREEK SMALL LETTER OMEGA}" * MAX_WORDS, digest=NAME, kind=NAME, trainers=PEERS[:16],
