@@ -43,6 +43,7 @@ from swarm.wire.messages import (
     MAX_HOPS,
     MAX_LONG_BYTES,
     Audit,
+    Evaluate,
     GiveVoucher,
     Hop,
     LinkStatus,
@@ -142,6 +143,7 @@ LARGEST: dict[type, msgspec.Struct] = {
         run=RUN, t=T, m=M, version=T, attempt=1 << 30, deepest=S, route=PEERS[:MAX_HOPS], tensors=metas(400),
         ticket=Ticket(trainer=PEERS[0], inputs=DIGEST, labels=DIGEST, signature=bytes(SIGNATURE_BYTES)),
     ),
+    Evaluate: Evaluate(run=RUN, t=T, e=HUGE, route=PEERS[:MAX_HOPS], tensors=metas(400)),
     WorkDone: WorkDone(
         loss=1.5, tensors=metas(300),
         hops=with_latency(tuple(
