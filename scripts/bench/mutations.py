@@ -2445,7 +2445,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "other-bytes-than-signed",
         SUM_CHECK,
-        "        if body and digest_of(*body) != nth_digest(proof.chunks, index):\n",
+        "        if chunk is not None and chunk_digest(chunk) != nth_digest(proof.chunks, index):\n",
         "        if False:\n",
         "A member has an honest owner convicted.",
         ("test_false_sums",),
@@ -2881,8 +2881,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "answers-not-computed-again",
         AUDIT_CALLER,
-        "        if not strange and not coin.falls(SHARE):\n",
-        "        if True:\n",
+        "        if coin.falls(SHARE) or strange:\n",
+        "        if False:\n",
         "A peer answers zeros for as long as it likes.",
         ("test_false_answers",),
     ),
