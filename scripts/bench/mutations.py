@@ -3339,8 +3339,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "strange-losses-are-as-any",
         AUDIT_CALLER,
-        "        if not strange and not coin.falls(SHARE):\n",
-        "        if not coin.falls(SHARE):\n",
+        "        if coin.falls(SHARE) or strange:\n",
+        "        if coin.falls(SHARE):\n",
         "A gross lie is found after 67 microbatches instead of 10.",
         ("test_false_answers",),
     ),
@@ -3518,7 +3518,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        del self._open[peer]\n        self._room, ",
         "        self._open[peer] -= 1\n        self._room, ",
         "What a caller sent before it knew anybody keeps it from all others for half a minute.",
-        ("test_trials",),
+        ("test_patience",),
     ),
     Mutation(
         "wait-for-the-unknown-as-for-the-known",
