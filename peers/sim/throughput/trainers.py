@@ -240,7 +240,7 @@ class Trainers:
 
     async def _behind(self, flight: Flight, stage: Stage) -> None:
         """Have the stages behind do their part, until the gradient has come back from them."""
-        here = flight.hops[stage]
+        here, gone = flight.hops[stage], set[str]()
         while True:
             there = flight.hops[stage + 1]
             took_s = await self._send(here, there, self._job.forward_bytes[stage])
@@ -249,7 +249,8 @@ class Trainers:
             except Gone:
                 if not here.alive:
                     raise
-                route = flight.trainer.router.route(stage + 1, now=self._loop.now_s, exclude=(there.name,))
+                gone.add(there.name)
+                route = flight.trainer.router.route(stage + 1, now=self._loop.now_s, exclude=gone)
                 flight.hops[stage + 1] = self._world.stages[stage + 1][route.peer]
                 continue
             took_s += await self._send(there, here, self._job.backward_bytes[stage])
