@@ -31,6 +31,7 @@ Glossary. One word per idea, everywhere (tests/test_words.py finds retired ones)
     membership      which peers serve which stage, by the records of a directory
     record          a peer's signed announcement of itself
     trainer         a process that holds data, starts microbatches and sees their loss
+    spare           a peer that is paused because a step takes longer with it
     keeper          a process that holds checkpoints of all stages for others; it serves no stage
     bootstrap       the peer whose address others start from; it publishes the manifest
     checkpoint      a stage's whole state of one version, on a disk

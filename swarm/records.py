@@ -56,5 +56,7 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """libp2p multiaddresses to dial it at."""
     since: float = 0.0
     """Unix time at which it joined, by its own clock; 0 = not said. The first to join coordinates."""
+    spare: bool = False
+    """It is paused because a step takes longer with it; see `swarm.policy.spares`."""
     voucher: Voucher | None = None
     """That it has worked for the run."""

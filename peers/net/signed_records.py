@@ -66,6 +66,7 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     since: float
     voucher: Voucher | None = None
     credential: Annotated[bytes, msgspec.Meta(max_length=256)] = b""
+    spare: bool = False
 
 
 class _SignedRecord(msgspec.Struct, frozen=True, array_like=True):

@@ -11,9 +11,6 @@ from swarm.plan.network import Job, Network, read_devices
 ACTIVATIONS_OF_A_BLOCK = 16
 """Numbers of the width of the model that autograd keeps of a block, per token: inputs of its products,
 attention's queries, keys and values, and what the feed-forward part has inside, about."""
-SUM_BYTES = 5.25
-"""Of a number of an exact sum on its way (`swarm.wire.whole_numbers`): 5.6 to 4.9 in a decoder's first steps
-(3.3 million weights)."""
 
 
 def job_of(run: Run) -> Job:
@@ -23,9 +20,9 @@ def job_of(run: Run) -> Job:
         SetupError: the audit model does no arithmetic that could be reckoned.
     """
     from swarm.model.gpt import layer_flops, layer_split
-    from swarm.model.layout import empty_state, stage_layout
+    from swarm.model.layout import empty_state, reduce_bytes
     from swarm.model.stage_io import body_bytes, gradient_metas, input_metas
-    from swarm.wire.tensor_meta import ITEM_BYTES, TensorMeta, encoded_sizes
+    from swarm.wire.tensor_meta import ITEM_BYTES
 
     if run.model.kind != "gpt":
         why = "its work is not reckoned yet" if run.brings_model else "it computes nothing"
@@ -34,14 +31,6 @@ def job_of(run: Run) -> Job:
     block, head = layer_flops(run.built_in, run.data.sequence_length)
     layers = [len(layers) for layers in layer_split(run)]
     stages = range(run.S)
-    codec = "none" if run.adds_exactly else run.codec.reduce
-
-    def reduce_bytes(numel: int) -> float:
-        """Of a sum and of the settled answer to it, the mean: a reduce sends as many of either."""
-        settled = "float64" if run.dtype == "float64" else "float32"
-        settled_bytes = sum(encoded_sizes(TensorMeta((numel,), settled, codec)))
-        return ((SUM_BYTES * numel if run.adds_exactly else settled_bytes) + settled_bytes) / 2
-
     kept = ACTIVATIONS_OF_A_BLOCK * run.built_in.hidden * tokens * ITEM_BYTES[run.dtype]
     return Job(
         stages=run.S,
@@ -52,7 +41,7 @@ def job_of(run: Run) -> Job:
             body_bytes(gradient_metas(run, boundary, input_metas(run, boundary + 1)))
             for boundary in stages[:-1]
         ),
-        gradient_bytes=tuple(reduce_bytes(stage_layout(run, s).sum_numel) for s in stages),
+        gradient_bytes=tuple(reduce_bytes(run, s) for s in stages),
         state_bytes=tuple(
             float(sum(t.numel() * t.element_size() for t in empty_state(run, s).values())) for s in stages
         ),

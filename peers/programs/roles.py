@@ -439,6 +439,7 @@ class Peer(Networked[PeerOptions]):
                 max_inflight=max_inflight, workers=workers, device_name=device, addresses=node.addresses,
                 checkpoints=checkpoints, joined_at=time.time(), movable=movable,
                 leave_within_s=options.leave_within, pause_within_s=options.pause_within, voucher=voucher,
+                upload_bps=options.max_upload or 0.0,
             )  # fmt: skip
 
         fetched = FetchedStart(run)

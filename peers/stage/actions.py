@@ -316,6 +316,7 @@ class Actions:
         if not (core.finished or (every and version % every == 0)):
             return
         keepers = any(map(is_keeper, self._directory.at(NO_STAGE)))
+        keepers = keepers or any(record.spare for record in self._directory.peers())
         # The last version is given out as it is.
         pinned = keepers and not core.finished and not self._store.on_disk
         writer = self._writer if core.finished or self._store.on_disk else None

@@ -10,9 +10,11 @@ from peers.clock import unix_s
 from peers.ports import Directory
 from peers.stage.membership import Replicas
 from peers.stage.state import StageCore
+from peers.transfer.spare import judged, words_of
 from peers.waiting import happens
 from swarm.ids import PeerId, Stage
 from swarm.policy.rebalance import Moves, Stay, is_due, rebalance
+from swarm.policy.spares import Verdict
 from swarm.records import PeerRecord
 
 BOUNDARY_S = 10.0
@@ -25,6 +27,8 @@ class Moving:
     Args:
         movable: whether this one may be; if not, it only says what was decided.
         go: ends this peer's service, so that its device can serve the other stage.
+        stand_by: ends it until a step takes no longer with this peer, or no other serves.
+        record: this peer as it is now.
     """
 
     def __init__(
@@ -35,9 +39,11 @@ class Moving:
         *,
         movable: bool,
         go: Callable[[Stage], None],
+        stand_by: Callable[[Verdict], None],
+        record: Callable[[], PeerRecord],
     ) -> None:
         self._core, self._directory, self._replicas = core, directory, replicas
-        self._movable, self._go = movable, go
+        self._movable, self._go, self._stand_by, self._record = movable, go, stand_by, record
         self.going = False
         """It is about to move: no replica may rely on its staying."""
         self.decided = ""
@@ -62,6 +68,25 @@ class Moving:
             move = next((move for move in moves if move.peer == core.me), None)
             if move is not None and self._movable:
                 await self.move(move.to_stage, why=move.why, going={other.peer for other in moves})
+            else:
+                await self.stand_by_if_slow()
+
+    async def stand_by_if_slow(self) -> bool:
+        """End this peer's service if a step is so much longer with it, and another keeps the stage (I6)."""
+        verdict = await judged(self._core.run, self._directory, self._record())
+        if verdict is None or not verdict.spare:
+            return False
+        voice = self._replicas.voices.of(self._core.stage, version=self._core.version)
+        if voice and voice.keys().isdisjoint(verdict.stay):
+            return False  # what those say of their speed nobody has seen
+        self.going = True  # as in `move`
+        going = {r.peer for r in self._replicas.announced()}.difference(verdict.stay)
+        if await self._replicas.keep_stage(going=going):
+            self._stand_by(verdict)
+            return True
+        self.going = False
+        self.decided = f"{words_of(verdict)}; it serves: no replica in stage {self._core.stage} answers"
+        return False
 
     def _decide(self, records: Sequence[PeerRecord], now_s: float) -> Moves | Stay:
         """In any thread: it takes a while in a large run."""

@@ -8,6 +8,7 @@ state in host memory: if the run still has those weights nothing is downloaded, 
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Awaitable, Callable
 
@@ -24,6 +25,7 @@ from peers.stage.status import ANNOUNCE_S
 from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.leases import Snapshot
 from peers.transfer.server import StateLeases
+from peers.transfer.spare import SPARE, Spare
 from peers.waiting import happens
 from swarm.errors import DeviceHangs, Leaving, SetupError
 from swarm.ids import Generation, Stage
@@ -37,6 +39,8 @@ ABSENT = (
     *("reveal", "show", "products", "evidence", "convicted", "audit", "kept"),
 )
 """What a paused peer takes no part in."""
+KEEP_UP_S = 5.0
+"""Between two looks for a newer saved version."""
 _ANY_BYTES = 1 << 62
 """Bodies are refused unread; a limit of their size would only give another reason."""
 
@@ -54,12 +58,26 @@ class PausedPeer:
         settings: StageSettings,
         owner: Owner,
     ) -> None:
-        self._run, self._stage, self._kept, self._settings = run, stage, kept, settings
+        self._run, self._stage, self._settings = run, stage, settings
         self._transport, self._directory, self._owner = transport, directory, owner
         self._since = unix_s()
         self._store = CheckpointStore(run, stage, settings.resumed_from)
+        self.stand_by(None, lambda event: None)
+        self._keep(kept)
+
+    @property
+    def kept(self) -> Snapshot | None:
+        """The state that it comes back with."""
+        return self._kept
+
+    def _keep(self, kept: Snapshot | None) -> None:
+        self._kept = kept
         if kept is not None:
             self._store.pin(kept.version, kept.tensors)
+
+    def stand_by(self, spare: Spare | None, emit: Emit) -> None:
+        """`spare`: it is paused because a step takes longer with it, not (or not only) by its owner."""
+        self.spare, self._emit = spare, emit
 
     async def begin(self) -> None:
         """Take the place of the `StagePeer` that served here: from now on no caller needs it."""
@@ -70,26 +88,47 @@ class PausedPeer:
         await self._announce()
 
     async def until_resumed(self) -> None:
-        """Return when the owner no longer needs the device, or leaves."""
-        while self._owner.paused:
-            await happens(self._owner.changed, ANNOUNCE_S)
-            await self._announce()
+        """Return when the owner no longer needs the device, and a spare is needed; or the owner leaves."""
+        keeping = asyncio.create_task(self._keep_up())
+        try:
+            while self._owner.paused:
+                await happens(self._owner.changed, ANNOUNCE_S)
+                await self._announce()
+                if keeping.done():
+                    keeping.result()  # a bug is told
+                if self.spare is not None and await self.spare.is_needed(self._directory):
+                    self._owner.resume(SPARE)
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
         if self._owner.left:
             await self._directory.withdraw()
 
+    async def _keep_up(self) -> None:
+        """Hold the newest saved version, while this is a spare."""
+        while self.spare is not None:
+            newer = await self.spare.newest(self._kept, self._transport, self._directory, self._emit)
+            if newer is not None:
+                self._keep(newer)
+            await asyncio.sleep(KEEP_UP_S)
+
     async def _announce(self) -> None:
-        settings, kept = self._settings, self._kept
+        settings, kept, spare = self._settings, self._kept, self.spare
+        was = spare.record if spare is not None else None
         await self._directory.announce(
             PeerRecord(
                 peer=self._transport.peer_id, run=self._run.id, stage=self._stage, state="paused",
                 version=0 if kept is None else kept.version, movable=settings.movable,
                 max_inflight=settings.max_inflight, device=settings.device_name,
                 addresses=settings.addresses, since=self._since, voucher=settings.voucher.value,
+                speed=was.speed if was else 0.0, bandwidth_bps=was.bandwidth_bps if was else 0.0,
+                state_bytes=was.state_bytes if was else 0, spare=was is not None,
             )
         )  # fmt: skip
 
     async def _refuse(self, request: Request) -> Answer:
-        raise Leaving("this peer is paused: its owner wants the device")
+        why = "its owner wants the device" if self.spare is None else "a step takes longer with it"
+        raise Leaving(f"this peer is paused: {why}")
 
     async def _serve_status(self, request: Request) -> Answer:
         check_run(unpack(request.header, AskStatus).run, self._run.id)
@@ -122,6 +161,7 @@ async def serve(
     """
     kept: Snapshot | None = None
     resumes = alone = False
+    spare: Spare | None = None
     longest_s = 0.0  # of the device's jobs in all its stages: a slow one that resumes is not taken for hung
 
     def stays_paused(why: str) -> None:
@@ -133,6 +173,7 @@ async def serve(
         if owner.paused:
             resumes = True
             place = hold(stage, kept)
+            place.stand_by(spare, emit)
             await place.begin()
             gc.collect()  # tensors that only a circle of references holds are on the device all the same
             release_cached(device)
@@ -143,6 +184,7 @@ async def serve(
             emit(paused)
             owner.does("paused", paused.words())
             await place.until_resumed()
+            kept, spare = place.kept, None
             continue
         if owner.left:
             return
@@ -175,7 +217,9 @@ async def serve(
         elif peer.moving_to is not None:
             stage, resumes = peer.moving_to, False
         elif peer.paused:
-            kept, resumes, alone = peer.kept, True, peer.alone
+            kept, resumes, alone, spare = peer.kept, True, peer.alone, peer.spare
+            if spare is not None:
+                owner.pause(SPARE, spare.why)
         else:
             return
         del peer  # it holds the transport's methods, and they its tensors

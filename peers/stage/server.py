@@ -16,6 +16,8 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from peers import events
 from peers.audit.answers import AnswerAudits
 from peers.audit.asking import AuditCaller
@@ -47,6 +49,7 @@ from peers.stage.tied_weights import TiedWeights
 from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.leases import Snapshot
 from peers.transfer.server import StateServer
+from peers.transfer.spare import Spare, words_of
 from peers.voices import Voices
 from peers.waiting import unless
 from swarm.audit.answers import is_audited
@@ -56,6 +59,7 @@ from swarm.manifest import Run
 from swarm.model.stage import StageCompute
 from swarm.policy.backoff import Backoff
 from swarm.policy.router import Router
+from swarm.policy.spares import Verdict
 from swarm.protocol.rollback import may_leave
 from swarm.protocol.voice import heard
 from swarm.wire.messages import MAX_LEFT_OUT
@@ -121,6 +125,8 @@ class StagePeer:
             sums,
         )  # fmt: skip
         self.store = CheckpointStore(run, stage, settings.resumed_from, tell=self._say_damaged)
+        if kept is not None and run.checkpoint_every and kept.version % run.checkpoint_every == 0:
+            self.store.pin(kept.version, kept.tensors)  # all stages saved it: perhaps the run goes back to it
         self.coordination = StepCoordination(
             core, transport, directory, membership, backoff,
             bandwidth=lambda: all_reduce.bandwidth_bps, since_s=settings.joined_at,
@@ -139,7 +145,10 @@ class StagePeer:
         self._states = StateServer(core, transport, self.store)
         core.trail.serve(run, stage, transport, lambda: core.kind)
         self._handoff = Handoff(core, transport, membership, self.replicas, self._states.leases)
-        self.moving = Moving(core, directory, self.replicas, movable=settings.movable, go=self._move)
+        self.moving = Moving(
+            core, directory, self.replicas, movable=settings.movable, go=self._move,
+            stand_by=self._stand_by, record=lambda: self.status.record(),
+        )  # fmt: skip
         self.status = StageStatus(
             core, transport, directory, settings, self.coordination, self.microbatches, all_reduce,
             self.moving, self.evaluations,
@@ -151,6 +160,8 @@ class StagePeer:
         self._failure: SetupError | None = None
         self.moving_to: Stage | None = None
         """The stage that this device serves next, once `run` has returned."""
+        self.spare: Spare | None = None
+        """Why it ended, if it stands by."""
         self.paused = False
         """`run` returned, or is about to, for a pause: the place is kept."""
         self.has_joined = False
@@ -188,6 +199,8 @@ class StagePeer:
             if not loops[0].done():
                 return  # a download may take hours, and what it waits for may never come
             loops.pop(0).result()
+            if self._run.rebalance_every_s and await self.moving.stand_by_if_slow():
+                return
             core.life = "serving"
             await self.status.announce()
             self._emit(
@@ -233,6 +246,13 @@ class StagePeer:
         """As `leave`, but sooner, and the place and the state are kept. Nothing once it leaves or pauses."""
         self._owner_waits = True
         if not self._leaving.is_set():
+            self.paused = True
+            self._stop()
+
+    def _stand_by(self, verdict: Verdict) -> None:
+        if not self._leaving.is_set():
+            record = msgspec.structs.replace(self.status.record(), state="paused", spare=True)
+            self.spare = Spare(self._run, record, words_of(verdict))
             self.paused = True
             self._stop()
 

@@ -38,6 +38,8 @@ class StageSettings:
     hung_s: float = 600.0
     """A job of the device that takes less is never given up."""
     joined_at: float = field(default_factory=unix_s)
+    upload_bps: float = 0.0
+    """What its owner lets it send, bits per second; 0: no limit."""
     voucher: OwnVoucher = field(default_factory=OwnVoucher)
     """That it has worked for the run: of the process, whichever stage it serves."""
 

@@ -56,16 +56,21 @@ class StageStatus:
         settings.voucher.recall(core.run, transport)
         settings.voucher.serve(core.run, transport, lambda: core.version, self.announce)
 
-    async def announce(self) -> None:
-        """Publish the record of this peer as it is now."""
+    def record(self) -> PeerRecord:
+        """This peer as it is now."""
         core, settings = self._core, self._settings
-        record = PeerRecord(
+        uploads_bps = filter(None, (self._all_reduce.bandwidth_bps, settings.upload_bps))
+        return PeerRecord(
             peer=core.me, run=core.run.id, stage=core.stage, state=core.life, version=core.version,
             speed=self._speed(), load=core.device.mean_queue(), state_bytes=core.compute.state.nbytes,
-            bandwidth_bps=self._all_reduce.bandwidth_bps, movable=settings.movable,
+            bandwidth_bps=min(uploads_bps, default=0.0), movable=settings.movable,
             max_inflight=self._microbatches.max_inflight, device=settings.device_name,
             addresses=settings.addresses, since=settings.joined_at, voucher=settings.voucher.value,
         )  # fmt: skip
+
+    async def announce(self) -> None:
+        """Publish the record of this peer."""
+        record = self.record()
         self._remember()
         await self._directory.announce(record)
 

@@ -212,7 +212,8 @@ class Aggregator:
             self._happened(now, "moved", f"peer {short(record.peer)} moved {stages}", new)
         elif seen.record.since != record.since and seen.record.state != "joining":
             if record.state == "paused":
-                self._happened(now, "paused", f"{_who(new)} is paused by its owner", new)
+                why = "is a spare: a step takes longer with it" if record.spare else "is paused by its owner"
+                self._happened(now, "paused", f"{_who(new)} {why}", new)
             elif seen.record.state == "paused":
                 self._happened(now, "back", f"{_who(new)} resumes", new)
             else:

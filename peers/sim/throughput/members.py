@@ -6,12 +6,15 @@ import asyncio
 import math
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from peers.sim.throughput.report import Moved
 from peers.sim.throughput.trainers import Trainers
 from peers.sim.throughput.world import Peer, World
 from swarm.ids import PeerId, Stage
 from swarm.plan.network import BACKWARD_FORWARDS
 from swarm.policy.rebalance import Stay, neediest, rebalance
+from swarm.policy.spares import Exchange, judge
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.sim.trace import Change, Trace, changes
 
@@ -67,8 +70,8 @@ class Members:
             else:
                 self._add(device, stage, name)
 
-    def _add(self, device: int, stage: Stage, name: PeerId) -> None:
-        """Bring `device` to `stage`: it serves when it has the state."""
+    def _add(self, device: int, stage: Stage, name: PeerId, *, spare: bool = False) -> None:
+        """Bring `device` to `stage`: it serves when it has the state, or stands by."""
         world, job, now_s = self._world, self._job, self._loop.now_s
         there, settings = world.network.devices[device], world.settings
         forward_s = there.compute_s(job.forward_flops[stage]) + settings.job_s
@@ -76,7 +79,10 @@ class Members:
         open_steps = 1 + settings.delayed_updates
         room = int(min(settings.max_inflight, job.room(stage, there), open_steps * job.microbatches))
         peer = world.peers[name] = Peer(self._loop, device, name, stage, (forward_s, backward_s), room)
-        if now_s == 0.0 or (world.version == 0 and not world.covered):
+        peer.spare = spare
+        if spare:
+            self._report.spares += 1
+        elif now_s == 0.0 or (world.version == 0 and not world.covered):
             self._serve(peer)  # version 0 follows from the seed
         else:
             self._loop.create_task(self._join(peer))
@@ -93,7 +99,10 @@ class Members:
             await asyncio.sleep(LOST_S + lines.down_s(peer.device, size_bytes))
             if peer.alive and not self._world.serving(peer.stage):  # else another one was first
                 self._restore(peer.stage)
-        if peer.alive:
+        peer.spare = peer.alive and self._told(peer) is True
+        if peer.spare:
+            self._report.spares += 1
+        elif peer.alive:
             self._serve(peer)
 
     async def _fetch(self, peer: Peer, source: int, part_bytes: float) -> None:
@@ -159,6 +168,7 @@ class Members:
         if there.get(peer.name) is peer:
             del there[peer.name]
         self._trainers.set_peers(peer.stage)
+        self._call_spares()
         peer.fail_all()
         self._trainers.report_soon()
 
@@ -175,6 +185,32 @@ class Members:
         speeds = [sum(1 / sum(p.job_s) for p in self._world.serving(s)) for s in range(job.stages)]
         return min(fit, key=lambda s: (speeds[s], s), default=NO_STAGE)
 
+    def _told(self, peer: Peer) -> bool | None:
+        """Whether a peer is to be a spare from now on; None: as it is."""
+        job = self._job
+        if not self._world.settings.rebalance_every_s:
+            return None
+        # Here a state is as large as what is exchanged of it: nothing else is asked of its size.
+        sizes = [max(1, round(size)) for size in job.gradient_bytes]
+        records = [
+            replace(r, state_bytes=sizes[r.stage], speed=1.0 / sum(self._world.peers[r.peer].job_s))
+            for r in self._records()
+        ]
+        exchange = Exchange(
+            stages=job.stages, microbatches=job.microbatches, gradient_share=1.0,
+            delayed_updates=self._world.settings.delayed_updates,
+        )  # fmt: skip
+        me = next((record for record in records if record.peer == peer.name), None)
+        found = judge(me, records, exchange) if me is not None else None
+        return None if found is None else found.spare
+
+    def _call_spares(self) -> None:
+        """Have those serve that are needed by now."""
+        for peer in list(self._world.peers.values()):
+            if peer.spare and self._told(peer) is False:
+                peer.spare = False
+                self._loop.create_task(self._join(peer))
+
     def _records(self) -> list[PeerRecord]:
         """Records like those that live peers publish."""
         found = list[PeerRecord]()
@@ -187,7 +223,8 @@ class Members:
                     peer=peer.name,
                     run="simulated",
                     stage=peer.stage,
-                    state="serving" if peer.serving else "joining",
+                    state="serving" if peer.serving else "paused" if peer.spare else "joining",
+                    spare=peer.spare,
                     version=self._world.version,
                     speed=1.0 / sum(peer.job_s) if peer.computed else 0.0,
                     load=peer.mean_load() if peer.serving else 0.0,
@@ -211,11 +248,19 @@ class Members:
                 if self._job.fits(move.to_stage, world.network.devices[peer.device]):
                     moved = Moved(self._loop.now_s, peer.name, peer.stage, move.to_stage, move.why)
                     self._report.moves.append(moved)
-                    peer.draining_to = move.to_stage
-                    del world.stages[peer.stage][peer.name]
-                    self._trainers.set_peers(peer.stage)
-                    self._leave_if_drained(peer)
+                    self._drain(peer, move.to_stage)
+            self._call_spares()
+            for peer in list(world.peers.values()):
+                if peer.serving and peer.draining_to is None and self._told(peer):
+                    self._drain(peer, peer.stage)
             await asyncio.sleep(period_s)
+
+    def _drain(self, peer: Peer, to_stage: Stage) -> None:
+        """Have a peer finish what it has, and then go to a stage; to its own: to stand by there."""
+        peer.draining_to = to_stage
+        del self._world.stages[peer.stage][peer.name]
+        self._trainers.set_peers(peer.stage)
+        self._leave_if_drained(peer)
 
     def _leave_if_drained(self, peer: Peer) -> None:
         """Move a peer without microbatches in flight; a replica takes its sums."""
@@ -225,4 +270,4 @@ class Members:
         self._world.hand_over(peer)
         self._leave(peer)
         self._world.reduce_if_complete(stage)
-        self._add(peer.device, to_stage, peer.name)
+        self._add(peer.device, to_stage, peer.name, spare=to_stage == stage)

@@ -41,7 +41,7 @@ class Peer:
         self._loop = loop
         self.device, self.name, self.stage, self.job_s, self.room = device, name, stage, job_s, room
         self.since_s = self.served_from_s = loop.now_s
-        self.alive, self.serving = True, False
+        self.alive, self.serving, self.spare = True, False, False
         self.ended_s = 0.0
         """When it died."""
         self.draining_to: Stage | None = None

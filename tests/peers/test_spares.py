@@ -1,0 +1,105 @@
+"""A peer with which a step takes longer stands by, and serves when no other peer of its stage does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from peers.events import Note, Paused, RolledBack, Serving
+from peers.stage.pause import ABSENT
+from peers.watch.monitor import ask_one
+from swarm.manifest import Run, audit_run
+from tests.peers.loops import Swarm, swarm
+
+pytestmark = pytest.mark.virtual_time
+
+SLOW_BPS = 100.0
+"""The sum of a stage takes minutes."""
+
+
+def run_of(steps: int) -> Run:
+    run = audit_run(stages=2, steps=steps, microbatches_per_step=8)
+    return replace(run, rebalance_every_s=20, checkpoint_every=20)
+
+
+async def stands_by(s: Swarm, name: str = "home") -> None:
+    await s.until(lambda: name in s.network.records and s.network.records[name].spare)
+    await s.until(lambda: s.owners[name].doing == "paused")
+
+
+async def test_a_newcomer_that_would_make_steps_longer_stands_by_and_is_told_why() -> None:
+    async with swarm(run_of(8), replicas=2) as s:
+        await s.until_serving()
+        s.add_trainer("trainer")
+        await s.until_version(1)
+        s.add_peer("home", 1, upload_bps=SLOW_BPS)
+        await stands_by(s)
+        assert "home" not in {said.peer for said in s.seen(Serving)}
+        [said] = s.seen(Paused)
+        assert "it is a spare: a step would take about" in said.why
+        assert "would let it take part" in said.why
+        record = s.network.records["home"]
+        status = await ask_one(s.run, s.network.peers["s0p0"].transport, record, deadline_s=5.0)
+        assert not isinstance(status, str)
+        assert status.state == "paused" and "it is a spare" in status.rebalance
+        await s.until_finished()
+        assert not any(s.network.peers["home"].transport.calls[method] for method in ABSENT)
+
+
+async def test_a_spare_serves_when_the_others_of_its_stage_die_and_nothing_counts_twice() -> None:
+    async with swarm(run_of(100), replicas=2) as s:
+        await s.until_serving()
+        s.add_trainer("trainer", window=1)
+        s.add_peer("home", 1, upload_bps=SLOW_BPS)
+        await stands_by(s)
+        await s.until(lambda: s.network.records["home"].version == 20)
+        for name in ("s1p0", "s1p1"):
+            s.kill(name)
+        await s.until(lambda: s.of_stage(1) == ["home"] and s.peers["home"].core.joined)
+        await s.until_finished()
+        assert {back.step for back in s.seen(RolledBack)} == {20}, "a checkpoint, which the spare had fetched"
+        assert all((row == s.run.steps).all() for row in s.count_matrix().values())
+
+
+async def test_who_would_stand_by_serves_if_the_others_are_dead_by_then() -> None:
+    """Its records say that another serves; what counts is that it answers."""
+    async with swarm(run_of(20), replicas=1) as s:
+        await s.until_serving()
+        s.add_trainer("trainer")
+        await s.until_version(1)
+        s.on_call("status", lambda caller, callee: s.kill("s1p0"), nth=2, to="s1p0", by="home")
+        home = s.add_peer("home", 1, upload_bps=SLOW_BPS)
+        await s.until(lambda: home.core.life == "serving")
+        assert "it serves: no replica in stage 1 answers" in home.moving.decided
+        await s.until_finished()
+
+
+async def test_nobody_stands_by_for_peers_whose_work_no_trainer_vouches_for() -> None:
+    async with swarm(run_of(6), replicas=2) as s:
+        await s.until_serving()
+        home = s.add_peer("home", 1, upload_bps=SLOW_BPS)
+        home.replicas.voices.of = lambda *_, **__: {"home": 3}  # type: ignore[method-assign]
+        s.add_trainer("trainer")
+        await s.until_finished()
+        assert not s.network.records["home"].spare
+
+
+async def test_where_no_upload_is_known_nobody_stands_by() -> None:
+    async with swarm(run_of(6), replicas=3) as s:
+        await s.until_serving()
+        s.add_trainer("trainer")
+        await s.until_finished()
+        assert not any(record.spare for record in s.network.records.values())
+
+
+async def test_a_spare_comes_back_when_its_owner_resumes_it_and_is_judged_again() -> None:
+    async with swarm(run_of(60), replicas=2) as s:
+        await s.until_serving()
+        s.add_trainer("trainer")
+        s.add_peer("home", 1, upload_bps=SLOW_BPS)
+        await stands_by(s)
+        s.owners["home"].resume()
+        await s.until(lambda: len(s.seen(Paused)) == 2)
+        await stands_by(s)
+        assert not [note for note in s.seen(Note) if "another" in note.text]
