@@ -19,6 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
@@ -26,7 +27,7 @@ from typing import BinaryIO
 from peers.storage import CACHE_ENV, atomic_file, fetch
 from peers.storage.index import Index
 from peers.storage.shards import Part, Shards
-from swarm.errors import SetupError
+from swarm.errors import NotNow, SetupError
 from swarm.merkle import (
     BLOCK_BYTES,
     NODE_BYTES,
@@ -43,11 +44,34 @@ KEPT = 0.9
 """Of what the cache may have, after the oldest were removed."""
 REST_S = 300.0
 """An address that failed is asked after the others for so long."""
+RETRY_S = 5.0
+"""Between two tries, where no server answers."""
 MAX_TRIES = 64
 """Combinations of addresses for a block that lies across several shards."""
 DIGEST_BYTES = 32
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Search:
+    """What was found for one block."""
+
+    had: dict[tuple[Part, str], bytes] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
+    """Of addresses that cannot be used."""
+    may_come: bool = False
+    """A server does not answer now."""
+
+    def nowhere(self) -> SetupError | NotNow:
+        """The error for a block that no address has right."""
+        told = "; ".join(f"{address} {reason}" for address, reason in self.why.items())
+        if self.may_come:
+            return NotNow(f"a shard of the data cannot be had now: {told}", retry_after_s=RETRY_S)
+        return SetupError(
+            f"a shard of the data is nowhere: {told}. Repair one, add an address to the index, or remove "
+            "what is kept of it in the cache"
+        )
 
 
 class Blocks:
@@ -78,6 +102,7 @@ class Blocks:
 
         Raises:
             SetupError: they cannot be had, or are wrong wherever they are; says where.
+            NotNow: a server does not answer, which may come back.
         """
         found = []
         while start < end:
@@ -175,53 +200,51 @@ class Blocks:
 
         Raises:
             SetupError: it is nowhere, or wrong everywhere.
+            NotNow: a server does not answer, which may come back.
         """
         node, parts = self.tree.block(block), self._shards.of_block(block)
-        had: dict[tuple[Part, str], bytes] = {}
-        why: dict[str, str] = {}
-        wrong: set[str] = set()
+        search, wrong = _Search(), set[str]()
         orders = [self._in_order(part.shard.at) for part in parts]
         for picks in itertools.islice(_picks([len(order) for order in orders]), MAX_TRIES):
             addresses = []
             for part, order, pick in zip(parts, orders, picks, strict=True):
-                addresses.append(self._having(part, order[pick:] + order[:pick], had, why))
-            data = b"".join(had[part, address] for part, address in zip(parts, addresses, strict=True))
+                addresses.append(self._having(part, order[pick:] + order[:pick], search))
+            data = b"".join(search.had[part, address] for part, address in zip(parts, addresses, strict=True))
             levels = block_levels(data)
             if levels[-1] == node:
-                self._are_wrong(wrong.difference(addresses), why)
+                self._are_wrong(wrong.difference(addresses), search)
                 return data, levels, not any(map(fetch.is_far, addresses))
             wrong.update(addresses)
-        self._are_wrong(wrong, why)
-        raise _nowhere(why)
+        self._are_wrong(wrong, search)
+        raise search.nowhere()
 
     def _in_order(self, addresses: Sequence[str]) -> list[str]:
         """Those that failed lately last."""
         now = time.monotonic()
         return sorted(addresses, key=lambda address: now < self._resting.get(address, -REST_S) + REST_S)
 
-    def _having(
-        self, part: Part, addresses: list[str], had: dict[tuple[Part, str], bytes], why: dict[str, str]
-    ) -> str:
-        """The first address that has a part, which is put into `had`. Raises SetupError: none has."""
+    def _having(self, part: Part, addresses: list[str], search: _Search) -> str:
+        """The first address that has a part, which `search` has then. Raises as `_fetched`: none has."""
         for address in addresses:
             try:
-                if (part, address) not in had and address not in why:
-                    had[part, address] = self._shards.read(part, address)
+                if (part, address) not in search.had and address not in search.why:
+                    search.had[part, address] = self._shards.read(part, address)
             except OSError as error:
-                self._failed(address, f"cannot be had: {error.strerror or error}", why)
-            if (part, address) in had:
+                self._failed(address, f"cannot be had: {error.strerror or error}", search)
+                search.may_come |= fetch.may_come(address, error)
+            if (part, address) in search.had:
                 return address
-        raise _nowhere(why)
+        raise search.nowhere()
 
-    def _are_wrong(self, addresses: set[str], why: dict[str, str]) -> None:
+    def _are_wrong(self, addresses: set[str], search: _Search) -> None:
         for address in sorted(addresses):
-            self._failed(address, "is not what the index says: it is corrupt, or of another data set", why)
+            self._failed(address, "is not what the index says: it is corrupt, or of another data set", search)
 
-    def _failed(self, address: str, reason: str, why: dict[str, str]) -> None:
+    def _failed(self, address: str, reason: str, search: _Search) -> None:
         if address not in self._resting:
             log.warning("the data at %s: it %s; another address is taken, if there is one", address, reason)
         self._resting[address] = time.monotonic()
-        why[address] = reason
+        search.why[address] = reason
 
     # -- the cache ----------------------------------------------------------------------------------
 
@@ -282,11 +305,3 @@ def _picks(counts: list[int]) -> Iterator[tuple[int, ...]]:
         for pick in range(1, count):
             yield tuple(pick if one == number else 0 for one in range(len(counts)))
     yield from itertools.product(*map(range, counts))
-
-
-def _nowhere(why: dict[str, str]) -> SetupError:
-    told = "; ".join(f"{address} {reason}" for address, reason in why.items())
-    return SetupError(
-        f"a shard of the data is nowhere: {told}. Repair one, add an address to the index, or remove what is "
-        "kept of it in the cache"
-    )

@@ -58,13 +58,25 @@ def read(address: str, start: int = 0, end: int | None = None, *, most: int = 1 
         raise OSError(first_line(error)) from error
 
 
+def may_come(address: str, error: OSError) -> bool:
+    """Whether what cannot be had now may be later: its server does not answer, or is too busy."""
+    if not is_far(address) or isinstance(error, FileNotFoundError):
+        return False
+    code = getattr(error, "code", 503)  # of an answer over HTTP
+    return code >= 500 or code in (408, 429)
+
+
 def _over_http(address: str, start: int, count: int) -> bytes:
     request = urllib.request.Request(address, headers={"Range": f"bytes={start}-{start + count - 1}"})
     with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
         left = start if answer.status == 200 else 0  # it sends the whole file
         while left > 0 and (skipped := answer.read(min(left, 1 << 20))):
             left -= len(skipped)
-        return _at_most(answer, count)
+        there = answer.length if answer.length is not None else 0
+        found = _at_most(answer, count)
+    if len(found) < min(count, there):
+        raise ConnectionError("the connection broke")
+    return found
 
 
 def _at_most(file: IO[bytes] | http.client.HTTPResponse, count: int) -> bytes:

@@ -65,12 +65,14 @@ class Shards:
         item, skip = ITEM_BYTES[dtype], part.shard.skip
         raw = fetch.read(address, skip + part.first * item, skip + part.end * item)
         if len(raw) != (part.end - part.first) * item:
-            raise OSError(f"it ends before its token {part.end}")
+            raise FileNotFoundError(f"it ends before its token {part.end}")
         if dtype == self._dtype:
             return raw
         tokens = np.frombuffer(raw, np.dtype(dtype).newbyteorder("<"))
         if tokens.min() < 0 or tokens.max() > np.iinfo(self._dtype).max:
-            raise OSError(f"it has tokens from {tokens.min()} to {tokens.max()}, which are not {self._dtype}")
+            raise FileNotFoundError(
+                f"it has tokens from {tokens.min()} to {tokens.max()}, which are not {self._dtype}"
+            )
         return tokens.astype(np.dtype(self._dtype).newbyteorder("<")).tobytes()
 
     def node(self, block: int) -> bytes:

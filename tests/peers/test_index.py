@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import msgspec
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from peers.storage.dataset import Dataset, open_dataset
 from peers.storage.index import Index, Shard, Source
 from peers.storage.shards import make_index, write_index
 from swarm.data import check_samples, sample_offsets
-from swarm.errors import SetupError
+from swarm.errors import NotNow, SetupError
 from swarm.example import example_run
 from swarm.manifest import Run
 from swarm.merkle import BLOCK_BYTES
@@ -161,6 +162,29 @@ def test_a_shard_that_is_right_nowhere_is_an_error_that_names_all_addresses(
     (server.folder / "3.tokens").unlink()
     with pytest.raises(SetupError, match=r"/3\.tokens cannot be had: .*404"):
         data.batch(last)
+
+
+def test_a_server_that_does_not_answer_is_asked_again_later(server: Server, tmp_path: Path) -> None:
+    _, data = opened(addressed(server, f"{server.url}/{{}}"), tmp_path)
+    data.bring([0])
+    server.close()
+    for use in (data.bring, data.batch):
+        with pytest.raises(NotNow, match=r"/3\.tokens cannot be had: .*refused") as away:
+            use([len(TOKENS) - 501])
+        assert away.value.retry_after_s > 0
+    assert_right(data, [0])
+
+
+def test_what_fsspec_reads_is_read(server: Server, tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    for path in server.folder.glob("*.tokens"):
+        memory.pipe(f"/tokens/{path.name}", path.read_bytes())
+    _, data = opened(addressed(server, "memory://gone/{}", "memory://tokens/{}"), tmp_path)
+    assert_right(data, EVERYWHERE)
+    memory.rm("/tokens", recursive=True)
+    other = open_dataset(RUN, [server.folder / "other"], cache_dir=tmp_path / "empty")
+    with pytest.raises(SetupError, match=r"nowhere: memory://gone/0\.tokens cannot be had: "):
+        other.batch([0])
 
 
 def test_a_shard_that_ends_too_early_cannot_be_had(server: Server, tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from peers.events import RolledBack, StepDone
+from swarm.errors import NotNow
 from swarm.manifest import audit_run
-from tests.peers.loops import swarm
+from tests.peers.loops import Zeros, swarm
 
 pytestmark = pytest.mark.virtual_time
 
@@ -27,3 +29,25 @@ async def test_all_peers_die_and_others_begin_again_while_the_trainer_lives() ->
         await built.until_finished()
         built.assert_each_counted_once()
         assert [event.stage for event in built.seen(RolledBack)] == [-1]
+
+
+class Away(Zeros):
+    """Data whose server does not answer every other time."""
+
+    asked = 0
+
+    def batch(self, offsets: list[int]) -> np.ndarray:
+        self.asked += 1
+        if self.asked % 2:
+            raise NotNow("a shard of the data cannot be had now", retry_after_s=5.0)
+        return super().batch(offsets)
+
+
+async def test_a_trainer_whose_data_cannot_be_had_now_tries_again() -> None:
+    run = audit_run(stages=2, steps=2, microbatches_per_step=4)
+    async with swarm(run, stages=2, replicas=1) as built:
+        await built.until_serving()
+        built.add_trainer("trainer", batches=(data := Away(run)))
+        await built.until_finished()
+        built.assert_each_counted_once()
+        assert data.asked >= 16
