@@ -85,7 +85,7 @@ async def play(
 )
 async def test_a_replica_that_adds_wrongly_is_found_by_each_that_looks(kind: str, stage: int) -> None:
     liar = f"s{stage}p1"
-    s = await play(audited_run(steps=6), liar, LIES[kind], suspects=(liar,))
+    s = await play(audited_run(steps=12), liar, LIES[kind], suspects=(liar,))
     assert accused(s) == {liar}
     assert all(liar in peer.convictions.convicted for name, peer in s.peers.items() if name != liar)
     said = f"peer {liar} is left out: its signed projected of step"

@@ -214,15 +214,16 @@ async def test_a_microbatch_goes_to_who_has_it_else_to_who_is_suggested_and_not_
     assert await goes_to(route=("b",)) != "b"
 
 
-async def test_what_failed_once_goes_to_one_that_is_known() -> None:
-    line, records, router, asked = Line(), Records(), Router(), list[str]()
+@pytest.mark.parametrize("caller", "pqrstu")
+async def test_what_failed_once_goes_to_one_that_is_known(caller: str) -> None:
+    line, records, router, asked = Line(), Records(), Router(caller=caller), list[str]()
     records.known = [replica(run=TWO.id, stage=1, peer=name) for name in "abcdefg"]
     following = NextStage(
         TWO.id, 1, line, records, router, stages=2, on_fault=lambda _: None,  # type: ignore[arg-type]
     )  # fmt: skip
     router.set_peers(1, "abcdefg")
     for peer in "fg":
-        router.answered(1, peer, 0.1)
+        router.answered(1, peer, 1.0)
 
     def done(peer: str, _: bytes) -> WorkDone:
         asked.append(peer)
@@ -231,7 +232,8 @@ async def test_what_failed_once_goes_to_one_that_is_known() -> None:
         return WorkDone(loss=0.0)
 
     line.answers["work"] = done
-    await following.call(work(), (), max_answer_bytes=0, check=lambda *_: None, closed=lambda: None)
+    onward = work(route=("a",))
+    await following.call(onward, (), max_answer_bytes=0, check=lambda *_: None, closed=lambda: None)
     assert asked[0] == "a" and asked[1] in "fg" and len(asked) == 2
 
 

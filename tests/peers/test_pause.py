@@ -175,8 +175,9 @@ async def test_the_last_of_a_stage_pauses_too_says_so_and_nothing_is_lost() -> N
         await s.until_version(3)
         said = await pause(s, "s1p0")
         assert said.alone and "the run stands still" in said.words()
-        (trouble,) = s.seen(Trouble)
-        assert "no other peer serves stage 1: the run stands still until this peer resumes" in trouble.text
+        peers, trainers = s.seen(Trouble)
+        assert "no other peer serves stage 1: the run stands still until this peer resumes" in peers.text
+        assert trainers.text == "stage 1 has only 1 paused peer: the run waits until one resumes"
         assert s.peers["s0p0"].core.version <= said.version + 1
         await resume(s, "s1p0")
         await s.until_finished()
