@@ -163,6 +163,7 @@ async def serve(
     resumes = alone = False
     spare: Spare | None = None
     longest_s = 0.0  # of the device's jobs in all its stages: a slow one that resumes is not taken for hung
+    upload_bps = 0.0  # as its reduces measured it: a peer that resumes or moves asks again whether it is slow
 
     def stays_paused(why: str) -> None:
         # Another program has the memory now. What this peer has done so far is not lost for that.
@@ -197,7 +198,7 @@ async def serve(
             stays_paused(error.text)
             continue
         kept, full = None, ""
-        peer.core.device.longest_s = longest_s
+        peer.core.device.longest_s, peer.all_reduce.bandwidth_bps = longest_s, upload_bps
         owner.serves(peer)
         try:
             await peer.run()
@@ -210,7 +211,7 @@ async def serve(
             raise
         finally:
             owner.serves(None)
-            longest_s = peer.core.device.longest_s
+            longest_s, upload_bps = peer.core.device.longest_s, peer.all_reduce.bandwidth_bps
         if full:
             kept = peer.kept
             stays_paused(full)

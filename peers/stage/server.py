@@ -119,7 +119,7 @@ class StagePeer:
         self.contribution_audits = ContributionAudits(
             core, transport, self.convictions, kept_work, sums, backoff
         )
-        all_reduce = AllReduce(
+        all_reduce = self.all_reduce = AllReduce(
             run.id, core.me, transport, run.codec.reduce,
             compute.sums.dtype, compute.sums.value, compute.shared.sqnorm,
             sums,

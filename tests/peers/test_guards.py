@@ -624,6 +624,7 @@ async def test_a_device_that_was_slow_before_a_pause_is_known_as_slow_after_it()
 
         def __init__(self) -> None:
             self.core = SimpleNamespace(device=SimpleNamespace(longest_s=0.0))
+            self.all_reduce = SimpleNamespace(bandwidth_bps=0.0)
             self.paused = False
 
         async def run(self) -> None:

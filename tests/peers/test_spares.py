@@ -75,6 +75,19 @@ async def test_who_would_stand_by_serves_if_the_others_are_dead_by_then() -> Non
         await s.until_finished()
 
 
+async def test_a_peer_that_resumes_knows_its_upload_from_before() -> None:
+    async with swarm(run_of(60), replicas=2) as s:
+        await s.until_serving()
+        before = s.peers["s1p0"].all_reduce
+        before.bandwidth_bps = 5e7
+        s.owners["s1p0"].pause("by hand", "swarm pause")
+        await s.until(lambda: s.owners["s1p0"].doing == "paused")
+        s.owners["s1p0"].resume()
+        await s.until(lambda: s.owners["s1p0"].doing == "serving")
+        assert s.peers["s1p0"].all_reduce is not before
+        assert s.peers["s1p0"].all_reduce.bandwidth_bps == 5e7
+
+
 async def test_nobody_stands_by_for_peers_whose_work_no_trainer_vouches_for() -> None:
     async with swarm(run_of(6), replicas=2) as s:
         await s.until_serving()

@@ -22,8 +22,6 @@ from swarm.protocol.ledger import Claim
 from swarm.protocol.worklist import Work, WorkList
 from swarm.sim.dice import Dice
 
-REFUSED_S = 0.001
-"""A call to a dead peer takes some time: of two that died at once each would be tried after the other."""
 RETRY_S = 0.05
 """From a failed call to the next try."""
 
@@ -271,7 +269,7 @@ class Trainers:
     async def _notice(self, peer: Peer) -> None:
         """Raise `Gone`, for a dead peer when that can be known."""
         if not peer.alive:
-            await asyncio.sleep(max(REFUSED_S, peer.ended_s + self._settings.detect_s - self._loop.now_s))
+            await asyncio.sleep(max(0.0, peer.ended_s + self._settings.detect_s - self._loop.now_s))
         raise Gone
 
     def _land(self, flight: Flight) -> None:
