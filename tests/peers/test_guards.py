@@ -620,7 +620,7 @@ async def test_a_device_that_was_slow_before_a_pause_is_known_as_slow_after_it()
     class Briefly:
         """A stage peer that pauses at once, and the second time ends."""
 
-        has_joined, moving_to, kept, alone = True, None, None, False
+        has_joined, moving_to, kept, alone, spare = True, None, None, False, None
 
         def __init__(self) -> None:
             self.core = SimpleNamespace(device=SimpleNamespace(longest_s=0.0))
