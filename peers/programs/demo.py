@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from peers.api import LocalSwarm, Run
 
-STEPS = 400
+STEPS = 300
 SAMPLE_TOKENS = 400
 NEXT = """\
 next:

@@ -405,7 +405,6 @@ class PeerStatus(Positioned, frozen=True, kw_only=True):
     coordinator: PeerId = ""
     audit: Audit = Audit()
     since: float
-    first_audited_step: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
     links: tuple[LinkStatus, ...] = ()
