@@ -13,7 +13,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from swarm.errors import clean, short
 from swarm.ids import PeerId, Position, Stage
@@ -29,9 +29,10 @@ from swarm.monitoring.health import (
     StageHealth,
     SwarmHealth,
 )
-from swarm.protocol.voice import heard, weight
+from swarm.monitoring.history import History, median
+from swarm.protocol.voice import heard
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.wire.messages import PastStep, PeerStatus
+from swarm.wire.messages import PeerStatus
 
 FRESH_S = 10.0
 """Answers this old still say where the run is; of many peers each is asked about once a minute."""
@@ -41,10 +42,6 @@ LOWER_S = 15.0
 """A majority of late answers may be a step behind: the position goes down only if that lasts."""
 WINDOW_S = 60.0
 """Throughput is taken over the last minute, or the last step if that took longer."""
-MAX_POINTS = 1000
-"""Of a plot; above it, every second point is dropped."""
-MAX_TELLERS = 5
-"""Of one step: so many peers are heard about it."""
 MAX_HAPPENINGS = 500
 MAX_ROUTES = 2000
 MAX_WORKERS = 5000
@@ -63,7 +60,6 @@ WARM = 16
 MAX_RECOMPUTED = 4
 """A peer cannot have computed more than this many times the run's needs so far."""
 
-T = TypeVar("T", Position, int, float)
 
 NOTHING_SAID = PeerStatus(peer="", stage=NO_STAGE, state="", device="", since=0.0, version=0)
 
@@ -141,13 +137,7 @@ class Aggregator:
         self._lower_since: float | None = None
         self._stepped: deque[tuple[float, int]] = deque(maxlen=512)
         """(time, version) of each change of the version."""
-        self._losses: dict[int, float] = {}
-        self._past: dict[int, dict[PeerId, PastStep]] = {}
-        """By version: what peers said of the step to it."""
-        self._spoken_of: set[int] = set()
-        """Versions of which something was said since the last observation."""
-        self._evaluations: dict[int, float] = {}
-        """Version -> its loss on samples that are held out."""
+        self._history = History()
         self._happenings: deque[Happening] = deque(maxlen=MAX_HAPPENINGS)
         self._work: dict[PeerId, _Work] = {}
         self._most_serving = [0] * run.S
@@ -245,7 +235,7 @@ class Aggregator:
         seen.heard_at = now
         self._take_work(status)
         if self._began is None or status.generation == self._position.generation:
-            self._take_past(status)
+            self._history.take(status, self._voice)
         if status.stage == 0:
             if status.trainers or (seen.before is not None and status.taken > seen.before.taken):
                 self._trainer_at = now
@@ -257,15 +247,6 @@ class Aggregator:
         if status.digest and status.stage != NO_STAGE:
             of_version = self._digests.setdefault((status.stage, status.position), {})
             of_version[status.peer] = (status.kind, status.digest)
-
-    def _take_past(self, status: PeerStatus) -> None:
-        if self._voice and status.peer not in self._voice:
-            return  # strangers would be the first to be heard of a step
-        for step in status.past:
-            by = self._past.setdefault(step.version, {})
-            if len(by) < MAX_TELLERS or status.peer in by:
-                by[status.peer] = step
-                self._spoken_of.add(step.version)
 
     def _take_work(self, status: PeerStatus) -> None:
         work = self._work.setdefault(status.peer, _Work(since=status.since))
@@ -294,18 +275,17 @@ class Aggregator:
             and seen.status.stage == seen.record.stage
         ]
         if fresh:
-            position = self._median([(status.position, status.peer) for status in fresh], high=True)
+            position = median([(status.position, status.peer) for status in fresh], self._voice, high=True)
         elif voters:
             generation = self._position.generation
-            version = self._median([(seen.version, seen.record.peer) for seen in voters], high=True)
+            version = median([(seen.version, seen.record.peer) for seen in voters], self._voice, high=True)
             position = Position(generation, version)
         else:
             if self._began is None:
                 self._position = self._paused_position()
             return
-        self._update_losses(
-            [status for status in fresh if status.generation == position.generation], position.version
-        )
+        of_generation = [status for status in fresh if status.generation == position.generation]
+        self._history.update(of_generation, position.version, self._voice)
         if self._began is None:
             self._began, self._position = now, position
         if position == self._position:
@@ -321,8 +301,7 @@ class Aggregator:
             self._happened(now, "went back", text)
         if position.generation != old.generation or position.version < old.version:
             self._stepped.clear()
-            self._losses = {v: loss for v, loss in self._losses.items() if v <= position.version}
-            self._past = {v: said for v, said in self._past.items() if v <= position.version}
+            self._history.back_to(position.version)
         self._stepped.append((now, position.version))
         for key in sorted(self._digests, key=lambda key: key[1])[: -MAX_VERSIONS * self.run.S]:
             del self._digests[key]
@@ -332,17 +311,6 @@ class Aggregator:
         said = {seen.record.peer: seen for seen in peers}
         return [said[peer] for peer in heard(said, self._voice)]
 
-    def _median(self, said: Sequence[tuple[T, PeerId]], *, high: bool) -> T:
-        """The median of what peers say, each by its voice; of two the higher one, or the lower one."""
-        ordered = sorted(said)
-        half = sum(weight(peer, self._voice) for _, peer in ordered) / 2
-        so_far = 0
-        for value, peer in ordered:
-            so_far += weight(peer, self._voice)
-            if so_far > half or (so_far == half and not high):
-                return value
-        raise AssertionError("nothing was said")
-
     def _paused_position(self) -> Position:
         """The position of a run that no peer serves, by its paused peers and keepers."""
         versions = [
@@ -351,45 +319,6 @@ class Aggregator:
             if seen.state in ("paused", "keeping") and not seen.why
         ]
         return statistics.median_high(versions) if versions else Position()
-
-    def _update_losses(self, fresh: Sequence[PeerStatus], version: int) -> None:
-        said: dict[int, list[tuple[float, PeerId]]] = {}
-        for of_version in [one for one in self._spoken_of if one <= version]:
-            told = self._told(of_version)
-            said[of_version] = [(step.loss, peer) for peer, step in told if step.loss is not None]
-        self._believe(self._losses, said, of=len(fresh))
-        held_out: dict[int, list[tuple[float, PeerId]]] = {}
-        first = [status for status in fresh if status.stage == 0]  # to them trainers say it
-        for status in first:
-            if status.eval_loss is not None and 0 <= status.eval_version <= version:
-                held_out.setdefault(status.eval_version, []).append((status.eval_loss, status.peer))
-        self._believe(self._evaluations, held_out, of=len(first))
-        for points in (self._losses, self._past, self._evaluations):
-            if len(points) > MAX_POINTS:
-                for of_version in sorted(points)[1:-1:2]:
-                    del points[of_version]
-        self._spoken_of = {one for one in self._spoken_of if one > version and one in self._past}
-
-    def _told(self, version: int) -> list[tuple[PeerId, PastStep]]:
-        """What was said of the step to a version by those whose word counts."""
-        by = self._past.get(version, {})
-        return [(peer, by[peer]) for peer in heard(by, self._voice)]
-
-    def _believe(
-        self, known: dict[int, float], said: Mapping[int, Sequence[tuple[float, PeerId]]], *, of: int
-    ) -> None:
-        """Note the losses that enough of so many peers have said; no peer is believed alone."""
-        for version, losses in said.items():
-            if losses and len(losses) >= min(2, of):
-                known[version] = self._median(losses, high=False)
-
-    def _step_times(self) -> tuple[tuple[int, float], ...]:
-        return tuple(
-            (version, self._median(times, high=False))
-            for version in sorted(self._past)
-            if version <= self._position.version
-            and (times := [(step.took_s, peer) for peer, step in self._told(version) if step.took_s])
-        )
 
     def _step_s(self, now: float) -> float | None:
         """Mean duration of the steps of the last minute, or else of the last one."""
@@ -453,7 +382,7 @@ class Aggregator:
             went_back=self._position.generation.number,
             microbatches_per_step=self.run.M,
             tokens_per_step=self.run.tokens_per_step,
-            loss=self._losses[max(self._losses)] if self._losses else None,
+            loss=self._history.losses[max(self._history.losses)] if self._history.losses else None,
             tokens_per_s=tokens_per_s,
             left_s=left * step_s if step_s is not None and all(self._served) else None,
             still_s=max(0.0, now - since) if since is not None else 0.0,
@@ -463,9 +392,9 @@ class Aggregator:
             trainers=tuple(sorted(p for p, at in self._trainers.items() if at >= now - WINDOW_S)),
             trainer_away_s=self._trainer_away_s(now),
             routes=self._routes(),
-            losses=tuple(sorted(self._losses.items())),
-            evaluations=tuple(sorted(self._evaluations.items())),
-            step_times=self._step_times(),
+            losses=tuple(sorted(self._history.losses.items())),
+            evaluations=tuple(sorted(self._history.evaluations.items())),
+            step_times=self._history.step_times(self._position.version, self._voice),
             cut_off_s=self._cut_off_s(now),
             happenings=tuple(self._happenings),
             contributions=self._contributions(),
@@ -486,7 +415,7 @@ class Aggregator:
             serving=len(serving),
             most_serving=self._most_serving[stage],
             joining=sum(s.state == "joining" for s in seen),
-            version=self._median([(s.version, s.record.peer) for s in self._heard(serving)], high=True)
+            version=median([(s.version, s.record.peer) for s in self._heard(serving)], self._voice, high=True)
             if serving
             else 0,
             load=statistics.fmean(s.record.load for s in serving) if serving else 0.0,

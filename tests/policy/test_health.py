@@ -13,8 +13,9 @@ from swarm.errors import MAX_WORDS_CHARS, Refused, clean
 from swarm.ids import Generation
 from swarm.manifest import demo_run
 from swarm.monitoring import alerts, validation
-from swarm.monitoring.aggregator import MAX_POINTS, MAX_WORKERS, Aggregator
+from swarm.monitoring.aggregator import MAX_WORKERS, Aggregator
 from swarm.monitoring.health import Observation, PeerHealth, Route, SwarmHealth
+from swarm.monitoring.history import MAX_POINTS
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import Audit, LinkStatus, PastStep, PeerStatus
 

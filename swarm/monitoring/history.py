@@ -1,0 +1,102 @@
+"""What peers say of the steps that the run took: their losses and durations, by voice. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from swarm.ids import PeerId, Position
+from swarm.protocol.voice import heard, weight
+from swarm.wire.messages import PastStep, PeerStatus
+
+MAX_POINTS = 1000
+"""Of a plot; above it, every second point is dropped."""
+MAX_TELLERS = 5
+"""Of one step: so many peers are heard about it."""
+
+T = TypeVar("T", Position, int, float)
+Voice = Mapping[PeerId, int]
+
+
+class History:
+    """No peer is believed alone: of what several say of a step the median counts."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+        """Version -> the loss of the step to it."""
+        self.evaluations: dict[int, float] = {}
+        """Version -> its loss on samples that are held out."""
+        self._past: dict[int, dict[PeerId, PastStep]] = {}
+        """By version: what peers said of the step to it."""
+        self._spoken_of: set[int] = set()
+        """Versions of which something was said since the last update."""
+
+    def take(self, status: PeerStatus, voice: Voice) -> None:
+        """Note what a peer says of its past."""
+        if voice and status.peer not in voice:
+            return  # strangers would be the first to be heard of a step
+        for step in status.past:
+            by = self._past.setdefault(step.version, {})
+            if len(by) < MAX_TELLERS or status.peer in by:
+                by[status.peer] = step
+                self._spoken_of.add(step.version)
+
+    def update(self, fresh: Sequence[PeerStatus], version: int, voice: Voice) -> None:
+        """Settle what was said of versions up to the run's, which those that answered lately are at."""
+        said: dict[int, list[tuple[float, PeerId]]] = {}
+        for of_version in [one for one in self._spoken_of if one <= version]:
+            told = self._told(of_version, voice)
+            said[of_version] = [(step.loss, peer) for peer, step in told if step.loss is not None]
+        _believe(self.losses, said, voice, of=len(fresh))
+        held_out: dict[int, list[tuple[float, PeerId]]] = {}
+        first = [status for status in fresh if status.stage == 0]  # to them trainers say it
+        for status in first:
+            if status.eval_loss is not None and 0 <= status.eval_version <= version:
+                held_out.setdefault(status.eval_version, []).append((status.eval_loss, status.peer))
+        _believe(self.evaluations, held_out, voice, of=len(first))
+        for points in (self.losses, self._past, self.evaluations):
+            if len(points) > MAX_POINTS:
+                for of_version in sorted(points)[1:-1:2]:
+                    del points[of_version]
+        self._spoken_of = {one for one in self._spoken_of if one > version and one in self._past}
+
+    def back_to(self, version: int) -> None:
+        """Forget what came after `version`, to which the run went back."""
+        for points in (self.losses, self._past, self.evaluations):
+            for later in [one for one in points if one > version]:
+                del points[later]
+
+    def step_times(self, version: int, voice: Voice) -> tuple[tuple[int, float], ...]:
+        """(version, seconds of the step to it), up to the run's version."""
+        return tuple(
+            (one, median(times, voice, high=False))
+            for one in sorted(self._past)
+            if one <= version
+            and (times := [(step.took_s, peer) for peer, step in self._told(one, voice) if step.took_s])
+        )
+
+    def _told(self, version: int, voice: Voice) -> list[tuple[PeerId, PastStep]]:
+        """What was said of the step to a version by those whose word counts."""
+        by = self._past.get(version, {})
+        return [(peer, by[peer]) for peer in heard(by, voice)]
+
+
+def median(said: Sequence[tuple[T, PeerId]], voice: Voice, *, high: bool) -> T:
+    """The median of what peers say, each by its voice; of two the higher one, or the lower one."""
+    ordered = sorted(said)
+    half = sum(weight(peer, voice) for _, peer in ordered) / 2
+    so_far = 0
+    for value, peer in ordered:
+        so_far += weight(peer, voice)
+        if so_far > half or (so_far == half and not high):
+            return value
+    raise AssertionError("nothing was said")
+
+
+def _believe(
+    known: dict[int, float], said: Mapping[int, Sequence[tuple[float, PeerId]]], voice: Voice, *, of: int
+) -> None:
+    """Note the losses that enough of so many peers have said."""
+    for version, losses in said.items():
+        if losses and len(losses) >= min(2, of):
+            known[version] = median(losses, voice, high=False)
