@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
 
 from peers.cli import build_parser
 from peers.events import Event, Killed, Note, StepDone
-from peers.programs.demo import STEP_LINES, Lines, summary
+from peers.programs.demo import STEP_LINES, Lines, summary, told_as_json
 
 pytestmark = pytest.mark.usefixtures("greenwich")
 
@@ -69,3 +70,8 @@ def test_the_end_of_a_demo_says_who_did_what_and_what_to_do_next(monkeypatch: py
     words = summary({**RESULT, "replayed": 2, "missing": 1, "verify": verify})
     assert "\none alone  4.000 → 1.000  █▆▃▁" in words
     assert "2 microbatches lost with it: run again" in words and "microbatches missing 1" in words
+    assert json.loads(told_as_json({**RESULT, "verify": verify}))["verify"] == {
+        "max_loss_diff": 0.0,
+        "max_weight_diff": 0.0,
+    }
+    assert json.loads(told_as_json(RESULT))["verify"] is None
