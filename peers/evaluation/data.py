@@ -9,7 +9,7 @@ from pathlib import Path
 from peers.storage.dataset import Dataset
 from peers.storage.samples import Samples, open_data
 from swarm.errors import SetupError
-from swarm.evaluation import check_enough, eval_data
+from swarm.evaluation import check_enough, eval_data, eval_offsets, microbatches
 from swarm.manifest import Run
 
 
@@ -28,6 +28,17 @@ def open_eval(
     if run.eval.data == "files" and not files:
         raise SetupError("the manifest has a table [eval]: give the text to evaluate on with --eval-data")
     return open_data(eval_data(run), files, tokenizer if run.eval.data == "files" else None)
+
+
+def fetch_eval(run: Run, data: Dataset | Samples | None) -> None:
+    """Have all tokens of an evaluation on this machine, before it asks for them in the middle of a step.
+
+    Raises:
+        SetupError, NotNow: they cannot be had.
+    """
+    if isinstance(data, Dataset):
+        for e in range(microbatches(run)):
+            data.bring(eval_offsets(run, e))
 
 
 def pinned_eval(run: Run, data: Dataset | Samples | None) -> Run:

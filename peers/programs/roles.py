@@ -484,7 +484,7 @@ class Train(_Looping[TrainOptions]):
     async def run(self) -> None:
         options = self.options
         async with self._joined("train", options, lambda: None) as (node, run):
-            from peers.evaluation.data import open_eval
+            from peers.evaluation.data import fetch_eval, open_eval
             from peers.storage.samples import open_data
             from peers.trainer import Trainer, TrainerSettings
 
@@ -496,6 +496,7 @@ class Train(_Looping[TrainOptions]):
 
                 await asyncio.to_thread(custom_model, run)  # seconds, once
             held_out = await asyncio.to_thread(open_eval, run, options.eval_data, options.tokenizer)
+            await asyncio.to_thread(fetch_eval, run, held_out)
             await self._tell_missing(options, node, run)
             window = None if options.window == "auto" else options.window
             settings = TrainerSettings(window=window, steps=options.steps)

@@ -16,15 +16,17 @@ import msgspec
 import numpy as np
 import pytest
 
+from peers.evaluation.data import fetch_eval, open_eval, pinned_eval
 from peers.programs.manifest_pinning import pinned
-from peers.storage import atomic_file
+from peers.storage import CACHE_ENV, atomic_file
 from peers.storage.dataset import Dataset, open_dataset
 from peers.storage.index import Index, Shard, Source
 from peers.storage.shards import make_index, write_index
 from swarm.data import check_samples, sample_offsets
 from swarm.errors import NotNow, SetupError
+from swarm.evaluation import eval_offsets
 from swarm.example import example_run
-from swarm.manifest import Run
+from swarm.manifest import EvalSpec, Run
 from swarm.merkle import BLOCK_BYTES
 from tests.peers.admitted import admitting
 from tests.serving import Server
@@ -173,6 +175,21 @@ def test_a_server_that_does_not_answer_is_asked_again_later(server: Server, tmp_
             use([len(TOKENS) - 501])
         assert away.value.retry_after_s > 0
     assert_right(data, [0])
+
+
+def test_the_tokens_of_an_evaluation_are_here_before_it_begins(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_ENV, str(tmp_path))
+    run = replace(RUN, eval=EvalSpec(every=2, samples=16))
+    address = f"{server.url}/index.json"
+    held_out = open_eval(run, [address], None)
+    assert isinstance(held_out, Dataset)
+    run = pinned_eval(run, held_out)
+    offsets = [offset for e in range(2) for offset in eval_offsets(run, e)]
+    assert not held_out.has(offsets)
+    fetch_eval(run, held_out)
+    assert held_out.has(offsets)
 
 
 def test_what_fsspec_reads_is_read(server: Server, tmp_path: Path) -> None:
