@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import psutil
 import torch
 
+from peers.evaluation.data import open_eval
 from peers.events import Event, JoinLine, Logged, Serving, Started, StepDone, Stepped, parse_event
 from peers.net.node import Node
 from peers.net.p2pd import DaemonOptions
@@ -421,12 +422,14 @@ class Swarm(Processes):
         *,
         data: Sequence[Path] = (),
         start: Path | None = None,
+        held_out: Sequence[Path] = (),
         lab: Lab | None = None,
     ) -> None:
         super().__init__(lab)
         self.data: Dataset | Samples = open_data(run, data)
-        self.run = pinned(run, self.data, start)
+        self.run = pinned(run, self.data, start, open_eval(run, held_out, None))
         self._files = ["--data", *map(str, data)] if data else []
+        self._files += ["--eval-data", *map(str, held_out)] if held_out else []
         self.manifest = folder / "run.toml"
         self.manifest.write_text(self.run.to_toml())
         self._counts: dict[str, int] = defaultdict(int)

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from peers.events import StepDone, Stepped
-from swarm.manifest import CodecSpec, Run, demo_run
+from peers.evaluation.data import open_eval
+from peers.events import Evaluated, StepDone, Stepped
+from swarm.evaluation import eval_offsets, is_due, mean_loss
+from swarm.manifest import CodecSpec, EvalSpec, Run, demo_run
+from swarm.model.evaluate import loss_of
 from swarm.model.reference import SingleProcess
 from tests.process.swarm_processes import Swarm, farthest
 
@@ -88,6 +91,34 @@ def test_with_quantized_boundaries_every_loss_is_that_of_a_single_process(tmp_pa
             assert event.losses == pytest.approx(losses, abs=1e-3)
     assert whole > run.steps // 2  # a trainer may hear of a step before it has all of its answers
     assert farthest(weights, single) < 1e-3
+
+
+def test_a_run_is_evaluated_on_the_way_whoever_is_killed(tmp_path: Path) -> None:
+    """float32: the losses of one process's weights on the same samples, to the last bit."""
+    held_out = tmp_path / "held-out.txt"
+    held_out.write_text("what was never trained on, " * 40)
+    base = tiny(dtype="float32", codec="blockwise8", steps=8)
+    run = replace(base, eval=EvalSpec(every=3, samples=4 * base.batch.microbatch_size))
+    with Swarm(tmp_path, run, held_out=[held_out]) as swarm:
+        swarm.bootstrap()
+        swarm.peer(1, kill_at="backward:20")
+        swarm.peers(1)
+        trainer = swarm.trainer("--window", "6")
+        swarm.ends(trainer)
+        told = trainer.heard(Evaluated)
+        weights = swarm.audited_weights()
+    text, single = open_eval(swarm.run, [held_out], None), SingleProcess(swarm.run, swarm.data.batch)
+    assert text is not None
+    expected: dict[int, float] = {}
+    for t in range(run.steps + 1):
+        if is_due(swarm.run, t):
+            loss = loss_of(swarm.run, single.named_weights())
+            losses = [loss(text.batch(eval_offsets(swarm.run, e))) for e in range(4)]
+            expected[t] = mean_loss(losses, [1] * 4)
+        if t < run.steps:
+            single.step(t)
+    assert {event.version: event.loss for event in told} == expected and list(expected) == [0, 3, 6, 8]
+    assert farthest(weights, single) == 0.0
 
 
 def test_peers_with_other_numbers_of_threads_and_cores_change_no_bit(tmp_path: Path) -> None:
