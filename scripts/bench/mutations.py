@@ -1847,8 +1847,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "slow-device-taken-for-hung",
         PAUSE,
-        "        peer.core.device.longest_s = longest_s\n",
-        "",
+        "peer.core.device.longest_s, peer.all_reduce.bandwidth_bps = longest_s, upload_bps",
+        "peer.all_reduce.bandwidth_bps = upload_bps",
         "A slow device is taken for hung after a pause.",
         ("test_guards", "test_pause", "test_hung_device"),
     ),
