@@ -192,8 +192,9 @@ class Trainer:
         """Mean loss of each step over exactly its M microbatches, from the last stage's ledgers."""
         self._step_began = now_s()
         self._evaluations = Evaluations(
-            run, reader(run, held_out, entering), transport, self._route,
+            run, reader(run, held_out, entering), transport, partial(self._route, known=True),
             lambda fault: self._router.failed(fault.peer, now=now_s(), silent=fault.silent), emit,
+            self._pace.horizon_s,
         )  # fmt: skip
 
     @property
@@ -282,6 +283,7 @@ class Trainer:
         if not self._told:
             return  # a trainer that joins late would offer steps that are long over
         # A step that is evaluated begins once that is done: its weights are gone with it.
+        self._evaluations.stop(before=self._version)
         due = self._evaluations.first_due(self._version)
         if due <= self._newest_open:
             self._evaluations.begin(int(due), self._router.peers(0))
@@ -387,15 +389,15 @@ class Trainer:
             moving = moving_share([*parts, (least_s, least_s)])
             self._window.answered(in_flight=self._in_flight, moving=moving)
 
-    def _route(self, mb: Microbatch) -> list[PeerId]:
+    def _route(self, mb: Microbatch, *, known: bool = False) -> list[PeerId]:
         """One peer of each stage; stages behind the first may be empty for now, their callers wait.
 
-        At most one of them has never answered, and none once the microbatch had to be sent again.
+        At most one of them has never answered; none if `known`, or once the microbatch had to be sent again.
         """
         ahead = self._run.M if self._run.delayed_updates else 0
         horizon_s = self._pace.horizon_s(self._todo.unstarted(mb.t) + ahead)
         route: list[PeerId] = []
-        known = mb in self._attempts
+        known = known or mb in self._attempts
         for stage in range(self._run.S):
             latency_s = partial(self._latency.price_s, route[-1]) if route else None
             try:

@@ -11,7 +11,7 @@ import numpy as np
 
 from peers import events
 from peers.ports import Buffer, Transport
-from swarm.errors import NotNow, PeerFault, Refused, SetupError, Stale, SwarmError
+from swarm.errors import BadAnswer, NotNow, PeerFault, Refused, Stale, SwarmError
 from swarm.evaluation import eval_offsets, is_due, mean_loss, microbatches, version_of
 from swarm.ids import Microbatch, PeerId
 from swarm.manifest import Run
@@ -21,12 +21,15 @@ from swarm.wire.messages import EvalDone, Evaluate, Evaluated, pack, unpack_answ
 
 AT_ONCE = 8
 """Microbatches of an evaluation in flight."""
-CALL_S = 240.0
 TELL_S = 5.0
+LEAST_S, TIMES_EXPECTED, UNKNOWN_S = 30.0, 3.0, 300.0
+"""An evaluation may take three times what so many microbatches of training take, and is given up then: who
+answers those and no others holds the run up no longer."""
+TRIES = 4
+"""A call may take that part of this time."""
 LAST_S = 120.0
 """For what the run came to: its peers may be gone by then."""
 RETRY_S = 0.2
-MAX_REFUSALS = 5
 
 
 class Evaluations:
@@ -40,12 +43,16 @@ class Evaluations:
         route: Callable[[Microbatch], list[PeerId]],
         failed: Callable[[PeerFault], None],
         emit: Callable[[events.Event], None],
+        expected_s: Callable[[int], float],
     ) -> None:
-        """`entering`: offsets -> what stage 0 is sent; None: there is nothing to evaluate on."""
+        """`entering`: offsets -> what stage 0 is sent; None: there is nothing to evaluate on. `expected_s`:
+        seconds of so many microbatches of training; infinite: unknown.
+        """
         self._run, self._entering, self._transport = run, entering, transport
-        self._route, self._failed, self._emit = route, failed, emit
+        self._route, self._failed, self._emit, self._expected_s = route, failed, emit, expected_s
         self.losses: dict[int, float] = {}
         """Step -> what the weights before it came to."""
+        self._given_up: set[int] = set()
         self._task: asyncio.Task[None] | None = None
         self._step = -1
 
@@ -55,7 +62,7 @@ class Evaluations:
         if self._entering is None or not every:
             return math.inf
         due = -(-t // every) * every
-        while due in self.losses:
+        while due in self.losses or due in self._given_up:
             due += every
         return due if due < self._run.steps else math.inf
 
@@ -79,9 +86,9 @@ class Evaluations:
             if (failure := self.failure) is not None:
                 raise failure
 
-    def stop(self) -> None:
-        """Give up the one that runs."""
-        if self._task is not None:
+    def stop(self, *, before: float = math.inf) -> None:
+        """Give up the one that runs, if its step is before that one."""
+        if self._task is not None and self._step < before:
             self._task.cancel()
 
     async def close(self) -> None:
@@ -98,20 +105,27 @@ class Evaluations:
 
     async def _evaluate(self, t: int, tell: Sequence[PeerId]) -> None:
         places, run = asyncio.Semaphore(AT_ONCE), self._run
+        expected_s, refusals = self._expected_s(microbatches(run)), list[str]()
+        limit_s = max(LEAST_S, TIMES_EXPECTED * expected_s) if expected_s < math.inf else UNKNOWN_S
 
         async def one(e: int) -> float:
             async with places:
-                return await self._loss(t, e)
+                return await self._loss(t, e, limit_s / TRIES, refusals)
 
         tasks = [asyncio.ensure_future(one(e)) for e in range(microbatches(run))]
         try:
-            losses = await asyncio.gather(*tasks)
-        except Stale:
-            return  # another trainer did not wait for this one
+            _, late = await asyncio.wait(tasks, timeout=limit_s)
         finally:
             for task in tasks:
                 task.cancel()
-        version, loss = version_of(run, t), mean_loss(losses, [1] * len(losses))
+        if late:
+            self._given_up.add(t)
+            why = f"; the last refusal: {refusals[-1]}" if refusals else ""
+            lack = f"{len(late)} of {len(tasks)} microbatches had no answer within {limit_s:.0f} s{why}"
+            text = f"the evaluation before step {t} is given up, and the run goes on: {lack}"
+            self._emit(events.Trouble(text=text))
+            return
+        version, loss = version_of(run, t), mean_loss([task.result() for task in tasks], [1] * len(tasks))
         self.losses[t] = loss
         self._emit(events.Evaluated(version=version, loss=loss, samples=run.eval.samples))
         said = pack(Evaluated(run=run.id, version=version, loss=loss))
@@ -122,31 +136,29 @@ class Evaluations:
 
         await asyncio.gather(*map(say, tell))
 
-    async def _loss(self, t: int, e: int) -> float:
+    async def _loss(self, t: int, e: int, limit_s: float, refusals: list[str]) -> float:
         """Of one microbatch, by whichever peers; tries until one route of them answers.
 
-        Raises:
-            Stale: the weights are gone: the step is over.
-            SetupError: it is refused again and again.
+        One peer's word that it must not be, or that the step is over, is no proof.
         """
         assert self._entering is not None
-        body, refusals = self._entering(eval_offsets(self._run, e)), 0
+        body = self._entering(eval_offsets(self._run, e))
         while True:
             try:
                 peer, *rest = self._route(Microbatch(t, 0))
                 header = pack(
                     Evaluate(run=self._run.id, t=t, e=e, route=tuple(rest), tensors=input_metas(self._run, 0))
                 )
-                answer = await self._transport.call(peer, "eval", header, body, deadline_s=CALL_S)
-                return unpack_answer(peer, answer.header, EvalDone).loss
+                answer = await self._transport.call(peer, "eval", header, body, deadline_s=limit_s)
+                loss = unpack_answer(peer, answer.header, EvalDone).loss
+                if -1e30 < loss < 1e30:
+                    return loss
+                self._failed(BadAnswer(peer, f"answered with the loss {loss}"))
             except PeerFault as fault:
                 self._failed(fault)
             except Refused as refused:
-                refusals += 1
-                if refusals >= MAX_REFUSALS:
-                    text = f"the evaluation before step {t} is refused again and again: {refused.text}"
-                    raise SetupError(text) from None
-            except (NoPeerForStage, NotNow):
+                refusals.append(refused.text)
+            except (NoPeerForStage, NotNow, Stale):
                 pass
             await asyncio.sleep(RETRY_S)
 

@@ -26,7 +26,7 @@ OPEN_WAIT_S = 2.5
 """How long a request waits for the weights that it names, as one to train does."""
 MAX_AT_ONCE = 32
 """Evaluations in flight: each holds its inputs."""
-CALL_S = 120.0
+CALL_S = 30.0
 
 
 class EvaluationServer:

@@ -3553,6 +3553,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_false_answers",),
     ),
     Mutation(
+        "wait-for-an-evaluation-for-ever",
+        "peers/evaluation/asking.py",
+        "asyncio.wait(tasks, timeout=limit_s)",
+        "asyncio.wait(tasks)",
+        "A peer that answers work and no evaluation stands a run still.",
+        ("test_evaluation",),
+    ),
+    Mutation(
         "begin-a-step-before-its-evaluation",
         TRAINER,
         "opened = int(min(self._newest_open, due - 1))",

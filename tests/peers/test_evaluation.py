@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from prometheus_client import generate_latest
 
 from peers.evaluation.data import open_eval, pinned_eval
-from peers.events import Evaluated
+from peers.events import Evaluated, Trouble
+from peers.ports import Answer, Request
 from peers.programs.evaluate import evaluate
 from peers.programs.status import ask, picture
 from peers.storage.dataset import open_dataset
@@ -100,6 +102,32 @@ async def test_with_deaths_and_two_trainers_its_losses_are_those_of_one_process_
         assert seen.evaluations == ((5, losses[5]),)
         assert f"held out {losses[5]:.4f} at step 5" in str(_loss(seen, 100))
         assert f"swarm_run_eval_loss {losses[5]!r}" in generate_latest(registry_of(lambda: seen)).decode()
+
+
+@pytest.mark.parametrize("how", ["never", "refused", "stale"])
+async def test_peers_that_evaluate_nothing_end_no_trainer_and_hold_the_run_up_for_a_while(how: str) -> None:
+    run, held_out = eval_run(), Text(batch_of(eval_run()))
+    reference = expected(run)[1].named_weights()
+    async with swarm(run, batches=held_out) as s:
+
+        async def evaluate_nothing(request: Request) -> Answer:
+            if how == "never":
+                await request.accept()
+                return await asyncio.get_running_loop().create_future()
+            raise Refused("not by me") if how == "refused" else Stale("it is over", version=99)
+
+        for peer in ("s0p0", "s0p1"):
+            transport = s.network.peers[peer].transport
+            transport.serve("eval", evaluate_nothing, max_body_bytes=1 << 20)
+        s.add_trainer("trainer", held_out=held_out)
+        await s.until_finished(limit_s=1500.0)
+        for _, peer in s.live():
+            for name, weight in peer.core.compute.state.named_weights().items():
+                assert torch.equal(weight, reference[name]), name
+        assert not s.seen(Evaluated)
+        (first, *_) = s.seen(Trouble)
+        assert first.text.startswith("the evaluation before step 0 is given up, and the run goes on: 3 of 3")
+        assert first.text.endswith("the last refusal: not by me") == (how == "refused")
 
 
 async def test_a_trainer_without_the_data_evaluates_nothing_and_holds_nothing_up() -> None:
