@@ -51,7 +51,8 @@ def test_a_written_model_has_the_operators_and_the_numbers_of_the_one_it_was(
     torch.testing.assert_close(other, loss)
     gradients = {key: weights.grad for key, weights in model.named_parameters()}
     for key, weights in read.module.named_parameters():
-        torch.testing.assert_close(weights.grad, gradients[key])
+        # A convolution is computed otherwise where its operands lie otherwise.
+        torch.testing.assert_close(weights.grad, gradients[key], rtol=1e-4, atol=1e-4)
 
 
 def test_dropout_and_batch_norm_are_off_outside_of_training(tmp_path: Path) -> None:

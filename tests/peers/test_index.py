@@ -143,7 +143,7 @@ def test_a_corrupt_shard_and_one_that_is_gone_are_named_and_another_address_is_t
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert any(
         re.search(r"/gone/1\.tokens: it cannot be had: .*404.*another address is taken", s) for s in said
-    )
+    ), said
     assert any(re.search(r"/bad/1\.tokens: it is not what the index says: it is corrupt", s) for s in said)
     assert len(said) == len(set(said)), "each is said once"
     assert not any(f"{server.url}/{n}.tokens: it" in s for n in (1, 3) for s in said if "gone" in s)

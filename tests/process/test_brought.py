@@ -80,7 +80,7 @@ def test_a_swarm_with_a_death_in_it_trains_the_model_of_one_process(make, tmp_pa
     """Losses and weights 1e-9 relative, each microbatch once, and the loss falls."""
     with Swarm(tmp_path, make()) as swarm:
         swarm.bootstrap()
-        doomed = swarm.peer(1, kill_at="backward:15")
+        doomed = swarm.peer(1, kill_at="backward:6")
         for stage in range(swarm.run.S):
             swarm.peer(stage)
         swarm.all_serve()
@@ -117,7 +117,7 @@ def test_a_folder_of_transformers_is_trained_further_to_the_bits_of_one_process(
     run = replace(gpt2(), dtype="float32", start=StartSpec(weights="folder"), lora=lora)
     with Swarm(tmp_path, run, start=tmp_path / "gpt2") as swarm:
         swarm.bootstrap()
-        doomed = swarm.peer(1, kill_at="backward:15")
+        doomed = swarm.peer(1, kill_at="backward:6")
         for stage in range(run.S):
             swarm.peer(stage, "--start", str(tmp_path / "gpt2"))
         swarm.all_serve()

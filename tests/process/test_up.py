@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import signal
@@ -38,7 +39,10 @@ def test_a_run_is_made_trained_interrupted_and_trained_to_its_end(tmp_path: Path
     made = swarm_command("init", str(folder), "--manifest", str(manifest))
     assert made.returncode == 0, made.stderr
     up = [sys.executable, "-u", "-m", "peers", "up", str(folder)]
-    with subprocess.Popen(up, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as first:
+    slowly = {**os.environ, "SWARM_JOB_S": "0.1"}  # it must not be over before it is interrupted
+    with subprocess.Popen(
+        up, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=slowly
+    ) as first:
         assert first.stdout is not None
         said = ""
         while not list((folder / "checkpoints").glob("*/*/stage-2.json")) and first.poll() is None:
