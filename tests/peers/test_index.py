@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -140,7 +141,7 @@ def test_a_corrupt_shard_and_one_that_is_gone_are_named_and_another_address_is_t
     index = addressed(server, f"{server.url}/gone/{{}}", f"{server.url}/bad/{{}}", f"{server.url}/{{}}")
     _, data = opened(index, tmp_path)
     assert_right(data, EVERYWHERE)
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert any(
         re.search(r"/gone/1\.tokens: it cannot be had: .*404.*another address is taken", s) for s in said
     ), said
