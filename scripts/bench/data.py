@@ -161,7 +161,9 @@ def measured(folder: Path, run: Run, samples: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=float, nargs="+", default=[1e9, 1e10, 1e12])
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
