@@ -31,6 +31,7 @@ from swarm.data import sample_offsets
 from swarm.errors import SetupError
 from swarm.manifest import Run, demo_run
 from swarm.merkle import Tree
+from tests.byte_pairs import save_byte_pairs
 
 ROOT = Path(__file__).parents[2]
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "text" / "tinyshakespeare.txt"
@@ -62,16 +63,7 @@ def text(tmp_path: Path) -> Path:
 @pytest.fixture
 def words(tmp_path: Path) -> Path:
     """A tokenizer file: byte-level pairs, learned from a few words."""
-    path = tmp_path / "tokenizer.json"
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    made.train_from_iterator(["the cat sat on the mat, the hat sat on the cat\n"] * 5, trainer)
-    made.save(str(path))
-    return path
+    return save_byte_pairs(tmp_path / "tokenizer.json")
 
 
 # --- what the tokens are

@@ -23,6 +23,7 @@ from peers.storage.index import Index
 from swarm.errors import SetupError
 from swarm.example import example_run
 from swarm.manifest import Run
+from tests.byte_pairs import save_byte_pairs
 
 TEXTS = ["the cat sat", "on the mat\nthe hat", "", "Où est-ce? the cat"]
 
@@ -30,17 +31,7 @@ TEXTS = ["the cat sat", "on the mat\nthe hat", "", "Où est-ce? the cat"]
 @pytest.fixture
 def words(tmp_path: Path) -> Path:
     """A tokenizer with an end of documents."""
-    path = tmp_path / "words.json"
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    made.train_from_iterator(["the cat sat on the mat, the hat sat on the cat\n"] * 5, trainer)
-    made.add_special_tokens(["<|endoftext|>"])
-    made.save(str(path))
-    return path
+    return save_byte_pairs(tmp_path / "words.json", "<|endoftext|>")
 
 
 def rows(path: Path, texts: list[str] = TEXTS, field: str = "text") -> Path:
