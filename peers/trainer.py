@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -192,7 +192,7 @@ class Trainer:
         """Mean loss of each step over exactly its M microbatches, from the last stage's ledgers."""
         self._step_began = now_s()
         self._evaluations = Evaluations(
-            run, reader(run, held_out, entering), transport, partial(self._route, known=True),
+            run, reader(run, held_out, entering), transport, self._counted, self._route_of_counted,
             lambda fault: self._router.failed(fault.peer, now=now_s(), silent=fault.silent), emit,
             self._pace.horizon_s,
         )  # fmt: skip
@@ -349,7 +349,7 @@ class Trainer:
             self._router.failed(peer, now=now_s())
             by = self._refusals.setdefault(mb, set())
             by.add(peer)
-            counted = heard(self._router.peers(0), self._voices.of(0, version=self._version))
+            counted = self._counted(0)
             if len(by.intersection(counted)) >= MAX_REFUSALS or by.issuperset(counted):
                 self._failure = SetupError(f"microbatch {mb} is refused again and again: {refused.text}")
             await asyncio.sleep(0.2)
@@ -389,7 +389,21 @@ class Trainer:
             moving = moving_share([*parts, (least_s, least_s)])
             self._window.answered(in_flight=self._in_flight, moving=moving)
 
-    def _route(self, mb: Microbatch, *, known: bool = False) -> list[PeerId]:
+    def _counted(self, stage: Stage) -> list[PeerId]:
+        """The peers of a stage whose word counts."""
+        return heard(self._router.peers(stage), self._voices.of(stage, version=self._version))
+
+    def _route_of_counted(self, used: Collection[PeerId]) -> list[PeerId]:
+        """One peer of each stage whose word counts; none of the `used` ones where there are others."""
+        without = set[PeerId]()
+        for stage in range(self._run.S):
+            counted = set(self._counted(stage))
+            without.update(set(self._router.peers(stage)) - (counted.difference(used) or counted))
+        return self._route(Microbatch(self._version, 0), known=True, without=without)
+
+    def _route(
+        self, mb: Microbatch, *, known: bool = False, without: Collection[PeerId] = ()
+    ) -> list[PeerId]:
         """One peer of each stage; stages behind the first may be empty for now, their callers wait.
 
         At most one of them has never answered; none if `known`, or once the microbatch had to be sent again.
@@ -402,7 +416,7 @@ class Trainer:
             latency_s = partial(self._latency.price_s, route[-1]) if route else None
             try:
                 found = self._router.route(
-                    stage, now=now_s(), horizon_s=horizon_s, latency_s=latency_s, known=known
+                    stage, now=now_s(), exclude=without, horizon_s=horizon_s, latency_s=latency_s, known=known
                 )
             except NoPeerForStage:
                 if not route:
@@ -519,10 +533,7 @@ class Trainer:
         over = watched.status.held_by_all >= self._last_step
         version = self._last_step if over else watched.version
         if over or version > self._version + 1:
-            stages = [
-                heard(self._router.peers(stage), self._voices.of(stage, version=self._version))
-                for stage in range(self._run.S)
-            ]
+            stages = [self._counted(stage) for stage in range(self._run.S)]
             if not await all_have(self._run, self._transport, stages, version - (not over)):
                 raise BadAnswer(peer, f"says that the run is at version {version}, which no other bears out")
 

@@ -8,6 +8,9 @@ from dataclasses import replace
 from swarm.errors import SetupError
 from swarm.manifest import EvalSpec, Run
 
+ALIKE = {"float32": 0.002, "float64": 0.002, "bfloat16": 0.02}
+"""Of the losses of two routes, by the dtype that a run computes in: ten times what tensors differ by."""
+
 
 def spread(tokens: int, window: int, samples: int) -> list[int]:
     """Where `samples` windows of `window` tokens start: evenly over the text, the first at its start.
@@ -63,3 +66,13 @@ def is_due(run: Run, t: int) -> bool:
 def version_of(run: Run, t: int) -> int:
     """The version of the weights that are evaluated then."""
     return run.weight_version(t) if t < run.steps else run.steps
+
+
+def routes_needed(run: Run) -> int:
+    """How many routes have to say the same loss of a microbatch: where strangers take part, two."""
+    return 2 if run.admission.trainers else 1
+
+
+def are_alike(run: Run, one: float, other: float) -> bool:
+    """Whether devices of several kinds may find these two losses of the same microbatch."""
+    return abs(one - other) <= ALIKE[run.dtype] * max(1.0, abs(one))

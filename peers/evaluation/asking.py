@@ -1,19 +1,31 @@
-"""A trainer's part in an evaluation: its samples through the stages, before a step begins."""
+"""A trainer's part in an evaluation: its samples through the stages, before a step begins.
+
+Nobody signs what an evaluation comes to, and nobody audits it. So in a run that names its trainers a loss
+counts once two routes say it that share no peer, but where a stage has one alone whose word counts.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
 from peers import events
 from peers.ports import Buffer, Transport
 from swarm.errors import BadAnswer, NotNow, PeerFault, Refused, Stale, SwarmError
-from swarm.evaluation import eval_offsets, is_due, mean_loss, microbatches, version_of
-from swarm.ids import Microbatch, PeerId
+from swarm.evaluation import (
+    are_alike,
+    eval_offsets,
+    is_due,
+    mean_loss,
+    microbatches,
+    routes_needed,
+    version_of,
+)
+from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.stage_io import input_metas
 from swarm.policy.router import NoPeerForStage
@@ -30,6 +42,8 @@ TRIES = 4
 LAST_S = 120.0
 """For what the run came to: its peers may be gone by then."""
 RETRY_S = 0.2
+MAX_ANSWERS = 16
+"""Of a microbatch, whose routes do not agree."""
 
 
 class Evaluations:
@@ -40,16 +54,19 @@ class Evaluations:
         run: Run,
         entering: Callable[[list[int]], list[Buffer]] | None,
         transport: Transport,
-        route: Callable[[Microbatch], list[PeerId]],
+        counted: Callable[[Stage], Sequence[PeerId]],
+        route: Callable[[Collection[PeerId]], list[PeerId]],
         failed: Callable[[PeerFault], None],
         emit: Callable[[events.Event], None],
         expected_s: Callable[[int], float],
     ) -> None:
-        """`entering`: offsets -> what stage 0 is sent; None: there is nothing to evaluate on. `expected_s`:
-        seconds of so many microbatches of training; infinite: unknown.
+        """`entering`: offsets -> what stage 0 is sent; None: there is nothing to evaluate on. `counted`: the
+        peers of a stage whose word counts. `route`: one of these of each stage, and where there are others
+        none of those given. `expected_s`: seconds of so many microbatches of training; infinite: unknown.
         """
         self._run, self._entering, self._transport = run, entering, transport
-        self._route, self._failed, self._emit, self._expected_s = route, failed, emit, expected_s
+        self._counted, self._route, self._failed = counted, route, failed
+        self._emit, self._expected_s = emit, expected_s
         self.losses: dict[int, float] = {}
         """Step -> what the weights before it came to."""
         self._given_up: set[int] = set()
@@ -105,10 +122,10 @@ class Evaluations:
 
     async def _evaluate(self, t: int, tell: Sequence[PeerId]) -> None:
         places, run = asyncio.Semaphore(AT_ONCE), self._run
-        expected_s, refusals = self._expected_s(microbatches(run)), list[str]()
+        expected_s, refusals = self._expected_s(microbatches(run) * routes_needed(run)), list[str]()
         limit_s = max(LEAST_S, TIMES_EXPECTED * expected_s) if expected_s < math.inf else UNKNOWN_S
 
-        async def one(e: int) -> float:
+        async def one(e: int) -> float | None:
             async with places:
                 return await self._loss(t, e, limit_s / TRIES, refusals)
 
@@ -118,14 +135,16 @@ class Evaluations:
         finally:
             for task in tasks:
                 task.cancel()
-        if late:
+        losses = [task.result() for task in tasks if task not in late]
+        if (lacking := len(late) + losses.count(None)) > 0:
             self._given_up.add(t)
             why = f"; the last refusal: {refusals[-1]}" if refusals else ""
-            lack = f"{len(late)} of {len(tasks)} microbatches had no answer within {limit_s:.0f} s{why}"
+            lack = f"{lacking} of {len(tasks)} microbatches have no loss that is believed{why}"
             text = f"the evaluation before step {t} is given up, and the run goes on: {lack}"
             self._emit(events.Trouble(text=text))
             return
-        version, loss = version_of(run, t), mean_loss([task.result() for task in tasks], [1] * len(tasks))
+        found = [loss for loss in losses if loss is not None]
+        version, loss = version_of(run, t), mean_loss(found, [1] * len(found))
         self.losses[t] = loss
         self._emit(events.Evaluated(version=version, loss=loss, samples=run.eval.samples))
         said = pack(Evaluated(run=run.id, version=version, loss=loss))
@@ -136,24 +155,27 @@ class Evaluations:
 
         await asyncio.gather(*map(say, tell))
 
-    async def _loss(self, t: int, e: int, limit_s: float, refusals: list[str]) -> float:
-        """Of one microbatch, by whichever peers; tries until one route of them answers.
+    async def _loss(self, t: int, e: int, limit_s: float, refusals: list[str]) -> float | None:
+        """Of one microbatch, by whichever peers; tries until as many routes as needed answer alike. None: of
+        very many answers there are no such.
 
         One peer's word that it must not be, or that the step is over, is no proof.
         """
         assert self._entering is not None
         body = self._entering(eval_offsets(self._run, e))
-        while True:
+        found: list[tuple[list[PeerId], float]] = []
+        while len(found) < MAX_ANSWERS:
             try:
-                peer, *rest = self._route(Microbatch(t, 0))
-                header = pack(
-                    Evaluate(run=self._run.id, t=t, e=e, route=tuple(rest), tensors=input_metas(self._run, 0))
-                )
-                answer = await self._transport.call(peer, "eval", header, body, deadline_s=limit_s)
-                loss = unpack_answer(peer, answer.header, EvalDone).loss
-                if -1e30 < loss < 1e30:
-                    return loss
-                self._failed(BadAnswer(peer, f"answered with the loss {loss}"))
+                route = self._route({peer for there, _ in found for peer in there})
+                loss = await self._ask(t, e, route, body, limit_s)
+                alike = [one for there, one in found if self._are_apart(there, route)]
+                alike = [one for one in alike if are_alike(self._run, one, loss)]
+                if len(alike) + 1 >= routes_needed(self._run):
+                    return (*alike, loss)[0]
+                found.append((route, loss))
+                if len(found) == 1:
+                    continue
+                refusals.append(f"routes answered with the losses {found[-2][1]:.6g} and {loss:.6g}")
             except PeerFault as fault:
                 self._failed(fault)
             except Refused as refused:
@@ -161,6 +183,24 @@ class Evaluations:
             except (NoPeerForStage, NotNow, Stale):
                 pass
             await asyncio.sleep(RETRY_S)
+        return None
+
+    async def _ask(self, t: int, e: int, route: list[PeerId], body: list[Buffer], limit_s: float) -> float:
+        """The loss of one microbatch, by one route."""
+        peer, *rest = route
+        header = pack(
+            Evaluate(run=self._run.id, t=t, e=e, route=tuple(rest), tensors=input_metas(self._run, 0))
+        )
+        answer = await self._transport.call(peer, "eval", header, body, deadline_s=limit_s)
+        loss = unpack_answer(peer, answer.header, EvalDone).loss
+        if not -1e30 < loss < 1e30:
+            raise BadAnswer(peer, f"answered with the loss {loss}")
+        return loss
+
+    def _are_apart(self, one: Sequence[PeerId], other: Sequence[PeerId]) -> bool:
+        """Whether two routes share only peers that are alone in their stage."""
+        shared = enumerate(zip(one, other, strict=False))
+        return all(a != b or len(self._counted(stage)) < 2 for stage, (a, b) in shared)
 
 
 def reader(

@@ -30,7 +30,8 @@ from swarm.wire.codec import encode
 from swarm.wire.messages import Evaluate, pack
 from swarm.wire.messages import Evaluated as Told
 from tests.model.chain import TEXT, Chain, batch_of, tiny_run
-from tests.peers.loops import swarm
+from tests.peers.loops import Swarm, swarm
+from tests.peers.sybils import TRAINER, admitting, give_voice
 
 pytestmark = pytest.mark.virtual_time
 
@@ -128,6 +129,46 @@ async def test_peers_that_evaluate_nothing_end_no_trainer_and_hold_the_run_up_fo
         (first, *_) = s.seen(Trouble)
         assert first.text.startswith("the evaluation before step 0 is given up, and the run goes on: 3 of 3")
         assert first.text.endswith("the last refusal: not by me") == (how == "refused")
+
+
+def boast(s: Swarm, *liars: str) -> None:
+    """Have peers of the last stage say better losses than they find in evaluations; they train truly."""
+    for liar in liars:
+        compute: Any = s.peers[liar].core.compute
+        true = compute.evaluate
+        compute.evaluate = lambda *args, true=true: true(*args) - 1.0
+
+
+async def evaluated(run: Run, *, liars: tuple[str, ...], voiced: tuple[str, ...] = ()) -> Swarm:
+    held_out = Text(batch_of(run))
+    async with swarm(run, replicas=3, batches=held_out) as s:
+        give_voice(s, *voiced)
+        await s.until_serving()
+        boast(s, *liars)
+        s.add_trainer(TRAINER, held_out=held_out)
+        await s.until_finished(limit_s=900.0)
+        await s.until(lambda: s.tasks[TRAINER].done(), limit_s=200.0)
+        return s
+
+
+async def test_one_peer_alone_says_no_loss_of_an_evaluation_that_is_believed() -> None:
+    run = admitting(eval_run())
+    s = await evaluated(run, liars=("s2p1",))
+    assert {(event.version, event.loss) for event in s.seen(Evaluated)} == set(expected(run)[0].items())
+
+
+async def test_of_an_evaluation_only_those_with_voice_are_asked() -> None:
+    """Of three identities two are one stranger's; they would agree."""
+    run = admitting(eval_run())
+    s = await evaluated(run, liars=("s2p1", "s2p2"), voiced=("s2p0",))
+    assert {(event.version, event.loss) for event in s.seen(Evaluated)} == set(expected(run)[0].items())
+
+
+async def test_of_two_routes_that_differ_neither_is_believed_and_that_is_said() -> None:
+    run = admitting(eval_run())
+    s = await evaluated(run, liars=("s2p1",), voiced=("s2p0", "s2p1"))
+    assert not s.seen(Evaluated)
+    assert "the last refusal: routes answered with the losses " in s.seen(Trouble)[0].text
 
 
 async def test_a_trainer_without_the_data_evaluates_nothing_and_holds_nothing_up() -> None:
