@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from peers.api.background import Background, result_of
@@ -36,12 +38,9 @@ def join(
     Raises:
         SwarmError: it cannot be joined; says why.
     """
-    with _serving(run, address, code, on_event, options) as (background, peer, serving):
-        try:
-            return result_of(serving)
-        except KeyboardInterrupt:
-            background.start(peer.leave())
-        return result_of(serving)
+    peer = _peer(run, address, code, on_event, options)
+    with _thread() as background, _first_interrupt(lambda: background.start(peer.leave())):
+        result_of(background.start(peer.run()))
 
 
 async def join_async(
@@ -52,8 +51,9 @@ async def join_async(
 
     The peer has a loop of its own: what the caller's loop computes does not make it silent.
     """
-    with _serving(run, address, code, on_event, options) as (background, peer, serving):
-        waiting = asyncio.wrap_future(serving)
+    peer = _peer(run, address, code, on_event, options)
+    with _thread() as background:
+        waiting = asyncio.wrap_future(background.start(peer.run()))
         try:
             await asyncio.shield(waiting)
         except asyncio.CancelledError:
@@ -63,18 +63,40 @@ async def join_async(
 
 
 @contextlib.contextmanager
-def _serving(
-    run: str, address: str | Sequence[str], code: str | Path | None, on_event: Emit | None,
-    options: dict[str, Any],
-) -> Iterator[tuple[Background, Peer, Future[None]]]:  # fmt: skip
-    """A peer that serves in a thread of its own, and is ended with the block."""
-    peer = Peer(_options(run, address, code, options), emit=on_event or Emitter())
+def _thread() -> Iterator[Background]:
+    """Of a peer alone; what runs in it ends with the block."""
     background = Background()
     with threads_as_before():  # a peer computes with its run's
         try:
-            yield background, peer, background.start(peer.run())
+            yield background
         finally:
             background.close()
+
+
+@contextlib.contextmanager
+def _first_interrupt(leave: Callable[[], object]) -> Iterator[None]:
+    """Have the first interrupt call `leave`, wherever this program is; the next one is an error as ever."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):
+        yield  # no interrupt comes here
+        return
+
+    def first(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, before)
+        leave()
+
+    signal.signal(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _peer(
+    run: str, address: str | Sequence[str], code: str | Path | None, on_event: Emit | None,
+    options: dict[str, Any],
+) -> Peer:  # fmt: skip
+    return Peer(_options(run, address, code, options), emit=on_event or Emitter())
 
 
 def _options(

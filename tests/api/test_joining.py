@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 import swarm
 from peers.api import joining
+from peers.api.background import Background
 from peers.events import Event, Note
 from peers.options import PeerOptions
 from swarm.errors import SetupError
@@ -68,20 +68,46 @@ async def test_a_peer_that_is_cancelled_leaves_in_good_order(serves: type[Serves
     assert asked.allow_code == ("cats", str(tmp_path / "net"))
 
 
-def test_an_interrupt_makes_a_peer_leave(serves: type[Serves], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(serving: Future[None]) -> None:
-        monkeypatch.undo()
-        monkeypatch.setattr(joining, "Peer", Serves)
-        os.kill(os.getpid(), signal.SIGINT)
-        serving.result(timeout=10.0)
+@pytest.mark.parametrize("when", ["started", "serving"])
+def test_an_interrupt_makes_a_peer_leave_wherever_it_comes(
+    serves: type[Serves], monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """While it is started, before it is waited for; and later."""
 
-    monkeypatch.setattr(joining, "result_of", interrupted)
+    class Interrupted(Background):
+        times = 0
+
+        def start(self, work: Any) -> Any:
+            started, self.times = super().start(work), self.times + 1
+            if self.times == 1 and when == "started":
+                os.kill(os.getpid(), signal.SIGINT)
+            return started
+
+    def hear(event: Event) -> None:
+        if when == "serving":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(joining, "Background", Interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever ran in this process
     try:
-        swarm.join(RUN, [ADDRESS, ADDRESS], on_event=lambda event: None)
+        swarm.join(RUN, [ADDRESS, ADDRESS], on_event=hear)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
     assert serves.left == 1 and serves.asked.join == (ADDRESS, ADDRESS)
+
+
+def test_a_second_interrupt_ends_it_at_once(serves: type[Serves], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def leave(self: Serves) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Serves, "leave", leave)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            swarm.join(RUN, ADDRESS, on_event=lambda event: os.kill(os.getpid(), signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(
