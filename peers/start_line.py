@@ -17,6 +17,11 @@ def program() -> str:
     return shlex.quote(str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here))
 
 
+def start_line(command: str, run: str, address: str) -> str:
+    """What starts another program of a run."""
+    return f"{program()} {command} {shlex.join(['--run', run, '--join', address])}"
+
+
 def as_given(options: object, *names: str) -> str:
     """` --data a.txt b.txt`: those of a program's options that were given, for a line to paste."""
     words: list[str] = []

@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar
 
-from peers.clock import unix_s
+from peers.clock import now_s, unix_s
 from peers.events import Emit, JoinLine, Note, Started, Trouble
 from peers.net.charter.entry import allowed_stages, enter
 from peers.net.charter.signed import read_charter, write_charter
@@ -36,7 +36,7 @@ from peers.owner.commands import Owner
 from peers.owner.control_socket import PeerAnswer, obeying
 from peers.programs.manifest_pinning import import_handed
 from peers.programs.stage_choice import choose_stage, unserved
-from peers.start_line import as_given, program
+from peers.start_line import as_given, program, start_line
 from peers.storage import atomic_file, charters_folder, results_folder, stamps_folder
 from peers.system import usable_cores
 from peers.waiting import happens, unless
@@ -104,11 +104,10 @@ class Networked(Generic[OptionsT]):
         """Say which stages no peer serves yet, before a user wonders why nothing happens."""
         missing = unserved(await node.directory.lookup_all(), run, mine)
         if missing:
-            joined = shlex.join(["--run", options.run, "--join", options.join[0]])
             self._note(
                 f"the run waits for {count(len(missing), 'more peer')}: nobody serves stage "
                 f"{' '.join(map(str, missing))} yet. Start one for each, here or elsewhere:\n"
-                f"    {program()} peer {joined}"
+                f"    {start_line('peer', options.run, options.join[0])}"
             )
 
     @contextlib.asynccontextmanager
@@ -431,13 +430,14 @@ class Peer(Networked[PeerOptions]):
 
         movable = options.stage == "auto" and len(allowed_stages(node, range(run.S))) == run.S
         movable = movable and await asyncio.to_thread(self._fits_anywhere, run)
-        key = options.identity
+        key, started_at = options.identity, now_s()
         voucher = OwnVoucher(None if key is None else key.with_name(f"{key.name}.voucher"))
 
         def settings(max_inflight: int, workers: int = 1) -> StageSettings:
             return StageSettings(
                 max_inflight=max_inflight, workers=workers, device_name=device, addresses=node.addresses,
-                checkpoints=checkpoints, joined_at=time.time(), movable=movable,
+                checkpoints=checkpoints, joined_at=time.time(), started_at=started_at,
+                movable=movable,
                 leave_within_s=options.leave_within, pause_within_s=options.pause_within, voucher=voucher,
                 upload_bps=options.max_upload or 0.0,
             )  # fmt: skip

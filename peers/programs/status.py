@@ -17,7 +17,7 @@ from rich.text import Text
 
 from peers.ports import Directory, Transport
 from peers.programs.tool_options import StatusOptions
-from peers.start_line import program
+from peers.start_line import start_line
 from peers.voices import Voices
 from peers.watch.monitor import ASK_S, ask_or_why
 from peers.watch.terminal import render
@@ -77,15 +77,13 @@ def table(health: SwarmHealth, width: int) -> RenderableType:
         notes.append(
             Text("codec.adaptive: each microbatch counts once, but the weights depend on the routes")
         )
-    if health.trainer_away_s is not None and not health.trainers and health.version < health.steps:
-        notes.append(Text("no trainer that a peer of stage 0 knows of: the run waits for swarm train"))
     return Group(render(health, width=width, height=ALL), *notes)
 
 
 def join_line(health: SwarmHealth) -> str:
     """How to join, for when the bootstrap's line is lost; empty if no peer has said where it is dialled."""
     address = next((peer.address for peer in health.peers if peer.address and not peer.why), "")
-    return f"\njoin with: {program()} peer --run {health.run} --join {address}" if address else ""
+    return f"\njoin with: {start_line('peer', health.run, address)}" if address else ""
 
 
 def to_json(health: SwarmHealth) -> str:

@@ -209,7 +209,7 @@ class Recovery:
             )
             self._say_again(text, SAY_EVERY_S)
             return False
-        if goal != run and run.version >= self._run.steps and not await self._is_trained():
+        if goal != run and run.version >= self._run.steps and not await self.is_trained():
             text = (
                 f"the run is complete, but no peer gives version {run.version} of stage {self._stage}: "
                 f"going back to {goal.version} waits for a trainer, and the other stages keep theirs"
@@ -225,7 +225,7 @@ class Recovery:
             self._said_at = now_s()
             self._emit(events.Trouble(text=text))
 
-    async def _is_trained(self) -> bool:
+    async def is_trained(self) -> bool:
         """Whether a trainer would run again what a rollback undoes."""
         if self._trainers():
             return True

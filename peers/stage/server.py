@@ -46,6 +46,7 @@ from peers.stage.settings import StageSettings
 from peers.stage.state import StageCore
 from peers.stage.status import StageStatus
 from peers.stage.tied_weights import TiedWeights
+from peers.start_line import start_line
 from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.leases import Snapshot
 from peers.transfer.server import StateServer
@@ -65,6 +66,8 @@ from swarm.protocol.voice import heard
 from swarm.wire.messages import MAX_LEFT_OUT
 
 RETRY_S = 0.5
+NO_TRAINER_S = 15.0
+"""A trainer needs less to start and to find the peers."""
 
 
 class StagePeer:
@@ -132,7 +135,7 @@ class StagePeer:
             bandwidth=lambda: all_reduce.bandwidth_bps, since_s=settings.joined_at,
         )  # fmt: skip
         tied_weights = TiedWeights(core, transport, directory, backoff)
-        recovery = Recovery(
+        recovery = self._recovery = Recovery(
             core, transport, directory, self.store, backoff, tied_weights,
             trainers=lambda: self.coordination.trainers,
             believes=lambda commit: self.coordination.believes(commit),
@@ -209,6 +212,7 @@ class StagePeer:
                     device=self._settings.device_name, max_inflight=self.microbatches.max_inflight,
                 )
             )  # fmt: skip
+            self.actions.spawn(self._tell_of_no_trainer())
             often = [self.coordination.run(), self._prober.run(), self._lines.run(), self.status.run()]
             if self._run.rebalance_every_s:
                 often.append(self.moving.run())
@@ -234,6 +238,16 @@ class StagePeer:
         self.has_joined = core.joined = True
         await core.refresh_digest()
         await core.open_steps()
+
+    async def _tell_of_no_trainer(self) -> None:
+        """Say so once, if no trainer has come some time after this peer."""
+        await asyncio.sleep(NO_TRAINER_S)
+        waits = not self.core.computed and self.core.version < self._run.steps
+        if waits and not await self._recovery.is_trained():
+            text = "the run waits for a trainer: none has come yet"
+            for address in self._settings.addresses[:1]:
+                text += f". Start one, here or elsewhere:\n    {start_line('train', self._run.id, address)}"
+            self._emit(events.Note(text=text))
 
     # -- the end ------------------------------------------------------------------------------------
 

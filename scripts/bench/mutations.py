@@ -1148,7 +1148,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "go-back-without-a-trainer",
         RECOVERY,
-        "run.version >= self._run.steps and not await self._is_trained():",
+        "run.version >= self._run.steps and not await self.is_trained():",
         "False:",
         "A finished run is thrown away although nobody trains it again.",
         (

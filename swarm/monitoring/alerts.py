@@ -73,8 +73,18 @@ def _few_left(health: SwarmHealth) -> Iterator[Alert]:
 
 def _no_trainer(health: SwarmHealth) -> Iterator[Alert]:
     away_s = health.trainer_away_s
-    if away_s is not None and away_s >= TRAINER_AWAY_S and health.version < health.steps:
+    if away_s is None or health.version >= health.steps:
+        return
+    if away_s >= TRAINER_AWAY_S:
         yield Alert(level="warning", text=f"no trainer for {_time(away_s)}")
+    elif health.step_s is None and not health.trainers and _has_waited(health.stages[0].peers, health.at):
+        text = "no trainer that a peer of stage 0 knows of: the run waits for swarm train"
+        yield Alert(level="warning", text=text)
+
+
+def _has_waited(peers: Sequence[PeerHealth], now: float) -> bool:
+    """Whether a trainer would have found them."""
+    return all(now - peer.since >= TRAINER_AWAY_S for peer in peers)
 
 
 def _still(health: SwarmHealth) -> Iterator[Alert]:

@@ -72,7 +72,7 @@ async def test_a_program_says_which_peers_the_run_waits_for_and_how_they_are_sta
 
     run, node, said = example_run(), SimpleNamespace(directory=SimpleNamespace(lookup_all=lookup_all)), []
     options = TrainOptions(run=run.id, join=(THERE,))
-    monkeypatch.setattr("peers.programs.roles.program", lambda: ".venv/bin/swarm")
+    monkeypatch.setattr("peers.start_line.program", lambda: ".venv/bin/swarm")
     trainer = Train(options, emit=lambda event: said.append(event.words()))
     await trainer._tell_missing(options, node, run, 1)  # type: ignore[arg-type]
     first, line = said.pop().split("\n")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
-from peers.events import RolledBack, StepDone
+from peers.events import Note, RolledBack, StepDone
 from swarm.errors import NotNow
 from swarm.manifest import audit_run
 from tests.peers.loops import Zeros, swarm
@@ -51,3 +53,22 @@ async def test_a_trainer_whose_data_cannot_be_had_now_tries_again() -> None:
         await built.until_finished()
         built.assert_each_counted_once()
         assert data.asked >= 16
+
+
+async def test_peers_that_wait_for_a_trainer_say_so_and_how_one_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("peers.start_line.program", lambda: ".venv/bin/swarm")
+    run = audit_run(stages=2, steps=6, microbatches_per_step=4)
+    async with swarm(run, stages=2, replicas=1) as built:
+        await built.until_serving()
+        built.add_peer("third", 1, addresses=("/ip4/192.0.2.7/tcp/1/p2p/third",))
+        await asyncio.sleep(20.0)
+        said = [event.words() for event in built.seen(Note) if "waits for a trainer" in event.words()]
+        assert len(said) == 3
+        line = said.pop().partition("\n    ")[2]
+        assert line == f".venv/bin/swarm train --run {run.id} --join /ip4/192.0.2.7/tcp/1/p2p/third"
+        built.add_trainer("trainer")
+        built.add_peer("fourth", 1)
+        await asyncio.sleep(20.0)
+        assert sum("waits for a trainer" in event.words() for event in built.seen(Note)) == 3
