@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 import torch
 
-from peers.clock import unix_s
+from peers.clock import now_s, unix_s
 from peers.device import release_cached
 from peers.events import Emit, Paused, Trouble
 from peers.owner.commands import NO_ROOM, Owner
@@ -134,6 +134,7 @@ class PausedPeer:
         check_run(unpack(request.header, AskStatus).run, self._run.id)
         status = PeerStatus(
             peer=self._transport.peer_id, stage=self._stage, state="paused", since=self._since,
+            up_s=now_s() - self._settings.started_at,
             generation=self._kept.generation if self._kept else Generation(),
             version=self._kept.version if self._kept else 0, device=self._settings.device_name,
             bytes_in=sum(self._transport.received_bytes.values()),

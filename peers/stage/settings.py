@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peers.clock import unix_s
+from peers.clock import now_s, unix_s
 from peers.vouching.own import OwnVoucher
 
 
@@ -38,6 +38,8 @@ class StageSettings:
     hung_s: float = 600.0
     """A job of the device that takes less is never given up."""
     joined_at: float = field(default_factory=unix_s)
+    started_at: float = field(default_factory=now_s)
+    """When its program started, which pauses and moves do not change."""
     upload_bps: float = 0.0
     """What its owner lets it send, bits per second; 0: no limit."""
     voucher: OwnVoucher = field(default_factory=OwnVoucher)

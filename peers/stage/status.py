@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import msgspec
 
+from peers.clock import now_s
 from peers.evaluation.serving import EvaluationServer
 from peers.ports import Answer, Directory, NetworkPath, Rank, Request, Transport
 from peers.stage.all_reduce import AllReduce
@@ -153,7 +154,7 @@ class StageStatus:
             inflight=microbatches.inflight, max_inflight=microbatches.max_inflight,
             speed=self._speed(), computed=core.computed,
             coordinator=self._coordination.coordinator(core.stage) or "", audit=core.audit,
-            since=self._settings.joined_at,
+            since=self._settings.joined_at, up_s=now_s() - self._settings.started_at,
             eval_loss=evaluated[1] if evaluated else None,
             eval_version=evaluated[0] if evaluated else -1,
             bytes_in=sum(link.bytes_in for link in links), bytes_out=sum(link.bytes_out for link in links),

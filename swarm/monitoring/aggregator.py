@@ -93,6 +93,12 @@ class _Seen:
             return announced
         return max(self.status.version, 0 if self.status.generation.number else announced)
 
+    def up_s(self, now: float) -> float | None:
+        """How long its program runs; where it does not say so, since when it serves."""
+        if self.status is not None and self.status.up_s:
+            return self.status.up_s + now - self.heard_at
+        return max(0.0, now - self.record.since) if self.record.since else None
+
     @property
     def can_be(self) -> bool:
         """Whether the announced version is possible."""
@@ -454,7 +460,7 @@ class Aggregator:
             **_of(status or NOTHING_SAID, "inflight", "bytes_in", "bytes_out", "audit"),
             answered=status is not None and not seen.why,
             heard_s=max(0.0, now - seen.heard_at) if status is not None else None,
-            up_s=max(0.0, now - record.since) if record.since else None,
+            up_s=seen.up_s(now),
             busy=busy,
             max_inflight=said.max_inflight,
             done=status.done if status is not None and status.version == self._position.version else 0,

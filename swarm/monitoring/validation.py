@@ -115,6 +115,7 @@ def _possible(status: PeerStatus, run: Run) -> PeerStatus:
     return msgspec.structs.replace(
         status,
         since=number(status.since),
+        up_s=min(number(status.up_s), MAX_UNIX_S),
         busy_s=number(status.busy_s),
         eval_loss=status.eval_loss if math.isfinite(status.eval_loss or 0.0) else None,
         links=tuple(links),

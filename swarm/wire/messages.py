@@ -405,6 +405,8 @@ class PeerStatus(Positioned, frozen=True, kw_only=True):
     coordinator: PeerId = ""
     audit: Audit = Audit()
     since: float
+    up_s: float = 0.0
+    """Seconds since its program started; 0: not said."""
     bytes_in: int = 0
     bytes_out: int = 0
     links: tuple[LinkStatus, ...] = ()

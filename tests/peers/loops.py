@@ -79,6 +79,7 @@ class Swarm:
     def add_peer(self, name: str, stage: int, **settings: object) -> StagePeer:
         end = self.network.join(name)
         owner = self.owners[name] = Owner()
+        settings.setdefault("started_at", now_s())
 
         def make(stage: int, kept: Snapshot | None) -> StagePeer:
             peer = StagePeer(

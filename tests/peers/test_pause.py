@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from peers.clock import now_s
 from peers.events import HandedOver, Note, Paused, RolledBack, StateFetched, Stepped, Trouble
 from peers.stage.pause import ABSENT
 from peers.watch.monitor import ask_one
@@ -52,8 +53,17 @@ async def test_a_paused_peer_gets_no_work_and_keeps_its_place() -> None:
         await s.until_serving()
         s.add_trainer("trainer")
         await s.until_version(2)
+
+        async def up_s() -> float:
+            transport, record = s.network.peers["s0p0"].transport, s.network.records["s1p0"]
+            status = await ask_one(run, transport, record, deadline_s=5.0)
+            assert status is not None
+            return now_s() - status.up_s
+
+        began = await up_s()
         said = await pause(s, "s1p0")
         assert (said.stage, said.alone) == (1, False)
+        assert await up_s() == pytest.approx(began, abs=1.0), "its program runs on"
         record = s.network.records["s1p0"]
         assert (record.state, record.stage, record.version) == ("paused", 1, said.version)
         await s.until_next_step()
@@ -66,6 +76,7 @@ async def test_a_paused_peer_gets_no_work_and_keeps_its_place() -> None:
         assert (status.state, status.stage, status.version) == ("paused", 1, said.version)
         assert status.rebalance == "paused: swarm pause"
         await resume(s, "s1p0")
+        assert await up_s() == pytest.approx(began, abs=1.0)
         await s.until_finished()
         s.assert_each_counted_once()
 

@@ -389,6 +389,20 @@ def test_a_trainer_that_goes_away_is_missed() -> None:
     assert "no trainer for 41 s" in texts(health)
 
 
+def test_a_trainer_that_never_was_there_is_missed_at_the_first_look() -> None:
+    told = "no trainer that a peer of stage 0 knows of: the run waits for swarm train"
+    assert told in texts(Seen().say())
+    assert told not in texts(Seen(record("a", 0, since=START - 5), record("c", 1)).say())
+    assert told not in texts(Seen().say(trainers=("t",)))
+
+
+def test_how_long_a_program_runs_is_what_it_says_or_since_when_it_serves() -> None:
+    seen = Seen()
+    assert {peer.up_s for peer in seen.say().peers} == {92.0}
+    assert {peer.up_s for peer in seen.say(since=START + 1, up_s=500.0).peers} == {500.0}
+    assert {peer.up_s for peer in seen.look(3.0).peers} == {503.0}
+
+
 def test_work_that_arrives_is_a_sign_of_a_trainer() -> None:
     seen = Seen()
     seen.say(taken=5)
