@@ -25,15 +25,8 @@ if TYPE_CHECKING:
 class LocalSwarm:
     """A swarm on this machine: `with` starts it and ends it, iterating it gives its steps."""
 
-    def __init__(
-        self, run: Run, peers: int, on_event: Emit | None, *, progress: bool, yes: bool, folder: Path | None
-    ) -> None:
-        check_size(run.terms.S, peers, yes)
-        self.run = run
-        self._processes = Processes(
-            run.terms, peers, on_event or (lambda event: None), files=run.files, tokenizer=run.tokenizer,
-            start=run.start, eval_data=run.eval_data, code=run.code, folder=folder,
-        )  # fmt: skip
+    def __init__(self, run: Run, processes: Processes, *, progress: bool) -> None:
+        self.run, self._processes = run, processes
         self._background: Background | None = None
         self._progress = Progress(run.terms.name, run.terms.steps) if progress else None
         self._weights: tuple[dict[str, torch.Tensor], int] | None = None
@@ -123,10 +116,9 @@ class LocalSwarm:
 
 def local(
     run: Run, peers: int = 2, *, on_event: Emit | None = None, progress: bool = True, yes: bool = False,
-    folder: str | Path | None = None,
+    folder: str | Path | None = None, device: str = "cpu",
 ) -> LocalSwarm:  # fmt: skip
-    """Train a run with processes of this machine, on its CPU: a bootstrap, `peers` peers of each stage, and a
-    trainer.
+    """Train a run with processes of this machine: a bootstrap, `peers` peers of each stage, and a trainer.
 
         with swarm.local(run, peers=2) as s:
             for step in s:
@@ -140,10 +132,17 @@ def local(
         progress: show a bar.
         folder: that `swarm init` made of this run: checkpoints are kept there, and another swarm goes
             on from the newest.
+        device: of the peers, as `swarm peer` takes it; they have several (`cuda:0,cuda:1`, `all`) in turn. On
+            another than the CPU the result is not that of `reference` to the last bit.
         yes: start as many processes as that takes, however few cores there are.
 
     Raises:
-        SetupError: there would be more processes than this machine is likely to bear.
+        SetupError: there would be more processes than this machine is likely to bear, or no such device.
     """
-    home = None if folder is None else Path(folder)
-    return LocalSwarm(run, peers, on_event, progress=progress, yes=yes, folder=home)
+    check_size(run.terms.S, peers, yes)
+    processes = Processes(
+        run.terms, peers, on_event or (lambda event: None), files=run.files, tokenizer=run.tokenizer,
+        start=run.start, eval_data=run.eval_data, code=run.code, device=device,
+        folder=None if folder is None else Path(folder),
+    )  # fmt: skip
+    return LocalSwarm(run, processes, progress=progress)

@@ -14,6 +14,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from signal import SIGKILL
 from subprocess import STDOUT
@@ -22,8 +23,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from peers import events
+from peers.device import choose_device
 from peers.events import Emit, Event, Note, StepDone, count, parse_event
-from peers.programs.fleet import Child, stop_all
+from peers.programs.fleet import Child, names_of, stop_all
 from peers.storage import RESULTS_ENV
 from peers.waiting import happens
 from swarm.errors import SetupError
@@ -105,7 +107,7 @@ class Processes:
     def __init__(
         self, run: Run, peers: int, emit: Emit, *, files: Sequence[Path | str] = (),
         tokenizer: Path | None = None, start: Path | None = None, code: Path | None = None,
-        folder: Path | None = None, eval_data: Sequence[Path | str] = (),
+        folder: Path | None = None, eval_data: Sequence[Path | str] = (), device: str = "cpu",
     ) -> None:  # fmt: skip
         """
         Args:
@@ -117,7 +119,12 @@ class Processes:
             code: a module of the owner's own that the manifest names.
             eval_data: what the run is evaluated on, if that is text.
             folder: that `swarm init` made of this run: with its keys, and checkpoints there.
+            device: one or several, which the peers have in turn.
+
+        Raises:
+            SetupError: this machine has none of that name.
         """
+        devices = [choose_device(name) for name in names_of(device)] or [choose_device(device)]
         self.run, self.tally = run, Tally()
         self._peers, self._emit, self._folder = peers, emit, folder
         self._data: list[str] = []
@@ -129,7 +136,7 @@ class Processes:
         installed = [name for name in run.code if code is None or name.partition(":")[0] != code.stem]
         allowed = [*installed, *([str(code.resolve())] if code is not None else [])]
         self._allowed = [word for code in allowed for word in ("--allow-code", code)]
-        self._random = random.Random(run.seed)
+        self._random, self._devices = random.Random(run.seed), cycle(devices)
         self.children: list[Child] = []
         self._serving: dict[PeerId, tuple[Child, Stage]] = {}
         self._stages: dict[Child, Stage] = {}
@@ -253,7 +260,7 @@ class Processes:
 
     async def _spawn_peer(self, stage: Stage) -> None:
         folder, keeping = self._folder, {self._stages.get(child) for child in self._keeping}
-        words = ["--stage", str(stage), "--device", "cpu", "--threads", "1"]
+        words = ["--stage", str(stage), "--device", next(self._devices), "--threads", "1"]
         keeps = folder is not None and stage not in keeping
         if folder is not None and keeps:
             words += ["--checkpoint-dir", str(folder / "checkpoints")]

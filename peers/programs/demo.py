@@ -157,7 +157,10 @@ def run_up(options: UpOptions) -> None:
     lines.say(f"watch it: {program()} dashboard @{here}/join.txt")
     kept = "from the last checkpoint" if terms.checkpoint_every else "from the start (checkpoint_every = 0)"
     lines.say(f"stop it: Ctrl-C; {program()} up {here} goes on {kept}")
-    with local(run, options.peers, on_event=lines, progress=False, yes=options.yes, folder=folder) as swarm:
+    with local(
+        run, options.peers, on_event=lines, progress=False, yes=options.yes, folder=folder,
+        device=options.device,
+    ) as swarm:  # fmt: skip
         for _ in swarm:
             pass
     model = folder / "model.safetensors"

@@ -13,6 +13,7 @@ from peers.options import (
     DATA,
     DATA_HELP,
     DEVICE,
+    DEVICES,
     DIR,
     EVAL_HELP,
     FILE,
@@ -150,6 +151,7 @@ class UpOptions:
 
     folder: Path = option(DIR, "that swarm init made", positional=True)
     peers: int = option(COUNT, "peers of each stage (default: %(default)s)", 1)
+    device: str = option(DEVICES, "of the peers, in turn if there are several (default: cpu)", "cpu")
     data: tuple[Path | str, ...] = several(DATA, "text files, if swarm init was given any elsewhere")
     tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
     eval_data: tuple[Path | str, ...] = several(DATA, EVAL_HELP)

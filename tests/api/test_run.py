@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import swarm
+from peers.api.processes import Processes
 from peers.storage.samples import Samples
 from swarm.errors import SetupError
 from swarm.manifest import demo_run, parse_run
@@ -215,8 +216,27 @@ def test_more_processes_than_a_machine_bears_are_not_started() -> None:
         swarm.local(found, peers=500)
     with pytest.raises(SetupError, match="peers = 0: each stage needs at least one"):
         swarm.local(found, peers=0)
+    with pytest.raises(SetupError, match="--device 'gpu' is unknown; take auto, cpu"):
+        swarm.local(found, device="cpu,gpu")
     idle = swarm.local(found, peers=1)
     with pytest.raises(SetupError, match="start the swarm first: with"):
         next(iter(idle))
     with pytest.raises(SetupError, match="the run is not trained to its end"):
         idle.model()
+
+
+async def test_the_peers_of_a_local_swarm_have_the_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    spawned: list[list[str]] = []
+
+    async def spawn(self: Processes, words: list[str], **_: Any) -> object:
+        spawned.append(words)
+        return object()
+
+    monkeypatch.setattr(Processes, "_spawn", spawn)
+    monkeypatch.setattr("peers.api.processes.choose_device", lambda name: name)
+    for device, expected in (("cpu", ["cpu"] * 3), ("cuda:0, cuda:1", ["cuda:0", "cuda:1", "cuda:0"])):
+        spawned.clear()
+        processes = Processes(demo_run(), 1, lambda event: None, device=device)
+        for stage in range(3):
+            await processes._spawn_peer(stage)
+        assert [words[words.index("--device") + 1] for words in spawned] == expected
