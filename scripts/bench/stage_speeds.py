@@ -3,6 +3,7 @@
 The pipeline is as fast as its slowest stage. Peers are alike, so the best assignment of n peers to S stages
 has floor(n / S) of them in the slowest one; what a rule is worth is the work done under it by the work that
 would be done were the best assignment in place at every instant (SWARM, Ryabinin et al. 2023, section 4.4).
+Who has come and downloads the first state counts from its end on: no rule can have it serve before.
 
 The rules are given the very records that live peers publish, and carry names only: `ours` is
 `swarm.policy.rebalance`, `papers` is the paper's Algorithm 2.
@@ -71,6 +72,8 @@ class _Peer:
     stage: Stage
     since_s: float
     serves_at_s: float
+    came_s: float
+    """When it had its first state."""
 
 
 class Fluid:
@@ -94,7 +97,7 @@ class Fluid:
 
     @property
     def best(self) -> int:
-        return len(self.peers) // self.stages
+        return sum(peer.came_s <= self.now_s for peer in self.peers.values()) // self.stages
 
     def pass_until(self, at_s: float) -> None:
         """Work goes on until then; who arrives meanwhile serves from then on."""
@@ -133,7 +136,8 @@ class Fluid:
         for name in names:
             if not (blind and needy):
                 needy = neediest(self.records(), stages=self.stages, now_s=self.now_s)
-            self.peers[name] = _Peer(dice.pick(needy), self.now_s, self.now_s + self._load_s)
+            comes_s = self.now_s + self._load_s
+            self.peers[name] = _Peer(dice.pick(needy), self.now_s, comes_s, comes_s)
 
     def die(self, names: Iterable[PeerId]) -> None:
         for name in names:
@@ -143,7 +147,8 @@ class Fluid:
         """It leaves its stage now and serves the other one when it has its state."""
         self.moves += 1
         self.rescues += not any(peer.stage == to_stage for peer in self.peers.values())
-        self.peers[name] = _Peer(to_stage, self.now_s, self.now_s + self._load_s)
+        came_s = self.peers[name].came_s
+        self.peers[name] = _Peer(to_stage, self.now_s, self.now_s + self._load_s, came_s)
 
     def mark(self) -> int:
         """This moment, for `since`."""

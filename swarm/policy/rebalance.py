@@ -59,7 +59,7 @@ MIN_GAIN = 1.10
 SOLE_GAIN = 1.25
 """Required gain of a move that leaves a stage with a single peer, whose death would stop the run. Of 200
 small swarms the median comes to 0.955 of the best throughput with it, to 0.970 without; 1.5 gives 0.941."""
-NOISY = 4
+NOISY = 2
 """Number of peers of a stage up to which `MIN_GAIN` holds. In larger sums independent errors average out, as
 one over the root of the number."""
 SLOW_SHARE = 0.5
