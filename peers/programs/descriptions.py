@@ -6,36 +6,30 @@ from pathlib import Path
 
 from swarm.errors import SetupError
 from swarm.manifest import Run
-from swarm.plan.network import Job, Network, read_devices
-
-ACTIVATIONS_OF_A_BLOCK = 16
-"""Numbers of the width of the model that autograd keeps of a block, per token: inputs of its products,
-attention's queries, keys and values, and what the feed-forward part has inside, about."""
+from swarm.plan.network import BACKWARD_FORWARDS, Job, Network, read_devices
 
 
 def job_of(run: Run) -> Job:
-    """The work of one step of a run, from its manifest alone.
+    """The work of one step of a run, from its manifest alone; memory as its peers will reckon it.
 
     Raises:
-        SetupError: the audit model does no arithmetic that could be reckoned.
+        SetupError: the audit model does no arithmetic that could be reckoned; a model that is brought cannot
+            be built here.
     """
-    from swarm.model.gpt import layer_flops, layer_split
+    from peers.owner.memory_limit import needs_of
+    from swarm.model.kept import foretold_bytes
     from swarm.model.layout import empty_state, reduce_bytes
     from swarm.model.stage_io import body_bytes, gradient_metas, input_metas
-    from swarm.wire.tensor_meta import ITEM_BYTES
 
-    if run.model.kind != "gpt":
-        why = "its work is not reckoned yet" if run.brings_model else "it computes nothing"
-        raise SetupError(f'model.kind = "{run.model.kind}": {why}; take a run of kind "gpt"')
-    tokens = run.batch.microbatch_size * run.data.sequence_length
-    block, head = layer_flops(run.built_in, run.data.sequence_length)
-    layers = [len(layers) for layers in layer_split(run)]
+    if run.model.kind == "counting":
+        raise SetupError('model.kind = "counting": it computes nothing; take a run of another model')
     stages = range(run.S)
-    kept = ACTIVATIONS_OF_A_BLOCK * run.built_in.hidden * tokens * ITEM_BYTES[run.dtype]
+    alike = _alike(run)
+    kept = {kind: foretold_bytes(run, alike.index(kind)) for kind in set(alike)}
     return Job(
         stages=run.S,
         microbatches=run.M,
-        forward_flops=tuple(2.0 * tokens * (layers[s] * block + head * (s == run.S - 1)) for s in stages),
+        forward_flops=_forward_flops(run),
         forward_bytes=tuple(body_bytes(input_metas(run, s)) for s in stages[1:]),
         backward_bytes=tuple(
             body_bytes(gradient_metas(run, boundary, input_metas(run, boundary + 1)))
@@ -45,8 +39,35 @@ def job_of(run: Run) -> Job:
         state_bytes=tuple(
             float(sum(t.numel() * t.element_size() for t in empty_state(run, s).values())) for s in stages
         ),
-        activation_bytes=tuple(float(kept * layers[s]) for s in stages),
+        activation_bytes=tuple(float(kept[kind]) for kind in alike),
+        fixed_bytes=tuple(float(needs_of(run, s).fixed) for s in stages),
     )
+
+
+def _alike(run: Run) -> list[tuple[int, ...]]:
+    """Of every stage; those with the same keep as many bytes of a microbatch."""
+    from swarm.model.gpt import layer_split
+
+    if run.brings_model:
+        return [(stage,) for stage in range(run.S)]
+    return [(len(layers), s == 0, s == run.S - 1) for s, layers in enumerate(layer_split(run))]
+
+
+def _forward_flops(run: Run) -> tuple[float, ...]:
+    """Per stage, of a microbatch."""
+    from swarm.model.gpt import layer_flops, layer_split
+
+    if run.brings_model:
+        from swarm.model.custom import custom_model
+        from swarm.partitioner.cost import operations
+
+        model = custom_model(run)
+        each = [both / (1 + BACKWARD_FORWARDS) for both in operations(model.traced)]
+        return tuple(sum(each[i] for i in plan.operators) for plan in model.plans)
+    tokens = run.batch.microbatch_size * run.data.sequence_length
+    block, head = layer_flops(run.built_in, run.data.sequence_length)
+    layers = [len(layers) for layers in layer_split(run)]
+    return tuple(2.0 * tokens * (n * block + head * (s == run.S - 1)) for s, n in enumerate(layers))
 
 
 def load_devices(path: Path) -> Network:

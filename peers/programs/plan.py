@@ -231,9 +231,8 @@ def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
         f"{count(len(network.regions), 'region')}"
     ]
     for stage, members in enumerate(_members(answer.plan.stage_of, run.S)):
-        need_gb = (job.state_bytes[stage] + job.activation_bytes[stage]) / 1e9
         lines.append(
-            f"stage {stage}: {count(len(members), 'device')}, {need_gb:.3g} GB on each: "
+            f"stage {stage}: {count(len(members), 'device')}, {job.least_bytes(stage) / 1e9:.3g} GB on each: "
             f"{_names(network, members)}"
         )
     idle = np.flatnonzero(stage_of == IDLE)

@@ -5,13 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
-
 from swarm.errors import SetupError
-from swarm.model.graph.builder import Traced
 from swarm.model.graph.ir import OpGraph
-from swarm.partitioner.cost import made_up_calls
 
 
 def equal_layers(graph: OpGraph, stages: int) -> list[int]:
@@ -31,17 +26,6 @@ def equal_layers(graph: OpGraph, stages: int) -> list[int]:
         raise SetupError(f"{len(layers)} layers cannot be cut into {stages} stages of whole layers")
     stage_of = {i: n * stages // len(layers) for n, layer_ops in enumerate(layers) for i in layer_ops}
     return [stage_of[op.index] for op in graph.operators]
-
-
-def operations(traced: Traced) -> list[float]:
-    """Floating point operations of each operator, forward and backward, as torch counts them."""
-    found = []
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        for compute in made_up_calls(traced):
-            with FlopCounterMode(display=False) as counter:
-                compute()
-            found.append(float(counter.get_total_flops()))
-    return found
 
 
 def equal_shares(amounts: Sequence[float], stages: int) -> list[int]:

@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from equal_cuts import equal_layers, equal_shares, operations
+from equal_cuts import equal_layers, equal_shares
 from harness import machine, report
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -45,7 +45,7 @@ from swarm.ids import Microbatch
 from swarm.model.graph.partition import plan_stages
 from swarm.model.graph.stage_module import StageModule, cut
 from swarm.model.graph.trace import Traced, trace
-from swarm.partitioner.cost import reckoned_s
+from swarm.partitioner.cost import operations, reckoned_s
 from swarm.partitioner.search import find_cut
 from tests.model.zoo import EncoderDecoder, Gpt2, Llama, ResNet, UNet
 

@@ -34,6 +34,7 @@ from swarm.ids import Microbatch, Stage
 from swarm.manifest import Run
 from swarm.model.boundary import Boundary, Computed, Entered, Wire, dtype_of
 from swarm.model.gradient_sum import Gradients, GradientSums, SharedWeights
+from swarm.model.kept import kept_bytes
 from swarm.model.layout import stage_layout
 from swarm.model.reductions import vectors_digest
 from swarm.model.same_bits import use_threads_of
@@ -392,28 +393,9 @@ class StageCompute:
         return found, dict(reversed(terms.items()))
 
     def _measure(self) -> int:
-        seen: dict[int, int] = {}
-
-        def note(tensor: torch.Tensor) -> None:
-            storage = tensor.untyped_storage()
-            if not self.state.holds(tensor):
-                seen[storage.data_ptr()] = storage.nbytes()
-
         entered = self._boundary.made_up(zeros=True)
-        # What was saved must stay alive while we count, or memory that is reused would count once.
-        alive: list[torch.Tensor] = []
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            alive.append(tensor)
-            note(tensor)
-            return tensor
+        def compute() -> Sequence[torch.Tensor]:
+            return [] if self.recompute else self._compute(Microbatch(0, 0), 0, entered).outputs
 
-        if not self.recompute:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                computed = self._compute(Microbatch(0, 0), 0, entered)
-            for output in computed.outputs:
-                note(output)
-        for value in entered.values:
-            if value is not None:
-                note(value)
-        return sum(seen.values())
+        return kept_bytes(compute, entered.values, self.state.holds)

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from swarm.ids import Microbatch
 from swarm.model.graph.builder import Traced
@@ -53,6 +53,17 @@ def reckoned_s(traced: Traced) -> list[float]:
             with _Kernels() as kernels:
                 compute()
             found.append(kernels.seconds)
+    return found
+
+
+def operations(traced: Traced) -> list[float]:
+    """Floating point operations of each operator, forward and backward, as torch counts them."""
+    found = []
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for compute in made_up_calls(traced):
+            with FlopCounterMode(display=False) as counter:
+                compute()
+            found.append(float(counter.get_total_flops()))
     return found
 
 

@@ -172,9 +172,12 @@ class Job:
     """Per stage, of the whole vector that its members exchange, as it is on the wire: a sum and the settled
     answer to it may differ; then their mean."""
     state_bytes: tuple[float, ...]
-    """Per stage: what has to fit into a device's memory before it computes anything."""
+    """Per stage: what a newcomer downloads."""
     activation_bytes: tuple[float, ...]
     """Per stage: what one microbatch in flight keeps in the device's memory between forward and backward."""
+    fixed_bytes: tuple[float, ...] = ()
+    """Per stage: what is in a device's memory before it computes anything: the state, sums, gradients. None
+    given: the state."""
 
     def __post_init__(self) -> None:
         if self.stages < 1 or self.microbatches < 1:
@@ -186,6 +189,7 @@ class Job:
             ("gradient_bytes", self.stages),
             ("state_bytes", self.stages),
             ("activation_bytes", self.stages),
+            ("fixed_bytes", self.stages if self.fixed_bytes else 0),
         ):
             values: tuple[float, ...] = getattr(self, name)
             if len(values) != wanted:
@@ -193,16 +197,23 @@ class Job:
             if not all(0 <= value < math.inf for value in values):
                 raise SetupError(f"{name} = {values}: bytes and operations cannot be negative or infinite")
 
+    def least_bytes(self, stage: int) -> float:
+        """What a device needs to hold the stage with one microbatch in flight, as its owner is told."""
+        return self._fixed_bytes(stage) + self.activation_bytes[stage] / MEMORY_SHARE
+
     def fits(self, stage: int, device: Device) -> bool:
-        """Whether the device can hold the stage with one microbatch in flight."""
-        return self.state_bytes[stage] + self.activation_bytes[stage] <= device.memory_bytes
+        """Whether the device can hold that."""
+        return self.least_bytes(stage) <= device.memory_bytes
 
     def room(self, stage: int, device: Device) -> float:
         """How many microbatches in flight the device can hold beside the state of the stage."""
-        free_bytes = MEMORY_SHARE * (device.memory_bytes - self.state_bytes[stage])
+        free_bytes = MEMORY_SHARE * (device.memory_bytes - self._fixed_bytes(stage))
         if not self.activation_bytes[stage] or math.isinf(free_bytes):
             return math.inf
         return max(1.0, free_bytes // self.activation_bytes[stage])
+
+    def _fixed_bytes(self, stage: int) -> float:
+        return (self.fixed_bytes or self.state_bytes)[stage]
 
 
 def check_fit(network: Network, job: Job) -> None:
@@ -218,10 +229,10 @@ def check_fit(network: Network, job: Job) -> None:
     for stage in range(job.stages):
         if not any(job.fits(stage, device) for device in network.devices):
             largest = max(network.devices, key=lambda device: device.memory_bytes)
-            need = job.state_bytes[stage] + job.activation_bytes[stage]
             raise SetupError(
-                f"no device can hold stage {stage}: it needs {need / 1e9:.3g} GB, and the largest, "
-                f"{largest.name!r}, has {largest.memory_bytes / 1e9:.3g} GB. Cut the model into more stages"
+                f"no device can hold stage {stage}: it needs {job.least_bytes(stage) / 1e9:.3g} GB, and the "
+                f"largest, {largest.name!r}, has {largest.memory_bytes / 1e9:.3g} GB. Cut the model into "
+                "more stages"
             )
 
 

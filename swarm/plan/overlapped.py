@@ -95,17 +95,12 @@ class Overlap:
         self.network, self.job = network, job
         self._region_N = network.region_of()
         self._flops_N = np.array([device.flops_per_s for device in network.devices])
-        self._memory_N = np.array([device.memory_bytes for device in network.devices])
         self._up_N = np.array([device.upload_bps for device in network.devices])
         self._down_N = np.array([device.download_bps for device in network.devices])
         self._stage = lru_cache(maxsize=MAX_KNOWN)(self._measure_stage)
         self._boundary = lru_cache(maxsize=MAX_KNOWN)(self._measure_boundary)
-        self.fits_SN = np.array(
-            [
-                np.array(job.state_bytes[stage] + job.activation_bytes[stage]) <= self._memory_N
-                for stage in range(job.stages)
-            ]
-        )
+        least_S1 = np.array([[job.least_bytes(stage)] for stage in range(job.stages)])
+        self.fits_SN = least_S1 <= np.array([device.memory_bytes for device in network.devices])
         """[S, N] whether a device can hold a stage."""
 
     # -- the whole step ---------------------------------------------------------------------------

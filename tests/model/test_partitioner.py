@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.bench.equal_cuts import equal_layers, equal_shares, operations
+from scripts.bench.equal_cuts import equal_layers, equal_shares
 from swarm.errors import SetupError
 from swarm.model.graph.ir import OpGraph
 from swarm.model.graph.partition import plan_stages, recomputed
-from swarm.partitioner.cost import reckoned_s
+from swarm.partitioner.cost import operations, reckoned_s
 from swarm.partitioner.search import WORTH, find_cut
 from tests.model.graphs import Draft, random_graph, seconds_of
 from tests.model.parity import whole

@@ -71,7 +71,7 @@ def test_a_plan_says_what_it_needs_in_flight_and_which_memory_cannot_hold_it(
     said = capsys.readouterr().out
     assert re.search(r"this layout needs \d+ microbatches in flight on v100-\d, on others no more", said)
     assert "the memory of" not in said
-    files[1].write_text(DEVICES.replace("memory_gb = 16", "memory_gb = 0.2"))
+    files[1].write_text(DEVICES.replace("memory_gb = 16", "memory_gb = 0.5"))
     assert planned(files) == Exit.OK
     said = capsys.readouterr().out
     assert re.search(r"the memory of v100-\d holds 1 of the \d+ microbatches that it needs in flight", said)
@@ -141,7 +141,7 @@ def test_without_a_budget_the_plan_is_a_function_of_the_seed(
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("memory_gb = 16", "memory_gb = 0.1", "no device can hold stage 0: it needs 0.171 GB"),
+        ("memory_gb = 16", "memory_gb = 0.1", "no device can hold stage 0: it needs 0.426 GB"),
         ("bandwidth_mbps = 404", "bandwidth_mbps = -404", "= -404 in [[links]] Oregon - Frankfurt"),
         ("upload_mbps = 40", "upload_mbps = 0", "device 'laptop-0' cannot be reached: its upload is 0"),
         (

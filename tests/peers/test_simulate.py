@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from peers.cli import Exit, main
+from peers.owner.memory_limit import needs_of
 from peers.programs.descriptions import job_of
 from peers.programs.simulate import render, simulate_run
 from peers.sim.throughput.report import Moved
@@ -15,8 +17,10 @@ from swarm.errors import SetupError
 from swarm.manifest import audit_run, demo_run
 from swarm.model.gpt import layer_flops
 from swarm.model.layout import stage_layout
+from swarm.model.stage import StageCompute
 from swarm.plan.network import read_devices
 from swarm.sim.trace import read_trace
+from tests.peers.test_brought import resnet_run
 
 DEVICES = """\
 [defaults]
@@ -95,6 +99,24 @@ def test_the_job_of_a_run_is_what_its_stages_do_and_send() -> None:
     assert job.gradient_bytes[1] == (5.25 + 4) / 2 * stage_layout(run, 1).numel
     # Adam: three float32.
     assert job.state_bytes[1] == pytest.approx(12 * stage_layout(run, 1).numel, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_is_reckoned_as_the_peers_of_a_run_do(dtype: str) -> None:
+    run = replace(demo_run(stages=3), dtype=dtype)
+    job = job_of(run)
+    for stage in range(3):
+        needs = needs_of(run, stage, microbatch=StageCompute(run, stage, "cpu").saved_bytes())
+        assert job.least_bytes(stage) == pytest.approx(needs.least, rel=0.01)
+
+
+def test_the_work_of_a_model_that_is_brought_follows_from_its_operators() -> None:
+    run = resnet_run()
+    job = job_of(run)
+    assert min(job.forward_flops) > 0 and min(job.forward_bytes) > 0
+    for stage in range(run.S):
+        needs = needs_of(run, stage, microbatch=StageCompute(run, stage, "cpu").saved_bytes())
+        assert job.least_bytes(stage) == pytest.approx(needs.least, rel=0.02)
 
 
 # --- mistakes -----------------------------------------------------------------------------------------------

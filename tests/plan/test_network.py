@@ -187,7 +187,11 @@ def test_a_job_that_cannot_be_is_refused(change: dict[str, object], words: str) 
     assert words in caught.value.text
 
 
-def test_a_stage_fits_where_its_state_and_one_microbatch_fit() -> None:
-    assert job().fits(1, Device("x", 0, 1e12, memory_bytes=2.01e8))
-    assert not job().fits(1, Device("x", 0, 1e12, memory_bytes=2.009e8))
-    assert job().fits(0, Device("x", 0, 1e12, memory_bytes=2.009e8))
+def test_a_stage_fits_where_a_peer_of_it_would_be_let_in() -> None:
+    """Half of what the fixed part leaves is for microbatches, and it must hold one."""
+    held = job(fixed_bytes=(1e8, 4e8))
+    assert held.fits(1, Device("x", 0, 1e12, memory_bytes=4.02e8))
+    assert not held.fits(1, Device("x", 0, 1e12, memory_bytes=4.019e8))
+    assert held.fits(0, Device("x", 0, 1e12, memory_bytes=1.02e8))
+    assert held.room(1, Device("x", 0, 1e12, memory_bytes=4.1e8)) == 5.0
+    assert job().least_bytes(1) == job(fixed_bytes=(1e8, 2e8)).least_bytes(1) == 2.02e8

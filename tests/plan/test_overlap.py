@@ -274,7 +274,7 @@ def test_by_speed_each_device_goes_to_the_slowest_stage_that_it_can_hold() -> No
         (
             network(8, memory_bytes=1e9),
             job(),
-            "no device can hold stage 0: it needs 1.01 GB, and the largest, 'd0'",
+            "no device can hold stage 0: it needs 1.02 GB, and the largest, 'd0'",
         ),
     ],
 )

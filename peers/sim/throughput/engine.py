@@ -92,10 +92,9 @@ def _check(network: Network, job: Job, layout: Sequence[Stage], trace: Trace | N
         if not NO_STAGE <= stage < job.stages:
             raise SetupError(f"device {device.name!r} is put into stage {stage} of {job.stages}")
         if stage != NO_STAGE and not job.fits(stage, device):
-            need = job.state_bytes[stage] + job.activation_bytes[stage]
             raise SetupError(
-                f"stage {stage} does not fit into device {device.name!r}: it needs {need / 1e9:.2f} GB of "
-                f"{device.memory_bytes / 1e9:.2f} GB"
+                f"stage {stage} does not fit into device {device.name!r}: it needs "
+                f"{job.least_bytes(stage) / 1e9:.2f} GB of {device.memory_bytes / 1e9:.2f} GB"
             )
     if trace is not None:
         if max(trace.counts) > len(network):

@@ -1,0 +1,82 @@
+"""How many bytes a microbatch keeps between its forward and its backward, found by running it.
+
+For a stage that is not here it is run with tensors that have no memory: what peers will measure is known
+before there are any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from swarm.ids import Microbatch, Stage
+from swarm.manifest import Run
+from swarm.model.boundary import Boundary, dtype_of
+from swarm.model.gpt import replace_parameters, weights_dtype
+from swarm.model.stage_function import stage_function
+
+
+def kept_bytes(
+    compute: Callable[[], Iterable[torch.Tensor]],
+    given: Iterable[torch.Tensor | None],
+    held: Callable[[torch.Tensor], bool],
+) -> int:
+    """Bytes of what `compute` saves for its backward, returns, and is given.
+
+    Args:
+        held: whether a tensor lies in memory that is there without any microbatch.
+    """
+    # What is counted stays alive meanwhile, or memory that is used again would count once.
+    alive: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        alive += compute()
+    alive += [tensor for tensor in given if tensor is not None]
+    return sum({storage_of(t): t.untyped_storage().nbytes() for t in alive if not held(t)}.values())
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The same number for all tensors in one piece of memory, as long as one of them is there."""
+    return tensor.untyped_storage()._cdata
+
+
+def foretold_bytes(run: Run, stage: Stage) -> int:
+    """What `StageCompute.saved_bytes` will measure on a peer of that stage; builds no weights.
+
+    Raises:
+        SetupError: the run's model cannot be built here.
+    """
+    function = stage_function(run, stage)
+    number = weights_dtype(run)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        module = function.module()
+        replace_parameters(module, lambda _, old: torch.empty(old.shape, dtype=number))
+        if (
+            run.dtype == "bfloat16" and not run.brings_model
+        ):  # as `StageState.bind` has the decoder's matrices
+            for part in module.modules():
+                if isinstance(part, nn.Linear):
+                    part.weight = nn.Parameter(part.weight.detach().to(torch.bfloat16))
+        own = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        given = Boundary(run, stage, function, torch.device("cpu")).made_up(zeros=True).values
+
+        def compute() -> Sequence[torch.Tensor]:
+            values = list[torch.Tensor | None]()
+            for entry, value in zip(function.entries, given, strict=True):
+                if value is not None and entry.graded:
+                    value = value.requires_grad_().to(entry.dtype)
+                values.append(value)
+            with torch.autocast("cpu", torch.bfloat16, enabled=run.dtype == "bfloat16"):
+                made = function.compute(module, values, Microbatch(0, 0)).values
+            if not function.gives:
+                return made[:1]
+            return [made[n].to(dtype_of(what)) for n, what in enumerate(function.gives) if what.graded]
+
+        return kept_bytes(compute, given, lambda tensor: storage_of(tensor) in own)
