@@ -31,7 +31,8 @@ class Device:
 
 
 def choose_device(asked: str = "auto") -> str:
-    """`auto | cpu | cuda | cuda:N` to the name that torch takes; `auto` is the GPU with most free memory.
+    """`auto | cpu | cuda | cuda:N | mps` to the name that torch takes; `auto` is the CUDA device with the
+    most free memory, or else the CPU.
 
     Raises:
         SetupError: no such device on this machine, or no such word.
@@ -39,11 +40,17 @@ def choose_device(asked: str = "auto") -> str:
     if asked == "cpu":
         return "cpu"
     kind, _, number = asked.partition(":")
-    if asked != "auto" and (kind != "cuda" or (number and not (number.isascii() and number.isdigit()))):
-        raise SetupError(f"--device {asked!r} is unknown; take auto, cpu, cuda or cuda:N (as in cuda:0)")
+    if asked not in ("auto", "mps") and (
+        kind != "cuda" or (number and not (number.isascii() and number.isdigit()))
+    ):
+        raise SetupError(f"--device {asked!r} is unknown; take auto, cpu, cuda, cuda:N (as in cuda:0) or mps")
 
     import torch
 
+    if asked == "mps":
+        if not torch.backends.mps.is_available():
+            raise SetupError("--device mps: this machine has no GPU of Apple, or a torch without it")
+        return asked
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked == "auto":
         if devices == 0:
@@ -76,6 +83,10 @@ def describe(name: str) -> Device:
 
     import torch
 
+    if name == "mps":  # its memory is the machine's
+        total = torch.mps.recommended_max_memory()
+        free = min(host_memory()[0], total - torch.mps.driver_allocated_memory())
+        return Device(name=name, model=f"GPU of {cpu_model()}", free_bytes=free, total_bytes=total)
     index = int(name.partition(":")[2] or 0)
     free, total = torch.cuda.mem_get_info(index)
     return Device(name=name, model=torch.cuda.get_device_name(index), free_bytes=free, total_bytes=total)
@@ -88,18 +99,26 @@ def free_bytes(name: str) -> int:
 
 def limit_memory(name: str, most: int | None) -> None:
     """Have torch take no more than `most` bytes of a GPU; of a CPU it cannot be kept from more."""
-    if name.startswith("cuda") and most is not None:
-        import torch
+    if name == "cpu" or most is None:
+        return
+    import torch
 
+    if name == "mps":
+        torch.mps.set_per_process_memory_fraction(min(1.0, most / torch.mps.recommended_max_memory()))
+    else:
         total = torch.cuda.get_device_properties(name).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), name)
 
 
 def release_cached(name: str) -> None:
     """Give back what torch keeps of device `name` for tensors to come. Its CUDA context stays."""
-    if name.startswith("cuda"):
-        import torch
+    if name == "cpu":
+        return
+    import torch
 
+    if name == "mps":
+        torch.mps.empty_cache()
+    else:
         with torch.cuda.device(name):
             torch.cuda.empty_cache()
 

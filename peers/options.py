@@ -203,8 +203,8 @@ COUNT_OR_AUTO = Kind(whole(1, or_auto=True), "auto|N")
 SECONDS = Kind(between(86_400, "a number of seconds, 0 to 86400"), "S")
 RATE = Kind(_rate, "RATE")
 MEMORY = Kind(_memory, "SIZE")
-DEVICE = Kind(str, "auto|cpu|cuda[:N]", _has_driver)
-DEVICES = Kind(str, "auto|cpu|cuda[:N]|all", _has_driver)
+DEVICE = Kind(str, "auto|cpu|cuda[:N]|mps", _has_driver)
+DEVICES = Kind(str, "auto|cpu|cuda[:N]|mps|all", _has_driver)
 
 
 # --- how a field says what its argument is ---

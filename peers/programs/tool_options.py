@@ -334,7 +334,7 @@ class CheckOptions:
     swarm check --port 31337 --join ADDRESS
     """
 
-    device: str = option(Kind(str, "auto|cpu|cuda[:N]"), "the device you will use", "auto")
+    device: str = option(Kind(str, "auto|cpu|cuda[:N]|mps"), "the device you will use", "auto")
     host: str = option(IP, "listen here (default: 127.0.0.1; with --join, 0.0.0.0)", "")
     port: int = option(PORT, "port to listen on (default: any)", 0)
     join: tuple[str, ...] = repeated(

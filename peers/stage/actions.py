@@ -188,7 +188,7 @@ class Actions:
                 return why, None
             step.ledger.freeze(plan.round)
             total = core.compute.sums.of(step.t)
-            return None, total.cpu() if total.is_cuda else total
+            return None, total.cpu()
 
         try:
             why, total = await core.device.run(Rank.STEP, step.t, freeze)

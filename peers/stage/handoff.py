@@ -180,7 +180,7 @@ class Handoff:
         step.ledger.freeze("handing over")
         total = self._core.compute.sums.of(step.t).view(-1)  # a new object: no lease of before is of this
         losses = [step.loss_of(m) for m in members_of(step.ledger.done)]
-        return total.cpu() if total.is_cuda else total, step.ledger.done, losses
+        return total.cpu(), step.ledger.done, losses
 
     async def _serve_sum(self, request: Request) -> Answer:
         wanted = unpack(request.header, OpenSum)

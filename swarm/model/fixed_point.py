@@ -45,5 +45,10 @@ def add_exact(total: torch.Tensor, term: torch.Tensor) -> None:
 
 
 def to_float(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The value of a sum, in `dtype`: two roundings, the same everywhere."""
-    return (total.to(torch.float64) / SCALE).to(dtype)
+    """The value of a sum, in `dtype`: two roundings, the same everywhere. Where `in_float64` is."""
+    return (in_float64(total) / SCALE).to(dtype)
+
+
+def in_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers; on the host if the device has no such type."""
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()

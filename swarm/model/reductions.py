@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from swarm.digest import digest_of
+from swarm.model.fixed_point import in_float64
 from swarm.wire.codec import bytes_of
 
 _SLICE = 1 << 20
@@ -26,7 +27,7 @@ def sqnorm(vector: torch.Tensor) -> float:
 
 def _sum_of_squares(part: torch.Tensor) -> float:
     """torch shares one long sum among its threads, which decides its rounding; a row is one thread's."""
-    squares = part.double().square()
+    squares = in_float64(part).square()
     whole = squares.numel() - squares.numel() % _ROW
     rows = squares[:whole].view(-1, _ROW).sum(dim=1)
     return float((rows.sum() + squares[whole:].sum()).item())

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm.errors import NotReady, Refused, Stale
+from swarm.errors import NotReady, Refused, SetupError, Stale
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import Run
 from swarm.model.boundary import Boundary, Computed, Entered, Wire, dtype_of
@@ -74,6 +74,8 @@ class StageCompute:
         """
         self.run, self.stage, self.recompute = run, stage, recompute
         self.device = torch.device(device)
+        if self.device.type == "mps" and run.dtype == "float64":
+            raise SetupError('dtype = "float64" cannot be computed on --device mps: take --device cpu')
         self._last = stage == run.S - 1
         self._function = stage_function(run, stage)
         self._boundary = Boundary(run, stage, self._function, self.device)

@@ -7,7 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.model.fixed_point import BITS, add_exact, largest_term, to_float
+from swarm.errors import SetupError
+from swarm.manifest import audit_run
+from swarm.model.fixed_point import BITS, add_exact, in_float64, largest_term, to_float
+from swarm.model.stage import StageCompute
 
 
 def summed(terms: list[torch.Tensor]) -> torch.Tensor:
@@ -47,3 +50,16 @@ def test_a_whole_step_of_the_largest_terms_fits(microbatches: int) -> None:
     for _ in range(microbatches):
         add_exact(total, largest)
     assert to_float(total, torch.float64).item() == largest.item() * microbatches
+
+
+def test_a_device_without_float64_has_its_host_compute_that() -> None:
+    class OnMps:
+        device = torch.device("mps")
+
+        def cpu(self) -> torch.Tensor:
+            return torch.ones(3)
+
+    found = in_float64(OnMps())  # type: ignore[arg-type]
+    assert (found.dtype, found.device.type) == (torch.float64, "cpu")
+    with pytest.raises(SetupError, match=r"float64.* cannot be computed on --device mps"):
+        StageCompute(audit_run(), 0, "mps")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from peers import device
-from peers.device import choose_device, describe, host_memory
+from peers.device import choose_device, describe, host_memory, limit_memory, release_cached
 from swarm.errors import SetupError
 
 
@@ -54,13 +54,35 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_way_out(monkeypatch: pytest
         choose_device("cuda:2")
 
 
+def test_a_mac_computes_on_its_gpu_if_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as that can be tried without one."""
+    import torch
+
+    without_cuda(monkeypatch)
+    with pytest.raises(SetupError, match="--device mps: this machine has no GPU of Apple"):
+        choose_device("mps")
+    called: list[object] = []
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 1000)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 400)
+    monkeypatch.setattr(torch.mps, "set_per_process_memory_fraction", called.append)
+    monkeypatch.setattr(torch.mps, "empty_cache", lambda: called.append("emptied"))
+    assert choose_device("mps") == "mps" and choose_device("auto") == "cpu"
+    found = describe("mps")
+    assert (found.free_bytes, found.total_bytes) == (600, 1000)
+    limit_memory("mps", 250)
+    limit_memory("mps", None)
+    release_cached("mps")
+    assert called == [0.25, "emptied"]
+
+
 @pytest.mark.parametrize("word", ["gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0", "CUDA", "", "cuda:²"])
 def test_a_device_word_that_means_nothing_is_refused(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with_cuda(monkeypatch, [10])
     if word == "cuda:":
         assert choose_device(word) == "cuda:0"  # torch takes it too
         return
-    with pytest.raises(SetupError, match="take auto, cpu, cuda or cuda:N"):
+    with pytest.raises(SetupError, match=r"take auto, cpu, cuda, cuda:N .* or mps"):
         choose_device(word)
 
 
