@@ -9,6 +9,12 @@ import torch
 from swarm.errors import SetupError
 from swarm.manifest import Run
 from swarm.model.gpt import given_decoder
+from swarm.model.same_bits import threads_as_before
+
+FOR_ONE_THREAD = 20_000_000
+"""With fewer weights one thread is as fast as several, which wait for one another at each of a token's many
+small products. On a busy machine they wait long: 100 tokens of the demo's model took 3 s with one thread, and
+with two on two cores at a load of 11 more than 100 s (2026-11-24)."""
 
 
 @torch.no_grad()
@@ -41,12 +47,15 @@ def generate(
     module = given_decoder(run, weights, torch.device(device))
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt_tokens)
-    for _ in range(n):
-        seen = torch.tensor([tokens[-run.data.sequence_length :]], device=device)
-        logits = module(seen)[0, -1].float().cpu()
-        if temperature:
-            chances = torch.softmax(logits / temperature, 0)
-            tokens.append(int(torch.multinomial(chances, 1, generator=generator).item()))
-        else:
-            tokens.append(int(logits.argmax().item()))
+    with threads_as_before():
+        if sum(tensor.numel() for tensor in weights.values()) < FOR_ONE_THREAD:
+            torch.set_num_threads(1)
+        for _ in range(n):
+            seen = torch.tensor([tokens[-run.data.sequence_length :]], device=device)
+            logits = module(seen)[0, -1].float().cpu()
+            if temperature:
+                chances = torch.softmax(logits / temperature, 0)
+                tokens.append(int(torch.multinomial(chances, 1, generator=generator).item()))
+            else:
+                tokens.append(int(logits.argmax().item()))
     return tokens[len(prompt_tokens) :]

@@ -11,6 +11,7 @@ from swarm.errors import SetupError
 from swarm.manifest import CustomModelSpec, audit_run
 from swarm.model.generate import generate
 from swarm.model.reference import SingleProcess
+from swarm.model.same_bits import threads_as_before
 from tests.model.chain import Chain, batch_of, tiny_run
 
 RUN = tiny_run(dtype="float32", steps=40)
@@ -62,3 +63,21 @@ def test_a_model_of_transformers_is_generated_from_by_transformers() -> None:
     model = CustomModelSpec(kind="hf", config='{"model_type": "gpt2"}', stages=3)
     with pytest.raises(SetupError, match=r"swarm export --hf DIR, and let transformers generate: AutoModel"):
         generate(replace(RUN, model=model), {}, [1], 5)
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(1 << 30, 1), (0, 2)])
+def test_a_small_model_writes_with_one_thread(
+    monkeypatch: pytest.MonkeyPatch, limit: int, expected: int
+) -> None:
+    used: list[int] = []
+
+    def module(tokens: torch.Tensor) -> torch.Tensor:
+        used.append(torch.get_num_threads())
+        return torch.zeros(1, tokens.shape[1], 256)
+
+    monkeypatch.setattr("swarm.model.generate.given_decoder", lambda *_: module)
+    monkeypatch.setattr("swarm.model.generate.FOR_ONE_THREAD", limit)
+    with threads_as_before():
+        torch.set_num_threads(2)
+        generate(RUN, {"a": torch.zeros(1)}, [1], 3)
+        assert (used, torch.get_num_threads()) == ([expected] * 3, 2)
