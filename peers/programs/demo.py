@@ -20,7 +20,7 @@ from peers.events import Emit, Event, Note, StepDone, count, to_text
 from peers.programs.fleet import check_size
 from peers.programs.tool_options import DemoOptions, UpOptions
 from peers.start_line import program
-from peers.watch.terminal import clock, curve
+from peers.watch.terminal import clock, curve, sparkline
 from swarm import manifest
 from swarm.errors import SetupError, short
 from swarm.manifest import CodecSpec, CustomModelSpec, demo_run, load_run
@@ -38,8 +38,15 @@ next:
     {0} init myrun     a run of your own
     {0} up myrun       train it
 """
-CURVE = 64
+CURVE = 65
 """Columns of a curve, and its numbers."""
+ALONE = """\
+17dda822a408e58131c59d13c7d5d405 5.591 0.207
+4.726 3.188 2.449 2.275 2.159 2.023 1.910 1.790 1.679 1.598 1.477 1.387 1.290 1.204 1.113 1.063 0.945
+0.888 0.809 0.719 0.672 0.619 0.569 0.502 0.475 0.447 0.402 0.378 0.354 0.333 0.319 0.307 0.300 0.286
+0.272 0.254 0.245 0.248 0.237 0.236 0.224 0.223 0.218 0.220 0.220 0.215 0.207 0.206 0.200 0.201"""
+"""What one process made of the demo as it is without arguments: the run's id, the first and the last loss,
+and the means of equally many steps each. Written by `scripts/bench/loss_curve.py --alone`."""
 STEP_LINES = 40
 """Of the steps, about so many are said."""
 
@@ -116,6 +123,8 @@ def play(run: Run, options: DemoOptions, display: Emit) -> dict[str, object]:
             if step.t + 1 == terms.steps:
                 display(Note(text="taking the trained weights from the peers"))
     tally, weights = swarm.tally, swarm.weights()
+    if writes := terms.model.kind == "gpt":
+        display(Note(text="the trained model writes a passage"))
     return {
         "steps": tally.steps,
         "tokens_per_s": round(tally.tokens_per_s(terms), 1),
@@ -126,11 +135,12 @@ def play(run: Run, options: DemoOptions, display: Emit) -> dict[str, object]:
         "missing": tally.missing(terms),
         "duplicated": tally.duplicated(),
         "verify": _verify(swarm, display) if options.verify else None,
-        "_curve": [loss for _, loss in sorted(tally.losses.items())],
+        "_curve": (losses := [loss for _, loss in sorted(tally.losses.items())]),
+        "_alone": recorded(run.id, losses),
         "_work": tally.work,
         "_undone": tally.undone,
         "_losses": tally.microbatch_losses,
-        "_sample": _sample(run, weights) if terms.model.kind == "gpt" else "",
+        "_sample": _sample(run, weights) if writes else "",
         "_wrong": tally.steps != terms.steps,
     }
 
@@ -250,7 +260,7 @@ def summary(result: Mapping[str, Any]) -> str:
     lines = [
         "",
         f"loss       {curve(result['_curve'], CURVE)}",
-        *([f"one alone  {curve(verify['losses'], CURVE)}"] if verify else []),
+        f"one alone  {curve(verify['losses'], CURVE) if verify else result['_alone']}",
         f"speed      {result['steps']} steps, {result['tokens_per_s']:,.0f} tokens/s",
         f"killed     {_killed(result['preemptions'], result['replayed'])}",
         f"ledgers    {ledgers}",
@@ -269,6 +279,19 @@ def summary(result: Mapping[str, Any]) -> str:
     if result["_sample"]:
         lines += ["", "the trained model writes:", "", str(result["_sample"])]
     return "\n".join([*lines, "", NEXT.format(program())])
+
+
+def recorded(run: str, losses: Sequence[float]) -> str:
+    """The curve of one process beside that of these losses, where it is known."""
+    (of, first, last), means = ALONE.split()[:3], [float(mean) for mean in ALONE.split()[3:]]
+    if run != of or len(losses) % len(means):
+        return "is trained and drawn here too with --verify"
+    often = len(losses) // len(means)
+    apart = max(abs(mean - sum(losses[i * often :][:often]) / often) for i, mean in enumerate(means))
+    words = f"{first} → {last}"
+    bars = sparkline(means, CURVE - len(words) - 2)
+    beside = f"(recorded; at most {apart:.3f} beside this one: --verify trains it here)"
+    return f"{words}  {bars}\n{'':<11}{beside}"
 
 
 def _killed(killed: int, again: int) -> str:

@@ -2,6 +2,7 @@
 
     python scripts/bench/loss_curve.py           # train both, write the data and the picture; eight minutes
     python scripts/bench/loss_curve.py --draw    # the picture only, from the data of the last run
+    python scripts/bench/loss_curve.py --alone   # one process, as `swarm demo` shows it; three minutes
 
 The swarm is that of `swarm demo`: real processes, two peers for each of three stages, blockwise8 between
 stages. Peers are killed with SIGKILL in the middle of a step and replaced. Then one process trains the same
@@ -81,6 +82,22 @@ def measure(steps: int, kills: int, peers: int) -> dict[str, Any]:
         "swarm": [sum(theirs[t]) / len(theirs[t]) for t in range(steps)],
         "one_process": alone,
     }
+
+
+def alone() -> str:
+    """What `peers.programs.demo` has of the demo in one process."""
+    from peers.api import Run, reference
+    from peers.programs.demo import ALONE, STEPS
+    from swarm.manifest import demo_run
+
+    run, losses = Run.of(demo_run(steps=STEPS)), list[float]()
+    for step in reference(run):
+        assert step.loss is not None
+        losses.append(step.loss)
+    often = STEPS // (len(ALONE.split()) - 3)
+    means = [sum(losses[t : t + often]) / often for t in range(0, STEPS, often)]
+    numbers = " ".join(f"{loss:.3f}" for loss in (losses[0], losses[-1], *means))
+    return f"{run.id} {numbers}"
 
 
 def commit() -> str:
@@ -168,7 +185,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=3, help="(default: 3)")
     parser.add_argument("--peers", type=int, default=2, help="peers of each stage (default: 2)")
     parser.add_argument("--draw", action="store_true", help="draw the data that are there")
+    parser.add_argument("--alone", action="store_true", help="only print what the demo's source has of this")
     options = parser.parse_args()
+    if options.alone:
+        print(alone())
+        return
     if not options.draw:
         found = measure(options.steps, options.kills, options.peers)
         DATA.write_text(json.dumps(found, indent=1) + "\n")

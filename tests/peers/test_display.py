@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 
 import pytest
 
+from peers.api import Run, reference
 from peers.cli import build_parser
 from peers.events import Event, Killed, Note, StepDone
-from peers.programs.demo import STEP_LINES, Lines, summary, told_as_json
+from peers.programs.demo import ALONE, CURVE, STEP_LINES, STEPS, Lines, recorded, summary, told_as_json
+from peers.watch.terminal import curve
+from swarm.manifest import demo_run
 
 pytestmark = pytest.mark.usefixtures("greenwich")
 
@@ -51,7 +55,8 @@ def test_the_time_that_is_left_is_told_from_the_second_step_that_is_said() -> No
 
 RESULT = {
     "steps": 4, "tokens_per_s": 1000.0, "preemptions": 1, "replayed": 0, "missing": 0, "duplicated": 0,
-    "verify": None, "_undone": 0, "_curve": [4.0, 3.0, 2.0, 1.0], "_work": {(0, "12D3KooWabcdef"): 7},
+    "verify": None, "_undone": 0,
+    "_alone": "5.0 → 1.0  █▁", "_curve": [4.0, 3.0, 2.0, 1.0], "_work": {(0, "12D3KooWabcdef"): 7},
     "_sample": "Once there was a fox",
 }  # fmt: skip
 
@@ -60,6 +65,7 @@ def test_the_end_of_a_demo_says_who_did_what_and_what_to_do_next(monkeypatch: py
     monkeypatch.setattr("peers.programs.demo.program", lambda: "swarm")
     words = summary(RESULT)
     assert "\nloss       4.000 → 1.000  █▆▃▁" in words
+    assert "\none alone  5.0 → 1.0  █▁\n" in words
     assert "nothing was lost: others held" in words
     assert "\nledgers    each microbatch of each step counted once" in words
     assert "\nthanks     peer abcdef of stage 0: 7 microbatches" in words
@@ -75,3 +81,19 @@ def test_the_end_of_a_demo_says_who_did_what_and_what_to_do_next(monkeypatch: py
         "max_weight_diff": 0.0,
     }
     assert json.loads(told_as_json(RESULT))["verify"] is None
+
+
+def test_the_curve_of_one_process_is_there_unasked_and_is_what_one_process_makes() -> None:
+    """Of the demo without arguments. Its first steps are computed; after a change of the demo
+    `scripts/bench/loss_curve.py --alone` prints the whole anew."""
+    run = Run.of(demo_run(steps=STEPS))
+    of, first, last, *means = ALONE.split()
+    assert run.id == of
+    often = STEPS // len(means)
+    losses = [step.loss or 0.0 for step in itertools.islice(reference(run), often)]
+    assert (losses[0], sum(losses) / often) == pytest.approx((float(first), float(means[0])), abs=0.002)
+    same = [float(mean) + 0.001 for mean in means for _ in range(often)]
+    words, beside = recorded(run.id, same).split("\n")
+    assert words.startswith(f"{first} → {last}  ") and "(recorded; at most 0.001 beside" in beside
+    assert words.endswith(curve(same, CURVE).split()[-1]), "the same bars"
+    assert recorded(Run.of(demo_run(steps=50)).id, same) == "is trained and drawn here too with --verify"
