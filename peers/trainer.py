@@ -171,7 +171,8 @@ class Trainer:
         self._served: set[int] = set()
         """Stages that some peer serves; said once when none does any more."""
         self._version = 0
-        self._full = False
+        self._startable = -1
+        """The newest step that a microbatch could be started of, were one due."""
         """As many microbatches of open steps are in flight as the window allows."""
         self._held_by_all = -1
         """The version that every stage has: until it is the last one, some stage may be lost and need this
@@ -265,8 +266,7 @@ class Trainer:
 
     async def _wait_for_change(self) -> None:
         now = now_s()
-        # With a full window whatever becomes due has to wait for an answer, which wakes us.
-        due = None if self._full else self._todo.next_wakeup(now=now)
+        due = self._todo.next_wakeup(self._startable, now=now)
         wait_s = IDLE_S if due is None else min(IDLE_S, max(0.01, due - now))
         await happens(self._changed, wait_s)
         self._changed.clear()
@@ -291,9 +291,11 @@ class Trainer:
         newest = int(min(self._newest_open + 1, self._last_step - 1, due - 1))
         again: Counter[int] = Counter()
         while True:
+            # With a full window whatever becomes due has to wait for an answer, which wakes us.
+            self._startable = newest if len(self._running) < self._window.size else -1
             item = None
-            self._full = self._in_flight >= self._window.size
-            if not self._full:
+            if self._in_flight < self._window.size:
+                self._startable = max(self._startable, opened)
                 item = self._todo.next(opened, now=now_s())
             if item is None and len(self._running) < self._window.size:
                 item = self._todo.next(newest, now=now_s())

@@ -126,11 +126,12 @@ class WorkList:
         step = self._steps.get(t)
         return 0 if step is None else step.done.bit_count()
 
-    def next_wakeup(self, *, now: float) -> float | None:
-        """When a lacking microbatch becomes due; None: no timer needed."""
+    def next_wakeup(self, newest: int, *, now: float) -> float | None:
+        """When a lacking microbatch of a step up to `newest` becomes due; None: no timer needed."""
         due = [
             due_s
-            for step in self._steps.values()
+            for t, step in self._steps.items()
+            if t <= newest
             for m, due_s in step.due_s.items()
             if not step.running >> m & 1
         ]

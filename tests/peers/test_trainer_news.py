@@ -72,9 +72,9 @@ async def test_what_another_generation_lacked_is_not_run() -> None:
     hears(this, 0, BACK)
     old = RunStatus(run=RUN.id, version=0, held_by_all=0, lacking=(StepLacking(t=0, by_stage=(ALL, ALL)),))
     this._learn("p", Watched(revision=2, generation=BACK, version=0, status=old))
-    assert this._held_by_all == -1 and this._todo.next_wakeup(now=0.0) is None
+    assert this._held_by_all == -1 and this._todo.next_wakeup(0, now=0.0) is None
     hears(this, 0, BACK, held_by_all=0, lacking=old.lacking)
-    assert this._held_by_all == 0 and this._todo.next_wakeup(now=0.0) is not None
+    assert this._held_by_all == 0 and this._todo.next_wakeup(0, now=0.0) is not None
 
 
 async def test_a_trainer_offers_nothing_before_it_was_told_how_far_the_run_is() -> None:
@@ -114,7 +114,7 @@ async def test_news_that_cannot_be_change_nothing(
     this: Any = trainer()
     with pytest.raises(BadAnswer):
         hears(this, version, generation, **status)
-    assert (this._version, this._todo.next_wakeup(now=0.0)) == (0, None)
+    assert (this._version, this._todo.next_wakeup(0, now=0.0)) == (0, None)
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), 1e31])
@@ -144,4 +144,4 @@ async def test_what_was_computed_a_moment_ago_is_not_run_again_for_a_report_that
     this._todo.next(0, now=0.0)
     this._todo.finished(Microbatch(0, 0), now=0.0)
     hears(this, 0, lacking=(StepLacking(t=0, by_stage=(Bitmap(1), Bitmap(1))),))
-    assert this._todo.next_wakeup(now=0.0) == pytest.approx(REPLAY_AFTER_S, abs=0.01)
+    assert this._todo.next_wakeup(0, now=0.0) == pytest.approx(REPLAY_AFTER_S, abs=0.01)

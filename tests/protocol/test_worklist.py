@@ -60,7 +60,7 @@ def test_one_that_finished_is_not_started_again_without_reason(todo: WorkList) -
     for work in start_all(todo):
         todo.finished(work.microbatch, now=0.0)
     assert start_all(todo, now=100.0) == []
-    assert todo.next_wakeup(now=0.0) is None
+    assert todo.next_wakeup(0, now=0.0) is None
 
 
 def test_after_the_run_went_back_what_was_done_since_is_to_be_done_again(todo: WorkList) -> None:
@@ -79,10 +79,16 @@ def test_a_finished_one_that_is_lacking_runs_again_only_after_a_while(todo: Work
         todo.finished(work.microbatch, now=0.0)
     todo.lacking(0, [0, 0b0100, 0], now=1.0)
     assert todo.next(0, now=1.0) is None
-    assert todo.next_wakeup(now=1.0) == 1.0 + REPLAY_AFTER_S
+    assert todo.next_wakeup(0, now=1.0) == 1.0 + REPLAY_AFTER_S
     again = todo.next(0, now=1.0 + REPLAY_AFTER_S)
     assert again == Work(Microbatch(0, 2), deepest=1, replay=True)
     assert todo.replayed == 1
+
+
+def test_nothing_wakes_a_trainer_for_a_step_that_may_not_begin(todo: WorkList) -> None:
+    todo.lacking(1, [ALL, ALL], now=0.0)
+    assert todo.next_wakeup(0, now=5.0) is None
+    assert todo.next_wakeup(1, now=5.0) == 5.0
 
 
 def test_one_that_all_stages_had_and_lack_was_lost_and_runs_again_soon(todo: WorkList) -> None:
@@ -90,7 +96,7 @@ def test_one_that_all_stages_had_and_lack_was_lost_and_runs_again_soon(todo: Wor
         todo.finished(work.microbatch, now=0.0)
     todo.lacking(0, [0, 0b0001, 0], now=0.5)  # 0 is not yet reported
     todo.lacking(0, [0, 0b0101, 0], now=0.6)  # 2 was
-    assert todo.next_wakeup(now=0.6) == 0.6 + LOST_AFTER_S
+    assert todo.next_wakeup(0, now=0.6) == 0.6 + LOST_AFTER_S
     assert numbers(start_all(todo, now=0.6 + LOST_AFTER_S)) == [2]
     # Its replay was answered: from here on reports lag behind it again.
     todo.finished(Microbatch(0, 2), now=0.8)
@@ -121,7 +127,7 @@ def test_a_replay_is_not_repeated_while_it_runs(todo: WorkList) -> None:
     assert numbers(start_all(todo, now=1.0)) == [0]
     todo.lacking(0, [0b1], now=2.0)
     assert start_all(todo, now=100.0) == []
-    assert todo.next_wakeup(now=100.0) is None
+    assert todo.next_wakeup(0, now=100.0) is None
 
 
 def test_after_a_replay_it_must_be_lacking_for_a_while_once_more(todo: WorkList) -> None:
@@ -141,7 +147,7 @@ def test_one_that_is_no_longer_lacking_starts_its_time_afresh(todo: WorkList) ->
         todo.finished(work.microbatch, now=0.0)
     todo.lacking(0, [0b1], now=0.0)
     todo.lacking(0, [0], now=0.3)
-    assert todo.next_wakeup(now=0.3) is None
+    assert todo.next_wakeup(0, now=0.3) is None
     todo.lacking(0, [0b1], now=0.6)
     assert todo.next(0, now=0.6) is None
     assert todo.next(0, now=0.6 + LOST_AFTER_S) is not None

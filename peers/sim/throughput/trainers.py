@@ -100,13 +100,13 @@ class Trainers:
         while self._world.empty_since_s is None and trainer.running < trainer.window.size:
             work = self._work.next(newest, now=now_s)
             if work is None:
-                self._wake_when_due()
+                self._wake_when_due(newest)
                 return
             if not self._launch(trainer, work):
                 return
 
-    def _wake_when_due(self) -> None:
-        due_s = self._work.next_wakeup(now=self._loop.now_s)
+    def _wake_when_due(self, newest: int) -> None:
+        due_s = self._work.next_wakeup(newest, now=self._loop.now_s)
         if self._wakeup is not None:
             self._wakeup.cancel()
             self._wakeup = None
