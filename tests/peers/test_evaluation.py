@@ -107,7 +107,7 @@ async def test_with_deaths_and_two_trainers_its_losses_are_those_of_one_process_
 
 @pytest.mark.parametrize("how", ["never", "refused", "stale"])
 async def test_peers_that_evaluate_nothing_end_no_trainer_and_hold_the_run_up_for_a_while(how: str) -> None:
-    run, held_out = eval_run(), Text(batch_of(eval_run()))
+    run, held_out = eval_run(steps=2), Text(batch_of(eval_run()))
     reference = expected(run)[1].named_weights()
     async with swarm(run, batches=held_out) as s:
 

@@ -90,7 +90,9 @@ def lie(liar: StagePeer, change: Change) -> None:
 
 
 async def play(run: Run, stage: int | None, change: Change, *, replicas: int = 3) -> tuple[Swarm, int]:
-    """Run to the end beside a liar at `stage`; how many microbatches it had answered when it was found."""
+    """Run beside a liar at `stage` until all know it, or to the end; how many microbatches it had answered
+    when it was found.
+    """
     async with swarm(run, replicas=replicas) as s:
         await s.until_serving()
         liar = f"s{stage}p1"
@@ -109,10 +111,12 @@ async def play(run: Run, stage: int | None, change: Change, *, replicas: int = 3
             nonlocal found_after
             if found_after < 0 and convicted():
                 found_after = s.peers[liar].microbatches.answered
-            return all(s.peers[name].core.version >= run.steps for name in honest)
+            told = [liar in s.peers[name].convictions.convicted for name in honest]
+            return all(told) or all(s.peers[name].core.version >= run.steps for name in honest)
 
         await s.until(over, limit_s=600.0)
-        await asyncio.sleep(10.0)  # the other stages ask those that computed
+        if found_after < 0:
+            await asyncio.sleep(10.0)
         return s, found_after
 
 

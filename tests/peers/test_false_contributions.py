@@ -61,7 +61,9 @@ async def play(
     replicas: int = 3,
     also: Callable[[Swarm], None] = lambda s: None,
 ) -> Swarm:  # fmt: skip
-    """Run to the end beside a liar; honest replicas, or the one `by`, look at `suspects` in each step."""
+    """Run beside a liar until all know it, or to the end; honest replicas, or the one `by`, look at
+    `suspects` in each step.
+    """
     async with swarm(run, replicas=replicas) as s:
         await s.until_serving()
         if liar is not None:
@@ -73,10 +75,12 @@ async def play(
         def over() -> bool:
             for peer in suspects:
                 suspect(s, peer, by)
-            return all(s.peers[name].core.version >= run.steps for name in honest)
+            convicted = [liar in s.peers[name].convictions.convicted for name in honest]
+            return all(convicted) or all(s.peers[name].core.version >= run.steps for name in honest)
 
         await s.until(over, limit_s=600.0)
-        await asyncio.sleep(10.0)  # the other stages ask those that computed
+        if not any(liar in s.peers[name].convictions.convicted for name in honest):
+            await asyncio.sleep(10.0)
         return s
 
 

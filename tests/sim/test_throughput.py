@@ -344,8 +344,7 @@ def test_no_more_microbatches_are_taken_than_the_memory_holds() -> None:
     assert slow.step_s() > 1.2 * fast.step_s()
 
 
-@pytest.mark.parametrize("stages", [1, 4])
-@pytest.mark.parametrize("mbit", [10, 100])
+@pytest.mark.parametrize(("stages", "mbit"), [(1, 10), (4, 100)])
 def test_a_home_among_data_centres_does_not_make_steps_longer(stages: int, mbit: int) -> None:
     """2.4 GB to exchange: it stands by, from the middle of the first period on."""
     fast = [Device(f"d{i}", 0, 10.0, upload_bps=10e9) for i in range(4)]
