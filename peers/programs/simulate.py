@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from peers.programs.descriptions import job_of, load_devices, read_text, shown_bytes
 from peers.programs.tool_options import SimulateOptions
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings, ThroughputReport
+from swarm.errors import SetupError, did_you_mean
+from swarm.ids import Stage
 from swarm.manifest import Run, load_run
 from swarm.plan.network import Network, check_fit
 from swarm.plan.overlapped import Overlap
-from swarm.plan.search import balanced, repaired
+from swarm.plan.search import MAX_REPLICAS, balanced, repaired
 from swarm.records import NO_STAGE
 from swarm.sim.trace import Trace, read_trace
 
@@ -23,37 +28,81 @@ MOVES_SHOWN = 5
 MIN_BIN_S = 1.0
 
 
+class _Planned(msgspec.Struct):
+    """What is read of `swarm plan --json`."""
+
+    stages: list[list[str]]
+
+
 def run_simulate(options: SimulateOptions) -> None:
     """Simulate, and print what came of it. Raises SetupError: a file says what cannot be."""
     run = load_run(options.manifest)
     network = load_devices(options.devices)
     trace = read_trace(read_text(options.trace), options.trace.name) if options.trace is not None else None
-    report = simulate_run(run, network, trace, end_s=3600.0 * options.hours, seed=options.seed)
+    layout = None
+    if options.layout is not None:
+        layout = read_layout(read_text(options.layout), options.layout.name, network, run.S)
+    report = simulate_run(run, network, trace, end_s=3600.0 * options.hours, seed=options.seed, layout=layout)
     if options.json:
         print(json.dumps(as_json(report, run)))
     else:
         print(render(report, run, network))
 
 
+def read_layout(text: str, name: str, network: Network, stages: int) -> list[Stage]:
+    """The stage of each device, or `NO_STAGE`, from what `swarm plan --json` printed.
+
+    Raises:
+        SetupError: it is something else, or a plan for other devices or stages.
+    """
+    try:
+        planned = msgspec.json.decode(text, type=_Planned)
+    except msgspec.MsgspecError as error:
+        raise SetupError(f"{name} is not what swarm plan --json prints: {error}") from None
+    if len(planned.stages) != stages:
+        raise SetupError(f"{name} has a plan of {len(planned.stages)} stages; the run has {stages}")
+    index = {device.name: number for number, device in enumerate(network.devices)}
+    layout = [NO_STAGE] * len(network)
+    for stage, names in enumerate(planned.stages):
+        for one in names:
+            if one not in index:
+                raise SetupError(f"{name}: no device is called {one!r}{did_you_mean(one, list(index))}")
+            if layout[index[one]] != NO_STAGE:
+                raise SetupError(f"{name}: device {one!r} is in stages {layout[index[one]]} and {stage}")
+            layout[index[one]] = stage
+    return layout
+
+
 def simulate_run(
-    run: Run, network: Network, trace: Trace | None, *, end_s: float, seed: int
+    run: Run,
+    network: Network,
+    trace: Trace | None,
+    *,
+    end_s: float,
+    seed: int,
+    layout: Sequence[Stage] | None = None,
 ) -> ThroughputReport:
-    """The run on the network. Without a trace stages are about equally fast; with one every device goes where
-    it is needed when it comes."""
+    """The run on the network. Without a layout, or a trace, stages are about equally fast; with a trace every
+    device that comes later goes where it is needed."""
     job = job_of(run)
-    if trace is None:
+    check_fit(network, job)
+    if trace is not None:
+        end_s = min(end_s, trace.end_s)
+    if layout is None and trace is not None:
+        layout = [NO_STAGE] * len(network)
+    elif layout is None:
         overlap = Overlap(network, job)
-        layout = repaired(overlap, balanced(overlap)).tolist()
-    else:
-        check_fit(network, job)
-        layout, end_s = [NO_STAGE] * len(network), min(end_s, trace.end_s)
+        layout = [int(stage) for stage in repaired(overlap, balanced(overlap))]
     settings = Settings(
         delayed_updates=run.delayed_updates,
         rebalance_every_s=run.rebalance_every_s,
         checkpoint_every=run.checkpoint_every or 1_000_000,
         bin_s=max(MIN_BIN_S, end_s / BINS),
     )
-    return simulate(network, job, layout, end_s=end_s, settings=settings, trace=trace, seed=seed)
+    report = simulate(network, job, layout, end_s=end_s, settings=settings, trace=trace, seed=seed)
+    if trace is None and len(network) <= MAX_REPLICAS * run.S:
+        report.predicted = Overlap(network, job).predict(layout)
+    return report
 
 
 # --- what came of it ----------------------------------------------------------------------------------------
@@ -93,6 +142,8 @@ def as_json(report: ThroughputReport, run: Run) -> dict[str, Any]:
         "recomputed": report.recomputed,
         "went_back": report.generations,
         "stood_still_s": report.waited_s,
+        "empty_s": report.empty_s,
+        "limit": report.predicted and report.predicted.limit,
         "boundary_bytes": report.boundary_bytes,
         "reduce_bytes": report.reduce_bytes,
         "download_bytes": report.download_bytes,
@@ -114,6 +165,7 @@ def render(report: ThroughputReport, run: Run, network: Network) -> str:
     most = max((rate for _, rate in rates), default=0.0) or 1.0
     for at_s, rate in rates:
         lines.append(f"  {_clock(at_s):>9}  {'█' * round(WIDTH * rate / most):<{WIDTH}}  {rate:.3g}")
+    lines += limits(report)
     lines += ["", "devices compute, of their time"]
     lines += [f"  stage {stage:<3} {share:6.1%}" for stage, share in enumerate(report.utilisation)]
     lines += [
@@ -132,6 +184,21 @@ def render(report: ThroughputReport, run: Run, network: Network) -> str:
     if len(report.moves) > MOVES_SHOWN:
         lines.append(f"  … and {len(report.moves) - MOVES_SHOWN} more (--json has all)")
     return "\n".join(lines)
+
+
+def limits(report: ThroughputReport) -> list[str]:
+    """What made the run as slow as it was, or had it stand still."""
+    lines = list[str]()
+    for stage, empty_s in enumerate(report.empty_s):
+        if empty_s > 0.0:
+            lines.append(f"stage {stage} had no peer for {_clock(empty_s)}: the run stood still")
+    if report.idle:
+        lines.append(f"{report.idle} times a device came that no stage fits into")
+    if report.predicted is not None:
+        took = "" if report.version else ", longer than all of this"
+        total_s, limit = report.predicted.total_s, report.predicted.limit
+        lines.append(f"a step is predicted to take {total_s:.3g} s{took}; what limits it: {limit}")
+    return lines and ["", *lines]
 
 
 def _tokens_per_s(report: ThroughputReport, run: Run) -> float:

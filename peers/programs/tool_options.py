@@ -482,6 +482,7 @@ class SimulateOptions:
     """Tell how fast a run would be on machines that are only described.
 
     swarm simulate --manifest run.toml --devices devices.toml
+    swarm simulate --manifest run.toml --devices devices.toml --layout plan.json
     swarm simulate --manifest run.toml --devices devices.toml --trace spot.json --json
     """
 
@@ -491,6 +492,9 @@ class SimulateOptions:
         FILE,
         "how many of them are up when: lines of `seconds,count`, or JSON with metadata.gap_seconds and "
         "data (default: all, for ever)",
+    )
+    layout: Path | None = optional(
+        FILE, "which of them serve which stage: what swarm plan --json printed (default: by their speed)"
     )
     hours: float = option(HOURS, "of virtual time (default: %(default)s)", 1.0)
     """A trace that is shorter ends it."""

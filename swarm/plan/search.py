@@ -25,6 +25,9 @@ MOVES = 0.4
 MAX_CLUSTERED = 1024
 """Devices up to which clusters by distance are tried, whose cost grows with N²."""
 
+MAX_REPLICAS = 2000
+"""Devices for each stage that are planned for: every pair of two stages is looked at, 4 million then."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
@@ -47,8 +50,14 @@ def search_overlapped(
     Never worse than any layout in `starts`. Devices that only hold the others up stay idle.
 
     Raises:
-        SetupError: fewer devices than stages, or a stage that no device can hold.
+        SetupError: fewer devices than stages, or too many; a stage that no device can hold.
     """
+    if len(network) > MAX_REPLICAS * job.stages:
+        raise SetupError(
+            f"{len(network)} devices in {job.stages} stages are too many for a plan, which looks at every "
+            f"pair of devices of two stages: plan for at most {MAX_REPLICAS} devices a stage, such as a part "
+            "of each region (swarm simulate looks at no pairs)"
+        )
     rng = np.random.default_rng(seed)
     overlap = Overlap(network, job)
     begun = [(name, repaired(overlap, of_N)) for name, of_N in _starts(overlap, rng)]

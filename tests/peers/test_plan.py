@@ -14,13 +14,13 @@ import pytest
 
 from peers.cli import Exit, main
 from peers.programs.descriptions import job_of
-from peers.programs.plan import WORTH, as_json, plan_codecs, plan_view, render
+from peers.programs.plan import WORTH, as_json, plan, plan_codecs, plan_view, render, with_codecs
 from swarm.errors import SetupError
 from swarm.example import EXAMPLE as RUN
 from swarm.manifest import CodecSpec, demo_run, parse_run
 from swarm.monitoring.health import Observation
 from swarm.plan.network import Device, Network
-from swarm.plan.overlapped import Overlap
+from swarm.plan.overlapped import IDLE, Overlap
 from swarm.records import PeerRecord
 from swarm.wire.messages import Audit, LinkStatus, PeerStatus
 from tests.plan.documented import DEVICES
@@ -126,6 +126,22 @@ def test_few_microbatches_wait_for_lines_that_many_hide() -> None:
     as_it_is = Overlap(network, job).predict([0, 1, 2]).total_s
     assert waits_s < as_it_is / (1 + WORTH)
     assert hidden_s == pytest.approx(Overlap(network, job_of(many)).predict([0, 1, 2]).total_s, rel=1e-3)
+
+
+def test_the_layout_is_searched_again_with_the_codecs_that_were_chosen() -> None:
+    """A fast device behind a slow line: whole activations take longer to it than the near ones compute."""
+    run = replace(demo_run(stages=2), codec=CodecSpec.symmetric("none"))
+    job = job_of(run)
+    flops = 3 * max(job.forward_flops)
+    devices = (*(Device(f"near{i}", 0, flops) for i in range(2)), Device("far", 1, 100 * flops))
+    bps = np.array([[1e9, 0.5e6], [0.5e6, 1e9]])
+    network = Network(devices, ("a", "b"), np.zeros((2, 2)), bps)
+    first = plan(network, job, seed=0, budget_s=0.2)
+    assert first.plan.stage_of[2] == IDLE
+    _, step_s = plan_codecs(run, network, job, first.plan.stage_of, 0.02)
+    again = with_codecs(run, network, job, first, 0.02, seed=0, budget_s=0.2)
+    assert again.codecs_step_s is not None and again.codecs_step_s < 0.8 * step_s
+    assert IDLE not in again.plan.stage_of
 
 
 def test_without_a_budget_the_plan_is_a_function_of_the_seed(

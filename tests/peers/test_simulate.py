@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,6 +120,37 @@ def test_the_work_of_a_model_that_is_brought_follows_from_its_operators() -> Non
         assert job.least_bytes(stage) == pytest.approx(needs.least, rel=0.02)
 
 
+def test_a_plan_is_simulated_as_it_is(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Of four devices the plan has two idle: those vanish from the simulation, too."""
+    plan = files["manifest"].with_name("plan.json")
+    plan.write_text(json.dumps({"stages": [["gpu-3"], ["gpu-0"]], "idle": ["gpu-1", "gpu-2"], "step_s": 1}))
+    assert simulate(files, "--hours", "0.01", "--layout", str(plan)) == Exit.OK
+    shown = capsys.readouterr().out
+    assert "2 joined, 0 vanished" in shown and "what limits it: stage 1's compute" in shown
+    assert simulate(files, "--hours", "0.01", "--layout", str(plan), "--json", trace=True) == Exit.OK
+    assert json.loads(capsys.readouterr().out)["joins"] == 4
+
+
+def test_a_run_without_a_step_is_told_what_limits_it(
+    files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    files["devices"].write_text(DEVICES.format(count=4).replace("500", "0.01"), encoding="utf-8")
+    assert simulate(files, "--hours", "0.01") == Exit.OK
+    shown = capsys.readouterr().out
+    assert "0 steps in" in shown
+    assert re.search(
+        r"a step is predicted to take [\d.e+]+ s, longer than all of this; what limits it", shown
+    )
+
+
+def test_stages_that_stood_empty_are_named(files: dict[str, Path]) -> None:
+    run, network = demo_run(stages=2), read_devices(DEVICES.format(count=4))
+    report = simulate_run(run, network, read_trace("0,4\n100,1\n400,4\n600,4\n"), end_s=600.0, seed=0)
+    assert max(report.empty_s) >= 300.0 and report.waited_s >= max(report.empty_s)
+    lost = report.empty_s.index(max(report.empty_s))
+    assert f"stage {lost} had no peer for 0:05:" in render(report, run, network)
+
+
 # --- mistakes -----------------------------------------------------------------------------------------------
 
 
@@ -126,6 +158,10 @@ def test_the_work_of_a_model_that_is_brought_follows_from_its_operators() -> Non
     ("name", "text", "said"),
     [
         ("trace", "0,1\nnever,2\n", "trace.txt, line 2: 'never,2' is not `seconds,instances`"),
+        ("layout", "[1]", "layout.txt is not what swarm plan --json prints: Expected `object`"),
+        ("layout", '{"stages": [[]]}', "layout.txt has a plan of 1 stages; the run has 2"),
+        ("layout", '{"stages": [["gpu-0"], ["gpu-9"]]}', "no device is called 'gpu-9'"),
+        ("layout", '{"stages": [["gpu-0"], ["gpu-0"]]}', "device 'gpu-0' is in stages 0 and 1"),
         ("trace", '{"data": [1]}', "trace.txt: Object missing required field `metadata`"),
         ("trace", "0,5\n9,0\n", "the trace has 5 devices up at once, but only 4 are described"),
         ("devices", DEVICES.format(count=1), "1 devices cannot serve 2 stages: each stage needs at least"),
@@ -137,8 +173,10 @@ def test_the_work_of_a_model_that_is_brought_follows_from_its_operators() -> Non
 def test_a_file_that_cannot_be_is_refused(
     files: dict[str, Path], name: str, text: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    files[name] = files["trace"].with_name(f"{name}.txt")
     files[name].write_text(text, encoding="utf-8")
-    assert simulate(files, trace=True) == Exit.SETUP
+    layout = ["--layout", str(files["layout"])] if name == "layout" else []
+    assert simulate(files, *layout, trace=True) == Exit.SETUP
     shown = capsys.readouterr().err
     assert said in shown and len(shown.splitlines()) <= 4
 

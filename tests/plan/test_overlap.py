@@ -270,6 +270,7 @@ def test_by_speed_each_device_goes_to_the_slowest_stage_that_it_can_hold() -> No
 @pytest.mark.parametrize(
     ("net", "work", "words"),
     [
+        (network(2001), job(1), "2001 devices in 1 stages are too many for a plan, which looks at every"),
         (network(3), job(4), "3 devices cannot serve 4 stages: each stage needs at least one"),
         (
             network(8, memory_bytes=1e9),

@@ -76,8 +76,8 @@ def simulate(
         )
         assert not loop.bugs, loop.bugs[0]
         report.end_s = loop.now_s = loop.now_s if ended else end_s
-        if world.empty_since_s is not None:
-            report.waited_s += report.end_s - world.empty_since_s
+        for stage in list(world.empty):
+            world.filled(stage)
         members.count_out_all()
         report.version, report.events = world.version, loop.callbacks
         report.replayed, report.open = trainers.replayed, world.open

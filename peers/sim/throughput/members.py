@@ -129,9 +129,7 @@ class Members:
         peer.mean_load()  # from now on
         world.stages[peer.stage][peer.name] = peer
         self._trainers.set_peers(peer.stage)
-        if world.empty_since_s is not None and all(map(world.serving, range(self._job.stages))):
-            self._report.waited_s += now_s - world.empty_since_s
-            world.empty_since_s = None
+        world.filled(peer.stage)
         if now_s > 0.0:  # those that begin together are all there before anything starts
             self._trainers.start_all()
 
@@ -152,8 +150,8 @@ class Members:
         self._count_out(peer)
         peer.ended_s = self._loop.now_s
         del world.peers[peer.name]
-        if was_serving and not world.serving(peer.stage) and world.empty_since_s is None:
-            world.empty_since_s = self._loop.now_s
+        if was_serving and not world.serving(peer.stage):
+            world.emptied(peer.stage)
 
     def _die(self, peer: Peer) -> None:
         self._report.deaths += 1

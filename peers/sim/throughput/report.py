@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from swarm.errors import SetupError
 from swarm.ids import Stage
+from swarm.plan.overlapped import StepTime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,10 @@ class ThroughputReport:
     download_bytes: float = 0.0
     waited_s: float = 0.0
     """Seconds in which some stage had no peer."""
+    empty_s: list[float] = field(default_factory=list)
+    """Per stage, seconds in which it had none."""
+    predicted: StepTime | None = None
+    """Of a step, if that was asked for."""
     events: int = 0
 
     @property

@@ -97,7 +97,7 @@ class Trainers:
 
     def _start(self, trainer: Trainer) -> None:
         now_s, newest = self._loop.now_s, self._world.version + self._settings.delayed_updates
-        while self._world.empty_since_s is None and trainer.running < trainer.window.size:
+        while not self._world.empty and trainer.running < trainer.window.size:
             work = self._work.next(newest, now=now_s)
             if work is None:
                 self._wake_when_due(newest)

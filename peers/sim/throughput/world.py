@@ -142,15 +142,16 @@ class World:
         self.loop, self.lines, self.dice = loop, SharedLines(network), Dice(seed)
         self.report = ThroughputReport(
             job.microbatches, job.stages, busy_s=[0.0] * job.stages, there_s=[0.0] * job.stages,
-            bin_s=settings.bin_s,
+            empty_s=[0.0] * job.stages, bin_s=settings.bin_s,
         )  # fmt: skip
         self.version = 0
         self.peers: dict[PeerId, Peer] = {}
         """Those that join, serve or drain."""
         self.stages: list[dict[PeerId, Peer]] = [{} for _ in range(job.stages)]
         """Those that are known to serve: with the dead ones of whom nobody has heard yet."""
-        self.empty_since_s: float | None = 0.0
-        """Since when some stage has no peer."""
+        self.empty: dict[Stage, float] = dict.fromkeys(range(job.stages), 0.0)
+        """Stages without a peer, and since when. While there is one, the run stands still."""
+        self._still_since_s = 0.0
         self.covered: dict[int, list[int]] = {}
         """Step -> per stage, the microbatches that are in some sum."""
         self.damaged: set[int] = set()
@@ -167,6 +168,19 @@ class World:
     def serving(self, stage: Stage) -> list[Peer]:
         """The living peers of a stage."""
         return [peer for peer in self.stages[stage].values() if peer.serving]
+
+    def emptied(self, stage: Stage) -> None:
+        """Note that the last peer of a stage is gone."""
+        if not self.empty:
+            self._still_since_s = self.loop.now_s
+        self.empty.setdefault(stage, self.loop.now_s)
+
+    def filled(self, stage: Stage) -> None:
+        """Note that a stage has a peer, or that the run ends."""
+        if stage in self.empty:
+            self.report.empty_s[stage] += self.loop.now_s - self.empty.pop(stage)
+            if not self.empty:
+                self.report.waited_s += self.loop.now_s - self._still_since_s
 
     # -- sums -------------------------------------------------------------------------------------
 
@@ -216,7 +230,7 @@ class World:
     def _reduced(self, stage: Stage) -> None:
         del self._reducing[stage]
         self._prepared.add(stage)
-        if len(self._prepared) == self.job.stages and self.empty_since_s is None:
+        if len(self._prepared) == self.job.stages and not self.empty:
             # Stage coordinators report to the run coordinator and get its directive.
             heads = [min(self.serving(s), key=lambda p: p.name).device for s in range(self.job.stages)]
             trip_s = 2 * max(self.lines.latency_s(heads[0], head) for head in heads)
