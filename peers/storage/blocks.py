@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 class _Search:
     """What was found for one block."""
 
-    had: dict[tuple[Part, str], bytes] = field(default_factory=dict)
+    had: dict[tuple[Part, str], bytes | bytearray] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
     """Of addresses that cannot be used."""
     may_come: bool = False

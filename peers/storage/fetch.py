@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import http.client
+import os
+import re
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import IO
 
 from swarm.installed import first_line
 
+HUB = "https://huggingface.co"
+_HUB_FILE = re.compile(r"hf://(datasets/|spaces/)?([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)")
 ANSWER_S = 30.0
 """A server that sends nothing for so long is taken for gone."""
 
@@ -34,10 +39,13 @@ def beside(index: str, address: str) -> str:
     return f"{index.rpartition('/')[0]}/{address.lstrip('/')}"
 
 
-def read(address: str, start: int = 0, end: int | None = None, *, most: int = 1 << 30) -> bytes:
+def read(address: str, start: int = 0, end: int | None = None, *, most: int = 1 << 30) -> bytearray:
     """Some bytes of a file, fewer where it ends before.
 
+    `hf://[datasets/]OWNER/NAME[@REVISION]/FILE` is of Hugging Face, as HF_ENDPOINT and HF_TOKEN say.
+
     Raises:
+        FileNotFoundError: it is not there, or not for everybody.
         OSError: they cannot be had; says why.
     """
     count = most if end is None else end - start
@@ -46,12 +54,14 @@ def read(address: str, start: int = 0, end: int | None = None, *, most: int = 1 
             file.seek(start)
             return _at_most(file, count)
     try:
+        if address.startswith("hf://"):
+            return _over_http(_at_hub(address), start, count, os.environ.get("HF_TOKEN", ""))
         if address.startswith(("http://", "https://")):
             return _over_http(address, start, count)
         import fsspec.core
 
         system, path = fsspec.core.url_to_fs(address)
-        return bytes(system.cat_file(path, start=start, end=start + count))
+        return bytearray(system.cat_file(path, start=start, end=start + count))
     except OSError:
         raise
     except Exception as error:
@@ -66,23 +76,38 @@ def may_come(address: str, error: OSError) -> bool:
     return code >= 500 or code in (408, 429)
 
 
-def _over_http(address: str, start: int, count: int) -> bytes:
+def _at_hub(address: str) -> str:
+    found = _HUB_FILE.fullmatch(address)
+    if found is None:
+        raise FileNotFoundError(2, f"{address} is no hf://[datasets/]OWNER/NAME[@REVISION]/FILE")
+    kind, repository, revision, file = found.groups(default="")
+    hub = os.environ.get("HF_ENDPOINT") or HUB
+    return f"{hub}/{kind}{repository}/resolve/{revision or 'main'}/{file}"
+
+
+def _over_http(address: str, start: int, count: int, token: str = "") -> bytearray:
     request = urllib.request.Request(address, headers={"Range": f"bytes={start}-{start + count - 1}"})
-    with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-        left = start if answer.status == 200 else 0  # it sends the whole file
-        while left > 0 and (skipped := answer.read(min(left, 1 << 20))):
-            left -= len(skipped)
-        there = answer.length if answer.length is not None else 0
-        found = _at_most(answer, count)
+    if token:  # for this server, and for none that it sends us to
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+            left = start if answer.status == 200 else 0  # it sends the whole file
+            while left > 0 and (skipped := answer.read(min(left, 1 << 20))):
+                left -= len(skipped)
+            there = answer.length if answer.length is not None else 0
+            found = _at_most(answer, count)
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403, 404):
+            raise FileNotFoundError(2, f"HTTP {error.code} of {address}") from None
+        raise
     if len(found) < min(count, there):
         raise ConnectionError("the connection broke")
     return found
 
 
-def _at_most(file: IO[bytes] | http.client.HTTPResponse, count: int) -> bytes:
+def _at_most(file: IO[bytes] | http.client.HTTPResponse, count: int) -> bytearray:
     """What is there, up to `count` bytes: a buffer of that size is not made before."""
-    found = []
-    while count > 0 and (some := file.read(min(count, 1 << 22))):
-        found.append(some)
-        count -= len(some)
-    return b"".join(found)
+    found = bytearray()
+    while len(found) < count and (some := file.read(min(count - len(found), 1 << 22))):
+        found += some
+    return found

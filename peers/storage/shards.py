@@ -55,7 +55,7 @@ class Shards:
         """What a block is made of."""
         return self.parts(block * BLOCK_BYTES, min(self.size, (block + 1) * BLOCK_BYTES))
 
-    def read(self, part: Part, address: str) -> bytes:
+    def read(self, part: Part, address: str) -> bytes | bytearray:
         """The tokens of a part.
 
         Raises:

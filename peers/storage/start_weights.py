@@ -5,17 +5,14 @@ Of a file only its header is read, and the bytes of the tensors that are asked f
 
 from __future__ import annotations
 
-import contextlib
-import os
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import msgspec
 import torch
 
+from peers.storage import fetch
 from peers.storage.safetensors_file import DTYPES
 from swarm.errors import SetupError
 from swarm.manifest import Run
@@ -25,13 +22,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 """As `save_pretrained` names them: which file has which tensor, and a model in one file."""
 MAX_HEADER_BYTES = 100_000_000
 """The library's own limit."""
-HUB = "https://huggingface.co"
-FETCH_S = 60.0
-"""For an answer, and between two of its parts."""
 ATTEMPTS = 3
 
-Read: TypeAlias = Callable[[str, int, int | None], bytearray]
-"""File, first byte, number of bytes (None: all) -> the bytes. Raises OSError or SetupError."""
 _DTYPE = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -56,13 +48,13 @@ class _Place(NamedTuple):
 class StartWeights:
     """The tensors there, by name."""
 
-    def __init__(self, where: str, files: Sequence[str], read: Read) -> None:
-        """`where`: for errors.
+    def __init__(self, where: str, at: str, files: Sequence[str]) -> None:
+        """`where`: for errors; `at`: a folder or an address.
 
         Raises:
             SetupError: a file cannot be read, or is none of safetensors.
         """
-        self._where, self._read = where, read
+        self._where, self._at = where, at
         self._places: dict[str, _Place] = {}
         for file in files:
             begin = 8 + int.from_bytes(self._bytes(file, 0, 8), "little")
@@ -113,7 +105,7 @@ class StartWeights:
 
     def _bytes(self, file: str, first: int, size: int) -> bytearray:
         try:
-            found = self._read(file, first, size)
+            found = _read(self._at, file, first, first + size)
         except OSError as error:
             raise _unreadable(file, self._where, error) from None
         if len(found) != size:
@@ -135,17 +127,17 @@ def open_start(run: Run, folder: Path | None) -> StartWeights | None:
             )
         return None
     if folder is not None:
-        where, read = str(folder), _of_disk(folder if folder.is_dir() else folder.parent)
+        where = at = str(folder)
         if not folder.is_dir():
-            return StartWeights(where, [folder.name], read)
+            return StartWeights(where, str(folder.parent), [folder.name])
     elif weights == "folder":
         return None
     else:
-        where, read = weights, _of_hub(*weights.removeprefix("hf:").rsplit("@", 1))
+        where, at = weights, f"hf://{weights.removeprefix('hf:')}"
     try:
-        index = read(INDEX, 0, None)
+        index = _read(at, INDEX)
     except FileNotFoundError:
-        return StartWeights(where, [SINGLE], read)
+        return StartWeights(where, at, [SINGLE])
     except OSError as error:
         raise _unreadable(INDEX, where, error) from None
     try:
@@ -154,7 +146,7 @@ def open_start(run: Run, folder: Path | None) -> StartWeights | None:
         raise SetupError(f"{INDEX} in {where} is damaged: {str(error)[:100]}") from None
     if wrong := [file for file in files if file != Path(file).name]:
         raise SetupError(f"{INDEX} in {where} names {wrong[0]!r}, which is no file there")
-    return StartWeights(where, files, read)
+    return StartWeights(where, at, files)
 
 
 def offer_start(run: Run, folder: Path | None) -> None:
@@ -173,36 +165,12 @@ def _unreadable(file: str, where: str, error: OSError) -> SetupError:
     return SetupError(f"{file} in {where} cannot be read: {why}; {hint}, which writes safetensors")
 
 
-def _of_disk(folder: Path) -> Read:
-    def read(file: str, first: int, size: int | None) -> bytearray:
-        with (folder / file).open("rb") as opened:
-            opened.seek(first)
-            return bytearray(opened.read(-1 if size is None else size))
-
-    return read
-
-
-def _of_hub(repository: str, revision: str) -> Read:
-    """Reads by ranges, as HF_ENDPOINT and HF_TOKEN say, which transformers knows too."""
-    base = f"{os.environ.get('HF_ENDPOINT') or HUB}/{repository}/resolve/{revision}"
-
-    def read(file: str, first: int, size: int | None) -> bytearray:
-        request = urllib.request.Request(f"{base}/{file}")
-        if size is not None:
-            request.add_header("Range", f"bytes={first}-{first + size - 1}")
-        if token := os.environ.get("HF_TOKEN"):
-            request.add_unredirected_header("Authorization", f"Bearer {token}")
-        for left in reversed(range(ATTEMPTS)):
-            with contextlib.suppress(*((OSError,) if left else ())):
-                try:
-                    with urllib.request.urlopen(request, timeout=FETCH_S) as answer:
-                        if size is not None and answer.status != 206:
-                            raise OSError(5, f"{base} gives no parts of files")
-                        return bytearray(answer.read(MAX_HEADER_BYTES if size is None else size))
-                except urllib.error.HTTPError as error:
-                    if error.code in (404, 401, 403):
-                        raise FileNotFoundError(2, f"HTTP {error.code} of {base}") from None
-                    raise OSError(5, f"HTTP {error.code} of {base}") from None
-        raise AssertionError
-
-    return read
+def _read(at: str, file: str, first: int = 0, end: int | None = None) -> bytearray:
+    """Raises OSError: it cannot be had, as `peers.storage.fetch.read` says."""
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            return fetch.read(f"{at}/{file}", first, end, most=MAX_HEADER_BYTES)
+        except OSError as error:
+            if not left or not fetch.may_come(at, error):
+                raise
+    raise AssertionError

@@ -205,6 +205,19 @@ def test_what_fsspec_reads_is_read(server: Server, tmp_path: Path) -> None:
         other.batch([0])
 
 
+def test_the_files_of_a_hub_are_read(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = list(server.folder.iterdir())
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    for kind, name, revision in (("datasets/", "me/tales", "main"), ("", "me/tales@v2", "v2")):
+        there = server.folder / kind / "me" / "tales" / "resolve" / revision / "a"
+        there.mkdir(parents=True)
+        for path in files:
+            (there / path.name).write_bytes(path.read_bytes())
+        assert_right(opened(f"hf://{kind}{name}/a/index.json", tmp_path / revision)[1], EVERYWHERE)
+    with pytest.raises(SetupError, match=r"hf://nobody/index\.json is no hf://\[datasets/\]OWNER/NAME"):
+        opened("hf://nobody/index.json", tmp_path)
+
+
 def test_a_shard_that_ends_too_early_cannot_be_had(server: Server, tmp_path: Path) -> None:
     (server.folder / "0.tokens").write_bytes(bytes(100))
     with pytest.raises(SetupError, match=r"0\.tokens cannot be had: it ends before its token 1000"):
