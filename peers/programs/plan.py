@@ -58,6 +58,8 @@ class Answer:
     """What each boundary should send, if that was asked for: see `swarm.plan.topk_ratios`."""
     codecs_step_s: float | None = None
     """What a step takes then."""
+    without_s: tuple[str, float] | None = None
+    """The region whose loss makes a step longest, and how long; None: a stage would have no device."""
     in_flight: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """[N] microbatches that each device has at once; see `Overlap.in_flight`."""
 
@@ -76,7 +78,9 @@ async def run_plan(options: PlanOptions) -> None:
         if not options.join:
             raise SetupError("--run needs --join: the address of a bootstrap or of any peer of that run")
         run, seen = await observe(options.run, options.join)
-        answer, network, job = plan_view(run, seen, seed=options.seed, budget_s=budget_s)
+        answer, network, job = plan_view(
+            run, seen, seed=options.seed, budget_s=budget_s, survive=options.survive_region
+        )
     else:
         if options.manifest is None or options.devices is None:
             raise SetupError(
@@ -85,13 +89,19 @@ async def run_plan(options: PlanOptions) -> None:
             )
         run, network = load_run(options.manifest), load_devices(options.devices)
         job = job_of(run)
-        answer = plan(network, job, seed=options.seed, budget_s=budget_s)
+        answer = plan(network, job, seed=options.seed, budget_s=budget_s, survive=options.survive_region)
     if options.keep is not None:
-        answer = with_codecs(run, network, job, answer, options.keep, seed=options.seed, budget_s=budget_s)
+        answer = with_codecs(
+            run, network, job, answer, options.keep,
+            seed=options.seed, budget_s=budget_s, survive=options.survive_region,
+        )  # fmt: skip
+    answer = replace(answer, without_s=worst_loss(network, job, answer.plan.stage_of))
     print(json.dumps(as_json(answer, run, network)) if options.json else render(answer, run, network, job))
 
 
-def plan_view(run: Run, seen: Observation, *, seed: int, budget_s: float) -> tuple[Answer, Network, Job]:
+def plan_view(
+    run: Run, seen: Observation, *, seed: int, budget_s: float, survive: bool = False
+) -> tuple[Answer, Network, Job]:
     """A plan for the peers that serve a run, from what they have measured of themselves and their lines."""
     job = job_of(run)
     there = {record.peer: record for record in seen.records if record.stage != NO_STAGE}
@@ -111,7 +121,7 @@ def plan_view(run: Run, seen: Observation, *, seed: int, budget_s: float) -> tup
         for link in status.links
     ]
     found = estimate(machines, pairs)
-    answer = plan(found.network, job, seed=seed, budget_s=budget_s)
+    answer = plan(found.network, job, seed=seed, budget_s=budget_s, survive=survive)
     now = [record.stage for record in serving]
     whole = set(now) == set(range(run.S))
     answer = replace(
@@ -122,12 +132,13 @@ def plan_view(run: Run, seen: Observation, *, seed: int, budget_s: float) -> tup
     return answer, found.network, job
 
 
-def plan(network: Network, job: Job, *, seed: int, budget_s: float) -> Answer:
+def plan(network: Network, job: Job, *, seed: int, budget_s: float, survive: bool = False) -> Answer:
     """The search's plan and the baselines; seconds are those of this process's CPU time."""
     began_s = time.process_time()
     found = search_overlapped(
-        network, job, seed=seed, budget_s=budget_s, spent_s=lambda: time.process_time() - began_s
-    )
+        network, job, seed=seed, budget_s=budget_s, spent_s=lambda: time.process_time() - began_s,
+        survive=survive,
+    )  # fmt: skip
     cpu_s = time.process_time() - began_s
     overlap, rng = Overlap(network, job), np.random.default_rng(seed)
     chance_s = [
@@ -141,7 +152,15 @@ def plan(network: Network, job: Job, *, seed: int, budget_s: float) -> Answer:
 
 
 def with_codecs(
-    run: Run, network: Network, job: Job, answer: Answer, least: float, *, seed: int, budget_s: float
+    run: Run,
+    network: Network,
+    job: Job,
+    answer: Answer,
+    least: float,
+    *,
+    seed: int,
+    budget_s: float,
+    survive: bool = False,
 ) -> Answer:
     """Codecs for a layout and a layout for these codecs: first for as little as may be sent, as far devices
     are of use only then; then for what was chosen.
@@ -151,7 +170,8 @@ def with_codecs(
     codecs, step_s = plan_codecs(run, network, job, answer.plan.stage_of, least)
     sends = CodecSpec.symmetric(f"topk:{least:g}+blockwise8")
     for _ in range(SEARCHES - 1):
-        again = plan(network, job_of(replace(run, codec=sends)), seed=seed, budget_s=budget_s)
+        sending = job_of(replace(run, codec=sends))
+        again = plan(network, sending, seed=seed, budget_s=budget_s, survive=survive)
         answer = replace(answer, cpu_s=answer.cpu_s + again.cpu_s)
         found, found_s = plan_codecs(run, network, job, again.plan.stage_of, least)
         if found_s < step_s:
@@ -220,6 +240,18 @@ def plan_codecs(
     return codecs, found_s
 
 
+def worst_loss(network: Network, job: Job, stage_of: np.ndarray) -> tuple[str, float] | None:
+    """The region without which a step takes longest, and how long; None: without some, a stage is empty."""
+    overlap, found = Overlap(network, job), list[tuple[float, str]]()
+    for region in np.unique(overlap.region_N[stage_of != IDLE]):
+        left = np.where(overlap.region_N == region, IDLE, stage_of)
+        if len(np.unique(left[left != IDLE])) < job.stages:
+            return None
+        found.append((overlap.predict(left).total_s, network.regions[region]))
+    total_s, name = max(found)
+    return name, total_s
+
+
 def as_json(answer: Answer, run: Run, network: Network) -> dict[str, Any]:
     """One object for programs; times in seconds."""
     step = answer.plan.step
@@ -237,6 +269,8 @@ def as_json(answer: Answer, run: Run, network: Network) -> dict[str, Any]:
         "in_flight": {names[i]: int(answer.in_flight[i]) for i in np.flatnonzero(answer.in_flight)},
         "now_s": None if answer.now_s == math.inf else answer.now_s,
         "measured": answer.measured,
+        "worst_lost_region": answer.without_s and answer.without_s[0],
+        "step_without_it_s": answer.without_s and answer.without_s[1],
         "random_s": answer.random_s,
         "megatron_s": answer.megatron_s,
         "starts_s": answer.plan.starts,
@@ -268,6 +302,7 @@ def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
         f"{step.tail_s:.3g} s to exchange gradients",
         f"what limits it: {step.limit}",
         *_in_flight(answer, network, job),
+        *_losses(answer, network),
         f"a random layout: {answer.random_s:.3g} s ({answer.random_s / step.total_s:.2f} times as long); "
         f"devices in the file's order, as Megatron has it: {answer.megatron_s:.3g} s "
         f"({answer.megatron_s / step.total_s:.2f} times)",
@@ -288,6 +323,16 @@ def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
             lines.append(f"  {direction} = {json.dumps(getattr(answer.codecs, direction))}")
     lines.append("a device joins its stage with: swarm peer --stage N ...")
     return "\n".join(lines)
+
+
+def _losses(answer: Answer, network: Network) -> list[str]:
+    """What the loss of a whole region would do."""
+    if len(network.regions) < 2:
+        return []
+    if answer.without_s is None:
+        return ["the loss of one region can leave a stage without a device (--survive-region plans for it)"]
+    region, total_s = answer.without_s
+    return [f"any one region may be lost: without {region}, the worst, a step takes about {total_s:.3g} s"]
 
 
 def _in_flight(answer: Answer, network: Network, job: Job) -> list[str]:

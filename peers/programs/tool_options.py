@@ -471,6 +471,9 @@ class PlanOptions(MaybeMembership):
     devices: Path | None = optional(FILE, "the machines and what lies between them (TOML)")
     seed: int = option(NUMBER, "default: %(default)s", 0)
     budget: float = option(SECONDS, "CPU seconds to search for (default: %(default)s)", 5.0)
+    survive_region: bool = switch(
+        "have devices of two regions in every stage, so that one region may be lost"
+    )
     keep: float | None = optional(
         PART, "also say which codecs slow boundaries should have: a top-k, with at least this part"
     )
@@ -490,8 +493,8 @@ class SimulateOptions:
     devices: Path = option(FILE, "the machines and their lines (TOML)")
     trace: Path | None = optional(
         FILE,
-        "how many of them are up when: lines of `seconds,count`, or JSON with metadata.gap_seconds and "
-        "data (default: all, for ever)",
+        "how many of them are up when: lines of `seconds,count` or `seconds,count,region`, or JSON with "
+        "metadata.gap_seconds and data (default: all, for ever)",
     )
     layout: Path | None = optional(
         FILE, "which of them serve which stage: what swarm plan --json printed (default: by their speed)"

@@ -93,7 +93,8 @@ class Overlap:
         """
         check_fit(network, job)
         self.network, self.job = network, job
-        self._region_N = network.region_of()
+        self.region_N = network.region_of()
+        """[N] of every device, as an index."""
         self._flops_N = np.array([device.flops_per_s for device in network.devices])
         self._up_N = np.array([device.upload_bps for device in network.devices])
         self._down_N = np.array([device.download_bps for device in network.devices])
@@ -177,8 +178,8 @@ class Overlap:
 
     def _barrier_s(self, stages: Sequence[_Stage]) -> float:
         """There and back between the run coordinator (the first of stage 0) and the farthest device."""
-        run_coordinator = self._region_N[stages[0].members[0]]
-        regions = np.unique(np.concatenate([self._region_N[stage.members] for stage in stages]))
+        run_coordinator = self.region_N[stages[0].members[0]]
+        regions = np.unique(np.concatenate([self.region_N[stage.members] for stage in stages]))
         return 2.0 * float(self.network.latency_s[run_coordinator, regions].max()) if len(stages) > 1 else 0.0
 
     # -- one stage --------------------------------------------------------------------------------
@@ -237,7 +238,7 @@ class Overlap:
         if count == 1:
             return 0.0
         part_bits = gradient_bits / count
-        region_n = self._region_N[members]
+        region_n = self.region_N[members]
         here = np.ix_(region_n, region_n)
         latency_nn = self.network.latency_s[here]
         line_s_nn = part_bits / self.network.bandwidth_bps[here]
@@ -257,7 +258,7 @@ class Overlap:
 
     def _measure_boundary(self, number: int, a: _Stage, b: _Stage) -> _Boundary:
         job = self.job
-        here = np.ix_(self._region_N[a.members], self._region_N[b.members])
+        here = np.ix_(self.region_N[a.members], self.region_N[b.members])
         latency_ab, line_ab = self.network.latency_s[here], self.network.bandwidth_bps[here]
         forth = np.minimum(np.minimum(line_ab, self._up_N[a.members][:, None]), self._down_N[b.members])
         back = np.minimum(np.minimum(line_ab, self._down_N[a.members][:, None]), self._up_N[b.members])

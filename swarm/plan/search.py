@@ -43,11 +43,18 @@ class Plan:
 
 
 def search_overlapped(
-    network: Network, job: Job, *, seed: int, budget_s: float, spent_s: Callable[[], float]
+    network: Network,
+    job: Job,
+    *,
+    seed: int,
+    budget_s: float,
+    spent_s: Callable[[], float],
+    survive: bool = False,
 ) -> Plan:
     """A division of small predicted step time, with as many replicas of each stage as are good for it.
 
-    Never worse than any layout in `starts`. Devices that only hold the others up stay idle.
+    `survive`: every stage has devices in two regions, so that the loss of any one leaves it some. Never worse
+    than any layout in `starts`. Devices that only hold the others up stay idle.
 
     Raises:
         SetupError: fewer devices than stages, or too many; a stage that no device can hold.
@@ -61,6 +68,8 @@ def search_overlapped(
     rng = np.random.default_rng(seed)
     overlap = Overlap(network, job)
     begun = [(name, repaired(overlap, of_N)) for name, of_N in _starts(overlap, rng)]
+    if survive:
+        begun = [(name, spread_out(overlap, of_N)) for name, of_N in begun]
     starts = {name: overlap.predict(of_N).total_s for name, of_N in begun}
     members = sorted((starts[name], order, of_N) for order, (name, of_N) in enumerate(begun))[:4]
     heat_of = [members[0][0] * heat for heat in (0.01, 0.003, 0.1)]
@@ -72,7 +81,7 @@ def search_overlapped(
         total_s, order, of_N = members[walks % len(members)]
         heat_s = heat_of[(walks // len(members)) % len(heat_of)]
         walks += 1
-        walked, lowest_s = _walk(overlap, of_N, kinds, heat_s, rng, lambda: spent_s() >= budget_s)
+        walked, lowest_s = _walk(overlap, of_N, kinds, heat_s, rng, lambda: spent_s() >= budget_s, survive)
         if lowest_s < total_s:
             members[(walks - 1) % len(members)] = (lowest_s, order, walked)
         if lowest_s < best_s:
@@ -189,6 +198,43 @@ def repaired(overlap: Overlap, stage_of: np.ndarray) -> np.ndarray:
     return of_N
 
 
+def outlives(overlap: Overlap, stage_of: np.ndarray, stage: int) -> bool:
+    """Whether a stage has devices in two regions."""
+    there = overlap.region_N[stage_of == stage]
+    return bool((there != there[:1]).any())
+
+
+def spread_out(overlap: Overlap, stage_of: np.ndarray) -> np.ndarray:
+    """The same division with devices of two regions in every stage: fast ones move there, or change places.
+
+    Raises:
+        SetupError: no such move was found; there are too few devices, or in too few regions.
+    """
+    of_N, region_N = stage_of.copy(), overlap.region_N
+    swift = np.argsort([-device.flops_per_s for device in overlap.network.devices], kind="stable")
+    for stage in range(overlap.job.stages):
+        if outlives(overlap, of_N, stage):
+            continue
+        here = np.flatnonzero(of_N == stage)
+        others = [int(i) for i in swift if region_N[i] != region_N[here[0]] and overlap.fits_SN[stage, i]]
+        for i, j in ((i, j) for j in (-1, *here) for i in others):
+            tried = of_N.copy()
+            tried[i] = stage
+            if j >= 0:
+                tried[j] = of_N[i]
+            left = int(of_N[i])
+            kept = left == IDLE or ((j < 0 or overlap.fits_SN[left, j]) and outlives(overlap, tried, left))
+            if kept and outlives(overlap, tried, stage):
+                of_N = tried
+                break
+        else:
+            raise SetupError(
+                f"no plan was found that survives the loss of any one region: stage {stage} needs devices in "
+                "two regions, and so does every other stage"
+            )
+    return of_N
+
+
 def _kinds(network: Network) -> list[int]:
     """Of every device: alike in everything but the name have the same number."""
     seen: dict[tuple[float, ...], int] = {}
@@ -205,8 +251,9 @@ def _walk(
     heat_s: float,
     rng: np.random.Generator,
     over: Callable[[], bool],
+    survive: bool,
 ) -> tuple[np.ndarray, float]:
-    """Annealing by moves and swaps of single devices; rewalks the best division met, and its seconds."""
+    """Annealing by moves and swaps of single devices; the best division met, and its seconds."""
     of_N, stages, devices = start.copy(), overlap.job.stages, len(start)
     count_S = np.bincount(of_N[of_N >= 0], minlength=stages)
     here_s = overlap.soft_s(of_N)
@@ -226,7 +273,8 @@ def _walk(
         of_N[i] = b
         if j >= 0:
             of_N[j] = a
-        after_s = overlap.soft_s(of_N)
+        alone = survive and not all(stage == IDLE or outlives(overlap, of_N, stage) for stage in (a, b))
+        after_s = math.inf if alone else overlap.soft_s(of_N)
         heat_now_s = heat_s * (1.0 - step / WALK_STEPS) + 1e-12
         if after_s <= here_s or rng.random() < math.exp((here_s - after_s) / heat_now_s):
             here_s = after_s

@@ -2,7 +2,8 @@
 
 Two forms are read. JSON, as published with "Can't Be Late" (NSDI 24): `{"metadata": {"gap_seconds": g},
 "data": [counts]}`, a count every g seconds. CSV, as published with Bamboo (NSDI 23): lines of
-`seconds,count`, one for each change, times that do not go back.
+`seconds,count`, one for each change, times that do not go back; with a third field, a region, the count is
+of the devices there.
 
 A trace says how many are up, not which. Here every decrease takes victims drawn evenly among those that are
 up, and every increase is as many new peers; both at the time of the sample.
@@ -43,6 +44,8 @@ class Trace:
     """When a count begins to hold; ascending, the first one is 0."""
     counts: tuple[int, ...]
     end_s: float
+    regions: tuple[str, ...] = ()
+    """Where each count is of; empty: of all devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class Change:
     at_s: float
     joined: tuple[PeerId, ...]
     died: tuple[PeerId, ...]
+    region: str = ""
+    """Where, if the trace says so."""
 
 
 def read_trace(text: str, name: str = "the trace") -> Trace:
@@ -60,50 +65,54 @@ def read_trace(text: str, name: str = "the trace") -> Trace:
     Raises:
         SetupError: neither form, or numbers that cannot be; says where.
     """
-    pairs, end_s = _json(text, name) if text.lstrip().startswith("{") else _csv(text, name)
-    times_s: list[float] = []
-    counts: list[int] = []
-    for time_s, count in pairs:
-        if times_s and time_s == times_s[-1]:
-            counts[-1] = count  # of several changes at one time the last one holds
-        elif not counts or count != counts[-1]:
-            times_s.append(time_s)
-            counts.append(count)
-    return Trace(tuple(times_s), tuple(counts), end_s)
+    lines, end_s = _json(text, name) if text.lstrip().startswith("{") else _csv(text, name)
+    kept: list[tuple[float, int, str]] = []
+    newest: dict[str, int] = {}
+    """Region -> the place of its last line."""
+    for time_s, count, region in lines:
+        before = newest.get(region)
+        if before is not None and kept[before][0] == time_s:
+            kept[before] = (time_s, count, region)  # of several changes at one time the last one holds
+        elif before is None or count != kept[before][1]:
+            newest[region] = len(kept)
+            kept.append((time_s, count, region))
+    times_s, counts, regions = zip(*kept, strict=True)
+    return Trace(times_s, counts, end_s, regions if any(regions) else ())
 
 
 def changes(trace: Trace, seed: int) -> Iterator[Change]:
     """The trace with names and victims; the same for the same seed."""
-    dice, up, made = Dice(seed), list[PeerId](), 0
-    for at_s, count in zip(trace.times_s, trace.counts, strict=True):
-        died: list[PeerId] = []
+    dice, everywhere, made = Dice(seed), dict[str, list[PeerId]](), 0
+    regions = trace.regions or ("",) * len(trace.counts)
+    for at_s, count, region in zip(trace.times_s, trace.counts, regions, strict=True):
+        died, up = list[PeerId](), everywhere.setdefault(region, [])
         while len(up) > count:
             died.append(up.pop(dice.below(len(up))))
         joined = [f"p{made + i:06d}" for i in range(count - len(up))]
         made += len(joined)
         up += joined
         if joined or died:
-            yield Change(at_s, tuple(joined), tuple(died))
+            yield Change(at_s, tuple(joined), tuple(died), region)
 
 
-def _json(text: str, name: str) -> tuple[list[tuple[float, int]], float]:
+def _json(text: str, name: str) -> tuple[list[tuple[float, int, str]], float]:
     try:
         found = msgspec.json.decode(text, type=_Sampled)
     except msgspec.MsgspecError as error:
         raise SetupError(f"{name}: {error}") from None
     gap_s = found.metadata.gap_seconds
-    return [(i * gap_s, count) for i, count in enumerate(found.data)], len(found.data) * gap_s
+    return [(i * gap_s, count, "") for i, count in enumerate(found.data)], len(found.data) * gap_s
 
 
-def _csv(text: str, name: str) -> tuple[list[tuple[float, int]], float]:
-    pairs: list[tuple[float, int]] = []
+def _csv(text: str, name: str) -> tuple[list[tuple[float, int, str]], float]:
+    found: list[tuple[float, int, str]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
-        before_s = pairs[-1][0] if pairs else 0.0
+        before_s = found[-1][0] if found else 0.0
         try:
-            first, second = line.split(",")[:2]
-            time_s, count = float(first), int(second)
+            first, second, *more = line.split(",")
+            time_s, count, region = float(first), int(second), more[0].strip() if more else ""
             if not (before_s <= time_s < math.inf and 0 <= count <= MAX_UP):
                 raise ValueError
         except ValueError:
@@ -111,9 +120,12 @@ def _csv(text: str, name: str) -> tuple[list[tuple[float, int]], float]:
                 f"{name}, line {number}: {line.strip()[:60]!r} is not `seconds,instances`, at {before_s:g} s "
                 "or later"
             ) from None
-        pairs.append((time_s, count))
-    if not pairs:
+        if found and bool(region) != bool(found[0][2]):
+            raise SetupError(f"{name}, line {number}: either all lines name a region, or none")
+        found.append((time_s, count, region))
+    if not found:
         raise SetupError(f"{name} is empty: lines of `seconds,instances` are needed")
-    if pairs[0][0] > 0:
-        pairs.insert(0, (0.0, 0))
-    return pairs, pairs[-1][0]
+    end_s = found[-1][0]
+    if found[0][0] > 0:
+        found.insert(0, (0.0, 0, found[0][2]))
+    return found, end_s

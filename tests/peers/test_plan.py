@@ -144,6 +144,18 @@ def test_the_layout_is_searched_again_with_the_codecs_that_were_chosen() -> None
     assert IDLE not in again.plan.stage_of
 
 
+def test_what_the_loss_of_a_region_does_is_said_and_can_be_planned_for(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    files[1].write_text(DEVICES.replace("count = 2", "count = 3"))
+    assert planned(files) == Exit.OK
+    assert "the loss of one region can leave a stage without a device" in capsys.readouterr().out
+    assert planned(files, "--survive-region") == Exit.OK
+    assert re.search(
+        r"any one region may be lost: without Oregon, the worst, a step takes", capsys.readouterr().out
+    )
+
+
 def test_without_a_budget_the_plan_is_a_function_of_the_seed(
     files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -151,6 +151,28 @@ def test_stages_that_stood_empty_are_named(files: dict[str, Path]) -> None:
     assert f"stage {lost} had no peer for 0:05:" in render(report, run, network)
 
 
+def test_when_a_region_dies_its_devices_are_the_ones_that_go() -> None:
+    """Two cities with a peer in each stage: without one of them the run goes on."""
+    more = (
+        DEVICES.format(count=2)
+        + """
+[[devices]]
+name = "far"
+region = "Rome"
+count = 2
+
+[[links]]
+between = ["Oslo", "Rome"]
+latency_ms = 30
+bandwidth_mbps = 100
+"""
+    )
+    run, network = demo_run(stages=2), read_devices(more)
+    trace = read_trace("0,2,Oslo\n0,2,Rome\n100,0,Rome\n300,0,Rome\n")
+    report = simulate_run(run, network, trace, end_s=300.0, seed=0, layout=[0, 1, 0, 1])
+    assert report.deaths == 2 and report.waited_s == 0.0 and report.version > 10
+
+
 # --- mistakes -----------------------------------------------------------------------------------------------
 
 
@@ -164,6 +186,8 @@ def test_stages_that_stood_empty_are_named(files: dict[str, Path]) -> None:
         ("layout", '{"stages": [["gpu-0"], ["gpu-0"]]}', "device 'gpu-0' is in stages 0 and 1"),
         ("trace", '{"data": [1]}', "trace.txt: Object missing required field `metadata`"),
         ("trace", "0,5\n9,0\n", "the trace has 5 devices up at once, but only 4 are described"),
+        ("trace", "0,5,Oslo\n9,0,Oslo\n", "5 devices up at once in 'Oslo', but only 4 are described"),
+        ("trace", "0,1,Olso\n9,0,Olso\n", "names 'Olso', where no device is (did you mean Oslo?)"),
         ("devices", DEVICES.format(count=1), "1 devices cannot serve 2 stages: each stage needs at least"),
         ("devices", DEVICES.format(count=4).replace("8", "0.001"), "no device can hold stage 0: it needs"),
         ("devices", "[[devices]]\n", "devices.txt: region = None in [[devices]] 1"),

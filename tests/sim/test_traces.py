@@ -36,6 +36,14 @@ def test_names_are_new_victims_are_among_those_up_and_a_seed_gives_the_same_agai
         assert len(up) == count
 
 
+def test_a_trace_may_say_which_region_dies() -> None:
+    trace = read_trace("0,3,Oslo\n0,2,Rome\n60,2,Rome\n100,0,Oslo\n100,1,Rome\n200,3,Oslo\n")
+    assert trace.regions == ("Oslo", "Rome", "Oslo", "Rome", "Oslo") and trace.counts == (3, 2, 0, 1, 3)
+    oslo, rome, gone, fewer, back = changes(trace, seed=1)
+    assert set(gone.died) == set(oslo.joined) and gone.region == "Oslo" and back.region == "Oslo"
+    assert set(fewer.died) < set(rome.joined) and len(back.joined) == 3
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -57,6 +65,7 @@ def test_names_are_new_victims_are_among_those_up_and_a_seed_gives_the_same_agai
             '{"metadata": {"gap_seconds": 300}, "data": [1.5]}',
             "Expected `int`, got `float` - at `$.data[0]`",
         ),
+        ("0,1,Oslo\n9,2\n", "t.json, line 2: either all lines name a region, or none"),
         ("", "t.json is empty: lines of `seconds,instances` are needed"),
         ("0,1\nnever,2", "t.json, line 2: 'never,2' is not `seconds,instances`"),
         ("0,1\n7", "t.json, line 2: '7' is not `seconds,instances`"),

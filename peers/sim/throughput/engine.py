@@ -16,6 +16,7 @@ serves as soon as it has the state; a keeper has whatever a lost stage goes back
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from peers.sim.loop import VirtualLoop
@@ -24,7 +25,7 @@ from peers.sim.throughput.members import Members
 from peers.sim.throughput.report import Settings, ThroughputReport
 from peers.sim.throughput.trainers import Trainers
 from peers.sim.throughput.world import World
-from swarm.errors import SetupError
+from swarm.errors import SetupError, did_you_mean
 from swarm.ids import Stage
 from swarm.plan.network import Job, Network
 from swarm.records import NO_STAGE
@@ -97,11 +98,24 @@ def _check(network: Network, job: Job, layout: Sequence[Stage], trace: Trace | N
                 f"{job.least_bytes(stage) / 1e9:.2f} GB of {device.memory_bytes / 1e9:.2f} GB"
             )
     if trace is not None:
-        if max(trace.counts) > len(network):
-            raise SetupError(
-                f"the trace has {max(trace.counts)} devices up at once, but only {len(network)} are described"
-            )
+        _check_counts(network, trace)
         return
     empty = sorted(set(range(job.stages)) - set(layout))
     if empty:
         raise SetupError(f"no device is in stage {', '.join(map(str, empty))}")
+
+
+def _check_counts(network: Network, trace: Trace) -> None:
+    there = Counter({"": len(network)})
+    if trace.regions:
+        there = Counter(network.regions[device.region] for device in network.devices)
+    for count, region in zip(trace.counts, trace.regions or ("",) * len(trace.counts), strict=True):
+        if region and region not in there:
+            raise SetupError(
+                f"the trace names {region!r}, where no device is{did_you_mean(region, list(there))}"
+            )
+        if count > there[region]:
+            where = f" in {region!r}" if region else ""
+            raise SetupError(
+                f"the trace has {count} devices up at once{where}, but only {there[region]} are described"
+            )

@@ -59,7 +59,7 @@ class Members:
             else:
                 self._free.append(self._idle.pop(name))
         for name in change.joined:
-            device = self._free.pop()
+            device = self._take(change.region)
             stage = self._layout[device] if change.at_s == 0.0 else NO_STAGE
             if stage == NO_STAGE:
                 stage = self._neediest(device)
@@ -69,6 +69,16 @@ class Members:
                 self._idle[name] = device
             else:
                 self._add(device, stage, name)
+
+    def _take(self, region: str) -> int:
+        """A device that is free, in that region if one is named."""
+        network = self._world.network
+        where = network.regions.index(region) if region else None
+        free = self._free
+        place = next(
+            i for i in reversed(range(len(free))) if where in (None, network.devices[free[i]].region)
+        )
+        return free.pop(place)
 
     def _add(self, device: int, stage: Stage, name: PeerId, *, spare: bool = False) -> None:
         """Bring `device` to `stage`: it serves when it has the state, or stands by."""
