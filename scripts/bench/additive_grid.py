@@ -47,7 +47,7 @@ class Grid:
 
     def __init__(self, terms: AdditiveTerms, grid_SD: np.ndarray) -> None:
         self.stages, self.replicas = grid_SD.shape
-        self._terms = terms
+        self.terms = terms
         size = grid_SD.size
         self._unit_s = max(float(terms.exchange_s.max()), float(terms.transfer_s.max())) or 1.0
         self._exchange_all_NN = (terms.exchange_s / self._unit_s).astype(np.float32)
@@ -65,7 +65,7 @@ class Grid:
         self._device_N = grid_SD.ravel().copy()
         here = np.ix_(self._device_N, self._device_N)
         self._exchange_NN = self._exchange_all_NN[here]
-        self._transfer_NN = self._terms.transfer_s[here]
+        self._transfer_NN = self.terms.transfer_s[here]
         self._power_NN = _power((self._transfer_NN / self._unit_s).astype(np.float32))
         if self._has_twins:
             kind_N = self._twin_of[self._device_N]

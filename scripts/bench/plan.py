@@ -4,6 +4,7 @@
     scripts/bench/plan.py                            # six cases and six irregular layouts, 3 shuffles each
     scripts/bench/plan.py --networks mine.json --budget 10
     scripts/bench/plan.py --overlap                  # the same layouts, transfers behind compute
+    scripts/bench/plan.py --made 20                  # layouts made by seeds, against 20 CPU-s; 11 CPU minutes
     scripts/bench/plan.py --scale                    # 16 to 1024 devices, 2 to 64 stages, made-up networks
 
 The file has the form of `../shared/data/networks/dtfm.json`: `cost_model` (stages, dp, grad_GB,
@@ -150,7 +151,6 @@ def measure(case: dict[str, Any], data: dict[str, Any], *, budget_s: float, seed
     )
     costs: list[float] = []
     seconds: list[float] = []
-    origins: list[str] = []
     starts: list[float] = []
     dtfm, best_known = known(case)
     for shuffle in range(SHUFFLES):
@@ -167,7 +167,6 @@ def measure(case: dict[str, Any], data: dict[str, Any], *, budget_s: float, seed
         # Counted again from the ids alone, so that nothing of the search is taken on trust.
         costs.append(additive_cost(terms, np.sort(found.cost.grid, axis=1)).total_s)
         starts.append(found.start_s)
-        origins.append(found.origin)
     worst = int(np.argmax(costs))
     size, stages = len(network), straight.stages
     order = np.random.default_rng([seed, SHUFFLES])
@@ -184,7 +183,6 @@ def measure(case: dict[str, Any], data: dict[str, Any], *, budget_s: float, seed
         "random": float(np.mean(chance)),
         "megatron": additive_cost(straight, megatron_grid(size, stages)).total_s,
         "costs": costs,
-        "origin": origins[worst],
     }
 
 
@@ -253,6 +251,50 @@ def measure_overlap(
     }
 
 
+MADE_BUDGETS_S = (1.0, 10.0, 20.0)
+"""Of which the least cost is the best known."""
+
+
+def made_case(data: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Another layout in the form of the file: devices anywhere, cities of very different size, or lines that
+    all differ; over the lines between its cities."""
+    rng = np.random.default_rng([seed, 99])
+    cities = sorted({pair["a"] for pair in data["worldwide_pairs"]})
+    count = int(data["cost_model"]["stages"] * data["cost_model"]["dp"])
+    kind = ("anywhere", "uneven", "jitter 0.3", "jitter 0.6")[seed % 4]
+    if kind == "anywhere":
+        groups = rng.choice(cities, count)
+    elif kind == "uneven":
+        groups = rng.choice(rng.choice(cities, 4, replace=False), count, p=(0.55, 0.25, 0.13, 0.07))
+    else:
+        groups = np.repeat(rng.choice(cities, count // 8, replace=False), 8)
+    case = {"name": f"{kind} {seed}", "device_group": [str(group) for group in groups],
+            "intra": {"delay_ms": 5, "gbps": 2.0}, "pairs": "worldwide_pairs"}  # fmt: skip
+    if kind.startswith("jitter"):
+        case["jitter"] = {"sigma": float(kind.split()[1]), "seed": seed}
+    return case
+
+
+def measure_made(data: dict[str, Any], seed: int) -> dict[str, Any]:
+    """One row of a layout that was made: what searches of so many CPU seconds cost, each of other ids."""
+    case, model = made_case(data, seed), data["cost_model"]
+    straight = additive_terms(
+        network_of(case, data), stages=int(model["stages"]), gradient_bytes=model["grad_GB"] * 1e9,
+        activation_bytes=model["act_GB_as_coded"] * 1e9,
+    )  # fmt: skip
+    costs: list[float] = []
+    for budget_s in MADE_BUDGETS_S:
+        terms = shuffled(straight, np.random.default_rng([seed, int(budget_s)]))
+        began_s = time.process_time()
+        found = search_additive(
+            terms, seed=seed, budget_s=budget_s - RESERVE_S, spent_s=lambda b=began_s: time.process_time() - b
+        )
+        costs.append(found.cost.total_s)
+        print(f"{case['name']}: {costs[-1]:.4f} in {budget_s:g} CPU-s", file=sys.stderr, flush=True)
+    best = min(costs)
+    return {"name": case["name"], "cost": best, "in_1_s": costs[0] / best, "in_10_s": costs[1] / best}
+
+
 def made_up(devices: int, seed: int) -> Network:
     """Cities on a square, up to 16, with devices by chance; lines get slower with the distance."""
     rng = np.random.default_rng(seed)
@@ -305,6 +347,7 @@ def main() -> int:
     )  # fmt: skip
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--overlap", action="store_true", help="the overlapped objective")
+    which.add_argument("--made", type=int, metavar="N", help="N layouts made by seeds, over the file's lines")
     which.add_argument("--scale", action="store_true", help="many devices and stages; reads no file")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--only", default="", metavar="TEXT", help="layouts whose name has this in it")
@@ -328,6 +371,13 @@ def main() -> int:
     budget_s = args.budget or (OVERLAP_BUDGET_S if args.overlap else 0.92)
     try:
         data = load(args.networks)
+        if args.made:
+            from harness import machine, report
+
+            rows = [measure_made(data, args.seed + number) for number in range(args.made)]
+            print(machine())
+            report(rows, ["name", "cost", "in_1_s", "in_10_s"], "additive objective, ÷ the least found")
+            return 0
         rows = [
             measured(case, data, budget_s=budget_s, seed=args.seed)
             for case in (*data["cases"], *data["irregular"])
