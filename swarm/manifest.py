@@ -275,13 +275,16 @@ MODEL_KINDS = ("gpt", "counting", "code", "hf")
 # --- the tables of a manifest -------------------------------------------------------------------------------
 
 
+_DECIMAL = r"[0-9]{1,9}(\.[0-9]{1,9})?"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec(_Spec, section="model"):
     """A built-in model, and the number of stages that it is cut into."""
 
     kind: Literal["gpt", "counting"] = _rule(_choice("gpt", "counting", told=MODEL_KINDS), "gpt")
-    """A decoder without biases, embedding and head not tied; or the audit model whose weights count
-    microbatches (its sizes below mean nothing)."""
+    """A decoder without biases; or the audit model whose weights count microbatches (its sizes below mean
+    nothing)."""
     layers: int = _rule(_integer(1, 1024))
     """Transformer blocks in all stages together; at least one per stage."""
     hidden: int = _rule(_integer(1, 65_536))
@@ -303,12 +306,35 @@ class ModelSpec(_Spec, section="model"):
     z_loss: float = _rule(_number(0.0, 1.0), 0.0, later=True)
     """So many times the square of the log of the softmax's denominator is added to the loss in training, so
     that logits stay small; 1e-4 is usual."""
+    kv_heads: int = _rule(_integer(0, 1024), 0, later=True)
+    """Heads of keys and values, each of which several attention heads share; divides `heads`. 0: as many as
+    `heads`."""
+    mlp: Literal["gelu", "swiglu"] = _rule(_choice("gelu", "swiglu"), "gelu", later=True)
+    """The feed-forward part: two matrices, or three with a gate. With `swiglu`, `rmsnorm` and `rotary` the
+    decoder is Llama's, and `swarm export --hf` makes a folder that transformers reads."""
+    head: Literal["free", "tied"] = _rule(_choice("free", "tied"), "free", later=True)
+    """Whether the head has a matrix of its own or that of the embedding, which first and last stage share
+    then."""
+    qk_norm: bool = _rule(_FLAG, False, later=True)
+    """Normalise queries and keys of each head before they are turned."""
+    rotary_base: float = _rule(_number(1.0, 1e12), 10_000.0, later=True)
+    """The slowest pair of channels turns once in about 2 pi times as many tokens."""
+    rotary_scaling: str = _rule(
+        _text(rf"(linear {_DECIMAL}|llama3( {_DECIMAL}){{3}} [0-9]{{1,9}})?", "empty, \"linear FACTOR\" or "
+              '"llama3 FACTOR LOW HIGH TOKENS"'), "", later=True,
+    )  # fmt: skip
+    """How rotary positions are stretched for longer texts than before: all by a factor, or, as Llama 3.1,
+    those that turn slowly: fewer than LOW times in TOKENS all, more than HIGH times none."""
 
     def _cross_check(self) -> None:
         if self.kind == "counting":
             return
         if self.hidden % self.heads:
             raise self.wrong("heads", f"a divisor of model.hidden ({self.hidden})")
+        if self.heads % (self.kv_heads or self.heads):
+            raise self.wrong("kv_heads", f"a divisor of model.heads ({self.heads})")
+        if self.rotary_scaling and not self._scales():
+            raise self.wrong("rotary_scaling", "of factors of at least 1, LOW below HIGH, and TOKENS above 0")
         if self.positions == "rotary" and (self.hidden // self.heads) % 2:
             raise self.wrong(
                 "heads",
@@ -316,6 +342,16 @@ class ModelSpec(_Spec, section="model"):
             )
         if self.stages > self.layers:
             raise self.wrong("stages", f"at most model.layers ({self.layers}): one layer per stage")
+
+    def _scales(self) -> bool:
+        factor, *of_llama = self.scaling
+        low, high, tokens = of_llama or (1.0, 2.0, 1.0)
+        return factor >= 1.0 and 0.0 < low < high and tokens > 0
+
+    @property
+    def scaling(self) -> tuple[float, ...]:
+        """The numbers in `rotary_scaling`: none, one, or Llama's four."""
+        return tuple(float(word) for word in self.rotary_scaling.split()[1:])
 
 
 _FUNCTION = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
@@ -954,6 +990,11 @@ def _sizes(layers: int, hidden: int, heads: int, **others: Any) -> dict[str, Any
     return {**found, "vocab_size": 256, "norm": "rmsnorm", "positions": "rotary", **others}
 
 
+def _llama(layers: int, hidden: int, heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
+    return _sizes(layers, hidden, heads, kv_heads=kv_heads, mlp="swiglu", **others)
+
+
+_LLAMA3 = {"vocab_size": 128_256, "rotary_base": 500_000.0}
 _GPT2 = {"vocab_size": 50_257, "norm": "layernorm", "positions": "learned"}
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -970,6 +1011,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "3B": _sizes(24, 3072, 24, vocab_size=32_000),
     "gpt3-6.7b": _sizes(32, 4096, 32, **_GPT2),
     "7B": _sizes(32, 4096, 32, vocab_size=32_000),
+    "llama-10M": _llama(8, 320, 5, 5, ffn_hidden=864, head="tied"),
+    "llama-100M": _llama(12, 768, 12, 4, ffn_hidden=2304, vocab_size=32_000, head="tied"),
+    "llama-7b": _llama(32, 4096, 32, 32, ffn_hidden=11_008, vocab_size=32_000),
+    "llama3.2-1b": _llama(
+        16, 2048, 32, 8, ffn_hidden=8192, head="tied", rotary_scaling="llama3 32 1 4 8192", **_LLAMA3
+    ),
+    "llama3-8b": _llama(32, 4096, 32, 8, ffn_hidden=14_336, **_LLAMA3),
 }
 """Sizes by name, for `model.preset`. Keys that stand beside the preset in a manifest win over it."""
 

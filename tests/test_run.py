@@ -46,7 +46,16 @@ BOB = "12D3KooW" + "B" * 44
 FULL = replace(
     example_run(),
     data=replace(example_run().data, tokens=123_000, root="c" * 64),
-    model=replace(example_run().built_in, z_loss=1e-4),
+    model=replace(
+        example_run().built_in,
+        z_loss=1e-4,
+        kv_heads=1,
+        mlp="swiglu",
+        head="tied",
+        qk_norm=True,
+        rotary_base=5e5,
+        rotary_scaling="llama3 8 1 4 8192",
+    ),
     batch=replace(example_run().batch, microbatch_threads=2),
     optimizer=replace(
         example_run().optimizer,
@@ -204,7 +213,9 @@ def test_every_value_is_in_the_hash() -> None:
             "vocab_size": 300,
             "norm": "layernorm",
         }
-        | {"positions": "learned", "dropout": 0.1, "stages": 2, "kind": "counting", "z_loss": 0.0},
+        | {"positions": "learned", "dropout": 0.1, "stages": 2, "kind": "counting", "z_loss": 0.0}
+        | {"kv_heads": 5, "mlp": "gelu", "head": "free", "qk_norm": False, "rotary_base": 1e4}
+        | {"rotary_scaling": "linear 2"},
         "data": {"source": "files", "tokens": 1000, "tokenizer": "file", "sequence_length": 5},
         "batch": {"microbatch_size": 1, "microbatches_per_step": 1, "microbatch_threads": 3},
         "optimizer": {"lr": 1, "beta1": 0.1, "beta2": 0.1, "eps": 0.1, "weight_decay": 0.2}
@@ -509,6 +520,9 @@ def test_missing_sizes_can_also_come_from_a_preset() -> None:
     ("changes", "text"),
     [
         ({"model": {"heads": 7}}, r"model\.heads = 7 .* a divisor of model\.hidden \(320\)"),
+        ({"model": {"kv_heads": 3}}, r"model\.kv_heads = 3 .* a divisor of model\.heads \(5\)"),
+        ({"model": {"rotary_scaling": "linear 0.5"}}, r"rotary_scaling = .* factors of at least 1"),
+        ({"model": {"rotary_scaling": "llama3 8 4 1 64"}}, r"rotary_scaling = .* LOW below HIGH"),
         ({"model": {"hidden": 15, "heads": 5}}, r"model\.heads = 5 .* \(15\) / heads is even, which rotary"),
         ({"model": {"stages": 9}}, r"model\.stages = 9 .* at most model\.layers \(8\)"),
         ({"model": {"vocab_size": 255}}, r"model\.vocab_size = 255 .* at least 256"),
@@ -622,7 +636,21 @@ def test_every_preset_makes_a_run_and_leaves_numbers_only(preset: str) -> None:
 
 @pytest.mark.parametrize(
     ("preset", "millions"),
-    [("1M", 1), ("3M", 3), ("10M", 10), ("30M", 30), ("100M", 100), ("1B", 1000), ("3B", 3000), ("7B", 7000)],
+    [
+        ("1M", 1),
+        ("3M", 3),
+        ("10M", 10),
+        ("30M", 30),
+        ("100M", 100),
+        ("1B", 1000),
+        ("3B", 3000),
+        ("7B", 7000),
+        ("llama-10M", 10),
+        ("llama-100M", 107),
+        ("llama-7b", 6738),
+        ("llama3.2-1b", 1236),
+        ("llama3-8b", 8030),
+    ],
 )
 def test_a_preset_has_about_as_many_weights_as_it_says(preset: str, millions: int) -> None:
     model = ModelSpec(stages=1, **PRESETS[preset])

@@ -35,7 +35,7 @@ def trained_module(run: Run, weights: Mapping[str, torch.Tensor], steps: int) ->
         _fill(model, loss, weights, steps)
         return model.eval()
     if terms.brings_model:
-        from swarm.model.full_model import FullModel
+        from swarm.model.graph.full_model import FullModel
 
         return FullModel(terms, weights, steps=steps).module
     if terms.model.kind != "gpt":

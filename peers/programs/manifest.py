@@ -32,13 +32,16 @@ def run_manifest(options: ManifestOptions) -> None:
 def parameter_count(model: ModelSpec, *, sequence_length: int = 0) -> int:
     """Number of weights of the whole model.
 
-    A block has four attention matrices and two feed-forward ones, none with a bias, and two norms. Embedding
-    and head are separate matrices (they live on different stages). Learned positions add one vector per
-    place, hence `sequence_length`. The audit model's size depends on M and is not told here: it counts 0.
+    Learned positions add one vector per place, hence `sequence_length`. The audit model's size depends on M
+    and is not told here: it counts 0.
     """
     if model.kind == "counting":
         return 0
-    norm = model.hidden * (2 if model.norm == "layernorm" else 1)
-    block = 4 * model.hidden**2 + 2 * model.hidden * model.ffn_hidden + 2 * norm
-    places = sequence_length * model.hidden if model.positions == "learned" else 0
-    return 2 * model.vocab_size * model.hidden + places + model.layers * block + norm
+    hidden, vectors = model.hidden, 2 if model.norm == "layernorm" else 1
+    of_heads = hidden // model.heads * (model.kv_heads or model.heads)
+    attention = 2 * hidden * (hidden + of_heads) + model.qk_norm * 2 * vectors * (hidden // model.heads)
+    feed_forward = (3 if model.mlp == "swiglu" else 2) * hidden * model.ffn_hidden
+    block = attention + feed_forward + 2 * vectors * hidden
+    places = sequence_length * hidden if model.positions == "learned" else 0
+    tables = (1 if model.head == "tied" else 2) * model.vocab_size * hidden
+    return tables + places + model.layers * block + vectors * hidden

@@ -20,23 +20,28 @@ import torch
 from peers.storage import atomic_file, safetensors_file
 from peers.storage.tokenizer import open_tokenizer
 from swarm.errors import SetupError
-from swarm.manifest import CustomModelSpec, Run
-from swarm.model.full_model import FullModel
+from swarm.manifest import CustomModelSpec, ModelSpec, Run
+from swarm.model.gpt import NORM_EPS
 from swarm.model.graph.custom_model import build
+from swarm.model.graph.full_model import FullModel
 from swarm.model.graph.lora import is_adapter, is_transposed, merge
 
 WHY_NOT = {
-    "gpt": "transformers has no architecture that is the built-in decoder",
+    "gpt": 'transformers has the built-in decoder only with model.mlp = "swiglu", model.norm = "rmsnorm" and '
+    'model.positions = "rotary"',
     "counting": "the audit model is of no use outside its audit",
     "code": "it is a model of your own code, whose load_state_dict takes the names in a file of --out",
 }
 
+_ROTARY = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""Of `model.rotary_scaling`, as transformers calls them."""
+
 
 def check(folder: Path, run: Run) -> None:
     """Raise SetupError if the model is none of transformers, or `folder` has something in it."""
-    if not isinstance(run.model, CustomModelSpec) or run.model.kind != "hf":
+    if run.model.kind != "hf" and not is_llama(run.model):
         raise SetupError(
-            f'--hf takes a run whose model.kind is "hf"; this one has "{run.model.kind}", and '
+            f'--hf takes a model of transformers; this one has model.kind = "{run.model.kind}", and '
             f"{WHY_NOT[run.model.kind]}. Export it with --out FILE"
         )
     _check_new(folder, "--hf")
@@ -71,8 +76,12 @@ def write(
     """
     check(folder, run)
     words = _tokenizer(run, tokenizer)
-    module: Any = FullModel(run, weights, steps=step).module
-    merge(module, run.lora)
+    module: Any
+    if isinstance(run.model, ModelSpec):
+        module = as_llama(run, run.model, weights)
+    else:
+        module = FullModel(run, weights, steps=step).module
+        merge(module, run.lora)
     transformers = importlib.import_module("transformers")
     if hasattr(module.config, "use_cache"):
         module.config.use_cache = True  # training has no use for it; generation has
@@ -88,6 +97,60 @@ def write(
         if shown:
             transformers.utils.logging.enable_progress_bar()
     return type(module).__name__
+
+
+def is_llama(model: ModelSpec | CustomModelSpec) -> bool:
+    """Whether it is the built-in decoder, and one of transformers: Llama, or Qwen 3 if it has `qk_norm`."""
+    if not isinstance(model, ModelSpec):
+        return False
+    return (model.kind, model.mlp, model.norm, model.positions) == ("gpt", "swiglu", "rmsnorm", "rotary")
+
+
+def as_llama(run: Run, model: ModelSpec, weights: Mapping[str, torch.Tensor]) -> Any:
+    """The built-in decoder with these weights, by full name, as transformers has it."""
+    transformers: Any = importlib.import_module("transformers")
+    N, K, D = model.heads, model.kv_heads or model.heads, model.hidden // model.heads
+    kind = "Qwen3" if model.qk_norm else "Llama"
+    rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rotary_base}
+    if model.rotary_scaling:
+        rotary |= dict(zip(_ROTARY, model.scaling, strict=False), rope_type=model.rotary_scaling.split()[0])
+        rotary |= {name: int(value) for name, value in rotary.items() if name == _ROTARY[-1]}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=model.vocab_size, hidden_size=model.hidden, intermediate_size=model.ffn_hidden,
+        num_hidden_layers=model.layers, num_attention_heads=N, num_key_value_heads=K, head_dim=D,
+        max_position_embeddings=run.data.sequence_length, rms_norm_eps=NORM_EPS, rope_parameters=rotary,
+        tie_word_embeddings=model.head == "tied", bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+
+    def halves(rows: torch.Tensor) -> torch.Tensor:
+        """Pairs of channels that turn together: neighbours here, a half apart there."""
+        return rows.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+    found = {
+        "model.embed_tokens.weight": weights["tokens.weight"],
+        "model.norm.weight": weights["norm.weight"],
+    }
+    found["lm_head.weight"] = weights["tokens.weight" if model.head == "tied" else "head.weight"]
+    for layer in range(model.layers):
+        own = {
+            name: weights[f"layers.{layer}.{name}.weight"]
+            for name in ("norm1", "norm2", "qkv", "out", "up", "down")
+        }
+        q, k, v = own["qkv"].split([N * D, K * D, K * D])
+        gate, up = own["up"].chunk(2)
+        parts = {
+            "input_layernorm": own["norm1"], "post_attention_layernorm": own["norm2"],
+            "self_attn.q_proj": halves(q), "self_attn.k_proj": halves(k), "self_attn.v_proj": v,
+            "self_attn.o_proj": own["out"], "mlp.gate_proj": gate, "mlp.up_proj": up,
+            "mlp.down_proj": own["down"],
+        }  # fmt: skip
+        if model.qk_norm:
+            for name in ("q_norm", "k_norm"):
+                parts[f"self_attn.{name}"] = halves(weights[f"layers.{layer}.{name}.weight"])
+        found |= {f"model.layers.{layer}.{name}.weight": tensor for name, tensor in parts.items()}
+    module = getattr(transformers, f"{kind}ForCausalLM")(config)
+    module.load_state_dict(found)
+    return module
 
 
 def write_adapter(folder: Path, run: Run, step: int, weights: Mapping[str, torch.Tensor]) -> None:

@@ -400,7 +400,7 @@ class ExportOptions(WeightsOptions):
     """Of checkpoints only."""
     hf: Path | None = optional(
         DIR,
-        "a new folder for transformers' from_pretrained; for runs of a model of transformers",
+        "a new folder for transformers' from_pretrained; for models of transformers, or of Llama's form",
         one_of="target!",
     )
     adapter: Path | None = optional(

@@ -10,9 +10,9 @@ import torch
 
 from swarm.errors import SetupError
 from swarm.manifest import Run
-from swarm.model.full_model import FullModel
 from swarm.model.gpt import boundary_dtype, given_stage
 from swarm.model.graph.custom_model import model_inputs
+from swarm.model.graph.full_model import FullModel
 from swarm.model.same_bits import use_threads_of
 from swarm.wire.codec import round_trip
 
@@ -23,9 +23,10 @@ def loss_of(
     """A function that gives the mean loss of samples (any number, as the run's dataset has them) with these
     weights.
 
-    A custom model is evaluated as it leaves the swarm (`swarm.model.full_model`), the decoder as the run
-    computes it: all stages in a row without dropout, with the codecs of the boundaries between them, so that
-    the loss includes what codecs do to the activations. It is in nats a token, of rows [B, T + 1] of tokens.
+    A custom model is evaluated as it leaves the swarm (`swarm.model.graph.full_model`), the decoder as the
+    run computes it: all stages in a row without dropout, with the codecs of the boundaries between them, so
+    that the loss includes what codecs do to the activations. It is in nats a token, of rows [B, T + 1] of
+    tokens.
 
     Weights, those of all stages by full name, are not copied where they need not be.
 

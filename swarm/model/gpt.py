@@ -1,11 +1,12 @@
 """The decoder and its cut into stages.
 
-Shapes: B samples, T tokens, H hidden, N heads, D = H / N, V vocabulary.
+Shapes: B samples, T tokens, H hidden, N heads, K of keys and values, D = H / N, V vocabulary.
 
 A block is pre-norm: x + attention(norm(x)), then x + mlp(norm(x)), without biases; rotary or learned
-positions; the embedding and the head are separate weights, since they live on different stages. There is no
-dropout on the attention weights (fused kernels draw it from a generator of their own), only on what enters
-the residual stream.
+positions; K heads of keys and values; an MLP of two matrices, or a gated one (SwiGLU, arXiv 2002.05202). A
+tied head is the embedding's matrix, which the first and the last stage both hold then. There is no dropout on
+the attention weights (fused kernels draw it from a generator of their own), only on what enters the residual
+stream.
 
 Parameters have the same full name in every split (`layers.3.qkv.weight`), and their initial values are
 functions of that name: any split trains the same model.
@@ -55,8 +56,9 @@ def boundary_dtype(run: Run) -> torch.dtype:
 def layer_flops(model: ModelSpec, sequence_length: int) -> tuple[float, float]:
     """Multiply-adds per token of the forward of (one block, the head)."""
     H = model.hidden
+    own, matrices = (model.kv_heads or model.heads) / model.heads, 3 if model.mlp == "swiglu" else 2
     # Causal attention looks at T / 2 tokens on average, once for the scores and once for the values.
-    block = 4 * H * H + 2 * H * model.ffn_hidden + H * sequence_length
+    block = 2 * (1 + own) * H * H + matrices * H * model.ffn_hidden + H * sequence_length
     return float(block), float(H * model.vocab_size)
 
 
@@ -88,26 +90,40 @@ class Block(nn.Module):
 
     def __init__(self, model: ModelSpec, name: str) -> None:
         super().__init__()
-        H = model.hidden
-        self.name, self.heads = name, model.heads
-        self.norm1, self.norm2 = _norm(model), _norm(model)
-        self.qkv = nn.Linear(H, 3 * H, bias=False)
+        H, D = model.hidden, model.hidden // model.heads
+        self.name, self.heads, self.kv_heads = name, model.heads, model.kv_heads or model.heads
+        self.gated, self.normed = model.mlp == "swiglu", model.qk_norm
+        self.norm1, self.norm2 = _norm(model, H), _norm(model, H)
+        self.qkv = nn.Linear(H, (self.heads + 2 * self.kv_heads) * D, bias=False)
+        if self.normed:
+            self.q_norm, self.k_norm = _norm(model, D), _norm(model, D)
         self.out = nn.Linear(H, H, bias=False)
-        self.up = nn.Linear(H, model.ffn_hidden, bias=False)
+        self.up = nn.Linear(H, (2 if self.gated else 1) * model.ffn_hidden, bias=False)
         self.down = nn.Linear(model.ffn_hidden, H, bias=False)
 
     def forward(
         self, x_BTH: torch.Tensor, turn_TD: torch.Tensor | None, dropout: Dropout | None
     ) -> torch.Tensor:
         B, T, H = x_BTH.shape
-        qkv = self.qkv(self.norm1(x_BTH)).view(B, T, 3, self.heads, H // self.heads)
-        q_BNTD, k_BNTD, v_BNTD = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        N, K = self.heads, self.kv_heads
+        heads = self.qkv(self.norm1(x_BTH)).view(B, T, N + 2 * K, H // N).transpose(1, 2)
+        q_BNTD, k_BNTD, v_BNTD = heads.split([N, K, K], 1)
+        if self.normed:
+            q_BNTD, k_BNTD = self.q_norm(q_BNTD), self.k_norm(k_BNTD)
         if turn_TD is not None:
             q_BNTD, k_BNTD = _rotate(q_BNTD, turn_TD), _rotate(k_BNTD, turn_TD)
+        if K < N:
+            k_BNTD, v_BNTD = (x.repeat_interleave(N // K, 1) for x in (k_BNTD, v_BNTD))
         mixed = functional.scaled_dot_product_attention(q_BNTD, k_BNTD, v_BNTD, is_causal=True)
         y_BTH = self.out(mixed.transpose(1, 2).reshape(B, T, H))
         x_BTH = x_BTH + (dropout(y_BTH, f"{self.name}.attention") if dropout else y_BTH)
-        y_BTH = self.down(functional.gelu(self.up(self.norm2(x_BTH))))
+        y_BTF = self.up(self.norm2(x_BTH))
+        if self.gated:
+            gate_BTF, y_BTF = y_BTF.chunk(2, -1)
+            y_BTF = functional.silu(gate_BTF) * y_BTF
+        else:
+            y_BTF = functional.gelu(y_BTF)
+        y_BTH = self.down(y_BTF)
         return x_BTH + (dropout(y_BTH, f"{self.name}.mlp") if dropout else y_BTH)
 
 
@@ -127,17 +143,17 @@ class GptStage(nn.Module):
         self.first, self.last = first, last
         self._seed, self._p, self._z_loss = run.seed, model.dropout, model.z_loss
         self.learned = model.positions == "learned"
-        if first:
+        tied = model.head == "tied"
+        if first or (last and tied):
             self.tokens = Embedding(model.vocab_size, model.hidden)
-            if self.learned:
-                self.places = Embedding(run.data.sequence_length, model.hidden)
+        if first and self.learned:
+            self.places = Embedding(run.data.sequence_length, model.hidden)
         self.layers = nn.ModuleDict({str(i): Block(model, f"layers.{i}") for i in layers})
         if last:
-            self.norm = _norm(model)
-            self.head = nn.Linear(model.hidden, model.vocab_size, bias=False)
+            self.norm = _norm(model, model.hidden)
+            self.head = None if tied else nn.Linear(model.hidden, model.vocab_size, bias=False)
         # On the CPU also when the rest is built on the meta device: `.to` moves it with the weights.
-        T, D = run.data.sequence_length, model.hidden // model.heads
-        turn = None if self.learned else _rotations(T, D, run.dtype)
+        turn = None if self.learned else _rotations(model, run.data.sequence_length, run.dtype)
         self.register_buffer("turn", turn, persistent=False)
 
     def forward(
@@ -161,7 +177,8 @@ class GptStage(nn.Module):
             x = block(x, turn, dropout)
         if not self.last:
             return x
-        logits_BTV = self.head(self.norm(x))
+        x = self.norm(x)
+        logits_BTV = functional.linear(x, self.tokens.weight) if self.head is None else self.head(x)
         if labels_BT is None:
             return logits_BTV
         flat = logits_BTV.flatten(0, 1)
@@ -232,18 +249,27 @@ def replace_parameters(module: nn.Module, value: Callable[[str, nn.Parameter], t
         setattr(module.get_submodule(owner), leaf, nn.Parameter(value(name, old)))
 
 
-def _norm(model: ModelSpec) -> nn.Module:
-    if model.norm == "layernorm":
-        return nn.LayerNorm(model.hidden, eps=NORM_EPS)
-    return nn.RMSNorm(model.hidden, eps=NORM_EPS)
+def _norm(model: ModelSpec, width: int) -> nn.Module:
+    norm = nn.LayerNorm if model.norm == "layernorm" else nn.RMSNorm
+    return norm(width, eps=NORM_EPS)
 
 
-def _rotations(T: int, D: int, dtype: str) -> torch.Tensor:
-    """Rotary positions: unit complex numbers [T, D / 2]; pair i of token t turns by t * 10000^(-2i / D).
+def _rotations(model: ModelSpec, T: int, dtype: str) -> torch.Tensor:
+    """Rotary positions: unit complex numbers [T, D / 2]; pair i of token t turns by t * base^(-2i / D), less
+    where positions are scaled.
 
     Computed in float64 in any case: in float32 the angles of late tokens would be off by 1e-4.
     """
-    rate = 10000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64, device="cpu") / D)
+    D = model.hidden // model.heads
+    rate = model.rotary_base ** (-torch.arange(0, D, 2, dtype=torch.float64, device="cpu") / D)
+    if model.rotary_scaling:
+        factor, *of_llama = model.scaling
+        if of_llama:  # pairs that turn often in the original length stay as they are
+            low, high, tokens = of_llama
+            kept = ((tokens * rate / (2 * math.pi) - low) / (high - low)).clamp(0.0, 1.0)
+            rate = rate * (kept + (1.0 - kept) / factor)
+        else:
+            rate = rate / factor
     angle = torch.outer(torch.arange(T, dtype=torch.float64, device="cpu"), rate)
     return torch.polar(torch.ones_like(angle), angle).to(
         torch.complex128 if dtype == "float64" else torch.complex64

@@ -118,7 +118,7 @@ def shared_terms(run: Run, stage: Stage) -> dict[Stage, tuple[str, ...]]:
 
     Tied weights: what a step does to them is the sum of what all stages that hold them found.
     """
-    if not run.brings_model:  # their stages have nothing in common
+    if not run.brings_model and run.built_in.head == "free":  # their stages have nothing in common
         return {}
     own = stage_layout(run, stage).terms.keys()
     common = {other: own & stage_layout(run, other).terms.keys() for other in range(run.S) if other != stage}

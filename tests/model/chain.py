@@ -13,7 +13,7 @@ from swarm.data import sample_offsets
 from swarm.ids import Microbatch
 from swarm.manifest import Run, demo_run
 from swarm.model.gpt import initial_value, replace_parameters, stage_skeleton, weights_dtype
-from swarm.model.reductions import sqnorm, vectors_digest
+from swarm.model.reductions import vectors_digest
 from swarm.model.stage import Forward, StageCompute
 from swarm.wire.codec import Encoded, encode
 
@@ -121,10 +121,19 @@ class Chain:
         self.apply_settled(t, settled)
 
     def apply_settled(self, t: int, reduced: list[torch.Tensor]) -> None:
-        """Take step `t` with the value of each stage's sum."""
-        total = sum(sqnorm(vector) for vector in reduced)
-        for stage, vector in zip(self.stages, reduced, strict=True):
-            stage.apply(t, vector, total)
+        """Take step `t` with the value of each stage's sum, and what the others found of shared weights."""
+
+        def whole(stage: StageCompute) -> torch.Tensor:
+            told = {
+                other: self.stages[other].shared.part(reduced[other], stage.stage)
+                for other in stage.shared.names
+            }
+            return stage.shared.complete(reduced[stage.stage], told)
+
+        totals = [whole(stage) for stage in self.stages]
+        squares = sum(stage.shared.sqnorm(total) for stage, total in zip(self.stages, totals, strict=True))
+        for stage, total in zip(self.stages, totals, strict=True):
+            stage.apply(t, total, squares)
 
     def step(self, t: int) -> list[float]:
         self.begin(t)

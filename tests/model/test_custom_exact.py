@@ -15,7 +15,6 @@ from swarm.ids import Microbatch
 from swarm.manifest import BatchSpec, CodecSpec, CustomModelSpec, DataSpec, OptimizerSpec, Run, write_cut
 from swarm.model.graph.custom_model import custom_model, model_inputs
 from swarm.model.reference import SingleProcess
-from swarm.model.stage import StageCompute
 from swarm.wire.codec import Encoded, encode
 from tests.model import zoo
 from tests.model.chain import Chain, farthest
@@ -71,21 +70,6 @@ class CustomModel(Chain):
             kept.append(stage.forward(mb, wire))
             wire = kept[-1].outputs
         return kept, wire
-
-    def apply(self, t: int) -> None:
-        settled = [stage.sums.value(stage.sums.of(t)) for stage in self.stages]
-
-        def whole(stage: StageCompute) -> torch.Tensor:
-            told = {
-                other: self.stages[other].shared.part(settled[other], stage.stage)
-                for other in stage.shared.names
-            }
-            return stage.shared.complete(settled[stage.stage], told)
-
-        totals = [whole(stage) for stage in self.stages]
-        squares = sum(stage.shared.sqnorm(total) for stage, total in zip(self.stages, totals, strict=True))
-        for stage, total in zip(self.stages, totals, strict=True):
-            stage.apply(t, total, squares)
 
 
 def cut_of(name: str, stages: int) -> Sequence[int]:

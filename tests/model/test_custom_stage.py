@@ -92,23 +92,6 @@ def test_the_stages_of_any_cut_add_up_to_one_process(name: str) -> None:
             assert error <= 1e-9 * expected.abs().max().item(), (term, assignment)
 
 
-def step(chain: CustomModel, t: int) -> None:
-    """As a swarm does it: reduced, shared, completed, taken."""
-    chain.begin(t)
-    for m in range(chain.run.M):
-        chain.microbatch(Microbatch(t, m))
-    reduced = [stage.sums.value(stage.sums.of(t)) for stage in chain.stages]
-    whole = [
-        stage.shared.complete(
-            own, {s: chain.stages[s].shared.part(reduced[s], stage.stage) for s in stage.shared.names}
-        )
-        for stage, own in zip(chain.stages, reduced, strict=True)
-    ]
-    total = sum(stage.shared.sqnorm(vector) for stage, vector in zip(chain.stages, whole, strict=True))
-    for stage, vector in zip(chain.stages, whole, strict=True):
-        stage.apply(t, vector, total)
-
-
 def tied(run_of: Any = custom_run, **changes: Any) -> CustomModel:
     """GPT-2 with its embedding on the first and on the last stage."""
     graph = whole("gpt2").traced.graph
@@ -128,7 +111,7 @@ def test_copies_of_a_tied_weight_take_the_same_step(dtype: str) -> None:
     one = whole("gpt2")
     norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in one.gradients.values()])).item()
     assert norm > 0.05
-    step(chain, 0)
+    chain.step(0)
     copies = [stage.state.named_weights()["tokens.weight"] for stage in holders]
     assert torch.equal(*copies)
     found = chain.named_weights()
@@ -164,7 +147,7 @@ def test_the_statistics_of_batch_norms_are_averaged_over_a_step_and_part_of_the_
         name: b for s in chain.stages for name, b in s.state.named_weights().items() if "running" in name
     }
     digests = [stage.state.digest() for stage in chain.stages]
-    step(chain, 0)
+    chain.step(0)
     after = {
         name: b for s in chain.stages for name, b in s.state.named_weights().items() if "running" in name
     }

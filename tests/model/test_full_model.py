@@ -12,7 +12,7 @@ from swarm.errors import SetupError
 from swarm.ids import Microbatch
 from swarm.manifest import BatchSpec, CustomModelSpec, DataSpec, OptimizerSpec, Run
 from swarm.model.evaluate import loss_of
-from swarm.model.full_model import FullModel
+from swarm.model.graph.full_model import FullModel
 from swarm.model.reference import SingleProcess
 from tests.model import zoo
 

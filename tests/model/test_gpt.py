@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from hypothesis import strategies as st
 from peers.programs.manifest import parameter_count
 from swarm.ids import Microbatch
 from swarm.manifest import PRESETS, ModelSpec, demo_run
-from swarm.model.gpt import layer_flops, layer_split
+from swarm.model.gpt import _rotate, _rotations, layer_flops, layer_split  # pyright: ignore[reportPrivateUsage]
+from swarm.model.layout import shared_terms
 from swarm.model.seeded_random import Dropout, initial_normal, seed_of
 from tests.model.chain import build_stage, tiny_run
 
@@ -57,13 +60,19 @@ def test_the_head_counts_as_the_layers_it_is_worth() -> None:
     assert (len(first), len(last)) == (9, 3) or (len(first), len(last)) == (8, 4)
 
 
-@pytest.mark.parametrize(("norm", "positions"), [("rmsnorm", "rotary"), ("layernorm", "learned")])
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"norm": "layernorm", "positions": "learned"},
+        {"mlp": "swiglu", "kv_heads": 2},
+        {"mlp": "swiglu", "kv_heads": 1, "qk_norm": True},
+    ],
+)
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_every_split_has_the_same_weights_under_the_same_names(
-    norm: str, positions: str, stages: int
-) -> None:
+def test_every_split_has_the_same_weights_under_the_same_names(model: dict[str, Any], stages: int) -> None:
     def weights(stages: int) -> dict[str, torch.Tensor]:
-        run = tiny_run(model={"norm": norm, "positions": positions, "stages": stages})
+        run = tiny_run(model={**model, "stages": stages})
         parts = [dict(build_stage(run, stage).named_parameters()) for stage in range(stages)]
         names = [name for part in parts for name in part]
         assert len(names) == len(set(names))
@@ -72,9 +81,35 @@ def test_every_split_has_the_same_weights_under_the_same_names(
     whole, cut = weights(1), weights(stages)
     assert whole.keys() == cut.keys()
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
-    run = tiny_run(model={"norm": norm, "positions": positions})
+    run = tiny_run(model=model)
     expected = parameter_count(run.model, sequence_length=run.data.sequence_length)
     assert sum(w.numel() for w in whole.values()) == expected
+
+
+def test_a_tied_head_is_the_matrix_of_the_embedding_on_the_first_and_the_last_stage() -> None:
+    run = tiny_run(model={"head": "tied", "mlp": "swiglu"})
+    first, middle, last = (dict(build_stage(run, stage).named_parameters()) for stage in range(3))
+    assert torch.equal(first["tokens.weight"], last["tokens.weight"]) and "tokens.weight" not in middle
+    names = {2: ("tokens.weight",)}, {}, {0: ("tokens.weight",)}
+    assert tuple(shared_terms(run, stage) for stage in range(3)) == names
+    assert sum(w.numel() for w in {**first, **middle, **last}.values()) == parameter_count(run.built_in)
+
+
+def test_rotary_positions_are_scaled_as_llama_does_it() -> None:
+    """Pairs that turn more than 4 times in 64 tokens turn as before, those below once 8 times slower."""
+    base = {"rotary_base": 500.0, "hidden": 64, "heads": 1}
+
+    def rates(scaling: str) -> torch.Tensor:
+        model = tiny_run(model={**base, "rotary_scaling": scaling}).built_in
+        return _rotations(model, 2, "float64")[1].angle()
+
+    plain, scaled = rates(""), rates("llama3 8 1 4 64")
+    turns = 64 * plain / (2 * math.pi)
+    assert torch.equal(scaled[turns > 4], plain[turns > 4]) and (turns > 4).any()
+    torch.testing.assert_close(scaled[turns < 1], plain[turns < 1] / 8)
+    between = (turns > 1) & (turns < 4)
+    assert between.any() and (scaled < plain)[between].all() and (scaled > plain / 8)[between].all()
+    torch.testing.assert_close(rates("linear 2"), plain / 2)
 
 
 def test_embedding_and_head_are_not_tied() -> None:
@@ -132,9 +167,7 @@ def test_rotary_attention_depends_on_distance_only() -> None:
     model = build_stage(run, 0)
     assert torch.allclose(model(torch.tensor([[5, 9]])), model(torch.tensor([[5, 9, 1]]))[:, :2])
     q = torch.randn(1, 1, 2, 8, dtype=torch.float64)
-    from swarm.model.gpt import _rotate, _rotations  # pyright: ignore[reportPrivateUsage]
-
-    turn = _rotations(16, 8, "float64")
+    turn = _rotations(run.built_in, 16, "float64")
     near, far = _rotate(q, turn[:2]), _rotate(q, turn[3:5])
     assert torch.allclose(near[0, 0, 0] @ near[0, 0, 1], far[0, 0, 0] @ far[0, 0, 1])
 

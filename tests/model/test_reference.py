@@ -35,6 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     "groups, sgd": {"optimizer": {"name": "sgd", "groups": ("*.up.* weight_decay=0.5", "head.* lr=0.0")}},
     "muon": {"optimizer": {"name": "muon", "muon": ("layers.*",), "groups": ("*.up.* lr=0.5",)}, "steps": 4},
     "z-loss": {"model": {"z_loss": 0.01}},
+    "llama": {"model": {"mlp": "swiglu", "kv_heads": 2, "head": "tied", "rotary_scaling": "linear 2"}},
+    "norms of queries and keys": {"model": {"mlp": "swiglu", "qk_norm": True, "dropout": 0.2}},
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +16,14 @@ from swarm.manifest import (
     CodecSpec,
     CustomModelSpec,
     DataSpec,
+    ModelSpec,
     OptimizerSpec,
     Run,
     write_cut,
 )
 from swarm.model.gradient_sum import SharedWeights
 from swarm.model.graph.custom_model import custom_model
-from swarm.model.graph.partition import shared_parameters
+from swarm.model.layout import shared_terms
 from swarm.model.reference import SingleProcess
 from tests.peers.loops import Swarm, swarm
 
@@ -99,10 +101,26 @@ def check(built: Swarm, expected: dict[str, torch.Tensor], *, tolerance: float) 
             assert worst <= tolerance * expected[weight].abs().max().item(), (name, weight, worst)
 
 
-@pytest.mark.parametrize(("dtype", "delayed"), [("float32", False), ("float64", True)])
-async def test_tied_weights_with_a_death_are_those_of_one_process(dtype: str, delayed: bool) -> None:
-    run = gpt2_run(dtype=dtype, delayed_updates=delayed, codec=CodecSpec(forward="bf16", backward="none"))
-    assert "transformer.wte.weight" in shared_parameters(custom_model(run).plans)
+def llama_run(**changes: Any) -> Run:
+    """The built-in decoder with a tied head."""
+    terms: dict[str, Any] = {"hidden": 16, "heads": 2, "kv_heads": 1, "ffn_hidden": 24, "vocab_size": 256}
+    model = ModelSpec(**terms, layers=3, mlp="swiglu", head="tied", dropout=0.1, stages=3)
+    return replace(gpt2_run(**changes), model=model)
+
+
+@pytest.mark.parametrize(
+    ("run_of", "name", "dtype", "delayed"),
+    [
+        (gpt2_run, "transformer.wte.weight", "float32", False),
+        (llama_run, "tokens.weight", "float32", False),
+        (gpt2_run, "transformer.wte.weight", "float64", True),
+    ],
+)
+async def test_tied_weights_with_a_death_are_those_of_one_process(
+    run_of: Callable[..., Run], name: str, dtype: str, delayed: bool
+) -> None:
+    run = run_of(dtype=dtype, delayed_updates=delayed, codec=CodecSpec(forward="bf16", backward="none"))
+    assert name in shared_terms(run, 0)[2]
     data = Text(run)
     async with swarm(run, batches=data) as built:
         await built.until_serving()

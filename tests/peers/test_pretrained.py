@@ -19,8 +19,9 @@ from peers.storage.dataset import open_dataset
 from swarm.errors import SetupError
 from swarm.evaluation import spread
 from swarm.manifest import BatchSpec, CodecSpec, CustomModelSpec, DataSpec, Run, demo_run
+from swarm.model.gpt import given_decoder
 from swarm.model.graph.custom_model import build, pin_model
-from swarm.model.layout import initial_state
+from swarm.model.layout import initial_state, named_weights
 
 transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
 
@@ -80,6 +81,34 @@ def test_a_language_model_is_read_without_missing_or_unexpected_names_and_genera
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
 
 
+@pytest.mark.parametrize(
+    ("terms", "name"),
+    [
+        ({}, "LlamaForCausalLM"),
+        ({"kv_heads": 1, "head": "tied", "rotary_scaling": "linear 2"}, "LlamaForCausalLM"),
+        ({"rotary_base": 500.0, "rotary_scaling": "llama3 8 1 4 16"}, "LlamaForCausalLM"),
+        ({"kv_heads": 2, "qk_norm": True}, "Qwen3ForCausalLM"),
+    ],
+)
+def test_the_built_in_decoder_is_one_that_the_world_can_load(
+    tmp_path: Path, terms: dict[str, Any], name: str
+) -> None:
+    run = demo_run(stages=1)
+    model = replace(run.model, hidden=32, heads=4, ffn_hidden=48, mlp="swiglu", **terms)
+    run = replace(run, model=model, data=replace(run.data, sequence_length=40))
+    weights = named_weights(run, 0, initial_state(run, 0)["weights"])
+    for number, tensor in enumerate(weights.values()):
+        tensor += 0.2 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number))
+    assert pretrained.write(tmp_path / "m", run, 7, weights) == name
+    found, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", output_loading_info=True)
+    assert type(found).__name__ == name and not any(told.values())
+    tokens = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        own = given_decoder(run, weights, torch.device("cpu"))(tokens)
+        assert own.abs().max() > 1.0
+        torch.testing.assert_close(found(tokens).logits, own, rtol=0, atol=1e-5)
+
+
 def test_statistics_of_batch_norms_are_in_it(tmp_path: Path) -> None:
     run = run_of(RESNET)
     module, weights = trained(run)
@@ -97,10 +126,12 @@ def test_statistics_of_batch_norms_are_in_it(tmp_path: Path) -> None:
 
 
 def test_only_models_of_transformers_and_only_into_a_new_folder(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=r'has "gpt", and transformers has no architecture .* --out'):
+    with pytest.raises(
+        SetupError, match=r'model.kind = "gpt", and transformers has the .* model.mlp = "swiglu".* --out'
+    ):
         pretrained.check(tmp_path / "new", demo_run())
     code = replace(demo_run(), model=CustomModelSpec(kind="code", source="a.b:c", stages=3))
-    with pytest.raises(SetupError, match='this one has "code", and it is a model of your own code'):
+    with pytest.raises(SetupError, match=r'has model\.kind = "code", and it is a model of your own code'):
         pretrained.check(tmp_path / "new", code)
     (tmp_path / "full").mkdir()
     pretrained.check(tmp_path / "full", run_of(GPT2))
