@@ -27,8 +27,11 @@ from packaging.requirements import Requirement
 import swarm
 from peers.cli import ROLES, Exit, build_parser, takes_join_file
 from peers.options import VARIABLES
+from peers.programs.manifest import parameter_count
 from scripts import tree
 from scripts.bench import loss_curve, tables
+from scripts.tales import main as write_tales
+from swarm import tales
 from swarm.example import example_run
 from swarm.manifest import (
     PRESETS,
@@ -54,7 +57,7 @@ RUN = "0123456789abcdef" * 2
 ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-OTHERS = frozenset({"timedatectl", "sudo"})
+OTHERS = frozenset({"timedatectl", "sudo", "head"})
 """Programs that are not ours, with commands too short to be wrong."""
 DOCKER = {
     "build": {"-t": 1, "--build-arg": 1},
@@ -349,6 +352,16 @@ def test_every_preset_is_listed_with_its_sizes() -> None:
         sizes = {"head": "free", "rotary_base": 10_000, "rotary_scaling": ""} | PRESETS[name]
         assert row == {key: str(sizes[key]).removesuffix(".0") for key in row}
         assert {key: size for key, size in PRESETS[name].items() if key not in row}.items() <= unsaid.items()
+
+
+def test_the_recipes_are_runs_of_the_sizes_that_the_page_says(tmp_path: Path) -> None:
+    assert {path.name for path in (DOCS / "recipes").iterdir()} == {"shakespeare.toml", "tales.toml"}
+    plays, told = (load_run(DOCS / "recipes" / f"{name}.toml") for name in ("shakespeare", "tales"))
+    assert (plays.steps, plays.batch.microbatch_size * plays.M, plays.data.sequence_length) == (2000, 12, 64)
+    assert parameter_count(told.built_in) / 1e6 == pytest.approx(10.0, rel=0.02)
+    write_tales([str(tmp_path), "--tales", "40"])
+    train, held_out = ((tmp_path / name).read_bytes() for name in ("train.txt", "held-out.txt"))
+    assert train == tales.text(40) and held_out and held_out not in train
 
 
 def test_the_written_out_example_is_the_example() -> None:
