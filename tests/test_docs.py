@@ -146,8 +146,8 @@ def test_a_command_of_a_page_is_one(page: str, words: list[str], tmp_path: Path)
     program, *rest = words
     if program == ".venv/bin/swarm":
         parses(rest)
-    elif program in ("scripts/demo", "scripts/dashboard.py"):
-        parses([Path(program).stem, *rest])
+    elif program == "scripts/demo":
+        parses(["demo", *rest])
     elif program == "docker":
         verb, *rest = rest
         rest = after_options(rest, DOCKER[verb])
