@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import enum
+import errno
 import importlib
 import inspect
 import itertools
@@ -419,7 +420,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             from peers.system import die_with_parent
 
             die_with_parent(args.die_with_parent)
-        return (_run_role if args.command in ROLES else _run_tool)(args)
+        code = (_run_role if args.command in ROLES else _run_tool)(args)
+        sys.stdout.flush()  # here a full disk can still be told
+        return code
     except SwarmError as error:
         if args.traceback:
             raise
@@ -428,14 +431,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return Exit.STOPPED
     except BrokenPipeError:
-        # The reader of our output ended; keep Python from complaining again while it shuts down.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _no_more_output()
         return Exit.FAILED
     except Exception as error:
         if args.traceback:
             raise
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            _say(args, "the disk is full: make room")
+            _no_more_output()
+            return Exit.SETUP
         _say(args, f"a bug in swarm: {type(error).__name__}: {error} (add --traceback to see where)")
         return Exit.FAILED
+
+
+def _no_more_output() -> None:
+    """The reader ended, or the disk is full: keep Python from complaining again while it shuts down."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _version() -> str:

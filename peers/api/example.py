@@ -127,8 +127,8 @@ def columns_of(data: Any) -> Columns:
     else:
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise SetupError(
-                f"data is a {type(data).__name__}: give samples, anything with a length that gives a tuple "
-                "of arrays for each number, or a table [data]"
+                f"data is a {type(data).__name__}: give samples (of a DataLoader its .dataset), anything "
+                "with a length that gives a tuple of arrays for each number, or a table [data]"
             )
         parts: list[list[np.ndarray]] = []
         for number in range(len(data)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 from pathlib import Path
 
 import pytest
@@ -100,8 +102,13 @@ class Wrong(nn.Module):
         return self.linear(x).sum()
 
 
-def test_a_sample_that_does_not_fit_is_refused_with_the_line_of_the_user() -> None:
+def test_a_sample_that_does_not_fit_is_refused_with_the_line_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = logging.StreamHandler(io.StringIO())
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "handlers", [told])
     with pytest.raises(
         SetupError, match=r"test_module_text.py:\d+: `return self.linear\(x\).sum\(\)`: .*2, 5"
     ):
         module_text(CustomModel(module=Wrong(), args=(torch.zeros(2, 5),)))
+    assert told.stream.getvalue() == "", "torch logs pages of it"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import swarm
 from peers.api.processes import Processes
@@ -185,6 +185,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data": (TOKENS, CLASSES, CLASSES)}, "Net.forward"),
     ({"data": (TOKENS,)}, "samples have one array each, and the loss needs another: the target"),
     ({"data": 5}, "data is a int: give samples"),
+    ({"data": DataLoader(TensorDataset(TOKENS, CLASSES))}, r"give samples \(of a DataLoader its .dataset\)"),
+    ({"loss": None}, r"does not fit Net.forward: .*If it does not give its loss itself, give a loss"),
     ({"data": []}, "data has no samples"),
     ({"data": [([1], 0), ([1, 2], 0)]}, r"data\[1\] is \[2\] and \[\], data\[0\] is \[1\] and \[\]: make"),
     ({"data": [("word", 1)]}, "data holds <U4: integers, booleans and floats can be trained on"),

@@ -480,6 +480,14 @@ def test_a_bug_says_that_it_is_one(
     assert main(["demo"]) == Exit.STOPPED
 
 
+def test_a_full_disk_is_no_bug() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "peers", "manifest"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    said = "swarm manifest: the disk is full: make room\n"
+    assert (done.returncode, done.stderr) == (Exit.SETUP, said)
+
+
 def test_where_events_are_json_the_error_is_one_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,7 +86,10 @@ def input_names(model: nn.Module, example: tuple[Any, Any, Any]) -> list[str]:
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except TypeError as error:
-        raise SetupError(f"the sample does not fit {type(model).__name__}.forward: {error}") from error
+        hint = (
+            "" if loss_args else ". If it does not give its loss itself, give a loss, which takes the target"
+        )
+        raise SetupError(f"the sample does not fit {type(model).__name__}.forward: {error}{hint}") from error
     by_place = [name for name in bound if name not in kwargs]
     heads = {i: by_place[min(i, len(by_place) - 1)] for i in range(len(args))}
     found: list[str] = []
