@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -332,6 +333,23 @@ def _peer_id(data: bytes) -> PeerId:
     return base58.b58encode(data).decode()
 
 
+async def _connect(place: Place) -> None:
+    """Raises OSError or ValueError. By a bare socket: a stream's transport outlives who waited for it."""
+    loop = asyncio.get_running_loop()
+    refused = OSError(f"{place.host} has no address")
+    for family, kind, protocol, _, address in await loop.getaddrinfo(
+        place.host, place.port, type=socket.SOCK_STREAM
+    ):
+        with socket.socket(family, kind, protocol) as knocking:
+            knocking.setblocking(False)
+            try:
+                await loop.sock_connect(knocking, address)
+                return
+            except OSError as error:
+                refused = error
+    raise refused
+
+
 async def _one_listens(places: Sequence[Place], timeout_s: float) -> None:
     """Return as soon as one of the places takes a TCP connection.
 
@@ -342,8 +360,7 @@ async def _one_listens(places: Sequence[Place], timeout_s: float) -> None:
 
     async def knock(place: Place) -> None:
         try:
-            _, writer = await within(asyncio.open_connection(place.host, place.port), timeout_s)
-            writer.transport.abort()
+            await within(_connect(place), timeout_s)
             return
         except asyncio.TimeoutError:
             words = f"no connection within {timeout_s:g} s"
