@@ -203,7 +203,7 @@ class Blocks:
             NotNow: a server does not answer, which may come back.
         """
         node, parts = self.tree.block(block), self._shards.of_block(block)
-        search, wrong = _Search(), set[str]()
+        search = _Search()
         orders = [self._in_order(part.shard.at) for part in parts]
         for picks in itertools.islice(_picks([len(order) for order in orders]), MAX_TRIES):
             addresses = []
@@ -212,10 +212,16 @@ class Blocks:
             data = b"".join(search.had[part, address] for part, address in zip(parts, addresses, strict=True))
             levels = block_levels(data)
             if levels[-1] == node:
-                self._are_wrong(wrong.difference(addresses), search)
+                right = {part: search.had[part, one] for part, one in zip(parts, addresses, strict=True)}
+                wrong = {address for (part, address), had in search.had.items() if had != right[part]}
+                self._are_wrong(wrong, search)
                 return data, levels, not any(map(fetch.is_far, addresses))
-            wrong.update(addresses)
-        self._are_wrong(wrong, search)
+        tried = {address for _, address in search.had}
+        if len(parts) == 1:
+            self._are_wrong(tried, search)
+        search.why |= dict.fromkeys(
+            tried - search.why.keys(), "is not what the index says, or one beside it is not"
+        )
         raise search.nowhere()
 
     def _in_order(self, addresses: Sequence[str]) -> list[str]:

@@ -150,6 +150,32 @@ def test_a_corrupt_shard_and_one_that_is_gone_are_named_and_another_address_is_t
     assert not any(f"{server.url}/{n}.tokens: it" in s for n in (1, 3) for s in said if "gone" in s)
 
 
+def test_a_good_shard_that_was_tried_beside_a_corrupt_one_is_not_called_corrupt(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    half = server.folder / "half"
+    half.mkdir()
+    for path in server.folder.glob("*.tokens"):
+        (half / path.name).write_bytes(path.read_bytes())
+    (half / "0.tokens").write_bytes(bytes(2 * CUTS[1]))
+    _, data = opened(addressed(server, f"{server.url}/half/{{}}", f"{server.url}/{{}}"), tmp_path)
+    assert_right(data, EVERYWHERE)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert said.startswith(f"the data at {server.url}/half/0.tokens: it is not what the index says")
+
+
+def test_of_several_shards_of_a_block_that_is_right_nowhere_none_is_called_corrupt(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (server.folder / "0.tokens").write_bytes(bytes(2 * CUTS[1]))
+    _, data = opened(addressed(server, f"{server.url}/{{}}"), tmp_path)
+    with pytest.raises(
+        SetupError, match=r"/0\.tokens is not what .*, or one beside it is not; .*/1\.tokens is"
+    ):
+        data.batch([0])
+    assert not [record for record in caplog.records if record.levelno == logging.WARNING]
+
+
 def test_a_shard_that_is_right_nowhere_is_an_error_that_names_all_addresses(
     server: Server, tmp_path: Path
 ) -> None:
