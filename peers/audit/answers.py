@@ -108,8 +108,8 @@ class AnswerAudits:
         evidence, body = evidence_of(ask.peer, said, ask.signature, came, made_there)
         if not await self.judge(evidence, body):
             return True
-        if self._convictions.convict(evidence):
-            self._convictions.pass_on(evidence, body)
+        self._convictions.convict(evidence)
+        self._convictions.pass_on(evidence, body)
         return False
 
     async def judge(self, evidence: WrongAnswer, body: Sequence[Buffer]) -> bool:

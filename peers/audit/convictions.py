@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from peers import events
+from peers.audit.referee import MAX_TRIES, Referee
 from peers.audit.verdicts import MAX_TOLD, Verdicts
 from peers.ports import Answer, Buffer, Directory, Request, Transport
 from swarm.audit.evidence import is_signed_by_accused, proves
@@ -14,25 +16,27 @@ from swarm.errors import Refused, SwarmError, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.statements import sign
+from swarm.protocol.voice import heard
 from swarm.wire.evidence import (
     MAX_EVIDENCE_BYTES,
     AskConvicted,
     Convicted,
     Evidence,
     FalseContribution,
+    Heard,
     ShowEvidence,
     WrongAnswer,
     WrongContribution,
     judged,
 )
-from swarm.wire.messages import Ack, check_run, pack, say, unpack
+from swarm.wire.messages import check_run, pack, say, unpack, unpack_answer
 
 PASS_ON_S = 30.0
 """Limit for one call with evidence."""
 SUSPECTS_STEPS = 20
 ASKED_TIMES = 5
 ASK_AGAIN_S = 1.0
-"""Between two questions whether a stage has convicted one of its peers."""
+"""Until the second question whether a stage has convicted one of its peers; then twice as long each time."""
 
 
 class Convictions(Verdicts):
@@ -52,6 +56,8 @@ class Convictions(Verdicts):
         super().__init__(run, transport, directory, emit)
         self._stage = stage
         self._asking: set[PeerId] = set()
+        self._referee = Referee(run, transport)
+        self._passed_on = Counter[PeerId]()
         self.barred: set[PeerId] = set()
         """Of those, the ones that all can convict at any time: this peer is in no round with them."""
         self.suspect: Callable[[PeerId], None] = lambda peer: None
@@ -79,8 +85,12 @@ class Convictions(Verdicts):
 
     def pass_on(self, evidence: Evidence, body: Sequence[Buffer]) -> None:
         """Show it to the other replicas of this stage. The other stages are told of it, and ask them: those
-        around this one, and stage 0, which coordinates the run; of stage 0 all are.
+        around this one, and stage 0, which coordinates the run; of stage 0 all are. Some times of each liar:
+        of a stage of two, others judge by themselves, and the step may be over by then.
         """
+        self._passed_on[evidence.accused] += 1
+        if self._passed_on[evidence.accused] > MAX_TRIES:
+            return
         stages = {self._stage - 1, self._stage + 1, 0} if self._stage else set(range(self._run.S))
         others = {r.peer for stage in stages - {self._stage} for r in self._directory.at(stage)}
         self.tell_replicas(evidence, body, also=sorted(others)[:MAX_TOLD])
@@ -96,26 +106,40 @@ class Convictions(Verdicts):
         for peer in sorted(replicas)[:MAX_TOLD]:
             self._spawn(self._tell(peer, header, body))
         for peer in also:
-            self._spawn(self._tell(peer, header, []))
+            self._spawn(self._tell(peer, header, [], if_asked=body))
 
-    async def _tell(self, peer: PeerId, header: bytes, body: Sequence[Buffer]) -> None:
+    async def _tell(
+        self, peer: PeerId, header: bytes, body: Sequence[Buffer], *, if_asked: Sequence[Buffer] = ()
+    ) -> None:
         with contextlib.suppress(SwarmError):
-            await self._transport.call(peer, "evidence", header, body, deadline_s=PASS_ON_S)
+            answer = await self._transport.call(peer, "evidence", header, body, deadline_s=PASS_ON_S)
+            if if_asked and unpack_answer(peer, answer.header, Heard).asks:
+                await self._transport.call(peer, "evidence", header, if_asked, deadline_s=PASS_ON_S)
 
     async def _serve_evidence(self, request: Request) -> Answer:
         shown = unpack(request.header, ShowEvidence)
         check_run(shown.run, self._run.id)
         evidence, signer = shown.evidence, self._transport.signer
         if evidence.accused in self.convicted:
-            return Answer(pack(Ack()))
+            return Answer(pack(Heard()))
         if not is_signed_by_accused(signer, self._run, evidence):
             raise Refused(f"peer {short(evidence.accused)} did not sign what it is accused of")
+        between = self._is_between_two(request.peer, evidence)
+        if between and not request.body_sizes:
+            return Answer(pack(Heard(asks=True)))
         body = await request.accept() if request.body_sizes else []
         if isinstance(evidence, WrongContribution) and evidence.statement.stage == self._stage:
             self._note_suspect(request.peer, evidence)
-            return Answer(pack(Ack()))
+            return Answer(pack(Heard()))
         if not body and not isinstance(evidence, FalseContribution):
             shows = await self._stage_says(request.peer, evidence)
+        elif isinstance(evidence, WrongAnswer) and between:
+            liar = await self._referee.liar(evidence, body, request.peer)
+            if liar == request.peer:
+                self.leave_out(
+                    liar, f"it says that peer {short(evidence.accused)} lied, which answered truly"
+                )
+            shows = liar == evidence.accused
         elif isinstance(evidence, WrongAnswer):
             shows = await self.judge(evidence, body)
         else:
@@ -123,7 +147,7 @@ class Convictions(Verdicts):
         if not shows:
             raise Refused(f"this does not show that peer {short(evidence.accused)} lied")
         self.convict(evidence)
-        return Answer(pack(Ack()))
+        return Answer(pack(Heard()))
 
     def _note_suspect(self, teller: PeerId, evidence: WrongContribution) -> None:
         """It costs this peer an audit, so an auditor or a replica, with voice if any has it, may say it once
@@ -139,6 +163,16 @@ class Convictions(Verdicts):
 
     # -- peers of other stages, which have no weights to judge with ----------------------------------
 
+    def _is_between_two(self, teller: PeerId, evidence: Evidence) -> bool:
+        """Whether one of two replicas, the only ones of a neighbouring stage whose word counts, accuses the
+        other one of an answer.
+        """
+        accused, stage = evidence.accused, evidence.statement.stage
+        there = [r.peer for r in self._directory.at(stage) if r.state == "serving"]
+        counted = heard(there, self._voices.of(stage))
+        around = abs(stage - self._stage) == 1 and self._referee.may_judge(accused)
+        return isinstance(evidence, WrongAnswer) and around and set(counted) == {teller, accused}
+
     async def _stage_says(self, teller: PeerId, evidence: Evidence) -> bool:
         """Whether most of a stage, by voice, has convicted one of its peers, itself counted among the others;
         or its founder has, where no third has voice. It may take them a moment: they compute.
@@ -149,10 +183,10 @@ class Convictions(Verdicts):
             raise Refused("a replica of that stage has to say it, once")
         self._asking.add(accused)
         try:
-            for _ in range(ASKED_TIMES):
+            for tried in range(ASKED_TIMES):
                 if await self.most_have_convicted(stage, accused):
                     return True
-                await asyncio.sleep(ASK_AGAIN_S)
+                await asyncio.sleep(ASK_AGAIN_S * 2**tried)
             return False
         finally:
             self._asking.discard(accused)

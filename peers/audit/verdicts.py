@@ -44,6 +44,8 @@ class Verdicts:
 
     def leave_out(self, accused: PeerId, why: str) -> None:
         """Do without a peer from now on."""
+        if accused in self.convicted:
+            return
         self.convicted.add(accused)
         self._emit(events.Trouble(text=f"peer {short(accused)} is left out: {why}"))
         self.on_conviction(accused)
@@ -58,21 +60,37 @@ class Verdicts:
         asked = self._dice.sample(there, min(MAX_VOICES, len(there)))
         told = await asyncio.gather(*(self._convicted_by(peer, "") for peer in asked))
         for accused in sorted({name for one in told for name in one.others[:MAX_TOLD]} - self.convicted):
-            record = self._directory.find(accused)
-            if record is not None and await self.most_have_convicted(record.stage, accused):
-                self.leave_out(accused, "its stage has convicted it")
+            await self.ask_about(accused)
+
+    async def ask_about(self, accused: PeerId) -> None:
+        """Leave a peer out if its stage has convicted it."""
+        record = self._directory.find(accused)
+        if record is not None and await self.most_have_convicted(record.stage, accused):
+            self.leave_out(accused, "its stage has convicted it")
 
     async def most_have_convicted(self, stage: Stage, accused: PeerId) -> bool:
-        there = [r.peer for r in self._directory.at(stage) if r.state in ("serving", "leaving")][:MAX_TOLD]
-        voice = self._voices.of(stage)
+        """Whether most of a stage, by voice, have; or its founder, where no third has voice. Of two that
+        contradict each other neither is believed: most of the stages around them, which judge by themselves.
+        """
+        there, voice = self._there(stage), self._voices.of(stage)
+        founders = set(self._run.admission.founders) if len(voice) <= 2 else set[PeerId]()
+        around = [near for near in (stage - 1, stage + 1) if 0 <= near < self._run.S]
+        if len(heard(there, voice)) == 2 and around and founders.isdisjoint(there):
+            there, voice = (
+                [peer for near in around for peer in self._there(near)],
+                self._voices.of_all(around),
+            )
         asked = [peer for peer in heard(there, voice) if peer not in (accused, self._transport.peer_id)]
         said = await asyncio.gather(*(self._convicted_by(peer, accused) for peer in asked))
+        there = [peer for peer in there if peer != self._transport.peer_id]
         weight = {peer: voice.get(peer, 0) if voice else 1 for peer in there}
         agree = {peer for peer, one in zip(asked, said, strict=True) if one.yes}
-        founders = set(self._run.admission.founders)
-        if len(voice) <= 2 and accused not in founders and agree & founders:
+        if accused not in founders and agree & founders:
             return True
         return 2 * sum(weight[peer] for peer in agree) > sum(weight.values())
+
+    def _there(self, stage: Stage) -> list[PeerId]:
+        return [r.peer for r in self._directory.at(stage) if r.state in ("serving", "leaving")][:MAX_TOLD]
 
     async def _convicted_by(self, peer: PeerId, accused: PeerId) -> Convicted:
         ask = AskConvicted(run=self._run.id, peer=accused)

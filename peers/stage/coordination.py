@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import random
 import struct
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -58,8 +58,15 @@ WATCHED_S = 5.0
 """How long a trainer counts as watching: it asks once a second; after a lost answer, another peer."""
 MAX_WATCHERS = 16
 
+DOUBT_S = 5.0
+"""A peer that could give its word on a step, and has not for so long, may have been shown to lie."""
+
 M = TypeVar("M")
 T = TypeVar("T")
+
+
+async def _believe(peer: PeerId) -> None:
+    """Doubt nobody."""
 
 
 class StepCoordination:
@@ -83,6 +90,10 @@ class StepCoordination:
         self._core, self._transport, self._directory, self._backoff = core, transport, directory, backoff
         self._membership, self._bandwidth = membership, bandwidth
         self._voices = Voices(core.run, transport.signer, directory)
+        self.doubts: Callable[[PeerId], Awaitable[None]] = _believe
+        """Called with a peer whose word has been lacking for long, though it could give it."""
+        self._lacking: tuple[int, float] = (-1, 0.0)
+        """A step, and since when words on it are lacking."""
         self.act: Callable[[Action], None] = lambda action: None
         """Called with each action; it makes the peer do it."""
         self._run, self._stage, self._me = core.run, core.stage, core.me
@@ -273,6 +284,10 @@ class StepCoordination:
             if status.state == "serving" and status.version >= t and (status.done or status.inflight)
         }
         self.protocol.belief.excuse(t, set(peers) - able)
+        if self._lacking[0] != t:
+            self._lacking = t, now_s()
+        elif now_s() - self._lacking[1] > DOUBT_S:
+            await asyncio.gather(*map(self.doubts, able))
         self._core.report_trigger.urgent()  # the answer tells the commit again
 
     async def _ask_witnesses(self) -> None:

@@ -142,8 +142,10 @@ class Download:
     """Those that gave it, the one that gave most first."""
     received_bytes: int
     """Without what was here already."""
+    agreed: frozenset[PeerId] = frozenset()
+    """Those that offered just this, and were believed."""
     voiced: bool = False
-    """One of those that were believed has voice."""
+    """One of these has voice."""
 
 
 class Partial:
@@ -320,7 +322,8 @@ class _Downloading:
                 self._close(list(self.leases))
                 self.partial.give_away()
                 return Download(
-                    opened=opened, tensors=tensors, voiced=self._has_voice(members),
+                    opened=opened, tensors=tensors, agreed=frozenset(members),
+                    voiced=self._has_voice(members),
                     received_bytes=sum(self.given_bytes.values()),
                     sources=tuple(peer for peer, _ in self.given_bytes.most_common()),
                 )  # fmt: skip

@@ -88,6 +88,7 @@ ANSWER_AUDITS = "peers/audit/answers.py"
 CONTRIBUTIONS = "peers/audit/contributions.py"
 AUDIT_CALLER = "peers/audit/asking.py"
 AUDITOR = "peers/audit/auditor.py"
+REFEREE = "peers/audit/referee.py"
 VOICE = "swarm/protocol/voice.py"
 DATA = "swarm/data.py"
 DATASET = "peers/storage/dataset.py"
@@ -2913,7 +2914,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "rounding-is-a-lie",
         ANSWERS,
-        "> FAR[dtype] for",
+        "> far for",
         "> 0 for",
         "A peer on another kind of device is left out for its last bits.",
         ("test_false_answers",),
@@ -3559,6 +3560,54 @@ MUTATIONS: tuple[Mutation, ...] = (
         "asyncio.wait(tasks)",
         "A peer that answers work and no evaluation stands a run still.",
         ("test_evaluation",),
+    ),
+    Mutation(
+        "believe-one-of-two-replicas",
+        VERDICTS,
+        "if len(heard(there, voice)) == 2 and around and founders.isdisjoint(there):",
+        "if False:",
+        "Of two replicas the one with more voice has the other left out by all, by saying that it lied.",
+        ("test_two_replicas",),
+    ),
+    Mutation(
+        "judge-by-the-accusers-weights",
+        REFEREE,
+        "not found.agreed.issuperset(replicas)",
+        "not found.agreed",
+        "A replica that makes up a state shows that an honest answer is wrong.",
+        ("test_two_replicas",),
+    ),
+    Mutation(
+        "judge-by-weights-of-another-step",
+        REFEREE,
+        "or version != self._run.weight_version(said.t)",
+        "or False",
+        "An honest answer of the step before is wrong with the weights after it.",
+        ("test_two_replicas",),
+    ),
+    Mutation(
+        "believe-a-false-accuser-as-before",
+        CONVICTIONS,
+        "            if liar == request.peer:\n",
+        "            if False:\n",
+        "A replica that accuses the only other one falsely stands its stage still.",
+        ("test_two_replicas",),
+    ),
+    Mutation(
+        "judge-for-an-accuser-again-and-again",
+        REFEREE,
+        "self._tried[evidence.accused] += 1",
+        "pass",
+        "A replica that accuses the other of each answer has all neighbours download its stage for ever.",
+        ("test_two_replicas",),
+    ),
+    Mutation(
+        "doubt-no-word-that-is-lacking",
+        COORDINATION,
+        "            await asyncio.gather(*map(self.doubts, able))\n",
+        "            pass\n",
+        "A replica waits for the word of one that all others have left out.",
+        ("test_two_replicas",),
     ),
     Mutation(
         "believe-one-route-of-an-evaluation",

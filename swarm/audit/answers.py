@@ -70,15 +70,15 @@ def make(
     return Made(fwd.outputs, list(compute.gradients(fwd, output_grads, weights=False).answer))
 
 
-def is_far(made: Sequence[Encoded], said: Sequence[Encoded], of: Sequence[Encoded], dtype: str) -> bool:
-    """Whether tensors that a peer signed are far from those that were computed again, `of` given ones.
+def is_far(made: Sequence[Encoded], said: Sequence[Encoded], of: Sequence[Encoded], far: float) -> bool:
+    """Whether tensors that a peer signed are `far` from those that were computed again, `of` given ones.
 
     A tensor that is nothing but rounding errors of what was given is not: it is compared with that.
     """
     if [one.meta for one in made] != [one.meta for one in said]:
         return True
     least = NOISE * max((_norm(_values(one)) for one in of), default=0.0)
-    return any(_distance(a, b, least) > FAR[dtype] for a, b in zip(made, said, strict=True))
+    return any(_distance(a, b, least) > far for a, b in zip(made, said, strict=True))
 
 
 def _distance(one: Encoded, other: Encoded, least: float) -> float:
@@ -97,9 +97,16 @@ def _norm(values: torch.Tensor) -> float:
 
 
 def proves_answer(
-    compute: StageCompute, signer: Signer, evidence: WrongAnswer, body: Sequence[Buffer]
+    compute: StageCompute,
+    signer: Signer,
+    evidence: WrongAnswer,
+    body: Sequence[Buffer],
+    *,
+    share: float = 1.0,
 ) -> bool:
     """Whether the accused's answer is wrong. In a job of the device, which must have the step's weights.
+
+    `share`: of the distance from which on it is.
 
     Raises:
         As `StageCompute.forward`.
@@ -117,10 +124,11 @@ def proves_answer(
     if tuple(map(digest, split)) != signed:
         return False
     made = make(compute, Microbatch(said.t, said.m), inputs, output_grads)
-    if made.loss is not None and abs(made.loss - said.loss) > FAR[run.dtype] * max(1.0, abs(made.loss)):
+    far = share * FAR[run.dtype]
+    if made.loss is not None and abs(made.loss - said.loss) > far * max(1.0, abs(made.loss)):
         return True
-    forth = is_far(made.outputs, outputs, inputs, run.dtype)
-    return forth or is_far(made.input_grads, input_grads, output_grads, run.dtype)
+    forth = is_far(made.outputs, outputs, inputs, far)
+    return forth or is_far(made.input_grads, input_grads, output_grads, far)
 
 
 def split_tensors(

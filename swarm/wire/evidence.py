@@ -113,6 +113,12 @@ class ShowEvidence(msgspec.Struct, frozen=True, kw_only=True):
     evidence: Evidence
 
 
+class Heard(msgspec.Struct, frozen=True, kw_only=True):
+    """Evidence came. `asks`: for its body, to judge by itself."""
+
+    asks: bool = False
+
+
 class AuditAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """A request to compute an answer of `peer` again, from what it keeps."""
 
