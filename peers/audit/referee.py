@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from peers.device import host_memory
 from peers.ports import Buffer, Transport
 from peers.transfer.client import download, state_of
 from swarm.audit.answers import proves_answer
@@ -25,6 +26,8 @@ from swarm.wire.evidence import WrongAnswer
 MAX_TRIES = 3
 """Answers of one peer that are judged here: each costs a download of its stage."""
 
+COPIES = 3
+"""Of a state with its optimizer, that have to fit into free memory: what comes, the stage, its work."""
 SURE = 0.5
 """An answer is right by far that is no further off than this part of what a wrong one is at least."""
 
@@ -45,17 +48,14 @@ class Referee:
         """The accused, if its answer is wrong by the weights that both give now; the accuser, if it is right
         by far; else nobody.
         """
-        replicas = [evidence.accused, accuser]
-        said = evidence.statement
+        replicas, said = [evidence.accused, accuser], evidence.statement
+        state = state_of(self._run, said.stage)
+        if COPIES * sum(tensor.nbytes for tensor in state.like.values()) > host_memory()[0]:
+            return None
         async with self._lock:
             self._tried[evidence.accused] += 1
             try:
-                found = await download(
-                    self._transport,
-                    state_of(self._run, said.stage),
-                    replicas,
-                    voice=dict.fromkeys(replicas, 1),
-                )
+                found = await download(self._transport, state, replicas, voice=dict.fromkeys(replicas, 1))
             except SwarmError:
                 return None
             version = found.opened.version

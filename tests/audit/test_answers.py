@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from peers.sim.network import SimSigner
-from swarm.audit.answers import digest, is_audited, is_far, make, proves_answer, split_tensors
+from swarm.audit.answers import FAR, digest, is_audited, is_far, make, proves_answer, split_tensors
 from swarm.ids import Microbatch
 from swarm.manifest import CodecSpec, Run, audit_run
 from swarm.model.stage import StageCompute
@@ -42,16 +42,16 @@ def test_rounding_is_no_lie_and_gross_changes_are(codec: str) -> None:
         made = torch.randn(4, 256)
         given = [tensor(torch.randn(4, 256))]
         rounded = made * (1 + 1e-6 * torch.randn(4, 256))
-        assert not is_far([tensor(made, codec)], [tensor(rounded, codec)], given, "float32")
+        assert not is_far([tensor(made, codec)], [tensor(rounded, codec)], given, FAR["float32"])
         for lie in (-made, made * 0, made * 100, made.roll(1, 0), made + 0.05 * torch.randn(4, 256)):
-            assert is_far([tensor(made, codec)], [tensor(lie, codec)], given, "float32")
+            assert is_far([tensor(made, codec)], [tensor(lie, codec)], given, FAR["float32"])
 
 
 def test_what_is_nothing_but_rounding_is_no_lie() -> None:
     """The true gradient is zero, and each kind of device gives other noise."""
     given = [tensor(torch.randn(256))]
     noise = [tensor(1e-7 * torch.randn(256)) for _ in range(2)]
-    assert not is_far(noise[:1], noise[1:], given, "float32")
+    assert not is_far(noise[:1], noise[1:], given, FAR["float32"])
 
 
 def evidence_of(run: Run, stage: int) -> tuple[StageCompute, WrongAnswer, list[Any]]:

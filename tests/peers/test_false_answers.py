@@ -256,23 +256,6 @@ async def test_a_peer_that_shows_nothing_of_what_it_keeps_is_left_alone_by_its_c
         assert liar.microbatches.answered < run.steps * run.M / 3
 
 
-async def test_one_of_two_replicas_cannot_have_the_other_left_out_by_other_stages(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Who of the two lies, only they can see."""
-    audit(monkeypatch, share=1.0)
-    monkeypatch.setattr(answer_audits, "make", answer_audits.make)
-    run = audited_run()
-    async with swarm(run, replicas=2) as s:
-        await s.until_serving()
-        judges_falsely(s, s.peers["s1p1"])
-        s.add_trainer(TRAINER)
-        await s.until(lambda: s.peers["s1p1"].convictions.convicted, limit_s=60.0)
-        await asyncio.sleep(20.0)
-        others = [peer for name, peer in s.peers.items() if name != "s1p1"]
-        assert not any(peer.convictions.convicted for peer in others)
-
-
 async def test_its_stage_says_that_a_convicted_peer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the stage before asks it again for what its stage lacks: the run stood still."""
     audit(monkeypatch, share=1.0)

@@ -67,8 +67,12 @@ async def test_of_two_replicas_the_one_that_accuses_falsely_is_left_out_by_all(
         assert {name for peer in honest for name in peer.convictions.convicted} == {liar}
 
 
-@pytest.mark.parametrize(("t", "given"), [(0, "the same"), (1, "the same"), (0, "another"), (0, "none")])
-async def test_an_answer_is_judged_by_weights_of_its_step_that_both_replicas_give(t: int, given: str) -> None:
+@pytest.mark.parametrize(
+    ("t", "given"), [(0, "the same"), (1, "the same"), (0, "another"), (0, "none"), (0, "too much")]
+)
+async def test_an_answer_is_judged_by_weights_of_its_step_that_both_replicas_give(
+    t: int, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the accuser would make up a state with which an honest answer is wrong."""
     async with swarm(audited_run(), replicas=2) as s:
         await s.until_serving()
@@ -86,6 +90,8 @@ async def test_an_answer_is_judged_by_weights_of_its_step_that_both_replicas_giv
             accuser._copy = made_up
         elif given == "none":
             s.network.transports["s1p0"].serve("state", refuse)
+        elif given == "too much":
+            monkeypatch.setattr("peers.audit.referee.host_memory", lambda: (0, 0))
         referee = Referee(s.run, s.add_stranger().end.transport)
         proves: Any = referee
         said = Answered(1, t, 0, b"", b"", b"", b"", 0.0)
@@ -97,4 +103,5 @@ async def test_an_answer_is_judged_by_weights_of_its_step_that_both_replicas_giv
             proves._proves = lambda *_, wrong=wrong: wrong
             found = await referee.liar(evidence, [], "s1p1")
             assert found == (liar if t == 0 and given == "the same" else None)
-        assert MAX_TRIES == 3 and not referee.may_judge("s1p0") and referee.may_judge("s1p1")
+        assert MAX_TRIES == 3 and (given == "too much") == referee.may_judge("s1p0")
+        assert referee.may_judge("s1p1")
