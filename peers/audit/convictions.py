@@ -136,9 +136,8 @@ class Convictions(Verdicts):
         elif isinstance(evidence, WrongAnswer) and between:
             liar = await self._referee.liar(evidence, body, request.peer)
             if liar == request.peer:
-                self.leave_out(
-                    liar, f"it says that peer {short(evidence.accused)} lied, which answered truly"
-                )
+                why = f"it says that peer {short(evidence.accused)} lied, which answered truly"
+                self.leave_out(request.peer, why)
             shows = liar == evidence.accused
         elif isinstance(evidence, WrongAnswer):
             shows = await self.judge(evidence, body)

@@ -58,15 +58,15 @@ WATCHED_S = 5.0
 """How long a trainer counts as watching: it asks once a second; after a lost answer, another peer."""
 MAX_WATCHERS = 16
 
-DOUBT_S = 5.0
+OVERDUE_S = 5.0
 """A peer that could give its word on a step, and has not for so long, may have been shown to lie."""
 
 M = TypeVar("M")
 T = TypeVar("T")
 
 
-async def _believe(peer: PeerId) -> None:
-    """Doubt nobody."""
+async def _wait_on(peer: PeerId) -> None:
+    """Do nothing about a peer whose word is lacking."""
 
 
 class StepCoordination:
@@ -90,7 +90,7 @@ class StepCoordination:
         self._core, self._transport, self._directory, self._backoff = core, transport, directory, backoff
         self._membership, self._bandwidth = membership, bandwidth
         self._voices = Voices(core.run, transport.signer, directory)
-        self.doubts: Callable[[PeerId], Awaitable[None]] = _believe
+        self.word_overdue: Callable[[PeerId], Awaitable[None]] = _wait_on
         """Called with a peer whose word has been lacking for long, though it could give it."""
         self._lacking: tuple[int, float] = (-1, 0.0)
         """A step, and since when words on it are lacking."""
@@ -286,8 +286,8 @@ class StepCoordination:
         self.protocol.belief.excuse(t, set(peers) - able)
         if self._lacking[0] != t:
             self._lacking = t, now_s()
-        elif now_s() - self._lacking[1] > DOUBT_S:
-            await asyncio.gather(*map(self.doubts, able))
+        elif now_s() - self._lacking[1] > OVERDUE_S:
+            await asyncio.gather(*map(self.word_overdue, able))
         self._core.report_trigger.urgent()  # the answer tells the commit again
 
     async def _ask_witnesses(self) -> None:

@@ -134,7 +134,7 @@ class StagePeer:
             core, transport, directory, membership, backoff,
             bandwidth=lambda: all_reduce.bandwidth_bps, since_s=settings.joined_at,
         )  # fmt: skip
-        self.coordination.doubts = self.convictions.ask_about
+        self.coordination.word_overdue = self.convictions.ask_about
         tied_weights = TiedWeights(core, transport, directory, backoff)
         recovery = self._recovery = Recovery(
             core, transport, directory, self.store, backoff, tied_weights,

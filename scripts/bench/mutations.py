@@ -3602,9 +3602,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_two_replicas",),
     ),
     Mutation(
-        "doubt-no-word-that-is-lacking",
+        "wait-for-the-word-of-a-liar",
         COORDINATION,
-        "            await asyncio.gather(*map(self.doubts, able))\n",
+        "            await asyncio.gather(*map(self.word_overdue, able))\n",
         "            pass\n",
         "A replica waits for the word of one that all others have left out.",
         ("test_two_replicas",),
