@@ -468,3 +468,15 @@ OLD_WORDS = re.compile(
 def test_a_page_has_plain_words_only(page: str) -> None:
     text = re.sub(r"`[^`]*`", "", re.sub(FENCE, "", (ROOT / page).read_text()))
     assert not OLD_WORDS.findall(text)
+
+
+def test_each_threat_is_shown_by_tests_that_there_are() -> None:
+    """A name may end in "…"."""
+    page = (ROOT / "docs" / "threats.md").read_text()
+    sources = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    code = "\n".join(sources.values())
+    named = re.findall(r"`(test_\w+)(…?)`", page)
+    assert len(named) > 50
+    assert not [name for name, more in named if f"def {name}{'' if more else '('}" not in code]
+    files = set(re.findall(r"`(tests/\S+\.py)`", page))
+    assert not {name for name in files if ROOT / name not in sources}
