@@ -2890,8 +2890,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "wrong-answer-not-passed-on",
         ANSWER_AUDITS,
-        "            self._convictions.pass_on(evidence, body)\n",
-        "            pass\n",
+        "        self._convictions.pass_on(evidence, body)\n",
+        "        pass\n",
         "Other stages go on with a coordinator that was shown to lie.",
         ("test_false_answers",),
     ),
