@@ -3444,7 +3444,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "no-word-decides-between-two",
         VERDICTS,
-        "if len(voice) <= 2 and accused not in founders and agree & founders:",
+        "if accused not in founders and agree & founders:",
         "if False:",
         "A liar with one founder beside it makes the run stand still.",
         ("test_false_answers",),
