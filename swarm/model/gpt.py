@@ -109,7 +109,8 @@ class Block(nn.Module):
         heads = self.qkv(self.norm1(x_BTH)).view(B, T, N + 2 * K, H // N).transpose(1, 2)
         q_BNTD, k_BNTD, v_BNTD = heads.split([N, K, K], 1)
         if self.normed:
-            q_BNTD, k_BNTD = self.q_norm(q_BNTD), self.k_norm(k_BNTD)
+            dtype = self.q_norm.weight.dtype  # autocast leaves these in bfloat16
+            q_BNTD, k_BNTD = self.q_norm(q_BNTD.to(dtype)), self.k_norm(k_BNTD.to(dtype))
         if turn_TD is not None:
             q_BNTD, k_BNTD = _rotate(q_BNTD, turn_TD), _rotate(k_BNTD, turn_TD)
         if K < N:
