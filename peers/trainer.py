@@ -374,7 +374,7 @@ class Trainer:
 
     def _learn_speeds(self, hops: Sequence[Hop], took_s: float) -> None:
         """Learn from what each stage and each link took of a microbatch."""
-        parts = [(hop.own_s, hop.work_s) for hop in hops]
+        parts = [(hop.own_s, hop.device_s) for hop in hops]
         for hop in hops:
             if 0 <= hop.stage < self._run.S and 0 <= hop.own_s <= took_s:
                 self._router.answered(hop.stage, hop.peer, hop.work_s)

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from swarm.ids import PeerId
-from swarm.plan.network import Network
+from swarm.plan.network import Network, exchange_s
 from swarm.sim.dice import Dice
 from swarm.wire.frames import WINDOW_BYTES
 
@@ -57,6 +59,7 @@ class SharedLines(Lines):
 
     def __init__(self, network: Network) -> None:
         super().__init__(least_s=0.0, most_s=0.0, bytes_per_s=math.inf)
+        self._network = network
         self.device_of: dict[PeerId, int] = {}
         """Where processes are, for `lasts_s`."""
         self._latency_s: list[list[float]] = network.latency_s.tolist()
@@ -111,27 +114,15 @@ class SharedLines(Lines):
         return end_s + self._latency_s[a][b]
 
     def reduce_s(self, members: Sequence[int], size_bytes: float) -> float:
-        """Seconds of an all-reduce in two phases, scatter and gather, as in `peers/stage/all_reduce.py`.
-
-        Of n members each owns an n-th. In each phase every member sends n - 1 parts and receives as many, all
-        at once; the slowest upload, download or line between two and the longest latency set the time.
-        """
-        n = len(members)
-        if n < 2:
-            return 0.0
-        part_bytes = size_bytes / n
-        here: dict[int, int] = {}
-        for member in members:
-            region = self._region[member]
-            here[region] = here.get(region, 0) + 1
-        slowest_s = max(max(self._up_s[i], self._down_s[i]) for i in members) * (n - 1)
-        latency_s = 0.0
-        for a in here:
-            for b in here:
-                if a != b or here[a] > 1:
-                    slowest_s = max(slowest_s, self._line_s[a][b])
-                    latency_s = max(latency_s, self._latency_s[a][b])
-        return 2 * (part_bytes * slowest_s + latency_s)
+        """Seconds of the all-reduce of these devices, with nothing else on the lines."""
+        there = [self._network.devices[i] for i in members]
+        region_n = [device.region for device in there]
+        pairs = np.ix_(region_n, region_n)
+        return exchange_s(
+            size_bytes, self._network.latency_s[pairs], self._network.bandwidth_bps[pairs],
+            np.array([device.upload_bps for device in there]),
+            np.array([device.download_bps for device in there]),
+        )  # fmt: skip
 
 
 def _per_byte(bps: list[list[float]]) -> list[list[float]]:

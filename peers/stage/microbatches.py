@@ -25,7 +25,8 @@ from swarm.audit.answers import is_audited
 from swarm.codecs import choose_codec
 from swarm.data import most_proof_bytes, proof_bytes
 from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused, SwarmError
-from swarm.ids import Microbatch, PeerId
+from swarm.ids import Microbatch, PeerId, Stage
+from swarm.manifest import Run
 from swarm.model.gradient_sum import Gradients, SumLost
 from swarm.model.stage import Forward
 from swarm.model.stage_io import allowed_gradients, allowed_inputs, body_bytes, boundary_bytes
@@ -52,6 +53,7 @@ class MicrobatchServer:
         left_out: replicas of this stage that take part in nothing for now.
         on_fault: told of each peer of the next stage that failed.
         audits: has some answers of the next stage computed again; None: none.
+        upload_bps: as its owner limits it; 0: not at all.
     """
 
     def __init__(
@@ -64,7 +66,9 @@ class MicrobatchServer:
         max_inflight: int,
         left_out: Callable[[], Sequence[PeerId]],
         audits: AuditCaller | None = None,
+        upload_bps: float = 0.0,
     ) -> None:
+        self._upload_s = 8.0 * _bytes_out(core.run, core.stage) / upload_bps if upload_bps else 0.0
         self._audits, self._is_audited = audits, is_audited(core.run)
         self._left_out = left_out
         self._core, self._transport, self._membership, self._next = core, transport, membership, next_stage
@@ -444,8 +448,15 @@ class MicrobatchServer:
     def _hop(self, *, own_s: float, compute_s: float, receipt: Receipt | None) -> Hop:
         core = self._core
         return Hop(
-            stage=core.stage, peer=core.me, own_s=max(0.0, own_s), compute_s=compute_s, receipt=receipt
-        )
+            stage=core.stage, peer=core.me, own_s=max(0.0, own_s), compute_s=compute_s,
+            upload_s=self._upload_s, receipt=receipt,
+        )  # fmt: skip
+
+
+def _bytes_out(run: Run, stage: Stage) -> int:
+    """What a peer sends of a microbatch, with the manifest's codecs."""
+    on = boundary_bytes(run, stage, run.codec.forward_at(stage))[0] if stage < run.S - 1 else 0
+    return on + (boundary_bytes(run, stage - 1, run.codec.forward_at(stage - 1))[1] if stage else 0)
 
 
 def _done(loss: float, grads_in: Sequence[Encoded], *hops: Hop) -> WorkDone:

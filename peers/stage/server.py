@@ -112,7 +112,7 @@ class StagePeer:
         self._audits = audits
         self.microbatches = MicrobatchServer(
             core, transport, membership, next_stage, max_inflight=settings.max_inflight,
-            left_out=self._left_out, audits=audits,
+            left_out=self._left_out, audits=audits, upload_bps=settings.upload_bps,
         )  # fmt: skip
         self.evaluations = EvaluationServer(core, transport, membership)
         serve_kept(core, transport, membership)

@@ -2,6 +2,7 @@
 
     python scripts/bench/worldwide.py                    # four minutes, one core
     python scripts/bench/worldwide.py --network my.json --case 3
+    python scripts/bench/worldwide.py --predictions --microbatches 256 --steps 8 --budget 1    # two minutes
 
 Case 4 of `../shared/data/networks/dtfm.json` (Yuan et al., NeurIPS 2022). The coarse simulation
 (`peers/sim/throughput`) runs steps of a GPT of 1.3 B: 8 stages of 3 layers of width 2048, sequences of 2048
@@ -79,6 +80,64 @@ def read_network(path: Path, case: int) -> Network:
     return Network(devices, lines.regions, lines.latency_s, lines.bandwidth_bps)
 
 
+def random_case(seed: int, most: int = 256) -> tuple[Network, Job]:
+    """Cities on a square; devices of one speed or 20 times apart, every third time with uploads; at most
+    `most` microbatches."""
+    rng = np.random.default_rng([seed, 5])
+    count, stages, cities = int(rng.integers(12, 49)), int(rng.integers(3, 9)), int(rng.integers(2, 7))
+    at = rng.uniform(0, 1, (cities, 2))
+    distance = np.sqrt(((at[:, None] - at[None]) ** 2).sum(-1))
+    base_bps = rng.uniform(0.2, 2) * 1e9
+    region = np.concatenate([np.arange(cities), rng.integers(cities, size=count - cities)])
+    flops = 1e12 * (np.exp(rng.uniform(np.log(5), np.log(100), count)) if seed % 2 else np.full(count, 40.0))
+    up_bps = np.exp(rng.uniform(np.log(5e7), np.log(1e9), count)) if seed % 3 == 0 else np.full(count, np.inf)
+    devices = tuple(
+        Device(f"d{i}", int(region[i]), float(flops[i]), upload_bps=float(up_bps[i])) for i in range(count)
+    )
+    each_bytes, each_flops = (
+        float(np.exp(rng.uniform(*np.log(ends)))) for ends in ((1e6, 1e7), (2e11, 4e12))
+    )
+    job = Job(
+        stages=stages, microbatches=int(rng.integers(64, most + 1)), forward_flops=(each_flops,) * stages,
+        forward_bytes=(each_bytes,) * (stages - 1), backward_bytes=(each_bytes,) * (stages - 1),
+        gradient_bytes=(float(rng.uniform(0.05, 0.6)) * 1e9,) * stages, state_bytes=(0.0,) * stages,
+        activation_bytes=(0.0,) * stages,
+    )  # fmt: skip
+    lines = 0.002 + 0.12 * distance, base_bps / (1 + 6 * distance)
+    return Network(devices, tuple(f"city{i}" for i in range(cities)), *lines), job
+
+
+def predictions(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each network and layout: DT-FM's cases and twelve random networks."""
+    cases = [(f"case {n}", read_network(options.network, n), job_of(options.microbatches)) for n in range(6)]
+    cases += [(f"random {seed}", *random_case(seed)) for seed in range(12)]
+    rows: list[dict[str, Any]] = []
+    for name, network, job in cases:
+        began_s, overlap = time.process_time(), Overlap(network, job)
+        planned = search_overlapped(
+            network, job, seed=0, budget_s=options.budget, spent_s=lambda b=began_s: time.process_time() - b
+        )
+        by_index = np.arange(len(network)) * job.stages // len(network)
+        of_name = {
+            "planned": planned.stage_of,
+            "index order": by_index,
+            "random": np.random.default_rng(1).permutation(by_index),
+        }
+        for layout, of_N in of_name.items():
+            said = overlap.predict(of_N)
+            settings = Settings(rebalance_every_s=0.0)
+            ran = simulate(network, job, of_N.tolist(), end_s=1e9, steps=options.steps, settings=settings)
+            step_s = ran.step_s(skip=options.steps // 2)
+            rows.append(
+                {
+                    "network": name, "layout": layout, "predicted_s": round(said.total_s, 2),
+                    "step_s": round(step_s, 2), "ratio": round(said.total_s / step_s, 3), "limit": said.limit,
+                }
+            )  # fmt: skip
+            print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
 def stages_of(grid_SD: np.ndarray) -> list[int]:
     """The stage of each device of a grid."""
     layout = [0] * grid_SD.size
@@ -154,6 +213,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=16, help="of which the second half counts (default: 16)")
     parser.add_argument("--seeds", type=int, default=3, help="of random layouts (default: 3)")
     parser.add_argument("--budget", type=float, default=10.0, help="CPU seconds of a search (default: 10)")
+    parser.add_argument(
+        "--predictions", action="store_true", help="all cases and 12 random networks, predicted and simulated"
+    )
     parser.add_argument("--quick", action="store_true", help="128 microbatches, one seed, 1 s of search")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -163,6 +225,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    if options.predictions:
+        print(machine())
+        columns = ("network", "layout", "predicted_s", "step_s", "ratio", "limit")
+        report(predictions(options), columns, "seconds of a step, predicted and simulated")
+        return
     try:
         network, job = read_network(options.network, options.case), job_of(options.microbatches)
     except SetupError as error:

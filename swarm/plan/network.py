@@ -212,8 +212,42 @@ class Job:
             return math.inf
         return max(1.0, free_bytes // self.activation_bytes[stage])
 
+    def bytes_out(self, stage: int) -> float:
+        """What a microbatch has the upload of its peer send: activations on, gradients back."""
+        on = self.forward_bytes[stage] if stage < self.stages - 1 else 0.0
+        return on + (self.backward_bytes[stage - 1] if stage else 0.0)
+
+    def bytes_in(self, stage: int) -> float:
+        """The same of its download."""
+        back = self.backward_bytes[stage] if stage < self.stages - 1 else 0.0
+        return back + (self.forward_bytes[stage - 1] if stage else 0.0)
+
     def _fixed_bytes(self, stage: int) -> float:
         return (self.fixed_bytes or self.state_bytes)[stage]
+
+
+def exchange_s(
+    gradient_bytes: float,
+    latency_nn: np.ndarray,
+    bandwidth_nn: np.ndarray,
+    upload_n: np.ndarray,
+    download_n: np.ndarray,
+) -> float:
+    """Seconds of a stage's all-reduce: parts of the gradient go to their owners, then their sums to all.
+
+    Everybody sends to everybody at once, so a part has come when its line and both ends are through; the sum
+    of an owner can leave when all parts have come, and its own upload has sent the others' parts.
+    """
+    count = len(upload_n)
+    if count == 1:
+        return 0.0
+    part_bits = 8.0 * gradient_bytes / count
+    line_s_nn = part_bits / bandwidth_nn
+    up_n, down_n = ((count - 1) * part_bits / each_n for each_n in (upload_n, download_n))
+    arrival_nn = latency_nn + np.maximum(np.maximum(line_s_nn, up_n[:, None]), down_n[None, :])
+    np.fill_diagonal(arrival_nn, 0.0)
+    owner_n = np.maximum(arrival_nn.max(axis=0), up_n)
+    return float((owner_n[:, None] + arrival_nn).max())
 
 
 def check_fit(network: Network, job: Job) -> None:

@@ -6,23 +6,24 @@ at a time; a line's two directions, an upload and a download are each shared by 
 last backward of a stage is done its members add their sums up (butterfly: everybody owns a part, gets it from
 the others, and gives the sum back), all stages at once; then a barrier.
 
-So a step takes as long as one microbatch is on its way, plus what the busiest device, upload, download or
-line still has to do meanwhile, plus the exchange that ends last. Unequal numbers of replicas are fine.
+So a step takes as long as one microbatch is on its way, plus what the busiest device, upload, download, line
+or memory still has to do meanwhile, plus the exchange that ends last. Unequal numbers of replicas are fine.
+
+All are means: routers price a line by what is under way on it, so none is met much more often than others,
+and leave slow ways to the middle of a step. The simulation that runs the live policies agrees to 10 %.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
-from scipy.special import ndtri
 
 from swarm.errors import SetupError
-from swarm.plan.network import BACKWARD_FORWARDS, Job, Network, check_fit
+from swarm.plan.network import BACKWARD_FORWARDS, Job, Network, check_fit, exchange_s
 
 SLOPE = 0.05
 """Weight of a second that delays nothing, against one that the step takes."""
@@ -58,13 +59,15 @@ class _Stage:
     """[n] of the microbatches, in proportion to what a member can do and send."""
     forward_s: float
     """Mean of one microbatch, by share."""
-    variance_s2: float
-    """Of forward and backward together."""
     busy_s: float
     """Of the busiest member or its lines to all others, in one step."""
     once_s: float
     """What one microbatch takes of that."""
     what: str
+    held: float
+    """Seconds of a step for each second that a microbatch stays with a member, of the one with least room."""
+    fullest: int
+    """That member."""
     exchange_s: float
 
 
@@ -73,13 +76,9 @@ class _Boundary:
     hop_s: float
     """Mean of one way of one microbatch: forth and back are added up."""
     back_s: float
-    variance_s2: float
-    """Of forth and back together, over the pairs that a microbatch may meet."""
     busy_s: float
     """Of the busiest line, in one direction."""
     once_s: float
-    uses: float
-    """Microbatches that pass one of the lines that are nearly as busy."""
     what: tuple[int, int]
 
 
@@ -95,13 +94,14 @@ class Overlap:
         self.network, self.job = network, job
         self.region_N = network.region_of()
         """[N] of every device, as an index."""
+        self._memory_N = np.array([device.memory_bytes for device in network.devices])
         self._flops_N = np.array([device.flops_per_s for device in network.devices])
         self._up_N = np.array([device.upload_bps for device in network.devices])
         self._down_N = np.array([device.download_bps for device in network.devices])
         self._stage = lru_cache(maxsize=MAX_KNOWN)(self._measure_stage)
         self._boundary = lru_cache(maxsize=MAX_KNOWN)(self._measure_boundary)
         least_S1 = np.array([[job.least_bytes(stage)] for stage in range(job.stages)])
-        self.fits_SN = least_S1 <= np.array([device.memory_bytes for device in network.devices])
+        self.fits_SN = least_S1 <= self._memory_N
         """[S, N] whether a device can hold a stage."""
 
     # -- the whole step ---------------------------------------------------------------------------
@@ -121,14 +121,10 @@ class Overlap:
         """
         stages, boundaries = self._parts(stage_of)
         period_s = max(part.busy_s for part in (*stages, *boundaries)) / self.job.microbatches
-        found_N, behind_s = np.zeros(len(self.network), dtype=np.int64), 0.0
-        for number in reversed(range(self.job.stages)):
-            stage = stages[number]
-            if number < self.job.stages - 1:
-                behind_s += boundaries[number].hop_s
-            behind_s += (1 + BACKWARD_FORWARDS) * stage.forward_s
+        found_N = np.zeros(len(self.network), dtype=np.int64)
+        for stage, stay_s in zip(stages, self._stays_s(stages, boundaries), strict=True):
             most_n = whole_shares(stage.share, self.job.microbatches)
-            needed_n = np.ceil(stage.share * behind_s / max(period_s, 1e-12))
+            needed_n = np.ceil(stage.share * stay_s / max(period_s, 1e-12))
             found_N[stage.members] = np.ceil(np.clip(needed_n, 1.0, np.maximum(most_n, 1.0)))
         return found_N
 
@@ -144,21 +140,29 @@ class Overlap:
         stages = [self._stage(s, np.flatnonzero(of_N == s).tobytes()) for s in range(self.job.stages)]
         return stages, [self._boundary(s, a, b) for s, (a, b) in enumerate(pairwise(stages))]
 
+    def _stays_s(self, stages: Sequence[_Stage], boundaries: Sequence[_Boundary]) -> list[float]:
+        """Per stage, from the forward of a microbatch to the end of its backward, if it never waits."""
+        stays_s, behind_s = list[float](), 0.0
+        for number in reversed(range(len(stages))):
+            behind_s += (1 + BACKWARD_FORWARDS) * stages[number].forward_s
+            behind_s += boundaries[number].hop_s if number < len(boundaries) else 0.0
+            stays_s.append(behind_s)
+        return stays_s[::-1]
+
     def _step(self, stages: Sequence[_Stage], boundaries: Sequence[_Boundary]) -> StepTime:
-        first_s = sum((1 + BACKWARD_FORWARDS) * stage.forward_s for stage in stages)
-        first_s += sum(boundary.hop_s for boundary in boundaries)
-        busy_s, what, uses = 0.0, "the way of one microbatch", float(self.job.microbatches)
-        for stage in stages:
+        stays_s = self._stays_s(stages, boundaries)
+        first_s, busy_s, what = stays_s[0], 0.0, "the way of one microbatch"
+        for stage, stay_s in zip(stages, stays_s, strict=True):
             if stage.busy_s - stage.once_s > busy_s:
                 busy_s, what = stage.busy_s - stage.once_s, stage.what
+            if stage.held * stay_s - stay_s > busy_s:
+                busy_s = stage.held * stay_s - stay_s
+                what = f"the memory of {self.network.devices[stage.fullest].name}"
         for boundary in boundaries:
             if boundary.busy_s - boundary.once_s > busy_s:
                 busy_s = boundary.busy_s - boundary.once_s
                 a, b = (self.network.devices[i].name for i in boundary.what)
-                what, uses = f"the line {a} - {b}", boundary.uses
-        variance_s2 = sum(part.variance_s2 for part in (*stages, *boundaries))
-        # The step waits for the last of those that are on their way when what is busiest has nothing left.
-        first_s += largest_of(uses * min(1.0, first_s / max(busy_s, 1e-12))) * math.sqrt(variance_s2)
+                what = f"the line {a} - {b}"
         # A later stage sees its last backward sooner, by the way back from it to the first stage.
         sooner_s, tail_s, last = 0.0, 0.0, 0
         for number, stage in enumerate(stages):
@@ -201,9 +205,12 @@ class Overlap:
             ]
         )
         slowest_n = each_s.max(axis=0)
-        rate_n = 1.0 / np.maximum(slowest_n, 1e-12)
+        # Routers know what a peer computes and its upload (`Hop.work_s`).
+        rate_n = 1.0 / np.maximum(each_s[:2].max(axis=0), 1e-12)
         share_n = rate_n / rate_n.sum()
-        busy_n = whole_shares(share_n, job.microbatches) * slowest_n
+        whole_n = whole_shares(share_n, job.microbatches)
+        busy_n = whole_n * slowest_n
+        held_n = whole_n / self._room(number, members)
         worst = int((busy_n - slowest_n).argmax())
         kind = int(each_s[:, worst].argmax())
         name = devices[int(members[worst])].name
@@ -213,46 +220,28 @@ class Overlap:
             members,
             share_n,
             forward_s,
-            float(share_n @ ((1 + BACKWARD_FORWARDS) * (forward_n - forward_s)) ** 2),
             float(busy_n[worst]),
             float(slowest_n[worst]),
             what,
-            self._exchange_s(members, 8.0 * job.gradient_bytes[number]),
+            float(held_n.max()),
+            int(members[held_n.argmax()]),
+            self._exchange_s(members, job.gradient_bytes[number]),
         )
+
+    def _room(self, number: int, members: np.ndarray) -> np.ndarray:
+        """[n] as `Job.room`."""
+        if not self.job.activation_bytes[number] or np.isinf(self._memory_N[members]).all():
+            return np.full(len(members), np.inf)
+        return np.array([self.job.room(number, self.network.devices[int(i)]) for i in members])
 
     def _bits(self, number: int) -> tuple[float, float]:
         """(out, in) of a member of a stage for one microbatch."""
-        job = self.job
-        before, after = number > 0, number < job.stages - 1
-        out_bytes = (job.forward_bytes[number] if after else 0.0) + (
-            job.backward_bytes[number - 1] if before else 0.0
-        )
-        in_bytes = (job.forward_bytes[number - 1] if before else 0.0) + (
-            job.backward_bytes[number] if after else 0.0
-        )
-        return 8.0 * out_bytes, 8.0 * in_bytes
+        return 8.0 * self.job.bytes_out(number), 8.0 * self.job.bytes_in(number)
 
-    def _exchange_s(self, members: np.ndarray, gradient_bits: float) -> float:
-        """Butterfly over `members`: parts go to their owners, then their sums to all."""
-        count = len(members)
-        if count == 1:
-            return 0.0
-        part_bits = gradient_bits / count
-        region_n = self.region_N[members]
-        here = np.ix_(region_n, region_n)
-        latency_nn = self.network.latency_s[here]
-        line_s_nn = part_bits / self.network.bandwidth_bps[here]
-        np.fill_diagonal(line_s_nn, 0.0)
-        up_n = (count - 1) * part_bits / self._up_N[members]
-        down_n = (count - 1) * part_bits / self._down_N[members]
-        # Everybody sends to everybody at once, so a part has come when its line and both ends are through.
-        slow_nn = np.maximum(np.maximum(line_s_nn, up_n[:, None]), down_n[None, :])
-        arrival_nn = latency_nn + slow_nn
-        np.fill_diagonal(arrival_nn, 0.0)
-        owner_n = np.maximum(
-            arrival_nn.max(axis=0), up_n
-        )  # its own upload has the others' parts to send first
-        return float((owner_n[:, None] + arrival_nn).max())
+    def _exchange_s(self, members: np.ndarray, gradient_bytes: float) -> float:
+        here = np.ix_(self.region_N[members], self.region_N[members])
+        lines = self.network.latency_s[here], self.network.bandwidth_bps[here]
+        return exchange_s(gradient_bytes, *lines, self._up_N[members], self._down_N[members])
 
     # -- one boundary -----------------------------------------------------------------------------
 
@@ -267,16 +256,13 @@ class Overlap:
         back_ab = latency_ab + backward_bits / back
         hop_ab = latency_ab + forward_bits / forth + back_ab
         once_ab = max(forward_bits, backward_bits) / line_ab
-        busy_ab = most_uses(share_ab, job.microbatches, once_ab) * once_ab
+        busy_ab = job.microbatches * share_ab * once_ab
         worst = divmod(int((busy_ab - once_ab).argmax()), len(b.members))
-        hop_s = float((share_ab * hop_ab).sum())
         return _Boundary(
-            hop_s,
+            float((share_ab * hop_ab).sum()),
             float((share_ab * back_ab).sum()),
-            float((share_ab * (hop_ab - hop_s) ** 2).sum()),
             float(busy_ab[worst]),
             float(once_ab[worst]),
-            float((share_ab * job.microbatches)[busy_ab >= 0.8 * busy_ab[worst]].sum()),
             (int(a.members[worst[0]]), int(b.members[worst[1]])),
         )
 
@@ -284,23 +270,3 @@ class Overlap:
 def whole_shares(share_n: np.ndarray, microbatches: int) -> np.ndarray:
     """[n] microbatches of each member: shares of M, the busiest rounded up since microbatches are not cut."""
     return np.maximum(share_n * microbatches, np.minimum(1.0, share_n * microbatches * len(share_n)))
-
-
-def most_uses(share_ab: np.ndarray, microbatches: int, once_ab: np.ndarray) -> np.ndarray:
-    """[a, b] how often a line is used in a step if it is the unluckiest of those that matter.
-
-    Pairs meet by chance while every member gets just its share: a count with the mean M · p · q and the
-    variance M · p (1 - p) · q (1 - q) (of a table with fixed margins). K counts the lines that are at least
-    half as busy as the busiest.
-    """
-    mean_ab = share_ab * microbatches
-    busy_ab = mean_ab * once_ab
-    lines = float((busy_ab >= 0.5 * busy_ab.max()).sum())
-    p_a1, q_1b = share_ab.sum(axis=1, keepdims=True), share_ab.sum(axis=0, keepdims=True)
-    deviation_ab = np.sqrt(mean_ab * (1 - p_a1).clip(0) * (1 - q_1b).clip(0))
-    return mean_ab + largest_of(lines) * deviation_ab
-
-
-def largest_of(count: float) -> float:
-    """How many standard deviations the largest of `count` draws is above their mean (Blom's quantile)."""
-    return max(0.0, float(ndtri((count - 0.375) / (count + 0.25)))) if count > 1 else 0.0

@@ -34,6 +34,7 @@ Every request names the run by its hash, so that runs never mix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, TypeVar
 
@@ -129,13 +130,20 @@ class Hop(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The part of it in which its device worked."""
     latency_s: float = 0.0
     """Time on the line from its caller and back, as the caller measured it; 0 = not known."""
+    upload_s: float = 0.0
+    """How long its upload is busy with a microbatch, if its owner limits that."""
     receipt: Receipt | None = None
     """In a run that names trainers."""
 
     @property
-    def work_s(self) -> float:
+    def device_s(self) -> float:
         """Its device's time, if that can be true: not more than `own_s`, and more than nothing."""
         return self.compute_s if 0.0 < self.compute_s <= self.own_s else self.own_s
+
+    @property
+    def work_s(self) -> float:
+        """The time of its device or of its upload, whichever is busy longer: its share follows from it."""
+        return max(self.device_s, self.upload_s) if 0.0 < self.upload_s < math.inf else self.device_s
 
 
 def with_latency(hops: tuple[Hop, ...], took_s: float) -> tuple[Hop, ...]:
@@ -147,7 +155,7 @@ def with_latency(hops: tuple[Hop, ...], took_s: float) -> tuple[Hop, ...]:
         return hops
     latency_s = took_s - sum(hop.own_s for hop in hops) - sum(hop.latency_s for hop in hops[1:])
     first = msgspec.structs.replace(hops[0], latency_s=latency_s if 0.0 < latency_s <= took_s else 0.0)
-    behind = (msgspec.structs.replace(hop, receipt=None) for hop in hops[MAX_RECEIPTS:MAX_HOPS])
+    behind = (msgspec.structs.replace(hop, receipt=None, upload_s=0.0) for hop in hops[MAX_RECEIPTS:MAX_HOPS])
     return (first, *hops[1:MAX_RECEIPTS], *behind)
 
 

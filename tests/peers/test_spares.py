@@ -28,6 +28,18 @@ async def stands_by(s: Swarm, name: str = "home") -> None:
     await s.until(lambda: s.owners[name].doing == "paused")
 
 
+async def test_who_limits_an_upload_gets_microbatches_by_it() -> None:
+    """Two peers of stage 0 compute alike; the upload of one takes longer for each than its device."""
+    run = replace(run_of(6), rebalance_every_s=0)
+    async with swarm(run, replicas=1) as s:
+        s.add_peer("home", 0, upload_bps=SLOW_BPS)
+        await s.until_serving()
+        s.add_trainer("trainer")
+        await s.until_finished()
+        done = {name: s.peers[name].core.computed for name in ("s0p0", "home")}
+        assert 0 < 3 * done["home"] < done["s0p0"]
+
+
 async def test_a_newcomer_that_would_make_steps_longer_stands_by_and_is_told_why() -> None:
     async with swarm(run_of(8), replicas=2) as s:
         await s.until_serving()

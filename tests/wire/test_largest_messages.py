@@ -148,7 +148,7 @@ LARGEST: dict[type, msgspec.Struct] = {
         loss=1.5, tensors=metas(300),
         hops=with_latency(tuple(
             Hop(
-                stage=s, peer=PEERS[s], own_s=1.5, compute_s=1.5, latency_s=1.5,
+                stage=s, peer=PEERS[s], own_s=1.5, compute_s=1.5, latency_s=1.5, upload_s=1.5,
                 receipt=Receipt(DIGEST, DIGEST, DIGEST, DIGEST, bytes(SIGNATURE_BYTES)),
             )
             for s in range(MAX_HOPS)

@@ -194,3 +194,12 @@ def test_of_work_done_before_and_of_times_that_cannot_be_no_way_is_known(own_s: 
 )
 def test_a_device_worked_no_longer_than_its_peer_had_the_microbatch(compute_s: float, work_s: float) -> None:
     assert Hop(stage=0, peer="p", own_s=0.1, compute_s=compute_s).work_s == work_s
+
+
+@pytest.mark.parametrize(
+    ("upload_s", "work_s"),
+    [(0.3, 0.3), (0.02, 0.05), (float("nan"), 0.05), (float("inf"), 0.05), (-1.0, 0.05)],
+)
+def test_a_peer_takes_as_many_as_its_device_and_its_upload_can(upload_s: float, work_s: float) -> None:
+    found = Hop(stage=0, peer="p", own_s=0.1, compute_s=0.05, upload_s=upload_s)
+    assert (found.work_s, found.device_s) == (work_s, 0.05)

@@ -88,7 +88,10 @@ class Members:
         backward_s = there.compute_s(BACKWARD_FORWARDS * job.forward_flops[stage]) + settings.job_s
         open_steps = 1 + settings.delayed_updates
         room = int(min(settings.max_inflight, job.room(stage, there), open_steps * job.microbatches))
-        peer = world.peers[name] = Peer(self._loop, device, name, stage, (forward_s, backward_s), room)
+        upload_s = 8.0 * job.bytes_out(stage) / there.upload_bps
+        peer = world.peers[name] = Peer(
+            self._loop, device, name, stage, (forward_s, backward_s), upload_s, room
+        )
         peer.spare = spare
         if spare:
             self._report.spares += 1

@@ -288,7 +288,7 @@ class Trainers:
             trainer.window.answered(in_flight=trainer.running, moving=self._moving_share(flight))
         for hop, own_s in zip(flight.hops, flight.own_s, strict=True):
             if own_s > 0.0:
-                trainer.router.answered(hop.stage, hop.name, sum(hop.job_s))
+                trainer.router.answered(hop.stage, hop.name, hop.work_s)
         number = int(now_s / self._settings.bin_s)
         report.answered += [0] * (number + 1 - len(report.answered))
         report.answered[number] += 1

@@ -35,11 +35,19 @@ class Peer:
         name: PeerId,
         stage: Stage,
         job_s: tuple[float, float],
+        upload_s: float,
         room: int,
     ) -> None:
-        """`job_s`: forward and backward of a microbatch. `room`: microbatches in its memory; more wait."""
+        """
+        Args:
+            job_s: forward and backward of a microbatch.
+            upload_s: what it sends of one.
+            room: microbatches in its memory; more wait.
+        """
         self._loop = loop
         self.device, self.name, self.stage, self.job_s, self.room = device, name, stage, job_s, room
+        self.work_s = max(sum(job_s), upload_s)
+        """As `Hop.work_s`."""
         self.since_s = self.served_from_s = loop.now_s
         self.alive, self.serving, self.spare = True, False, False
         self.ended_s = 0.0
