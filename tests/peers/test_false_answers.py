@@ -17,6 +17,7 @@ from peers.audit import asking
 from peers.events import PeerLost, Trouble
 from peers.ports import Answer, Buffer, Request
 from peers.stage.server import StagePeer
+from swarm.errors import Refused
 from swarm.manifest import AdmissionSpec, Run, audit_run, demo_run
 from swarm.protocol.work_count import RENEW_EVERY
 from swarm.wire.codec import Encoded
@@ -325,6 +326,11 @@ async def test_where_no_third_has_voice_the_founder_is_believed(monkeypatch: pyt
         give_voice(s, "s0p0", "s1p0", "s2p0", steps={"s1p0": 100})
         await s.until_serving()
         lie(s.peers["s1p0"], LIES["zero"])
+
+        async def give_nothing(request: Request) -> Answer:
+            raise Refused("its neighbours cannot judge by weights that it does not give")
+
+        s.network.transports["s1p0"].serve("state", give_nothing)
         s.add_trainer(sybils.TRAINER)
         honest = [peer for name, peer in s.peers.items() if name != "s1p0"]
         await s.until(lambda: all(peer.core.version >= run.steps for peer in honest), limit_s=100.0)
