@@ -178,18 +178,18 @@ def test_every_start_is_a_grid_of_all_devices() -> None:
     of = terms(4, 6, 1)
     for shape in shapes(4, 6):
         for bands in (False, True):
-            grid = clustered_grid(of, shape, np.random.default_rng(0), bands=bands)
+            grid = clustered_grid(of, shape, np.random.default_rng(0), bands=bands, blur=0.1)
             assert grid.shape == (4, 6)
             assert sorted(grid.ravel().tolist()) == list(range(24))
 
 
-def test_an_annealing_is_never_worse_than_where_it_began() -> None:
+def test_a_descent_never_makes_a_grid_worse() -> None:
     for seed in range(5):
         of = terms(4, 4, seed)
-        before = additive_cost(of, megatron_grid(16, 4)).total_s
         grid = Grid(of, megatron_grid(16, 4))
-        found = anneal(grid, 0.1 * before, np.random.default_rng(0), lambda step: step / 50)
-        assert found.total_s <= before
+        before = grid.cost_s()
+        anneal(grid, steps=50, heat_s=0.0, rng=np.random.default_rng(0))
+        assert grid.cost_s() <= before
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_the_search_finds_the_optimum_of_what_can_be_tried_out(
             additive_cost(of, np.array(division)).total_s
             for division in all_divisions(tuple(range(stages * replicas)), replicas)
         )
-        found = search_additive(of, seed=seed, budget_s=10_000, spent_s=ticks())
+        found = search_additive(of, seed=seed, budget_s=3000, spent_s=ticks())
         assert found.cost.total_s == pytest.approx(least, rel=rel)
 
 
