@@ -271,7 +271,7 @@ class Daemon:
         except OSError:
             raise SetupError(
                 f"the identity {self._identity_path} is in use by another process: "
-                "each peer needs an identity file of its own"
+                "stop that one, or give each program an identity file of its own"
             ) from None
         command = killed_with_parent([str(binary), *self._flags()])
         # The locks are inherited: they are free only when python, sh and p2pd are all gone.

@@ -223,7 +223,7 @@ def test_one_identity_serves_one_process(tmp_path: Path) -> None:
     first = Daemon.spawn(DaemonOptions(), identity_path=tmp_path / "key")
     try:
         with pytest.raises(
-            SetupError, match="key is in use by another process: each peer needs an identity file"
+            SetupError, match="key is in use by another process: stop that one, or give each program"
         ):
             Daemon.spawn(DaemonOptions(), identity_path=tmp_path / "key")
     finally:
