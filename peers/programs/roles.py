@@ -106,7 +106,7 @@ class Networked(Generic[OptionsT]):
         if missing:
             self._note(
                 f"the run waits for {count(len(missing), 'more peer')}: nobody serves stage "
-                f"{' '.join(map(str, missing))} yet. Start one for each, here or elsewhere:\n"
+                f"{', '.join(map(str, missing))} yet. Start one for each, here or elsewhere:\n"
                 f"    {start_line('peer', options.run, options.join[0])}"
             )
 

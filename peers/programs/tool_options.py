@@ -352,7 +352,7 @@ class DemoOptions:
 
     stages: int | None = optional(COUNT, "stages of the model (default: 3)")
     peers: int = option(COUNT, "peers of each stage (default: %(default)s)", 2)
-    steps: int | None = optional(COUNT, "optimizer steps (default: 300: two to four minutes on 2 cores)")
+    steps: int | None = optional(COUNT, "optimizer steps (default: 300: three minutes of two cores)")
     preempt: int = option(NUMBER, "peers to kill on the way (default: %(default)s)", 1)
     codec: str | None = optional(
         CODEC,

@@ -76,7 +76,7 @@ async def test_a_program_says_which_peers_the_run_waits_for_and_how_they_are_sta
     trainer = Train(options, emit=lambda event: said.append(event.words()))
     await trainer._tell_missing(options, node, run, 1)  # type: ignore[arg-type]
     first, line = said.pop().split("\n")
-    assert first.startswith("the run waits for 2 more peers: nobody serves stage 0 2 yet")
+    assert first.startswith("the run waits for 2 more peers: nobody serves stage 0, 2 yet")
     assert build_parser().parse_args(shlex.split(line)[1:]).join == [THERE]
     there += [PeerRecord(peer=f"p{n}", run=run.id, stage=n, state="joining", version=0) for n in range(3)]
     await trainer._tell_missing(options, node, run)  # type: ignore[arg-type]
