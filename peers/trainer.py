@@ -503,6 +503,8 @@ class Trainer:
                     continue
                 heard_first = heard(peers, self._voices.of(0, version=self._version))
                 if last not in heard_first or now - max(since_s, self._step_began) > SAME_S:
+                    if last in heard_first:
+                        self._verdicts.ask_soon(about=last)
                     place = heard_first.index(last) + 1 if last in heard_first else 0
                     seen, since_s, last = -1, now, heard_first[place % len(heard_first)]
                 peer = last

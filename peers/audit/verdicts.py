@@ -50,9 +50,9 @@ class Verdicts:
         self._emit(events.Trouble(text=f"peer {short(accused)} is left out: {why}"))
         self.on_conviction(accused)
 
-    def ask_soon(self) -> None:
-        """`ask`, in the background."""
-        self._spawn(self.ask())
+    def ask_soon(self, about: PeerId = "") -> None:
+        """`ask`, or only `about` one peer, in the background."""
+        self._spawn(self.ask_about(about) if about else self.ask())
 
     async def ask(self) -> None:
         """Leave out the peers that their stages have convicted; peers of stage 0 hear of all of these."""

@@ -3602,6 +3602,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_two_replicas",),
     ),
     Mutation(
+        "watch-a-liar",
+        TRAINER,
+        "                        self._verdicts.ask_soon(about=last)\n",
+        "                        pass\n",
+        "A peer that all others left out leads a trainer back to version 0, again and again.",
+        ("test_two_replicas",),
+    ),
+    Mutation(
         "wait-for-the-word-of-a-liar",
         COORDINATION,
         "            await asyncio.gather(*map(self.word_overdue, able))\n",

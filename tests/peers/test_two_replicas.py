@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,7 +16,9 @@ from peers.audit.referee import MAX_TRIES, Referee
 from peers.ports import Answer, Request
 from peers.transfer.leases import Snapshot
 from swarm.errors import Refused
+from swarm.protocol.messages import RunStatus
 from swarm.wire.evidence import WrongAnswer
+from swarm.wire.messages import Watched, pack
 from swarm.wire.receipts import Answered
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, admitting, give_voice
@@ -105,3 +108,20 @@ async def test_an_answer_is_judged_by_weights_of_its_step_that_both_replicas_giv
             assert found == (liar if t == 0 and given == "the same" else None)
         assert MAX_TRIES == 3 and (given == "too much") == referee.may_judge("s1p0")
         assert referee.may_judge("s1p1")
+
+
+async def test_a_trainer_asks_about_a_peer_that_tells_it_old_news() -> None:
+    """One that all had left out led a trainer back to version 0, again and again: it had the most voice."""
+    async with swarm(audited_run(), replicas=3) as s:
+        await s.until_serving()
+        for name in ("s0p1", "s0p2"):
+            s.peers[name].convictions.convicted.add("s0p0")
+
+        async def tell_old_news(request: Request) -> Answer:
+            await asyncio.sleep(0.5)
+            return Answer(pack(Watched(revision=1, version=0, status=RunStatus(run=s.run.id))))
+
+        s.network.transports["s0p0"].serve("watch", tell_old_news)
+        trainer = s.add_trainer(TRAINER)
+        verdicts = trainer._verdicts  # pyright: ignore[reportPrivateUsage]
+        await s.until(lambda: verdicts.convicted == {"s0p0"}, limit_s=60.0)
