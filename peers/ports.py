@@ -33,6 +33,11 @@ class Request(Protocol):
     body_sizes: Sequence[int]
     """Bytes of each announced buffer; nothing of them was received or reserved yet."""
 
+    @property
+    def came_bytes(self) -> int:
+        """What is here of the body."""
+        ...
+
     async def accept(self) -> list[memoryview]:
         """Tell the caller `accepted` and receive the body (writable buffers).
 

@@ -501,6 +501,11 @@ class ServedCall:
     def __post_init__(self) -> None:
         self.incoming = Body(self.body_sizes, self.link.line.holds)
 
+    @property
+    def came_bytes(self) -> int:
+        """What is here of the body."""
+        return self.incoming.total - self.incoming.left if self.incoming is not None else 0
+
     async def accept(self) -> list[memoryview]:
         """Receive the body. Raises as `ServerConnection.accept` does."""
         return await self.link.accept(self)

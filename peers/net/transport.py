@@ -63,7 +63,7 @@ class _LocalCall:
     def __init__(self, peer: PeerId, method: str, header: bytes, body: Sequence[memoryview]) -> None:
         self.peer, self.method, self.header = peer, method, header
         self.body_sizes: Sequence[int] = [part.nbytes for part in body]
-        self._body = body
+        self._body, self.came_bytes = body, sum(self.body_sizes)
 
     async def accept(self) -> list[memoryview]:
         return [memoryview(bytearray(part)) for part in self._body]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,14 @@ class _Request:
         self.peer = call.caller.peer_id
         self.header = call.header
         self.body_sizes: Sequence[int] = tuple(part.nbytes for part in call.body)
+        self._accepted_s, self._lasts_s = math.inf, 0.0
+
+    @property
+    def came_bytes(self) -> int:
+        """What is here of the body: it comes evenly."""
+        since_s = self._network.loop.now_s - self._accepted_s
+        share = min(1.0, since_s / self._lasts_s) if self._lasts_s else 1.0
+        return int(sum(self.body_sizes) * share) if since_s >= 0.0 else 0
 
     async def accept(self) -> list[memoryview]:
         """The body, copied, so that both sides may write to theirs.
@@ -62,7 +71,9 @@ class _Request:
         call, network = self._call, self._network
         if call.body:
             names = call.caller.peer_id, call.callee.peer_id
-            await asyncio.sleep(network.lasts_s(*names, sum(self.body_sizes), since_s=call.made_s))
+            self._accepted_s = network.loop.now_s
+            self._lasts_s = network.lasts_s(*names, sum(self.body_sizes), since_s=call.made_s)
+            await asyncio.sleep(self._lasts_s)
         if call.abandoned or not call.caller.process.alive:
             raise PeerGone(self.peer, "went away before its body arrived")
         if call.caller.process.stopped or network.is_cut(self.peer, call.callee.peer_id):

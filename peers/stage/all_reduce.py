@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -27,7 +28,7 @@ from peers.waiting import happens, unless
 from swarm.errors import BadAnswer, NotReady, Refused, SwarmError, short
 from swarm.ids import PeerId
 from swarm.model.reductions import sqnorm, vectors_digest
-from swarm.policy.pace import most_s
+from swarm.policy.pace import is_too_slow, most_s
 from swarm.policy.timeouts import AdaptiveTimeout
 from swarm.protocol.rounds import Plan, Prepared
 from swarm.wire import whole_numbers
@@ -95,13 +96,22 @@ class _Round:
     """When a chunk of this replica was reduced last, or the round began."""
     came_s: dict[PeerId, float] = field(default_factory=dict)
     """When the first contribution of each other replica was announced."""
-    receiving: set[tuple[PeerId, int]] = field(default_factory=set)
-    """Contributions whose bodies are under way: the replica, and the chunk's start."""
+    receiving: dict[tuple[PeerId, int], tuple[Request, float]] = field(default_factory=dict)
+    """Contributions whose bodies are under way, and since when: by replica, and the chunk's start."""
+    whole_bytes: Counter[PeerId] = field(default_factory=Counter)
+    """Of the contributions that are here, by replica."""
+    before_bytes: Counter[PeerId] = field(default_factory=Counter)
+    """What had come of each replica when a chunk of this one was reduced last."""
     sent_bytes: int = 0
     """To the owners of the other parts, and answered."""
 
+    def moved(self) -> None:
+        """A chunk of this replica is reduced."""
+        self.moved_s = now_s()
+        self.before_bytes = Counter({member: self._came_bytes(member) for member in self.plan.members})
+
     def stalled_by(self, limit_s: float) -> list[PeerId]:
-        """The replicas of which nothing has come for so long, and without which nothing goes on here.
+        """The replicas of which too little has come for so long, and without which nothing goes on here.
 
         A replica sends its chunks in their order, and waits for answers: only those that lack in the first
         open chunk hold up the others.
@@ -110,7 +120,19 @@ class _Round:
         if first is None or now_s() - self.moved_s < limit_s:
             return []
         there = self.chunks[first].contributions
-        return [m for m in self.plan.members if m not in there and (m, first) not in self.receiving]
+        return [m for m in self.plan.members if m not in there and not self._sends(m, first)]
+
+    def _sends(self, member: PeerId, start: int) -> bool:
+        """Whether a contribution comes, at the least at the pace of a slow line that all replicas share."""
+        if (member, start) not in self.receiving:
+            return False
+        came_bytes = self._came_bytes(member) - self.before_bytes[member]
+        since_s = max(self.moved_s, self.receiving[member, start][1])
+        return not is_too_slow(len(self.plan.members) * came_bytes, now_s() - since_s)
+
+    def _came_bytes(self, member: PeerId) -> int:
+        parts = (request.came_bytes for (peer, _), (request, _) in self.receiving.items() if peer == member)
+        return self.whole_bytes[member] + sum(parts)
 
     @property
     def shared(self) -> bool:
@@ -272,7 +294,7 @@ class AllReduce:
             crc = checksum(buffers)
         else:
             proof = this.check.made(chunk.index, buffers)
-        this.moved_s = now_s()
+        this.moved()
         chunk.result.set_result((PartDone(crc=crc, tensors=(meta,), proof=proof), buffers))
 
     async def _watch(self, this: _Round) -> None:
@@ -287,7 +309,7 @@ class AllReduce:
             if by:
                 if len(by) == len(this.plan.members) - 1:
                     self._first.gave_up(limit_s)  # perhaps it is this replica that is early
-                text = f"nothing came from {', '.join(map(short, by))} for {limit_s:.1f} s"
+                text = f"too little came from {', '.join(map(short, by))} for {limit_s:.1f} s"
                 raise RoundAborted(text, by)
             await asyncio.sleep(max(WATCH_S, this.moved_s + limit_s - now_s()))
         limit_s = self._whole.limit_s if self._whole.known and this.shared else this.deadline_s
@@ -380,11 +402,12 @@ class AllReduce:
         if part.tensors and not fits(part.tensors[0], request.body_sizes, self._sum_dtype):
             raise Refused("the announced buffers do not fit the tensor")
         this.came_s.setdefault(request.peer, now_s())
-        this.receiving.add((request.peer, part.start))
+        this.receiving[request.peer, part.start] = request, now_s()
         try:
             body = await request.accept()
+            this.whole_bytes[request.peer] += sum(request.body_sizes)
         finally:
-            this.receiving.discard((request.peer, part.start))
+            this.receiving.pop((request.peer, part.start), None)
         contribution = None
         if part.tensors:
             crc = None if this.check else part.crc

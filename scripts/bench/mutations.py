@@ -3049,6 +3049,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_work",),
     ),
     Mutation(
+        "a-trickling-part-is-waited-for",
+        ALL_REDUCE,
+        "return not is_too_slow(len(self.plan.members) * came_bytes, now_s() - since_s)",
+        "return True",
+        "A replica that sends its part a byte a second holds a round up for minutes.",
+        ("test_reduce",),
+    ),
+    Mutation(
         "send-on-to-a-convicted-peer",
         "peers/stage/server.py",
         "sorted({*self.coordination.left_out, *self.convictions.convicted})",

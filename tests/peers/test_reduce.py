@@ -12,7 +12,9 @@ import msgspec
 import pytest
 import torch
 
+from peers.clock import now_s
 from peers.ports import Answer, Request
+from peers.sim.lines import Lines
 from peers.stage import all_reduce as reduce
 from peers.stage.all_reduce import AllReduce, RoundAborted, checksum, read_part
 from peers.stage.open_step import OpenStep
@@ -201,7 +203,35 @@ async def test_a_member_that_does_not_take_part_voids_the_round() -> None:
     built = group()
     (void,) = await built.reduce("a")
     assert isinstance(void, RoundAborted)
-    assert (void.text, void.by) == ("nothing came from b for 5.0 s", ("b",))
+    assert (void.text, void.by) == ("too little came from b for 5.0 s", ("b",))
+
+
+@dataclass(slots=True)
+class SlowUpload(Lines):
+    """Lines that take no time, but for what b sends."""
+
+    b_bytes_per_s: float = 250.0
+
+    def lasts_s(self, source: str, destination: str, size_bytes: int, **when: Any) -> float:
+        return size_bytes / self.b_bytes_per_s if source == "b" and size_bytes > 4096 else 0.001
+
+
+async def test_a_member_whose_contribution_trickles_voids_the_round_and_is_named() -> None:
+    """It has minutes for its megabyte, if it only has to begin."""
+    built = group((100_000, 0, 0))
+    built.network.lines = SlowUpload()
+    began_s, (others, void) = now_s(), (asyncio.create_task(built.reduce("b", "c")), await built.reduce("a"))
+    assert isinstance(void[0], RoundAborted) and void[0].by == ("b",)
+    assert now_s() - began_s < 7.0
+    others.cancel()
+
+
+async def test_a_member_on_a_slow_line_is_waited_for() -> None:
+    built = group((400_000, 0, 0))
+    built.network.lines = SlowUpload(b_bytes_per_s=30_000.0)
+    began_s = now_s()
+    results = await built.results()
+    assert len({held for _, held in results}) == 1 and now_s() - began_s > 10.0
 
 
 async def test_a_chunk_that_is_not_finite_voids_the_round() -> None:
