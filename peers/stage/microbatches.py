@@ -118,12 +118,11 @@ class MicrobatchServer:
         if self._core.stage > 0:
             await self._membership.require(request.peer, self._core.stage - 1)
         step = await self._open(work.t)
-        claim = step.ledger.claim(work.m)
+        claim, kept = await self._claim(step, work.m)
         if claim is Claim.NEW:
             kept = await self._take(step, work, request)
-        elif claim is Claim.DOING:
-            self._incoming.others_wait()
-            kept = await asyncio.shield(step.jobs[work.m].done)
+        elif kept is not None:
+            pass
         elif (found := step.kept.get(work.m)) is None:
             kept = await self._again(step, work, request)
         elif self._is_fed_otherwise(step, work, request.peer, found):
@@ -185,6 +184,20 @@ class MicrobatchServer:
         finally:
             self._waiting -= 1
 
+    async def _claim(self, step: OpenStep, m: int) -> tuple[Claim, Kept | None]:
+        """Claim a microbatch; what another request for it came to, if one was under way. If that one's body
+        did not come, it is this one's turn: its caller would take this peer for the slow one.
+        """
+        while (claim := step.ledger.claim(m)) is Claim.DOING:
+            self._incoming.others_wait()
+            job = step.jobs[m]
+            try:
+                return claim, await asyncio.shield(job.done)
+            except NotReady:
+                if job.has_body:
+                    raise
+        return claim, None
+
     async def _again(self, step: OpenStep, work: Work, request: Request) -> Kept:
         """Recompute the answer to a microbatch in a sum that another replica handed over. Not added again."""
         job = step.jobs.get(work.m)
@@ -227,6 +240,7 @@ class MicrobatchServer:
             check_inputs(self._core.run, self._core.stage, work, body)
             inputs = split(work.tensors, body)
             self.taken += 1
+            job.has_body = True
         except BaseException as error:
             self._end(step, work.m, admitted=admitted)
             self._fail(job, error)

@@ -49,6 +49,8 @@ class Job:
     """A microbatch that is being computed; more than one caller may wait for it."""
 
     done: asyncio.Future[Kept]
+    has_body: bool = False
+    """What it is computed from has come."""
 
 
 class OpenStep(ReplicaStep):

@@ -532,6 +532,20 @@ async def test_a_body_that_trickles_makes_way_for_one_that_waits() -> None:
             task.cancel()
 
 
+async def test_who_offers_a_microbatch_whose_body_trickles_has_it_computed() -> None:
+    """Were it refused with the other, its caller would leave this peer alone, which waits for the other."""
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        sender, server = announced(s, "sender", 0, "joining"), s.peers["s1p0"].microbatches
+        slow = asyncio.ensure_future(server._serve_work(Trickle(second(), [8, 8])))
+        await s.until(lambda: server.inflight == 1)
+        waiting = [sender.send("s1p0", "work", second(), hidden(1.0)) for _ in range(2)]
+        first, other = await asyncio.wait_for(asyncio.gather(*waiting), 7.0)
+        assert bytes(first.header) == bytes(other.header) and s.peers["s1p0"].core.computed == 1
+        with pytest.raises(NotReady):
+            await slow
+
+
 async def test_a_body_that_comes_slowly_keeps_its_place_while_no_other_waits() -> None:
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
