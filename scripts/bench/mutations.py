@@ -3041,6 +3041,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_work",),
     ),
     Mutation(
+        "a-trickle-fails-who-waits",
+        MICROBATCHES,
+        "                if job.has_body:\n                    raise\n",
+        "                raise\n",
+        "A peer that waits for a trickling body is taken for the slow one.",
+        ("test_work",),
+    ),
+    Mutation(
         "a-slow-body-makes-way-for-nobody",
         "peers/incoming.py",
         "            await asyncio.wait({body, waiting}, return_when=asyncio.FIRST_COMPLETED)\n",
