@@ -366,7 +366,7 @@ class Trainer:
             self.losses[mb] = done.loss
             self._todo.finished(mb, now=now_s())
             self._pace.answered(now=now_s())
-            self._limits.answered(now_s() - began)
+            self._limits.answered(now_s() - began, now=now_s())
             self._learn_speeds(done.hops[: self._run.S], now_s() - began)
             self._refusals.pop(mb, None)
         finally:

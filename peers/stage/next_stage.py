@@ -115,7 +115,7 @@ class NextStage:
                     raise Refused(f"stage {self.stage} refuses {work.t, work.m}: {refused.text}") from None
             else:
                 took_s = now_s() - began
-                self._limits.answered(took_s)
+                self._limits.answered(took_s, now=now_s())
                 hop = next((hop for hop in done.hops if hop.peer == peer), None)
                 # A time that cannot be true (NaN, below zero) would draw all work to its peer, for ever.
                 if hop is not None and 0.0 <= hop.own_s <= took_s:

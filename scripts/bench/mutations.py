@@ -3538,6 +3538,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_patience",),
     ),
     Mutation(
+        "a-few-that-hang-make-all-slow",
+        "swarm/policy/call_limits.py",
+        " and self._answered_s <= since_s",
+        "",
+        "A few peers that trickle have calls to all others waited for, for minutes.",
+        ("test_patience",),
+    ),
+    Mutation(
         "wait-for-the-unknown-as-for-the-known",
         "swarm/policy/call_limits.py",
         "if self._usual.known and not self._router.knows(self._stage, peer):",

@@ -69,7 +69,7 @@ def test_one_that_has_never_answered_has_less_time_and_twice_as_much_each_time()
     usual_s = 2 * MIN_S
     assert limits.limit_s("z", [], t=0) == usual_s  # nobody is known: all may be waking up
     router.answered(0, "a", 0.1)
-    limits.answered(0.2)
+    limits.answered(0.2, now=0.0)
     limits_s = []
     for after_s in (0.0, 10.0, 20.0):
         limits_s.append(limits.limit_s("z", [], t=0))
@@ -78,3 +78,18 @@ def test_one_that_has_never_answered_has_less_time_and_twice_as_much_each_time()
     assert limits.limit_s("z", [], t=0) == limits.limit_s("a", [], t=0) == usual_s
     router.answered(0, "z", 5.0)
     assert limits.limit_s("z", [], t=0) == usual_s
+
+
+def test_calls_given_up_make_the_limit_longer_only_if_nobody_answers_meanwhile() -> None:
+    router, usual_s = Router(), 2 * MIN_S
+    router.set_peers(0, ["a", "z"])
+    router.answered(0, "a", 0.2)
+    limits = CallLimits(router, 0, 2)
+    for now in range(40):
+        limits.answered(0.2, now=float(now))
+        for _ in range(2):
+            limits.lost("z", t=now, since_s=now - usual_s, now=float(now))
+        assert limits.limit_s("a", [], t=now) == usual_s
+    for _ in range(40):
+        limits.lost("z", t=50, since_s=40.0, now=40.0 + usual_s)
+    assert limits.limit_s("a", [], t=50) == 2 * usual_s
