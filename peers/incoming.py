@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from peers.ports import Buffer, Request
 from swarm.errors import NotReady
@@ -25,18 +25,20 @@ class Incoming:
         self._wanted.set()
         self._wanted = asyncio.Event()
 
-    async def receive(self, request: Request) -> Sequence[Buffer]:
-        """The body of a request.
+    async def receive(self, request: Request, late: Callable[[], None]) -> Sequence[Buffer]:
+        """The body of a request; `late` is called if it is slower than `swarm.policy.pace` asks for.
 
         Raises:
-            NotReady: it came more slowly than `swarm.policy.pace` asks for, and others wait.
+            NotReady: it is late, and others wait.
         """
         size = sum(request.body_sizes)
         self._bytes[request.peer] += size
         body, wanted = asyncio.ensure_future(request.accept()), self._wanted
         waiting = asyncio.ensure_future(wanted.wait())
         try:
-            await asyncio.wait({body}, timeout=most_s(self._bytes[request.peer]))
+            here, _ = await asyncio.wait({body}, timeout=most_s(self._bytes[request.peer]))
+            if not here:
+                late()
             await asyncio.wait({body, waiting}, return_when=asyncio.FIRST_COMPLETED)
             if not body.done():
                 raise NotReady("the body came too slowly, and others wait for its place", version=-1)

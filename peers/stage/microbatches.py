@@ -107,7 +107,7 @@ class MicrobatchServer:
         step = self._core.steps.get(where.t) if where.run == self._core.run.id else None
         has = False
         if step is not None and 0 <= where.m < self._core.run.M:
-            has = bool((step.ledger.done | step.ledger.in_progress) >> where.m & 1)
+            has = bool((step.ledger.done | step.ledger.promised) >> where.m & 1)
         left_out = tuple(self._left_out())
         return Answer(pack(Located(has=has and self._core.me not in left_out, left_out=left_out)))
 
@@ -236,7 +236,8 @@ class MicrobatchServer:
                 raise Busy(f"{self.inflight} microbatches are in flight; no more fit")
             self.inflight += 1
             admitted = True
-            body = await self._incoming.receive(request)
+            body = await self._incoming.receive(request, lambda: self._is_late(step, work.m))
+            step.ledger.late &= ~(1 << work.m)
             check_inputs(self._core.run, self._core.stage, work, body)
             inputs = split(work.tensors, body)
             self.taken += 1
@@ -249,6 +250,11 @@ class MicrobatchServer:
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)
         return await asyncio.shield(job.done)
+
+    def _is_late(self, step: OpenStep, m: int) -> None:
+        """The body of a microbatch comes too slowly: nobody else is to wait for it."""
+        step.ledger.late |= 1 << m
+        self._core.report_trigger.some()
 
     async def _compute(
         self, step: OpenStep, caller: PeerId, work: Work, inputs: list[Encoded], job: Job

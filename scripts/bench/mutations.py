@@ -3041,6 +3041,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_work",),
     ),
     Mutation(
+        "a-trickle-is-a-promise",
+        "swarm/protocol/ledger.py",
+        "return self.in_progress & ~self.late",
+        "return self.in_progress",
+        "A stage waits for a microbatch that trickles to one of its replicas.",
+        ("test_work",),
+    ),
+    Mutation(
         "a-trickle-fails-who-waits",
         MICROBATCHES,
         "                if job.has_body:\n                    raise\n",

@@ -121,6 +121,8 @@ class Ledger:
         self.microbatches = microbatches
         self.done = 0
         self.in_progress = 0
+        self.late = 0
+        """The part of `in_progress` whose tensors come too slowly: who can bring it sooner, may."""
         self.inherited = 0
         """The part of `done` that was taken over from a replica that left: it cannot be subtracted again."""
         self.frozen_for: str | None = None
@@ -139,6 +141,12 @@ class Ledger:
     def release(self, m: int) -> None:
         """Note that the computation of `m` ended, whether or not it entered the sum."""
         self.in_progress &= ~(1 << m)
+        self.late &= ~(1 << m)
+
+    @property
+    def promised(self) -> int:
+        """What this peer computes, for all that others need to do about it."""
+        return self.in_progress & ~self.late
 
     def may_add(self, m: int) -> bool:
         """Whether the weight gradient of `m` may be added to the sum now."""

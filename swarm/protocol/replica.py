@@ -152,7 +152,7 @@ def newest_commits(commits: Mapping[int, Commit], *, since: int = 0) -> tuple[Co
 
 def step_report(step: ReplicaStep) -> StepReport:
     """What a replica reports of one step."""
-    done, in_progress, inherited = step.ledger.done, step.ledger.in_progress, step.ledger.inherited
+    done, in_progress, inherited = step.ledger.done, step.ledger.promised, step.ledger.inherited
     if step.state is StepState.HANDING:  # in no sum, but not to be run again
         done, in_progress, inherited = 0, done | in_progress, 0
     return StepReport(

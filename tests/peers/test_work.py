@@ -551,6 +551,10 @@ async def test_a_body_that_comes_slowly_keeps_its_place_while_no_other_waits() -
         await s.until_serving()
         server = s.peers["s1p0"].microbatches
         slow = asyncio.ensure_future(server._serve_work(Trickle(second(), [8, 8])))
+        await s.until(lambda: s.step("s1p0").ledger.in_progress)
+        assert s.step("s1p0").ledger.promised, "it may come in time"
         await asyncio.sleep(600.0)
         assert not slow.done() and server.inflight == 1
+        ledger = s.step("s1p0").ledger
+        assert ledger.in_progress == 1 and not ledger.promised, "nobody else waits for it"
         slow.cancel()
