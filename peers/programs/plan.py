@@ -36,7 +36,7 @@ HIDDEN = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.125, 0.09, 0.06, 0.0)
 """How much of the slowest stage's time for a microbatch its transfer may take: AdaTopK tries these."""
 SEARCHES = 3
 """At most, where codecs are chosen too: the best layout for what they leave to send is another one."""
-WORTH = 0.05
+WORTH = 0.02
 """Who compresses more than that must win more than this part of a step."""
 
 

@@ -3,6 +3,7 @@
     python scripts/bench/slow_links.py --rounds 1               # as root; the published table; 15 minutes
     python scripts/bench/slow_links.py --lines 8 50 100 200 500 mixed --rtt 0 50 100 200     # all; 45 minutes
     python scripts/bench/slow_links.py --lines mixed --rtt 50 --codec none adatopk --rounds 1     # a minute
+    python scripts/bench/slow_links.py --simulated --lines 8 50 100 200 500 mixed --rtt 0 50 100 200
 
 Real processes (bootstrap, peers, a trainer), each on a host of its own (`netlab.py`) whose line has the
 stated Mbit/s up and down; the round trip is between any two hosts. `mixed`: hosts with 1 Gbit/s each, but 8
@@ -48,11 +49,13 @@ from harness import Segment, Swarm, bench_run, machine, report, role_names
 
 from peers.programs.descriptions import job_of
 from peers.programs.plan import plan_codecs
+from peers.sim.throughput.engine import simulate
+from peers.sim.throughput.report import Settings
 from scripts.bench.netlab import Lab, Link, why_not
 from swarm.errors import SetupError
 from swarm.manifest import CodecSpec, Run
 from swarm.model.stage_io import body_bytes, boundary_bytes, gradient_metas, input_metas
-from swarm.plan.network import Device, Network
+from swarm.plan.network import Device, Job, Network
 
 COLUMNS = (
     "lines", "rtt_ms", "codec", "planned", "tokens_per_s", "busy", "to_none", "to_bf16", "wire",
@@ -129,8 +132,8 @@ def stage_of_host(host: str) -> int | None:
     return int(number.partition(".")[0]) if kind == "stage" else None
 
 
-def adapted(base: Run, lines: Lines, sizes: Sizes, least: float) -> CodecSpec:
-    """What `swarm plan --keep LEAST` plans for a manifest without codecs, and devices of this speed."""
+def described(base: Run, lines: Lines, sizes: Sizes) -> tuple[Network, Job, list[int]]:
+    """These lines and devices of this speed, as the planner and the simulation have them, and the layout."""
     # A device of the last stage does one job for a microbatch, the others two; a backward is two forwards.
     flops = [sizes.job_s * (1 if stage == base.S - 1 else 2) / 3 for stage in range(base.S)]
     job = replace(job_of(base), forward_flops=tuple(flops))
@@ -139,8 +142,29 @@ def adapted(base: Run, lines: Lines, sizes: Sizes, least: float) -> CodecSpec:
     devices = tuple(Device(f"d{i}", s, 1.0, upload_bps=bps, download_bps=bps) for i, s in enumerate(layout))
     between = [[lines.link_bps(a, b) or math.inf for b in range(base.S)] for a in range(base.S)]
     latency = np.full((base.S, base.S), lines.rtt_s / 2)
-    network = Network(devices, tuple(f"stage {s}" for s in range(base.S)), latency, np.array(between))
+    return (
+        Network(devices, tuple(f"stage {s}" for s in range(base.S)), latency, np.array(between)),
+        job,
+        layout,
+    )
+
+
+def adapted(base: Run, lines: Lines, sizes: Sizes, least: float) -> CodecSpec:
+    """What `swarm plan --keep LEAST` plans for a manifest without codecs."""
+    network, job, layout = described(base, lines, sizes)
     return plan_codecs(base, network, job, layout, least)[0]
+
+
+def simulated(run: Run, lines: Lines, sizes: Sizes) -> float:
+    """Tokens/s of a run with the best of the windows, by the simulation with the live policies."""
+    network, job, layout = described(run, lines, sizes)
+    steps_s = (
+        simulate(
+            network, job, layout, end_s=1e9, steps=6, settings=Settings(window=window, rebalance_every_s=0.0)
+        ).step_s()
+        for window in sizes.windows
+    )
+    return run.tokens_per_step / min(steps_s)
 
 
 # --- manifests ---
@@ -335,6 +359,26 @@ def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows_of(measured, runs)
 
 
+def bench_simulated(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each of the lines: what AdaTopK's codecs come to, against the best of the others."""
+    sizes = Sizes(options.stages, options.replicas, options.job, tuple(options.window))
+    base, rows = base_run(options), list[dict[str, Any]]()
+    others = [codec_spec(codec) for codec in options.codec if codec != ADAPTED]
+    for name in options.lines:
+        for rtt in options.rtt:
+            lines = Lines(None if name == MIXED else float(name), rtt / 1e3)
+            spec = adapted(base, lines, sizes, options.keep)
+            chosen = simulated(replace(base, codec=spec), lines, sizes)
+            best = max(simulated(replace(base, codec=other), lines, sizes) for other in others)
+            rows.append(
+                {
+                    "lines": lines.name, "rtt_ms": rtt, "planned": words(spec, base.S - 1),
+                    "tokens_per_s": round(chosen), "best": round(best), "to_best": round(chosen / best, 3),
+                }
+            )  # fmt: skip
+    return rows
+
+
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -390,6 +434,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=2, help="of a measurement (default: 2)")
     parser.add_argument("--rounds", type=int, default=2, help="(default: 2)")
+    parser.add_argument("--simulated", action="store_true", help="no processes: AdaTopK against the others")
     options = parser.parse_args(arguments)
     if options.stages < 2 or min(options.replicas, options.steps, options.rounds, *options.window) < 1:
         parser.error(
@@ -407,6 +452,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
+    if options.simulated:
+        rows = bench_simulated(options)
+        report(rows, tuple(rows[0]), f"{machine()}; {time.strftime('%Y-%m-%d')}; simulated")
+        return 0
     if why_not():
         print(f"no lines to shape: a network lab {why_not()}", file=sys.stderr)
         return 1

@@ -37,6 +37,15 @@ class Notes:
         self.links[a, b] = link
 
 
+@pytest.mark.parametrize("mbit", [50.0, 100.0, 200.0])
+def test_the_chosen_codecs_are_nearly_as_fast_as_the_best_where_round_trips_are_long(mbit: float) -> None:
+    """Simulated, at 50 ms: nothing hides the first and last transfers of a step."""
+    base, lines = slow_links.base_run(slow_links.parse([])), Lines(mbit, 0.05)
+    chosen = slow_links.adapted(base, lines, SIZES, 0.05)
+    topk = slow_links.simulated(replace(base, codec=codec_spec("topk:0.05+blockwise8")), lines, SIZES)
+    assert slow_links.simulated(replace(base, codec=chosen), lines, SIZES) >= 0.95 * topk
+
+
 def test_lines_are_those_of_hosts_and_in_the_mixed_case_one_boundary_is_slow() -> None:
     lab: Any = Notes(role_names(3, 2))
     slow_links.shape(lab, Lines(50.0, 0.1))
