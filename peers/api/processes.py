@@ -245,6 +245,8 @@ class Processes:
 
     async def close(self) -> None:
         """End all processes; none is left, also if this is cancelled."""
+        if self.children:
+            self._emit(Note(text="ending all processes"))
         self._emit = lambda event: None  # that they lose one another now is no news
         await stop_all(self.children)
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import swarm
 from peers.api.processes import Processes
+from peers.events import Event, Note
 from peers.storage.samples import Samples
 from swarm.errors import SetupError
 from swarm.manifest import demo_run, parse_run
@@ -242,3 +243,17 @@ async def test_the_peers_of_a_local_swarm_have_the_devices_in_turn(monkeypatch: 
         for stage in range(3):
             await processes._spawn_peer(stage)
         assert [words[words.index("--device") + 1] for words in spawned] == expected
+
+
+async def test_what_ends_says_so_and_nothing_after_it() -> None:
+    class Stuck:
+        def signal(self, number: int) -> None: ...
+
+        async def stop(self) -> None:
+            processes._emit(Note(text="a peer is lost"))
+
+    said: list[Event] = []
+    processes = Processes(demo_run(), 1, said.append)
+    processes.children.append(Stuck())  # type: ignore[arg-type]
+    await processes.close()
+    assert said == [Note(text="ending all processes")]
