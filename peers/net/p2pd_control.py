@@ -334,7 +334,7 @@ def _peer_id(data: bytes) -> PeerId:
 
 
 async def _connect(place: Place) -> None:
-    """Raises OSError or ValueError. By a bare socket: a stream's transport outlives who waited for it."""
+    """Raises OSError or ValueError. By a bare socket: a stream's transport outlives its waiter."""
     loop = asyncio.get_running_loop()
     refused = OSError(f"{place.host} has no address")
     for family, kind, protocol, _, address in await loop.getaddrinfo(
