@@ -7,6 +7,9 @@ different outside of training (dropout, batch norm) still is.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +40,28 @@ class ModuleText:
     """By full name."""
 
 
+def _silent(record: logging.LogRecord) -> bool:
+    return False
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Without the pages that torch logs and prints of a model that it cannot trace: the error says it in a
+    sentence.
+    """
+    names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
+    handlers = [handler for name in names for handler in logging.getLogger(name).handlers]
+    for handler in handlers:
+        handler.addFilter(_silent)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(_silent)
+
+
+@_unlogged()
 def module_text(sample: CustomModel) -> ModuleText:
     """Trace a module in training, with its loss.
 

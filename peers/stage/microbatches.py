@@ -252,7 +252,7 @@ class MicrobatchServer:
         return await asyncio.shield(job.done)
 
     def _is_late(self, step: OpenStep, m: int) -> None:
-        """The body of a microbatch comes too slowly: nobody else is to wait for it."""
+        """The body of a microbatch comes too slowly: no other is to wait for it."""
         step.ledger.late |= 1 << m
         self._core.report_trigger.some()
 

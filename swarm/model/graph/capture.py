@@ -6,9 +6,7 @@ It sees tensors without numbers, so that it cannot follow one branch of a decisi
 from __future__ import annotations
 
 import contextlib
-import io
 import linecache
-import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -114,7 +112,7 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
     """
     # One tensor that is given twice would be one input to the tracer.
     example = pytree.tree_map_only(torch.Tensor, torch.clone, example)
-    with _explained(), _unlogged():
+    with _explained():
         program = torch.export.export(model, example, strict=False)
     names: dict[InputKind, dict[str, str]] = {kind: {} for kind in InputKind}
     inputs = []
@@ -144,27 +142,6 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
         inputs=tuple(inputs),
         output=output.args[0][-1],
     )
-
-
-def _silent(record: logging.LogRecord) -> bool:
-    return False
-
-
-@contextlib.contextmanager
-def _unlogged() -> Iterator[None]:
-    """Without the pages that torch logs and prints of a model that it cannot trace: the error says it in a
-    sentence.
-    """
-    names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
-    handlers = [handler for name in names for handler in logging.getLogger(name).handlers]
-    for handler in handlers:
-        handler.addFilter(_silent)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(_silent)
 
 
 @contextlib.contextmanager
