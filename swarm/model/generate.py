@@ -26,10 +26,13 @@ def generate(
     temperature: float = 1.0,
     seed: int = 0,
     device: str | torch.device = "cpu",
+    *,
+    one_thread_below: int = FOR_ONE_THREAD,
 ) -> list[int]:
     """`n` tokens that continue the prompt, drawn at `temperature` (0: always the likeliest).
 
-    `weights`: those of all stages by full name. The model sees the last `data.sequence_length` tokens.
+    `weights`: those of all stages by full name; with fewer numbers than `one_thread_below` one thread
+    computes. The model sees the last `data.sequence_length` tokens.
 
     Raises:
         SetupError: weights are missing or have another shape, an empty prompt, or tokens that the model
@@ -48,7 +51,7 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt_tokens)
     with threads_as_before():
-        if sum(tensor.numel() for tensor in weights.values()) < FOR_ONE_THREAD:
+        if sum(tensor.numel() for tensor in weights.values()) < one_thread_below:
             torch.set_num_threads(1)
         for _ in range(n):
             seen = torch.tensor([tokens[-run.data.sequence_length :]], device=device)

@@ -76,8 +76,7 @@ def test_a_small_model_writes_with_one_thread(
         return torch.zeros(1, tokens.shape[1], 256)
 
     monkeypatch.setattr("swarm.model.generate.given_decoder", lambda *_: module)
-    monkeypatch.setattr("swarm.model.generate.FOR_ONE_THREAD", limit)
     with threads_as_before():
         torch.set_num_threads(2)
-        generate(RUN, {"a": torch.zeros(1)}, [1], 3)
+        generate(RUN, {"a": torch.zeros(1)}, [1], 3, one_thread_below=limit)
         assert (used, torch.get_num_threads()) == ([expected] * 3, 2)
