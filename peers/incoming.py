@@ -25,7 +25,7 @@ class Incoming:
         self._wanted.set()
         self._wanted = asyncio.Event()
 
-    async def receive(self, request: Request, late: Callable[[], None]) -> Sequence[Buffer]:
+    async def receive(self, request: Request, late: Callable[[], None] = lambda: None) -> Sequence[Buffer]:
         """The body of a request; `late` is called if it is slower than `swarm.policy.pace` asks for.
 
         Raises:
@@ -50,4 +50,4 @@ class Incoming:
             body.cancel()
             body.add_done_callback(
                 lambda ended: ended.cancelled() or ended.exception()
-            )  # nobody asks any more
+            )  # no handler waits for it any more

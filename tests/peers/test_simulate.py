@@ -126,7 +126,7 @@ def test_a_plan_is_simulated_as_it_is(files: dict[str, Path], capsys: pytest.Cap
     plan.write_text(json.dumps({"stages": [["gpu-3"], ["gpu-0"]], "idle": ["gpu-1", "gpu-2"], "step_s": 1}))
     assert simulate(files, "--hours", "0.01", "--layout", str(plan)) == Exit.OK
     shown = capsys.readouterr().out
-    assert "2 joined, 0 vanished" in shown and "what limits it: stage 1's compute" in shown
+    assert "2 joined, 0 vanished" in shown and "what limits it: stage 0's compute" in shown
     assert simulate(files, "--hours", "0.01", "--layout", str(plan), "--json", trace=True) == Exit.OK
     assert json.loads(capsys.readouterr().out)["joins"] == 4
 

@@ -193,7 +193,7 @@ def test_the_address_of_a_peer_that_answers_is_shown_to_join_with() -> None:
         msgspec.structs.replace(record("b", 1), addresses=(home, far)),
     )
     view = picture(RUN, Observation(at=0.0, records=records, silent={"a": "no answer"}))
-    assert join_line(view).endswith(f"swarm peer --run {RUN.id} --join /ip4/192.0.2.7/tcp/1?/p2p/b")
+    assert join_line(view).endswith(f"swarm peer --run {RUN.id} --join '/ip4/192.0.2.7/tcp/1?/p2p/b'")
     assert join_line(picture(RUN, Observation(at=0.0, records=(record("a", 0),)))) == ""
 
 
