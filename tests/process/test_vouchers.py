@@ -37,13 +37,17 @@ def test_a_named_trainer_proves_its_data_and_vouches_for_peers_and_another_key_a
             "audit1", ["audit", *swarm.membership(), "--stages", "0", "--identity", str(other)]
         )
         program = swarm.trainer("--identity", str(key))
-        swarm.until(
-            lambda: all(own.with_name(f"{own.name}.voucher").exists() for own in keys), "vouchers", 120
-        )
+
+        def vouched(own: Path) -> int:
+            path = own.with_name(f"{own.name}.voucher")
+            return unpack(path.read_bytes(), GiveVoucher).voucher.steps if path.exists() else 0
+
+        # One that had nothing to do in a step has fewer at first.
+        swarm.until(lambda: min(map(vouched, keys)) >= 20, "vouchers", 120)
         assert program.heard(StepDone)
         for own in keys:
             kept = unpack(own.with_name(f"{own.name}.voucher").read_bytes(), GiveVoucher)
-            assert kept.voucher.trainer == trainer and kept.voucher.steps >= 20
+            assert kept.voucher.trainer == trainer
         swarm.ends(program)
         swarm.ends(auditor)
         said = auditor.heard(Note)[-1].text
