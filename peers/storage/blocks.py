@@ -220,7 +220,7 @@ class Blocks:
         if len(parts) == 1:
             self._are_wrong(tried, search)
         search.why |= dict.fromkeys(
-            tried - search.why.keys(), "is not what the index says, or one beside it is not"
+            sorted(tried - search.why.keys()), "is not what the index says, or one beside it is not"
         )
         raise search.nowhere()
 
