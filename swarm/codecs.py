@@ -1,9 +1,9 @@
 """Names of codecs: what a manifest may prescribe and a header announce. `swarm.wire.codec` does it.
 
-    none, bf16, blockwise8   every number: as it is, or in fewer bits
-    topk:R                   the part R of the numbers that is largest in magnitude, as they are; others are 0
-    topk:R+bf16              the same part, its values as bf16 has them
-    topk:R+blockwise8        the same part, its values as blockwise8 has them
+    none, bf16, blockwise8, hadamard4   every number: as it is, or in fewer bits
+    topk:R                              the part R of the numbers that is largest in magnitude, as they are;
+                                        others are 0
+    topk:R+bf16, topk:R+blockwise8, …   the same part, its values as that codec has them
 
 R is a decimal between 0 and 1 of at most six digits and no zero at the end, such as 0.05: one name for one
 codec, and a whole number of millionths, so that how many numbers are kept is never a matter of rounding.
@@ -15,11 +15,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
-VALUES = ("none", "bf16", "blockwise8")
+VALUES = ("none", "bf16", "blockwise8", "hadamard4")
 """How numbers look on the wire: codecs by themselves, and for the values that a top-k keeps."""
 
 PPM = 1_000_000
-KNOWN = f"{', '.join(VALUES)}, topk:R, {', '.join(f'topk:R+{values}' for values in VALUES[1:])}"
+KNOWN = f"{', '.join(VALUES)}, topk:R, topk:R+bf16 (or {', '.join(f'+{values}' for values in VALUES[2:])})"
 """For messages. R is the part that is kept, such as 0.05."""
 
 _TOPK = re.compile(rf"topk:0\.([0-9]{{0,5}}[1-9])(?:\+({'|'.join(VALUES[1:])}))?")

@@ -165,7 +165,7 @@ def _is_codec(value: Any) -> bool:
     return type(value) is str and parse_codec(value) is not None
 
 
-_CODEC = _Rule(f"one of {KNOWN}, where R, the part that is kept, is between 0 and 1, such as 0.05", _is_codec)
+_CODEC = _Rule(f"one of {KNOWN}, where R, the part kept, is between 0 and 1, such as 0.05", _is_codec)
 _CODECS = _Rule(
     f"{_CODEC.allowed}; or a list of them, one for each of the boundaries between stages, in order",
     lambda v: all(_is_codec(one) for one in (v if type(v) in (list, tuple) else (v,))),

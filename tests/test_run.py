@@ -804,8 +804,8 @@ def test_a_list_that_does_not_fit_the_boundaries_is_refused(codecs: tuple[str, .
 )
 def test_the_gradient_of_a_top_k_has_its_places_and_none_of_its_own(codecs: dict[str, Any]) -> None:
     text = (
-        r'^codec.backward = "topk:0.1" in the run\'s manifest: it must be one of none, bf16, blockwise8: '
-        r"topk:0.05\+bf16 keeps a part of what is sent, and its gradient has the same places$"
+        r'^codec.backward = "topk:0.1" in the run\'s manifest: it must be one of none, bf16, blockwise8, '
+        r"hadamard4: topk:0.05\+bf16 keeps a part of what is sent, and its gradient has the same places$"
     )
     with pytest.raises(SetupError, match=text):
         CodecSpec(backward="topk:0.1", **codecs)

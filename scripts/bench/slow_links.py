@@ -25,7 +25,7 @@ microbatches in flight where a line is the limit, since they share it and all co
 trips are. Rounds go through the codecs in turn, every other one backwards. `to_none` and `to_bf16` are
 medians over rounds of the ratio of tokens/s within a round. `busy` is the share of the time in which the
 devices of the busiest stage work. `wire` is what all boundaries carried, frames and heartbeats included, ÷
-what codec and labels take by formula.
+what codec and tokens take by formula.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def manifests(
 
 
 def payload_bytes(run: Run) -> float:
-    """Of one microbatch over all boundaries, both ways, labels included: what codecs say by formula."""
+    """Of one microbatch over all boundaries, both ways, tokens included: what codecs say by formula."""
     total = 0.0
     for boundary in range(run.S - 1):
         taken = input_metas(run, boundary + 1)

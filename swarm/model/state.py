@@ -33,7 +33,7 @@ class StageState:
         Raises:
             SetupError: this device cannot compute this run, or has not the weights that it starts from.
         """
-        self._run, self._stage, self._layout, self._device = run, stage, layout, device
+        self._run, self._stage, self._layout, self.device = run, stage, layout, device
         self.version = self.loads = 0
         """`loads`: how many states were loaded."""
         self.dtype = weights_dtype(run)
@@ -72,7 +72,7 @@ class StageState:
             if isinstance(part, nn.Linear) and low.numel():
                 start, end, shape = self._layout.spans[f"{name}.weight"]
                 part.weight = nn.Parameter(low[start:end].view(shape))
-        return module.to(self._device)
+        return module.to(self.device)
 
     def snapshot(self, version: int) -> StageState:
         """A copy of the weights of a version that is held, which no step changes."""
@@ -108,7 +108,7 @@ class StageState:
         if spec.clip_norm:
             scale *= min(1.0, spec.clip_norm / (math.sqrt(total_sqnorm) / M + 1e-6))
         old, new = self.weights(t), self.weights(t + 1)
-        gradient, told = reduced.to(self._device).split([self._layout.numel, self._layout.statistics_numel])
+        gradient, told = reduced.to(self.device).split([self._layout.numel, self._layout.statistics_numel])
         self._optimizer.step(t, spec.lr_at(t, self._run.steps), old, new, gradient, scale)
         means = told * (1.0 / M)
         for (start, end, _), momentum in self._layout.statistics.values():
@@ -167,7 +167,7 @@ class StageState:
         bringing gigabytes to the host at every step would cost more than the step.
         """
         vectors = [self.weights(self.version), *([self._statistics] if self._statistics.numel() else [])]
-        return vectors_digest(vectors, on_device=not canonical and self._device.type != "cpu")
+        return vectors_digest(vectors, on_device=not canonical and self.device.type != "cpu")
 
     @property
     def nbytes(self) -> int:

@@ -62,7 +62,7 @@ def boundary_codecs(
     limit_s = max([enough_s, *best])
 
     def chosen(boundary: int) -> str:
-        for whole in (base[boundary], "bf16", values):
+        for whole in (base[boundary], "bf16", values, "hadamard4"):
             if seconds(boundary, whole) <= limit_s:
                 return whole
         if seconds(boundary, smallest) >= limit_s:

@@ -34,6 +34,7 @@ import torch
 from swarm.codecs import PPM, Codec, parse_codec
 from swarm.digest import digest_of
 from swarm.errors import Refused
+from swarm.wire import hadamard
 from swarm.wire.buffers import Buffer
 from swarm.wire.tensor_meta import BLOCK, ITEM_BYTES, MAX_DIMS, TensorMeta, encoded_sizes, kept_of
 from swarm.wire.topk import largest, pack_places, unpack_places
@@ -108,6 +109,8 @@ def start_encode(
         parts = [values]
     elif what.values == "bf16":
         parts = [values.to(torch.bfloat16)]
+    elif what.values == "hadamard4":
+        parts = list(hadamard.quantize(values.reshape(-1)))
     else:
         flat = values.contiguous().view(-1)
         parts = list(_quantize_cuda(flat) if on_cuda else _quantize(flat.cpu()))
@@ -181,12 +184,16 @@ def decode(
         dense = torch.zeros(math.prod(meta.shape), dtype=dtype, device=device)
         dense[to_device(places, device)] = values
         return dense.view(meta.shape)
-    if what.values == "blockwise8":
+    if what.values in ("blockwise8", "hadamard4"):
         scales = _tensor_of(views[1], torch.float32)
         low, high = _range(scales)
-        if not 0.0 <= low <= high <= torch.finfo(dtype).max:
+        most = hadamard.MAX_SCALE if what.values == "hadamard4" else torch.finfo(dtype).max
+        if not 0.0 <= low <= high <= most:
             raise Refused(f"{name} has scales that are not finite")
         quantized = _tensor_of(views[0], torch.uint8)
+        if what.values == "hadamard4":
+            numbers, by_block = to_device(quantized, device), to_device(scales, device)
+            return hadamard.dequantize(numbers, by_block, math.prod(meta.shape)).to(dtype).view(meta.shape)
         if device.type == "cuda":
             return _dequantize_cuda(quantized, scales, dtype, device).view(meta.shape)
         return _dequantize(quantized, scales, dtype).view(meta.shape).to(device)
@@ -252,6 +259,8 @@ def _encodable(dtype: torch.dtype, values: str) -> float | None:
     """The largest magnitude that can be carried; None for whole numbers, which need no check."""
     if not dtype.is_floating_point:
         return None
+    if values == "hadamard4":
+        return hadamard.MAX_NUMBER
     on_the_wire = {"none": dtype, "bf16": torch.bfloat16, "blockwise8": torch.float32}[values]
     return min(torch.finfo(dtype).max, torch.finfo(on_the_wire).max)
 

@@ -14,8 +14,8 @@ from swarm.codecs import KNOWN, PPM, parse_codec
 from swarm.errors import Refused
 
 BLOCK = 256
-"""Numbers that share one scale in blockwise8. The scales are 1.6 % of the bytes; a small block keeps an
-outlier from drowning more than its 255 neighbours."""
+"""Numbers that share one scale in blockwise8 and hadamard4. The scales are 1.6 % of blockwise8's bytes; a
+small block keeps an outlier from drowning more than its 255 neighbours."""
 
 MIN_ROW = 256
 """Least length of a row of a top-k: in shorter rows a part of a hundredth would be rounded too much."""

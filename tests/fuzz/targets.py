@@ -416,7 +416,7 @@ def _(data: bytes) -> None:
 # --- tensors ------------------------------------------------------------------------------------------------
 
 _SHAPES = ((4, 64), (300,), (2, 3, 5), (0,), (1,), (2, 600))
-_CODECS = ("none", "bf16", "blockwise8", "topk:0.1", "topk:0.5+blockwise8", "topk:0.02+bf16")
+_CODECS = ("none", "bf16", "blockwise8", "hadamard4", "topk:0.1", "topk:0.5+blockwise8", "topk:0.02+bf16")
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 
 

@@ -190,7 +190,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
         (["plan", "--keep", "1"], "'1' is not a part of all numbers: above 0, below 1"),
         (["demo", "--preempt", "x"], "'x' is not a whole number of at least 0"),
         (["demo", "--step", "3"], "unknown option --step (did you mean --steps?)"),
-        (["demo", "--codec", "zip"], "'zip' is not a codec: none, bf16, blockwise8, topk:R"),
+        (["demo", "--codec", "zip"], "'zip' is not a codec: none, bf16, blockwise8, hadamard4, topk:R"),
         (["generate", *NEEDED["generate"], "--temperature", "hot"], "'hot' is not a temperature: 0 to 100"),
         (["generate", *NEEDED["generate"], "--temperature", "nan"], "'nan' is not a temperature: 0 to 100"),
     ],
